@@ -1,0 +1,35 @@
+# Everything here works on a fresh clone: each target first makes the environment it needs.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: setup demo test bench clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "no python3.11 or python3 found; set PYTHON=/path/to/python3" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install torch==2.13.0
+	$(BIN)/python -m pip install -c constraints.txt -e '.[demo,dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/memopt demo
+
+# pytest runs last, so that its summary line ends the output.
+test: setup
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest
+
+bench: setup
+	$(BIN)/memopt bench
+
+# What the other targets made; recorded runs (runs/, lightning_logs/) are yours and stay.
+clean:
+	rm -rf $(VENV) build dist demo *.egg-info
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find lightning_memopt tests -name __pycache__ -type d -prune -exec rm -rf {} +

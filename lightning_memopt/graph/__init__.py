@@ -1,0 +1,21 @@
+"""What one training step is: tensors, ops, saves on one axis of points. Pure data, no torch."""
+
+from lightning_memopt.graph.fingerprint import fingerprint, first_difference
+from lightning_memopt.graph.liveness import Levels, base_levels, resident_nbytes, unmodified_levels, workspaces
+from lightning_memopt.graph.model import BEFORE, Graph, Op, Point, Save, Tensor
+
+__all__ = [
+    "BEFORE",
+    "Graph",
+    "Levels",
+    "Op",
+    "Point",
+    "Save",
+    "Tensor",
+    "base_levels",
+    "fingerprint",
+    "first_difference",
+    "resident_nbytes",
+    "unmodified_levels",
+    "workspaces",
+]

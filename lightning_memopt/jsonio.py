@@ -1,0 +1,267 @@
+"""JSON files from anywhere, read within bounds; written whole or not at all. Never pickle.
+
+A plan, trace or profile may come from another machine or person, so a file is data to check before it is data to use.
+`read` and `parse` accept a subset of JSON that means the same to every reader: UTF-8, an object at the top, no key
+twice in an object, no NaN or infinity, and limits on size, nesting and the length of a number. What is outside raises
+PlanFileError with the file, the position and the reason. `write` refuses what `read` would.
+
+The checks run at C speed on a good file; only a bad one is walked in Python (`_problems`), to say where it is bad.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import secrets
+import stat
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from json.decoder import scanstring  # type: ignore[attr-defined]  # not in the stubs
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lightning_memopt.errors import PlanFileError
+from lightning_memopt.units import format_nbytes
+
+MAX_NBYTES = 64 << 20
+MAX_DEPTH = 64
+MAX_INT_DIGITS = 20  # 2**64 has 20
+MAX_FLOAT_CHARS = 100
+
+_CHUNK_NBYTES = 1 << 20
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_STEP = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+_TOKEN = re.compile(r'["\[\]{},:]|NaN|-?Infinity|-?[0-9][0-9.eE+-]*')
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+class _Refused(Exception):
+    """A value of well-formed JSON that is not accepted; what it is, not yet where."""
+
+
+def read(path: str | os.PathLike[str], *, max_nbytes: int = MAX_NBYTES) -> dict[str, Any]:
+    """The object in the JSON file at `path`, of at most `max_nbytes` bytes. Raises PlanFileError."""
+    name = _shown(path)
+    try:
+        # O_NONBLOCK: opening a named pipe must not wait for a writer.
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+        with open(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise PlanFileError(f"{name} is not a regular file; give the path of a JSON file")
+            data = file.read(max_nbytes + 1)
+    except (OSError, ValueError, TypeError) as error:
+        if isinstance(error, PlanFileError):
+            raise
+        raise PlanFileError(f"{name} cannot be read: {_reason(error)}") from error
+    if len(data) > max_nbytes:
+        raise _too_large(name, max(status.st_size, len(data)), max_nbytes)
+    return parse(data, name=name, max_nbytes=max_nbytes)
+
+
+def parse(data: bytes | str, *, name: str = "the JSON text", max_nbytes: int = MAX_NBYTES) -> dict[str, Any]:
+    """The object that JSON `data` holds; `name` stands for it in messages. Raises PlanFileError."""
+    if isinstance(data, str):
+        data = data.encode("utf-8", errors="surrogatepass")  # decoded strictly below, with the position
+    if len(data) > max_nbytes:
+        raise _too_large(name, len(data), max_nbytes)
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        where = f"byte {error.start}"
+        raise PlanFileError(f"{name} is not UTF-8 at {where}: it is not JSON text, or it is damaged") from None
+    if _depth(data) > MAX_DEPTH:
+        _refuse(name, text, f"nested deeper than {MAX_DEPTH} levels")
+    try:
+        value = json.loads(
+            text,
+            object_pairs_hook=_object,
+            parse_int=_int,
+            parse_float=_float,
+            parse_constant=_constant,
+        )
+        if _SURROGATE.search(data):
+            _check_surrogates(text)
+    except _Refused as refused:
+        _refuse(name, text, str(refused))
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno} column {error.colno} (character {error.pos})"
+        ended = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string")
+        hint = "; the file looks truncated: copy or make it again" if ended else ""
+        raise PlanFileError(f"{name} is not JSON: {error.msg} at {where}{hint}") from None
+    if not isinstance(value, dict):
+        kinds = {list: "an array", str: "a string", bool: "true or false", type(None): "null"}
+        kind = kinds.get(type(value), "a number")
+        raise PlanFileError(f"{name} holds {kind} at its top level; a plan, trace or profile is an object: {{...}}")
+    return value
+
+
+def write(
+    path: str | os.PathLike[str], obj: dict[str, Any], *, indent: int | None = None, max_nbytes: int = MAX_NBYTES
+) -> None:
+    """Write `obj` as JSON to `path`, atomically: readers find the old file or the new one, never a part.
+
+    The file is for its owner only (mode 0600). A symlink at `path` is replaced, not followed. Raises PlanFileError when
+    `obj` is not something `read` would accept, or the file cannot be written; `path` is then as it was.
+    """
+    name = _shown(path)
+    separators = (",", ":") if indent is None else (",", ": ")
+    try:
+        text = json.dumps(obj, allow_nan=False, indent=indent, separators=separators)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise PlanFileError(f"{name} cannot be written: {_reason(error)}") from error
+    data = text.encode("ascii") + b"\n"
+    parse(data, name=f"what would be written to {name}", max_nbytes=max_nbytes)
+    try:
+        _replace(Path(path), data)
+    except (OSError, ValueError, TypeError) as error:
+        raise PlanFileError(f"{name} cannot be written: {_reason(error)}") from error
+
+
+def _replace(path: Path, data: bytes) -> None:
+    # Same directory, so that the replacement is one rename within one file system; a name nobody can prepare a link at.
+    temporary = path.parent / f".memopt-{secrets.token_hex(8)}.tmp"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+    descriptor = os.open(temporary, flags, 0o600)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(descriptor)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    with contextlib.suppress(OSError):  # the rename itself; not every file system syncs a directory
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+
+def _depth(data: bytes) -> int:
+    """How deep brackets outside strings nest, without recursion; exact up to the first character that is not JSON.
+
+    Escape pairs go first (a backslash is legal only inside a string), so that each quote left opens or closes one.
+    """
+    bare = data.replace(rb"\\", b"").replace(rb"\"", b"")
+    deepest = depth = inside = 0
+    for start in range(0, len(bare), _CHUNK_NBYTES):  # in parts: splitting a file of quotes whole takes gigabytes
+        pieces = bare[start : start + _CHUNK_NBYTES].split(b'"')
+        brackets = b"".join(pieces[inside::2]).translate(None, _NOT_BRACKETS)
+        inside ^= (len(pieces) - 1) & 1
+        deepest = max(deepest, max(accumulate(map(_STEP.__getitem__, brackets), initial=depth)))
+        depth += sum(_STEP[bracket] * brackets.count(bracket) for bracket in _STEP)
+    return deepest
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise _Refused("a key appears twice in one object")
+    return value
+
+
+def _int(text: str) -> int:
+    if len(text.lstrip("-")) > MAX_INT_DIGITS:
+        raise _Refused(f"an integer longer than {MAX_INT_DIGITS} digits")
+    return int(text)
+
+
+def _float(text: str) -> float:
+    value = float(text) if len(text) <= MAX_FLOAT_CHARS else math.inf
+    if math.isinf(value):
+        raise _Refused(f"a number beyond a float's range, or longer than {MAX_FLOAT_CHARS} characters")
+    return value
+
+
+def _constant(text: str) -> NoReturn:
+    raise _Refused(f"{text} is not a JSON number")
+
+
+def _check_surrogates(text: str) -> None:
+    for _, problem in _problems(text):
+        raise _Refused(problem)
+
+
+def _refuse(name: str, text: str, problem: str) -> NoReturn:
+    """Raise for `problem`, with the position of the first thing in `text` that is not accepted."""
+    position, problem = next(_problems(text), (0, problem))
+    line = text.count("\n", 0, position) + 1
+    column = position - text.rfind("\n", 0, position)
+    raise PlanFileError(f"{name}, line {line} column {column} (character {position}): {problem}; refused")
+
+
+def _problems(text: str) -> Iterator[tuple[int, str]]:
+    """(position, problem) of what `parse` does not accept in `text`, by a walk over its tokens."""
+    keys: list[set[str] | None] = []  # per open bracket: the keys so far; None for an array
+    key_next = False
+    position = 0
+    while match := _TOKEN.search(text, position):
+        start, token, position = match.start(), match.group(), match.end()
+        if token == '"':
+            try:
+                string, position = scanstring(text, position, True)
+            except json.JSONDecodeError:
+                return
+            if any("\ud800" <= char <= "\udfff" for char in string):
+                yield start, "half of a surrogate pair in a string"
+            if key_next and keys and keys[-1] is not None:
+                if string in keys[-1]:
+                    yield start, f"the key {_clip(repr(string))} appears twice in one object"
+                keys[-1].add(string)
+                key_next = False
+        elif token in "{[":
+            keys.append(set() if token == "{" else None)
+            key_next = token == "{"
+            if len(keys) > MAX_DEPTH:
+                yield start, f"nested deeper than {MAX_DEPTH} levels"
+        elif token in "}]":
+            if keys:
+                keys.pop()
+            key_next = False
+        elif token == ",":
+            key_next = bool(keys) and keys[-1] is not None
+        elif token != ":":
+            yield from ((start, str(refused)) for refused in _refusals(token))
+
+
+def _refusals(token: str) -> Iterator[_Refused]:
+    convert: Callable[[str], object] = _constant if token.endswith(("N", "y")) else _number
+    try:
+        convert(token)
+    except _Refused as refused:
+        yield refused
+    except ValueError:
+        return  # not a number at all: the parser has its own words for it
+
+
+def _number(token: str) -> float:
+    return _float(token) if any(mark in token for mark in ".eE") else _int(token)
+
+
+def _too_large(name: str, size: int, cap: int) -> PlanFileError:
+    return PlanFileError(
+        f"{name} has {size} bytes ({format_nbytes(size)}), above the cap of {cap} bytes ({format_nbytes(cap)}); "
+        "check that it is the right file"
+    )
+
+
+def _shown(path: object) -> str:
+    try:
+        return _clip(ascii(os.fspath(path)))  # type: ignore[call-overload]
+    except TypeError:
+        return _clip(ascii(path))
+
+
+def _clip(text: str) -> str:
+    return text if len(text) <= 200 else text[:100] + "..." + text[-97:]
+
+
+def _reason(error: BaseException) -> str:
+    return (error.strerror or type(error).__name__) if isinstance(error, OSError) else _clip(str(error))

@@ -1,0 +1,64 @@
+"""What to do about a step: the lives of every saved buffer, and what that is predicted to cost.
+
+A buffer that is dropped and rebuilt lives several times, so a plan does not hold one decision a buffer but its *lives*:
+disjoint intervals on the graph's axis of points, each with how the bytes come into being. Everything else (which ops
+run again, in which order, what is freed when) follows from the lives: `lower` is its definition.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+How = Literal["original", "replay"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """One incarnation of a tensor, in memory at the points `born_at .. freed_at`.
+
+    `original`: what the user's forward made is held beyond the point where user code lets go of it.
+    `replay`: recorded ops make it again at the unpack point `born_at`.
+    """
+
+    tensor: int
+    born_at: int
+    freed_at: int
+    how: How
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What a plan is predicted to cost. `extra_seconds` and `extra_flops` are on top of the unmodified step."""
+
+    peak_bytes: int
+    extra_seconds: float
+    extra_flops: int
+    rebuilt_bytes: int
+    replayed_ops: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Lives for every tensor that autograd saves and for what is held to rebuild them, sorted by (tensor, born_at).
+
+    `lower_bound_seconds`: no plan of this graph's recomputation that fits the budget has fewer extra seconds.
+    """
+
+    fingerprint: str
+    lives: tuple[Life, ...]
+    solver: str
+    budget_bytes: int
+    predicted: Prediction
+    unmodified_peak_bytes: int
+    step_seconds: float = 0.0
+    lower_bound_seconds: float = 0.0
+    solve_seconds: float = 0.0
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        return self.predicted.peak_bytes
+
+    @property
+    def predicted_seconds(self) -> float:
+        return self.step_seconds + self.predicted.extra_seconds

@@ -1,0 +1,79 @@
+"""What a schedule costs: bytes at every point, peak, extra seconds. The one price that all solvers are compared by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from lightning_memopt.graph import Graph, Levels, base_levels, workspaces
+from lightning_memopt.plan.lower import Run, Schedule, lower
+from lightning_memopt.plan.model import Life, Prediction
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Bytes at every point of the planned step (the worst moment within the point), and what it costs."""
+
+    nbytes: tuple[int, ...]
+    predicted: Prediction
+
+    @property
+    def peak_at(self) -> int:
+        return self.nbytes.index(self.predicted.peak_bytes)
+
+
+@lru_cache(maxsize=4)
+def _fixed(graph: Graph) -> tuple[list[int], list[int]]:
+    return base_levels(graph), workspaces(graph)
+
+
+def simulate(graph: Graph, lives: Iterable[Life], schedule: Schedule | None = None,
+             window: tuple[int, int] | None = None) -> Timeline:
+    """Price the schedule of `lives`. Replays of an op cost what it took in forward.
+
+    `window` (first and last point) restricts everything to a part of the axis; `Timeline.nbytes` then starts at its first
+    point, and only segments inside it count.
+    """
+    lives = tuple(lives)
+    schedule = schedule or lower(graph, lives)
+    base, extra = _fixed(graph)
+    first_point, last_point = window or (0, len(graph.points) - 1)
+    levels = Levels(last_point - first_point + 1)
+    for life in lives:
+        t = graph.tensors[life.tensor]
+        # what is there by nature is in the base: a life pays for what it adds
+        first = max(life.born_at, t.freed_at + 1) if life.how == "original" else life.born_at
+        levels.add(first - first_point, life.freed_at - first_point, t.nbytes)
+    for op, last in schedule.replayed.items():
+        levels.add(graph.ops[op].at - first_point, last - first_point, graph.ops[op].state_nbytes)
+    end = last_point + 1
+    nbytes = [b + e + more for b, e, more in
+              zip(base[first_point:end], extra[first_point:end], levels.levels(), strict=True)]
+    seconds, flops, rebuilt, count = 0.0, 0, 0, 0
+    born_here: dict[int, int] = {}
+    for life in lives:
+        if life.how == "replay":
+            born_here[life.born_at] = born_here.get(life.born_at, 0) + graph.tensors[life.tensor].nbytes
+    for point, steps in schedule.segments.items():
+        if not first_point <= point <= last_point:
+            continue
+        now = peak = nbytes[point - first_point] - born_here.get(point, 0)
+        for step in steps:
+            if isinstance(step, Run):
+                op = graph.ops[step.op]
+                seconds += op.seconds
+                flops += op.flops
+                count += 1
+                new = {made for _, made in op.mutates}
+                made = sum(graph.tensors[t].nbytes for t in op.outputs if t not in new)
+                made += sum(graph.tensors[t].nbytes for t in step.clones)
+                rebuilt += made
+                now += made
+                peak = max(peak, now + op.workspace_nbytes)
+            else:
+                now -= graph.tensors[step.tensor].nbytes
+        nbytes[point - first_point] = max(nbytes[point - first_point], peak)
+    predicted = Prediction(peak_bytes=max(nbytes, default=0), extra_seconds=seconds, extra_flops=flops,
+                           rebuilt_bytes=rebuilt, replayed_ops=count)
+    return Timeline(tuple(nbytes), predicted)

@@ -1,0 +1,293 @@
+"""The recorder: a dispatch mode below autograd that notes every op, what it read and which storage version it wrote.
+
+It decides nothing. An `Owner` is told of every new slot and of every tensor that autograd packs; an `Observer`, where there
+is one, is told when each op begins and ends. Both are duck-typed seams (see the protocols).
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Protocol
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_memopt.record.rules import Rule, may_replay, rule_of, trains_statistics
+from lightning_memopt.record.tape import Call, Slot, Tape, View, storage_id
+
+UNKNOWN = -1
+EXPOSED = torch.ops.aten.alias.default
+"""Stands for the op by which a tensor's raw memory is handed out."""
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class Observer(Protocol):
+    """Who watches a step being recorded (the tracer)."""
+
+    def begin(self, func: OpOverload) -> None: ...
+    def ran(self) -> None: ...
+    def end(self, func: OpOverload, args: tuple, kwargs: dict, out: Any, reads: tuple[Slot, ...],
+            made: list[tuple[Slot, torch.Tensor]], mutates: list[tuple[Slot, Slot, torch.Tensor]],
+            replayable: bool, rule: Rule) -> None: ...
+
+
+class Owner(Protocol):
+    """Who decides over the slots (the engine).
+
+    `recorded`: an op ran, read these slots and made those (each with a tensor on it); sets `slot.value` to hold one.
+    `overwrites`: the next op writes over a slot that has no recipe and that recorded ops have read. `wants_state`: whether
+    to note the generator's state for the op that comes next.
+    """
+
+    def recorded(self, func: OpOverload, reads: tuple[Slot, ...], made: list[tuple[Slot, torch.Tensor]]) -> None: ...
+    def overwrites(self, slot: Slot) -> None: ...
+    def wants_state(self) -> bool: ...
+
+
+def is_plain(t: torch.Tensor) -> bool:
+    """An ordinary strided tensor with memory of its own: what can be recorded. Everything else is opaque (Rule 4)."""
+    return type(t) in _PLAIN and t.layout is torch.strided and not t.is_quantized and t.device.type != "meta"
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors in an op's result or argument: a tensor, or a list of tensors and None. No pytrees on the hot path."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [t for v in value for t in _tensors(v)]
+    return []
+
+
+class Recorder(TorchDispatchMode):
+    """Records one forward pass onto a tape. Enter it around the forward only; `forget()` when the forward is over."""
+
+    def __init__(self, tape: Tape, owner: Owner, observer: Observer | None = None) -> None:
+        super().__init__()
+        self.tape = tape
+        self.owner = owner
+        self.observer = observer
+        self.capturing = True
+        self.op = 0
+        self.next_slot = 0
+        self.of_storage: dict[int, Slot] = {}
+        self.exposed: set[int] = set()
+        self.thread = threading.get_ident()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # Rule 9: compiled modules stay compiled
+
+    def forget(self) -> None:
+        """Drop the map from storages: it must not outlive the forward pass."""
+        self.of_storage.clear()
+
+    def slot_of(self, t: torch.Tensor) -> Slot | None:
+        return self.of_storage.get(storage_id(t))
+
+    def adopt(self, t: torch.Tensor, why: str = "made outside of the recorded forward") -> Slot:
+        """The slot of a tensor that no recorded op made: it is held, never dropped (Rule 4)."""
+        known = self.of_storage.get(storage_id(t))
+        if known is not None:
+            return known
+        slot = self._new(t)
+        slot.external = True
+        slot.ok = True
+        slot.version = t._version
+        slot.why = why
+        if self.capturing:
+            slot.value = t if t.grad_fn is None else detached(t)
+        return slot
+
+    def _current(self, slot: Slot, t: torch.Tensor) -> Slot:
+        """The slot of memory from outside, or a new one where its version counter moved unseen."""
+        if slot.value is None and self.capturing:
+            slot.value = t if t.grad_fn is None else detached(t)
+        if slot.version == UNKNOWN:
+            slot.version = t._version
+        elif slot.version != t._version and self.capturing:
+            del self.of_storage[storage_id(t)]
+            slot.stale = True
+            return self.adopt(t)
+        return slot
+
+    def _new(self, t: torch.Tensor) -> Slot:
+        slot = Slot(self.next_slot, t)
+        self.next_slot += 1
+        self.of_storage[storage_id(t)] = slot
+        if self.capturing:
+            self.tape.slots[slot.id] = slot
+        return slot
+
+    def _capture(self, value: Any, reads: list[Slot], plain: list[bool]) -> Any:
+        if isinstance(value, torch.Tensor):
+            if not is_plain(value):
+                plain[0] = False
+                return None
+            slot = self.of_storage.get(storage_id(value))
+            if slot is None:
+                slot = self.adopt(value)
+            elif slot.external:
+                slot = self._current(slot, value)
+            reads.append(slot)
+            return View(slot, value)
+        if type(value) in (list, tuple):
+            return [self._capture(v, reads, plain) for v in value]
+        return value
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        observer = self.observer
+        if not self.capturing and observer is None:
+            return func(*args, **kwargs)
+        rule = rule_of(func)
+        op = self.op
+        self.op = op + 1
+        reads: list[Slot] = []
+        plain = [True]
+        held_args = [self._capture(a, reads, plain) for a in args]
+        held_kwargs = {k: self._capture(v, reads, plain) for k, v in kwargs.items()} if kwargs else {}
+        targets = self._targets(func, rule, args, kwargs)
+        replayable = self.capturing and plain[0] and rule.handling != "opaque" and may_replay(func, _device(reads, kwargs))
+        call = None
+        if replayable:
+            call = self._call(op, func, rule, args, kwargs, tuple(held_args), held_kwargs, reads, targets)
+            replayable = call is not None
+        if targets and self.capturing:
+            for t in targets:
+                old = self.of_storage[storage_id(t)]
+                if old.call is None and old.read:
+                    self.owner.overwrites(old)
+        if observer is None:
+            out = func(*args, **kwargs)
+        else:
+            observer.begin(func)
+            out = func(*args, **kwargs)
+            observer.ran()
+        made = self._outputs(out, call, rule)
+        mutates = self._mutated(targets, call, rule) if self.capturing else []
+        unique = tuple(dict.fromkeys(reads))
+        if observer is not None:
+            observer.end(func, args, kwargs, out, unique, made, mutates, replayable, rule)
+        if self.capturing:
+            self.owner.recorded(func, unique, [*made, *((slot, t) for _, slot, t in mutates)] if mutates else made)
+        return out
+
+    def _targets(self, func: OpOverload, rule: Rule, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+        if not rule.writes or (rule.rewrite is not None and not trains_statistics(func, args, kwargs)):
+            return []
+        found: list[torch.Tensor] = []
+        for where in rule.writes:
+            value = kwargs.get(where) if isinstance(where, str) else (args[where] if where < len(args) else None)
+            found.extend(t for t in _tensors(value) if is_plain(t))
+        return found
+
+    def _call(self, op: int, func: OpOverload, rule: Rule, args: tuple, kwargs: dict, held_args: tuple, held_kwargs: dict,
+              reads: list[Slot], targets: list[torch.Tensor]) -> Call | None:
+        """The recipe of this op, or None where its results cannot be made again."""
+        if rule.rewrite is not None and targets:
+            # the running statistics are written, but no output depends on them: the replay leaves them out
+            func, held_args, held_kwargs = rule.rewrite(func, held_args, held_kwargs)
+            statistics = {id(self.of_storage[storage_id(t)]) for t in targets}
+            reads = [slot for slot in reads if id(slot) not in statistics]
+            targets = []
+        mutated = {id(self.of_storage[storage_id(t)]) for t in targets}
+        for slot in reads:
+            if slot.empty:
+                # Rule 4: content of `empty` is nobody's, unless this op overwrites all of it
+                whole = rule.whole and id(slot) in mutated and len(targets) == 1 and _covers(targets[0])
+                if not whole:
+                    return None
+            elif slot.call is None and id(slot) in mutated:
+                return None  # memory of somebody else: its new content is theirs
+            else:
+                slot.read = True
+        rng = None
+        if rule.handling == "random" and self.owner.wants_state():
+            generator = kwargs.get("generator") or next((a for a in args if isinstance(a, torch.Generator)), None)
+            rng = (generator, _state(generator, _device(reads, kwargs)))
+        return Call(op, func, held_args, held_kwargs, tuple(dict.fromkeys(reads)), torch.is_grad_enabled(), rng)
+
+    def _mutated(self, targets: list[torch.Tensor], call: Call | None, rule: Rule) -> list[tuple[Slot, Slot, torch.Tensor]]:
+        found = []
+        for t in targets:
+            old = self.of_storage.get(storage_id(t))
+            if old is None:
+                continue
+            new = self._new(t)
+            old.stale = True
+            if rule.rewrite is not None or call is None:
+                new.external = old.external
+                new.ok = old.external
+                new.version = UNKNOWN
+                new.why = rule.why or "overwritten in place by an op that is not replayed"
+                if old.external:
+                    new.value = t if t.grad_fn is None else detached(t)
+            else:
+                new.ok = all(slot.ok or slot.value is not None or slot is old for slot in call.reads)
+                new.call = call
+                call.mutates.append((old, new.id))
+            found.append((old, new, t))
+        return found
+
+    def _outputs(self, out: Any, call: Call | None, rule: Rule) -> list[tuple[Slot, torch.Tensor]]:
+        made = []
+        for index, t in enumerate((out,) if isinstance(out, torch.Tensor) else _tensors(out)):
+            if not is_plain(t) or storage_id(t) in self.of_storage:
+                continue
+            slot = self._new(t)
+            slot.index = index
+            slot.empty = rule.handling == "empty"
+            if call is not None:
+                slot.ok = not slot.empty and all(s.ok or s.value is not None for s in call.reads)
+                slot.call = call
+                call.made.append((index, slot.id))
+            else:
+                slot.why = rule.why or "made from what cannot be made again"
+            made.append((slot, t))
+        return made
+
+    def expose(self, t: torch.Tensor) -> None:
+        """Somebody takes the raw memory of `t`: what is in it from now on cannot be seen, so it is opaque (Rule 4)."""
+        if not self.capturing or threading.get_ident() != self.thread or not is_plain(t):
+            return
+        slot = self.of_storage.get(storage_id(t))
+        if slot is None or slot.call is None:
+            return
+        slot.stale = True
+        opaque = self._new(t)
+        opaque.why = "its memory was handed out (data_ptr, numpy or dlpack)"
+        self.owner.recorded(EXPOSED, (slot,), [(opaque, t)])
+
+
+def detached(t: torch.Tensor) -> torch.Tensor:
+    """An alias of `t` without its autograd history that shares its version counter; made below no dispatch mode."""
+    with torch._C._DisableTorchDispatch():
+        return t.detach()
+
+
+def _covers(t: torch.Tensor) -> bool:
+    return t.numel() * t.element_size() == t.untyped_storage().nbytes() and torch._C._is_alias_of(t, t) and t.is_contiguous()
+
+
+def _device(reads: list[Slot], kwargs: dict) -> str:
+    for slot in reads:
+        if slot.device.type != "cpu":
+            return slot.device.type
+    device = kwargs.get("device")
+    return torch.device(device).type if device is not None else "cpu"
+
+
+def _state(generator: torch.Generator | None, device: str) -> torch.Tensor:
+    if generator is not None:
+        return generator.get_state()
+    if device == "cpu":
+        return torch.default_generator.get_state()
+    return torch.get_device_module(device).get_rng_state()
+
+
+__all__ = ["UNKNOWN", "Observer", "Owner", "Recorder", "detached", "is_plain"]

@@ -1,0 +1,152 @@
+"""Run recorded calls again: the arithmetic of replay, without any decision about when.
+
+Rule 2: a call that mutates runs on its input's bytes only when nobody else needs them, otherwise on a copy.
+Rule 6: replay runs below Autograd and Autocast, with dispatch modes and hooks off, under the grad mode recorded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lightning_memopt.errors import ModifiedError
+from lightning_memopt.record import UNKNOWN, Call, Slot, Tape, View, numeric_flags
+
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+
+
+@contextlib.contextmanager
+def below_autograd() -> Iterator[None]:
+    """Where replays run: no modes, no autograd, no autocast, no saved-tensor hooks (they live above autograd)."""
+    with _disable_current_modes(), torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        yield
+
+
+@contextlib.contextmanager
+def flags_of(tape: Tape) -> Iterator[None]:
+    """The numeric settings of the forward pass; restored after the replay."""
+    now, then = numeric_flags(), tape.flags
+    if now == then:
+        yield
+        return
+    _set_flags(then)
+    try:
+        yield
+    finally:
+        _set_flags(now)
+
+
+def _set_flags(flags: tuple[Any, ...]) -> None:
+    precision, deterministic, warn, cudnn, benchmark, cudnn_det, tf32, matmul_tf32, _mkldnn, threads, dtype = flags
+    torch.use_deterministic_algorithms(deterministic, warn_only=warn)
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark = cudnn, benchmark
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32 = cudnn_det, tf32
+    torch.backends.cuda.matmul.allow_tf32 = matmul_tf32
+    if threads != torch.get_num_threads():
+        torch.set_num_threads(threads)
+    torch.set_default_dtype(dtype)
+
+
+def modified(what: str, now: int, then: int) -> ModifiedError:
+    """The error that autograd raises for a saved tensor that was changed in place, in its words."""
+    return ModifiedError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"{what} is at version {now}; expected version {then} instead. Do not change it between forward and backward, "
+        "or work on a clone."
+    )
+
+
+def check_external(slot: Slot) -> None:
+    """Rule 5: what a recipe starts from must be what it was."""
+    value = slot.value
+    if slot.external and value is not None and slot.version != UNKNOWN and value._version != slot.version:
+        raise modified(f"a {value.dtype} tensor of shape {tuple(value.shape)} that a rebuild starts from", value._version, slot.version)
+
+
+def _flat(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [t for v in value for t in _flat(v)]
+    return []
+
+
+@contextlib.contextmanager
+def _generator_at(call: Call, device: torch.device) -> Iterator[None]:
+    """The generator in the state it had when the op ran; put back afterwards, so the run's own stream does not move."""
+    if call.rng is None:
+        yield
+        return
+    generator, state = call.rng
+    if generator is None:
+        generator = torch.default_generator if device.type == "cpu" else None
+    if generator is not None:
+        now = generator.get_state()
+        generator.set_state(state)
+        try:
+            yield
+        finally:
+            generator.set_state(now)
+    else:
+        module = torch.get_device_module(device)
+        now = module.get_rng_state(device)
+        module.set_rng_state(state, device)
+        try:
+            yield
+        finally:
+            module.set_rng_state(now, device)
+
+
+def _restored(v: Any, fresh: dict[int, torch.Tensor]) -> Any:
+    """An argument of a call as it was. A function of its own: a recursive closure would be a reference cycle."""
+    if type(v) is View:
+        base = fresh.get(v.slot.id)
+        if base is None:
+            base = v.slot.value
+            assert base is not None
+            check_external(v.slot)
+        return v.on(base)
+    if type(v) is list:
+        return [_restored(x, fresh) for x in v]
+    return v
+
+
+def run(call: Call, slots: dict[int, Slot], survives: Callable[[Slot], bool]) -> None:
+    """Run a call on the values of the slots it reads and set the values of those it makes. Call inside `below_autograd`.
+
+    `survives` says which mutated inputs somebody still needs: those are copied first.
+    """
+    fresh: dict[int, torch.Tensor] = {}
+    for old, _ in call.mutates:
+        if old.id in fresh:
+            continue
+        base = old.value
+        assert base is not None
+        if survives(old):
+            bytes_ = base.untyped_storage().clone()
+            fresh[old.id] = torch.empty(0, dtype=base.dtype, device=base.device).set_(bytes_, 0, (bytes_.nbytes() // base.element_size(),), (1,))
+        else:
+            fresh[old.id] = base
+
+    args = [_restored(a, fresh) for a in call.args]
+    kwargs = {k: _restored(v, fresh) for k, v in call.kwargs.items()}
+    device = call.reads[0].device if call.reads else torch.device("cpu")
+    with torch.set_grad_enabled(call.grad), _generator_at(call, device):
+        out = call.func(*args, **kwargs)
+    if call.made:
+        outs = _flat(out)
+        for index, slot_id in call.made:
+            slot = slots.get(slot_id)
+            if slot is not None and slot.value is None:
+                slot.value = outs[index]
+    for old, new_id in call.mutates:
+        slot = slots.get(new_id)
+        if slot is not None:
+            slot.value = fresh[old.id]
+        if fresh[old.id] is old.value:
+            old.value = None

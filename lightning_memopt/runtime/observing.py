@@ -1,0 +1,215 @@
+"""The engine of the first steps: everything is kept, until live bytes come near the budget.
+
+Then what was packed is *evicted*: dropped with a checksum, to be rebuilt on demand. Which one goes is decided as in dynamic
+tensor rematerialisation (Kirisame et al., 2021): largest bytes per second of rebuild and per op since last use. While it
+keeps, it verifies: every recipe is run once in backward and compared, bit by bit, with the value kept (Rule 8).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch._ops import OpOverload
+
+from lightning_memopt.errors import ReplayMismatchError
+from lightning_memopt.record import Slot, detached
+from lightning_memopt.runtime.execute import below_autograd, flags_of, run
+from lightning_memopt.runtime.replay import Engine, Handle
+
+
+class SaveEvents(Protocol):
+    """Who is told what autograd packs, asks for and lets go (the tracer)."""
+
+    def packed(self, save: int, slot: Slot) -> None: ...
+    def unpacked(self, save: int) -> None: ...
+    def released(self, save: int) -> None: ...
+
+
+def checksum(t: torch.Tensor) -> tuple[int, int]:
+    """Two order-sensitive-enough sums over the bits of a tensor's storage; NaN payloads and signed zeros count."""
+    bits = torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
+    wide = bits[: bits.numel() // 4 * 4].view(torch.int32)
+    return int(torch.hash_tensor(bits).item()), int(wide.sum(dtype=torch.int64).item())
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors' storages hold the same bytes."""
+    def bits(t: torch.Tensor) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
+    return torch.equal(bits(a), bits(b))
+
+
+class ObservingEngine(Engine):
+    """Keeps, evicts under pressure, verifies. `pressure` returns the bytes by which live memory exceeds the limit now."""
+
+    def __init__(self, events: SaveEvents | None = None, pressure: Callable[[], int] | None = None, verify: bool = True) -> None:
+        super().__init__()
+        self.events = events
+        self.pressure = pressure
+        self.verify = verify
+        self.verified: set[int] = set()
+        self.opaque_ops: dict[str, str] = {}
+        self.evictable: dict[int, Slot] = {}
+        self.sums: dict[int, tuple[int, int]] = {}
+        self.evictions = 0
+        self.clock = 0
+
+    def recorded(self, func: OpOverload, reads: tuple[Slot, ...], made: list[tuple[Slot, torch.Tensor]]) -> None:
+        self.clock += 1
+        for slot, t in made:
+            if slot.call is None and not slot.empty:
+                slot.value = detached(t)  # Rule 4: recipes may start from it
+                slot.ok = True
+        self.relieve()
+
+    def keeps(self, slot: Slot, t: torch.Tensor) -> bool:
+        if slot.external or slot.stale:
+            return True
+        if slot.value is None:
+            slot.value = detached(t)
+        if slot.ok and slot.call is not None:
+            self.evictable[slot.id] = slot
+        return False
+
+    def pack(self, t: torch.Tensor) -> object:  # type: ignore[override]
+        packed = super().pack(t)
+        if isinstance(packed, Handle) and self.events is not None:
+            self.events.packed(packed.save, packed.view.slot)
+        return packed
+
+    # -- eviction ----------------------------------------------------------------------------------
+
+    def relieve(self, spare: Slot | None = None) -> None:
+        """Evict until live memory is below the limit again, or nothing is left to evict."""
+        if self.pressure is None:
+            return
+        excess = self.pressure()
+        while excess > 0 and self.evictable:
+            slot = max((s for s in self.evictable.values() if s is not spare), key=self._merit, default=None)
+            if slot is None:
+                return
+            self.evict(slot)
+            excess = self.pressure()
+
+    def _merit(self, slot: Slot) -> float:
+        assert slot.call is not None
+        return slot.nbytes * (self.clock - slot.call.op + 1) / (1.0 + self._depth(slot))
+
+    def _depth(self, slot: Slot) -> int:
+        """How many calls a rebuild would take now; counted up to a bound, as an estimate of its cost."""
+        count, wanted, seen = 0, [slot], {slot.id}
+        while wanted and count < 64:
+            call = wanted.pop().call
+            count += 1
+            if call is not None:
+                for source in call.reads:
+                    if source.value is None and source.id not in seen and source.call is not None:
+                        seen.add(source.id)
+                        wanted.append(source)
+        return count
+
+    def evict(self, slot: Slot) -> None:
+        self.evictable.pop(slot.id, None)
+        value = slot.value
+        if value is None:
+            return
+        if slot.id not in self.sums:
+            with below_autograd():
+                self.sums[slot.id] = checksum(value)
+        slot.value = None
+        self.evictions += 1
+
+    # -- backward ----------------------------------------------------------------------------------
+
+    def request(self, handle: Handle) -> torch.Tensor:
+        with self.lock:
+            slot = handle.view.slot
+            if self.events is not None:
+                self.events.unpacked(handle.save)
+            if slot.value is None:
+                self.relieve()
+                self.materialise([slot])
+                self._compare_sum(slot)
+                self.relieve(spare=slot)
+            elif self.verify and slot.ok and slot.call is not None and slot.id not in self.verified:
+                self._verify(slot)
+            return super().request(handle)
+
+    def materialise(self, targets: list[Slot]) -> None:
+        super().materialise(targets)
+        if self.recorder is not None:
+            return
+        for slot in self.tape.slots.values():
+            if slot.value is not None and slot.handles > 0 and slot.call is not None and slot.ok:
+                self.evictable[slot.id] = slot
+
+    def _compare_sum(self, slot: Slot) -> None:
+        then = self.sums.get(slot.id)
+        if then is not None:
+            assert slot.value is not None
+            with below_autograd():
+                now = checksum(slot.value)
+            if now != then:
+                name = slot.call.func.name() if slot.call else "an op"
+                raise ReplayMismatchError(
+                    f"{name} was run again to rebuild {slot.nbytes} bytes and gave other bits than the first time. "
+                    f"Nothing has been updated yet. Mark it with register_op({name}, 'opaque') so that its result is kept.")
+
+    def _verify(self, slot: Slot) -> None:
+        """Rebuild a kept slot from what is held and compare. A mismatch makes its op opaque; the value kept is used."""
+        kept = slot.value
+        assert kept is not None and slot.call is not None
+        self.verified.add(slot.id)
+        if self.pressure is not None and self.pressure() + 2 * slot.nbytes > 0:
+            return
+        slot.value = None
+        before = list(self.replayed)
+        held = [s for s in self.tape.slots.values() if s.value is not None]
+        try:
+            alive, slot.stale = slot.stale, True  # do not take the living storage for a rebuild
+            try:
+                self._rebuild_once(slot)
+            finally:
+                slot.stale = alive
+            rebuilt = slot.value
+            with below_autograd():
+                if rebuilt is None or not same_bits(rebuilt, kept):
+                    self._distrust(slot)
+        finally:
+            slot.value = kept
+            self.replayed[:] = before
+            keep = {s.id for s in held} | {slot.id}
+            for s in self.tape.slots.values():
+                if s.id not in keep:
+                    s.value = None
+
+    def _rebuild_once(self, slot: Slot) -> None:
+        calls = self.closure([slot])
+        with below_autograd(), flags_of(self.tape):
+            for call in calls:
+                run(call, self.tape.slots, lambda s: s.handles > 0 or s.call is None)
+
+    def _distrust(self, slot: Slot) -> None:
+        assert slot.call is not None
+        name = slot.call.func.name()
+        if name not in self.opaque_ops:
+            warnings.warn(
+                f"MemOpt: running {name} again gave other bits than the first time; its results are kept from now on. "
+                "If the op is deterministic, please report it.", stacklevel=2)
+        self.opaque_ops[name] = "a rebuild gave other bits"
+        slot.ok = False
+        self.evictable.pop(slot.id, None)
+
+    def released(self, handle: Handle) -> None:
+        with self.lock:
+            slot = handle.view.slot
+            if slot.handles == 0:
+                self.evictable.pop(slot.id, None)
+                if slot.call is not None and slot.ok:
+                    slot.value = None
+            if self.events is not None:
+                self.events.released(handle.save)
+

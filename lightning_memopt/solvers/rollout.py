@@ -1,0 +1,102 @@
+"""From 'which ops run again at which unpack' to lives: the last step of every recomputation solver.
+
+A `Rollout` walks the backward pass in the observed order. A solver says which tensors are held from forward and which ops run
+at which point; every read, by autograd or by a replayed op, uses the newest instance of a tensor, and an instance lives until
+its last read. So solvers never compute a death, and a plan never holds what nobody will read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from lightning_memopt.graph import BEFORE, Graph, Save
+from lightning_memopt.plan import Life
+
+
+@dataclass(slots=True)
+class _Instance:
+    born_at: int
+    replayed: bool
+    last_use: int = BEFORE
+    outside: bool = False
+    """Read after its own segment, or by autograd: it needs a life of its own."""
+
+
+class Rollout:
+    """Collects runs in point order; `lives()` is the result. `saves` restricts it to a part of what backward asks for."""
+
+    def __init__(self, graph: Graph, saves: Collection[Save] | None = None) -> None:
+        self.graph = graph
+        self.saves = graph.saves if saves is None else saves
+        self.runs: dict[int, list[int]] = {}
+
+    def run(self, point: int, ops: Iterable[int]) -> None:
+        """Run these forward ops again, in order, when autograd asks at `point`."""
+        self.runs.setdefault(point, []).extend(sorted(ops))
+
+    def closure(self, wanted: Iterable[int], have: set[int]) -> list[int]:
+        """Ops to run so that every wanted tensor is there, starting from what is held; empty if all are."""
+        graph = self.graph
+        stack = [t for t in wanted if not self.available(t, have)]
+        ops: set[int] = set()
+        while stack:
+            op = graph.producers[stack.pop()]
+            if op.id in ops:
+                continue
+            if not op.recomputable:
+                raise ValueError(f"op {op.id} ({op.name}) cannot run again, but its result is not held")
+            ops.add(op.id)
+            stack.extend(t for t in op.inputs if not self.available(t, have))
+        return sorted(ops)
+
+    def available(self, tensor: int, have: set[int]) -> bool:
+        return tensor in have or self.graph.producers.get(tensor) is None
+
+    def serve(self, unpacks: Iterable[tuple[int, int]], have: set[int]) -> None:
+        """Answer a sequence of (point, tensor) requests just in time: each missing op runs once, at the first request that
+        needs it; `have` grows by what was made."""
+        for point, tensor in unpacks:
+            ops = self.closure([tensor], have)
+            if ops:
+                self.run(point, ops)
+                for op in ops:
+                    have.update(self.graph.ops[op].outputs)
+                    have.difference_update(old for old, _ in self.graph.ops[op].mutates)
+
+    def lives(self) -> tuple[Life, ...]:
+        graph = self.graph
+        current: dict[int, _Instance] = {}
+        done: list[tuple[int, _Instance]] = []
+
+        def use(tensor: int, until: int, point: int, segment: bool) -> None:
+            instance = current.get(tensor)
+            if instance is None:
+                instance = current[tensor] = _Instance(graph.tensors[tensor].born_at, False)
+                done.append((tensor, instance))
+            instance.last_use = max(instance.last_use, until)
+            if not (segment and instance.replayed and instance.born_at == point):
+                instance.outside = True
+
+        events: list[tuple[int, int]] = sorted(
+            (point, save.id) for save in self.saves for point in save.unpacked_at)
+        for point, save in events:
+            for op in self.runs.get(point, ()):
+                for t in dict.fromkeys(graph.ops[op].inputs):
+                    use(t, point, point, True)
+                for t in graph.ops[op].outputs:
+                    current[t] = instance = _Instance(point, True)
+                    done.append((t, instance))
+            use(graph.saves[save].tensor, graph.saves[save].released_at, point, False)
+        lives = []
+        for tensor, instance in done:
+            if graph.tensors[tensor].born_at == BEFORE or not instance.outside:
+                continue
+            lives.append(Life(tensor=tensor, born_at=instance.born_at, freed_at=instance.last_use,
+                              how="replay" if instance.replayed else "original"))
+        return tuple(sorted(lives, key=lambda life: (life.tensor, life.born_at)))
+
+
+def keep_all(graph: Graph) -> tuple[Life, ...]:
+    """The lives of the unmodified step."""
+    return Rollout(graph).lives()

@@ -1,0 +1,184 @@
+"""Cut the forward pass of a real model into a chain of stages, whatever its module tree looks like.
+
+A cut after op c is crossed by the tensors that were made before and are needed after it. Stages end where few bytes cross
+("graph separators", thesis ch. 5.2). Real models have tensors that run past many layers (an attention mask, rotary tables, an
+encoder's output): these *ambient* tensors are held outside of the chain and do not count as crossing. So are *anchors*, which
+no recorded op can make again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from lightning_memopt.graph import BEFORE, Graph, Save
+
+_AMBIENT_SPAN = 0.2
+"""A tensor read over more than this share of the forward ops, at three places or more, is ambient."""
+_CROSSING_SHARE = 0.34
+"""A cut must be crossed by fewer bytes than this share of what its smaller neighbour saves."""
+
+
+@dataclass(frozen=True, eq=False)
+class StageSpan:
+    """Forward ops `first .. last` (ids, inclusive), what enters and leaves, and what autograd saved in it."""
+
+    index: int
+    first: int
+    last: int
+    enters: frozenset[int]
+    leaves: frozenset[int]
+    saves: tuple[Save, ...]
+    begins_at: int
+    """The point of the first unpack of its backward."""
+    ends_at: int
+    """The last point before the backward of the stage in front of it begins."""
+
+    @cached_property
+    def requests(self) -> list[tuple[int, int]]:
+        """(point, tensor) of every unpack, in order."""
+        return sorted((p, s.tensor) for s in self.saves for p in s.unpacked_at)
+
+
+@dataclass(frozen=True, eq=False)
+class Stages:
+    """A graph as a chain. `given`: tensors held outside of it (ambient and anchors)."""
+
+    graph: Graph
+    spans: tuple[StageSpan, ...]
+    given: frozenset[int]
+
+
+def _needs(graph: Graph) -> dict[int, tuple[int, int]]:
+    """Activation -> (op that made it, last forward op that reads it or saves it)."""
+    last: dict[int, int] = {}
+    for op in graph.forward:
+        for t in op.inputs:
+            last[t] = op.id
+    for save in graph.saves:
+        last[save.tensor] = max(last.get(save.tensor, 0), min(save.op, len(graph.forward) - 1))
+    return {t: (op.id, last.get(t, op.id)) for op in graph.forward for t in op.outputs}
+
+
+def given_tensors(graph: Graph, ambient_span: float = _AMBIENT_SPAN) -> frozenset[int]:
+    """Anchors (what no op can make again) and ambient tensors."""
+    n = len(graph.forward)
+    found = set()
+    for op in graph.forward:
+        for t in op.outputs:
+            if not op.recomputable:
+                found.add(t)
+    for t, (made, last) in _needs(graph).items():
+        readers = {o.id for o in graph.consumers.get(t, ()) if o.phase == "forward"}
+        readers |= {s.op for s in graph.saves_of.get(t, ())}
+        spread = len({r * 16 // max(n, 1) for r in readers})
+        if last - made > ambient_span * n and spread >= 3 and t not in graph.overwritten:
+            found.add(t)
+    return frozenset(found)
+
+
+def _crossings(graph: Graph, given: frozenset[int]) -> list[frozenset[int]]:
+    """For every forward op c, the tensors that cross the cut after it."""
+    starts: dict[int, list[int]] = {}
+    stops: dict[int, list[int]] = {}
+    for t, (made, last) in _needs(graph).items():
+        if t not in given and last > made:
+            starts.setdefault(made, []).append(t)
+            stops.setdefault(last, []).append(t)
+    crossing: set[int] = set()
+    found = []
+    for op in graph.forward:
+        crossing.update(starts.get(op.id, ()))
+        crossing.difference_update(stops.get(op.id, ()))
+        found.append(frozenset(crossing))
+    return found
+
+
+def cut(graph: Graph, most: int = 64, given: frozenset[int] | None = None) -> Stages:
+    """Cut at most `most` stages. Cuts that a backward out of order, or an overwritten tensor, forbids are left out."""
+    given = given_tensors(graph) if given is None else given
+    crossings = _crossings(graph, given)
+    nbytes = [sum(graph.tensors[t].nbytes for t in c) for c in crossings]
+    saved_by = [0] * (len(graph.forward) + 1)
+    counted: set[int] = set()
+    for save in sorted(graph.saves, key=lambda s: s.op):
+        if save.tensor not in counted and graph.tensors[save.tensor].born_at != BEFORE:
+            counted.add(save.tensor)
+            saved_by[min(save.op, len(graph.forward) - 1)] += graph.tensors[save.tensor].nbytes
+    prefix = [0]
+    for v in saved_by:
+        prefix.append(prefix[-1] + v)
+    cuts = _minima(graph, crossings, nbytes)
+    cuts = _thin(cuts, nbytes, prefix, most)
+    while True:
+        stages = _spans(graph, cuts, crossings, given)
+        tangled = [k for k in range(1, len(stages.spans))
+                   if stages.spans[k].requests and stages.spans[k - 1].requests
+                   and stages.spans[k - 1].requests[0][0] < stages.spans[k].requests[-1][0]]
+        silent = [k for k in range(len(stages.spans)) if not stages.spans[k].requests]
+        if not tangled and not silent:
+            return stages
+        if len(cuts) == 0:
+            return stages
+        if tangled:
+            cuts = [c for i, c in enumerate(cuts) if i + 1 not in tangled]
+        else:
+            k = silent[0]
+            del cuts[min(k, len(cuts) - 1) if k == 0 else k - 1]
+
+
+def _minima(graph: Graph, crossings: list[frozenset[int]], nbytes: list[int]) -> list[int]:
+    """Where the crossing bytes have a local minimum: the first op of each lowest plateau."""
+    found = []
+    i, n = 0, len(nbytes)
+    while i < n:
+        j = i
+        while j + 1 < n and nbytes[j + 1] == nbytes[i]:
+            j += 1
+        higher_before = i > 0 and nbytes[i - 1] > nbytes[i]
+        higher_after = j + 1 < n and nbytes[j + 1] > nbytes[i]
+        if higher_before and higher_after:
+            allowed = [c for c in range(i, j + 1) if not crossings[c] & graph.overwritten]
+            if allowed:
+                found.append(allowed[0])
+        i = j + 1
+    return found
+
+
+def _thin(cuts: list[int], nbytes: list[int], prefix: list[int], most: int) -> list[int]:
+    """Drop the cut that is crossed by the largest share of its neighbours' saved bytes until all are worth it."""
+    cuts = list(cuts)
+    while cuts:
+        edges = [-1, *cuts, len(prefix) - 2]
+        saved = [prefix[b + 1] - prefix[a + 1] for a, b in zip(edges, edges[1:], strict=False)]
+        shares = [nbytes[c] / max(1, min(saved[i], saved[i + 1])) for i, c in enumerate(cuts)]
+        worst = max(range(len(cuts)), key=shares.__getitem__)
+        if shares[worst] <= _CROSSING_SHARE and len(cuts) < most:
+            break
+        del cuts[worst]
+    return cuts
+
+
+def _spans(graph: Graph, cuts: list[int], crossings: list[frozenset[int]], given: frozenset[int]) -> Stages:
+    n = len(graph.forward)
+    edges = [-1, *cuts, n - 1]
+    stage_of = [0] * n
+    for k, (a, b) in enumerate(zip(edges, edges[1:], strict=False)):
+        for c in range(a + 1, b + 1):
+            stage_of[c] = k
+    saves: list[list[Save]] = [[] for _ in range(len(edges) - 1)]
+    for save in graph.saves:
+        saves[stage_of[min(save.op, n - 1)]].append(save)
+    begins = [min((p for s in group for p in s.unpacked_at), default=None) for group in saves]
+    spans = []
+    ends = len(graph.points) - 1
+    for k in range(len(saves)):
+        before = [b for b in begins[:k] if b is not None]
+        begin = begins[k] if begins[k] is not None else ends
+        assert begin is not None
+        spans.append(StageSpan(
+            index=k, first=edges[k] + 1, last=edges[k + 1],
+            enters=crossings[edges[k]] if k else frozenset(),
+            leaves=crossings[edges[k + 1]] if k + 1 < len(saves) else frozenset(),
+            saves=tuple(saves[k]), begins_at=begin, ends_at=max(begin, (min(before) - 1) if before else ends)))
+    return Stages(graph, tuple(spans), given)

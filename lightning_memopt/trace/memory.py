@@ -1,0 +1,83 @@
+"""What the allocator says: the peak of a step, and what each op takes beyond its outputs.
+
+CPU: torch's own allocator events (`torch.profiler`, `profile_memory=True`), in order, with marks around the ops.
+CUDA: the caching allocator's statistics (the tracer reads them around each op).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+_MARK = "memopt#"
+
+
+@dataclass
+class AllocatorEvents:
+    """Filled when the metered block ends: `peak_nbytes` above its start, `workspaces` op index -> bytes beyond its net."""
+
+    available: bool = True
+    peak_nbytes: int = 0
+    workspaces: dict[int, int] = field(default_factory=dict)
+    levels: dict[int, int] = field(default_factory=dict)
+
+    @staticmethod
+    def mark(index: int) -> torch._C._profiler._RecordFunctionFast:
+        return torch._C._profiler._RecordFunctionFast(f"{_MARK}{index}")
+
+
+@contextlib.contextmanager
+def metered_cpu() -> Iterator[AllocatorEvents]:
+    """Measure the CPU allocator in this block. Where another profiler is running, nothing is measured (`available`)."""
+    found = AllocatorEvents()
+    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False)
+    try:
+        profiler.__enter__()
+    except RuntimeError:
+        found.available = False
+        yield found
+        return
+    try:
+        yield found
+    finally:
+        profiler.__exit__(None, None, None)
+        _read(profiler, found)
+
+
+def _read(profiler: profile, found: AllocatorEvents) -> None:
+    results = profiler.profiler.kineto_results if profiler.profiler is not None else None
+    if results is None:
+        found.available = False
+        return
+    marks = []
+    allocations = []
+    for event in results.events():
+        name = event.name()
+        if name == "[memory]":
+            if event.device_type() == torch.autograd.DeviceType.CPU:
+                allocations.append((event.start_ns(), event.nbytes()))
+        elif name.startswith(_MARK):
+            marks.append((event.start_ns(), event.end_ns(), int(name[len(_MARK):])))
+    marks.sort()
+    now = top = 0
+    k = 0
+    open_net = open_peak = 0
+    def close(index: int) -> None:
+        found.workspaces[index] = max(0, open_peak - max(open_net, 0))
+    for at, nbytes in allocations:
+        while k < len(marks) and marks[k][1] < at:
+            close(marks[k][2])
+            open_net = open_peak = 0
+            k += 1
+        now += nbytes
+        top = max(top, now)
+        if k < len(marks) and marks[k][0] <= at:
+            open_net += nbytes
+            open_peak = max(open_peak, open_net)
+    if k < len(marks):
+        close(marks[k][2])
+    found.peak_nbytes = top

@@ -1,0 +1,245 @@
+"""Observe one real step, op by op, into a `Graph`.
+
+The tracer is told by the recorder when ops begin and end, and by the engine what autograd packs, asks for and lets go. Deaths
+are observed, never inferred: a weak reference on every new storage says when its bytes went; what only the engine still
+holds is found by polling the storage's use count at every op (that is how long the *user* held it).
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils.flop_counter import flop_registry
+
+from lightning_memopt.graph import BEFORE, Graph, Op, Point, Save, Tensor
+from lightning_memopt.graph.model import Kind, Phase
+from lightning_memopt.record import Recorder, Rule, Slot
+
+_CUDA_ROUND = 512
+
+
+def _own_count() -> int:
+    """What a storage whose Python object was once made counts by itself; it differs between versions of torch."""
+    t = torch.empty(1)
+    cdata = t.untyped_storage()._cdata
+    return torch._C._storage_Use_Count(cdata) - 1
+
+
+_OWN_COUNT = _own_count()
+
+
+@dataclass(slots=True)
+class _Tensor:
+    name: str
+    nbytes: int
+    kind: Kind
+    storage: int
+    born_at: int
+    freed_at: int | None = None
+
+
+@dataclass(slots=True)
+class _Save:
+    tensor: int
+    op: int
+    unpacked_at: list[int] = field(default_factory=list)
+    released_at: int | None = None
+
+
+class Tracer:
+    """Builds the graph of one round: a recorded forward, its backward, and the update where there is one.
+
+    `phase` is set by who delimits the step. `live_nbytes` is the ledger: bytes of all storages known to be in memory.
+    """
+
+    def __init__(self, device: torch.device, scope: Callable[[], str] = lambda: "") -> None:
+        self.device = device
+        self.scope = scope
+        self.phase: Phase = "forward"
+        self.points: list[Point] = []
+        self.ops: list[dict[str, Any]] = []
+        self.tensors: dict[int, _Tensor] = {}
+        self.saves: dict[int, _Save] = {}
+        self.live_nbytes = 0
+        self.marks: Callable[[int], Any] | None = None
+        self._open: Any = None
+        self._began = 0.0
+        self._watched: dict[int, weakref.ref[Any]] = {}
+        self._storages: dict[int, list[int]] = {}
+        self._ours: dict[int, Slot] = {}
+        self._cuda_before = 0
+
+    # -- told by the recorder ----------------------------------------------------------------------
+
+    def begin(self, func: OpOverload) -> None:
+        self.poll()
+        index = len(self.ops)
+        self.points.append(Point("op", index))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self._cuda_before = torch.cuda.memory_allocated(self.device)
+        if self.marks is not None:
+            self._open = self.marks(index)
+            self._open.__enter__()
+        self._began = time.perf_counter()
+
+    def ran(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._seconds = time.perf_counter() - self._began
+        if self._open is not None:
+            self._open.__exit__(None, None, None)
+            self._open = None
+
+    def end(self, func: OpOverload, args: tuple, kwargs: dict, out: Any, reads: tuple[Slot, ...],
+            made: list[tuple[Slot, torch.Tensor]], mutates: list[tuple[Slot, Slot, torch.Tensor]],
+            replayable: bool, rule: Rule) -> None:
+        now = len(self.points) - 1
+        scope = self.scope() if self.phase == "forward" else ""
+        name = func._name
+        for slot in reads:
+            if slot.id not in self.tensors:
+                self.adopt(slot, "input" if self.phase == "forward" else "temporary")
+        for slot, _ in made:
+            self._birth(slot, f"{scope}:{name}", now)
+        for old, new, _ in mutates:
+            before = self.tensors.get(old.id)
+            if before is not None and before.freed_at is None:
+                before.freed_at = now - 1
+            self._birth(new, f"{scope}:{name}", now, version_of=old)
+        flops = 0
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            flops = int(formula(*args, **kwargs, out_val=out))
+        workspace = 0
+        if self.device.type == "cuda":
+            new_nbytes = sum(self.tensors[slot.id].nbytes for slot, _ in made)
+            workspace = max(0, torch.cuda.max_memory_allocated(self.device) - self._cuda_before - new_nbytes)
+        outputs = [slot.id for slot, _ in made] + [new.id for _, new, _ in mutates]
+        self.ops.append(dict(
+            name=name, phase=self.phase, inputs=tuple(slot.id for slot in reads), outputs=tuple(outputs),
+            mutates=tuple((old.id, new.id) for old, new, _ in mutates if rule.rewrite is None), seconds=self._seconds,
+            workspace_nbytes=workspace, flops=flops, scope=scope, heavy=rule.heavy and flops > 0,
+            recomputable=replayable and self.phase == "forward",
+            state_nbytes=(5056 if self.device.type == "cpu" else 16) if rule.handling == "random" else 0, at=now))
+
+    def adopt(self, slot: Slot, kind: Kind, name: str = "") -> None:
+        """A storage that was there before anything was recorded."""
+        self._birth(slot, name or kind, BEFORE, kind=kind)
+
+    def _birth(self, slot: Slot, name: str, at: int, kind: Kind | None = None, version_of: Slot | None = None) -> None:
+        counted = slot.device.type == self.device.type
+        nbytes = slot.nbytes if counted else 0
+        if self.device.type == "cuda":
+            nbytes = -(-nbytes // _CUDA_ROUND) * _CUDA_ROUND
+        storage = slot.id
+        if version_of is not None and version_of.id in self.tensors:
+            before = self.tensors[version_of.id]
+            storage = before.storage
+            kind = kind or before.kind
+        self.tensors[slot.id] = _Tensor(name, nbytes, kind or _KIND[self.phase], storage, at)
+        versions = self._storages.setdefault(storage, [])
+        versions.append(slot.id)
+        if self.phase == "forward":
+            self._ours[slot.id] = slot
+        if version_of is None:
+            self.live_nbytes += nbytes
+            alive = slot.alive()
+            if alive is not None:
+                self._watched[storage] = weakref.ref(alive, lambda _, s=storage: self._death(s))
+
+    def _death(self, storage: int) -> None:
+        now = len(self.points) - 1
+        self._watched.pop(storage, None)
+        for id in self._storages[storage]:
+            t = self.tensors[id]
+            self._ours.pop(id, None)
+            if t.freed_at is None:
+                t.freed_at = now
+        self.live_nbytes -= t.nbytes
+
+    def poll(self) -> None:
+        """Find what nobody but the engine holds any more: the user let go of it since the last op."""
+        now = len(self.points) - 1
+        gone = []
+        for id, slot in self._ours.items():
+            t = self.tensors[id]
+            if t.freed_at is not None:
+                gone.append(id)
+            elif slot.value is not None and slot.weak is not None and not slot.external:
+                ours = sum(1 for v in self._storages[t.storage] if v in self._ours and self._ours[v].value is not None)
+                if torch._C._storage_Use_Count(slot.weak) <= ours + _OWN_COUNT:
+                    t.freed_at = now
+                    gone.append(id)
+        for id in gone:
+            del self._ours[id]
+
+    # -- told by the engine ------------------------------------------------------------------------
+
+    def packed(self, save: int, slot: Slot) -> None:
+        self.saves[save] = _Save(slot.id, len(self.ops))
+
+    def unpacked(self, save: int) -> None:
+        found = self.saves.get(save)
+        if found is not None:
+            self.poll()
+            found.unpacked_at.append(len(self.points))
+            self.points.append(Point("unpack", save, len(found.unpacked_at) - 1))
+
+    def released(self, save: int) -> None:
+        found = self.saves.get(save)
+        if found is not None and found.released_at is None:
+            found.released_at = len(self.points)
+            self.points.append(Point("release", save))
+
+    # -- the result --------------------------------------------------------------------------------
+
+    def graph(self, recorder: Recorder) -> Graph:
+        """What was observed so far. Ids are made dense; slots that no op met are left out."""
+        self.poll()
+        end = len(self.points) - 1
+        ids = {slot: i for i, slot in enumerate(sorted(self.tensors))}
+        saves = {save: i for i, save in enumerate(sorted(self.saves))}
+        anchors = {ids[id] for id, t in self.tensors.items() if t.born_at == BEFORE}
+        overwritten = {ids[old] for op in self.ops for old, _ in op["mutates"]}
+        ops = []
+        for i, op in enumerate(self.ops):
+            inputs = tuple(ids[t] for t in op["inputs"])
+            lost = any(t in anchors and t in overwritten for t in inputs)  # Rule 5: gone when a replay would read it
+            fields = op | dict(inputs=inputs, outputs=tuple(ids[t] for t in op["outputs"]),
+                           mutates=tuple((ids[a], ids[b]) for a, b in op["mutates"]),
+                           recomputable=op["recomputable"] and not lost)
+            ops.append(Op(id=i, **fields))
+        tensors = tuple(
+            Tensor(id=ids[id], name=t.name, nbytes=t.nbytes, kind=t.kind, storage=ids[t.storage], born_at=t.born_at,
+                   freed_at=end if t.freed_at is None else t.freed_at)
+            for id, t in sorted(self.tensors.items()))
+        points = tuple(p if p.kind == "op" else p._replace(id=saves[p.id]) for p in self.points)
+        return Graph(
+            ops=tuple(ops), tensors=tensors,
+            saves=tuple(Save(id=saves[i], tensor=ids[s.tensor], op=s.op, unpacked_at=tuple(s.unpacked_at),
+                             released_at=end if s.released_at is None else s.released_at)
+                        for i, s in sorted(self.saves.items())),
+            points=points, device=self.device.type, step_seconds=sum(op["seconds"] for op in self.ops))
+
+
+_KIND: dict[Phase, Kind] = {"forward": "activation", "backward": "gradient", "update": "temporary"}
+
+
+def watch_all(tracer: Tracer, recorder: Recorder, tensors: Iterable[tuple[torch.Tensor, Kind, str]]) -> None:
+    """Enter everything that is in memory before the forward begins: parameters, buffers, gradients, optimizer state, batch."""
+    recorder.capturing = False
+    for t, kind, name in tensors:
+        slot = recorder.of_storage.get(torch._C._storage_id(t))
+        if slot is None:
+            slot = recorder.adopt(t)
+            recorder.tape.slots[slot.id] = slot
+            tracer.adopt(slot, kind, name)
+    recorder.capturing = True

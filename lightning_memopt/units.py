@@ -1,0 +1,198 @@
+"""Bytes as people write them, and the memory this process may use on the CPU.
+
+Text or a number goes in, whole bytes come out; nothing here knows what a budget is for. `8GiB` is 2^30-based and `8GB`
+is 10^9-based. Amounts are computed as exact fractions and rounded down: a budget is never rounded up.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+import os
+import re
+from fractions import Fraction
+from pathlib import Path, PurePosixPath
+
+from lightning_memopt.errors import BudgetError, UnsupportedError
+
+Budget = int
+"""A budget after `parse_budget`: whole bytes. `"min"` is no amount of bytes; whoever takes it handles it first."""
+
+AUTO_FRACTION = Fraction(9, 10)
+"""The share of the device that `"auto"` means."""
+
+ACCEPTED = (
+    "write '8GiB' (2^30-based), '8GB' (10^9-based), '80%' or 0.8 (of the device), a whole number of bytes, or 'auto'"
+)
+
+_UNIT_NBYTES = {"b": 1}
+_UNIT_NBYTES |= {f"{letter}ib": 1 << (10 * power) for power, letter in enumerate("kmgt", start=1)}
+_UNIT_NBYTES |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)}
+
+_AMOUNT = re.compile(r"([+-]?)([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z%]*)")
+_MAX_TEXT_CHARS = 64
+
+
+def parse_budget(budget: object, device_nbytes: int) -> Budget:
+    """Bytes (int, 1 <= result <= `device_nbytes`) that `budget` means on a device of `device_nbytes` bytes.
+
+    Accepted: text with a unit (`"8GiB"`, `"1.5 gb"`, `"512 B"`; case does not matter), a percentage of the device
+    (`"80%"`), `"auto"` (0.9 of the device), a float in (0, 1] (a share of the device) and an int (bytes). Text of a
+    bare number means what that number means: `"0.8"` is a share, `"1000"` is bytes. `"min"` is refused here: it has
+    no bytes until a planner has run, so callers handle it before.
+
+    Raises BudgetError for anything else, and for more than the device has.
+    """
+    device = _whole(device_nbytes)
+    if device is None or device <= 0:
+        raise BudgetError(f"the device reports {device_nbytes!r} bytes of memory; a budget needs a device with some")
+    given = _shown(budget)
+    nbytes = math.floor(_amount(budget, given, device))
+    if nbytes < 1:
+        raise BudgetError(f"budget {given} is less than one byte; {ACCEPTED}")
+    if nbytes > device:
+        raise BudgetError(
+            f"budget {given} is {nbytes} bytes ({format_nbytes(nbytes)}), above the device's {device} bytes "
+            f"({format_nbytes(device)}); ask for at most that, or for a share of it such as '90%'"
+        )
+    return nbytes
+
+
+def format_nbytes(nbytes: int) -> str:
+    """`nbytes` for people, 2^10-based, two decimals: `"7.25 GiB"`, `"512 B"`.
+
+    It is rounded, so a message whose number may be copied as a budget says the bytes too.
+    """
+    sign, size = ("-" if nbytes < 0 else ""), abs(nbytes)
+    if size < 1024:
+        return f"{sign}{size} B"
+    value = float(size)
+    for unit in ("KiB", "MiB", "GiB"):
+        value /= 1024
+        if value < 1023.995:  # above it, two decimals would print 1024.00
+            return f"{sign}{value:.2f} {unit}"
+    return f"{sign}{value / 1024:.2f} TiB"
+
+
+def host_memory_nbytes() -> int:
+    """Bytes of memory this process may use on the CPU: the physical total, or its control group's limit if lower.
+
+    Raises UnsupportedError where the system does not say how much memory it has.
+    """
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        total = 0
+    if total <= 0:
+        raise UnsupportedError("this system does not say how much memory it has; give the budget in bytes instead")
+    limit = _cgroup_limit_nbytes(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    return total if limit is None else min(total, limit)
+
+
+def _whole(value: object) -> int | None:
+    """`value` when it is an integer of any library, but no bool; else None."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _shown(budget: object) -> str:
+    """What was given, for a message: never longer than a line, whatever was given."""
+    if isinstance(budget, int) and budget.bit_length() > 200:  # repr() of a huge int raises, or fills the screen
+        return f"a number of {budget.bit_length()} bits"
+    text = repr(budget)
+    return text if len(text) <= _MAX_TEXT_CHARS else text[: _MAX_TEXT_CHARS - 3] + "..."
+
+
+def _amount(budget: object, given: str, device_nbytes: int) -> Fraction:
+    """The exact bytes `budget` means, positive; BudgetError if it means none."""
+    if isinstance(budget, str):
+        return _text_amount(budget, given, device_nbytes)
+    nbytes = _whole(budget)
+    if nbytes is not None:
+        if nbytes <= 0:
+            raise BudgetError(f"budget {given} is not positive; {ACCEPTED}")
+        if nbytes.bit_length() > 200:  # too long to print, and far too much
+            raise BudgetError(f"budget {given} is above the device's {device_nbytes} bytes; {ACCEPTED}")
+        return Fraction(nbytes)
+    if isinstance(budget, bool) or not isinstance(budget, numbers.Real):
+        raise BudgetError(f"budget {given} is {_article(type(budget).__name__)}, not a size; {ACCEPTED}")
+    share = float(budget)
+    if not math.isfinite(share):
+        raise BudgetError(f"budget {given} is not a finite number; {ACCEPTED}")
+    return _share(Fraction(repr(share)), given) * device_nbytes  # repr: 0.9 is nine tenths, as "90%" is
+
+
+def _share(share: Fraction, given: str) -> Fraction:
+    """`share` itself, when it is a share of the device: in (0, 1]."""
+    if share <= 0:
+        raise BudgetError(f"budget {given} is not positive; {ACCEPTED}")
+    if share > 1:
+        raise BudgetError(f"budget {given} is a share above 1 of the device; for bytes, add a unit: {ACCEPTED}")
+    return share
+
+
+def _text_amount(budget: str, given: str, device_nbytes: int) -> Fraction:
+    text = budget.strip().lower() if budget.isascii() and len(budget) <= _MAX_TEXT_CHARS else ""
+    if text == "auto":
+        return AUTO_FRACTION * device_nbytes
+    if text == "min":
+        raise BudgetError("budget 'min' has no bytes before a plan is made, and is not accepted here; " + ACCEPTED)
+    match = _AMOUNT.fullmatch(text)
+    if match is None:
+        raise BudgetError(f"budget {given} is not a size; {ACCEPTED}")
+    sign, digits, unit = match.groups()
+    number = Fraction(digits.rstrip("."))
+    if sign == "-" or number == 0:
+        raise BudgetError(f"budget {given} is not positive; {ACCEPTED}")
+    if unit == "%":
+        return _share(number / 100, given) * device_nbytes
+    if unit == "":
+        return _share(number, given) * device_nbytes if "." in digits else number
+    if unit in _UNIT_NBYTES:
+        return number * _UNIT_NBYTES[unit]
+    if "bit" in unit:
+        raise BudgetError(f"budget {given} is in bits; memory is counted in bytes: {ACCEPTED}")
+    if re.fullmatch("[kmgt]i?", unit):
+        spellings = [unit[0].upper() + rest for rest in (("iB",) if len(unit) == 2 else ("B", "iB"))]
+        choice = " or ".join(f"'{digits}{spelling}'" for spelling in spellings)
+        why = "ambiguous" if len(spellings) == 2 else "not a unit of bytes"
+        raise BudgetError(f"budget {given}: {unit.upper()[0] + unit[1:]} is {why}; write {choice}")
+    raise BudgetError(f"budget {given} has no unit that is known ('{unit}'); {ACCEPTED}")
+
+
+def _article(noun: str) -> str:
+    return f"{'an' if noun[0].lower() in 'aeiou' else 'a'} {noun}"
+
+
+def _cgroup_limit_nbytes(membership: Path, root: Path) -> int | None:
+    """The lowest memory limit on the way up from this process's control group; None if there is none.
+
+    `membership` lists one group per line, `id:controllers:path` (version 2 has no controllers). A limit binds from any
+    ancestor, and inside a container the listed path may not be visible: so every level up to the root is tried.
+    """
+    limits = []
+    for line in _text_of(membership).splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers == "":
+            top, name = root, "memory.max"
+        elif "memory" in controllers.split(","):
+            top, name = root / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        parts = [part for part in PurePosixPath(path).parts if part not in ("/", "..")]
+        for depth in range(len(parts) + 1):
+            text = _text_of(top.joinpath(*parts[:depth], name)).strip()
+            if re.fullmatch("[0-9]{1,30}", text) and int(text) > 0:  # version 2 writes "max" for no limit
+                limits.append(int(text))
+    return min(limits, default=None)
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,111 @@
+"""Rules of the house that a tool can check: what no file of the package may do, and what every error is."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lightning_memopt
+from lightning_memopt import errors
+
+PACKAGE = Path(next(iter(lightning_memopt.__path__)))
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# Each of these runs code that came with the data.
+FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+FORBIDDEN_BUILTINS = {"eval", "exec", "__import__"}
+FORBIDDEN_CALLS = {"torch.load", "np.load", "numpy.load", "yaml.load", "yaml.unsafe_load", "os.system"}
+
+
+def forbidden(source: str) -> Iterator[tuple[int, str]]:
+    """(line, what) of every forbidden import or call in `source`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Name | ast.Attribute):
+            names = [ast.unparse(node)]
+        else:
+            continue
+        for name in names:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                bad = name.split(".")[0] in FORBIDDEN_MODULES or name in FORBIDDEN_CALLS
+            else:
+                bad = name in FORBIDDEN_CALLS | FORBIDDEN_BUILTINS
+            if bad:
+                yield node.lineno, name
+
+
+def test_nothing_in_the_package_runs_code_from_data() -> None:
+    found = [
+        f"{path.relative_to(PACKAGE)}:{line}: {what}"
+        for path in FILES
+        for line, what in forbidden(path.read_text(encoding="utf-8"))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "import torch, pickle as p",
+        "from pickle import loads",
+        "from torch import load",
+        "torch.load(path)",
+        "run = eval",
+        "exec(text)",
+        "import joblib.numpy_pickle",
+    ],
+)
+def test_the_check_itself_finds(source: str) -> None:
+    assert list(forbidden(source))
+
+
+@pytest.mark.parametrize("source", ["model.eval()", "json.load(file)", "# eval(x)", "state.load()", "x = 'pickle'"])
+def test_the_check_itself_lets_pass(source: str) -> None:
+    assert not list(forbidden(source))
+
+
+def test_every_error_has_the_base_and_one_line_that_says_its_cause() -> None:
+    classes = [value for _, value in inspect.getmembers(errors, inspect.isclass) if value.__module__ == errors.__name__]
+    assert errors.MemOptError in classes and len(classes) > 1
+    for value in classes:
+        assert issubclass(value, errors.MemOptError)
+        assert value.__doc__ and "\n" not in value.__doc__.strip()
+
+
+def test_every_public_exception_of_the_package_has_the_base() -> None:
+    """By name, without importing: a public class that derives from builtin exceptions alone."""
+    classes = [value for value in vars(builtins).values() if inspect.isclass(value)]
+    builtin = {value.__name__ for value in classes if issubclass(value, BaseException)}
+    found = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}: {node.name}"
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and node.name != "MemOptError"
+        if node.bases and all(ast.unparse(base) in builtin for base in node.bases)
+    ]
+    assert found == []
+
+
+def test_planning_imports_where_there_is_no_torch() -> None:
+    """The layer rule sees imports that are written; this one sees what importing the package really runs."""
+    modules = [name for name in ("errors", "units", "jsonio", "graph", "plan", "solvers") if _exists(name)]
+    code = "import sys\nfor name in ('torch', 'lightning', 'pytorch_lightning', 'transformers'):\n"
+    code += "    sys.modules[name] = None\n"
+    code += "\n".join(f"import lightning_memopt.{name}" for name in modules)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def _exists(name: str) -> bool:
+    return (PACKAGE / name / "__init__.py").exists() or (PACKAGE / f"{name}.py").exists()
