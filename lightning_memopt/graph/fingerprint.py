@@ -4,28 +4,36 @@ from __future__ import annotations
 
 import hashlib
 
-from lightning_memopt.graph.model import Graph, Op
+from lightning_memopt.graph.model import Graph
 
 
-def _line(graph: Graph, op: Op) -> str:
-    sizes = ",".join(str(graph.tensors[t].nbytes) for t in op.outputs)
-    return f"{op.name}({' '.join(map(str, op.inputs))})->{' '.join(map(str, op.outputs))}:{sizes}"
+def _lines(graph: Graph) -> list[str]:
+    """One line per forward op. Tensors are numbered by first appearance, so what else was in memory does not matter."""
+    number: dict[int, int] = {}
+
+    def names(tensors: tuple[int, ...]) -> str:
+        return " ".join(str(number.setdefault(t, len(number))) for t in tensors)
+
+    return [
+        f"{op.name}({names(op.inputs)})->{names(op.outputs)}:{','.join(str(graph.tensors[t].nbytes) for t in op.outputs)}"
+        for op in graph.forward
+    ]
 
 
 def fingerprint(graph: Graph) -> str:
-    """Hex digest of the forward pass: op names, dataflow, sizes, device. Times do not enter."""
+    """Hex digest of the forward pass: op names, dataflow, sizes, what is saved, device. Times do not enter."""
     digest = hashlib.sha256(graph.device.encode())
-    for op in graph.forward:
-        digest.update(_line(graph, op).encode())
+    for line in _lines(graph):
+        digest.update(line.encode())
     for save in graph.saves:
-        digest.update(f"{save.tensor}@{save.op};".encode())
+        digest.update(f"{save.op}:{graph.tensors[save.tensor].nbytes};".encode())
     return digest.hexdigest()[:32]
 
 
 def first_difference(one: Graph, other: Graph) -> str | None:
     """Text naming the first forward op in which two graphs differ; None when the forward passes agree."""
-    for a, b in zip(one.forward, other.forward, strict=False):
-        if _line(one, a) != _line(other, b):
+    for a, b, line, line_b in zip(one.forward, other.forward, _lines(one), _lines(other), strict=False):
+        if line != line_b:
             return f"op {a.id}: {a.name} in {a.scope or 'the model'} against {b.name} in {b.scope or 'the model'}"
     if len(one.forward) != len(other.forward):
         return f"{len(one.forward)} forward ops against {len(other.forward)}"

@@ -71,7 +71,7 @@ class Recorder(TorchDispatchMode):
         self.op = 0
         self.next_slot = 0
         self.of_storage: dict[int, Slot] = {}
-        self.exposed: set[int] = set()
+        self._addresses: list[int] = []
         self.thread = threading.get_ident()
 
     @classmethod
@@ -85,6 +85,14 @@ class Recorder(TorchDispatchMode):
     def forget(self) -> None:
         """Drop the map from storages: it must not outlive the forward pass."""
         self.of_storage.clear()
+        while self._addresses:
+            torch.UntypedStorage._free_weak_ref(self._addresses.pop())
+
+    def recognise(self, slot: Slot) -> None:
+        """The slot's bytes were made again in a new storage: ops that read it read this slot."""
+        if slot.value is not None:
+            self._addresses.append(slot.value.untyped_storage()._weak_ref())  # keeps the address from being used again
+            self.of_storage[storage_id(slot.value)] = slot
 
     def slot_of(self, t: torch.Tensor) -> Slot | None:
         return self.of_storage.get(storage_id(t))

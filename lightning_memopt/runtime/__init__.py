@@ -1,0 +1,7 @@
+"""The eager replay engine: obeys a plan, never decides."""
+
+from lightning_memopt.runtime.observing import ObservingEngine
+from lightning_memopt.runtime.planned import PlannedEngine, Program
+from lightning_memopt.runtime.replay import Engine, Handle, Kept
+
+__all__ = ["Engine", "Handle", "Kept", "ObservingEngine", "PlannedEngine", "Program"]

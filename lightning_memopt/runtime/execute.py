@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_memopt.errors import ModifiedError
+from lightning_memopt.errors import ModifiedError, ReplayMismatchError
 from lightning_memopt.record import UNKNOWN, Call, Slot, Tape, View, numeric_flags
 
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
@@ -59,6 +59,19 @@ def modified(what: str, now: int, then: int) -> ModifiedError:
         f"{what} is at version {now}; expected version {then} instead. Do not change it between forward and backward, "
         "or work on a clone."
     )
+
+
+def checksum(t: torch.Tensor) -> tuple[int, int]:
+    """Two order-sensitive-enough sums over the bits of a tensor's storage; NaN payloads and signed zeros count."""
+    bits = torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
+    words = bits[: bits.numel() // 8 * 8].view(torch.int64)  # no narrower: the reductions would make a wide copy
+    return int(torch.hash_tensor(words).item()), int(words.sum().item())
+
+
+def mismatch(op: str, nbytes: int) -> ReplayMismatchError:
+    return ReplayMismatchError(
+        f"{op} was run again to rebuild {nbytes} bytes and gave other bits than the first time. Nothing has been updated "
+        f"in this step. Mark it with register_op({op}, 'opaque'), so that its result is kept.")
 
 
 def check_external(slot: Slot) -> None:

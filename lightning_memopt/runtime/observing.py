@@ -14,9 +14,8 @@ from typing import Protocol
 import torch
 from torch._ops import OpOverload
 
-from lightning_memopt.errors import ReplayMismatchError
 from lightning_memopt.record import Slot, detached
-from lightning_memopt.runtime.execute import below_autograd, flags_of, run
+from lightning_memopt.runtime.execute import below_autograd, checksum, flags_of, mismatch, run
 from lightning_memopt.runtime.replay import Engine, Handle
 
 
@@ -26,13 +25,6 @@ class SaveEvents(Protocol):
     def packed(self, save: int, slot: Slot) -> None: ...
     def unpacked(self, save: int) -> None: ...
     def released(self, save: int) -> None: ...
-
-
-def checksum(t: torch.Tensor) -> tuple[int, int]:
-    """Two order-sensitive-enough sums over the bits of a tensor's storage; NaN payloads and signed zeros count."""
-    bits = torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
-    wide = bits[: bits.numel() // 4 * 4].view(torch.int32)
-    return int(torch.hash_tensor(bits).item()), int(wide.sum(dtype=torch.int64).item())
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -56,6 +48,8 @@ class ObservingEngine(Engine):
         self.sums: dict[int, tuple[int, int]] = {}
         self.evictions = 0
         self.clock = 0
+        self.rebuilt: dict[int, Slot] = {}
+        self.rebuilds: Callable[[Slot], None] = lambda _: None
 
     def recorded(self, func: OpOverload, reads: tuple[Slot, ...], made: list[tuple[Slot, torch.Tensor]]) -> None:
         self.clock += 1
@@ -79,6 +73,10 @@ class ObservingEngine(Engine):
         if isinstance(packed, Handle) and self.events is not None:
             self.events.packed(packed.save, packed.view.slot)
         return packed
+
+    def rebuilt_nbytes(self) -> int:
+        """Bytes of what was rebuilt: the tracer does not see them."""
+        return sum(slot.nbytes for slot in self.rebuilt.values() if slot.value is not None)
 
     # -- eviction ----------------------------------------------------------------------------------
 
@@ -139,12 +137,16 @@ class ObservingEngine(Engine):
             return super().request(handle)
 
     def materialise(self, targets: list[Slot]) -> None:
+        first = len(self.replayed)
         super().materialise(targets)
-        if self.recorder is not None:
-            return
+        calls = {slot.id for slot in targets}
+        ran = set(self.replayed[first:])
         for slot in self.tape.slots.values():
-            if slot.value is not None and slot.handles > 0 and slot.call is not None and slot.ok:
-                self.evictable[slot.id] = slot
+            if slot.call is not None and slot.call.op in ran and slot.value is not None:
+                self.rebuilt[slot.id] = slot
+                self.rebuilds(slot)
+                if slot.handles > 0 and slot.ok and slot.id not in calls:
+                    self.evictable[slot.id] = slot
 
     def _compare_sum(self, slot: Slot) -> None:
         then = self.sums.get(slot.id)
@@ -154,9 +156,7 @@ class ObservingEngine(Engine):
                 now = checksum(slot.value)
             if now != then:
                 name = slot.call.func.name() if slot.call else "an op"
-                raise ReplayMismatchError(
-                    f"{name} was run again to rebuild {slot.nbytes} bytes and gave other bits than the first time. "
-                    f"Nothing has been updated yet. Mark it with register_op({name}, 'opaque') so that its result is kept.")
+                raise mismatch(name, slot.nbytes)
 
     def _verify(self, slot: Slot) -> None:
         """Rebuild a kept slot from what is held and compare. A mismatch makes its op opaque; the value kept is used."""

@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.plan import Free, Life, Schedule, Segment, lower
 from lightning_memopt.record import Slot, detached
-from lightning_memopt.runtime.execute import below_autograd, flags_of, run
+from lightning_memopt.runtime.execute import below_autograd, checksum, flags_of, mismatch, run
 from lightning_memopt.runtime.replay import Engine, Handle
 
 _LOOK_AHEAD = 16
@@ -90,9 +90,11 @@ class Program:
 class PlannedEngine(Engine):
     """One forward pass under a program."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, verify: bool = False) -> None:
         super().__init__()
         self.program = program
+        self.verify = verify
+        self.sums: dict[int, tuple[int, int]] = {}
         self.position = 0
         self.next_save = 0
         self.cursor = BEFORE
@@ -147,7 +149,12 @@ class PlannedEngine(Engine):
             return True
         if slot.value is not None:
             return False
-        return not (slot.ok and slot.call is not None and slot.plan in self.program.drops)
+        if not (slot.ok and slot.call is not None and slot.plan in self.program.drops):
+            return True
+        if self.verify and slot.id not in self.sums:
+            with below_autograd():
+                self.sums[slot.id] = checksum(t)
+        return False
 
     # -- in backward -------------------------------------------------------------------------------
 
@@ -160,8 +167,19 @@ class PlannedEngine(Engine):
             key = ("unpack", handle.save, handle.unpacked)
             handle.unpacked += 1
             found = super().request(handle)
+            if self.sums:
+                self._compare(handle.view.slot)
             self._free(key)
             return found
+
+    def _compare(self, slot: Slot) -> None:
+        """Rule 8, in the first planned steps: the first rebuild must have the bits that were dropped."""
+        then = self.sums.pop(slot.id, None)
+        if then is not None and slot.value is not None and slot.call is not None:
+            with below_autograd():
+                now = checksum(slot.value)
+            if now != then:
+                raise mismatch(slot.call.func.name(), slot.nbytes)
 
     def perform(self, steps: Segment, point: int) -> None:
         """Run a segment. What it needs and finds missing is rebuilt on demand."""

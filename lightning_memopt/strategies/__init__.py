@@ -1,0 +1,6 @@
+"""Lightning strategies: thin adapters that hold a Session."""
+
+from lightning_memopt.strategies.mixin import MemOptMixin
+from lightning_memopt.strategies.single import MemOptStrategy, register
+
+__all__ = ["MemOptMixin", "MemOptStrategy", "register"]

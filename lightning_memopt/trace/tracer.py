@@ -55,13 +55,15 @@ class _Save:
 class Tracer:
     """Builds the graph of one round: a recorded forward, its backward, and the update where there is one.
 
-    `phase` is set by who delimits the step. `live_nbytes` is the ledger: bytes of all storages known to be in memory.
+    `phase` and `forward_over` are set by who delimits the step; backward begins when autograd first asks. `live_nbytes` is the ledger: bytes of all storages known to be in memory.
     """
 
     def __init__(self, device: torch.device, scope: Callable[[], str] = lambda: "") -> None:
         self.device = device
         self.scope = scope
         self.phase: Phase = "forward"
+        self.forward_over = False
+        self.largest_nbytes = 0
         self.points: list[Point] = []
         self.ops: list[dict[str, Any]] = []
         self.tensors: dict[int, _Tensor] = {}
@@ -151,6 +153,7 @@ class Tracer:
             self._ours[slot.id] = slot
         if version_of is None:
             self.live_nbytes += nbytes
+            self.largest_nbytes = max(self.largest_nbytes, nbytes if at >= 0 else 0)
             alive = slot.alive()
             if alive is not None:
                 self._watched[storage] = weakref.ref(alive, lambda _, s=storage: self._death(s))
@@ -189,13 +192,19 @@ class Tracer:
     def unpacked(self, save: int) -> None:
         found = self.saves.get(save)
         if found is not None:
+            self._backward_begins()
             self.poll()
             found.unpacked_at.append(len(self.points))
             self.points.append(Point("unpack", save, len(found.unpacked_at) - 1))
 
+    def _backward_begins(self) -> None:
+        if self.forward_over and self.phase == "forward":
+            self.phase = "backward"
+
     def released(self, save: int) -> None:
         found = self.saves.get(save)
         if found is not None and found.released_at is None:
+            self._backward_begins()
             found.released_at = len(self.points)
             self.points.append(Point("release", save))
 

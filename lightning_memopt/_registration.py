@@ -1,0 +1,46 @@
+"""Register the Lightning strategy without importing Lightning: now if it is loaded, else right after somebody loads it."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import importlib.machinery
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+_TARGET = "lightning.pytorch"
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Finds the target once, and runs the registration after its loader has executed it."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+        if name != _TARGET:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            _register()
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _register() -> None:
+    from lightning_memopt.strategies import register
+
+    register()
+
+
+def register_when_loaded() -> None:
+    """Call once, when the package is imported."""
+    if _TARGET in sys.modules:
+        _register()
+    elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterImport())

@@ -1,0 +1,74 @@
+"""Every option, once: the single source of truth for all fronts (strategy, `optimize`, command line)."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from lightning_memopt.errors import BudgetError, ConfigError
+from lightning_memopt.units import host_memory_nbytes, parse_budget
+
+OnExceed = Literal["replan", "warn", "raise"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemOptConfig:
+    """What to keep to, and how.
+
+    Args:
+        budget: bytes of the training device that a whole step may use: `"8GiB"`, `"8GB"`, `"80%"` or a float in (0, 1] of
+            the device, an int of bytes, `"auto"` (90 % of the device) or `"min"` (the smallest plan there is).
+        recompute: whether saved tensors may be dropped and rebuilt.
+        profile_steps: real training steps that are observed before the plan is made.
+        solver_seconds: time limit of the planner.
+        headroom: bytes of the budget that the plan leaves free, for what no trace shows.
+        on_exceed: what to do when a planned step was measured above the budget.
+        plan: path of a plan file to use instead of observing and solving.
+        verify: compare rebuilt tensors bit by bit with the original ones while observing.
+        verbose: print progress and the table at the end.
+    """
+
+    budget: str | float | int = "auto"
+    recompute: bool = True
+    profile_steps: int = 3
+    solver_seconds: float = 30.0
+    headroom: int = 0
+    on_exceed: OnExceed = "replan"
+    plan: str | os.PathLike[str] | None = None
+    verify: bool = True
+    verbose: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.profile_steps, int) or self.profile_steps < 1:
+            raise ConfigError(f"profile_steps is {self.profile_steps!r}; give the number of steps to observe, 1 or more.")
+        if not self.solver_seconds > 0:
+            raise ConfigError(f"solver_seconds is {self.solver_seconds!r}; give a time limit above 0 seconds.")
+        if not isinstance(self.headroom, int) or isinstance(self.headroom, bool) or self.headroom < 0:
+            raise ConfigError(f"headroom is {self.headroom!r}; give bytes as an int, 0 or more.")
+        if self.on_exceed not in ("replan", "warn", "raise"):
+            raise ConfigError(f"on_exceed is {self.on_exceed!r}; use 'replan', 'warn' or 'raise'.")
+        if self.budget is None:
+            raise BudgetError("The budget is None; give bytes like '8GiB', a share like '80%', 'auto' or 'min'.")
+        if self.budget != "min":
+            parse_budget(self.budget, 1 << 62)  # its form; its size against the device comes when the device is known
+
+    def budget_nbytes(self, device: torch.device) -> int | None:
+        """The budget in bytes of this device; None for "min", the smallest plan."""
+        if self.budget == "min":
+            return None
+        return parse_budget(self.budget, device_nbytes(device))
+
+
+def device_nbytes(device: torch.device) -> int:
+    """What the device has: a CUDA device's memory, or what this process may use of the host's, cgroup limit included."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return host_memory_nbytes()
+
+
+def disabled() -> bool:
+    """The kill switch: `MEMOPT_DISABLE=1` gives the plain run, exactly."""
+    return os.environ.get("MEMOPT_DISABLE", "") not in ("", "0")

@@ -1,0 +1,138 @@
+"""A plan file: the plan and the graph it was made for, as JSON that one can read, diff and share. Never pickle.
+
+`{"format": "lightning_memopt.plan", "schema": 1, "plan": {...}, "graph": {...}}`, one array a line. The lives are
+columns, as in the graph. A file that is read gives a plan that may be obeyed: its graph is consistent, the fingerprint
+is that graph's, and the schedule of its lives has been carried out by the validator without a problem. What it predicts
+is not judged.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, get_args
+
+from lightning_memopt import jsonio
+from lightning_memopt.errors import PlanFileError
+from lightning_memopt.graph import BEFORE, Graph, fingerprint
+from lightning_memopt.graph.codec import Fields, graph_from_json, graph_to_json, letters
+from lightning_memopt.plan.lower import LoweringError, lower
+from lightning_memopt.plan.model import How, Life, Plan, Prediction
+from lightning_memopt.plan.validate import validate
+
+FORMAT = "lightning_memopt.plan"
+SCHEMA = 1
+
+_HOWS = letters(get_args(How))
+_PLAN = (
+    *("fingerprint", "solver", "budget_bytes", "unmodified_peak_bytes", "step_seconds", "lower_bound_seconds"),
+    *("solve_seconds", "predicted", "lives"),
+)
+_PREDICTED = ("peak_bytes", "extra_seconds", "extra_flops", "rebuilt_bytes", "replayed_ops")
+
+
+def plan_to_json(plan: Plan, graph: Graph) -> dict[str, Any]:
+    """What a plan file holds, in a fixed order of keys. Nothing is checked here."""
+    columns = {
+        "tensor": [life.tensor for life in plan.lives],
+        "born_at": [life.born_at for life in plan.lives],
+        "freed_at": [life.freed_at for life in plan.lives],
+        "how": "".join(life.how[0] for life in plan.lives),
+    }
+    fields: dict[str, Any] = {key: getattr(plan, key) for key in _PLAN}
+    fields["predicted"] = {key: getattr(plan.predicted, key) for key in _PREDICTED}
+    fields["lives"] = columns
+    return {"format": FORMAT, "schema": SCHEMA, "plan": fields, "graph": graph_to_json(graph)}
+
+
+def plan_from_json(obj: object) -> tuple[Plan, Graph]:
+    """The plan and the graph of a plan file's content. Raises PlanFileError with field and index, or the reason."""
+    if not isinstance(obj, dict) or obj.get("format") != FORMAT:
+        found = repr(obj.get("format"))[:80] if isinstance(obj, dict) else type(obj).__name__
+        raise PlanFileError(f'"format" is {found}, not "{FORMAT}": this is not a plan file; give the path of one')
+    top = Fields(obj, "file", ("format", "schema", "plan", "graph"), SCHEMA)
+    graph = graph_from_json(top.obj["graph"])
+    fields = Fields(top.obj["plan"], "plan", _PLAN)
+    predicted = fields.inner("predicted", _PREDICTED)
+    plan = Plan(
+        fingerprint=fields.string("fingerprint"),
+        lives=_lives(fields, graph),
+        solver=fields.string("solver"),
+        budget_bytes=fields.integer("budget_bytes"),
+        unmodified_peak_bytes=fields.integer("unmodified_peak_bytes"),
+        step_seconds=fields.number("step_seconds"),
+        lower_bound_seconds=fields.number("lower_bound_seconds"),
+        solve_seconds=fields.number("solve_seconds"),
+        predicted=Prediction(
+            peak_bytes=predicted.integer("peak_bytes"),
+            extra_seconds=predicted.number("extra_seconds"),
+            extra_flops=predicted.integer("extra_flops"),
+            rebuilt_bytes=predicted.integer("rebuilt_bytes"),
+            replayed_ops=predicted.integer("replayed_ops"),
+        ),
+    )
+    actual = fingerprint(graph)
+    if plan.fingerprint != actual:
+        fields.refuse("fingerprint", None, f"{plan.fingerprint[:40]!r}, but the graph in this file has {actual!r}")
+    try:
+        report = validate(graph, plan.lives, lower(graph, plan.lives))
+    except LoweringError as error:
+        raise PlanFileError(f"the plan cannot be carried out: {error}; make it again") from error
+    if not report.ok:
+        more = f" (and {len(report.problems) - 1} more)" if len(report.problems) > 1 else ""
+        raise PlanFileError(f"the plan cannot be carried out: {report.problems[0]}{more}; make it again")
+    return plan, graph
+
+
+def _lives(fields: Fields, graph: Graph) -> tuple[Life, ...]:
+    columns, n = fields.inner("lives", ("tensor", "born_at", "freed_at", "how")), len(graph.points)
+    tensors = columns.ints("tensor", None, 0, len(graph.tensors) - 1)
+    born = columns.ints("born_at", len(tensors), BEFORE, n - 1)
+    freed = columns.ints("freed_at", len(tensors), 0, n - 1)
+    hows = columns.chosen("how", len(tensors), _HOWS)
+    for i, (tensor, born_at, freed_at, how) in enumerate(zip(tensors, born, freed, hows, strict=True)):
+        if freed_at < born_at:
+            columns.refuse("freed_at", i, f"{freed_at} is before the birth, at {born_at}")
+        if i and tensor < tensors[i - 1]:
+            columns.refuse("tensor", i, f"{tensor} after {tensors[i - 1]}; lives are sorted by tensor, then by birth")
+        if i and tensor == tensors[i - 1] and born_at <= freed[i - 1]:
+            columns.refuse("born_at", i, f"{born_at}, but the life of tensor {tensor} before it ends at {freed[i - 1]}")
+        if how == "replay" and (born_at == BEFORE or graph.points[born_at].kind != "unpack"):
+            columns.refuse("born_at", i, f"{born_at}: a replay begins at an unpack, which this point is not")
+        if how == "original" and born_at != graph.tensors[tensor].born_at:
+            columns.refuse("born_at", i, f"{born_at}, but tensor {tensor} is made at {graph.tensors[tensor].born_at}")
+    return tuple(
+        Life(tensor=tensor, born_at=born_at, freed_at=freed_at, how=how)
+        for tensor, born_at, freed_at, how in zip(tensors, born, freed, hows, strict=True)
+    )
+
+
+def write_plan(path: str | os.PathLike[str], plan: Plan, graph: Graph) -> None:
+    """Write a plan file, whole or not at all. Raises PlanFileError for a plan that `read_plan` would refuse."""
+    name = repr(os.fspath(path))
+    try:
+        data = (_lines(plan_to_json(plan, graph)) + "\n").encode("ascii")
+        plan_from_json(jsonio.parse(data, name="what would be written"))
+        # `jsonio.write` knows one number a line or everything on one; its way to the disk is what matters here
+        jsonio._replace(Path(path), data)
+    except (OSError, TypeError, ValueError) as error:  # PlanFileError is a ValueError
+        raise PlanFileError(f"{name} cannot be written: {error}") from error
+
+
+def read_plan(path: str | os.PathLike[str]) -> tuple[Plan, Graph]:
+    """The plan in the file at `path`, and the graph it was made for. Raises PlanFileError."""
+    obj = jsonio.read(path)
+    try:
+        return plan_from_json(obj)
+    except PlanFileError as error:
+        raise PlanFileError(f"{os.fspath(path)!r}: {error}") from error
+
+
+def _lines(value: object, depth: int = 0) -> str:
+    """JSON with every object's fields on lines of their own, and every array on one."""
+    if not isinstance(value, dict):
+        return json.dumps(value, allow_nan=False, separators=(",", ":"))
+    indent = " " * (depth + 1)
+    inner = ",\n".join(f"{indent}{json.dumps(key)}: {_lines(item, depth + 1)}" for key, item in value.items())
+    return f"{{\n{inner}\n{' ' * depth}}}"

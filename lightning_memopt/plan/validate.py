@@ -1,0 +1,272 @@
+"""Is a schedule right? It is carried out step by step, on a ledger of what is in memory, and every read is looked up.
+
+The second opinion on `lower` and `simulate`: it shares the data classes with them and nothing else, so that an error in
+one shows as a difference. In: a graph, the lives of a plan, the schedule made from them. Out: what is wrong, in words,
+and the peak by a count of its own.
+
+1. A tensor may be read where an *instance* of it is live: made by the user's forward and held, or made by a Run. What
+   was there before the step may be read until the step frees or overwrites it. What user code happens to hold may not.
+2. A Run reads its inputs and makes its outputs. What it overwrites is a copy (`clones`) or the instance itself: gone.
+3. Autograd reads one instance from the unpack to the release; nothing may free or overwrite it in between.
+4. After a segment, and after the frees of a point, exactly the lives that cover the point are live, once each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from lightning_memopt.graph import BEFORE, Graph, Op, Save
+from lightning_memopt.plan.lower import Run, Schedule
+from lightning_memopt.plan.model import Life
+
+_MOST_PROBLEMS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `validate` found. `peak_bytes` and `replayed_ops` mean what they mean in `Prediction`."""
+
+    problems: tuple[str, ...]
+    peak_bytes: int
+    replayed_ops: int
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+def validate(graph: Graph, lives: Iterable[Life], schedule: Schedule) -> Report:
+    """Carry out `schedule` on `graph` and compare what is in memory with `lives`. Never raises for a wrong plan."""
+    ordered = tuple(lives)
+    malformed = list(_malformed(graph, ordered, schedule))
+    if malformed:  # ids that lead nowhere: there is nothing to carry out
+        return Report(tuple(malformed[:_MOST_PROBLEMS]), 0, 0)
+    return _Ledger(graph, ordered, schedule).carry_out()
+
+
+def _malformed(graph: Graph, lives: tuple[Life, ...], schedule: Schedule) -> Iterator[str]:
+    """Ids out of range, and intervals that are none or that overlap."""
+    n, tensors, ops = len(graph.points), range(len(graph.tensors)), range(len(graph.ops))
+    before: dict[int, Life] = {}
+    for i, life in enumerate(lives):
+        if life.tensor not in tensors or not BEFORE <= life.born_at <= life.freed_at < n:
+            yield f"life {i}: tensor {life.tensor} at points {life.born_at}..{life.freed_at} is not of this graph"
+            continue
+        last = before.get(life.tensor)
+        if last is not None and life.born_at <= last.freed_at:
+            yield (
+                f"life {i} of tensor {life.tensor} begins at point {life.born_at}, "
+                f"but the one before it ends at {last.freed_at}: lives of a tensor are disjoint and sorted"
+            )
+        before[life.tensor] = life
+    for p, steps in schedule.segments.items():
+        if p not in range(n):
+            yield f"the segment at point {p} is not on the axis of {n} points"
+        for step in steps:
+            ids = step.clones if isinstance(step, Run) else (step.tensor,)
+            if any(t not in tensors for t in ids) or (isinstance(step, Run) and step.op not in ops):
+                yield f"the segment at point {p} has {step}, which is not of this graph"
+    for t in schedule.holds.union(*schedule.frees.values()):
+        if t not in tensors:
+            yield f"the schedule holds or frees tensor {t}, which is not of this graph"
+
+
+@dataclass(slots=True)
+class _Instance:
+    """A copy of a tensor. `user`: in memory that the user's forward made; `read_until`: autograd's last release."""
+
+    user: bool
+    read_until: int = BEFORE
+
+
+class _Ledger:
+    """What is in memory while the points pass, in bytes and by instance."""
+
+    def __init__(self, graph: Graph, lives: tuple[Life, ...], schedule: Schedule) -> None:
+        self.graph = graph
+        self.schedule = schedule
+        self.problems: list[str] = []
+        self.now = self.peak = self.replayed_ops = 0
+        self.live: dict[int, list[_Instance]] = {}
+        """Instances that the plan holds, the newest last."""
+        self.natural: set[int] = set()
+        """What is in memory whatever the plan says."""
+        self.given: set[int] = set()
+        """The part of `natural` that was there before the step and may be read by replays."""
+        self.expected: set[int] = set()
+        """Tensors of the lives that cover the present point."""
+        self.touched: set[int] = set()
+        self.begins: dict[int, list[Life]] = {}
+        self.ends: dict[int, list[Life]] = {}
+        for life in lives:
+            self.begins.setdefault(life.born_at, []).append(life)
+            self.ends.setdefault(life.freed_at, []).append(life)
+        self.last_run: dict[int, int] = {}
+        for p in sorted(schedule.segments):
+            self.last_run.update({step.op: p for step in schedule.segments[p] if isinstance(step, Run)})
+
+    def problem(self, text: str) -> None:
+        if len(self.problems) < _MOST_PROBLEMS:
+            self.problems.append(text)
+
+    def nbytes(self, tensor: int) -> int:
+        return self.graph.tensors[tensor].nbytes
+
+    def called(self, tensor: int) -> str:
+        return f"tensor {tensor} ({self.graph.tensors[tensor].name})"
+
+    # -- the walk ----------------------------------------------------------------------------------
+
+    def carry_out(self) -> Report:
+        graph = self.graph
+        if self.last_run != self.schedule.replayed:
+            self.problem("`replayed` does not list the ops that the segments run, with the last point of each")
+        born: dict[int, list[int]] = {}
+        freed: dict[int, list[int]] = {}
+        for t in graph.tensors:
+            born.setdefault(t.born_at, []).append(t.id)
+            if t.freed_at >= max(t.born_at, 0):
+                freed.setdefault(t.freed_at, []).append(t.id)
+        self.exist(born.get(BEFORE, ()), BEFORE)
+        for p, point in enumerate(graph.points):
+            if point.kind == "op":
+                self.user_op(graph.ops[point.id], p)
+            self.exist(born.get(p, ()), p)
+            if point.kind == "op":
+                self.meet(graph.ops[point.id].workspace_nbytes)
+            self.expect(p)
+            if p in self.schedule.segments:
+                self.segment(p, point.kind)
+            self.compare(p, "at")
+            self.meet()
+            if point.kind == "unpack":
+                self.unpack(graph.saves[point.id], p)
+            self.leave(freed.get(p, ()), p)
+        return Report(tuple(self.problems), self.peak, self.replayed_ops)
+
+    def meet(self, extra_nbytes: int = 0) -> None:
+        self.peak = max(self.peak, self.now + extra_nbytes)
+
+    def exist(self, tensors: Iterable[int], p: int) -> None:
+        """Tensors come into being by themselves: the step begins, or the user's own op made them."""
+        for t in tensors:
+            if self.graph.tensors[t].freed_at >= max(p, 0):
+                self.natural.add(t)
+                self.now += self.nbytes(t)
+                if p == BEFORE:
+                    self.given.add(t)
+            if t in self.schedule.holds:
+                self.add(t, _Instance(user=True))
+        if p == BEFORE:
+            self.expect(p)
+
+    def user_op(self, op: Op, p: int) -> None:
+        """The step's own op runs: it overwrites what it overwrites, and its generator state is noted for replays."""
+        for old, _ in op.mutates:
+            self.given.discard(old)
+            if self.live.get(old):
+                self.problem(f"{self.called(old)} is held at point {p}, where op {op.id} ({op.name}) overwrites it")
+        if op.id in self.last_run:
+            self.now += op.state_nbytes
+
+    def expect(self, p: int) -> None:
+        for life in self.begins.get(p, ()):
+            self.expected.add(life.tensor)
+            self.touched.add(life.tensor)
+            if life.how == "original" and (life.born_at, True) != (
+                self.graph.tensors[life.tensor].born_at,
+                life.tensor in self.schedule.holds,
+            ):
+                self.problem(f"the original life of {self.called(life.tensor)} begins at {p}, where it is not made")
+
+    def leave(self, freed: Iterable[int], p: int) -> None:
+        """What ends with point p: by the schedule, by user code, and the states of the last replays."""
+        for t in self.schedule.frees.get(p, ()):
+            self.free(t, p, "after")
+        for life in self.ends.get(p, ()):
+            self.expected.discard(life.tensor)
+            self.touched.add(life.tensor)
+        self.compare(p, "after")
+        for t in freed:
+            self.natural.discard(t)
+            self.given.discard(t)
+            if not any(instance.user for instance in self.live.get(t, ())):  # else it is the plan's from here on
+                self.now -= self.nbytes(t)
+        for step in dict.fromkeys(self.schedule.segments.get(p, ())):
+            if isinstance(step, Run) and self.last_run.get(step.op) == p:
+                self.now -= self.graph.ops[step.op].state_nbytes
+                del self.last_run[step.op]  # a segment may run an op twice, with other clones
+
+    # -- one segment -------------------------------------------------------------------------------
+
+    def segment(self, p: int, kind: str) -> None:
+        if kind != "unpack":
+            self.problem(f"a segment runs at point {p}, where autograd asks for nothing")
+        for step in self.schedule.segments[p]:
+            if isinstance(step, Run):
+                self.run(self.graph.ops[step.op], step.clones, p)
+            else:
+                self.free(step.tensor, p, "in the segment at")
+
+    def run(self, op: Op, clones: tuple[int, ...], p: int) -> None:
+        self.replayed_ops += 1
+        name = f"the run of op {op.id} ({op.name}) at point {p}"
+        if not op.recomputable or op.phase != "forward" or op.at > p:
+            self.problem(f"{name}: this op cannot run again there")
+        for t in dict.fromkeys(op.inputs):
+            if not self.live.get(t) and t not in self.given:
+                self.problem(f"{name} reads {self.called(t)}, which is not in memory")
+        if set(clones) - {old for old, _ in op.mutates}:
+            self.problem(f"{name} copies what it does not overwrite")
+        consumed = [old for old, _ in op.mutates if old not in clones]
+        for t in op.outputs:
+            self.add(t, _Instance(user=False))
+        for old in consumed:  # the same bytes: what is made takes their place
+            if not self.live.get(old):
+                self.problem(f"{name} overwrites {self.called(old)}, which is not the plan's to overwrite")
+                continue
+            instance = self.live[old][-1]
+            if instance.user and old in self.natural:
+                self.problem(f"{name} overwrites {self.called(old)}, which user code still holds")
+            self.free(old, p, f"by {name},")
+        self.meet(op.workspace_nbytes)
+
+    def unpack(self, save: Save, p: int) -> None:
+        t, until = save.tensor, save.released_at
+        who = f"autograd reads {self.called(t)} at points {p}..{until} (save {save.id})"
+        if self.live.get(t):
+            instance = self.live[t][-1]
+            instance.read_until = max(instance.read_until, until)
+        elif t not in self.given:
+            self.problem(f"{who}: it is not in memory")
+        elif self.graph.tensors[t].freed_at < until:
+            self.problem(f"{who}: it is freed after point {self.graph.tensors[t].freed_at}")
+
+    # -- instances ---------------------------------------------------------------------------------
+
+    def add(self, tensor: int, instance: _Instance) -> None:
+        self.live.setdefault(tensor, []).append(instance)
+        self.touched.add(tensor)
+        if not (instance.user and tensor in self.natural):
+            self.now += self.nbytes(tensor)
+
+    def free(self, tensor: int, p: int, when: str) -> None:
+        self.touched.add(tensor)
+        if not self.live.get(tensor):
+            self.problem(f"{self.called(tensor)} is freed {when} point {p}, but is not held")
+            return
+        instance = self.live[tensor].pop()
+        if not (instance.user and tensor in self.natural):
+            self.now -= self.nbytes(tensor)
+        if instance.read_until > p or (instance.read_until == p and when != "after"):
+            until = instance.read_until
+            self.problem(f"{self.called(tensor)} is freed {when} point {p}, but autograd reads it until {until}")
+
+    def compare(self, p: int, when: str) -> None:
+        """Of what changed since the last time: is it live exactly where a life says so?"""
+        for t in sorted(self.touched):
+            count, wanted = len(self.live.get(t, ())), int(t in self.expected)
+            if count != wanted:
+                self.problem(f"{when} point {p}, {self.called(t)} is in memory {count} times; its lives say {wanted}")
+        self.touched.clear()

@@ -1,0 +1,179 @@
+"""Observing one step: recorder, tracer and a keeping engine around a real forward, backward and update."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._pytree import tree_leaves
+
+from lightning_memopt.errors import UnsupportedError
+from lightning_memopt.graph import Graph, Op
+from lightning_memopt.graph.model import Kind
+from lightning_memopt.record import Recorder
+from lightning_memopt.runtime import ObservingEngine
+from lightning_memopt.session.round import Recording
+from lightning_memopt.trace import AllocatorEvents, Scopes, Tracer, metered_cpu, watch_all
+
+Named = Iterator[tuple[torch.Tensor, Kind, str]]
+
+
+def resident_tensors(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], batch: Any) -> Named:
+    """Everything the budget counts before a step begins: parameters, buffers, gradients, optimizer state, the batch."""
+    for name, p in model.named_parameters():
+        yield p, "parameter", name
+        if p.grad is not None:
+            yield p.grad, "gradient", f"{name}.grad"
+    for name, b in model.named_buffers():
+        yield b, "buffer", name
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            for t in tree_leaves(state):
+                if isinstance(t, torch.Tensor):
+                    yield t, "optimizer_state", "optimizer state"
+    for t in tree_leaves(batch):
+        if isinstance(t, torch.Tensor):
+            yield t, "input", "batch"
+
+
+def resident_nbytes(tensors: Iterable[tuple[torch.Tensor, Kind, str]], device: torch.device) -> int:
+    """Bytes of the distinct storages among them on the device."""
+    seen = {}
+    for t, _, _ in tensors:
+        if t.device.type == device.type and t.layout is torch.strided:
+            storage = t.untyped_storage()
+            seen[storage._cdata] = storage.nbytes()
+    return sum(seen.values())
+
+
+class Observation:
+    """One observed step. `begin_round` at every forward, `update_begins`, then `finish` gives the graph of the last round.
+
+    The dispatch mode stays entered from the first forward to `finish`, because backward and the update are observed too.
+    `limit_nbytes`: live bytes above which packed tensors are evicted.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], device: torch.device,
+                 limit_nbytes: int | None, verify: bool, meter: bool) -> None:
+        self.model, self.optimizers, self.device = model, optimizers, device
+        self.limit_nbytes, self.verify, self.meter = limit_nbytes, verify, meter
+        self.scopes = Scopes(model)
+        self.events: AllocatorEvents | None = None
+        self.peak_nbytes = 0
+        self.evictions = 0
+        self.opaque_ops: dict[str, str] = {}
+        self._round: tuple[Tracer, ObservingEngine, Recorder] | None = None
+        self._contexts = contextlib.ExitStack()
+        self._metering = contextlib.ExitStack()
+
+    def begin_round(self, batch: Any) -> Recording:
+        """A forward begins: a fresh tape and trace. Returns the contexts to enter around it."""
+        self._leave_mode()
+        self._metering.close()
+        tracer = Tracer(self.device, self.scopes.current)
+        engine = ObservingEngine(tracer, self._pressure if self.limit_nbytes is not None else None, self.verify)
+        recorder = Recorder(engine.tape, engine, tracer)
+        engine.rebuilds = recorder.recognise
+        watch_all(tracer, recorder, resident_tensors(self.model, self.optimizers, batch))
+        self._round = tracer, engine, recorder
+        self.opaque_ops = engine.opaque_ops
+        self._metering = contextlib.ExitStack()
+        if self.meter and self.device.type == "cpu":
+            self.events = self._metering.enter_context(metered_cpu())
+            if self.events.available:
+                tracer.marks = AllocatorEvents.mark
+        self._contexts = contextlib.ExitStack()
+        self._contexts.enter_context(self.scopes.watching())
+        self._contexts.enter_context(recorder)
+        return Recording(engine, recorder, own_mode=False)
+
+    def forward_ended(self) -> None:
+        if self._round is not None:
+            self._round[0].forward_over = True
+
+    def update_begins(self) -> None:
+        if self._round is not None:
+            self._round[0].phase = "update"
+
+    def _pressure(self) -> int:
+        assert self._round is not None and self.limit_nbytes is not None
+        tracer, engine, _ = self._round
+        live = tracer.live_nbytes + engine.rebuilt_nbytes()
+        self.peak_nbytes = max(self.peak_nbytes, live)
+        return live + 2 * tracer.largest_nbytes - self.limit_nbytes
+
+    def _leave_mode(self) -> None:
+        if self._round is not None:
+            recorder = self._round[2]
+            top = _get_current_dispatch_mode()
+            if top is not None and top is not recorder and recorder in _modes():
+                raise UnsupportedError(
+                    f"a dispatch mode ({type(top).__name__}) was entered while MemOpt observed a step and is still active at "
+                    "its end. Enter it around the whole loop, or let MemOpt observe first.")
+        self._contexts.close()
+
+    def abandon(self) -> None:
+        """Leave everything, whatever state the step is in."""
+        try:
+            self._contexts.close()
+        finally:
+            self._metering.close()
+            self._round = None
+
+    def finish(self) -> Graph | None:
+        """The step has ended: its graph, or None when no forward was observed."""
+        if self._round is None:
+            return None
+        tracer, engine, recorder = self._round
+        graph = tracer.graph(recorder)
+        self.evictions = engine.evictions
+        self._leave_mode()
+        self._metering.close()
+        self._round = None
+        recorder.forget()
+        if self.events is not None and self.events.available:
+            workspaces = self.events.workspaces
+            graph = _with_ops(graph, lambda op: dataclasses.replace(op, workspace_nbytes=workspaces.get(op.id, 0)))
+        if self.opaque_ops:
+            graph = _with_ops(graph, lambda op: dataclasses.replace(
+                op, recomputable=op.recomputable and op.name.replace("::", ".") not in
+                {n.replace("::", ".") for n in self.opaque_ops}))
+        return graph
+
+
+def _modes() -> list[Any]:
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return list(_get_current_dispatch_mode_stack())
+
+
+def _with_ops(graph: Graph, change: Callable[[Op], Op]) -> Graph:
+    return dataclasses.replace(graph, ops=tuple(change(op) for op in graph.ops))
+
+
+def smoothed(graphs: list[Graph]) -> Graph:
+    """The last graph with robust times: per op the least over the steps observed, then the median over alike ops.
+
+    Alike: same name, same sizes in and out. Identical layers get identical times, whatever the machine did meanwhile.
+    """
+    graph = graphs[-1]
+    times = [op.seconds for op in graph.ops]
+    for other in graphs[:-1]:
+        if len(other.ops) == len(graph.ops):
+            times = [min(a, b.seconds) for a, b in zip(times, other.ops, strict=True)]
+    alike: dict[tuple[Any, ...], list[float]] = {}
+    keys = []
+    for op, seconds in zip(graph.ops, times, strict=True):
+        key = (op.name, op.phase, tuple(graph.tensors[t].nbytes for t in op.inputs),
+               tuple(graph.tensors[t].nbytes for t in op.outputs))
+        keys.append(key)
+        alike.setdefault(key, []).append(seconds)
+    medians = {key: statistics.median(values) for key, values in alike.items()}
+    ops = tuple(dataclasses.replace(op, seconds=medians[key]) for op, key in zip(graph.ops, keys, strict=True))
+    return dataclasses.replace(graph, ops=ops, step_seconds=sum(op.seconds for op in ops))

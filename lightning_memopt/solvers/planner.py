@@ -1,0 +1,151 @@
+"""The frontier of plans of a graph, and the one that fits a budget.
+
+All solvers' plans go into one pool, priced by the same simulator: keep-all, the op-level minimum cuts of the whole graph, Echo, and
+the chain programme at many levels of memory. The pool does not depend on the budget, and what is kept of it is its Pareto set; so
+the frontier is monotone by construction: a smaller budget never yields a larger peak, a larger one never a slower plan.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from lightning_memopt.errors import InfeasibleError
+from lightning_memopt.graph import BEFORE, Graph, base_levels, fingerprint, resident_nbytes, unmodified_levels
+from lightning_memopt.plan import Life, LoweringError, Plan, Prediction, simulate
+from lightning_memopt.solvers import chain as dp
+from lightning_memopt.solvers import replay_chain
+from lightning_memopt.solvers.dataflow import echo
+from lightning_memopt.solvers.mincut import Choice, HoldOrReplay
+from lightning_memopt.solvers.rollout import Rollout, keep_all
+from lightning_memopt.solvers.stages import cut, given_tensors
+from lightning_memopt.units import format_nbytes
+
+_LEVELS = 160
+"""How many levels of the chain programme enter the pool."""
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """One plan of the pool: its lives and their price."""
+
+    lives: tuple[Life, ...]
+    predicted: Prediction
+    solver: str
+
+
+@dataclass(frozen=True, eq=False)
+class Frontier:
+    """Pareto set of plans, peaks rising and extra seconds falling; the last one is the unmodified step or better."""
+
+    graph: Graph
+    candidates: tuple[Candidate, ...]
+    unmodified_peak_bytes: int
+    hull: tuple[Choice, ...]
+    problem: HoldOrReplay
+    seconds: float
+
+    @property
+    def smallest_bytes(self) -> int:
+        return self.candidates[0].predicted.peak_bytes
+
+    def within(self, budget_nbytes: int) -> Candidate:
+        """The fastest plan whose predicted peak is within the budget. Raises InfeasibleError naming the smallest budget."""
+        fits = [c for c in self.candidates if c.predicted.peak_bytes <= budget_nbytes]
+        if not fits:
+            raise InfeasibleError(
+                f"No plan of this model fits {budget_nbytes} bytes ({format_nbytes(budget_nbytes)}): the smallest one peaks at "
+                f"{self.smallest_bytes} bytes ({format_nbytes(self.smallest_bytes)}), of which "
+                f"{format_nbytes(resident_nbytes(self.graph))} are parameters, optimizer state and the batch. "
+                f"Set budget={self.smallest_bytes} or more, or make the batch smaller.",
+                smallest_nbytes=self.smallest_bytes, budget_nbytes=budget_nbytes)
+        return fits[-1]
+
+    def bound_seconds(self, budget_nbytes: int) -> float:
+        """No recomputation plan within the budget takes fewer extra seconds: what must be held when backward begins.
+
+        At the first request of backward every plan holds a set of tensors within the budget less the base there; whatever
+        else backward reads is made again, each op at least once (`mincut`, relaxed by Lagrange).
+        """
+        first = min((p for s in self.graph.saves for p in s.unpacked_at), default=None)
+        if first is None:
+            return 0.0
+        free = budget_nbytes - base_levels(self.graph)[first]
+        return max(0.0, self.problem.bound_seconds(max(0, free), list(self.hull)))
+
+    def plan(self, budget_nbytes: int) -> Plan:
+        """The plan for a budget, with its bound."""
+        best = self.within(budget_nbytes)
+        return Plan(fingerprint=fingerprint(self.graph), lives=best.lives, solver=best.solver, budget_bytes=budget_nbytes,
+                    predicted=best.predicted, unmodified_peak_bytes=self.unmodified_peak_bytes,
+                    step_seconds=self.graph.step_seconds, solve_seconds=self.seconds,
+                    lower_bound_seconds=min(self.bound_seconds(budget_nbytes), best.predicted.extra_seconds))
+
+
+def _whole_graph(graph: Graph, hull: Iterable[Choice]) -> Iterator[tuple[str, tuple[Life, ...]]]:
+    """Single-level plans: hold what a cut of the whole graph says, rebuild the rest just in time."""
+    requests = sorted((p, s.tensor) for s in graph.saves for p in s.unpacked_at)
+    anchors = {t for op in graph.forward if not op.recomputable for t in op.outputs}
+    for choice in hull:
+        roll = Rollout(graph)
+        roll.serve(requests, set(choice.held) | anchors)
+        yield f"minimum cut, {format_nbytes(choice.nbytes)} held", roll.lives()
+
+
+def _chain(graph: Graph, limit: int, say: Progress) -> Iterator[tuple[str, tuple[Life, ...]]]:
+    """Chain plans at many levels, for the stages with and without ambient tensors."""
+    seen: set[tuple[int, ...]] = set()
+    for span in (0.2, 2.0):
+        stages = cut(graph, given=given_tensors(graph, span))
+        key = tuple(s.first for s in stages.spans)
+        if key in seen or len(stages.spans) < 2:
+            continue
+        seen.add(key)
+        model = replay_chain.build(stages)
+        table = dp.solve(model.chain, limit)
+        levels = table.levels()
+        say(f"chain of {len(stages.spans)} stages, {len(levels)} levels")
+        step = max(1, -(-len(levels) // _LEVELS))
+        for level in sorted({*levels[::step], *levels[:8]}):
+            yield f"chain of {len(stages.spans)} stages", replay_chain.lives(model, table.schedule(level))
+        yield f"chain of {len(stages.spans)} stages, smallest", replay_chain.lives(model, dp.smallest_schedule(model.chain))
+
+
+def solve(graph: Graph, *, limit_seconds: float = 30.0, say: Progress = lambda _: None) -> Frontier:
+    """The frontier of a graph. Anytime: past the limit, what is in the pool is the frontier; keep-all always is."""
+    began = time.perf_counter()
+    unmodified = max(unmodified_levels(graph), default=0)
+    saved = [s.tensor for s in graph.saves if s.unpacked_at and graph.tensors[s.tensor].born_at != BEFORE]
+    anchors = {t for op in graph.forward if not op.recomputable for t in op.outputs}
+    problem = HoldOrReplay(graph, saved, anchors.__contains__)
+    pool: list[Candidate] = []
+
+    def enter(solver: str, lives: tuple[Life, ...]) -> None:
+        try:
+            pool.append(Candidate(lives, simulate(graph, lives).predicted, solver))
+        except LoweringError:
+            say(f"a plan of {solver} asks for what cannot be made; left out")
+
+    enter("keep all", keep_all(graph))
+    hull: list[Choice] = []
+
+    def sources() -> Iterator[tuple[str, tuple[Life, ...]]]:
+        yield "Echo", echo(graph)
+        hull.extend(problem.hull(14))
+        yield from _whole_graph(graph, hull)
+        yield from _chain(graph, unmodified, say)
+
+    if saved:
+        for solver, lives in sources():
+            enter(solver, lives)
+            if time.perf_counter() - began > limit_seconds:
+                say(f"time limit of {limit_seconds:g} s reached with {len(pool)} plans")
+                break
+    best: list[Candidate] = []
+    for c in sorted(pool, key=lambda c: (c.predicted.peak_bytes, c.predicted.extra_seconds, c.predicted.replayed_ops)):
+        if not best or c.predicted.extra_seconds < best[-1].predicted.extra_seconds:
+            best.append(c)
+    return Frontier(graph, tuple(best), unmodified, tuple(hull), problem, time.perf_counter() - began)

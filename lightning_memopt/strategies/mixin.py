@@ -1,0 +1,81 @@
+"""MemOptMixin: one cooperative mixin over Lightning's own strategies (every override calls `super()`).
+
+Lightning decides by `isinstance`, so a strategy that wraps and delegates does not work; a mixin does. It must derive from
+`abc.ABC`. The session is opened in `setup` when fitting and closed in `teardown`, which Lightning also calls on exceptions.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_memopt.config import MemOptConfig
+from lightning_memopt.report.table import summary
+from lightning_memopt.session import Session
+
+CHECKPOINT_KEY = "lightning_memopt"
+
+
+class MemOptMixin(abc.ABC):
+    """Keeps training steps within the budget of `memopt_config`. Validation, test and predict are not touched."""
+
+    memopt_config: MemOptConfig
+    session: Session | None = None
+
+    # -- lifecycle ---------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)  # type: ignore[misc]
+        self.session = None
+        if trainer.state.fn == "fit":
+            self.session = Session(self.model, self.optimizers, self.memopt_config, say=rank_zero_info)  # type: ignore[attr-defined]
+
+    def teardown(self) -> None:
+        session = self.session
+        try:
+            if session is not None:
+                session.close()
+                if self.memopt_config.verbose:
+                    rank_zero_info(summary(session))
+        finally:
+            super().teardown()  # type: ignore[misc]
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        session = self.session
+        with session.round((args, kwargs)) if session is not None else contextlib.nullcontext():
+            return super().training_step(*args, **kwargs)  # type: ignore[misc]
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        session = self.session
+        if session is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
+
+        def forward_and_backward() -> Any:
+            result = closure()
+            session.update_begins()
+            return result
+
+        try:
+            result = super().optimizer_step(optimizer, forward_and_backward, model, **kwargs)  # type: ignore[misc]
+        except BaseException:
+            session.close()
+            raise
+        session.step_ended()
+        return result
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        plan = self.session.plan if self.session is not None else None
+        if plan is not None:
+            # primitives only, so that the checkpoint loads with weights_only=True and in a plain Trainer
+            checkpoint = checkpoint | {CHECKPOINT_KEY: {
+                "fingerprint": plan.fingerprint, "budget_bytes": plan.budget_bytes,
+                "predicted_peak_bytes": plan.predicted_peak_bytes}}
+        super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]

@@ -1,0 +1,63 @@
+"""`MemOptStrategy`: Lightning's single-device strategy within a memory budget; registered as "memopt"."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_memopt.config import MemOptConfig, OnExceed
+from lightning_memopt.strategies.mixin import MemOptMixin
+
+
+class MemOptStrategy(MemOptMixin, SingleDeviceStrategy):
+    """Train on one device within a budget of bytes.
+
+    Args:
+        budget: bytes of the device a whole step may use: `"8GiB"`, `"80%"`, a float in (0, 1], an int, `"auto"` or `"min"`.
+        recompute: whether saved tensors may be dropped and rebuilt.
+        profile_steps: real steps to observe before the plan is made.
+        solver_seconds: time limit of the planner.
+        headroom: bytes of the budget to leave free.
+        on_exceed: what to do when a planned step measures above the budget.
+        plan: path of a plan file to reuse.
+        verify: compare rebuilt tensors bit by bit while observing.
+        verbose: print progress lines and the table at the end.
+        device: the device; filled in from the Trainer when left out.
+    """
+
+    strategy_name = "memopt"
+
+    def __init__(self, budget: int | float | str = "auto", recompute: bool = True, profile_steps: int = 3,
+                 solver_seconds: float = 30.0, headroom: int = 0, on_exceed: OnExceed = "replan",
+                 plan: str | os.PathLike[str] | None = None, verify: bool = True, verbose: bool = True,
+                 device: str | torch.device | None = None, **kwargs: Any) -> None:
+        super().__init__(device="cpu" if device is None else device, **kwargs)
+        self.memopt_config = MemOptConfig(
+            budget=budget, recompute=recompute, profile_steps=profile_steps, solver_seconds=solver_seconds, headroom=headroom,
+            on_exceed=on_exceed, plan=plan, verify=verify, verbose=verbose)
+        self._chosen = device is not None
+        # the connector fills these in; a plain SingleDeviceStrategy would train on one of several devices without a word
+        self.parallel_devices: list[torch.device] | None = None
+        self.cluster_environment: Any = None
+        self.num_nodes = 1
+        self._layer_sync: Any = None
+
+    def _configure_launcher(self) -> None:
+        devices = self.parallel_devices or []
+        if len(devices) > 1 or self.num_nodes > 1:
+            raise MisconfigurationException(
+                f"MemOptStrategy trains on one device; the Trainer was given {len(devices)} and {self.num_nodes} nodes. "
+                "Use devices=1.")
+        if devices and not self._chosen:
+            self._root_device = devices[0]
+        super()._configure_launcher()
+
+
+def register() -> None:
+    """Make `Trainer(strategy="memopt")` work. Idempotent."""
+    if "memopt" not in StrategyRegistry:
+        StrategyRegistry.register("memopt", MemOptStrategy, description="Single device, within a memory budget")
