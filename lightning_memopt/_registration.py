@@ -15,7 +15,9 @@ _TARGET = "lightning.pytorch"
 class _AfterImport(importlib.abc.MetaPathFinder):
     """Finds the target once, and runs the registration after its loader has executed it."""
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if name != _TARGET:
             return None
         sys.meta_path.remove(self)

@@ -190,7 +190,7 @@ def graph_from_json(obj: object) -> Graph:
     _check_points(graph, points)
     _check_ops(graph, ops)
     _check_tensors(graph, tensors)
-    _check_saves(graph, points, saves)
+    _check_saves(graph, saves)
     return graph
 
 
@@ -255,7 +255,7 @@ def _check_tensors(graph: Graph, fields: Fields) -> None:
             fields.refuse("freed_at", t.id, f"{t.freed_at} is before the birth, at {t.born_at}")
 
 
-def _check_saves(graph: Graph, points: Fields, fields: Fields) -> None:
+def _check_saves(graph: Graph, fields: Fields) -> None:
     for save in graph.saves:
         producer = graph.producers.get(save.tensor)
         if producer is not None and producer.id > save.op:

@@ -113,8 +113,13 @@ class _Attachment:
 
 
 @contextlib.contextmanager
-def optimize(model: nn.Module, optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer], *,
-             config: MemOptConfig | None = None, **options: Any) -> Iterator[Run]:
+def optimize(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+    *,
+    config: MemOptConfig | None = None,
+    **options: Any,
+) -> Iterator[Run]:
     """Keep the training loop in this block within a budget. The loop is unchanged; options are those of `MemOptConfig`.
 
     Steps are delimited by the optimizer's own steps: the first `profile_steps` are observed, then the plan is in force.

@@ -85,7 +85,9 @@ def segment(graph: Graph, point: int, births: Iterable[int], resident: Residency
         op = graph.producers.get(tensor)
         if op is None or not op.recomputable:
             name = graph.tensors[tensor].name
-            raise LoweringError(f"tensor {tensor} ({name}) is needed at point {point} but is not in memory and no op can make it")
+            raise LoweringError(
+                f"tensor {tensor} ({name}) is needed at point {point} but is not in memory and no op can make it"
+            )
         if op.id in ops:
             continue
         ops[op.id] = None
@@ -99,16 +101,21 @@ def segment(graph: Graph, point: int, births: Iterable[int], resident: Residency
     for i, o in enumerate(order):
         op = graph.ops[o]
         overwritten = {old for old, _ in op.mutates}
-        clones = tuple(
-            old for old, _ in op.mutates if old in targets or resident(old, point) or last_use[old] > i
-        )
+        clones = tuple(old for old, _ in op.mutates if old in targets or resident(old, point) or last_use[old] > i)
         steps.append(Run(o, clones))
         for source in dict.fromkeys(op.inputs):
-            if source in seen and source not in targets and last_use[source] == i and (source not in overwritten or source in clones):
+            if (
+                source in seen
+                and source not in targets
+                and last_use[source] == i
+                and (source not in overwritten or source in clones)
+            ):
                 steps.append(Free(source))
         # a second copy of what is in memory already, or an output that nobody here reads
         steps.extend(
-            Free(out) for out in op.outputs if out not in targets and (last_use.get(out, -1) <= i or resident(out, point))
+            Free(out)
+            for out in op.outputs
+            if out not in targets and (last_use.get(out, -1) <= i or resident(out, point))
         )
     return tuple(steps)
 

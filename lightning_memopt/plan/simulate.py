@@ -28,8 +28,9 @@ def _fixed(graph: Graph) -> tuple[list[int], list[int]]:
     return base_levels(graph), workspaces(graph)
 
 
-def simulate(graph: Graph, lives: Iterable[Life], schedule: Schedule | None = None,
-             window: tuple[int, int] | None = None) -> Timeline:
+def simulate(
+    graph: Graph, lives: Iterable[Life], schedule: Schedule | None = None, window: tuple[int, int] | None = None
+) -> Timeline:
     """Price the schedule of `lives`. Replays of an op cost what it took in forward.
 
     `window` (first and last point) restricts everything to a part of the axis; `Timeline.nbytes` then starts at its first
@@ -45,11 +46,12 @@ def simulate(graph: Graph, lives: Iterable[Life], schedule: Schedule | None = No
         # what is there by nature is in the base: a life pays for what it adds
         first = max(life.born_at, t.freed_at + 1) if life.how == "original" else life.born_at
         levels.add(first - first_point, life.freed_at - first_point, t.nbytes)
-    for op, last in schedule.replayed.items():
-        levels.add(graph.ops[op].at - first_point, last - first_point, graph.ops[op].state_nbytes)
+    for replayed, last in schedule.replayed.items():
+        levels.add(graph.ops[replayed].at - first_point, last - first_point, graph.ops[replayed].state_nbytes)
     end = last_point + 1
-    nbytes = [b + e + more for b, e, more in
-              zip(base[first_point:end], extra[first_point:end], levels.levels(), strict=True)]
+    nbytes = [
+        b + e + more for b, e, more in zip(base[first_point:end], extra[first_point:end], levels.levels(), strict=True)
+    ]
     seconds, flops, rebuilt, count = 0.0, 0, 0, 0
     born_here: dict[int, int] = {}
     for life in lives:
@@ -74,6 +76,11 @@ def simulate(graph: Graph, lives: Iterable[Life], schedule: Schedule | None = No
             else:
                 now -= graph.tensors[step.tensor].nbytes
         nbytes[point - first_point] = max(nbytes[point - first_point], peak)
-    predicted = Prediction(peak_bytes=max(nbytes, default=0), extra_seconds=seconds, extra_flops=flops,
-                           rebuilt_bytes=rebuilt, replayed_ops=count)
+    predicted = Prediction(
+        peak_bytes=max(nbytes, default=0),
+        extra_seconds=seconds,
+        extra_flops=flops,
+        rebuilt_bytes=rebuilt,
+        replayed_ops=count,
+    )
     return Timeline(tuple(nbytes), predicted)

@@ -27,9 +27,18 @@ class Observer(Protocol):
 
     def begin(self, func: OpOverload) -> None: ...
     def ran(self) -> None: ...
-    def end(self, func: OpOverload, args: tuple, kwargs: dict, out: Any, reads: tuple[Slot, ...],
-            made: list[tuple[Slot, torch.Tensor]], mutates: list[tuple[Slot, Slot, torch.Tensor]],
-            replayable: bool, rule: Rule) -> None: ...
+    def end(
+        self,
+        func: OpOverload,
+        args: tuple,
+        kwargs: dict,
+        out: Any,
+        reads: tuple[Slot, ...],
+        made: list[tuple[Slot, torch.Tensor]],
+        mutates: list[tuple[Slot, Slot, torch.Tensor]],
+        replayable: bool,
+        rule: Rule,
+    ) -> None: ...
 
 
 class Owner(Protocol):
@@ -91,7 +100,8 @@ class Recorder(TorchDispatchMode):
     def recognise(self, slot: Slot) -> None:
         """The slot's bytes were made again in a new storage: ops that read it read this slot."""
         if slot.value is not None:
-            self._addresses.append(slot.value.untyped_storage()._weak_ref())  # keeps the address from being used again
+            address: int = slot.value.untyped_storage()._weak_ref()  # type: ignore[assignment]
+            self._addresses.append(address)  # keeps the address from being used again
             self.of_storage[storage_id(slot.value)] = slot
 
     def slot_of(self, t: torch.Tensor) -> Slot | None:
@@ -160,7 +170,9 @@ class Recorder(TorchDispatchMode):
         held_args = [self._capture(a, reads, plain) for a in args]
         held_kwargs = {k: self._capture(v, reads, plain) for k, v in kwargs.items()} if kwargs else {}
         targets = self._targets(func, rule, args, kwargs)
-        replayable = self.capturing and plain[0] and rule.handling != "opaque" and may_replay(func, _device(reads, kwargs))
+        replayable = (
+            self.capturing and plain[0] and rule.handling != "opaque" and may_replay(func, _device(reads, kwargs))
+        )
         call = None
         if replayable:
             call = self._call(op, func, rule, args, kwargs, tuple(held_args), held_kwargs, reads, targets)
@@ -178,7 +190,9 @@ class Recorder(TorchDispatchMode):
             observer.ran()
         made = self._outputs(out, call, rule)
         mutates = self._mutated(targets, call, rule) if self.capturing else []
-        unique = tuple(dict.fromkeys(reads))
+        if rule.rewrite is not None:
+            mutates = []  # running statistics: written once, by the user's own pass, and no replay reads them
+        unique = tuple(dict.fromkeys(reads)) if call is None else call.reads
         if observer is not None:
             observer.end(func, args, kwargs, out, unique, made, mutates, replayable, rule)
         if self.capturing:
@@ -194,8 +208,18 @@ class Recorder(TorchDispatchMode):
             found.extend(t for t in _tensors(value) if is_plain(t))
         return found
 
-    def _call(self, op: int, func: OpOverload, rule: Rule, args: tuple, kwargs: dict, held_args: tuple, held_kwargs: dict,
-              reads: list[Slot], targets: list[torch.Tensor]) -> Call | None:
+    def _call(
+        self,
+        op: int,
+        func: OpOverload,
+        rule: Rule,
+        args: tuple,
+        kwargs: dict,
+        held_args: tuple,
+        held_kwargs: dict,
+        reads: list[Slot],
+        targets: list[torch.Tensor],
+    ) -> Call | None:
         """The recipe of this op, or None where its results cannot be made again."""
         if rule.rewrite is not None and targets:
             # the running statistics are written, but no output depends on them: the replay leaves them out
@@ -220,7 +244,9 @@ class Recorder(TorchDispatchMode):
             rng = (generator, _state(generator, _device(reads, kwargs)))
         return Call(op, func, held_args, held_kwargs, tuple(dict.fromkeys(reads)), torch.is_grad_enabled(), rng)
 
-    def _mutated(self, targets: list[torch.Tensor], call: Call | None, rule: Rule) -> list[tuple[Slot, Slot, torch.Tensor]]:
+    def _mutated(
+        self, targets: list[torch.Tensor], call: Call | None, rule: Rule
+    ) -> list[tuple[Slot, Slot, torch.Tensor]]:
         found = []
         for t in targets:
             old = self.of_storage.get(storage_id(t))
@@ -279,7 +305,7 @@ def detached(t: torch.Tensor) -> torch.Tensor:
 
 
 def _covers(t: torch.Tensor) -> bool:
-    return t.numel() * t.element_size() == t.untyped_storage().nbytes() and torch._C._is_alias_of(t, t) and t.is_contiguous()
+    return t.numel() * t.element_size() == t.untyped_storage().nbytes() and t.is_contiguous()
 
 
 def _device(reads: list[Slot], kwargs: dict) -> str:

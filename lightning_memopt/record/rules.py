@@ -38,33 +38,108 @@ class Rule:
 
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
 # Content made by a factory may be written by what the recorder cannot see (Rule 4).
-_FACTORIES = {"zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full",
-              "_efficientzerotensor"}
-_WHOLE = {"bernoulli_", "fill_", "zero_", "copy_", "normal_", "uniform_", "random_", "exponential_", "log_normal_",
-          "cauchy_", "geometric_"}
+_FACTORIES = {
+    "zeros",
+    "zeros_like",
+    "new_zeros",
+    "ones",
+    "ones_like",
+    "new_ones",
+    "full",
+    "full_like",
+    "new_full",
+    "_efficientzerotensor",
+}
+_WHOLE = {
+    "bernoulli_",
+    "fill_",
+    "zero_",
+    "copy_",
+    "normal_",
+    "uniform_",
+    "random_",
+    "exponential_",
+    "log_normal_",
+    "cauchy_",
+    "geometric_",
+}
 # Arguments that a kernel fills although the schema does not say so (pytorch#193671).
 _HIDDEN_WRITES: dict[str, tuple[int, ...]] = {"rrelu_with_noise": (1,), "rrelu_with_noise_": (0, 1)}
 # A replay that differs by one ulp flips a choice; and some return cells that no kernel wrote.
-_CHOICES = {"topk", "sort", "argsort", "argmax", "argmin", "kthvalue", "median", "nanmedian", "mode", "unique",
-            "_unique2", "unique_dim", "unique_consecutive", "nonzero", "histc", "bincount"}
+_CHOICES = {
+    "topk",
+    "sort",
+    "argsort",
+    "argmax",
+    "argmin",
+    "kthvalue",
+    "median",
+    "nanmedian",
+    "mode",
+    "unique",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "nonzero",
+    "histc",
+    "bincount",
+}
 _UNWRITTEN = {"_ctc_loss", "linalg_lstsq", "_linalg_lstsq", "geqrf"}
 _STORAGE = {"resize_", "set_", "resize_as_", "_resize_output_", "resize", "resize_output_", "set_data"}
 _RNN = {"_cudnn_rnn", "miopen_rnn", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell"}
-_HEAVY = {"mm", "addmm", "bmm", "baddbmm", "convolution", "_convolution", "mkldnn_convolution", "convolution_overrideable",
-          "addmv", "mv", "dot", "linear", "mkldnn_rnn_layer", "_scaled_dot_product_flash_attention_for_cpu",
-          "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
-          "_scaled_dot_product_cudnn_attention", "_cudnn_rnn", "_conv_depthwise2d", "slow_conv3d_forward",
-          "_slow_conv2d_forward", "_trilinear", "cudnn_convolution", "einsum", "_addmm_activation"}
+_HEAVY = {
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "convolution",
+    "_convolution",
+    "mkldnn_convolution",
+    "convolution_overrideable",
+    "addmv",
+    "mv",
+    "dot",
+    "linear",
+    "mkldnn_rnn_layer",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_cudnn_rnn",
+    "_conv_depthwise2d",
+    "slow_conv3d_forward",
+    "_slow_conv2d_forward",
+    "_trilinear",
+    "cudnn_convolution",
+    "einsum",
+    "_addmm_activation",
+}
 # Sums in an order that atomics choose: not the same bits twice on CUDA unless deterministic algorithms are on.
-_ATOMIC = {"index_add", "index_add_", "scatter_add", "scatter_add_", "index_put", "index_put_", "_index_put_impl_",
-           "scatter_reduce", "scatter_reduce_", "cumsum", "put_", "histc", "bincount", "grid_sampler_2d"}
+_ATOMIC = {
+    "index_add",
+    "index_add_",
+    "scatter_add",
+    "scatter_add_",
+    "index_put",
+    "index_put_",
+    "_index_put_impl_",
+    "scatter_reduce",
+    "scatter_reduce_",
+    "cumsum",
+    "put_",
+    "histc",
+    "bincount",
+    "grid_sampler_2d",
+}
 
 _registered: dict[OpOverload, Rule] = {}
 
 
 def register_op(op: OpOverload, rule: Handling | Rule) -> None:
     """Say how an op is to be handled: "pure" (same bits from the same inputs), "opaque" (never replayed), or a `Rule`."""
-    _registered[op] = rule if isinstance(rule, Rule) else Rule(rule, "registered by the user" if rule == "opaque" else "")
+    _registered[op] = (
+        rule if isinstance(rule, Rule) else Rule(rule, "registered by the user" if rule == "opaque" else "")
+    )
     rule_of.cache_clear()
 
 
@@ -87,7 +162,13 @@ def _norm_without_statistics(func: OpOverload, args: tuple, kwargs: dict) -> tup
     return func, tuple(bound[n] for n in names), {}
 
 
-_NORMS = {"native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_with_update"}
+_NORMS = {
+    "native_batch_norm",
+    "_native_batch_norm_legit",
+    "cudnn_batch_norm",
+    "miopen_batch_norm",
+    "_batch_norm_with_update",
+}
 
 
 def trains_statistics(func: OpOverload, args: tuple, kwargs: dict) -> bool:

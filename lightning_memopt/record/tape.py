@@ -8,13 +8,14 @@ the recorder may still meet it; it does not keep its bytes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
-storage_id = torch._C._storage_id
+storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]
 
 
 class Slot:
@@ -26,8 +27,27 @@ class Slot:
     overwritten it. `read`: a recorded op starts from it. `plan`: the tensor of the plan's graph that it is, once matched.
     """
 
-    __slots__ = ("__weakref__", "call", "device", "dtype", "empty", "external", "guard", "handles", "id", "index",
-                 "nbytes", "ok", "plan", "read", "stale", "value", "version", "weak", "why")
+    __slots__ = (
+        "__weakref__",
+        "call",
+        "device",
+        "dtype",
+        "empty",
+        "external",
+        "guard",
+        "handles",
+        "id",
+        "index",
+        "nbytes",
+        "ok",
+        "plan",
+        "read",
+        "stale",
+        "value",
+        "version",
+        "weak",
+        "why",
+    )
 
     def __init__(self, id: int, t: torch.Tensor) -> None:
         storage = t.untyped_storage()
@@ -35,7 +55,7 @@ class Slot:
         self.nbytes = storage.nbytes()
         self.dtype = t.dtype
         self.device = t.device
-        self.weak: int | None = storage._weak_ref()
+        self.weak: int | None = storage._weak_ref()  # type: ignore[assignment]
         self.call: Call | None = None
         self.index = 0
         self.value: torch.Tensor | None = None

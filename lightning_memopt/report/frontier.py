@@ -22,5 +22,13 @@ def rows(frontier: Frontier | None) -> list[Row]:
     """Rows by rising peak; empty without a frontier."""
     if frontier is None:
         return []
-    return [Row(c.predicted.peak_bytes, c.predicted.extra_seconds, c.predicted.extra_flops, c.predicted.rebuilt_bytes, c.solver)
-            for c in frontier.candidates]
+    return [
+        Row(
+            c.predicted.peak_bytes,
+            c.predicted.extra_seconds,
+            c.predicted.extra_flops,
+            c.predicted.rebuilt_bytes,
+            c.solver,
+        )
+        for c in frontier.candidates
+    ]

@@ -84,13 +84,22 @@ def summary(session: Session) -> str:
     table.add_row("budget", budget)
     table.add_row("predicted peak", format_nbytes(plan.predicted_peak_bytes))
     measured = state.measured_bytes
-    table.add_row("measured peak", "not measured" if measured is None else
-                  f"{format_nbytes(measured)} ({100 * (measured / plan.predicted_peak_bytes - 1):+.2f} % of predicted)")
+    table.add_row(
+        "measured peak",
+        "not measured"
+        if measured is None
+        else f"{format_nbytes(measured)} ({100 * (measured / plan.predicted_peak_bytes - 1):+.2f} % of predicted)",
+    )
     table.add_row("unmodified peak", format_nbytes(plan.unmodified_peak_bytes))
     extra, step = plan.predicted.extra_seconds, plan.step_seconds
     share = f" ({100 * extra / step:.1f} % of the step's ops)" if step else ""
-    table.add_row("extra time, predicted", f"{1e3 * extra:.1f} ms a step{share}; lower bound {1e3 * plan.lower_bound_seconds:.1f} ms")
-    table.add_row("ops run again", f"{plan.predicted.replayed_ops}, {format_nbytes(plan.predicted.rebuilt_bytes)} rebuilt a step")
+    table.add_row(
+        "extra time, predicted",
+        f"{1e3 * extra:.1f} ms a step{share}; lower bound {1e3 * plan.lower_bound_seconds:.1f} ms",
+    )
+    table.add_row(
+        "ops run again", f"{plan.predicted.replayed_ops}, {format_nbytes(plan.predicted.rebuilt_bytes)} rebuilt a step"
+    )
     table.add_row("rebuilt", _items(rebuilt(graph, plan)))
     table.add_row("kept", _items(kept(graph, plan)))
     table.add_row("plan by", f"{plan.solver}, {plan.solve_seconds:.1f} s")
@@ -103,8 +112,10 @@ def explain(plan: Plan, graph: Graph) -> str:
     lives: dict[int, list[str]] = {}
     for life in plan.lives:
         lives.setdefault(life.tensor, []).append(f"{life.how} {life.born_at}..{life.freed_at}")
-    table = Table(title=f"Plan of {plan.solver}: peak {format_nbytes(plan.predicted_peak_bytes)}, "
-                        f"{len(schedule.replayed)} ops run again")
+    table = Table(
+        title=f"Plan of {plan.solver}: peak {format_nbytes(plan.predicted_peak_bytes)}, "
+        f"{len(schedule.replayed)} ops run again"
+    )
     for column in ("tensor", "made by", "in", "size", "what becomes of it"):
         table.add_column(column)
     anchors = {t for op in graph.forward if not op.recomputable for t in op.outputs}

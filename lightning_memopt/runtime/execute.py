@@ -16,7 +16,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lightning_memopt.errors import ModifiedError, ReplayMismatchError
 from lightning_memopt.record import UNKNOWN, Call, Slot, Tape, View, numeric_flags
 
-_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.AutocastCUDA
+)
 
 
 @contextlib.contextmanager
@@ -71,14 +73,19 @@ def checksum(t: torch.Tensor) -> tuple[int, int]:
 def mismatch(op: str, nbytes: int) -> ReplayMismatchError:
     return ReplayMismatchError(
         f"{op} was run again to rebuild {nbytes} bytes and gave other bits than the first time. Nothing has been updated "
-        f"in this step. Mark it with register_op({op}, 'opaque'), so that its result is kept.")
+        f"in this step. Mark it with register_op({op}, 'opaque'), so that its result is kept."
+    )
 
 
 def check_external(slot: Slot) -> None:
     """Rule 5: what a recipe starts from must be what it was."""
     value = slot.value
     if slot.external and value is not None and slot.version != UNKNOWN and value._version != slot.version:
-        raise modified(f"a {value.dtype} tensor of shape {tuple(value.shape)} that a rebuild starts from", value._version, slot.version)
+        raise modified(
+            f"a {value.dtype} tensor of shape {tuple(value.shape)} that a rebuild starts from",
+            value._version,
+            slot.version,
+        )
 
 
 def _flat(value: Any) -> list[torch.Tensor]:
@@ -142,7 +149,9 @@ def run(call: Call, slots: dict[int, Slot], survives: Callable[[Slot], bool]) ->
         assert base is not None
         if survives(old):
             bytes_ = base.untyped_storage().clone()
-            fresh[old.id] = torch.empty(0, dtype=base.dtype, device=base.device).set_(bytes_, 0, (bytes_.nbytes() // base.element_size(),), (1,))
+            fresh[old.id] = torch.empty(0, dtype=base.dtype, device=base.device).set_(
+                bytes_, 0, (bytes_.nbytes() // base.element_size(),), (1,)
+            )
         else:
             fresh[old.id] = base
 

@@ -29,15 +29,19 @@ class SaveEvents(Protocol):
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors' storages hold the same bytes."""
+
     def bits(t: torch.Tensor) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
+
     return torch.equal(bits(a), bits(b))
 
 
 class ObservingEngine(Engine):
     """Keeps, evicts under pressure, verifies. `pressure` returns the bytes by which live memory exceeds the limit now."""
 
-    def __init__(self, events: SaveEvents | None = None, pressure: Callable[[], int] | None = None, verify: bool = True) -> None:
+    def __init__(
+        self, events: SaveEvents | None = None, pressure: Callable[[], int] | None = None, verify: bool = True
+    ) -> None:
         super().__init__()
         self.events = events
         self.pressure = pressure
@@ -198,7 +202,9 @@ class ObservingEngine(Engine):
         if name not in self.opaque_ops:
             warnings.warn(
                 f"MemOpt: running {name} again gave other bits than the first time; its results are kept from now on. "
-                "If the op is deterministic, please report it.", stacklevel=2)
+                "If the op is deterministic, please report it.",
+                stacklevel=2,
+            )
         self.opaque_ops[name] = "a rebuild gave other bits"
         slot.ok = False
         self.evictable.pop(slot.id, None)
@@ -212,4 +218,3 @@ class ObservingEngine(Engine):
                     slot.value = None
             if self.events is not None:
                 self.events.released(handle.save)
-

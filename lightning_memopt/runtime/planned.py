@@ -7,7 +7,7 @@ Ops are matched against the plan by position, overload, the slots they read and 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch._ops import OpOverload
@@ -60,7 +60,7 @@ class Program:
     @cached_property
     def frees(self) -> dict[tuple[str, int, int], tuple[int, ...]]:
         points = self.graph.points
-        return {tuple(points[p]): tensors for p, tensors in self.schedule.frees.items() if p < len(points)}
+        return {(points[p].kind, points[p].id, points[p].occurrence): tensors for p, tensors in self.schedule.frees.items() if p < len(points)}
 
     @cached_property
     def births(self) -> dict[int, tuple[int, ...]]:
@@ -85,6 +85,10 @@ class Program:
     def empty(self) -> bool:
         """Nothing is dropped: the recorder need not run at all."""
         return not self.schedule.segments
+
+
+def _among(ids: set[int], slot: Slot) -> bool:
+    return slot.id in ids
 
 
 class PlannedEngine(Engine):
@@ -130,7 +134,12 @@ class PlannedEngine(Engine):
         tensors = self.program.graph.tensors
         for slot, tensor in zip(reads, inputs, strict=True):
             if slot.plan != tensor:
-                if slot.plan is not None or not slot.external or tensor in self.by_tensor or tensors[tensor].nbytes != slot.nbytes:
+                if (
+                    slot.plan is not None
+                    or not slot.external
+                    or tensor in self.by_tensor
+                    or tensors[tensor].nbytes != slot.nbytes
+                ):
                     return False
                 slot.plan = tensor
                 self.by_tensor[tensor] = slot
@@ -200,7 +209,7 @@ class PlannedEngine(Engine):
                 if missing:
                     self.materialise(missing)
                 clones = {self.by_tensor[t].id for t in step.clones if t in self.by_tensor}
-                run(call, slots, lambda s, clones=clones: s.id in clones)
+                run(call, slots, partial(_among, clones))
                 self.replayed.append(call.op)
         self.active.update(t for t in self.program.births.get(point, ()) if t in self.by_tensor)
 

@@ -59,8 +59,15 @@ class Observation:
     `limit_nbytes`: live bytes above which packed tensors are evicted.
     """
 
-    def __init__(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], device: torch.device,
-                 limit_nbytes: int | None, verify: bool, meter: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        device: torch.device,
+        limit_nbytes: int | None,
+        verify: bool,
+        meter: bool,
+    ) -> None:
         self.model, self.optimizers, self.device = model, optimizers, device
         self.limit_nbytes, self.verify, self.meter = limit_nbytes, verify, meter
         self.scopes = Scopes(model)
@@ -76,6 +83,7 @@ class Observation:
         """A forward begins: a fresh tape and trace. Returns the contexts to enter around it."""
         self._leave_mode()
         self._metering.close()
+        self._end_round()
         tracer = Tracer(self.device, self.scopes.current)
         engine = ObservingEngine(tracer, self._pressure if self.limit_nbytes is not None else None, self.verify)
         recorder = Recorder(engine.tape, engine, tracer)
@@ -115,8 +123,16 @@ class Observation:
             if top is not None and top is not recorder and recorder in _modes():
                 raise UnsupportedError(
                     f"a dispatch mode ({type(top).__name__}) was entered while MemOpt observed a step and is still active at "
-                    "its end. Enter it around the whole loop, or let MemOpt observe first.")
+                    "its end. Enter it around the whole loop, or let MemOpt observe first."
+                )
         self._contexts.close()
+
+    def _end_round(self) -> None:
+        if self._round is not None:
+            tracer, _, recorder = self._round
+            self._round = None
+            tracer.close()
+            recorder.forget()
 
     def abandon(self) -> None:
         """Leave everything, whatever state the step is in."""
@@ -124,7 +140,7 @@ class Observation:
             self._contexts.close()
         finally:
             self._metering.close()
-            self._round = None
+            self._end_round()
 
     def finish(self) -> Graph | None:
         """The step has ended: its graph, or None when no forward was observed."""
@@ -135,15 +151,19 @@ class Observation:
         self.evictions = engine.evictions
         self._leave_mode()
         self._metering.close()
-        self._round = None
-        recorder.forget()
+        self._end_round()
         if self.events is not None and self.events.available:
             workspaces = self.events.workspaces
             graph = _with_ops(graph, lambda op: dataclasses.replace(op, workspace_nbytes=workspaces.get(op.id, 0)))
         if self.opaque_ops:
-            graph = _with_ops(graph, lambda op: dataclasses.replace(
-                op, recomputable=op.recomputable and op.name.replace("::", ".") not in
-                {n.replace("::", ".") for n in self.opaque_ops}))
+            graph = _with_ops(
+                graph,
+                lambda op: dataclasses.replace(
+                    op,
+                    recomputable=op.recomputable
+                    and op.name.replace("::", ".") not in {n.replace("::", ".") for n in self.opaque_ops},
+                ),
+            )
         return graph
 
 
@@ -170,8 +190,12 @@ def smoothed(graphs: list[Graph]) -> Graph:
     alike: dict[tuple[Any, ...], list[float]] = {}
     keys = []
     for op, seconds in zip(graph.ops, times, strict=True):
-        key = (op.name, op.phase, tuple(graph.tensors[t].nbytes for t in op.inputs),
-               tuple(graph.tensors[t].nbytes for t in op.outputs))
+        key = (
+            op.name,
+            op.phase,
+            tuple(graph.tensors[t].nbytes for t in op.inputs),
+            tuple(graph.tensors[t].nbytes for t in op.outputs),
+        )
         keys.append(key)
         alike.setdefault(key, []).append(seconds)
     medians = {key: statistics.median(values) for key, values in alike.items()}

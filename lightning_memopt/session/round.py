@@ -49,4 +49,4 @@ def hooks_allowed() -> bool:
     """Saved-tensor hooks can be entered here: not under functorch, not where they are disabled (Rule 9)."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return False
-    return torch._C._autograd._saved_tensors_hooks_is_enabled()
+    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]

@@ -40,8 +40,13 @@ _BUCKETS = 16
 class Session:
     """See the module. `say` prints a line of progress."""
 
-    def __init__(self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], config: MemOptConfig,
-                 say: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Iterable[torch.optim.Optimizer],
+        config: MemOptConfig,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
         self.model = model
         self.optimizers = list(optimizers)
         self.config = config
@@ -54,6 +59,7 @@ class Session:
         self.given: tuple[Plan, Graph] | None = None
         self._observation: Observation | None = None
         self._meter: StepMeter | None = None
+        self._metered = False
         self._depth = 0
         self._engines: list[PlannedEngine] = []
         if config.plan is not None:
@@ -93,6 +99,7 @@ class Session:
     def step_ended(self) -> None:
         """The step is over. May solve a plan and put it in force."""
         state = self.current
+        self._metered = self._meter is not None or (self._observation is not None and self._observation.meter)
         if self._observation is not None and isinstance(state, Observing):
             self._observed(state)
         elif isinstance(state, Running):
@@ -138,8 +145,14 @@ class Session:
     # -- rounds ------------------------------------------------------------------------------------
 
     def _applies(self) -> bool:
-        return (self.enabled and self._depth == 0 and self.model.training and torch.is_grad_enabled()
-                and not torch.is_inference_mode_enabled() and hooks_allowed())
+        return (
+            self.enabled
+            and self._depth == 0
+            and self.model.training
+            and torch.is_grad_enabled()
+            and not torch.is_inference_mode_enabled()
+            and hooks_allowed()
+        )
 
     def _begin_round(self, batch: Any) -> Recording | None:
         self._same_device()
@@ -158,7 +171,8 @@ class Session:
         if isinstance(state, Running):
             if state.measured_bytes is None and self._meter is None:
                 resident = resident_nbytes(resident_tensors(self.model, self.optimizers, batch), self.device)
-                gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+                # the profiler reports the end of what it saw being allocated, so of gradients made in a metered step
+                gradients = [] if self._metered else [p.grad for p in self.model.parameters() if p.grad is not None]
                 self._meter = StepMeter(self.device, resident, gradients)
             if state.program.empty:
                 return None
@@ -180,10 +194,13 @@ class Session:
             if self.given is not None and state.steps == 0 and engine.position < len(state.program.names) // 2:
                 raise PlanMismatchError(
                     f"The plan {self.config.plan} was made for another model: at op {at} it expects {planned}, the model ran "
-                    f"{name}. Nothing was updated. Remove plan=, or give the plan of this model and batch size.")
+                    f"{name}. Nothing was updated. Remove plan=, or give the plan of this model and batch size."
+                )
             warnings.warn(
                 f"MemOpt: the forward left the plan at op {at} ({name} instead of {planned}). What does not match is kept: "
-                "memory may rise, results do not change.", stacklevel=2)
+                "memory may rise, results do not change.",
+                stacklevel=2,
+            )
 
     def _new_state(self) -> State:
         if self.given is not None and not self.buckets:
@@ -195,11 +212,14 @@ class Session:
     def _observe(self, state: Observing) -> Observation:
         first, last = not state.graphs, len(state.graphs) + 1 == state.steps
         if first:
-            self.say(f"MemOpt: observing {state.steps} step{'s' * (state.steps > 1)} on {self.device}"
-                     + (f" within {format_nbytes(self.budget_nbytes)}" if self.budget_nbytes else ""))
+            self.say(
+                f"MemOpt: observing {state.steps} step{'s' * (state.steps > 1)} on {self.device}"
+                + (f" within {format_nbytes(self.budget_nbytes)}" if self.budget_nbytes else "")
+            )
         limit = None if self.budget_nbytes is None else self.budget_nbytes - self.config.headroom
-        return Observation(self.model, self.optimizers, self.device, limit, verify=self.config.verify and first,
-                           meter=last or first)
+        return Observation(
+            self.model, self.optimizers, self.device, limit, verify=self.config.verify and first, meter=last or first
+        )
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -225,7 +245,9 @@ class Session:
     def _solve(self, state: Observing) -> None:
         graph = smoothed(state.graphs)
         self.say(f"MemOpt: solving for {len(graph.ops)} ops, {len(graph.saves)} saved tensors")
-        frontier = planner.solve(graph, limit_seconds=self.config.solver_seconds, say=lambda s: self.say(f"MemOpt:   {s}"))
+        frontier = planner.solve(
+            graph, limit_seconds=self.config.solver_seconds, say=lambda s: self.say(f"MemOpt:   {s}")
+        )
         budget = frontier.smallest_bytes if self.budget_nbytes is None else self.budget_nbytes - self.config.headroom
         plan = frontier.plan(budget)  # InfeasibleError goes to the user
         self._replace(state, Running(plan, graph, frontier))
@@ -234,7 +256,8 @@ class Session:
             f"MemOpt: plan in force ({plan.solver}): predicted peak {format_nbytes(plan.predicted_peak_bytes)} of "
             f"{format_nbytes(budget)}, unmodified {format_nbytes(plan.unmodified_peak_bytes)}; extra "
             f"{1e3 * plan.predicted.extra_seconds:.1f} ms a step, no plan below {1e3 * bound:.1f} ms; "
-            f"solved in {frontier.seconds:.1f} s")
+            f"solved in {frontier.seconds:.1f} s"
+        )
 
     def _measured(self, state: Running) -> None:
         assert self._meter is not None
@@ -246,8 +269,10 @@ class Session:
         if self.budget_nbytes is None or peak <= self.budget_nbytes:
             return
         over = peak - self.budget_nbytes
-        text = (f"a planned step was measured at {peak} bytes ({format_nbytes(peak)}), {over} above the budget; predicted were "
-                f"{state.plan.predicted_peak_bytes}")
+        text = (
+            f"a planned step was measured at {peak} bytes ({format_nbytes(peak)}), {over} above the budget; predicted were "
+            f"{state.plan.predicted_peak_bytes}"
+        )
         if self.config.on_exceed == "raise":
             raise MemOptError(f"{text}. Raise the budget, or set on_exceed='replan'.")
         if self.config.on_exceed == "warn" or state.frontier is None or state.replanned >= 3:
@@ -286,12 +311,19 @@ class Session:
         plan, graph = self.given
         if graph.device != self.device.type:
             raise PlanMismatchError(
-                f"The plan {self.config.plan} was made for {graph.device}, the model is on {self.device.type}. Make a plan there.")
-        if self.budget_nbytes is not None and self.config.budget != "auto" and plan.predicted_peak_bytes > self.budget_nbytes:
+                f"The plan {self.config.plan} was made for {graph.device}, the model is on {self.device.type}. Make a plan there."
+            )
+        if (
+            self.budget_nbytes is not None
+            and self.config.budget != "auto"
+            and plan.predicted_peak_bytes > self.budget_nbytes
+        ):
             raise InfeasibleError(
                 f"The plan {self.config.plan} peaks at {plan.predicted_peak_bytes} bytes, above the budget of "
                 f"{self.budget_nbytes}. Give it that budget, or leave plan= out.",
-                smallest_nbytes=plan.predicted_peak_bytes, budget_nbytes=self.budget_nbytes)
+                smallest_nbytes=plan.predicted_peak_bytes,
+                budget_nbytes=self.budget_nbytes,
+            )
 
     def _same_device(self) -> None:
         device = _device_of(self.model)
@@ -310,5 +342,3 @@ def _device_of(model: nn.Module) -> torch.device:
     for t in [*model.parameters(), *model.buffers()]:
         return t.device
     return torch.device("cpu")
-
-

@@ -14,8 +14,8 @@ from lightning_memopt.trace import AllocatorEvents, metered_cpu
 class StepMeter:
     """CPU: resident bytes at its start plus the highest running sum of allocator events. CUDA: `max_memory_reserved`.
 
-    The profiler does not report that memory from before it was freed; so gradients of the last step that `zero_grad` frees
-    during this one (Lightning: between forward and backward) do not count as resident.
+    The profiler does not report the end of memory that it did not see being allocated: `gradients` of an unmetered step
+    that `zero_grad` frees during this one (Lightning: between forward and backward) do not count as resident.
     """
 
     def __init__(self, device: torch.device, resident_nbytes: int, gradients: Iterable[torch.Tensor] = ()) -> None:

@@ -13,7 +13,8 @@ from itertools import pairwise
 
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life
-from lightning_memopt.solvers.dataflow import Footprint, just_in_time
+from lightning_memopt.solvers.dataflow import just_in_time
+from lightning_memopt.solvers.footprint import Footprint
 from lightning_memopt.solvers.rollout import Rollout, keep_all
 from lightning_memopt.solvers.stages import Stages, StageSpan, cut
 
@@ -25,7 +26,7 @@ def unmodified(graph: Graph) -> tuple[Life, ...]:
 
 def mirror(graph: Graph) -> tuple[Life, ...]:
     """Run every light op again, hold what the heavy ones made; larger inputs than outputs are nobody's concern."""
-    return just_in_time(graph, Footprint(graph).kept())
+    return just_in_time(Footprint(graph))
 
 
 def per_stage(graph: Graph, stages: Stages | None = None) -> tuple[Life, ...]:

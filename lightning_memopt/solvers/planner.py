@@ -61,7 +61,9 @@ class Frontier:
                 f"{self.smallest_bytes} bytes ({format_nbytes(self.smallest_bytes)}), of which "
                 f"{format_nbytes(resident_nbytes(self.graph))} are parameters, optimizer state and the batch. "
                 f"Set budget={self.smallest_bytes} or more, or make the batch smaller.",
-                smallest_nbytes=self.smallest_bytes, budget_nbytes=budget_nbytes)
+                smallest_nbytes=self.smallest_bytes,
+                budget_nbytes=budget_nbytes,
+            )
         return fits[-1]
 
     def bound_seconds(self, budget_nbytes: int) -> float:
@@ -79,10 +81,17 @@ class Frontier:
     def plan(self, budget_nbytes: int) -> Plan:
         """The plan for a budget, with its bound."""
         best = self.within(budget_nbytes)
-        return Plan(fingerprint=fingerprint(self.graph), lives=best.lives, solver=best.solver, budget_bytes=budget_nbytes,
-                    predicted=best.predicted, unmodified_peak_bytes=self.unmodified_peak_bytes,
-                    step_seconds=self.graph.step_seconds, solve_seconds=self.seconds,
-                    lower_bound_seconds=min(self.bound_seconds(budget_nbytes), best.predicted.extra_seconds))
+        return Plan(
+            fingerprint=fingerprint(self.graph),
+            lives=best.lives,
+            solver=best.solver,
+            budget_bytes=budget_nbytes,
+            predicted=best.predicted,
+            unmodified_peak_bytes=self.unmodified_peak_bytes,
+            step_seconds=self.graph.step_seconds,
+            solve_seconds=self.seconds,
+            lower_bound_seconds=min(self.bound_seconds(budget_nbytes), best.predicted.extra_seconds),
+        )
 
 
 def _whole_graph(graph: Graph, hull: Iterable[Choice]) -> Iterator[tuple[str, tuple[Life, ...]]]:
@@ -111,7 +120,10 @@ def _chain(graph: Graph, limit: int, say: Progress) -> Iterator[tuple[str, tuple
         step = max(1, -(-len(levels) // _LEVELS))
         for level in sorted({*levels[::step], *levels[:8]}):
             yield f"chain of {len(stages.spans)} stages", replay_chain.lives(model, table.schedule(level))
-        yield f"chain of {len(stages.spans)} stages, smallest", replay_chain.lives(model, dp.smallest_schedule(model.chain))
+        yield (
+            f"chain of {len(stages.spans)} stages, smallest",
+            replay_chain.lives(model, dp.smallest_schedule(model.chain)),
+        )
 
 
 def solve(graph: Graph, *, limit_seconds: float = 30.0, say: Progress = lambda _: None) -> Frontier:

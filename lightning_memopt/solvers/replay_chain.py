@@ -86,19 +86,34 @@ def build(stages: Stages, options: int = 8) -> ModelChain:
         for held in choices:
             rerun_seconds, rerun_peak = _sweep(graph, stages, span, span.leaves | held)
             replay_seconds, backward_peak = _backward(graph, stages, span, held | span.leaves)
-            priced.append(dp.Option(name=f"holds {len(held)}", held_nbytes=_nbytes(graph, held), rerun_seconds=rerun_seconds,
-                                    replay_seconds=replay_seconds, forward_peak_nbytes=rerun_peak,
-                                    backward_peak_nbytes=backward_peak + ambient))
+            priced.append(
+                dp.Option(
+                    name=f"holds {len(held)}",
+                    held_nbytes=_nbytes(graph, held),
+                    rerun_seconds=rerun_seconds,
+                    replay_seconds=replay_seconds,
+                    forward_peak_nbytes=rerun_peak,
+                    backward_peak_nbytes=backward_peak + ambient,
+                )
+            )
         leaves = _nbytes(graph, span.leaves)
         ops = [graph.ops[o] for o in range(span.first, span.last + 1)]
         natural = max((base[op.at] + extra[op.at] for op in ops), default=0)
         # replays allocate what the user's own pass has in the base already
         overlap = min([sweep_peak - leaves, *(o.forward_peak_nbytes - o.held_nbytes - leaves for o in priced)])
-        found.append(dp.Stage(
-            name=_name(graph, span), input_nbytes=_nbytes(graph, span.enters), sweep_seconds=sweep_seconds,
-            sweep_peak_nbytes=sweep_peak, rebuild_seconds=rebuild_seconds, rebuild_peak_nbytes=rebuild_peak + ambient,
-            forward_base_nbytes=max(0, natural - max(0, overlap)) + ambient,
-            backward_base_nbytes=base[span.begins_at] + ambient, options=tuple(priced)))
+        found.append(
+            dp.Stage(
+                name=_name(graph, span),
+                input_nbytes=_nbytes(graph, span.enters),
+                sweep_seconds=sweep_seconds,
+                sweep_peak_nbytes=sweep_peak,
+                rebuild_seconds=rebuild_seconds,
+                rebuild_peak_nbytes=rebuild_peak + ambient,
+                forward_base_nbytes=max(0, natural - max(0, overlap)) + ambient,
+                backward_base_nbytes=base[span.begins_at] + ambient,
+                options=tuple(priced),
+            )
+        )
         held_sets.append(tuple(choices))
     return ModelChain(stages, dp.Chain(stages=tuple(found)), tuple(held_sets))
 

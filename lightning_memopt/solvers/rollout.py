@@ -78,8 +78,7 @@ class Rollout:
             if not (segment and instance.replayed and instance.born_at == point):
                 instance.outside = True
 
-        events: list[tuple[int, int]] = sorted(
-            (point, save.id) for save in self.saves for point in save.unpacked_at)
+        events: list[tuple[int, int]] = sorted((point, save.id) for save in self.saves for point in save.unpacked_at)
         for point, save in events:
             for op in self.runs.get(point, ()):
                 for t in dict.fromkeys(graph.ops[op].inputs):
@@ -92,8 +91,14 @@ class Rollout:
         for tensor, instance in done:
             if graph.tensors[tensor].born_at == BEFORE or not instance.outside:
                 continue
-            lives.append(Life(tensor=tensor, born_at=instance.born_at, freed_at=instance.last_use,
-                              how="replay" if instance.replayed else "original"))
+            lives.append(
+                Life(
+                    tensor=tensor,
+                    born_at=instance.born_at,
+                    freed_at=instance.last_use,
+                    how="replay" if instance.replayed else "original",
+                )
+            )
         return tuple(sorted(lives, key=lambda life: (life.tensor, life.born_at)))
 
 

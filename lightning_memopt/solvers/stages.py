@@ -112,9 +112,13 @@ def cut(graph: Graph, most: int = 64, given: frozenset[int] | None = None) -> St
     cuts = _thin(cuts, nbytes, prefix, most)
     while True:
         stages = _spans(graph, cuts, crossings, given)
-        tangled = [k for k in range(1, len(stages.spans))
-                   if stages.spans[k].requests and stages.spans[k - 1].requests
-                   and stages.spans[k - 1].requests[0][0] < stages.spans[k].requests[-1][0]]
+        tangled = [
+            k
+            for k in range(1, len(stages.spans))
+            if stages.spans[k].requests
+            and stages.spans[k - 1].requests
+            and stages.spans[k - 1].requests[0][0] < stages.spans[k].requests[-1][0]
+        ]
         silent = [k for k in range(len(stages.spans)) if not stages.spans[k].requests]
         if not tangled and not silent:
             return stages
@@ -176,9 +180,16 @@ def _spans(graph: Graph, cuts: list[int], crossings: list[frozenset[int]], given
         before = [b for b in begins[:k] if b is not None]
         begin = begins[k] if begins[k] is not None else ends
         assert begin is not None
-        spans.append(StageSpan(
-            index=k, first=edges[k] + 1, last=edges[k + 1],
-            enters=crossings[edges[k]] if k else frozenset(),
-            leaves=crossings[edges[k + 1]] if k + 1 < len(saves) else frozenset(),
-            saves=tuple(saves[k]), begins_at=begin, ends_at=max(begin, (min(before) - 1) if before else ends)))
+        spans.append(
+            StageSpan(
+                index=k,
+                first=edges[k] + 1,
+                last=edges[k + 1],
+                enters=crossings[edges[k]] if k else frozenset(),
+                leaves=crossings[edges[k + 1]] if k + 1 < len(saves) else frozenset(),
+                saves=tuple(saves[k]),
+                begins_at=begin,
+                ends_at=max(begin, (min(before) - 1) if before else ends),
+            )
+        )
     return Stages(graph, tuple(spans), given)

@@ -75,7 +75,11 @@ class MemOptMixin(abc.ABC):
         plan = self.session.plan if self.session is not None else None
         if plan is not None:
             # primitives only, so that the checkpoint loads with weights_only=True and in a plain Trainer
-            checkpoint = checkpoint | {CHECKPOINT_KEY: {
-                "fingerprint": plan.fingerprint, "budget_bytes": plan.budget_bytes,
-                "predicted_peak_bytes": plan.predicted_peak_bytes}}
+            checkpoint = checkpoint | {
+                CHECKPOINT_KEY: {
+                    "fingerprint": plan.fingerprint,
+                    "budget_bytes": plan.budget_bytes,
+                    "predicted_peak_bytes": plan.predicted_peak_bytes,
+                }
+            }
         super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]

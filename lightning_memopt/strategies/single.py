@@ -31,14 +31,32 @@ class MemOptStrategy(MemOptMixin, SingleDeviceStrategy):
 
     strategy_name = "memopt"
 
-    def __init__(self, budget: int | float | str = "auto", recompute: bool = True, profile_steps: int = 3,
-                 solver_seconds: float = 30.0, headroom: int = 0, on_exceed: OnExceed = "replan",
-                 plan: str | os.PathLike[str] | None = None, verify: bool = True, verbose: bool = True,
-                 device: str | torch.device | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        budget: int | float | str = "auto",
+        recompute: bool = True,
+        profile_steps: int = 3,
+        solver_seconds: float = 30.0,
+        headroom: int = 0,
+        on_exceed: OnExceed = "replan",
+        plan: str | os.PathLike[str] | None = None,
+        verify: bool = True,
+        verbose: bool = True,
+        device: str | torch.device | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(device="cpu" if device is None else device, **kwargs)
         self.memopt_config = MemOptConfig(
-            budget=budget, recompute=recompute, profile_steps=profile_steps, solver_seconds=solver_seconds, headroom=headroom,
-            on_exceed=on_exceed, plan=plan, verify=verify, verbose=verbose)
+            budget=budget,
+            recompute=recompute,
+            profile_steps=profile_steps,
+            solver_seconds=solver_seconds,
+            headroom=headroom,
+            on_exceed=on_exceed,
+            plan=plan,
+            verify=verify,
+            verbose=verbose,
+        )
         self._chosen = device is not None
         # the connector fills these in; a plain SingleDeviceStrategy would train on one of several devices without a word
         self.parallel_devices: list[torch.device] | None = None
@@ -51,7 +69,8 @@ class MemOptStrategy(MemOptMixin, SingleDeviceStrategy):
         if len(devices) > 1 or self.num_nodes > 1:
             raise MisconfigurationException(
                 f"MemOptStrategy trains on one device; the Trainer was given {len(devices)} and {self.num_nodes} nodes. "
-                "Use devices=1.")
+                "Use devices=1."
+            )
         if devices and not self._chosen:
             self._root_device = devices[0]
         super()._configure_launcher()

@@ -59,15 +59,18 @@ def _read(profiler: profile, found: AllocatorEvents) -> None:
         name = event.name()
         if name == "[memory]":
             if event.device_type() == torch.autograd.DeviceType.CPU:
-                allocations.append((event.start_ns(), event.nbytes()))
+                nbytes = event.nbytes()  # type: ignore[attr-defined]
+                allocations.append((event.start_ns(), nbytes))
         elif name.startswith(_MARK):
-            marks.append((event.start_ns(), event.end_ns(), int(name[len(_MARK):])))
+            marks.append((event.start_ns(), event.end_ns(), int(name[len(_MARK) :])))
     marks.sort()
     now = top = 0
     k = 0
     open_net = open_peak = 0
+
     def close(index: int) -> None:
         found.workspaces[index] = max(0, open_peak - max(open_net, 0))
+
     for at, nbytes in allocations:
         while k < len(marks) and marks[k][1] < at:
             close(marks[k][2])

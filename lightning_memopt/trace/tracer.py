@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_memopt.graph import BEFORE, Graph, Op, Point, Save, Tensor
 from lightning_memopt.graph.model import Kind, Phase
-from lightning_memopt.record import Recorder, Rule, Slot
+from lightning_memopt.record import Recorder, Rule, Slot, storage_id
 
 _CUDA_ROUND = 512
 
@@ -100,9 +101,18 @@ class Tracer:
             self._open.__exit__(None, None, None)
             self._open = None
 
-    def end(self, func: OpOverload, args: tuple, kwargs: dict, out: Any, reads: tuple[Slot, ...],
-            made: list[tuple[Slot, torch.Tensor]], mutates: list[tuple[Slot, Slot, torch.Tensor]],
-            replayable: bool, rule: Rule) -> None:
+    def end(
+        self,
+        func: OpOverload,
+        args: tuple,
+        kwargs: dict,
+        out: Any,
+        reads: tuple[Slot, ...],
+        made: list[tuple[Slot, torch.Tensor]],
+        mutates: list[tuple[Slot, Slot, torch.Tensor]],
+        replayable: bool,
+        rule: Rule,
+    ) -> None:
         now = len(self.points) - 1
         scope = self.scope() if self.phase == "forward" else ""
         name = func._name
@@ -125,12 +135,23 @@ class Tracer:
             new_nbytes = sum(self.tensors[slot.id].nbytes for slot, _ in made)
             workspace = max(0, torch.cuda.max_memory_allocated(self.device) - self._cuda_before - new_nbytes)
         outputs = [slot.id for slot, _ in made] + [new.id for _, new, _ in mutates]
-        self.ops.append(dict(
-            name=name, phase=self.phase, inputs=tuple(slot.id for slot in reads), outputs=tuple(outputs),
-            mutates=tuple((old.id, new.id) for old, new, _ in mutates if rule.rewrite is None), seconds=self._seconds,
-            workspace_nbytes=workspace, flops=flops, scope=scope, heavy=rule.heavy and flops > 0,
-            recomputable=replayable and self.phase == "forward",
-            state_nbytes=(5056 if self.device.type == "cpu" else 16) if rule.handling == "random" else 0, at=now))
+        self.ops.append(
+            dict(
+                name=name,
+                phase=self.phase,
+                inputs=tuple(slot.id for slot in reads),
+                outputs=tuple(outputs),
+                mutates=tuple((old.id, new.id) for old, new, _ in mutates),
+                seconds=self._seconds,
+                workspace_nbytes=workspace,
+                flops=flops,
+                scope=scope,
+                heavy=rule.heavy and flops > 0,
+                recomputable=replayable and self.phase == "forward",
+                state_nbytes=(5056 if self.device.type == "cpu" else 16) if rule.handling == "random" else 0,
+                at=now,
+            )
+        )
 
     def adopt(self, slot: Slot, kind: Kind, name: str = "") -> None:
         """A storage that was there before anything was recorded."""
@@ -156,7 +177,10 @@ class Tracer:
             self.largest_nbytes = max(self.largest_nbytes, nbytes if at >= 0 else 0)
             alive = slot.alive()
             if alive is not None:
-                self._watched[storage] = weakref.ref(alive, lambda _, s=storage: self._death(s))
+                self._watched[storage] = weakref.ref(alive, partial(self._on_death, storage))
+
+    def _on_death(self, storage: int, _: Any) -> None:
+        self._death(storage)
 
     def _death(self, storage: int) -> None:
         now = len(self.points) - 1
@@ -208,6 +232,11 @@ class Tracer:
             found.released_at = len(self.points)
             self.points.append(Point("release", save))
 
+    def close(self) -> None:
+        """Stop watching. The weak references' callbacks refer to the tracer: a cycle, until they are dropped."""
+        self._watched.clear()
+        self._ours.clear()
+
     # -- the result --------------------------------------------------------------------------------
 
     def graph(self, recorder: Recorder) -> Graph:
@@ -222,21 +251,43 @@ class Tracer:
         for i, op in enumerate(self.ops):
             inputs = tuple(ids[t] for t in op["inputs"])
             lost = any(t in anchors and t in overwritten for t in inputs)  # Rule 5: gone when a replay would read it
-            fields = op | dict(inputs=inputs, outputs=tuple(ids[t] for t in op["outputs"]),
-                           mutates=tuple((ids[a], ids[b]) for a, b in op["mutates"]),
-                           recomputable=op["recomputable"] and not lost)
+            fields = op | dict(
+                inputs=inputs,
+                outputs=tuple(ids[t] for t in op["outputs"]),
+                mutates=tuple((ids[a], ids[b]) for a, b in op["mutates"]),
+                recomputable=op["recomputable"] and not lost,
+            )
             ops.append(Op(id=i, **fields))
         tensors = tuple(
-            Tensor(id=ids[id], name=t.name, nbytes=t.nbytes, kind=t.kind, storage=ids[t.storage], born_at=t.born_at,
-                   freed_at=end if t.freed_at is None else t.freed_at)
-            for id, t in sorted(self.tensors.items()))
+            Tensor(
+                id=ids[id],
+                name=t.name,
+                nbytes=t.nbytes,
+                kind=t.kind,
+                storage=ids[t.storage],
+                born_at=t.born_at,
+                freed_at=end if t.freed_at is None else t.freed_at,
+            )
+            for id, t in sorted(self.tensors.items())
+        )
         points = tuple(p if p.kind == "op" else p._replace(id=saves[p.id]) for p in self.points)
         return Graph(
-            ops=tuple(ops), tensors=tensors,
-            saves=tuple(Save(id=saves[i], tensor=ids[s.tensor], op=s.op, unpacked_at=tuple(s.unpacked_at),
-                             released_at=end if s.released_at is None else s.released_at)
-                        for i, s in sorted(self.saves.items())),
-            points=points, device=self.device.type, step_seconds=sum(op["seconds"] for op in self.ops))
+            ops=tuple(ops),
+            tensors=tensors,
+            saves=tuple(
+                Save(
+                    id=saves[i],
+                    tensor=ids[s.tensor],
+                    op=s.op,
+                    unpacked_at=tuple(s.unpacked_at),
+                    released_at=end if s.released_at is None else s.released_at,
+                )
+                for i, s in sorted(self.saves.items())
+            ),
+            points=points,
+            device=self.device.type,
+            step_seconds=sum(op["seconds"] for op in self.ops),
+        )
 
 
 _KIND: dict[Phase, Kind] = {"forward": "activation", "backward": "gradient", "update": "temporary"}
@@ -246,7 +297,7 @@ def watch_all(tracer: Tracer, recorder: Recorder, tensors: Iterable[tuple[torch.
     """Enter everything that is in memory before the forward begins: parameters, buffers, gradients, optimizer state, batch."""
     recorder.capturing = False
     for t, kind, name in tensors:
-        slot = recorder.of_storage.get(torch._C._storage_id(t))
+        slot = recorder.of_storage.get(storage_id(t))
         if slot is None:
             slot = recorder.adopt(t)
             recorder.tape.slots[slot.id] = slot

@@ -28,9 +28,18 @@ class Step:
         return self._tensor(nbytes, kind, None, f"{kind} {len(self.tensors)}")
 
     def op(
-        self, *inputs: int, makes: Sequence[int] = (8,), saves: Sequence[int | str] = (), mutates: Sequence[int] = (),
-        name: str = "op", seconds: float = 1.0, workspace: int = 0, recomputable: bool = True, state: int = 0,
-        scope: str = "", flops: int = 0,
+        self,
+        *inputs: int,
+        makes: Sequence[int] = (8,),
+        saves: Sequence[int | str] = (),
+        mutates: Sequence[int] = (),
+        name: str = "op",
+        seconds: float = 1.0,
+        workspace: int = 0,
+        recomputable: bool = True,
+        state: int = 0,
+        scope: str = "",
+        flops: int = 0,
     ) -> tuple[int, ...]:
         """Add a forward op; `makes` are sizes of new storages, `mutates` inputs of which it makes a new version.
 
@@ -44,11 +53,20 @@ class Step:
             new = self._tensor(before["nbytes"], before["kind"], before["storage"], f"{name} {index}")
             pairs.append((old, new))
             outputs.append(new)
-        self.ops.append(dict(
-            name=name, inputs=(*inputs, *(t for t in mutates if t not in inputs)), outputs=tuple(outputs),
-            mutates=tuple(pairs), seconds=seconds, workspace_nbytes=workspace, recomputable=recomputable,
-            state_nbytes=state, scope=scope, flops=flops,
-        ))
+        self.ops.append(
+            dict(
+                name=name,
+                inputs=(*inputs, *(t for t in mutates if t not in inputs)),
+                outputs=tuple(outputs),
+                mutates=tuple(pairs),
+                seconds=seconds,
+                workspace_nbytes=workspace,
+                recomputable=recomputable,
+                state_nbytes=state,
+                scope=scope,
+                flops=flops,
+            )
+        )
         self.saves += [(index, outputs[0] if t == "out" else int(t)) for t in saves]
         return tuple(outputs)
 
@@ -87,7 +105,9 @@ class Step:
             born[made] = freed[made] = len(points)
             if before is not None:
                 freed[before] = len(points)
-            ops.append(Op(id=len(ops), name="backward", phase="backward", inputs=inputs, outputs=(made,), at=len(points)))
+            ops.append(
+                Op(id=len(ops), name="backward", phase="backward", inputs=inputs, outputs=(made,), at=len(points))
+            )
             points.append(Point("op", len(ops) - 1))
             before = made
             if not twice or again or node is nodes[-1]:
@@ -104,7 +124,9 @@ class Step:
             Save(id=s, tensor=t, op=op, unpacked_at=tuple(unpacked[s]), released_at=released.get(s, end))
             for s, (op, t) in enumerate(self.saves)
         )
-        return Graph(ops=tuple(ops), tensors=tensors, saves=saves, points=tuple(points), device=self.device, step_seconds=9.0)
+        return Graph(
+            ops=tuple(ops), tensors=tensors, saves=saves, points=tuple(points), device=self.device, step_seconds=9.0
+        )
 
     def _gone(self, tensor: int) -> bool:
         return any(old == tensor for op in self.ops for old, _ in op["mutates"])
@@ -124,8 +146,14 @@ def random_step(rng: random.Random, n_ops: int = 12, *, mutation: bool = True, a
         sizes = [rng.randint(1, 64) for _ in range(rng.choice((0, 1) if mutates else (1, 1, 1, 2)))]
         recomputable = all_recomputable or rng.random() < 0.93
         outputs = step.op(
-            *inputs, makes=sizes, mutates=mutates, seconds=rng.randint(0, 20) / 8, workspace=rng.choice((0, 0, 5, 30)),
-            recomputable=recomputable, state=rng.choice((0, 0, 0, 7)), flops=rng.randint(0, 3),
+            *inputs,
+            makes=sizes,
+            mutates=mutates,
+            seconds=rng.randint(0, 20) / 8,
+            workspace=rng.choice((0, 0, 5, 30)),
+            recomputable=recomputable,
+            state=rng.choice((0, 0, 0, 7)),
+            flops=rng.randint(0, 3),
         )
         usable = [t for t in usable if t not in mutates] + list(outputs)
         packs = [t for t in (*inputs, *outputs) if t not in mutates and rng.random() < 0.4]

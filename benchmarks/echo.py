@@ -1,0 +1,62 @@
+"""Planning time of the dataflow analysis: `python benchmarks/echo.py [--small]`.
+
+Synthetic LSTM with attention of 15.9K ops (the paper's largest model, planned there in less than 300 ms) and of 100K,
+forward and backward together. Prints a table and one line of JSON: the analysis alone, and the plan with its lives
+and simulations, each the best of a few runs in processor milliseconds; and what the plan is predicted to cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from lightning_memopt.plan import simulate
+from lightning_memopt.solvers.dataflow import echo, recomputation
+from lightning_memopt.solvers.rollout import keep_all
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "null"))
+
+from graphs import lstm_steps, training_step
+
+
+def best_ms(run: Callable[[], object], times: int) -> float:
+    """Least processor milliseconds of `times` runs."""
+    found = []
+    for _ in range(times):
+        began = time.process_time()
+        run()
+        found.append(1e3 * (time.process_time() - began))
+    return min(found)
+
+
+def measure(ops: int, times: int) -> dict[str, object]:
+    graph = training_step(lstm_steps(ops // 2), inputs={"input": 1})
+    graph.producers, graph.saves_of  # noqa: B018  what every solver shares
+    analysis, plan = (best_ms(lambda f=f: f(graph), times) for f in (recomputation, echo))
+    after, before = simulate(graph, echo(graph)).predicted, simulate(graph, keep_all(graph)).predicted
+    return {
+        "ops": len(graph.ops),
+        "analysis_ms": round(analysis),
+        "plan_ms": round(plan),
+        "peak_percent": round(100 * after.peak_bytes / before.peak_bytes, 1),
+        "extra_percent_of_forward": round(100 * after.extra_seconds / sum(op.seconds for op in graph.forward), 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--small", action="store_true", help="only the graph of 15.9K ops")
+    small = parser.parse_args().small
+    rows = [measure(ops, times) for ops, times in [(15_900, 4), (100_000, 1)][: 1 if small else 2]]
+    print("  ".join(rows[0]))
+    for row in rows:
+        print("  ".join(str(value).rjust(len(key)) for key, value in row.items()))
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()
