@@ -66,7 +66,7 @@ class Residency:
     def __call__(self, tensor: int, point: int) -> bool:
         """In memory before a segment at `point` runs, and still there after it."""
         t = self.graph.tensors[tensor]
-        if t.born_at == BEFORE and t.freed_at >= point and tensor not in self.graph.overwritten:
+        if t.born_at == BEFORE and t.freed_at >= point:
             return True
         return any(
             life.born_at <= point <= life.freed_at and not (life.how == "replay" and life.born_at == point)

@@ -17,6 +17,7 @@ from lightning_memopt.record.rules import Rule, may_replay, rule_of, trains_stat
 from lightning_memopt.record.tape import Call, Slot, Tape, View, storage_id
 
 UNKNOWN = -1
+_EMPTY_STRIDED = torch.ops.aten.empty_strided.default
 EXPOSED = torch.ops.aten.alias.default
 """Stands for the op by which a tensor's raw memory is handed out."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -174,7 +175,7 @@ class Recorder(TorchDispatchMode):
             self.capturing and plain[0] and rule.handling != "opaque" and may_replay(func, _device(reads, kwargs))
         )
         call = None
-        if replayable:
+        if replayable and rule.handling != "empty":
             call = self._call(op, func, rule, args, kwargs, tuple(held_args), held_kwargs, reads, targets)
             replayable = call is not None
         if targets and self.capturing:
@@ -188,6 +189,11 @@ class Recorder(TorchDispatchMode):
             observer.begin(func)
             out = func(*args, **kwargs)
             observer.ran()
+        if rule.handling == "empty" and self.capturing and isinstance(out, torch.Tensor) and is_plain(out):
+            # it reads no bytes: the replay needs the form of the result, not what the form was taken from
+            like = {"dtype": out.dtype, "device": out.device}
+            call = Call(op, _EMPTY_STRIDED, (out.size(), out.stride()), like, (), False)
+            replayable = True
         made = self._outputs(out, call, rule)
         mutates = self._mutated(targets, call, rule) if self.capturing else []
         if rule.rewrite is not None:

@@ -93,6 +93,8 @@ class HoldOrReplay:
             status = flow.solve(source, sink)
             if status != flow.OPTIMAL:
                 raise RuntimeError(f"minimum cut did not solve: {status}")
+            if flow.optimal_flow() >= _INFINITE:
+                raise ValueError("backward reads a tensor that was overwritten in place and that no op can make again")
             side = set(flow.get_source_side_min_cut())
         else:
             side = set()

@@ -84,12 +84,15 @@ class Rollout:
                 for t in dict.fromkeys(graph.ops[op].inputs):
                     use(t, point, point, True)
                 for t in graph.ops[op].outputs:
+                    if t in current and current[t].born_at < point <= current[t].last_use:
+                        continue  # the old instance goes on; the second copy is freed
                     current[t] = instance = _Instance(point, True)
                     done.append((t, instance))
             use(graph.saves[save].tensor, graph.saves[save].released_at, point, False)
         lives = []
         for tensor, instance in done:
-            if graph.tensors[tensor].born_at == BEFORE or not instance.outside:
+            before = graph.tensors[tensor]
+            if not instance.outside or (before.born_at == BEFORE and before.freed_at >= instance.last_use):
                 continue
             lives.append(
                 Life(
