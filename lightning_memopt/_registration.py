@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.util
 import importlib.machinery
@@ -35,9 +36,8 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 
 def _register() -> None:
-    from lightning_memopt.strategies import register
-
-    register()
+    # importing it registers; where it is being imported now, and imports Lightning itself, it will when it is done
+    importlib.import_module("lightning_memopt.strategies")
 
 
 def register_when_loaded() -> None:

@@ -46,7 +46,7 @@ class MemOptConfig:
             raise ConfigError(
                 f"profile_steps is {self.profile_steps!r}; give the number of steps to observe, 1 or more."
             )
-        if not self.solver_seconds > 0:
+        if not isinstance(self.solver_seconds, (int, float)) or not self.solver_seconds > 0:
             raise ConfigError(f"solver_seconds is {self.solver_seconds!r}; give a time limit above 0 seconds.")
         if not isinstance(self.headroom, int) or isinstance(self.headroom, bool) or self.headroom < 0:
             raise ConfigError(f"headroom is {self.headroom!r}; give bytes as an int, 0 or more.")
@@ -54,12 +54,16 @@ class MemOptConfig:
             raise ConfigError(f"on_exceed is {self.on_exceed!r}; use 'replan', 'warn' or 'raise'.")
         if self.budget is None:
             raise BudgetError("The budget is None; give bytes like '8GiB', a share like '80%', 'auto' or 'min'.")
-        if self.budget != "min":
+        if not self._smallest:
             parse_budget(self.budget, 1 << 62)  # its form; its size against the device comes when the device is known
+
+    @property
+    def _smallest(self) -> bool:
+        return isinstance(self.budget, str) and self.budget.strip().lower() == "min"
 
     def budget_nbytes(self, device: torch.device) -> int | None:
         """The budget in bytes of this device; None for "min", the smallest plan."""
-        if self.budget == "min":
+        if self._smallest:
             return None
         return parse_budget(self.budget, device_nbytes(device))
 
@@ -69,6 +73,13 @@ def device_nbytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return host_memory_nbytes()
+
+
+def free_nbytes(device: torch.device) -> int | None:
+    """What this process may take of a CUDA device beside other programs, its own memory included; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    return int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device)
 
 
 def disabled() -> bool:

@@ -136,6 +136,11 @@ class Graph:
         n = len(self.forward)
         return self.ops[n].at if n < len(self.ops) else len(self.points)
 
+    @cached_property
+    def last_release(self) -> int:
+        """The point at which autograd lets go of the last saved tensor; `BEFORE` when it saves none."""
+        return max((s.released_at for s in self.saves), default=BEFORE)
+
     def saved_until(self, tensor: int) -> int:
         """The last point at which autograd holds the tensor in the unmodified step; `BEFORE` if it never does."""
         return max((s.released_at for s in self.saves_of.get(tensor, ())), default=BEFORE)

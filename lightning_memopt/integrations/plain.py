@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_memopt.config import MemOptConfig
@@ -20,6 +18,7 @@ from lightning_memopt.report.table import summary
 from lightning_memopt.session import Session
 
 _attached: set[int] = set()
+_CALL = "_compiled_call_impl"
 
 
 class Run:
@@ -56,52 +55,40 @@ class Run:
             self._paused = before
 
 
-def _keyword_arguments() -> Any:
-    """The keyword arguments of the module call whose global pre-hook is running.
-
-    Global pre-hooks are given positional arguments only, and a hook on the model itself would travel with its copies and
-    pickles; so they are read from the caller's frame (`Module._call_impl`). Without them only the choice of plan suffers.
-    """
-    frame = sys._getframe(2)
-    return frame.f_locals.get("kwargs") if frame.f_code.co_name in ("_call_impl", "inner") else None
-
-
 class _Attachment:
-    """Global module and optimizer hooks, filtered by identity: nothing is left on the model or the optimizer."""
+    """The model's calls and the optimizers' updates, watched for as long as the block lasts.
+
+    Calls go through the instance's `_compiled_call_impl`, torch's own seam for replacing them: it is left on every kind of
+    exit (a forward hook is not told of KeyboardInterrupt), and `Module.__getstate__` keeps it out of copies and pickles.
+    """
 
     def __init__(self, run: Run, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         self.run, self.model, self.optimizers = run, model, optimizers
-        self._rounds: list[contextlib.AbstractContextManager[None]] = []
 
     def __enter__(self) -> _Attachment:
         self._handles = [
-            register_module_forward_pre_hook(self._before_forward),
-            register_module_forward_hook(self._after_forward, always_call=True),
             register_optimizer_step_pre_hook(self._before_update),
             register_optimizer_step_post_hook(self._after_update),
         ]
+        self._own = self.model.__dict__.get(_CALL)
+        call = self._own or self.model._call_impl
+        run = self.run
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with contextlib.nullcontext() if run._paused else run.session.round((args, kwargs)):
+                return call(*args, **kwargs)
+
+        self.model.__dict__[_CALL] = watched
         return self
 
     def __exit__(self, *exc: Any) -> None:
+        if self._own is None:
+            self.model.__dict__.pop(_CALL, None)
+        else:
+            self.model.__dict__[_CALL] = self._own
         for handle in self._handles:
             handle.remove()
-        while self._rounds:
-            self._rounds.pop().__exit__(*exc)
         self.run.session.close()
-
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if module is not self.model or self.run._paused:
-            return
-        batch = (args, _keyword_arguments())
-        while self._rounds:  # a forward that ended in an exception our hook was not told of
-            self._rounds.pop().__exit__(None, None, None)
-        context = self.run.session.round(batch)
-        context.__enter__()
-        self._rounds.append(context)
-
-    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if module is self.model and self._rounds:
-            self._rounds.pop().__exit__(None, None, None)
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(optimizer is o for o in self.optimizers):
@@ -109,7 +96,7 @@ class _Attachment:
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(optimizer is o for o in self.optimizers):
-            self.run.session.step_ended()
+            self.run.session.update_ended(optimizer)
 
 
 @contextlib.contextmanager

@@ -46,8 +46,8 @@ def simulate(
         # what is there by nature is in the base: a life pays for what it adds
         first = max(life.born_at, t.freed_at + 1) if life.how == "original" else life.born_at
         levels.add(first - first_point, life.freed_at - first_point, t.nbytes)
-    for replayed, last in schedule.replayed.items():
-        levels.add(graph.ops[replayed].at - first_point, last - first_point, graph.ops[replayed].state_nbytes)
+    for replayed in schedule.replayed:  # generator states are kept as long as autograd holds anything
+        levels.add(graph.ops[replayed].at - first_point, graph.last_release - first_point, graph.ops[replayed].state_nbytes)
     end = last_point + 1
     nbytes = [
         b + e + more for b, e, more in zip(base[first_point:end], extra[first_point:end], levels.levels(), strict=True)

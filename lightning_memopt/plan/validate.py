@@ -102,6 +102,8 @@ class _Ledger:
         for life in lives:
             self.begins.setdefault(life.born_at, []).append(life)
             self.ends.setdefault(life.freed_at, []).append(life)
+        self.tape_ends = max((s.released_at for s in graph.saves), default=BEFORE)
+        """Generator states are kept until autograd has let go of everything."""
         self.last_run: dict[int, int] = {}
         for p in sorted(schedule.segments):
             self.last_run.update({step.op: p for step in schedule.segments[p] if isinstance(step, Run)})
@@ -181,7 +183,7 @@ class _Ledger:
                 self.problem(f"the original life of {self.called(life.tensor)} begins at {p}, where it is not made")
 
     def leave(self, freed: Iterable[int], p: int) -> None:
-        """What ends with point p: by the schedule, by user code, and the states of the last replays."""
+        """What ends with point p: by the schedule, by user code, and with the tape."""
         for t in self.schedule.frees.get(p, ()):
             self.free(t, p, "after")
         for life in self.ends.get(p, ()):
@@ -193,10 +195,8 @@ class _Ledger:
             self.given.discard(t)
             if not any(instance.user for instance in self.live.get(t, ())):  # else it is the plan's from here on
                 self.now -= self.nbytes(t)
-        for step in dict.fromkeys(self.schedule.segments.get(p, ())):
-            if isinstance(step, Run) and self.last_run.get(step.op) == p:
-                self.now -= self.graph.ops[step.op].state_nbytes
-                del self.last_run[step.op]  # a segment may run an op twice, with other clones
+        if p == self.tape_ends:
+            self.now -= sum(self.graph.ops[op].state_nbytes for op in self.last_run)
 
     # -- one segment -------------------------------------------------------------------------------
 

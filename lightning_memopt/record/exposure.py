@@ -1,7 +1,9 @@
-"""Notice when somebody takes a tensor's raw memory while a forward is recorded (Rule 4).
+"""Notice what user code does below or beside the dispatcher while a forward is recorded (Rules 4 and 9).
 
-numpy, ctypes and dlpack can write where no dispatch mode sees it. While a recorder is active, `data_ptr`, `numpy`,
-`__array__` and `__dlpack__` of `torch.Tensor` tell it first.
+Raw memory: numpy, ctypes and dlpack can write where no dispatch mode sees it. While a recorder is active, what hands out the
+memory of a `torch.Tensor` or of its storage tells it first.
+
+Saved-tensor hooks: `torch.func` and others forbid them, and torch refuses to while any are entered. Ours step aside.
 """
 
 from __future__ import annotations
@@ -13,37 +15,85 @@ from typing import Any
 
 import torch
 
-_NAMES = ("data_ptr", "numpy", "__array__", "__dlpack__")
+Watcher = Callable[[torch.Tensor], None]
+_TENSOR = ("data_ptr", "numpy", "__array__", "__dlpack__")
+_STORAGE = ("data_ptr", "__setitem__", "fill_", "copy_")
 _lock = threading.Lock()
-_watchers: list[Callable[[torch.Tensor], None]] = []
-_originals: dict[str, tuple[bool, Any]] = {}
+_watchers: list[Watcher] = []
+_originals: list[tuple[Any, str, bool, Any]] = []
 _busy = threading.local()
 
 
-def _patched(original: Any) -> Any:
+def _tell(t: torch.Tensor) -> None:
+    if not getattr(_busy, "on", False):
+        _busy.on = True
+        try:
+            for watcher in tuple(_watchers):
+                watcher(t)
+        finally:
+            _busy.on = False
+
+
+def _of_tensor(original: Any) -> Any:
     def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not getattr(_busy, "on", False):
-            _busy.on = True
-            try:
-                for watcher in tuple(_watchers):
-                    watcher(self)
-            finally:
-                _busy.on = False
+        _tell(self)
         return original(self, *args, **kwargs)
 
     return method
 
 
+def _of_storage(original: Any) -> Any:
+    def method(self: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+        if not getattr(_busy, "on", False):
+            with torch._C._DisableTorchDispatch():
+                t = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self)
+            _tell(t)
+        return original(self, *args, **kwargs)
+
+    return method
+
+
+def _forbidding(original: Any) -> Any:
+    def disable(message: str, fail_if_non_empty: bool = True) -> Any:
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        engine = getattr(top[0], "__self__", None) if top is not None else None
+        ours = engine is not None and any(getattr(getattr(w, "__self__", None), "owner", None) is engine for w in _watchers)
+        return original(message, fail_if_non_empty and not ours)
+
+    return disable
+
+
+def _replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+    original = getattr(owner, name)
+    _originals.append((owner, name, name in vars(owner), original))
+    setattr(owner, name, wrap(original))
+
+
+def _install() -> None:
+    for name in _TENSOR:
+        _replace(torch.Tensor, name, _of_tensor)
+    for name in _STORAGE:
+        _replace(torch.UntypedStorage, name, _of_storage)
+    for module in (torch, torch.utils.dlpack):
+        _replace(module, "to_dlpack", _of_tensor)
+    _replace(torch._C._autograd, "_saved_tensors_hooks_disable", _forbidding)
+
+
+def _restore() -> None:
+    while _originals:
+        owner, name, own, original = _originals.pop()
+        if own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
+
+
 @contextlib.contextmanager
-def watching(watcher: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Call `watcher(t)` before anybody gets at the raw memory of `t`. The methods are put back when nobody watches."""
+def watching(watcher: Watcher) -> Iterator[None]:
+    """Call `watcher(t)` before anybody gets at the raw memory of `t`. Everything is put back when nobody watches."""
     with _lock:
         if not _watchers:
-            for name in _NAMES:
-                own = name in torch.Tensor.__dict__
-                original = getattr(torch.Tensor, name)
-                _originals[name] = (own, original)
-                setattr(torch.Tensor, name, _patched(original))
+            _install()
         _watchers.append(watcher)
     try:
         yield
@@ -51,9 +101,4 @@ def watching(watcher: Callable[[torch.Tensor], None]) -> Iterator[None]:
         with _lock:
             _watchers.remove(watcher)
             if not _watchers:
-                for name, (own, original) in _originals.items():
-                    if own:
-                        setattr(torch.Tensor, name, original)
-                    else:
-                        delattr(torch.Tensor, name)
-                _originals.clear()
+                _restore()

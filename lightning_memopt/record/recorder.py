@@ -7,6 +7,7 @@ is one, is told when each op begins and ends. Both are duck-typed seams (see the
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -14,12 +15,11 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memopt.record.rules import Rule, may_replay, rule_of, trains_statistics
-from lightning_memopt.record.tape import Call, Slot, Tape, View, storage_id
+from lightning_memopt.record.tape import UNKNOWN, UNSHARED, Call, Slot, Tape, View, storage_id
 
-UNKNOWN = -1
+_DETACH = torch.ops.aten.detach.default
 _EMPTY_STRIDED = torch.ops.aten.empty_strided.default
-EXPOSED = torch.ops.aten.alias.default
-"""Stands for the op by which a tensor's raw memory is handed out."""
+_COUNTER = torch._C.DispatchKey.ADInplaceOrView
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -46,8 +46,8 @@ class Owner(Protocol):
     """Who decides over the slots (the engine).
 
     `recorded`: an op ran, read these slots and made those (each with a tensor on it); sets `slot.value` to hold one.
-    `overwrites`: the next op writes over a slot that has no recipe and that recorded ops have read. `wants_state`: whether
-    to note the generator's state for the op that comes next.
+    `overwrites`: the bytes of a slot that recorded ops have read, and that no recipe makes, are about to change.
+    `wants_state`: whether to note the generator's state for the op that comes next.
     """
 
     def recorded(self, func: OpOverload, reads: tuple[Slot, ...], made: list[tuple[Slot, torch.Tensor]]) -> None: ...
@@ -57,7 +57,12 @@ class Owner(Protocol):
 
 def is_plain(t: torch.Tensor) -> bool:
     """An ordinary strided tensor with memory of its own: what can be recorded. Everything else is opaque (Rule 4)."""
-    return type(t) in _PLAIN and t.layout is torch.strided and not t.is_quantized and t.device.type != "meta"
+    return (
+        type(t) in _PLAIN
+        and t.layout is torch.strided
+        and not (t.is_quantized or t.is_nested or t.is_inference())
+        and t.device.type != "meta"
+    )
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -123,15 +128,30 @@ class Recorder(TorchDispatchMode):
         return slot
 
     def _current(self, slot: Slot, t: torch.Tensor) -> Slot:
-        """The slot of memory from outside, or a new one where its version counter moved unseen."""
-        if slot.value is None and self.capturing:
+        """The slot, or a new one where its version counter moved unseen: a compiled region, another thread, an extension."""
+        if slot.external and slot.value is None and self.capturing:
             slot.value = t if t.grad_fn is None else detached(t)
         if slot.version == UNKNOWN:
             slot.version = t._version
-        elif slot.version != t._version and self.capturing:
-            del self.of_storage[storage_id(t)]
-            slot.stale = True
-            return self.adopt(t)
+        elif slot.version != t._version and slot.version != UNSHARED and self.capturing:
+            return self._replaced(slot, t, "changed by what the recorder does not see")
+        return slot
+
+    def _replaced(self, slot: Slot, t: torch.Tensor, why: str) -> Slot:
+        """A new slot for the storage of `slot`, whose bytes are no longer what was recorded."""
+        slot.value = None if slot.call is not None and slot.ok else slot.value
+        del self.of_storage[storage_id(t)]
+        slot.stale = True
+        new = self.adopt(t, why)
+        new.exposed = slot.exposed
+        slot.next = new.id
+        return new
+
+    def packs(self, t: torch.Tensor) -> Slot | None:
+        """The slot of a tensor that autograd saves; None where it is not recorded, or its bytes changed unseen."""
+        slot = self.of_storage.get(storage_id(t))
+        if slot is None or slot is not self._current(slot, t):
+            return None
         return slot
 
     def _new(self, t: torch.Tensor) -> Slot:
@@ -148,10 +168,7 @@ class Recorder(TorchDispatchMode):
                 plain[0] = False
                 return None
             slot = self.of_storage.get(storage_id(value))
-            if slot is None:
-                slot = self.adopt(value)
-            elif slot.external:
-                slot = self._current(slot, value)
+            slot = self.adopt(value) if slot is None else self._current(slot, value)
             reads.append(slot)
             return View(slot, value)
         if type(value) in (list, tuple):
@@ -161,9 +178,11 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         observer = self.observer
-        if not self.capturing and observer is None:
-            return func(*args, **kwargs)
         rule = rule_of(func)
+        if not self.capturing and observer is None:
+            return conjugating(func)(*args, **kwargs) if rule.conjugates else func(*args, **kwargs)
+        if func is _DETACH:
+            return self._detach(*args)
         op = self.op
         self.op = op + 1
         reads: list[Slot] = []
@@ -181,14 +200,20 @@ class Recorder(TorchDispatchMode):
         if targets and self.capturing:
             for t in targets:
                 old = self.of_storage[storage_id(t)]
-                if old.call is None and old.read:
+                if old.call is not None and old.ok:
+                    old.value = None  # an alias of the memory that is about to change: its recipe makes the bytes again
+                elif old.read:
                     self.owner.overwrites(old)
+        versions = [t._version for t in targets]
+        run = conjugating(func) if rule.conjugates else func
         if observer is None:
-            out = func(*args, **kwargs)
+            out = run(*args, **kwargs)
         else:
             observer.begin(func)
-            out = func(*args, **kwargs)
+            out = run(*args, **kwargs)
             observer.ran()
+        if targets and func._name.startswith("aten::_foreach_"):
+            self._moved(targets, versions)
         if rule.handling == "empty" and self.capturing and isinstance(out, torch.Tensor) and is_plain(out):
             # it reads no bytes: the replay needs the form of the result, not what the form was taken from
             like = {"dtype": out.dtype, "device": out.device}
@@ -205,6 +230,14 @@ class Recorder(TorchDispatchMode):
             self.owner.recorded(func, unique, [*made, *((slot, t) for _, slot, t in mutates)] if mutates else made)
         return out
 
+    def _detach(self, t: torch.Tensor) -> torch.Tensor:
+        """Not an op: the same bytes. torch calls it by itself on what a factory made, but only if somebody else holds that."""
+        out = torch.ops.aten.detach.default(t)
+        slot = self.of_storage.get(storage_id(t)) if self.capturing and is_plain(t) else None
+        if slot is not None and slot.value is not None and slot.call is None and not slot.external:
+            slot.value = detached(out)  # it has a version counter of its own: the one that the user's tensor has
+        return out
+
     def _targets(self, func: OpOverload, rule: Rule, args: tuple, kwargs: dict) -> list[torch.Tensor]:
         if not rule.writes or (rule.rewrite is not None and not trains_statistics(func, args, kwargs)):
             return []
@@ -213,6 +246,11 @@ class Recorder(TorchDispatchMode):
             value = kwargs.get(where) if isinstance(where, str) else (args[where] if where < len(args) else None)
             found.extend(t for t in _tensors(value) if is_plain(t))
         return found
+
+    @staticmethod
+    def _moved(targets: list[torch.Tensor], before: list[int]) -> None:
+        """Under a dispatch mode torch does not count the versions of what `_foreach_` ops overwrite."""
+        torch.autograd.graph.increment_version([t for t, v in zip(targets, before, strict=True) if t._version == v])
 
     def _call(
         self,
@@ -235,6 +273,8 @@ class Recorder(TorchDispatchMode):
             targets = []
         mutated = {id(self.of_storage[storage_id(t)]) for t in targets}
         for slot in reads:
+            if slot.exposed:
+                return None  # Rule 4: what is in it when a replay would read it may be something else
             if slot.empty:
                 # Rule 4: content of `empty` is nobody's, unless this op overwrites all of it
                 whole = rule.whole and id(slot) in mutated and len(targets) == 1 and _covers(targets[0])
@@ -244,11 +284,13 @@ class Recorder(TorchDispatchMode):
                 return None  # memory of somebody else: its new content is theirs
             else:
                 slot.read = True
-        rng = None
-        if rule.handling == "random" and self.owner.wants_state():
-            generator = kwargs.get("generator") or next((a for a in args if isinstance(a, torch.Generator)), None)
-            rng = (generator, _state(generator, _device(reads, kwargs)))
-        return Call(op, func, held_args, held_kwargs, tuple(dict.fromkeys(reads)), torch.is_grad_enabled(), rng)
+        call = Call(op, func, held_args, held_kwargs, tuple(dict.fromkeys(reads)), torch.is_grad_enabled())
+        if rule.handling == "random":
+            call.repeats = self.owner.wants_state()
+            if call.repeats:
+                generator = kwargs.get("generator") or next((a for a in args if isinstance(a, torch.Generator)), None)
+                call.rng = (generator, _state(generator, _device(reads, kwargs)))
+        return call
 
     def _mutated(
         self, targets: list[torch.Tensor], call: Call | None, rule: Rule
@@ -259,31 +301,40 @@ class Recorder(TorchDispatchMode):
             if old is None:
                 continue
             new = self._new(t)
+            new.version = UNSHARED if old.version == UNSHARED else UNKNOWN  # autograd moves the counter after the op
             old.stale = True
+            old.next = new.id
             if rule.rewrite is not None or call is None:
                 new.external = old.external
+                new.exposed = old.exposed
                 new.ok = old.external
-                new.version = UNKNOWN
                 new.why = rule.why or "overwritten in place by an op that is not replayed"
                 if old.external:
                     new.value = t if t.grad_fn is None else detached(t)
             else:
-                new.ok = all(slot.ok or slot.value is not None or slot is old for slot in call.reads)
+                new.ok = call.repeats and all(s.ok or s.value is not None or s.empty for s in call.reads)
                 new.call = call
                 call.mutates.append((old, new.id))
+            if old.handles and not new.ok and new.value is None:
+                new.value = detached(t)  # autograd reads these bytes where the version counter of what it saved does not move
             found.append((old, new, t))
         return found
 
     def _outputs(self, out: Any, call: Call | None, rule: Rule) -> list[tuple[Slot, torch.Tensor]]:
         made = []
         for index, t in enumerate((out,) if isinstance(out, torch.Tensor) else _tensors(out)):
-            if not is_plain(t) or storage_id(t) in self.of_storage:
+            if not is_plain(t):
+                continue
+            known = self.of_storage.get(storage_id(t))
+            if known is not None:
+                if rule.unshared:
+                    known.version = UNSHARED
                 continue
             slot = self._new(t)
             slot.index = index
             slot.empty = rule.handling == "empty"
             if call is not None:
-                slot.ok = not slot.empty and all(s.ok or s.value is not None for s in call.reads)
+                slot.ok = call.repeats and not slot.empty and all(s.ok or s.value is not None for s in call.reads)
                 slot.call = call
                 call.made.append((index, slot.id))
             else:
@@ -292,22 +343,43 @@ class Recorder(TorchDispatchMode):
         return made
 
     def expose(self, t: torch.Tensor) -> None:
-        """Somebody takes the raw memory of `t`: what is in it from now on cannot be seen, so it is opaque (Rule 4)."""
-        if not self.capturing or threading.get_ident() != self.thread or not is_plain(t):
+        """Somebody takes the raw memory of `t`: from now on it may change unseen, so no replay starts from it (Rule 4).
+
+        Parameters are exempt: kernels take their addresses in order to read, and a copy of each would cost what is saved.
+        """
+        if not self.capturing or not is_plain(t):
             return
         slot = self.of_storage.get(storage_id(t))
-        if slot is None or slot.call is None:
+        if slot is None:
+            if threading.get_ident() != self.thread:
+                return
+            slot = self.adopt(t)
+        if slot.exposed or isinstance(slot.value, torch.nn.Parameter):
             return
-        slot.stale = True
-        opaque = self._new(t)
-        opaque.why = "its memory was handed out (data_ptr, numpy or dlpack)"
-        self.owner.recorded(EXPOSED, (slot,), [(opaque, t)])
+        if slot.read and not (slot.call is not None and slot.ok):
+            self.owner.overwrites(slot)
+        new = self._replaced(slot, t, "its memory was handed out (data_ptr, numpy or dlpack)")
+        new.exposed = True
+        new.version = UNKNOWN
 
 
 def detached(t: torch.Tensor) -> torch.Tensor:
     """An alias of `t` without its autograd history that shares its version counter; made below no dispatch mode."""
-    with torch._C._DisableTorchDispatch():
+    # inside of a dispatch mode the key that shares the counter is off: without it the alias would count for itself
+    with torch._C._DisableTorchDispatch(), torch._C._SetExcludeDispatchKeyGuard(_COUNTER, False):
         return t.detach()
+
+
+def conjugating(func: OpOverload) -> Callable[..., Any]:
+    """The op as outside of a dispatch mode: inside of one, conjugations that its kernel takes are ignored (pytorch#198118)."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        off = torch._C._SetExcludeDispatchKeyGuard
+        keys = torch._C.DispatchKey
+        with off(keys.Conjugate, False), off(keys.Negative, False):
+            return func(*args, **kwargs)
+
+    return run
 
 
 def _covers(t: torch.Tensor) -> bool:

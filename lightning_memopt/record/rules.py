@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -25,7 +25,9 @@ class Rule:
     `pure`: same inputs, same bits. `random`: the same under the generator state it started from. `empty`: memory whose
     content means nothing until an op overwrites it whole. `opaque`: never replayed; `why` says so in `explain`.
     `writes`: positions (or names) of arguments it mutates. `whole`: it overwrites them without reading them.
-    `rewrite`: makes (func, args, kwargs) of a form without side effect, for replay.
+    `rewrite`: makes (func, args, kwargs) of a form without side effect, for replay. `conjugates`: its kernel takes
+    conjugate views, which torch ignores inside a dispatch mode unless told otherwise. `unshared`: its views have version
+    counters of their own.
     """
 
     handling: Handling
@@ -34,6 +36,8 @@ class Rule:
     whole: bool = False
     rewrite: Callable[[OpOverload, tuple, dict], tuple[OpOverload, tuple, dict]] | None = None
     heavy: bool = False
+    conjugates: bool = False
+    unshared: bool = False
 
 
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
@@ -65,7 +69,7 @@ _WHOLE = {
 }
 # Arguments that a kernel fills although the schema does not say so (pytorch#193671).
 _HIDDEN_WRITES: dict[str, tuple[int, ...]] = {"rrelu_with_noise": (1,), "rrelu_with_noise_": (0, 1)}
-# A replay that differs by one ulp flips a choice; and some return cells that no kernel wrote.
+# A replay that differs by one ulp flips a choice.
 _CHOICES = {
     "topk",
     "sort",
@@ -84,9 +88,21 @@ _CHOICES = {
     "histc",
     "bincount",
 }
-_UNWRITTEN = {"_ctc_loss", "linalg_lstsq", "_linalg_lstsq", "geqrf"}
+# They return cells that no kernel wrote: _ctc_loss in log_alpha, _embedding_bag in bag_size and max_indices, the LSTM of
+# oneDNN in its workspace.
+_UNWRITTEN = {
+    "_ctc_loss",
+    "_embedding_bag",
+    "_embedding_bag_forward_only",
+    "linalg_lstsq",
+    "mkldnn_rnn_layer",
+}
 _STORAGE = {"resize_", "set_", "resize_as_", "_resize_output_", "resize", "resize_output_", "set_data"}
 _RNN = {"_cudnn_rnn", "miopen_rnn", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell"}
+# Under any dispatch mode these return wrong complex numbers (pytorch#198118); the recorder runs them outside of it.
+_CONJUGATES = {"linalg_pinv", "linalg_polar", "linalg_matrix_sqrth"}
+# Each piece counts its in-place changes for itself (the cells of LSTM and GRU).
+_UNSHARED = {"unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"}
 _HEAVY = {
     "mm",
     "addmm",
@@ -137,9 +153,7 @@ _registered: dict[OpOverload, Rule] = {}
 
 def register_op(op: OpOverload, rule: Handling | Rule) -> None:
     """Say how an op is to be handled: "pure" (same bits from the same inputs), "opaque" (never replayed), or a `Rule`."""
-    _registered[op] = (
-        rule if isinstance(rule, Rule) else Rule(rule, "registered by the user" if rule == "opaque" else "")
-    )
+    _registered[op] = rule if isinstance(rule, Rule) else Rule(rule, "registered by the user" if rule == "opaque" else "")
     rule_of.cache_clear()
 
 
@@ -178,7 +192,7 @@ def trains_statistics(func: OpOverload, args: tuple, kwargs: dict) -> bool:
     return bool(bound.get("training", True))
 
 
-@lru_cache(maxsize=None)
+@cache
 def rule_of(func: OpOverload) -> Rule:
     """The rule of an overload. Unknown namespaces and everything with hidden state are opaque."""
     if func in _registered:
@@ -187,7 +201,7 @@ def rule_of(func: OpOverload) -> Rule:
     writes: tuple[Any, ...] = _written(func)
     heavy = name in _HEAVY
     if namespace not in ("aten", "prims"):
-        return Rule("opaque", f"{namespace}:: is not torch's own", writes)
+        return Rule("opaque", f"{namespace}:: is not aten: nothing is known of its operators", writes)
     if name in _NORMS and func._overloadname in ("", "default", "no_stats"):
         if func._overloadname == "no_stats":
             return Rule("pure", heavy=heavy)
@@ -202,7 +216,11 @@ def rule_of(func: OpOverload) -> Rule:
         return Rule("empty")
     if name in _FACTORIES:
         return Rule("opaque", "a factory's memory may be written unseen")
-    if name in _CHOICES or name in _UNWRITTEN or name in _RNN:
+    if name in _CHOICES:
+        return Rule("opaque", "a choice that one ulp would flip", writes)
+    if name in _UNWRITTEN:
+        return Rule("opaque", "returns cells that no kernel writes", writes)
+    if name in _RNN:
         return Rule("opaque", "not the same bits twice", writes)
     if "out" in writes or any(isinstance(w, str) for w in writes):
         return Rule("opaque", "writes into memory that it is given", writes)
@@ -213,7 +231,14 @@ def rule_of(func: OpOverload) -> Rule:
         return Rule("random", writes=writes, whole=name in _WHOLE, heavy=heavy)
     if torch.Tag.nondeterministic_bitwise in tags if hasattr(torch.Tag, "nondeterministic_bitwise") else False:
         return Rule("opaque", "not the same bits twice", writes)
-    return Rule("pure", writes=writes, whole=name in _WHOLE, heavy=heavy)
+    return Rule(
+        "pure",
+        writes=writes,
+        whole=name in _WHOLE,
+        heavy=heavy,
+        conjugates=name in _CONJUGATES,
+        unshared=name in _UNSHARED,
+    )
 
 
 def may_replay(func: OpOverload, device_type: str) -> bool:

@@ -15,6 +15,11 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+UNKNOWN = -1
+"""No version: the counter has not been read yet."""
+UNSHARED = -2
+"""No version: views of the storage count for themselves."""
+
 storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]
 
 
@@ -22,9 +27,10 @@ class Slot:
     """One version of one storage.
 
     `value` is a tensor on the storage where something of ours holds its bytes, else None. `ok`: it can be made again from
-    what is held (or is held itself). `version` is what the version counter said when it was recorded, for slots that come
-    from outside. `id` numbers slots in order of first sight: the tensor ids of the graph. `stale`: a later version has
-    overwritten it. `read`: a recorded op starts from it. `plan`: the tensor of the plan's graph that it is, once matched.
+    what is held (or is held itself). `version` is what the version counter said when it was recorded. `noted` is what the
+    counter of `value` said when the forward ended, or when it was rebuilt. `id` numbers slots in order of first sight: the
+    tensor ids of the graph. `stale`: a later version, with the id `next`, has overwritten it. `read`: a recorded op starts from it.
+    `exposed`: its memory was handed out. `plan`: the tensor of the plan's graph that it is, once matched.
     """
 
     __slots__ = (
@@ -33,12 +39,14 @@ class Slot:
         "device",
         "dtype",
         "empty",
+        "exposed",
         "external",
-        "guard",
         "handles",
         "id",
         "index",
         "nbytes",
+        "next",
+        "noted",
         "ok",
         "plan",
         "read",
@@ -62,12 +70,14 @@ class Slot:
         self.ok = False
         self.empty = False
         self.external = False
+        self.exposed = False
         self.read = False
         self.stale = False
         self.plan: int | None = None
         self.handles = 0
-        self.version = 0
-        self.guard: torch.Tensor | None = None
+        self.version = t._version
+        self.noted = UNKNOWN
+        self.next: int | None = None
         self.why = ""
 
     def alive(self) -> torch.UntypedStorage | None:
@@ -116,7 +126,8 @@ class Call:
     """One recorded op: enough to run it again.
 
     `args` and `kwargs` hold a `View` where a tensor was. `made` pairs the position of an output with its slot id, `mutates`
-    the slot it overwrote with the slot it made. `rng` is (generator or None, its state before).
+    the slot it overwrote with the slot it made. `rng` is (generator or None, its state before). `repeats`: running it again
+    gives the same bits; not so for a random op whose state nobody wanted.
     """
 
     op: int
@@ -128,6 +139,7 @@ class Call:
     rng: tuple[torch.Generator | None, torch.Tensor] | None = None
     made: list[tuple[int, int]] = field(default_factory=list)
     mutates: list[tuple[Slot, int]] = field(default_factory=list)
+    repeats: bool = True
 
 
 class Tape:
@@ -142,18 +154,65 @@ class Tape:
         self.requests: Any = None
 
 
+_PRECISIONS = (
+    ("generic", "all"),
+    ("cuda", "all"),
+    ("cuda", "matmul"),
+    ("cuda", "conv"),
+    ("cuda", "rnn"),
+    ("mkldnn", "all"),
+    ("mkldnn", "matmul"),
+    ("mkldnn", "conv"),
+    ("mkldnn", "rnn"),
+)
+_DENORMAL = 5e-324
+
+
+def _matmul_precision() -> str | None:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # the user set precisions per backend: torch refuses to put them into this one word
+        return None
+
+
 def numeric_flags() -> tuple[Any, ...]:
     """Settings that change the bits an op returns (Rule 6): a replay runs under those of the forward pass."""
+    c: Any = torch._C
     return (
-        torch.get_float32_matmul_precision(),
+        (_matmul_precision(), *(c._get_fp32_precision_getter(*where) for where in _PRECISIONS)),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.backends.cudnn.enabled,
-        torch.backends.cudnn.benchmark,
-        torch.backends.cudnn.deterministic,
-        torch.backends.cudnn.allow_tf32,
-        torch.backends.cuda.matmul.allow_tf32,
-        torch.backends.mkldnn.enabled if hasattr(torch.backends.mkldnn, "enabled") else True,
+        c._get_cudnn_enabled(),
+        c._get_cudnn_benchmark(),
+        c._get_cudnn_deterministic(),
+        c._get_mkldnn_enabled(),
         torch.get_num_threads(),
         torch.get_default_dtype(),
+        _DENORMAL * 1.0 == 0.0,  # torch has no getter: ask the processor
     )
+
+
+def set_numeric_flags(flags: tuple[Any, ...]) -> None:
+    """Make `numeric_flags` what they were. Only what differs is touched."""
+    now = numeric_flags()
+    precisions, deterministic, warn, cudnn, benchmark, cudnn_deterministic, mkldnn, threads, dtype, flush = flags
+    c: Any = torch._C
+    if precisions != now[0]:
+        if precisions[0] is not None:
+            torch.set_float32_matmul_precision(precisions[0])
+        for where, then in zip(_PRECISIONS, precisions[1:], strict=True):
+            if c._get_fp32_precision_getter(*where) != then:  # some follow from those before
+                c._set_fp32_precision_setter(*where, then)
+    if (deterministic, warn) != now[1:3]:
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn)
+    if (cudnn, benchmark, cudnn_deterministic, mkldnn) != now[3:7]:
+        c._set_cudnn_enabled(cudnn)
+        c._set_cudnn_benchmark(benchmark)
+        c._set_cudnn_deterministic(cudnn_deterministic)
+        c._set_mkldnn_enabled(mkldnn)
+    if threads != now[7]:
+        torch.set_num_threads(threads)
+    if dtype != now[8]:
+        torch.set_default_dtype(dtype)
+    if flush != now[9]:
+        torch.set_flush_denormal(flush)

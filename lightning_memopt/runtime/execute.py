@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memopt.errors import ModifiedError, ReplayMismatchError
-from lightning_memopt.record import UNKNOWN, Call, Slot, Tape, View, numeric_flags
+from lightning_memopt.record import UNKNOWN, Call, Slot, Tape, View, numeric_flags, set_numeric_flags
 
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
     torch._C.DispatchKey.AutocastCUDA
@@ -35,23 +35,11 @@ def flags_of(tape: Tape) -> Iterator[None]:
     if now == then:
         yield
         return
-    _set_flags(then)
+    set_numeric_flags(then)
     try:
         yield
     finally:
-        _set_flags(now)
-
-
-def _set_flags(flags: tuple[Any, ...]) -> None:
-    precision, deterministic, warn, cudnn, benchmark, cudnn_det, tf32, matmul_tf32, _mkldnn, threads, dtype = flags
-    torch.use_deterministic_algorithms(deterministic, warn_only=warn)
-    torch.set_float32_matmul_precision(precision)
-    torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark = cudnn, benchmark
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32 = cudnn_det, tf32
-    torch.backends.cuda.matmul.allow_tf32 = matmul_tf32
-    if threads != torch.get_num_threads():
-        torch.set_num_threads(threads)
-    torch.set_default_dtype(dtype)
+        set_numeric_flags(now)
 
 
 def modified(what: str, now: int, then: int) -> ModifiedError:
@@ -66,8 +54,10 @@ def modified(what: str, now: int, then: int) -> ModifiedError:
 def checksum(t: torch.Tensor) -> tuple[int, int]:
     """Two order-sensitive-enough sums over the bits of a tensor's storage; NaN payloads and signed zeros count."""
     bits = torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
-    words = bits[: bits.numel() // 8 * 8].view(torch.int64)  # no narrower: the reductions would make a wide copy
-    return int(torch.hash_tensor(words).item()), int(words.sum().item())
+    whole = bits.numel() // 8 * 8
+    words = bits[:whole].view(torch.int64)  # no narrower: the reductions would make a wide copy
+    tail = int.from_bytes(bytes(bits[whole:].tolist()), "little") if whole < bits.numel() else 0
+    return int(torch.hash_tensor(words).item()) if whole else 0, int(words.sum().item()) + tail
 
 
 def mismatch(op: str, nbytes: int) -> ReplayMismatchError:
@@ -80,12 +70,30 @@ def mismatch(op: str, nbytes: int) -> ReplayMismatchError:
 def check_external(slot: Slot) -> None:
     """Rule 5: what a recipe starts from must be what it was."""
     value = slot.value
-    if slot.external and value is not None and slot.version != UNKNOWN and value._version != slot.version:
+    if slot.external and value is not None and slot.version >= 0 and value._version != slot.version:
         raise modified(
             f"a {value.dtype} tensor of shape {tuple(value.shape)} that a rebuild starts from",
             value._version,
             slot.version,
         )
+
+
+def intact(slot: Slot) -> bool:
+    """Whether the value is what it was when the forward ended, or when it was rebuilt."""
+    return slot.value is None or slot.noted == UNKNOWN or slot.value._version == slot.noted
+
+
+def missing(slot: Slot) -> bool:
+    """Whether a rebuild that reads the slot must make it first. What was changed is let go (Rule 7) or refused (Rule 5)."""
+    if slot.value is None:
+        return True
+    if intact(slot):
+        return False
+    if slot.call is None or not slot.ok:
+        what = f"a {slot.dtype} tensor of {slot.nbytes} bytes that a rebuild starts from"
+        raise modified(what, slot.value._version, slot.noted)
+    slot.value = None
+    return True
 
 
 def _flat(value: Any) -> list[torch.Tensor]:
@@ -166,9 +174,11 @@ def run(call: Call, slots: dict[int, Slot], survives: Callable[[Slot], bool]) ->
             slot = slots.get(slot_id)
             if slot is not None and slot.value is None:
                 slot.value = outs[index]
+                slot.noted = slot.value._version
     for old, new_id in call.mutates:
         slot = slots.get(new_id)
         if slot is not None:
             slot.value = fresh[old.id]
+            slot.noted = slot.value._version
         if fresh[old.id] is old.value:
             old.value = None

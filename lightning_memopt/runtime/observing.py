@@ -54,6 +54,8 @@ class ObservingEngine(Engine):
         self.clock = 0
         self.rebuilt: dict[int, Slot] = {}
         self.rebuilds: Callable[[Slot], None] = lambda _: None
+        self._room = 0
+        self._retained: dict[int, bool] = {}
 
     def recorded(self, func: OpOverload, reads: tuple[Slot, ...], made: list[tuple[Slot, torch.Tensor]]) -> None:
         self.clock += 1
@@ -128,10 +130,10 @@ class ObservingEngine(Engine):
 
     def request(self, handle: Handle) -> torch.Tensor:
         with self.lock:
-            slot = handle.view.slot
+            slot = self.present(handle)
             if self.events is not None:
                 self.events.unpacked(handle.save)
-            if slot.value is None:
+            if slot.value is None and not self.revive(slot, handle.guard):
                 self.relieve()
                 self.materialise([slot])
                 self._compare_sum(slot)
@@ -142,6 +144,8 @@ class ObservingEngine(Engine):
 
     def materialise(self, targets: list[Slot]) -> None:
         first = len(self.replayed)
+        self._room = 1 << 62 if self.pressure is None else -self.pressure() - sum(slot.nbytes for slot in targets)
+        self._retained.clear()
         super().materialise(targets)
         calls = {slot.id for slot in targets}
         ran = set(self.replayed[first:])
@@ -151,6 +155,16 @@ class ObservingEngine(Engine):
                 self.rebuilds(slot)
                 if slot.handles > 0 and slot.ok and slot.id not in calls:
                     self.evictable[slot.id] = slot
+
+    def retains(self, slot: Slot) -> bool:
+        """What other handles wait for stays while there is room; a long rebuild must not fill what evictions freed."""
+        if slot.handles == 0:
+            return False
+        stays = self._retained.get(slot.id)
+        if stays is None:
+            stays = self._retained[slot.id] = slot.nbytes <= self._room
+            self._room -= slot.nbytes if stays else 0
+        return stays
 
     def _compare_sum(self, slot: Slot) -> None:
         then = self.sums.get(slot.id)
@@ -167,28 +181,34 @@ class ObservingEngine(Engine):
         kept = slot.value
         assert kept is not None and slot.call is not None
         self.verified.add(slot.id)
-        if self.pressure is not None and self.pressure() + 2 * slot.nbytes > 0:
+        if self.pressure is not None and self.pressure() + self._needed_nbytes(slot) > 0:
             return
-        slot.value = None
+        slot.value, noted = None, slot.noted
         before = list(self.replayed)
         held = [s for s in self.tape.slots.values() if s.value is not None]
         try:
-            alive, slot.stale = slot.stale, True  # do not take the living storage for a rebuild
-            try:
-                self._rebuild_once(slot)
-            finally:
-                slot.stale = alive
+            self._rebuild_once(slot)
             rebuilt = slot.value
             with below_autograd():
                 if rebuilt is None or not same_bits(rebuilt, kept):
                     self._distrust(slot)
         finally:
-            slot.value = kept
+            slot.value, slot.noted = kept, noted
             self.replayed[:] = before
             keep = {s.id for s in held} | {slot.id}
             for s in self.tape.slots.values():
                 if s.id not in keep:
                     s.value = None
+
+    def _needed_nbytes(self, slot: Slot) -> int:
+        """What a rebuild of a slot beside its value takes: all that its calls make, and a copy to be compared."""
+        kept, slot.value = slot.value, None
+        try:
+            calls = self.closure([slot])
+        finally:
+            slot.value = kept
+        made = {i for call in calls for _, i in (*call.made, *call.mutates)}
+        return slot.nbytes + sum(self.tape.slots[i].nbytes for i in made)
 
     def _rebuild_once(self, slot: Slot) -> None:
         calls = self.closure([slot])

@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.plan import Free, Life, Schedule, Segment, lower
 from lightning_memopt.record import Slot, detached
-from lightning_memopt.runtime.execute import below_autograd, checksum, flags_of, mismatch, run
+from lightning_memopt.runtime.execute import below_autograd, checksum, flags_of, mismatch, missing, run
 from lightning_memopt.runtime.replay import Engine, Handle
 
 _LOOK_AHEAD = 16
@@ -106,6 +106,7 @@ class PlannedEngine(Engine):
         self.active: set[int] = set()
         self.unmatched = 0
         self.first_unmatched: tuple[int, str] | None = None
+        self.unplanned = False
 
     def wants_state(self) -> bool:
         return self.position in self.program.random
@@ -154,6 +155,8 @@ class PlannedEngine(Engine):
         return BEFORE
 
     def keeps(self, slot: Slot, t: torch.Tensor) -> bool:
+        if slot.plan is None and not slot.external:
+            self.unplanned = True  # autograd needs a result that the plan does not know
         if slot.external or slot.stale or slot.plan is None:
             return True
         if slot.value is not None:
@@ -205,9 +208,9 @@ class PlannedEngine(Engine):
                 call = next((s.call for s in outputs if s is not None and s.call is not None), None)
                 if call is None:
                     continue
-                missing = [s for s in call.reads if s.value is None]
-                if missing:
-                    self.materialise(missing)
+                absent = [s for s in call.reads if missing(s)]
+                if absent:
+                    self.materialise(absent)
                 clones = {self.by_tensor[t].id for t in step.clones if t in self.by_tensor}
                 run(call, slots, partial(_among, clones))
                 self.replayed.append(call.op)
@@ -217,12 +220,13 @@ class PlannedEngine(Engine):
         for tensor in self.program.frees.get(key, ()):
             self.active.discard(tensor)
             slot = self.by_tensor.get(tensor)
-            if slot is not None and slot.call is not None and slot.ok:
+            # what has no recipe goes only with the last node that reads it: a second backward may still ask
+            if slot is not None and (key[0] == "release" or (slot.call is not None and slot.ok)):
                 slot.value = None
 
     def released(self, handle: Handle) -> None:
         with self.lock:
             slot = handle.view.slot
             self._free(("release", handle.save, 0))
-            if slot.handles == 0 and slot.plan not in self.active and slot.call is not None:
+            if slot.handles == 0 and slot.plan not in self.active:
                 slot.value = None

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from lightning_memopt.record import Call, Recorder, Slot, Tape, View, detached, is_plain, storage_id
-from lightning_memopt.runtime.execute import below_autograd, flags_of, modified, run
+from lightning_memopt.errors import UnsupportedError
+from lightning_memopt.record import UNKNOWN, Call, Recorder, Slot, Tape, View, detached, is_plain
+from lightning_memopt.runtime.execute import below_autograd, flags_of, intact, missing, modified, run
 
 _EMPTY: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
@@ -41,25 +42,29 @@ class Kept:
     __slots__ = ("t", "version")
 
     def __init__(self, t: torch.Tensor) -> None:
-        self.t = t if t.grad_fn is None else detached(t)
-        self.version = t._version
+        # only an ordinary tensor can be detached below the dispatch modes; inference tensors count no versions
+        self.t = detached(t) if t.grad_fn is not None and is_plain(t) else t
+        self.version = UNKNOWN if t.is_inference() else t._version
 
     def get(self) -> torch.Tensor:
-        if self.t._version != self.version:
+        if self.version != UNKNOWN and self.t._version != self.version:
             raise modified(f"[{self.t.type()} {list(self.t.shape)}]", self.t._version, self.version)
         return self.t
 
 
 class Handle:
-    """What autograd holds of a slot: a view and its engine. Its end is how we learn that a node has let go."""
+    """What autograd holds of a slot: a view, a guard that sees in-place changes, and the engine. Its end is how we learn that
+    a node has let go.
+    """
 
-    __slots__ = ("engine", "save", "unpacked", "version", "view")
+    __slots__ = ("engine", "guard", "save", "unpacked", "version", "view")
 
-    def __init__(self, engine: Engine, save: int, view: View, version: int) -> None:
+    def __init__(self, engine: Engine, save: int, view: View, guard: torch.Tensor) -> None:
         self.engine: Engine | None = engine
         self.save = save
         self.view = view
-        self.version = version
+        self.guard = guard
+        self.version = guard._version
         self.unpacked = 0
         view.slot.handles += 1
 
@@ -79,11 +84,23 @@ class Engine:
 
     def __init__(self) -> None:
         self.tape = Tape()
-        self.recorder: Recorder | None = None
+        self._recorder: Recorder | None = None
         self.lock = threading.RLock()
         self.saves = 0
         self.replayed: list[int] = []
-        self.epoch = 0
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """What records the forward; None when it is over."""
+        return self._recorder
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder | None) -> None:
+        if recorder is None and self._recorder is not None:
+            for slot in self.tape.slots.values():  # Rule 5: what is held now must be what it is when a rebuild starts from it
+                if slot.value is not None:
+                    slot.noted = slot.value._version
+        self._recorder = recorder
 
     # -- while the forward is recorded -------------------------------------------------------------
 
@@ -115,16 +132,13 @@ class Engine:
         recorder = self.recorder
         if recorder is None or not is_plain(t):
             return Kept(t)
-        slot = recorder.of_storage.get(storage_id(t))
+        slot = recorder.packs(t)
         if slot is None:
             return Kept(t)
         save = self.save_of(slot)
         if self.keeps(slot, t):
             return Kept(t)
-        if slot.guard is None:
-            slot.guard = version_guard(t)
-            slot.version = t._version
-        return Handle(self, save, View(slot, t), t._version)
+        return Handle(self, save, View(slot, t), version_guard(t))
 
     @staticmethod
     def unpack(packed: Any) -> Any:
@@ -135,19 +149,27 @@ class Engine:
     def request(self, handle: Handle) -> torch.Tensor:
         """The tensor of a handle, rebuilt if need be. Idempotent; may come on any thread (Rule 11)."""
         with self.lock:
-            slot = handle.view.slot
-            self.check(handle)
-            if slot.value is None:
+            slot = self.present(handle)
+            if slot.value is None and not self.revive(slot, handle.guard):
                 self.materialise([slot])
             value = slot.value
             assert value is not None
+            if not intact(slot):
+                raise modified(f"[{value.type()} {list(handle.view.size)}]", value._version, slot.noted)
             with below_autograd():
                 return handle.view.on(value)
 
-    def check(self, handle: Handle) -> None:
-        guard = handle.view.slot.guard
-        if guard is not None and guard._version != handle.version:
-            raise modified(f"[{guard.type()} {list(handle.view.size)}]", guard._version, handle.version)
+    def present(self, handle: Handle) -> Slot:
+        """The slot with the bytes that autograd would read. Raises where it would: the version counter has moved.
+
+        Where it has not although the storage was overwritten (through `.data`, or as raw memory), that is a later slot.
+        """
+        if handle.guard._version != handle.version:
+            raise modified(f"[{handle.guard.type()} {list(handle.view.size)}]", handle.guard._version, handle.version)
+        slot = handle.view.slot
+        while slot.next is not None:
+            slot = self.tape.slots[slot.next]
+        return slot
 
     def released(self, handle: Handle) -> None:
         """A node let go of a handle. Never raises: it runs inside a destructor."""
@@ -159,34 +181,45 @@ class Engine:
     def closure(self, targets: Iterable[Slot]) -> list[Call]:
         """The calls to run, in op order, to give every target a value (Rule 6: iteratively)."""
         calls: dict[int, Call] = {}
-        wanted = [slot for slot in targets if slot.value is None]
+        wanted = [slot for slot in targets if missing(slot)]
         seen = {slot.id for slot in wanted}
         while wanted:
             slot = wanted.pop()
-            if self.revive(slot):
-                continue
             call = slot.call
-            assert call is not None, f"slot {slot.id} has neither a value nor a recipe ({slot.why})"
+            if call is None or not call.repeats:
+                raise UnsupportedError(
+                    f"backward needs {slot.nbytes} bytes that were let go as the plan says and that "
+                    + (f"{call.func.name()} cannot make again" if call else f"no op can make again ({slot.why})")
+                    + ". Was backward run more often than in the observed steps? Observe such a step, or raise the budget."
+                )
             if call.op in calls:
                 continue
             calls[call.op] = call
             for source in call.reads:
-                if source.value is None and source.id not in seen:
+                if source.id not in seen and missing(source):
                     seen.add(source.id)
                     wanted.append(source)
         return [calls[op] for op in sorted(calls)]
 
-    def revive(self, slot: Slot) -> bool:
-        """Rule 7: the user still holds the storage, unchanged: use it instead of a rebuild."""
-        if slot.guard is None or slot.stale:
-            return False
+    def revive(self, slot: Slot, guard: torch.Tensor) -> bool:
+        """Rule 7: the user still holds the storage, unchanged: use it instead of a rebuild.
+
+        Only to answer autograd, which would read these bytes too. A rebuild of something else does not start from them.
+        """
         storage = slot.alive()
-        if storage is None or slot.guard._version != slot.version:
+        if storage is None:
             return False
         with below_autograd():
-            empty = torch.empty(0, dtype=slot.dtype, device=slot.device)
-            slot.value = empty.set_(storage, 0, (storage.nbytes() // empty.element_size(),), (1,))
+            found = guard.detach()  # it has the right version counter
+            whole = torch.empty(0, dtype=guard.dtype, device=guard.device)
+            found.data = whole.set_(storage, 0, (storage.nbytes() // whole.element_size(),), (1,))
+        slot.value = found
+        slot.noted = found._version
         return True
+
+    def retains(self, slot: Slot) -> bool:
+        """Whether what was made on the way to something else stays, beyond its last use there."""
+        return slot.handles > 0
 
     def materialise(self, targets: list[Slot]) -> None:
         """Give every target a value on demand; keep on the way what live handles still need, free the rest at last use."""
@@ -197,7 +230,7 @@ class Engine:
         fresh: set[int] = set()
 
         def needed(slot: Slot) -> bool:
-            return slot.id in wanted or slot.handles > 0 or last.get(slot.id, -1) > op
+            return slot.id in wanted or last.get(slot.id, -1) > op or self.retains(slot)
 
         with below_autograd(), flags_of(self.tape):
             for call in calls:

@@ -30,6 +30,7 @@ class Running:
         self.frontier = frontier
         self.measured_bytes: int | None = None
         self.steps = 0
+        self.matched = False
         self.deviated = False
         self.replanned = 0
 

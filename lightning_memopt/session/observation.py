@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
 from lightning_memopt.errors import UnsupportedError
-from lightning_memopt.graph import Graph, Op
+from lightning_memopt.graph import Graph, Op, fingerprint
 from lightning_memopt.graph.model import Kind
 from lightning_memopt.record import Recorder
 from lightning_memopt.runtime import ObservingEngine
@@ -76,6 +76,8 @@ class Observation:
         self.evictions = 0
         self.opaque_ops: dict[str, str] = {}
         self._round: tuple[Tracer, ObservingEngine, Recorder] | None = None
+        self._ungraded: list[nn.Parameter] = []
+        self._ops = self._states_nbytes = 0
         self._contexts = contextlib.ExitStack()
         self._metering = contextlib.ExitStack()
 
@@ -90,6 +92,8 @@ class Observation:
         engine.rebuilds = recorder.recognise
         watch_all(tracer, recorder, resident_tensors(self.model, self.optimizers, batch))
         self._round = tracer, engine, recorder
+        self._ops = self._states_nbytes = 0
+        self._ungraded = [p for p in self.model.parameters() if p.requires_grad and p.grad is None]
         self.opaque_ops = engine.opaque_ops
         self._metering = contextlib.ExitStack()
         if self.meter and self.device.type == "cpu":
@@ -100,6 +104,11 @@ class Observation:
         self._contexts.enter_context(self.scopes.watching())
         self._contexts.enter_context(recorder)
         return Recording(engine, recorder, own_mode=False)
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether a backward was seen since the last forward."""
+        return self._round is not None and self._round[0].phase != "forward"
 
     def forward_ended(self) -> None:
         if self._round is not None:
@@ -112,9 +121,15 @@ class Observation:
     def _pressure(self) -> int:
         assert self._round is not None and self.limit_nbytes is not None
         tracer, engine, _ = self._round
-        live = tracer.live_nbytes + engine.rebuilt_nbytes()
+        self._states_nbytes += sum(op["state_nbytes"] for op in tracer.ops[self._ops :])
+        self._ops = len(tracer.ops)
+        live = tracer.live_nbytes + engine.rebuilt_nbytes() + self._states_nbytes
         self.peak_nbytes = max(self.peak_nbytes, live)
-        return live + 2 * tracer.largest_nbytes - self.limit_nbytes
+        return live + 2 * tracer.largest_nbytes + self._gradients_to_come() - self.limit_nbytes
+
+    def _gradients_to_come(self) -> int:
+        """Bytes that this backward will add: the gradients of parameters that have none yet."""
+        return sum(p.nbytes for p in self._ungraded if p.grad is None)
 
     def _leave_mode(self) -> None:
         if self._round is not None:
@@ -175,6 +190,22 @@ def _modes() -> list[Any]:
 
 def _with_ops(graph: Graph, change: Callable[[Op], Op]) -> Graph:
     return dataclasses.replace(graph, ops=tuple(change(op) for op in graph.ops))
+
+
+def common(graphs: list[Graph]) -> list[Graph]:
+    """Those graphs of the forward that all of them contain; empty where there is none.
+
+    Steps may differ by ops of their own (a metric every few steps). A plan is made for the forward without them, because a
+    planned step passes over ops that it does not know.
+    """
+    shortest = min(graphs, key=lambda g: len(g.forward))
+    wanted = [op.name for op in shortest.forward]
+    for graph in graphs:
+        names = iter(op.name for op in graph.forward)
+        if not all(name in names for name in wanted):
+            return []
+    same = fingerprint(shortest)
+    return [g for g in graphs if fingerprint(g) == same]
 
 
 def smoothed(graphs: list[Graph]) -> Graph:

@@ -4,7 +4,8 @@
     Running     a plan is in force; the first planned step is measured against the prediction
     Failed      the reason is said once; the model trains as it is
 
-An adapter (strategy, `optimize`) delimits steps: `round(batch)` around every forward, `update_begins`, `step_ended`.
+An adapter (strategy, `optimize`) delimits steps: `round(batch)` around every forward, `update_begins` and `update_ended`
+around every optimizer's update. A step ends when all optimizers have updated, or when the next forward begins.
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from lightning_memopt.config import MemOptConfig, disabled
+from lightning_memopt.config import MemOptConfig, disabled, free_nbytes
 from lightning_memopt.errors import ConfigError, InfeasibleError, MemOptError, PlanMismatchError
-from lightning_memopt.graph import Graph, first_difference, fingerprint
+from lightning_memopt.graph import Graph, first_difference
 from lightning_memopt.plan import Plan, read_plan, write_plan
 from lightning_memopt.record import Recorder
 from lightning_memopt.runtime import PlannedEngine
 from lightning_memopt.runtime.replay import Engine
 from lightning_memopt.session.buckets import Failed, Observing, Running, State
-from lightning_memopt.session.observation import Observation, resident_nbytes, resident_tensors, smoothed
+from lightning_memopt.session.observation import Observation, common, resident_nbytes, resident_tensors, smoothed
 from lightning_memopt.session.round import Recording, hooks_allowed
 from lightning_memopt.session.step import StepMeter
 from lightning_memopt.solvers import planner
@@ -35,6 +37,8 @@ from lightning_memopt.units import format_nbytes
 Signature = tuple[Any, ...]
 _BUCKETS = 16
 """Input signatures with a plan of their own; beyond, batches are only kept within the budget by eviction."""
+_IDLE = 3
+"""Forward passes in evaluation after which a step that began to be observed is given up."""
 
 
 class Session:
@@ -52,8 +56,8 @@ class Session:
         self.config = config
         self.device = _device_of(model)
         self.enabled = not disabled() and config.recompute
-        self.say: Callable[[str], None] = say or (print if config.verbose else (lambda _: None))
-        self.budget_nbytes = config.budget_nbytes(self.device)
+        self.say: Callable[[str], None] = (say or print) if config.verbose else (lambda _: None)
+        self.budget_nbytes = self._budget() if self.enabled else None
         self.buckets: dict[Signature, State] = {}
         self.current: State | None = None
         self.given: tuple[Plan, Graph] | None = None
@@ -61,8 +65,13 @@ class Session:
         self._meter: StepMeter | None = None
         self._metered = False
         self._depth = 0
-        self._engines: list[PlannedEngine] = []
-        if config.plan is not None:
+        self._batch: Any = None
+        self._part = 0
+        self._reopens: Any = None
+        self._recording: Recording | None = None
+        self._updated: set[int] = set()
+        self._idle = 0
+        if config.plan is not None and self.enabled:
             self.given = read_plan(config.plan)
             self._check_given()
 
@@ -71,33 +80,50 @@ class Session:
     @contextlib.contextmanager
     def round(self, batch: Any) -> Iterator[None]:
         """Around one forward pass. Does nothing in evaluation, without gradients, nested, or where hooks are forbidden."""
+        if self._depth == 0:
+            self._settle()
         if not self._applies():
             yield
             return
         self._depth += 1
+        self._batch, self._part, self._idle = batch, 0, 0
         try:
-            recording = self._begin_round(batch)
-            if recording is None:
-                yield
-                return
-            with recording:
-                yield
-            self._round_ended(recording.engine)
+            self._open()
+            yield
+            self._shut()
         except BaseException:
-            if self._observation is not None:
-                self._observation.abandon()
-                self._observation = None
+            self._drop()
             raise
         finally:
+            self._batch = None
             self._depth -= 1
 
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a backward that runs inside a round (manual optimization): what follows it is a forward of its own."""
+        if self._depth == 0:
+            yield
+            return
+        self._shut()
+        yield
+        self._part += 1
+        if self._reopens is None:
+            self._reopens = register_module_forward_pre_hook(self._reopen)
+
     def update_begins(self) -> None:
-        """The optimizer's update is about to run."""
+        """An optimizer's update is about to run."""
         if self._observation is not None:
             self._observation.update_begins()
 
+    def update_ended(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has updated its parameters; with the last one the step is over."""
+        self._updated.add(id(optimizer))
+        if all(id(o) in self._updated for o in self.optimizers):
+            self.step_ended()
+
     def step_ended(self) -> None:
         """The step is over. May solve a plan and put it in force."""
+        self._updated.clear()
         state = self.current
         self._metered = self._meter is not None or (self._observation is not None and self._observation.meter)
         if self._observation is not None and isinstance(state, Observing):
@@ -108,11 +134,15 @@ class Session:
                 self._measured(state)
         self._meter_closed()
 
+    def evaluating(self) -> None:
+        """Evaluation begins: nothing of it is observed."""
+        self._settle()
+        self._abandon()
+
     def close(self) -> None:
         """Leave everything that may still be entered."""
-        if self._observation is not None:
-            self._observation.abandon()
-            self._observation = None
+        self._drop()
+        self._updated.clear()
         self._meter_closed()
 
     # -- results -----------------------------------------------------------------------------------
@@ -154,15 +184,69 @@ class Session:
             and hooks_allowed()
         )
 
+    def _settle(self) -> None:
+        """End the step whose last update was awaited; leave one that is observed while only evaluation goes on."""
+        if self._updated:
+            self.step_ended()
+        if self._observation is not None and not self.model.training:
+            self._idle += 1
+            if self._idle > _IDLE:
+                self._abandon()
+
+    def _abandon(self) -> None:
+        observation, self._observation = self._observation, None
+        if observation is not None:
+            observation.abandon()
+
+    def _open(self) -> None:
+        recording = self._begin_round(self._batch)
+        if recording is not None:
+            recording.__enter__()
+            self._recording = recording
+
+    def _shut(self) -> None:
+        """The forward is over: leave its contexts."""
+        recording, self._recording = self._recording, None
+        self._stay_shut()
+        if recording is not None:
+            recording.__exit__()
+            self._round_ended(recording.engine)
+
+    def _drop(self) -> None:
+        """Leave everything, whatever state the forward is in."""
+        recording, self._recording = self._recording, None
+        self._stay_shut()
+        try:
+            if recording is not None:
+                recording.__exit__()
+        finally:
+            self._abandon()
+
+    def _reopen(self, module: nn.Module, _: Any) -> None:
+        if torch.is_grad_enabled() and module.training:
+            self._stay_shut()
+            if self._updated:
+                self.step_ended()
+            self._open()
+
+    def _stay_shut(self) -> None:
+        handle, self._reopens = self._reopens, None
+        if handle is not None:
+            handle.remove()
+
     def _begin_round(self, batch: Any) -> Recording | None:
         self._same_device()
-        signature = signature_of(batch)
+        signature = (self._part, *signature_of(batch))
         state = self.buckets.get(signature)
         if state is None:
             state = self.buckets[signature] = self._new_state()
-        if state is not self.current and self._observation is not None:
-            self._observation.abandon()  # the step mixes signatures: start over with the new one
-            self._observation = None
+        before = self.current
+        if state is not before and self._observation is not None:
+            if isinstance(before, Observing) and self._observation.has_backward:
+                self._observed(before)  # the step goes on with another signature
+            else:
+                self._abandon()
+            state = self.buckets[signature]
         self.current = state
         if isinstance(state, Observing):
             if self._observation is None:
@@ -174,7 +258,7 @@ class Session:
                 # the profiler reports the end of what it saw being allocated, so of gradients made in a metered step
                 gradients = [] if self._metered else [p.grad for p in self.model.parameters() if p.grad is not None]
                 self._meter = StepMeter(self.device, resident, gradients)
-            if state.program.empty:
+            if state.program.empty and not self._unproven(state):
                 return None
             engine = PlannedEngine(state.program, verify=self.config.verify and state.steps < 1)
             return Recording(engine, Recorder(engine.tape, engine), own_mode=True)
@@ -186,16 +270,33 @@ class Session:
         if isinstance(engine, PlannedEngine) and isinstance(self.current, Running):
             self._deviates(self.current, engine)
 
+    def _unproven(self, state: Running) -> bool:
+        """A plan that was given, before the forward it is to be compared with."""
+        return self.given is not None and state.frontier is None and not state.matched
+
     def _deviates(self, state: Running, engine: PlannedEngine) -> None:
-        if engine.unmatched and not state.deviated:
+        """Refuse a given plan whose forward this is not; say once when a forward leaves the plan made for it.
+
+        Planned saves of ops that did not run, or saves that the plan does not know, are a difference; ops that save nothing
+        (a metric, a log) are none. Ops after the model's own forward were not recorded: they are not missed.
+        """
+        graph, at = state.program.graph, engine.position
+        missing = any(t in graph.saves_of for op in graph.forward[at:] if op.recomputable for t in op.outputs)
+        if not missing and not engine.unplanned:
+            state.matched = True
+            return
+        at, name = engine.first_unmatched or (at, "nothing more")
+        planned = state.program.names[at] if at < len(state.program.names) else "nothing more"
+        if self._unproven(state):
+            op = graph.forward[at] if at < len(graph.forward) else None
+            where = f" in {op.scope}" if op is not None and op.scope else ""
+            raise PlanMismatchError(
+                f"The plan {self.config.plan} was made for another model (its fingerprint is {state.plan.fingerprint}): at op "
+                f"{at} it expects {planned}{where}, the model ran {name}. Nothing was updated. Remove plan=, or give the plan of "
+                "this model and batch size."
+            )
+        if not state.deviated:
             state.deviated = True
-            at, name = engine.first_unmatched or (0, "?")
-            planned = state.program.names[at] if at < len(state.program.names) else "the end of the forward"
-            if self.given is not None and state.steps == 0 and engine.position < len(state.program.names) // 2:
-                raise PlanMismatchError(
-                    f"The plan {self.config.plan} was made for another model: at op {at} it expects {planned}, the model ran "
-                    f"{name}. Nothing was updated. Remove plan=, or give the plan of this model and batch size."
-                )
             warnings.warn(
                 f"MemOpt: the forward left the plan at op {at} ({name} instead of {planned}). What does not match is kept: "
                 "memory may rise, results do not change.",
@@ -227,23 +328,25 @@ class Session:
         assert self._observation is not None
         observation, self._observation = self._observation, None
         graph = observation.finish()
-        if graph is None:
-            return
+        if graph is None or not any(op.phase == "backward" for op in graph.ops):
+            return  # no forward, or one that nothing came of (`training_step` returned None)
         state.evictions += observation.evictions
         state.opaque_ops |= observation.opaque_ops
-        if state.graphs and fingerprint(graph) != fingerprint(state.graphs[-1]):
-            self.say(f"MemOpt: the step changed while observing ({first_difference(state.graphs[-1], graph)})")
-            state.graphs.clear()
-            state.restarts += 1
-            if state.restarts > 3:
-                self._fail(state, "its forward is another one every step, so no plan would match")
-                return
         state.graphs.append(graph)
-        if len(state.graphs) >= state.steps:
-            self._solve(state)
+        if len(state.graphs) < state.steps:
+            return
+        graphs = common(state.graphs)
+        if graphs:
+            self._solve(state, graphs)
+            return
+        self.say(f"MemOpt: the step changed while observing ({first_difference(state.graphs[-2], graph)})")
+        del state.graphs[:-1]
+        state.restarts += 1
+        if state.restarts > 3:
+            self._fail(state, "its forward is another one every step, so no plan would match")
 
-    def _solve(self, state: Observing) -> None:
-        graph = smoothed(state.graphs)
+    def _solve(self, state: Observing, graphs: list[Graph]) -> None:
+        graph = smoothed(graphs)
         self.say(f"MemOpt: solving for {len(graph.ops)} ops, {len(graph.saves)} saved tensors")
         frontier = planner.solve(
             graph, limit_seconds=self.config.solver_seconds, say=lambda s: self.say(f"MemOpt:   {s}")
@@ -325,11 +428,24 @@ class Session:
                 budget_nbytes=self.budget_nbytes,
             )
 
+    def _budget(self) -> int | None:
+        """The budget on this device, lowered to what other programs leave of it."""
+        budget = self.config.budget_nbytes(self.device)
+        free = free_nbytes(self.device)
+        if budget is None or free is None or budget <= free:
+            return budget
+        warnings.warn(
+            f"MemOpt: the budget is {budget} bytes ({format_nbytes(budget)}), but other programs leave {free} bytes "
+            f"({format_nbytes(free)}) of {self.device}; planning for those.",
+            stacklevel=2,
+        )
+        return free
+
     def _same_device(self) -> None:
         device = _device_of(self.model)
         if device != self.device:
             self.device = device
-            self.budget_nbytes = self.config.budget_nbytes(device)
+            self.budget_nbytes = self._budget()
             self.buckets.clear()
 
 

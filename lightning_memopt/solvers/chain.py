@@ -2,7 +2,7 @@
 
 `solve(chain, budget)` gives a table of the least extra seconds for every level up to the budget; `minimum_budget` the
 smallest budget, exact in bytes; `simulate` judges any schedule without the solver's code. The mathematics is in
-docs/formulation-chain.md; the source is Beaumont et al., "Optimal checkpointing for heterogeneous chains" (2019).
+docs/formulation.md; the source is Beaumont et al., "Optimal checkpointing for heterogeneous chains" (2019).
 """
 
 from __future__ import annotations

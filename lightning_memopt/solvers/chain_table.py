@@ -7,7 +7,7 @@ stage. Exact, within the bucket, among memory-persistent schedules (a boundary o
 Column m of the table stands for m * bucket + rest bytes, rest = budget mod bucket, so that the last column is the
 budget itself. Sizes are rounded up to buckets: a schedule found fits in bytes.
 
-Three things make it fast (section 'Speed' of docs/formulation-chain.md):
+Three things make it fast (section 'Speed' of docs/formulation.md):
 * stored is E(s,t) = D(s,t) + S[s] (S[s]: seconds of the sweeps before s) unless t is last; then the Checkpoint branch
   is min over s' of E(s',t) + E(s,s'-1), less S[s]: one addition and one minimum per entry, vectors over s' and memory;
 * positions s' that cannot win in a block of columns are left out, and columns where more memory is no help copied;

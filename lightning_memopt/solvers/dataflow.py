@@ -3,7 +3,7 @@
 Input: an observed graph. Output: lives whose simulated peak is below that of the unmodified step, or its own lives.
 No budget and no search: what cannot shrink the footprint is not run again, so the extra seconds stay small.
 Source: Zheng, Vijaykumar, Pekhimenko, *Echo: Compiler-based GPU memory footprint reduction for LSTM RNN training*
-(ISCA 2020), sections IV and V, Algorithm 1. Mathematics and departures from it: docs/formulation-echo.md.
+(ISCA 2020), sections IV and V, Algorithm 1. Mathematics and departures from it: docs/formulation.md.
 
 The *path* is the set of ops to run again. A *feature* is a tensor that backward asks for. What the path reads and does
 not make must be held. Heavy ops are never on the path, but what their gradients read may be rebuilt: the saves say so.

@@ -1,7 +1,7 @@
 """The bytes that running light ops again costs and saves, under removal of ops: what the dataflow analysis stands on.
 
 Input: an observed graph. State: the path (ops to run again) and who on it reads what; bytes are counted once a storage,
-however many ops share it. Source: Echo (ISCA 2020), sections IV-A and V-A; see docs/formulation-echo.md.
+however many ops share it. Source: Echo (ISCA 2020), sections IV-A and V-A; see docs/formulation.md.
 """
 
 from __future__ import annotations

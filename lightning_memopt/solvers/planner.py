@@ -7,6 +7,7 @@ the frontier is monotone by construction: a smaller budget never yields a larger
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -19,11 +20,14 @@ from lightning_memopt.solvers import replay_chain
 from lightning_memopt.solvers.dataflow import echo
 from lightning_memopt.solvers.mincut import Choice, HoldOrReplay
 from lightning_memopt.solvers.rollout import Rollout, keep_all
-from lightning_memopt.solvers.stages import cut, given_tensors
+from lightning_memopt.solvers.stages import COARSE, FINE, cut, given_tensors
 from lightning_memopt.units import format_nbytes
 
 _LEVELS = 160
 """How many levels of the chain programme enter the pool."""
+
+_UNSEEN_NBYTES = 4096
+"""Left free in every budget: scalars that no op makes (a loss read by Python, a counter)."""
 
 Progress = Callable[[str], None]
 
@@ -50,11 +54,11 @@ class Frontier:
 
     @property
     def smallest_bytes(self) -> int:
-        return self.candidates[0].predicted.peak_bytes
+        return self.candidates[0].predicted.peak_bytes + _UNSEEN_NBYTES
 
     def within(self, budget_nbytes: int) -> Candidate:
         """The fastest plan whose predicted peak is within the budget. Raises InfeasibleError naming the smallest budget."""
-        fits = [c for c in self.candidates if c.predicted.peak_bytes <= budget_nbytes]
+        fits = [c for c in self.candidates if c.predicted.peak_bytes + _UNSEEN_NBYTES <= budget_nbytes]
         if not fits:
             raise InfeasibleError(
                 f"No plan of this model fits {budget_nbytes} bytes ({format_nbytes(budget_nbytes)}): the smallest one peaks at "
@@ -105,10 +109,10 @@ def _whole_graph(graph: Graph, hull: Iterable[Choice]) -> Iterator[tuple[str, tu
 
 
 def _chain(graph: Graph, limit: int, say: Progress) -> Iterator[tuple[str, tuple[Life, ...]]]:
-    """Chain plans at many levels, for the stages with and without ambient tensors."""
+    """Chain plans at many levels, for coarse and fine stages, with and without ambient tensors."""
     seen: set[tuple[int, ...]] = set()
-    for span in (0.2, 2.0):
-        stages = cut(graph, given=given_tensors(graph, span))
+    for span, share in itertools.product((0.2, 2.0), (COARSE, FINE)):
+        stages = cut(graph, given=given_tensors(graph, span), share=share)
         key = tuple(s.first for s in stages.spans)
         if key in seen or len(stages.spans) < 2:
             continue

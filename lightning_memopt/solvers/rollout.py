@@ -94,11 +94,15 @@ class Rollout:
             before = graph.tensors[tensor]
             if not instance.outside or (before.born_at == BEFORE and before.freed_at >= instance.last_use):
                 continue
+            op = graph.producers.get(tensor)
+            last_use = instance.last_use
+            if (op is None or not op.recomputable) and graph.points[last_use].kind == "unpack":
+                last_use = graph.last_release  # nothing can make it again, and rebuilds start from it: held to the end
             lives.append(
                 Life(
                     tensor=tensor,
                     born_at=instance.born_at,
-                    freed_at=instance.last_use,
+                    freed_at=last_use,
                     how="replay" if instance.replayed else "original",
                 )
             )

@@ -15,8 +15,8 @@ from lightning_memopt.graph import BEFORE, Graph, Save
 
 _AMBIENT_SPAN = 0.2
 """A tensor read over more than this share of the forward ops, at three places or more, is ambient."""
-_CROSSING_SHARE = 0.34
-"""A cut must be crossed by fewer bytes than this share of what its smaller neighbour saves."""
+COARSE, FINE = 0.34, 1.0
+"""A cut must be crossed by no more bytes than this share of what its smaller neighbour saves."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +94,7 @@ def _crossings(graph: Graph, given: frozenset[int]) -> list[frozenset[int]]:
     return found
 
 
-def cut(graph: Graph, most: int = 64, given: frozenset[int] | None = None) -> Stages:
+def cut(graph: Graph, most: int = 64, given: frozenset[int] | None = None, share: float = COARSE) -> Stages:
     """Cut at most `most` stages. Cuts that a backward out of order, or an overwritten tensor, forbids are left out."""
     given = given_tensors(graph) if given is None else given
     crossings = _crossings(graph, given)
@@ -109,7 +109,7 @@ def cut(graph: Graph, most: int = 64, given: frozenset[int] | None = None) -> St
     for v in saved_by:
         prefix.append(prefix[-1] + v)
     cuts = _minima(graph, crossings, nbytes)
-    cuts = _thin(cuts, nbytes, prefix, most)
+    cuts = _thin(cuts, nbytes, prefix, most, share)
     while True:
         stages = _spans(graph, cuts, crossings, given)
         tangled = [
@@ -149,7 +149,7 @@ def _minima(graph: Graph, crossings: list[frozenset[int]], nbytes: list[int]) ->
     return found
 
 
-def _thin(cuts: list[int], nbytes: list[int], prefix: list[int], most: int) -> list[int]:
+def _thin(cuts: list[int], nbytes: list[int], prefix: list[int], most: int, share: float) -> list[int]:
     """Drop the cut that is crossed by the largest share of its neighbours' saved bytes until all are worth it."""
     cuts = list(cuts)
     while cuts:
@@ -157,7 +157,7 @@ def _thin(cuts: list[int], nbytes: list[int], prefix: list[int], most: int) -> l
         saved = [prefix[b + 1] - prefix[a + 1] for a, b in zip(edges, edges[1:], strict=False)]
         shares = [nbytes[c] / max(1, min(saved[i], saved[i + 1])) for i, c in enumerate(cuts)]
         worst = max(range(len(cuts)), key=shares.__getitem__)
-        if shares[worst] <= _CROSSING_SHARE and len(cuts) < most:
+        if shares[worst] <= share and len(cuts) < most:
             break
         del cuts[worst]
     return cuts

@@ -1,6 +1,8 @@
-"""Lightning strategies: thin adapters that hold a Session."""
+"""Lightning strategies: thin adapters that hold a Session. Importing them makes `strategy="memopt"` known."""
 
 from lightning_memopt.strategies.mixin import MemOptMixin
 from lightning_memopt.strategies.single import MemOptStrategy, register
 
 __all__ = ["MemOptMixin", "MemOptStrategy", "register"]
+
+register()

@@ -51,6 +51,16 @@ class MemOptMixin(abc.ABC):
         with session.round((args, kwargs)) if session is not None else contextlib.nullcontext():
             return super().training_step(*args, **kwargs)  # type: ignore[misc]
 
+    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        session = self.session
+        with session.backward() if session is not None else contextlib.nullcontext():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)  # type: ignore[misc,no-any-return]
+
+    def on_validation_start(self) -> None:
+        if self.session is not None:
+            self.session.evaluating()
+        super().on_validation_start()  # type: ignore[misc]
+
     def optimizer_step(self, optimizer: torch.optim.Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         session = self.session
         if session is None:
@@ -66,7 +76,7 @@ class MemOptMixin(abc.ABC):
         except BaseException:
             session.close()
             raise
-        session.step_ended()
+        session.update_ended(optimizer)
         return result
 
     # -- checkpoints -------------------------------------------------------------------------------

