@@ -98,7 +98,8 @@ class Recorder(TorchDispatchMode):
         return True  # Rule 9: compiled modules stay compiled
 
     def forget(self) -> None:
-        """Drop the map from storages: it must not outlive the forward pass."""
+        """Drop the map from storages and the owner, who may refer to the recorder: the recording is over."""
+        self.__dict__.pop("owner", None)
         self.of_storage.clear()
         while self._addresses:
             torch.UntypedStorage._free_weak_ref(self._addresses.pop())
@@ -204,7 +205,7 @@ class Recorder(TorchDispatchMode):
                     old.value = None  # an alias of the memory that is about to change: its recipe makes the bytes again
                 elif old.read:
                     self.owner.overwrites(old)
-        versions = [t._version for t in targets]
+        before = [(storage_id(t), t._version) for t in targets]
         run = conjugating(func) if rule.conjugates else func
         if observer is None:
             out = run(*args, **kwargs)
@@ -213,13 +214,14 @@ class Recorder(TorchDispatchMode):
             out = run(*args, **kwargs)
             observer.ran()
         if targets and func._name.startswith("aten::_foreach_"):
-            self._moved(targets, versions)
+            self._moved(targets, before)
         if rule.handling == "empty" and self.capturing and isinstance(out, torch.Tensor) and is_plain(out):
             # it reads no bytes: the replay needs the form of the result, not what the form was taken from
             like = {"dtype": out.dtype, "device": out.device}
             call = Call(op, _EMPTY_STRIDED, (out.size(), out.stride()), like, (), False)
             replayable = True
         made = self._outputs(out, call, rule)
+        targets = [t for t, (id, _) in zip(targets, before, strict=True) if storage_id(t) == id]  # `set_` writes no bytes
         mutates = self._mutated(targets, call, rule) if self.capturing else []
         if rule.rewrite is not None:
             mutates = []  # running statistics: written once, by the user's own pass, and no replay reads them
@@ -248,9 +250,9 @@ class Recorder(TorchDispatchMode):
         return found
 
     @staticmethod
-    def _moved(targets: list[torch.Tensor], before: list[int]) -> None:
+    def _moved(targets: list[torch.Tensor], before: list[tuple[int, int]]) -> None:
         """Under a dispatch mode torch does not count the versions of what `_foreach_` ops overwrite."""
-        torch.autograd.graph.increment_version([t for t, v in zip(targets, before, strict=True) if t._version == v])
+        torch.autograd.graph.increment_version([t for t, (_, v) in zip(targets, before, strict=True) if t._version == v])
 
     def _call(
         self,

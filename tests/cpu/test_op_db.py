@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from lightning_memopt.record import rule_of
 from tests.cpu.harness import dropping, same_bits
 
-if importlib.util.find_spec("expecttest") is None:
+if "expecttest" not in sys.modules and importlib.util.find_spec("expecttest") is None:
     # torch's tables import it for their own tests; nothing here uses it
     _stub: Any = types.ModuleType("expecttest")
     _stub.TestCase, _stub.ACCEPT = unittest.TestCase, False
