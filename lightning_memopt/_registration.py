@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.abc
-import importlib.util
 import importlib.machinery
+import importlib.util
 import sys
 from collections.abc import Sequence
 from types import ModuleType

@@ -43,9 +43,7 @@ class MemOptConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.profile_steps, int) or self.profile_steps < 1:
-            raise ConfigError(
-                f"profile_steps is {self.profile_steps!r}; give the number of steps to observe, 1 or more."
-            )
+            raise ConfigError(f"profile_steps is {self.profile_steps!r}; give the number of steps to observe, 1 or more.")
         if not isinstance(self.solver_seconds, (int, float)) or not self.solver_seconds > 0:
             raise ConfigError(f"solver_seconds is {self.solver_seconds!r}; give a time limit above 0 seconds.")
         if not isinstance(self.headroom, int) or isinstance(self.headroom, bool) or self.headroom < 0:

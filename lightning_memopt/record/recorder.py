@@ -14,13 +14,17 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_memopt.record.rules import Rule, may_replay, rule_of, trains_statistics
+from lightning_memopt.record.rules import Rule, is_simple, may_replay, rule_of, trains_statistics
 from lightning_memopt.record.tape import UNKNOWN, UNSHARED, Call, Slot, Tape, View, storage_id
 
 _DETACH = torch.ops.aten.detach.default
 _EMPTY_STRIDED = torch.ops.aten.empty_strided.default
 _COUNTER = torch._C.DispatchKey.ADInplaceOrView
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_NESTING = (list, tuple)
+_NUMBERS = (int, float, bool)
+_STRIDED = torch.strided
+_PURE = Rule("pure")
 
 
 class Observer(Protocol):
@@ -87,6 +91,8 @@ class Recorder(TorchDispatchMode):
         self.next_slot = 0
         self.of_storage: dict[int, Slot] = {}
         self._addresses: list[int] = []
+        self._simple: dict[int, bool] = {}
+        self._atomics_are_fine = torch.are_deterministic_algorithms_enabled()
         self.thread = threading.get_ident()
 
     @classmethod
@@ -177,7 +183,84 @@ class Recorder(TorchDispatchMode):
         return value
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
+        if self.capturing and not kwargs and self.observer is None:
+            simple = self._simple.get(id(func))  # by identity: overloads are singletons, and hash in Python
+            if simple is None:
+                simple = self._simple[id(func)] = is_simple(func) and func is not _DETACH
+            if simple:
+                reads = self._simple_reads(args)
+                if reads is not None:
+                    return self._record_simple(func, args, reads)
+        return self._record(func, args, kwargs or {})
+
+    # -- the hot path: a pure op on tensors whose slots are known and unchanged ---------------------------
+
+    def _simple_reads(self, args: tuple) -> tuple[Slot, ...] | None:
+        """The slots of the tensors among `args`; None where anything about them is out of the ordinary."""
+        slots = self.of_storage
+        reads: list[Slot] = []
+        for a in args:
+            kind = type(a)
+            if kind in _PLAIN:
+                if a.layout is not _STRIDED:
+                    return None
+                slot = slots.get(storage_id(a))
+                if slot is None or slot.version != a._version or slot.exposed or slot.empty:
+                    return None
+                if slot.on_accelerator and not self._atomics_are_fine:
+                    return None
+                if slot not in reads:
+                    reads.append(slot)
+            elif kind in _NESTING:
+                if a and type(a[0]) not in _NUMBERS:
+                    return None
+            elif isinstance(a, torch.Tensor):
+                return None
+        return tuple(reads)
+
+    def _record_simple(self, func: OpOverload, args: tuple, reads: tuple[Slot, ...]) -> Any:
+        """Run and record. As it writes nothing, its arguments may be captured after it ran, and only if it made memory."""
+        op = self.op
+        self.op = op + 1
+        out = func(*args)
+        slots = self.of_storage
+        if type(out) is not torch.Tensor or out.layout is not _STRIDED or out.is_inference():
+            call = self._simple_call(op, func, args, reads)
+            made = self._outputs(out, call, _PURE)
+        elif storage_id(out) in slots:
+            made = []
+        else:
+            call = self._simple_call(op, func, args, reads)
+            slot = Slot(self.next_slot, out)
+            self.next_slot = slot.id + 1
+            slots[storage_id(out)] = self.tape.slots[slot.id] = slot
+            slot.call = call
+            slot.ok = True
+            for s in reads:
+                if not s.ok and s.value is None:
+                    slot.ok = False
+            call.made = ((0, slot.id),)
+            made = [(slot, out)]
+        self.owner.recorded(func, reads, made)
+        return out
+
+    def _simple_call(self, op: int, func: OpOverload, args: tuple, reads: tuple[Slot, ...]) -> Call:
+        slots = self.of_storage
+        held = []
+        for a in args:
+            if type(a) in _PLAIN:
+                slot = slots[storage_id(a)]
+                slot.read = True
+                if slot.value is None and slot.external:
+                    slot.value = a if a.grad_fn is None else detached(a)
+                held.append(View(slot, a))
+            else:
+                held.append(a)
+        return Call(op, func, held, {}, reads, torch.is_grad_enabled())
+
+    # -- everything else --------------------------------------------------------------------------------
+
+    def _record(self, func: OpOverload, args: tuple, kwargs: dict) -> Any:
         observer = self.observer
         rule = rule_of(func)
         if not self.capturing and observer is None:
@@ -316,7 +399,7 @@ class Recorder(TorchDispatchMode):
             else:
                 new.ok = call.repeats and all(s.ok or s.value is not None or s.empty for s in call.reads)
                 new.call = call
-                call.mutates.append((old, new.id))
+                call.mutates = (*call.mutates, (old, new.id))
             if old.handles and not new.ok and new.value is None:
                 new.value = detached(t)  # autograd reads these bytes where the version counter of what it saved does not move
             found.append((old, new, t))
@@ -338,7 +421,7 @@ class Recorder(TorchDispatchMode):
             if call is not None:
                 slot.ok = call.repeats and not slot.empty and all(s.ok or s.value is not None for s in call.reads)
                 slot.call = call
-                call.made.append((index, slot.id))
+                call.made = (*call.made, (index, slot.id))
             else:
                 slot.why = rule.why or "made from what cannot be made again"
             made.append((slot, t))

@@ -8,8 +8,7 @@ the recorder may still meet it; it does not keep its bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,52 +32,30 @@ class Slot:
     `exposed`: its memory was handed out. `plan`: the tensor of the plan's graph that it is, once matched.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "call",
-        "device",
-        "dtype",
-        "empty",
-        "exposed",
-        "external",
-        "handles",
-        "id",
-        "index",
-        "nbytes",
-        "next",
-        "noted",
-        "ok",
-        "plan",
-        "read",
-        "stale",
-        "value",
-        "version",
-        "weak",
-        "why",
-    )
+    # Defaults on the class: a slot is made for every result of every op, and most of them keep most of these.
+    call: Call | None = None
+    index = 0
+    value: torch.Tensor | None = None
+    ok = False
+    empty = False
+    external = False
+    exposed = False
+    read = False
+    stale = False
+    plan: int | None = None
+    handles = 0
+    noted = UNKNOWN
+    next: int | None = None
+    why = ""
 
     def __init__(self, id: int, t: torch.Tensor) -> None:
         storage = t.untyped_storage()
         self.id = id
         self.nbytes = storage.nbytes()
-        self.dtype = t.dtype
-        self.device = t.device
+        self.device = device = t.device
+        self.on_accelerator = device.type != "cpu"
         self.weak: int | None = storage._weak_ref()  # type: ignore[assignment]
-        self.call: Call | None = None
-        self.index = 0
-        self.value: torch.Tensor | None = None
-        self.ok = False
-        self.empty = False
-        self.external = False
-        self.exposed = False
-        self.read = False
-        self.stale = False
-        self.plan: int | None = None
-        self.handles = 0
         self.version = t._version
-        self.noted = UNKNOWN
-        self.next: int | None = None
-        self.why = ""
 
     def alive(self) -> torch.UntypedStorage | None:
         """The storage itself while anybody holds it."""
@@ -103,8 +80,8 @@ class View:
         self.size = t.size()
         self.stride = t.stride()
         self.offset = t.storage_offset()
-        self.dtype = t.dtype
-        self.conj = t.dtype.is_complex and t.is_conj()
+        self.dtype = dtype = t.dtype
+        self.conj = dtype.is_complex and t.is_conj()
         self.neg = t.is_neg()
 
     def on(self, base: torch.Tensor) -> torch.Tensor:
@@ -121,7 +98,6 @@ class View:
         return found
 
 
-@dataclass(slots=True, eq=False)
 class Call:
     """One recorded op: enough to run it again.
 
@@ -130,16 +106,18 @@ class Call:
     gives the same bits; not so for a random op whose state nobody wanted.
     """
 
-    op: int
-    func: OpOverload
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    reads: tuple[Slot, ...]
-    grad: bool
     rng: tuple[torch.Generator | None, torch.Tensor] | None = None
-    made: list[tuple[int, int]] = field(default_factory=list)
-    mutates: list[tuple[Slot, int]] = field(default_factory=list)
-    repeats: bool = True
+    made: tuple[tuple[int, int], ...] = ()
+    mutates: tuple[tuple[Slot, int], ...] = ()
+    repeats = True
+
+    def __init__(self, op: int, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], reads: tuple[Slot, ...], grad: bool) -> None:
+        self.op = op
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+        self.reads = reads
+        self.grad = grad
 
 
 class Tape:

@@ -90,7 +90,7 @@ def missing(slot: Slot) -> bool:
     if intact(slot):
         return False
     if slot.call is None or not slot.ok:
-        what = f"a {slot.dtype} tensor of {slot.nbytes} bytes that a rebuild starts from"
+        what = f"a tensor of {slot.nbytes} bytes that a rebuild starts from"
         raise modified(what, slot.value._version, slot.noted)
     slot.value = None
     return True

@@ -60,7 +60,8 @@ class Program:
     @cached_property
     def frees(self) -> dict[tuple[str, int, int], tuple[int, ...]]:
         points = self.graph.points
-        return {(points[p].kind, points[p].id, points[p].occurrence): tensors for p, tensors in self.schedule.frees.items() if p < len(points)}
+        frees = ((points[p], tensors) for p, tensors in self.schedule.frees.items() if p < len(points))
+        return {(point.kind, point.id, point.occurrence): tensors for point, tensors in frees}
 
     @cached_property
     def births(self) -> dict[int, tuple[int, ...]]:
@@ -133,7 +134,8 @@ class PlannedEngine(Engine):
         if len(inputs) != len(reads) or len(outputs) != len(made):
             return False
         tensors = self.program.graph.tensors
-        for slot, tensor in zip(reads, inputs, strict=True):
+        for i, tensor in enumerate(inputs):
+            slot = reads[i]
             if slot.plan != tensor:
                 if (
                     slot.plan is not None
@@ -144,7 +146,10 @@ class PlannedEngine(Engine):
                     return False
                 slot.plan = tensor
                 self.by_tensor[tensor] = slot
-        return all(slot.nbytes == tensors[tensor].nbytes for (slot, _), tensor in zip(made, outputs, strict=True))
+        for i, tensor in enumerate(outputs):
+            if made[i][0].nbytes != tensors[tensor].nbytes:
+                return False
+        return True
 
     def save_of(self, slot: Slot) -> int:
         saved = self.program.saved

@@ -129,7 +129,7 @@ class Engine:
         raise NotImplementedError
 
     def pack(self, t: torch.Tensor) -> Kept | Handle:
-        recorder = self.recorder
+        recorder = self._recorder
         if recorder is None or not is_plain(t):
             return Kept(t)
         slot = recorder.packs(t)

@@ -125,7 +125,7 @@ class Observation:
         self._ops = len(tracer.ops)
         live = tracer.live_nbytes + engine.rebuilt_nbytes() + self._states_nbytes
         self.peak_nbytes = max(self.peak_nbytes, live)
-        return live + 2 * tracer.largest_nbytes + self._gradients_to_come() - self.limit_nbytes
+        return live + 4 * tracer.largest_nbytes + self._gradients_to_come() - self.limit_nbytes
 
     def _gradients_to_come(self) -> int:
         """Bytes that this backward will add: the gradients of parameters that have none yet."""
@@ -144,8 +144,11 @@ class Observation:
 
     def _end_round(self) -> None:
         if self._round is not None:
-            tracer, _, recorder = self._round
+            tracer, engine, recorder = self._round
             self._round = None
+            # autograd may keep the engine (a second backward, or none); what watched this round must not stay with it
+            engine.events = engine.pressure = None
+            engine.rebuilds = _nothing
             tracer.close()
             recorder.forget()
 
@@ -180,6 +183,10 @@ class Observation:
                 ),
             )
         return graph
+
+
+def _nothing(_: Any) -> None:
+    """For an engine that is no longer watched."""
 
 
 def _modes() -> list[Any]:

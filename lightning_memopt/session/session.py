@@ -236,7 +236,8 @@ class Session:
 
     def _begin_round(self, batch: Any) -> Recording | None:
         self._same_device()
-        signature = (self._part, *signature_of(batch))
+        trained = tuple(p.requires_grad for p in self.model.parameters())  # unfrozen layers save more: another plan
+        signature = (self._part, trained, *signature_of(batch))
         state = self.buckets.get(signature)
         if state is None:
             state = self.buckets[signature] = self._new_state()
@@ -292,8 +293,8 @@ class Session:
             where = f" in {op.scope}" if op is not None and op.scope else ""
             raise PlanMismatchError(
                 f"The plan {self.config.plan} was made for another model (its fingerprint is {state.plan.fingerprint}): at op "
-                f"{at} it expects {planned}{where}, the model ran {name}. Nothing was updated. Remove plan=, or give the plan of "
-                "this model and batch size."
+                f"{at} it expects {planned}{where}, the model ran {name}. Nothing was updated. Remove plan=, or give the plan "
+                "of this model and batch size."
             )
         if not state.deviated:
             state.deviated = True
@@ -348,9 +349,7 @@ class Session:
     def _solve(self, state: Observing, graphs: list[Graph]) -> None:
         graph = smoothed(graphs)
         self.say(f"MemOpt: solving for {len(graph.ops)} ops, {len(graph.saves)} saved tensors")
-        frontier = planner.solve(
-            graph, limit_seconds=self.config.solver_seconds, say=lambda s: self.say(f"MemOpt:   {s}")
-        )
+        frontier = planner.solve(graph, limit_seconds=self.config.solver_seconds, say=lambda s: self.say(f"MemOpt:   {s}"))
         budget = frontier.smallest_bytes if self.budget_nbytes is None else self.budget_nbytes - self.config.headroom
         plan = frontier.plan(budget)  # InfeasibleError goes to the user
         self._replace(state, Running(plan, graph, frontier))
@@ -414,13 +413,10 @@ class Session:
         plan, graph = self.given
         if graph.device != self.device.type:
             raise PlanMismatchError(
-                f"The plan {self.config.plan} was made for {graph.device}, the model is on {self.device.type}. Make a plan there."
+                f"The plan {self.config.plan} was made for {graph.device}, the model is on {self.device.type}. Make a plan "
+                "there."
             )
-        if (
-            self.budget_nbytes is not None
-            and self.config.budget != "auto"
-            and plan.predicted_peak_bytes > self.budget_nbytes
-        ):
+        if self.budget_nbytes is not None and self.config.budget != "auto" and plan.predicted_peak_bytes > self.budget_nbytes:
             raise InfeasibleError(
                 f"The plan {self.config.plan} peaks at {plan.predicted_peak_bytes} bytes, above the budget of "
                 f"{self.budget_nbytes}. Give it that budget, or leave plan= out.",

@@ -54,7 +54,7 @@ class MemOptMixin(abc.ABC):
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         session = self.session
         with session.backward() if session is not None else contextlib.nullcontext():
-            return super().backward(closure_loss, optimizer, *args, **kwargs)  # type: ignore[misc,no-any-return]
+            return super().backward(closure_loss, optimizer, *args, **kwargs)  # type: ignore[misc]
 
     def on_validation_start(self) -> None:
         if self.session is not None:

@@ -66,7 +66,9 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, loss:
     return value.detach()
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[Batch], loss: Loss = loss_of, seed: int = 7) -> list[Tensor]:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, data: list[Batch], loss: Loss = loss_of, seed: int = 7
+) -> list[Tensor]:
     """The losses of a plain loop, and last what the generator draws after it."""
     torch.manual_seed(seed)
     return [*(step(model, optimizer, batch, loss) for batch in data), torch.rand(3)]
@@ -120,7 +122,9 @@ def leaves_nothing(*models: nn.Module) -> Iterator[None]:
     """What is installed in torch and on the models is the same after this block as before it."""
 
     def attributes() -> list[object]:
-        return [(sorted(vars(m)), type(m), dict(m._forward_hooks), dict(m._forward_pre_hooks)) for r in models for m in r.modules()]
+        return [
+            (sorted(vars(m)), type(m), dict(m._forward_hooks), dict(m._forward_pre_hooks)) for r in models for m in r.modules()
+        ]
 
     before = installed(), attributes()
     assert before[0][0] is None and before[0][1] == [], "something was left before"

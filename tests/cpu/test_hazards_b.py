@@ -146,7 +146,7 @@ class Cache(Body):
     """Appends to a cache that it is given."""
 
     def forward(self, x, cache):
-        for i, layer in enumerate(self.layers):
+        for layer in self.layers:
             x = torch.tanh(layer(x))
             cache.append(x)
             x = torch.stack(cache).mean(0).exp().sin()
@@ -192,7 +192,7 @@ def test_b6_transformers_with_use_cache():
 
 class WritesList(Body):
     def forward(self, xs):
-        for i, layer in enumerate(self.layers):
+        for layer in self.layers:
             xs[0] = torch.tanh(layer(xs[0])).exp().sin()  # as HRNet does
         return xs[0]
 

@@ -333,7 +333,7 @@ class Overwrites(torch.autograd.Function):
 
 
 def test_c9_backward_overwrites_what_it_was_given():
-    """EXACT where nobody else needs it, also for rebuilds that start from it; the error of plain autograd where somebody does."""
+    """EXACT where nobody else needs it, also for rebuilds that start from it; else the error of plain autograd."""
 
     def alone(x, w):
         y = (x @ w).exp()

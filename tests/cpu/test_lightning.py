@@ -84,7 +84,9 @@ def memopt(**options: Any) -> MemOptStrategy:
     return MemOptStrategy(**({"budget": "min", "profile_steps": 2, "verbose": False} | options))
 
 
-def fit(strategy: Any, cls: type[Task] = Task, *, resume: Any = None, task: dict[str, Any] | None = None, **options: Any) -> pl.Trainer:
+def fit(
+    strategy: Any, cls: type[Task] = Task, *, resume: Any = None, task: dict[str, Any] | None = None, **options: Any
+) -> pl.Trainer:
     pl.seed_everything(3, verbose=False)
     model = cls(**(task or {}))
     trainer = pl.Trainer(
@@ -111,7 +113,9 @@ def both(cls: type[Task] = Task, **options: Any) -> tuple[pl.Trainer, pl.Trainer
     for one, other in zip(plain.optimizers, planned.optimizers, strict=True):
         for p, q in zip(one.state.values(), other.state.values(), strict=True):
             assert_same({k: torch.as_tensor(v) for k, v in p.items()}, {k: torch.as_tensor(v) for k, v in q.items()})
-    assert {k: v.item() for k, v in plain.callback_metrics.items()} == {k: v.item() for k, v in planned.callback_metrics.items()}
+    assert {k: v.item() for k, v in plain.callback_metrics.items()} == {
+        k: v.item() for k, v in planned.callback_metrics.items()
+    }
     return plain, planned
 
 

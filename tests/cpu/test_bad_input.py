@@ -1,0 +1,182 @@
+"""Bad input at the fronts: refused before the first forward, with what was wrong, the numbers, and what to do."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from lightning_memopt import MemOptConfig, MemOptStrategy, Session, optimize
+from lightning_memopt.config import device_nbytes
+from lightning_memopt.errors import BudgetError, ConfigError, InfeasibleError, MemOptError, PlanFileError
+from lightning_memopt.session.session import _device_of
+from tests.cpu.loops import batches, installed, sgd, small, train
+
+
+class Untouched(nn.Module):
+    """A model that must not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = small()
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise AssertionError("the forward ran")
+
+
+def by_block(**options: Any) -> None:
+    model = Untouched()
+    with optimize(model, sgd(model), **options):
+        raise AssertionError("the block was entered")
+
+
+def by_strategy(**options: Any) -> None:
+    """What the Trainer does before the first forward: make the strategy, and open the session in its `setup`."""
+    config = MemOptStrategy(**options).memopt_config
+    model = Untouched()
+    Session(model, [sgd(model)], config)
+
+
+FRONTS = pytest.mark.parametrize("front", [by_block, by_strategy], ids=["optimize", "strategy"])
+Front = Callable[..., None]
+
+
+@FRONTS
+@pytest.mark.parametrize("budget", ["lots", "8 Gib/s", "", "-8GiB", 0, 1.01, float("inf"), "0%", None, False, {"bytes": 1}])
+def test_unreadable_budget(front: Front, budget: Any) -> None:
+    """A budget that is no amount of bytes is refused before the first forward; the message shows how to write one."""
+    with pytest.raises(BudgetError) as caught:
+        front(budget=budget)
+    assert isinstance(caught.value, (MemOptError, ValueError)) and "GiB" in str(caught.value)
+
+
+@FRONTS
+def test_budget_above_the_device(front: Front) -> None:
+    """A budget above the device is refused before the first forward, and the message has both numbers."""
+    device = device_nbytes(_device_of(small()))
+    with pytest.raises(BudgetError, match=rf"{device + 1} bytes.*{device} bytes"):
+        front(budget=device + 1)
+
+
+@FRONTS
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"profile_steps": 0},
+        {"profile_steps": "3"},
+        {"solver_seconds": 0},
+        {"solver_seconds": float("nan")},
+        {"solver_seconds": "soon"},
+        {"headroom": -1},
+        {"headroom": 0.5},
+        {"headroom": True},
+        {"on_exceed": "ignore"},
+    ],
+    ids=str,
+)
+def test_bad_options(front: Front, options: dict[str, Any]) -> None:
+    """An option with a value that is not accepted is refused by name."""
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        front(budget="min", **options)
+
+
+def test_budget_words() -> None:
+    """'min' and 'auto' are read like units: in any case."""
+    assert MemOptConfig(budget=" MIN ").budget_nbytes(_device_of(small())) is None
+    assert MemOptConfig(budget="Auto").budget_nbytes(_device_of(small())) == device_nbytes(_device_of(small())) * 9 // 10
+
+
+def test_no_plan_to_save(tmp_path: Path) -> None:
+    """Saving a plan before there is one says when there will be."""
+    model = small()
+    with pytest.raises(ConfigError, match="after the observed steps"), optimize(model, sgd(model), verbose=False) as run:
+        run.session.save_plan(str(tmp_path / "plan.json"))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A good plan file's text."""
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    model = small(depth=2)
+    with optimize(model, o := sgd(model), budget="min", verbose=False, profile_steps=1) as run:
+        train(model, o, batches(2))
+        run.session.save_plan(str(path))
+    return path.read_text()
+
+
+def _out_of_range(text: str) -> str:
+    """The same plan with a tensor id that its graph does not have, in its first list of ids that has room for one."""
+    found = json.loads(text)
+
+    def spoil(value: Any, key: str = "") -> bool:
+        if isinstance(value, dict):
+            return any(spoil(v, k) for k, v in value.items())
+        if isinstance(value, list) and value and key in ("tensor", "tensors") and all(type(v) is int for v in value):
+            value[0] = 10**6
+            return True
+        return False
+
+    assert spoil(found.get("plan", found)) or spoil(found)
+    return json.dumps(found)
+
+
+def _unknown_schema(text: str) -> str:
+    found = json.loads(text)
+    key = next(k for k in found if "schema" in k or "version" in k or k == "format")
+    found[key] = 999 if isinstance(found[key], int) else "something/999"
+    return json.dumps(found)
+
+
+SPOILED: dict[str, Callable[[str], str]] = {
+    "not JSON": lambda _: "budget: 8GiB\n",
+    "truncated": lambda text: text[: len(text) // 2],
+    "empty": lambda _: "",
+    "unknown schema": _unknown_schema,
+    "ids out of range": _out_of_range,
+    "a list": lambda text: f"[{text}]",
+}
+
+
+@FRONTS
+@pytest.mark.parametrize("how", SPOILED)
+def test_bad_plan_file(front: Front, how: str, text: str, tmp_path: Path) -> None:
+    """A plan file that is not one is refused before the first forward; the message names the file."""
+    path = tmp_path / "plan.json"
+    path.write_text(SPOILED[how](text))
+    with pytest.raises(PlanFileError, match=r"plan\.json"):
+        front(budget="auto", plan=path)
+    assert installed()[:2] == [None, []]
+
+
+@FRONTS
+def test_missing_plan_file(front: Front, tmp_path: Path) -> None:
+    """A plan file that is not there is refused before the first forward, by name."""
+    with pytest.raises(PlanFileError, match="nothing-here.json"):
+        front(budget="auto", plan=tmp_path / "nothing-here.json")
+
+
+@FRONTS
+def test_plan_above_the_budget(front: Front, text: str, tmp_path: Path) -> None:
+    """A plan that peaks above the budget is refused before the first forward; the message has both numbers."""
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(InfeasibleError, match="1000") as caught:
+        front(budget=1000, plan=path)
+    assert caught.value.smallest_nbytes is not None
+    assert re.search(rf"\b{caught.value.smallest_nbytes}\b", str(caught.value))
+
+
+def test_infeasible_then_the_smallest() -> None:
+    """A budget below the smallest plan names the smallest; that budget then works."""
+    model = small()
+    with pytest.raises(InfeasibleError) as caught, optimize(model, o := sgd(model), budget="20kB", verbose=False):
+        train(model, o, batches(4))
+    model = small()
+    with optimize(model, o := sgd(model), budget=caught.value.smallest_nbytes * 21 // 20, verbose=False) as run:
+        train(model, o, batches(5))
+        assert run.plan is not None and "budget" in run.report()
