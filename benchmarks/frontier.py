@@ -3,7 +3,8 @@
     python benchmarks/frontier.py [gpt2] [llama] [resnet50] [--rounds 5] [--compile]
 
 Per point: peak of the step by the allocator (MiB above resident), extra FLOPs, rebuilt bytes, median of paired and interleaved
-step-time ratios against the unmodified step, and whether loss, gradients, buffers and the generator's state are bit-equal to the
+step-time ratios against the unmodified step, and whether loss, gradients, buffers and the generator's state are bit-equal to
+the
 unmodified step's. Writes benchmarks/results/frontier.json and .png.
 """
 
@@ -49,7 +50,9 @@ class _Bytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        inside = {t.untyped_storage()._cdata for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        inside = {
+            t.untyped_storage()._cdata for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
+        }
         for t in torch.utils._pytree.tree_leaves(out):
             if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in inside:
                 self.nbytes += t.untyped_storage().nbytes()
@@ -172,9 +175,13 @@ def run(name: str, rounds: int, with_compile: bool) -> dict[str, Any]:
     resident = resident_nbytes(graph)
     activations = frontier.unmodified_peak_bytes - resident
     share = activations / frontier.unmodified_peak_bytes
-    print(f"\n{name}: unmodified {unmodified:.1f} MiB above resident ({100 * share:.0f} % of the peak), {len(graph.ops)} ops, "
-          f"{len(frontier.candidates)} plans in {frontier.seconds:.1f} s")
-    points: dict[str, dict[str, Any]] = {"unmodified": {"peak_mib": unmodified, "extra_flops": 0.0, "rebuilt_mib": 0.0, "equal": True}}
+    print(
+        f"\n{name}: unmodified {unmodified:.1f} MiB above resident ({100 * share:.0f} % of the peak), {len(graph.ops)} ops, "
+        f"{len(frontier.candidates)} plans in {frontier.seconds:.1f} s"
+    )
+    points: dict[str, dict[str, Any]] = {
+        "unmodified": {"peak_mib": unmodified, "extra_flops": 0.0, "rebuilt_mib": 0.0, "equal": True}
+    }
     forwards: dict[str, Callable[[], Any] | None] = {"unmodified": None}
     contexts: dict[str, Callable[[], Any]] = {}
     with bench.per_block():
@@ -184,8 +191,12 @@ def run(name: str, rounds: int, with_compile: bool) -> dict[str, Any]:
         with _Bytes() as block_made:
             bench.step()
         bench.step()
-        points["per block"] = {"peak_mib": bench.peak(), "extra_flops": counter.get_total_flops() / flops - 1,
-                               "rebuilt_mib": (block_made.nbytes - made.nbytes) / MIB, "equal": _equal(reference, bench.outcome())}
+        points["per block"] = {
+            "peak_mib": bench.peak(),
+            "extra_flops": counter.get_total_flops() / flops - 1,
+            "rebuilt_mib": (block_made.nbytes - made.nbytes) / MIB,
+            "equal": _equal(reference, bench.outcome()),
+        }
     contexts["per block"] = bench.per_block
     forwards["per block"] = None
     budgets = [(f"ours f={f}", int(resident + f * activations)) for f in SHARES]
@@ -202,11 +213,18 @@ def run(name: str, rounds: int, with_compile: bool) -> dict[str, Any]:
         got = bench.step(forward)
         equal = torch.equal(loss, got) and _equal(reference, bench.outcome())
         points[label] = {
-            "budget_mib": (budget - resident) / MIB, "predicted_mib": (plan.predicted_peak_bytes - resident) / MIB,
-            "peak_mib": bench.peak(forward), "equal": equal, "extra_flops": plan.predicted.extra_flops / flops,
-            "rebuilt_mib": plan.predicted.rebuilt_bytes / MIB, "predicted_ratio": 1 + plan.predicted.extra_seconds / graph.step_seconds,
-            "bound_ratio": 1 + plan.lower_bound_seconds / graph.step_seconds, "solver": plan.solver,
-            "within_budget": None, "prediction_error": None}
+            "budget_mib": (budget - resident) / MIB,
+            "predicted_mib": (plan.predicted_peak_bytes - resident) / MIB,
+            "peak_mib": bench.peak(forward),
+            "equal": equal,
+            "extra_flops": plan.predicted.extra_flops / flops,
+            "rebuilt_mib": plan.predicted.rebuilt_bytes / MIB,
+            "predicted_ratio": 1 + plan.predicted.extra_seconds / graph.step_seconds,
+            "bound_ratio": 1 + plan.lower_bound_seconds / graph.step_seconds,
+            "solver": plan.solver,
+            "within_budget": None,
+            "prediction_error": None,
+        }
         point = points[label]
         point["within_budget"] = point["peak_mib"] <= point["budget_mib"]
         point["prediction_error"] = (point["peak_mib"] + resident / MIB) / (point["predicted_mib"] + resident / MIB) - 1
@@ -217,8 +235,11 @@ def run(name: str, rounds: int, with_compile: bool) -> dict[str, Any]:
             forward, counted = _compiled(bench, budget)
             try:
                 bench.step(forward)
-                points[label] = {"peak_mib": bench.peak(forward), "extra_flops": counted["total"] / flops - 1,
-                                 "equal": _equal(reference, (bench.step(forward), bench.outcome())[1])}
+                points[label] = {
+                    "peak_mib": bench.peak(forward),
+                    "extra_flops": counted["total"] / flops - 1,
+                    "equal": _equal(reference, (bench.step(forward), bench.outcome())[1]),
+                }
                 ratios = _times(bench, {"unmodified": None, label: forward}, {}, rounds)
                 points[label]["time_ratio"] = ratios[label]
             except Exception as error:  # a peer that fails is a result too
@@ -227,10 +248,23 @@ def run(name: str, rounds: int, with_compile: bool) -> dict[str, Any]:
         points[label]["time_ratio"] = ratio
     for label, point in points.items():
         print(f"  {label:24} " + "  ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in point.items()))
-    rows = [{"peak_mib": (c.predicted.peak_bytes - resident) / MIB, "extra_flops": c.predicted.extra_flops / flops,
-             "extra_ratio": c.predicted.extra_seconds / graph.step_seconds} for c in frontier.candidates]
-    return {"resident_mib": resident / MIB, "activation_share": share, "step_flops": flops, "points": points, "frontier": rows,
-            "solve_seconds": frontier.seconds, "ops": len(graph.ops)}
+    rows = [
+        {
+            "peak_mib": (c.predicted.peak_bytes - resident) / MIB,
+            "extra_flops": c.predicted.extra_flops / flops,
+            "extra_ratio": c.predicted.extra_seconds / graph.step_seconds,
+        }
+        for c in frontier.candidates
+    ]
+    return {
+        "resident_mib": resident / MIB,
+        "activation_share": share,
+        "step_flops": flops,
+        "points": points,
+        "frontier": rows,
+        "solve_seconds": frontier.seconds,
+        "ops": len(graph.ops),
+    }
 
 
 def _times(bench: Bench, forwards: dict[str, Any], contexts: dict[str, Any], rounds: int) -> dict[str, float]:
@@ -256,7 +290,9 @@ def plot(results: dict[str, Any], path: Path) -> None:
 
     figure, axes = plt.subplots(2, len(results), figsize=(5.2 * len(results), 8), squeeze=False)
     for column, (name, result) in enumerate(results.items()):
-        for row, (key, label) in enumerate((("time_ratio", "step time / unmodified"), ("extra_flops", "extra FLOPs / step FLOPs"))):
+        for row, (key, label) in enumerate(
+            (("time_ratio", "step time / unmodified"), ("extra_flops", "extra FLOPs / step FLOPs"))
+        ):
             ax = axes[row][column]
             groups = {"ours": "o-", "per block": "s", "torch budget": "^", "unmodified": "k*"}
             for group, style in groups.items():

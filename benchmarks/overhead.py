@@ -74,13 +74,17 @@ def main() -> None:
         return context
 
     @contextlib.contextmanager
-    def empty_and_hooks():  # noqa: ANN202
+    def empty_and_hooks():
         with saved_tensors_hooks(lambda t: t.detach(), lambda t: t), Empty():
             yield
 
     variants: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
-        "eager": contextlib.nullcontext, "empty mode": Empty, "empty mode + detaching hooks": empty_and_hooks,
-        "planned, nothing dropped": planned(keep.lives), "planned, all dropped": planned(drop.lives)}
+        "eager": contextlib.nullcontext,
+        "empty mode": Empty,
+        "empty mode + detaching hooks": empty_and_hooks,
+        "planned, nothing dropped": planned(keep.lives),
+        "planned, all dropped": planned(drop.lives),
+    }
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(60):
         for name, context in variants.items():
@@ -95,7 +99,9 @@ def main() -> None:
     table = {name: 1e6 * (statistics.median(s) - eager) / ops for name, s in seconds.items()}
     reference = table["empty mode + detaching hooks"]
     for name, over in table.items():
-        print(f"{name:32} {over:6.2f} us an op over eager ({1e6 * eager / ops:.2f} us)   x{over / reference:.2f} of mode + hooks")
+        print(
+            f"{name:32} {over:6.2f} us an op over eager ({1e6 * eager / ops:.2f} us)   x{over / reference:.2f} of mode + hooks"
+        )
     results = Path(__file__).parent / "results"
     results.mkdir(exist_ok=True)
     (results / "overhead.json").write_text(json.dumps({"eager_us": 1e6 * eager / ops, "over_eager_us": table}, indent=1) + "\n")

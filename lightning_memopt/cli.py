@@ -28,8 +28,10 @@ def _demo(args: argparse.Namespace) -> int:
 def _factory(spec: str) -> Any:
     module, colon, name = spec.partition(":")
     if not colon:
-        raise ConfigError(f"{spec!r} is neither a file nor package.module:function. The function returns (model, optimizer, "
-                          "step), and step() runs one whole training step.")
+        raise ConfigError(
+            f"{spec!r} is neither a file nor package.module:function. The function returns (model, optimizer, "
+            "step), and step() runs one whole training step."
+        )
     sys.path.insert(0, "")
     try:
         return getattr(importlib.import_module(module), name)
@@ -50,16 +52,19 @@ def _plan(args: argparse.Namespace) -> int:
         with optimize(model, optimizer, budget="min", profile_steps=2, verbose=False) as run:
             for _ in range(3):
                 step()
-            if run.plan is None:
+            frontier = run.session.frontier
+            if frontier is None:
                 raise ConfigError(f"{args.source}: three steps gave no plan. {run.report()}")
-            graph = run.session.main.program.graph
+            graph = frontier.graph
     frontier = planner.solve(graph, limit_seconds=args.solver_seconds, say=lambda s: print(s, file=sys.stderr))
     budget = frontier.smallest_bytes if args.budget == "min" else parse_budget(args.budget, args.device_nbytes or _NO_DEVICE)
     plan = frontier.plan(budget)
     write_plan(args.output, plan, graph)
-    print(f"{args.output}: predicted peak {format_nbytes(plan.predicted_peak_bytes)} of {format_nbytes(budget)}, "
-          f"unmodified {format_nbytes(plan.unmodified_peak_bytes)}, {1e3 * plan.predicted.extra_seconds:.1f} ms extra a step "
-          f"(lower bound {1e3 * plan.lower_bound_seconds:.1f} ms), by {plan.solver}")
+    print(
+        f"{args.output}: predicted peak {format_nbytes(plan.predicted_peak_bytes)} of {format_nbytes(budget)}, "
+        f"unmodified {format_nbytes(plan.unmodified_peak_bytes)}, {1e3 * plan.predicted.extra_seconds:.1f} ms extra a step "
+        f"(lower bound {1e3 * plan.lower_bound_seconds:.1f} ms), by {plan.solver}"
+    )
     return 0
 
 
@@ -82,13 +87,28 @@ def _chain(args: argparse.Namespace) -> int:
         raise InfeasibleError(
             f"{args.chain}: no schedule fits {budget} bytes; the smallest budget that does is "
             f"{result.smallest_budget_nbytes} bytes. Use --budget {result.smallest_budget_nbytes}.",
-            smallest_nbytes=result.smallest_budget_nbytes, budget_nbytes=budget)
-    report = {"status": result.status.name, "total_seconds": result.total_seconds, "peak_bytes": result.peak_nbytes,
-              "budget_bytes": budget, "bucket_bytes": result.bucket_nbytes, "solve_seconds": result.solve_seconds,
-              "smallest_budget_bytes": result.smallest_budget_nbytes}
+            smallest_nbytes=result.smallest_budget_nbytes,
+            budget_nbytes=budget,
+        )
+    report = {
+        "status": result.status.name,
+        "total_seconds": result.total_seconds,
+        "peak_bytes": result.peak_nbytes,
+        "budget_bytes": budget,
+        "bucket_bytes": result.bucket_nbytes,
+        "solve_seconds": result.solve_seconds,
+        "smallest_budget_bytes": result.smallest_budget_nbytes,
+    }
     if args.output:
-        jsonio.write(args.output, {"format": "lightning_memopt.chain_plan", "schema": 1, **report,
-                                   "operations": [list(op) for op in result.operations]})
+        jsonio.write(
+            args.output,
+            {
+                "format": "lightning_memopt.chain_plan",
+                "schema": 1,
+                **report,
+                "operations": [list(op) for op in result.operations],
+            },
+        )
     print(json.dumps(report))
     return 0
 
@@ -102,8 +122,10 @@ def parser() -> argparse.ArgumentParser:
     demo.add_argument("--quick", action="store_true", help="a few steps only")
     demo.set_defaults(run=_demo)
     plan = commands.add_parser("plan", help="plan a model, or a recorded step again for another budget")
-    plan.add_argument("source", help="a plan file (its recorded step is planned again), or package.module:function returning "
-                                     "(model, optimizer, step)")
+    plan.add_argument(
+        "source",
+        help="a plan file (its recorded step is planned again), or package.module:function returning (model, optimizer, step)",
+    )
     plan.add_argument("--budget", required=True, help="8GiB, 80%%, bytes, or min")
     plan.add_argument("--device-nbytes", type=int, default=None, help="what the device has, for budgets given as a share")
     plan.add_argument("--solver-seconds", type=float, default=30.0)

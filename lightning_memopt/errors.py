@@ -18,9 +18,7 @@ class BudgetError(MemOptError, ValueError):
 class InfeasibleError(MemOptError):
     """No plan fits the budget; `smallest_nbytes` is the smallest budget that would do (None if not known)."""
 
-    def __init__(
-        self, message: str, *, smallest_nbytes: int | None = None, budget_nbytes: int | None = None
-    ) -> None:
+    def __init__(self, message: str, *, smallest_nbytes: int | None = None, budget_nbytes: int | None = None) -> None:
         super().__init__(message)
         self.smallest_nbytes = smallest_nbytes
         self.budget_nbytes = budget_nbytes

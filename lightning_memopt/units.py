@@ -22,9 +22,7 @@ Budget = int
 AUTO_FRACTION = Fraction(9, 10)
 """The share of the device that `"auto"` means."""
 
-ACCEPTED = (
-    "write '8GiB' (2^30-based), '8GB' (10^9-based), '80%' or 0.8 (of the device), a whole number of bytes, or 'auto'"
-)
+ACCEPTED = "write '8GiB' (2^30-based), '8GB' (10^9-based), '80%' or 0.8 (of the device), a whole number of bytes, or 'auto'"
 
 _UNIT_NBYTES = {"b": 1}
 _UNIT_NBYTES |= {f"{letter}ib": 1 << (10 * power) for power, letter in enumerate("kmgt", start=1)}

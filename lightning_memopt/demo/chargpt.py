@@ -131,9 +131,7 @@ class Block(nn.Module):
         self.norm_attention, self.norm_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.dropout = nn.Dropout(dropout)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
-        )
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout))
 
     def attend(self, x: Tensor) -> Tensor:
         """Multi-head causal self-attention, `[batch, time, width]` to the same."""
@@ -154,9 +152,7 @@ class CharGPT(nn.Module):
         self.token = nn.Embedding(VOCABULARY_SIZE, settings.width)
         self.position = nn.Embedding(settings.context, settings.width)
         self.dropout = nn.Dropout(settings.dropout)
-        self.blocks = nn.Sequential(
-            *(Block(settings.width, settings.heads, settings.dropout) for _ in range(settings.layers))
-        )
+        self.blocks = nn.Sequential(*(Block(settings.width, settings.heads, settings.dropout) for _ in range(settings.layers)))
         self.norm = nn.LayerNorm(settings.width)
         self.head = nn.Linear(settings.width, VOCABULARY_SIZE, bias=False)
         self.apply(self._initialise)
@@ -202,9 +198,7 @@ def make_optimizer(model: nn.Module, settings: CharGPTSettings) -> torch.optim.O
 
 def build(seed: int, settings: CharGPTSettings = FULL) -> Workload:
     """Model, optimizer factory and loaders, all fixed by `seed`. Dropout draws from torch's global generator."""
-    return Workload(
-        build_model(seed, settings), lambda model: make_optimizer(model, settings), *loaders(settings, seed)
-    )
+    return Workload(build_model(seed, settings), lambda model: make_optimizer(model, settings), *loaders(settings, seed))
 
 
 def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -105,9 +105,7 @@ class SmallResNet(nn.Module):
     def __init__(self, settings: DigitsSettings) -> None:
         super().__init__()
         first = settings.widths[0]
-        self.stem = nn.Sequential(
-            nn.Conv2d(1, first, 3, padding=1, bias=False), nn.BatchNorm2d(first), nn.ReLU(inplace=True)
-        )
+        self.stem = nn.Sequential(nn.Conv2d(1, first, 3, padding=1, bias=False), nn.BatchNorm2d(first), nn.ReLU(inplace=True))
         blocks: list[nn.Module] = []
         c_in = first
         for stage, width in enumerate(settings.widths):
@@ -147,9 +145,7 @@ def make_optimizer(model: nn.Module, settings: DigitsSettings) -> torch.optim.Op
 
 def build(seed: int, settings: DigitsSettings = FULL) -> Workload:
     """Model, optimizer factory and loaders, all fixed by `seed`."""
-    return Workload(
-        build_model(seed, settings), lambda model: make_optimizer(model, settings), *loaders(settings, seed)
-    )
+    return Workload(build_model(seed, settings), lambda model: make_optimizer(model, settings), *loaders(settings, seed))
 
 
 def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_memopt.demo import chargpt, digits
+from lightning_memopt.errors import ConfigError
 from lightning_memopt.report.table import summary
 from lightning_memopt.session.buckets import Running
 from lightning_memopt.strategies import MemOptStrategy
@@ -64,18 +65,30 @@ def _fit(workload: Any, settings: Any, strategy: Any, **limits: Any) -> tuple[pl
     module, data = workload(settings)
     torch.manual_seed(0)
     log = _Log()
-    trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, logger=False, enable_checkpointing=False,
-                         enable_progress_bar=False, enable_model_summary=False, callbacks=[log], num_sanity_val_steps=0, **limits)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=strategy,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[log],
+        num_sanity_val_steps=0,
+        **limits,
+    )
     trainer.fit(module, datamodule=data)
     return trainer, log
 
 
-def _train(name: str, workload: Any, settings: Any, budget: str, limits: dict[str, Any], folder: Path, console: Console) -> Outcome:
+def _train(
+    name: str, workload: Any, settings: Any, budget: str, limits: dict[str, Any], folder: Path, console: Console
+) -> Outcome:
     console.print(f"\n[bold]{name}[/bold]: {_PLAIN_STEPS} plain steps, then the whole training within {budget}")
     began = time.perf_counter()
     _, plain = _fit(workload, settings, "auto", max_steps=_PLAIN_STEPS, limit_val_batches=0)
     strategy = MemOptStrategy(budget=budget)
-    sessions = []
+    sessions: list[Any] = []
     opened = strategy.setup
 
     def setup(trainer: Any) -> None:
@@ -87,19 +100,25 @@ def _train(name: str, workload: Any, settings: Any, budget: str, limits: dict[st
     session = sessions[-1]
     state = session.main
     if not isinstance(state, Running):
-        raise RuntimeError(summary(session))
+        raise ConfigError(summary(session))
     session.save_plan(str(folder / ("plan.json" if name == "chargpt" else f"plan-{name}.json")))
     warm = 4
     return Outcome(
-        name=name, budget=budget, budget_bytes=session.budget_nbytes,
-        predicted_peak_bytes=state.plan.predicted_peak_bytes, measured_peak_bytes=state.measured_bytes,
+        name=name,
+        budget=budget,
+        budget_bytes=session.budget_nbytes,
+        predicted_peak_bytes=state.plan.predicted_peak_bytes,
+        measured_peak_bytes=state.measured_bytes,
         unmodified_peak_bytes=state.plan.unmodified_peak_bytes,
-        step_time_ratio=statistics.median(log.seconds[warm + 4:]) / statistics.median(plain.seconds[warm:]),
+        step_time_ratio=statistics.median(log.seconds[warm + 4 :]) / statistics.median(plain.seconds[warm:]),
         extra_seconds_predicted=state.plan.predicted.extra_seconds,
         losses_identical=log.losses[:_PLAIN_STEPS] == plain.losses,
-        loss_first=statistics.fmean(log.losses[:10]), loss_last=statistics.fmean(log.losses[-10:]),
-        held_out_accuracy=float(trainer.callback_metrics["val_acc"]), held_out_loss=float(trainer.callback_metrics["val_loss"]),
-        seconds=time.perf_counter() - began)
+        loss_first=statistics.fmean(log.losses[:10]),
+        loss_last=statistics.fmean(log.losses[-10:]),
+        held_out_accuracy=float(trainer.callback_metrics["val_acc"]),
+        held_out_loss=float(trainer.callback_metrics["val_loss"]),
+        seconds=time.perf_counter() - began,
+    )
 
 
 def run(folder: Path, quick: bool = False) -> list[Outcome]:
@@ -110,21 +129,39 @@ def run(folder: Path, quick: bool = False) -> list[Outcome]:
     if quick:
         resnet, gpt = digits.DigitsSettings(epochs=2), chargpt.CharGPTSettings(steps=16)
     outcomes = [
-        _train("digits", lambda s: (digits.DigitsTask(s), digits.DigitsData(s)), resnet, "36MiB",
-               {"max_epochs": resnet.epochs}, folder, console),
-        _train("chargpt", lambda s: (chargpt.CharGPTTask(s), chargpt.TextData(s)), gpt, "64MiB",
-               {"max_steps": gpt.steps, "val_check_interval": gpt.steps}, folder, console),
+        _train(
+            "digits",
+            lambda s: (digits.DigitsTask(s), digits.DigitsData(s)),
+            resnet,
+            "36MiB",
+            {"max_epochs": resnet.epochs},
+            folder,
+            console,
+        ),
+        _train(
+            "chargpt",
+            lambda s: (chargpt.CharGPTTask(s), chargpt.TextData(s)),
+            gpt,
+            "64MiB",
+            {"max_steps": gpt.steps, "val_check_interval": gpt.steps},
+            folder,
+            console,
+        ),
     ]
     table = Table(title="MemOpt demo")
     for column in ("", *(o.name for o in outcomes)):
         table.add_column(column)
     table.add_row("budget", *(o.budget for o in outcomes))
     table.add_row("predicted peak", *(format_nbytes(o.predicted_peak_bytes) for o in outcomes))
-    table.add_row("measured peak", *("not measured" if o.measured_peak_bytes is None else format_nbytes(o.measured_peak_bytes)
-                                     for o in outcomes))
+    table.add_row(
+        "measured peak",
+        *("not measured" if o.measured_peak_bytes is None else format_nbytes(o.measured_peak_bytes) for o in outcomes),
+    )
     table.add_row("unmodified peak", *(format_nbytes(o.unmodified_peak_bytes) for o in outcomes))
     table.add_row("step time against plain", *(f"x{o.step_time_ratio:.2f}" for o in outcomes))
-    table.add_row(f"first {_PLAIN_STEPS} losses", *("identical to the plain run" if o.losses_identical else "DIFFER" for o in outcomes))
+    table.add_row(
+        f"first {_PLAIN_STEPS} losses", *("identical to the plain run" if o.losses_identical else "DIFFER" for o in outcomes)
+    )
     table.add_row("training loss", *(f"{o.loss_first:.3f} -> {o.loss_last:.3f}" for o in outcomes))
     table.add_row("held-out accuracy", *(f"{100 * o.held_out_accuracy:.1f} %" for o in outcomes))
     console.print(table)

@@ -157,9 +157,7 @@ def graph_from_json(obj: object) -> Graph:
             )
         ),
         tensors=tuple(
-            Tensor(
-                id=i, name=texts[name], nbytes=nbytes, kind=kind, storage=storage, born_at=born_at, freed_at=freed_at
-            )
+            Tensor(id=i, name=texts[name], nbytes=nbytes, kind=kind, storage=storage, born_at=born_at, freed_at=freed_at)
             for i, (name, nbytes, kind, storage, born_at, freed_at) in enumerate(
                 zip(
                     tensors.ints("name", n_tensors, 0, len(texts) - 1),

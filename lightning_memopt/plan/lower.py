@@ -113,9 +113,7 @@ def segment(graph: Graph, point: int, births: Iterable[int], resident: Residency
                 steps.append(Free(source))
         # a second copy of what is in memory already, or an output that nobody here reads
         steps.extend(
-            Free(out)
-            for out in op.outputs
-            if out not in targets and (last_use.get(out, -1) <= i or resident(out, point))
+            Free(out) for out in op.outputs if out not in targets and (last_use.get(out, -1) <= i or resident(out, point))
         )
     return tuple(steps)
 

@@ -49,9 +49,7 @@ def simulate(
     for replayed in schedule.replayed:  # generator states are kept as long as autograd holds anything
         levels.add(graph.ops[replayed].at - first_point, graph.last_release - first_point, graph.ops[replayed].state_nbytes)
     end = last_point + 1
-    nbytes = [
-        b + e + more for b, e, more in zip(base[first_point:end], extra[first_point:end], levels.levels(), strict=True)
-    ]
+    nbytes = [b + e + more for b, e, more in zip(base[first_point:end], extra[first_point:end], levels.levels(), strict=True)]
     seconds, flops, rebuilt, count = 0.0, 0, 0, 0
     born_here: dict[int, int] = {}
     for life in lives:

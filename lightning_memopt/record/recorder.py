@@ -274,9 +274,7 @@ class Recorder(TorchDispatchMode):
         held_args = [self._capture(a, reads, plain) for a in args]
         held_kwargs = {k: self._capture(v, reads, plain) for k, v in kwargs.items()} if kwargs else {}
         targets = self._targets(func, rule, args, kwargs)
-        replayable = (
-            self.capturing and plain[0] and rule.handling != "opaque" and may_replay(func, _device(reads, kwargs))
-        )
+        replayable = self.capturing and plain[0] and rule.handling != "opaque" and may_replay(func, _device(reads, kwargs))
         call = None
         if replayable and rule.handling != "empty":
             call = self._call(op, func, rule, args, kwargs, tuple(held_args), held_kwargs, reads, targets)
@@ -377,9 +375,7 @@ class Recorder(TorchDispatchMode):
                 call.rng = (generator, _state(generator, _device(reads, kwargs)))
         return call
 
-    def _mutated(
-        self, targets: list[torch.Tensor], call: Call | None, rule: Rule
-    ) -> list[tuple[Slot, Slot, torch.Tensor]]:
+    def _mutated(self, targets: list[torch.Tensor], call: Call | None, rule: Rule) -> list[tuple[Slot, Slot, torch.Tensor]]:
         found = []
         for t in targets:
             old = self.of_storage.get(storage_id(t))

@@ -28,7 +28,8 @@ class Slot:
     `value` is a tensor on the storage where something of ours holds its bytes, else None. `ok`: it can be made again from
     what is held (or is held itself). `version` is what the version counter said when it was recorded. `noted` is what the
     counter of `value` said when the forward ended, or when it was rebuilt. `id` numbers slots in order of first sight: the
-    tensor ids of the graph. `stale`: a later version, with the id `next`, has overwritten it. `read`: a recorded op starts from it.
+    tensor ids of the graph. `stale`: a later version, with the id `next`, has overwritten it. `read`: a recorded op
+    starts from it.
     `exposed`: its memory was handed out. `plan`: the tensor of the plan's graph that it is, once matched.
     """
 
@@ -111,7 +112,9 @@ class Call:
     mutates: tuple[tuple[Slot, int], ...] = ()
     repeats = True
 
-    def __init__(self, op: int, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], reads: tuple[Slot, ...], grad: bool) -> None:
+    def __init__(
+        self, op: int, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], reads: tuple[Slot, ...], grad: bool
+    ) -> None:
         self.op = op
         self.func = func
         self.args = args

@@ -113,8 +113,7 @@ def explain(plan: Plan, graph: Graph) -> str:
     for life in plan.lives:
         lives.setdefault(life.tensor, []).append(f"{life.how} {life.born_at}..{life.freed_at}")
     table = Table(
-        title=f"Plan of {plan.solver}: peak {format_nbytes(plan.predicted_peak_bytes)}, "
-        f"{len(schedule.replayed)} ops run again"
+        title=f"Plan of {plan.solver}: peak {format_nbytes(plan.predicted_peak_bytes)}, {len(schedule.replayed)} ops run again"
     )
     for column in ("tensor", "made by", "in", "size", "what becomes of it"):
         table.add_column(column)

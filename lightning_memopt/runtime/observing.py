@@ -188,9 +188,8 @@ class ObservingEngine(Engine):
         held = [s for s in self.tape.slots.values() if s.value is not None]
         try:
             self._rebuild_once(slot)
-            rebuilt = slot.value
             with below_autograd():
-                if rebuilt is None or not same_bits(rebuilt, kept):
+                if not same_bits(self._made(slot), kept):
                     self._distrust(slot)
         finally:
             slot.value, slot.noted = kept, noted
@@ -209,6 +208,11 @@ class ObservingEngine(Engine):
             slot.value = kept
         made = {i for call in calls for _, i in (*call.made, *call.mutates)}
         return slot.nbytes + sum(self.tape.slots[i].nbytes for i in made)
+
+    @staticmethod
+    def _made(slot: Slot) -> torch.Tensor:
+        assert slot.value is not None
+        return slot.value
 
     def _rebuild_once(self, slot: Slot) -> None:
         calls = self.closure([slot])

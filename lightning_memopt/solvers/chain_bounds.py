@@ -71,9 +71,7 @@ def minimum_table(chain: Chain) -> npt.NDArray[np.int64]:
         x_s = chain.stages[s].input_nbytes
         row = table[s]
         for t in range(s, length):
-            best = min(
-                (_option_floor(chain, table, s, t, o) for o in range(len(chain.stages[s].options))), default=_NEVER
-            )
+            best = min((_option_floor(chain, table, s, t, o) for o in range(len(chain.stages[s].options))), default=_NEVER)
             if s == t < length - 1:
                 best = min(best, x_s + chain.stages[s].rebuild_peak_nbytes)
             elif t > s:

@@ -85,8 +85,10 @@ class Footprint:
                 maker = self.made_by[t]
                 if maker not in self.ops:
                     released += self.nbytes(t)
-                elif maker not in gone and room > 0 and not any(
-                    self._outlives(made, gone) for made in self.graph.ops[maker].outputs
+                elif (
+                    maker not in gone
+                    and room > 0
+                    and not any(self._outlives(made, gone) for made in self.graph.ops[maker].outputs)
                 ):
                     room -= 1
                     gone.add(maker)

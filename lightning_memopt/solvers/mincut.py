@@ -1,13 +1,16 @@
 """Which tensors to hold between forward and backward, op by op: exact for a price per byte, by minimum cut.
 
-For tensors T needed by backward, minimise   price * (bytes held) + (seconds of the ops that run again)   where a needed tensor is
+For tensors T needed by backward, minimise   price * (bytes held) + (seconds of the ops that run again)   where a needed
+tensor is
 held or made again, and an op that runs again needs its inputs held or made again. Both conditions are pairwise and submodular
 (Picard, 1976), so a minimum s-t cut is exact; sharing between consumers is counted once, as it should be (Echo, IV-A).
-Sweeping the price gives the lower convex hull of (bytes, seconds), and a Lagrangian lower bound for every plan (`bound_seconds`).
+Sweeping the price gives the lower convex hull of (bytes, seconds), and a Lagrangian lower bound for every plan
+(`bound_seconds`).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -126,7 +129,7 @@ class HoldOrReplay:
         """Lower bound on the seconds of any plan that holds at most `nbytes` of these tensors at one moment."""
         hull = hull or self.hull()
         best = 0.0
-        for left, right in zip(hull, hull[1:], strict=False):
+        for left, right in itertools.pairwise(hull):
             if left.nbytes > right.nbytes:
                 price = (right.seconds - left.seconds) / (left.nbytes - right.nbytes)
                 at = self.solve(price)

@@ -1,7 +1,9 @@
 """The frontier of plans of a graph, and the one that fits a budget.
 
-All solvers' plans go into one pool, priced by the same simulator: keep-all, the op-level minimum cuts of the whole graph, Echo, and
-the chain programme at many levels of memory. The pool does not depend on the budget, and what is kept of it is its Pareto set; so
+All solvers' plans go into one pool, priced by the same simulator: keep-all, the op-level minimum cuts of the whole graph,
+Echo, and
+the chain programme at many levels of memory. The pool does not depend on the budget, and what is kept of it is its Pareto
+set; so
 the frontier is monotone by construction: a smaller budget never yields a larger peak, a larger one never a slower plan.
 """
 

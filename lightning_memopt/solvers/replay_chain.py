@@ -2,7 +2,8 @@
 
 Per stage the Pareto set of ways to hold it comes from `mincut` (from keep-all over Echo-like choices to input-only); each is
 priced by the simulator on the stage's own stretch of the observed backward. `chain.solve` decides which to use where and which
-boundaries to hold, drop and rebuild; `lives` turns its schedule tree into lives. Exact among memory-persistent schedules of this
+boundaries to hold, drop and rebuild; `lives` turns its schedule tree into lives. Exact among memory-persistent schedules of
+this
 chain and these options, within the bucket size; `simulate` on the whole graph has the last word.
 """
 

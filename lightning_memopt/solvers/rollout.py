@@ -94,9 +94,9 @@ class Rollout:
             before = graph.tensors[tensor]
             if not instance.outside or (before.born_at == BEFORE and before.freed_at >= instance.last_use):
                 continue
-            op = graph.producers.get(tensor)
+            made_by = graph.producers.get(tensor)
             last_use = instance.last_use
-            if (op is None or not op.recomputable) and graph.points[last_use].kind == "unpack":
+            if (made_by is None or not made_by.recomputable) and graph.points[last_use].kind == "unpack":
                 last_use = graph.last_release  # nothing can make it again, and rebuilds start from it: held to the end
             lives.append(
                 Life(

@@ -195,18 +195,14 @@ def _checked(data: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         raise ChainError(f'a sequence is an object with the one key "stages", found {found}: rename or remove keys')
     rows = data["stages"]
     if not isinstance(rows, Sequence) or isinstance(rows, (str, bytes)) or not rows:
-        raise ChainError(
-            f'"stages" must be a list of at least 1 stage, found {rows!r}: add the stages in forward order'
-        )
+        raise ChainError(f'"stages" must be a list of at least 1 stage, found {rows!r}: add the stages in forward order')
     for index, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise ChainError(f"stage {index} is {row!r}, must be an object with the keys {', '.join(KEYS)}")
         missing = sorted(set(KEYS) - set(row))
         unknown = sorted(map(str, set(row) - set(KEYS) - set(OPTIONAL_KEYS)))
         if missing or unknown:
-            raise ChainError(
-                f"stage {index}: missing keys {missing}, unknown keys {unknown}: add the first, remove the second"
-            )
+            raise ChainError(f"stage {index}: missing keys {missing}, unknown keys {unknown}: add the first, remove the second")
         for key in KEYS:
             _check_value(index, key, row[key])
         if row["saved_nbytes"] < row["output_nbytes"]:

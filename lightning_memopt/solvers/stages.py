@@ -8,6 +8,7 @@ no recorded op can make again.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -154,7 +155,7 @@ def _thin(cuts: list[int], nbytes: list[int], prefix: list[int], most: int, shar
     cuts = list(cuts)
     while cuts:
         edges = [-1, *cuts, len(prefix) - 2]
-        saved = [prefix[b + 1] - prefix[a + 1] for a, b in zip(edges, edges[1:], strict=False)]
+        saved = [prefix[b + 1] - prefix[a + 1] for a, b in itertools.pairwise(edges)]
         shares = [nbytes[c] / max(1, min(saved[i], saved[i + 1])) for i, c in enumerate(cuts)]
         worst = max(range(len(cuts)), key=shares.__getitem__)
         if shares[worst] <= share and len(cuts) < most:
@@ -167,7 +168,7 @@ def _spans(graph: Graph, cuts: list[int], crossings: list[frozenset[int]], given
     n = len(graph.forward)
     edges = [-1, *cuts, n - 1]
     stage_of = [0] * n
-    for k, (a, b) in enumerate(zip(edges, edges[1:], strict=False)):
+    for k, (a, b) in enumerate(itertools.pairwise(edges)):
         for c in range(a + 1, b + 1):
             stage_of[c] = k
     saves: list[list[Save]] = [[] for _ in range(len(edges) - 1)]

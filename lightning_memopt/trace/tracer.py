@@ -56,7 +56,8 @@ class _Save:
 class Tracer:
     """Builds the graph of one round: a recorded forward, its backward, and the update where there is one.
 
-    `phase` and `forward_over` are set by who delimits the step; backward begins when autograd first asks. `live_nbytes` is the ledger: bytes of all storages known to be in memory.
+    `phase` and `forward_over` are set by who delimits the step; backward begins when autograd first asks. `live_nbytes`
+    is the ledger: bytes of all storages known to be in memory.
     """
 
     def __init__(self, device: torch.device, scope: Callable[[], str] = lambda: "") -> None:

@@ -34,8 +34,14 @@ class Outcome:
     dropped: int = 0
 
 
-def outcome(model: nn.Module, step: Callable[[nn.Module], torch.Tensor], *, drop: bool, seed: int = 0,
-            inputs: dict[str, torch.Tensor] | None = None) -> Outcome:
+def outcome(
+    model: nn.Module,
+    step: Callable[[nn.Module], torch.Tensor],
+    *,
+    drop: bool,
+    seed: int = 0,
+    inputs: dict[str, torch.Tensor] | None = None,
+) -> Outcome:
     """One forward and backward of `step(model) -> scalar loss`. `inputs` are extra leaves whose gradients count."""
     model.zero_grad(set_to_none=True)
     torch.manual_seed(seed)
@@ -48,8 +54,13 @@ def outcome(model: nn.Module, step: Callable[[nn.Module], torch.Tensor], *, drop
         loss = step(model)
     loss.backward()
     leaves = dict(model.named_parameters()) | (inputs or {})
-    return Outcome(loss.detach().clone(), {n: None if p.grad is None else p.grad.clone() for n, p in leaves.items()},
-                   {n: b.clone() for n, b in model.named_buffers()}, torch.rand(4), dropped)
+    return Outcome(
+        loss.detach().clone(),
+        {n: None if p.grad is None else p.grad.clone() for n, p in leaves.items()},
+        {n: b.clone() for n, b in model.named_buffers()},
+        torch.rand(4),
+        dropped,
+    )
 
 
 def same_bits(a: Any, b: Any) -> bool:

@@ -35,7 +35,9 @@ def test_budget_is_kept_and_bits_are_equal(name: str) -> None:
     frontier = planner.solve(graph)
     activations = frontier.unmodified_peak_bytes - resident
     assert activations >= 0.8 * frontier.unmodified_peak_bytes, "the configuration must be made of activations"
-    assert abs(bench.peak() + resident / MIB - frontier.unmodified_peak_bytes / MIB) <= 0.01 * frontier.unmodified_peak_bytes / MIB
+    assert (
+        abs(bench.peak() + resident / MIB - frontier.unmodified_peak_bytes / MIB) <= 0.01 * frontier.unmodified_peak_bytes / MIB
+    )
 
     with bench.per_block():
         per_block_mib = bench.peak()

@@ -105,9 +105,7 @@ class Step:
             born[made] = freed[made] = len(points)
             if before is not None:
                 freed[before] = len(points)
-            ops.append(
-                Op(id=len(ops), name="backward", phase="backward", inputs=inputs, outputs=(made,), at=len(points))
-            )
+            ops.append(Op(id=len(ops), name="backward", phase="backward", inputs=inputs, outputs=(made,), at=len(points)))
             points.append(Point("op", len(ops) - 1))
             before = made
             if not twice or again or node is nodes[-1]:
@@ -124,9 +122,7 @@ class Step:
             Save(id=s, tensor=t, op=op, unpacked_at=tuple(unpacked[s]), released_at=released.get(s, end))
             for s, (op, t) in enumerate(self.saves)
         )
-        return Graph(
-            ops=tuple(ops), tensors=tensors, saves=saves, points=tuple(points), device=self.device, step_seconds=9.0
-        )
+        return Graph(ops=tuple(ops), tensors=tensors, saves=saves, points=tuple(points), device=self.device, step_seconds=9.0)
 
     def _gone(self, tensor: int) -> bool:
         return any(old == tensor for op in self.ops for old, _ in op["mutates"])

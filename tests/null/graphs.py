@@ -55,8 +55,15 @@ def training_step(steps: Sequence[Step], inputs: Mapping[str, int] | None = None
 
     def make(name: str, nbytes: int, born_at: int, storage: int | None = None, kind: str = "activation") -> int:
         id = len(tensors)
-        tensors[name] = Tensor(id=id, name=name, nbytes=nbytes, kind=kind,  # type: ignore[arg-type]
-                               storage=id if storage is None else storage, born_at=born_at, freed_at=born_at)
+        tensors[name] = Tensor(
+            id=id,
+            name=name,
+            nbytes=nbytes,
+            kind=kind,  # type: ignore[arg-type]
+            storage=id if storage is None else storage,
+            born_at=born_at,
+            freed_at=born_at,
+        )
         return id
 
     def run(**fields: Any) -> None:
@@ -80,9 +87,18 @@ def training_step(steps: Sequence[Step], inputs: Mapping[str, int] | None = None
         new = make(s.name, s.nbytes, len(points), old.storage if old else None)
         for name in s.saves:
             saves.append(Save(id=len(saves), tensor=tensors[name].id, op=len(ops), unpacked_at=(), released_at=0))
-        run(name=s.name, phase="forward", inputs=tuple(tensors[n].id for n in reads), outputs=(new,),
-            mutates=((old.id, new),) if old else (), seconds=s.seconds, workspace_nbytes=s.workspace_nbytes,
-            heavy=s.heavy, recomputable=s.recomputable, state_nbytes=s.state_nbytes)
+        run(
+            name=s.name,
+            phase="forward",
+            inputs=tuple(tensors[n].id for n in reads),
+            outputs=(new,),
+            mutates=((old.id, new),) if old else (),
+            seconds=s.seconds,
+            workspace_nbytes=s.workspace_nbytes,
+            heavy=s.heavy,
+            recomputable=s.recomputable,
+            state_nbytes=s.state_nbytes,
+        )
     used(steps[-1].name)
     packed: dict[int, list[Save]] = {}
     for save in saves:
@@ -107,8 +123,9 @@ def training_step(steps: Sequence[Step], inputs: Mapping[str, int] | None = None
         used(name)
     last = len(points) - 1
     found = tuple(replace(t, freed_at=min(t.freed_at, last)) for t in tensors.values())
-    return Graph(ops=tuple(ops), tensors=found, saves=tuple(saves), points=tuple(points),
-                 step_seconds=sum(op.seconds for op in ops))
+    return Graph(
+        ops=tuple(ops), tensors=found, saves=tuple(saves), points=tuple(points), step_seconds=sum(op.seconds for op in ops)
+    )
 
 
 def names(graph: Graph) -> dict[str, int]:
@@ -139,13 +156,31 @@ def random_steps(rng: random.Random, count: int) -> list[Step]:
         fresh = [r for r in reads if r not in saved and r != "input"]
         if kind < 0.12 and fresh:
             size = next(s.nbytes for s in steps if s.name == fresh[0])
-            steps.append(step(name, reads=reads, overwrites=fresh[0], nbytes=size, seconds=rng.random(),
-                              saves=[name] if rng.random() < 0.5 else []))
+            steps.append(
+                step(
+                    name,
+                    reads=reads,
+                    overwrites=fresh[0],
+                    nbytes=size,
+                    seconds=rng.random(),
+                    saves=[name] if rng.random() < 0.5 else [],
+                )
+            )
             continue
         saves = [n for n in [name, *reads] if rng.random() < 0.5]
-        steps.append(step(name, reads=reads, saves=saves, nbytes=rng.randint(1, 64), seconds=rng.random(),
-                          heavy=kind > 0.75, recomputable=kind < 0.93, workspace_nbytes=rng.randint(0, 20),
-                          state_nbytes=5 if 0.12 <= kind < 0.22 else 0))
+        steps.append(
+            step(
+                name,
+                reads=reads,
+                saves=saves,
+                nbytes=rng.randint(1, 64),
+                seconds=rng.random(),
+                heavy=kind > 0.75,
+                recomputable=kind < 0.93,
+                workspace_nbytes=rng.randint(0, 20),
+                state_nbytes=5 if 0.12 <= kind < 0.22 else 0,
+            )
+        )
     return steps
 
 
@@ -159,8 +194,16 @@ def lstm_steps(count: int, nbytes: int = 1 << 16) -> list[Step]:
         below = "input"
         for k in range(layers):
             at = f"{t}.{k}"
-            steps.append(step(f"z{at}", reads=[below, hidden[k], "w"], saves=[below, hidden[k]], nbytes=4 * nbytes,
-                              heavy=True, seconds=4e-4))
+            steps.append(
+                step(
+                    f"z{at}",
+                    reads=[below, hidden[k], "w"],
+                    saves=[below, hidden[k]],
+                    nbytes=4 * nbytes,
+                    heavy=True,
+                    seconds=4e-4,
+                )
+            )
             for gate in "ifog":
                 steps.append(step(f"{gate}{at}", reads=[f"z{at}"], saves=[f"{gate}{at}"], nbytes=nbytes, seconds=2e-5))
             for name, one, other in (("p", "f" + at, cell[k]), ("q", "i" + at, "g" + at)):

@@ -12,8 +12,17 @@ from lightning_memopt.cli import main
 
 
 def _stage(**changes: object) -> dict[str, object]:
-    return {"forward_seconds": 1.0, "backward_seconds": 2.0, "input_nbytes": 100, "output_nbytes": 100, "saved_nbytes": 300,
-            "grad_nbytes": 100, "forward_workspace_nbytes": 10, "backward_workspace_nbytes": 20, **changes}
+    return {
+        "forward_seconds": 1.0,
+        "backward_seconds": 2.0,
+        "input_nbytes": 100,
+        "output_nbytes": 100,
+        "saved_nbytes": 300,
+        "grad_nbytes": 100,
+        "forward_workspace_nbytes": 10,
+        "backward_workspace_nbytes": 20,
+        **changes,
+    }
 
 
 def _write(tmp_path: Path, stages: list[dict[str, object]]) -> str:
@@ -43,14 +52,18 @@ def test_infeasible_names_the_smallest_budget_and_it_works(tmp_path: Path, capsy
     assert main(["chain", chain, "--budget", str(int(smallest) - 1)]) == 3
 
 
-@pytest.mark.parametrize("stages, what", [
-    ([_stage(), _stage(input_nbytes=99)], "99"),
-    ([_stage(forward_seconds=-1.0)], "forward_seconds"),
-    ([], "stage"),
-    ([_stage(saved_nbytes=1)], "saved_nbytes"),
-])
-def test_bad_chains_exit_with_2_and_name_the_number(tmp_path: Path, capsys: pytest.CaptureFixture[str], stages: list[dict[str, object]],
-                                                    what: str) -> None:
+@pytest.mark.parametrize(
+    "stages, what",
+    [
+        ([_stage(), _stage(input_nbytes=99)], "99"),
+        ([_stage(forward_seconds=-1.0)], "forward_seconds"),
+        ([], "stage"),
+        ([_stage(saved_nbytes=1)], "saved_nbytes"),
+    ],
+)
+def test_bad_chains_exit_with_2_and_name_the_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], stages: list[dict[str, object]], what: str
+) -> None:
     assert main(["chain", _write(tmp_path, stages), "--budget", "1000"]) == 2
     assert what in capsys.readouterr().err
 

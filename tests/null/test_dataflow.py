@@ -110,9 +110,7 @@ def test_heavy_op_does_not_run_again_but_its_saved_input_is_rebuilt() -> None:
     assert replayed(graph, echo(graph)) == ["wide"]
 
 
-@pytest.mark.parametrize(
-    ("state_nbytes", "seconds", "again"), [(16, 1e-3, True), (8 * N, 1e-3, False), (16, 1e3, False)]
-)
+@pytest.mark.parametrize(("state_nbytes", "seconds", "again"), [(16, 1e-3, True), (8 * N, 1e-3, False), (16, 1e3, False)])
 def test_random_op_runs_again_when_state_and_seconds_are_worth_its_bytes(
     state_nbytes: int, seconds: float, again: bool
 ) -> None:

@@ -130,9 +130,7 @@ def test_no_ops_and_requests_made_twice_survive_json() -> None:
         ("points", "occurrence", 0, 1, r"graph.points.occurrence\[0\]"),
     ],
 )
-def test_a_wrong_entry_is_refused_by_field_and_index(
-    table: str, column: str, index: int, value: object, words: str
-) -> None:
+def test_a_wrong_entry_is_refused_by_field_and_index(table: str, column: str, index: int, value: object, words: str) -> None:
     obj = graph_to_json(two_ops())
     obj[table][column][index] = value
     with pytest.raises(PlanFileError, match=words):

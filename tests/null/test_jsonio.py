@@ -201,9 +201,7 @@ def test_a_prepared_temporary_name_is_not_written_through(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
-def test_a_write_that_fails_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
+def test_a_write_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     path = tmp_path / "plan.json"
     jsonio.write(path, {"old": 1})
 
