@@ -104,8 +104,7 @@ class Recorder(TorchDispatchMode):
         return True  # Rule 9: compiled modules stay compiled
 
     def forget(self) -> None:
-        """Drop the map from storages and the owner, who may refer to the recorder: the recording is over."""
-        self.__dict__.pop("owner", None)
+        """Drop the map from storages: it must not outlive the forward pass."""
         self.of_storage.clear()
         while self._addresses:
             torch.UntypedStorage._free_weak_ref(self._addresses.pop())
@@ -140,6 +139,8 @@ class Recorder(TorchDispatchMode):
             slot.value = t if t.grad_fn is None else detached(t)
         if slot.version == UNKNOWN:
             slot.version = t._version
+            if slot.value is not None:
+                slot.value = t if t.grad_fn is None else detached(t)  # with the counter that was read
         elif slot.version != t._version and slot.version != UNSHARED and self.capturing:
             return self._replaced(slot, t, "changed by what the recorder does not see")
         return slot

@@ -26,8 +26,9 @@ class Slot:
     """One version of one storage.
 
     `value` is a tensor on the storage where something of ours holds its bytes, else None. `ok`: it can be made again from
-    what is held (or is held itself). `version` is what the version counter said when it was recorded. `noted` is what the
-    counter of `value` said when the forward ended, or when it was rebuilt. `id` numbers slots in order of first sight: the
+    what is held (or is held itself). `version` is what the version counter said when it was first read.
+    `noted` is what that of `value` must still say: as when it was read, when the forward ended, or when it was rebuilt.
+    `id` numbers slots in order of first sight: the
     tensor ids of the graph. `stale`: a later version, with the id `next`, has overwritten it. `read`: a recorded op
     starts from it.
     `exposed`: its memory was handed out. `plan`: the tensor of the plan's graph that it is, once matched.

@@ -67,17 +67,6 @@ def mismatch(op: str, nbytes: int) -> ReplayMismatchError:
     )
 
 
-def check_external(slot: Slot) -> None:
-    """Rule 5: what a recipe starts from must be what it was."""
-    value = slot.value
-    if slot.external and value is not None and slot.version >= 0 and value._version != slot.version:
-        raise modified(
-            f"a {value.dtype} tensor of shape {tuple(value.shape)} that a rebuild starts from",
-            value._version,
-            slot.version,
-        )
-
-
 def intact(slot: Slot) -> bool:
     """Whether the value is what it was when the forward ended, or when it was rebuilt."""
     return slot.value is None or slot.noted == UNKNOWN or slot.value._version == slot.noted
@@ -137,7 +126,6 @@ def _restored(v: Any, fresh: dict[int, torch.Tensor]) -> Any:
         if base is None:
             base = v.slot.value
             assert base is not None
-            check_external(v.slot)
         return v.on(base)
     if type(v) is list:
         return [_restored(x, fresh) for x in v]

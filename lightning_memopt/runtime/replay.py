@@ -99,7 +99,7 @@ class Engine:
         if recorder is None and self._recorder is not None:
             for slot in self.tape.slots.values():  # Rule 5: what is held now must be what it is when a rebuild starts from it
                 if slot.value is not None:
-                    slot.noted = slot.value._version
+                    slot.noted = slot.value._version if slot.version < 0 else slot.version
         self._recorder = recorder
 
     # -- while the forward is recorded -------------------------------------------------------------

@@ -43,6 +43,11 @@ class Candidate:
     solver: str
 
 
+def _needs(candidate: Candidate) -> int:
+    """The smallest budget for a plan; what changes nothing needs no margin."""
+    return candidate.predicted.peak_bytes + (_UNSEEN_NBYTES if candidate.predicted.replayed_ops else 0)
+
+
 @dataclass(frozen=True, eq=False)
 class Frontier:
     """Pareto set of plans, peaks rising and extra seconds falling; the last one is the unmodified step or better."""
@@ -56,11 +61,11 @@ class Frontier:
 
     @property
     def smallest_bytes(self) -> int:
-        return self.candidates[0].predicted.peak_bytes + _UNSEEN_NBYTES
+        return _needs(self.candidates[0])
 
     def within(self, budget_nbytes: int) -> Candidate:
         """The fastest plan whose predicted peak is within the budget. Raises InfeasibleError naming the smallest budget."""
-        fits = [c for c in self.candidates if c.predicted.peak_bytes + _UNSEEN_NBYTES <= budget_nbytes]
+        fits = [c for c in self.candidates if _needs(c) <= budget_nbytes]
         if not fits:
             raise InfeasibleError(
                 f"No plan of this model fits {budget_nbytes} bytes ({format_nbytes(budget_nbytes)}): the smallest one peaks at "

@@ -124,6 +124,26 @@ def test_c1_changed_where_no_version_counts(inside):
     assert same_bits(*results)
 
 
+def test_c1_changed_where_no_version_counts_and_let_go():
+    """EXACT: the same, where nobody holds the tensor and it is rebuilt; overwritten by a recorded op and by an opaque one."""
+
+    def recorded(x, w):
+        y = (x @ w).exp()  # saved by exp, overwritten, saved by sin: backward of both reads the new bytes
+        y.data.mul_(2)
+        y.data.add_(1)
+        return y.sin()
+
+    def opaque(x, w):
+        y = (x @ w).exp()
+        torch._foreach_mul_([y.data], 2.0)
+        return y.sin()
+
+    exact_f(recorded)
+    exact_f(opaque, drops=False)
+    for f in (recorded, opaque):
+        trains(lambda f=f: Layer(f), [X] * 3, drops=False)
+
+
 def test_c1_other_version_counter_of_the_same_memory():
     """EXACT: `.data` of a tensor that was written in place counts versions of its own; no false alarm, no missed one."""
 
@@ -630,3 +650,31 @@ def test_changed_in_another_thread():
 
     exact_f(f)
     trains(lambda: Layer(f), [X] * 3, drops=False)
+
+
+@pytest.mark.parametrize("opaque", [False, True])
+def test_changed_in_another_thread_and_not_read_again(opaque):
+    """EXACT where a recipe makes the old bytes again; REFUSED where nothing does. Never the new bytes."""
+
+    def f(x, w):
+        y = (x @ w).sort(-1).values if opaque else (x @ w).sin()
+        out = (y + 1).exp().sin()
+
+        def work():
+            with torch.no_grad():
+                y.mul_(2)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        return out
+
+    if not opaque:
+        exact_f(f)
+        return
+    f(X, leaf()).sum().backward()  # plain autograd needs `y` no more
+    with dropping() as engine:
+        loss = f(X, leaf()).sum()
+    assert engine.evictions > 0
+    with pytest.raises(RuntimeError, match=CHANGED):
+        loss.backward()

@@ -179,6 +179,25 @@ def test_e7_two_backwards_with_retain_graph(factory):
     trains(factory, backward=lambda loss: (loss.backward(retain_graph=True), loss.backward()), drops=False)
 
 
+def test_e7_random_results_whose_state_was_not_noted():
+    """EXACT: without the generator's state a random op is never run again; what is made from it is kept."""
+
+    class Stateless(ObservingEngine):
+        def wants_state(self):
+            return False
+
+    plain = made(Noisy)
+    torch.manual_seed(0)
+    squares(plain, X).backward()
+    model = made(Noisy)
+    torch.manual_seed(0)
+    engine = Stateless(pressure=lambda: 1 << 62)
+    with Recording(engine, Recorder(engine.tape, engine), own_mode=True):
+        loss = squares(model, X)
+    loss.backward()
+    assert same(grads(model), grads(plain)) and engine.evictions > 0
+
+
 def test_e7_third_access_after_the_graph_was_freed():
     """The error of plain autograd."""
     with dropping():
