@@ -397,8 +397,10 @@ class Recorder(TorchDispatchMode):
                 new.ok = call.repeats and all(s.ok or s.value is not None or s.empty for s in call.reads)
                 new.call = call
                 call.mutates = (*call.mutates, (old, new.id))
-            if old.handles and not new.ok and new.value is None:
-                new.value = detached(t)  # autograd reads these bytes where the version counter of what it saved does not move
+            if (old.handles or old.pinned) and not new.ok:
+                # autograd reads these bytes where the version counter of what it saved does not move
+                new.value = detached(t)
+                new.pinned = True
             found.append((old, new, t))
         return found
 

@@ -28,10 +28,9 @@ class Slot:
     `value` is a tensor on the storage where something of ours holds its bytes, else None. `ok`: it can be made again from
     what is held (or is held itself). `version` is what the version counter said when it was first read.
     `noted` is what that of `value` must still say: as when it was read, when the forward ended, or when it was rebuilt.
-    `id` numbers slots in order of first sight: the
-    tensor ids of the graph. `stale`: a later version, with the id `next`, has overwritten it. `read`: a recorded op
-    starts from it.
-    `exposed`: its memory was handed out. `plan`: the tensor of the plan's graph that it is, once matched.
+    `id` numbers slots in order of first sight: the tensor ids of the graph. `stale`: a later version, with the id `next`,
+    has overwritten it. `read`: a recorded op starts from it. `exposed`: its memory was handed out. `pinned`: what was saved
+    before it was overwritten may be read from it. `plan`: the tensor of the plan's graph that it is, once matched.
     """
 
     # Defaults on the class: a slot is made for every result of every op, and most of them keep most of these.
@@ -48,6 +47,7 @@ class Slot:
     handles = 0
     noted = UNKNOWN
     next: int | None = None
+    pinned = False
     why = ""
 
     def __init__(self, id: int, t: torch.Tensor) -> None:

@@ -226,12 +226,12 @@ class PlannedEngine(Engine):
             self.active.discard(tensor)
             slot = self.by_tensor.get(tensor)
             # what has no recipe goes only with the last node that reads it: a second backward may still ask
-            if slot is not None and (key[0] == "release" or (slot.call is not None and slot.ok)):
+            if slot is not None and not slot.pinned and (key[0] == "release" or (slot.call is not None and slot.ok)):
                 slot.value = None
 
     def released(self, handle: Handle) -> None:
         with self.lock:
             slot = handle.view.slot
             self._free(("release", handle.save, 0))
-            if slot.handles == 0 and slot.plan not in self.active:
+            if slot.handles == 0 and slot.plan not in self.active and not slot.pinned:
                 slot.value = None

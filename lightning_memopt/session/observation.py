@@ -21,6 +21,9 @@ from lightning_memopt.runtime import ObservingEngine
 from lightning_memopt.session.round import Recording
 from lightning_memopt.trace import AllocatorEvents, Scopes, Tracer, metered_cpu, watch_all
 
+_ROOM = 4
+"""How many of the largest tensors so far an observed step leaves room for."""
+
 Named = Iterator[tuple[torch.Tensor, Kind, str]]
 
 
@@ -119,13 +122,16 @@ class Observation:
             self._round[0].phase = "update"
 
     def _pressure(self) -> int:
+        """Bytes by which live memory exceeds the limit, less room for what comes next: gradients, and a few of the largest
+        tensors, because what an op reads may have to be made again beside what it makes.
+        """
         assert self._round is not None and self.limit_nbytes is not None
         tracer, engine, _ = self._round
         self._states_nbytes += sum(op["state_nbytes"] for op in tracer.ops[self._ops :])
         self._ops = len(tracer.ops)
         live = tracer.live_nbytes + engine.rebuilt_nbytes() + self._states_nbytes
         self.peak_nbytes = max(self.peak_nbytes, live)
-        return live + 4 * tracer.largest_nbytes + self._gradients_to_come() - self.limit_nbytes
+        return live + _ROOM * tracer.largest_nbytes + self._gradients_to_come() - self.limit_nbytes
 
     def _gradients_to_come(self) -> int:
         """Bytes that this backward will add: the gradients of parameters that have none yet."""

@@ -44,8 +44,14 @@ def metered_cpu() -> Iterator[AllocatorEvents]:
     try:
         yield found
     finally:
-        profiler.__exit__(None, None, None)
-        _read(profiler, found)
+        try:
+            profiler.__exit__(None, None, None)
+            _read(profiler, found)
+        finally:
+            # a profiler is a reference cycle; if the collector frees its trace while a later one runs, Kineto crashes
+            if profiler.profiler is not None:
+                profiler.profiler.kineto_results = None
+                profiler.profiler = None
 
 
 def _read(profiler: profile, found: AllocatorEvents) -> None:

@@ -135,7 +135,7 @@ def trains(
     drops: bool = True,
 ) -> Run:
     """The loop plainly and inside `optimize` at the smallest plan: same parameters, buffers and stream."""
-    batches = batches if batches is not None else [data(32, 16, seed=s) for s in range(4)]
+    batches = batches if batches is not None else [data(256, 16, seed=s) for s in range(4)]
     plain = made(factory)
     untouched = copy.deepcopy(plain.state_dict())
     draw = train(plain, batches, loss, backward)

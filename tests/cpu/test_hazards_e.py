@@ -23,7 +23,7 @@ from tests.cpu.models import Body, data, exact, made, squares, train, trains
 
 torch.set_num_threads(1)
 X = data(8, 16)
-BATCHES = [data(32, 16, seed=s) for s in range(4)]
+BATCHES = [data(128, 16, seed=s) for s in range(4)]
 
 
 def attached(model, optimizer=None, **options):
@@ -167,7 +167,7 @@ def test_e7_two_backwards_with_retain_graph(factory):
     def twice(model, recording=None):
         torch.manual_seed(0)
         with recording() if recording else warnings.catch_warnings():
-            loss = squares(model, data(32, 16))
+            loss = squares(model, data(128, 16))
         loss.backward(retain_graph=True)
         first = grads(model)
         loss.backward(retain_graph=True)
@@ -209,7 +209,7 @@ def test_e7_third_access_after_the_graph_was_freed():
 
 def second_order(model, recording=warnings.catch_warnings):
     """A gradient penalty: double backward through `create_graph`."""
-    x = data(32, 16).requires_grad_()
+    x = data(128, 16).requires_grad_()
     with recording():
         loss = squares(model, x)
     (gx,) = torch.autograd.grad(loss, x, create_graph=True)
@@ -223,7 +223,7 @@ def test_e8_double_backward():
     planned(second_order)
 
     def third(model, recording=warnings.catch_warnings):
-        x = data(32, 16).requires_grad_()
+        x = data(128, 16).requires_grad_()
         with recording():
             y = model(x).exp().sum()
         for _ in range(2):
@@ -250,7 +250,7 @@ def test_e8_autograd_grad_and_jvp():
 
     def some(model, recording=warnings.catch_warnings):
         with recording():
-            loss = squares(model, data(32, 16))
+            loss = squares(model, data(128, 16))
         return torch.autograd.grad(loss, [model.layers[1].weight, model.layers[2].bias])
 
     both(some)
@@ -521,7 +521,7 @@ def test_e15_hooks_disabled_around_and_inside():
 
     def around(model):
         with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
-            loss = squares(model, data(32, 16))
+            loss = squares(model, data(128, 16))
         loss.backward()
         return grads(model)
 
@@ -571,7 +571,7 @@ def test_e16_backward_in_another_thread():
 
     def use(model, recording=warnings.catch_warnings):
         with recording():
-            loss = squares(model, data(32, 16))
+            loss = squares(model, data(128, 16))
         thread = threading.Thread(target=loss.backward)
         thread.start()
         thread.join()
@@ -723,7 +723,7 @@ def test_e20_exception_in_forward_with_always_call():
         for attempt in range(2):  # while observing, then while a plan is in force
             model.fails = True
             with pytest.raises(KeyError, match="of the user"):
-                model(data(32, 16))
+                model(data(128, 16))
             assert len(called) == 1 + 3 * attempt
             assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
             assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
@@ -741,7 +741,9 @@ class Recurrent(nn.Module):
         self.head = nn.Linear(32, 16)
 
     def forward(self, x):
-        packed = nn.utils.rnn.pack_padded_sequence(x.view(4, -1, 16), [5, 4, 3, 1], batch_first=True)
+        packed = nn.utils.rnn.pack_padded_sequence(
+            x.view(-1, 5, 16), [5, 4, 3, 1] if len(x) == 20 else [5] * 13 + [4, 3, 1], batch_first=True
+        )
         out, _ = nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)
         return self.head(out.tanh().exp()).sin()
 
@@ -751,7 +753,7 @@ def test_e21_recurrent_networks_and_packed_sequences(kind):
     """EXACT: LSTM, GRU and RNN with dropout between layers, packed sequences."""
     x = data(20, 16)
     exact(lambda: Recurrent(kind), lambda m: squares(m, x))
-    trains(lambda: Recurrent(kind), [data(20, 16, seed=s) for s in range(3)])
+    trains(lambda: Recurrent(kind), [data(80, 16, seed=s) for s in range(3)])
 
 
 # -- no reference cycles ---------------------------------------------------------------------------

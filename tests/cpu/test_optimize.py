@@ -19,6 +19,7 @@ from lightning_memopt import optimize
 from lightning_memopt.errors import AlreadyAttachedError
 from lightning_memopt.session.buckets import Observing, Running
 from lightning_memopt.session.observation import Observation, resident_nbytes, resident_tensors
+from lightning_memopt.trace import memory
 from tests.cpu.loops import (
     BATCH,
     Batch,
@@ -131,6 +132,17 @@ def test_observing_keeps_the_budget(observed: list[tuple[int, int | None]]) -> N
         else:
             for ledger, metered in observed:
                 assert ledger <= budget and (metered or 0) <= budget, (budget, observed)
+
+
+def test_profilers_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A metered step's trace is freed with the step: freed by the collector while a later one is taken, Kineto crashes."""
+    made: list[Any] = []
+    original = memory.profile
+    monkeypatch.setattr(memory, "profile", lambda **options: made.append(original(**options)) or made[-1])
+    model = small()
+    with optimize(model, optimizer := sgd(model), budget="min", **QUIET):
+        train(model, optimizer, batches(4))
+    assert made and all(profiler.profiler is None for profiler in made)
 
 
 def test_accumulation_validation_and_a_smaller_batch() -> None:
