@@ -70,7 +70,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _explain(args: argparse.Namespace) -> int:
     from lightning_memopt.plan import read_plan
-    from lightning_memopt.report.table import explain
+    from lightning_memopt.report.explain import explain
 
     print(explain(*read_plan(args.plan)))
     return 0
