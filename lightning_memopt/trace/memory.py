@@ -7,12 +7,14 @@ CUDA: the caching allocator's statistics (the tracer reads them around each op).
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler otherwise writes two lines to stderr a step that is metered
 _MARK = "memopt#"
 
 
@@ -23,7 +25,6 @@ class AllocatorEvents:
     available: bool = True
     peak_nbytes: int = 0
     workspaces: dict[int, int] = field(default_factory=dict)
-    levels: dict[int, int] = field(default_factory=dict)
 
     @staticmethod
     def mark(index: int) -> torch._C._profiler._RecordFunctionFast:
