@@ -36,6 +36,15 @@ def version_guard(t: torch.Tensor) -> torch.Tensor:
     return guard
 
 
+_interrupted: list[BaseException] = []
+"""What a signal's handler raised inside a destructor, to be raised at the next forward or request."""
+
+
+def _raise_interrupted() -> None:
+    if _interrupted:
+        raise _interrupted.pop()
+
+
 class Kept:
     """The tensor itself, with the version it had: hooks switch autograd's own check off."""
 
@@ -76,13 +85,17 @@ class Handle:
         engine, self.engine = self.engine, None
         if engine is not None:
             self.view.slot.handles -= 1
-            engine.released(self)
+            try:
+                engine.released(self)
+            except BaseException as error:  # a signal's handler raised while we were in here, where Python would drop it
+                _interrupted.append(error.with_traceback(None))
 
 
 class Engine:
     """One recorded forward pass and its backward. Holds the tape; the tape's handles hold it."""
 
     def __init__(self) -> None:
+        _raise_interrupted()
         self.tape = Tape()
         self._recorder: Recorder | None = None
         self.lock = threading.RLock()
@@ -149,6 +162,7 @@ class Engine:
     def request(self, handle: Handle) -> torch.Tensor:
         """The tensor of a handle, rebuilt if need be. Idempotent; may come on any thread (Rule 11)."""
         with self.lock:
+            _raise_interrupted()
             slot = self.present(handle)
             if slot.value is None and not self.revive(slot, handle.guard):
                 self.materialise([slot])
@@ -156,7 +170,7 @@ class Engine:
             assert value is not None
             if not intact(slot):
                 raise modified(f"[{value.type()} {list(handle.view.size)}]", value._version, slot.noted)
-            with below_autograd():
+            with torch._C._DisableTorchDispatch():  # the value has no history: a view of it needs no more than that
                 return handle.view.on(value)
 
     def present(self, handle: Handle) -> Slot:
