@@ -19,6 +19,7 @@ from torch._ops import OpOverload
 
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.record import UNKNOWN, Call, Recorder, Slot, Tape, View, detached, is_plain
+from lightning_memopt.record.interrupts import raise_deferred
 from lightning_memopt.runtime.execute import below_autograd, flags_of, intact, missing, modified, run
 
 _EMPTY: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
@@ -34,15 +35,6 @@ def version_guard(t: torch.Tensor) -> torch.Tensor:
         guard = t.detach()
         guard.data = empty
     return guard
-
-
-_interrupted: list[BaseException] = []
-"""What a signal's handler raised inside a destructor, to be raised at the next forward or request."""
-
-
-def _raise_interrupted() -> None:
-    if _interrupted:
-        raise _interrupted.pop()
 
 
 class Kept:
@@ -85,17 +77,14 @@ class Handle:
         engine, self.engine = self.engine, None
         if engine is not None:
             self.view.slot.handles -= 1
-            try:
-                engine.released(self)
-            except BaseException as error:  # a signal's handler raised while we were in here, where Python would drop it
-                _interrupted.append(error.with_traceback(None))
+            engine.released(self)
 
 
 class Engine:
     """One recorded forward pass and its backward. Holds the tape; the tape's handles hold it."""
 
     def __init__(self) -> None:
-        _raise_interrupted()
+        raise_deferred()
         self.tape = Tape()
         self._recorder: Recorder | None = None
         self.lock = threading.RLock()
@@ -162,7 +151,7 @@ class Engine:
     def request(self, handle: Handle) -> torch.Tensor:
         """The tensor of a handle, rebuilt if need be. Idempotent; may come on any thread (Rule 11)."""
         with self.lock:
-            _raise_interrupted()
+            raise_deferred()
             slot = self.present(handle)
             if slot.value is None and not self.revive(slot, handle.guard):
                 self.materialise([slot])

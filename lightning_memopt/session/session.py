@@ -24,7 +24,7 @@ from lightning_memopt.config import MemOptConfig, disabled, free_nbytes
 from lightning_memopt.errors import ConfigError, InfeasibleError, MemOptError, PlanMismatchError
 from lightning_memopt.graph import Graph, first_difference
 from lightning_memopt.plan import Plan, read_plan, write_plan
-from lightning_memopt.record import Recorder
+from lightning_memopt.record import Recorder, interrupts
 from lightning_memopt.runtime import PlannedEngine
 from lightning_memopt.runtime.replay import Engine
 from lightning_memopt.session.buckets import Failed, Observing, Running, State
@@ -74,6 +74,9 @@ class Session:
         if config.plan is not None and self.enabled:
             self.given = read_plan(config.plan)
             self._check_given()
+        self._watches = self.enabled
+        if self._watches:
+            interrupts.watch()
 
     # -- what adapters call ------------------------------------------------------------------------
 
@@ -144,6 +147,9 @@ class Session:
         self._drop()
         self._updated.clear()
         self._meter_closed()
+        if self._watches:
+            self._watches = False
+            interrupts.unwatch()
 
     # -- results -----------------------------------------------------------------------------------
 
