@@ -127,6 +127,11 @@ class Graph:
         return frozenset(old for op in self.ops for old, _ in op.mutates)
 
     @cached_property
+    def anchors(self) -> frozenset[int]:
+        """What forward ops made that cannot run again: rebuilds may start from it, none can make it."""
+        return frozenset(t for op in self.forward if not op.recomputable for t in op.outputs)
+
+    @cached_property
     def forward(self) -> tuple[Op, ...]:
         return tuple(op for op in self.ops if op.phase == "forward")
 

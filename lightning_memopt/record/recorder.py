@@ -116,9 +116,6 @@ class Recorder(TorchDispatchMode):
             self._addresses.append(address)  # keeps the address from being used again
             self.of_storage[storage_id(slot.value)] = slot
 
-    def slot_of(self, t: torch.Tensor) -> Slot | None:
-        return self.of_storage.get(storage_id(t))
-
     def adopt(self, t: torch.Tensor, why: str = "made outside of the recorded forward") -> Slot:
         """The slot of a tensor that no recorded op made: it is held, never dropped (Rule 4)."""
         known = self.of_storage.get(storage_id(t))

@@ -127,13 +127,11 @@ class Call:
 class Tape:
     """One recorded forward pass: its slots by id, and the numeric settings it ran under."""
 
-    __slots__ = ("__weakref__", "engine", "flags", "requests", "slots")
+    __slots__ = ("__weakref__", "flags", "slots")
 
     def __init__(self) -> None:
         self.slots: dict[int, Slot] = {}
         self.flags = numeric_flags()
-        self.engine: Any = None
-        self.requests: Any = None
 
 
 _PRECISIONS = (

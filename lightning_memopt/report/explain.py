@@ -73,14 +73,13 @@ def explain(plan: Plan, graph: Graph) -> str:
     )
     for column in ("tensor", "made by", "in", "size", "what becomes of it"):
         table.add_column(column)
-    anchors = {t for op in graph.forward if not op.recomputable for t in op.outputs}
     for tensor in sorted(set(lives) | set(graph.saves_of)):
         t = graph.tensors[tensor]
         if t.born_at == BEFORE:
             continue
         op = graph.producers[tensor]
         what = "; ".join(lives.get(tensor, ["never read"]))
-        if tensor in anchors:
+        if tensor in graph.anchors:
             what += f" (kept: {_operator(op.name)} is not run again)"
         table.add_row(str(tensor), _operator(op.name), op.scope or "-", format_nbytes(t.nbytes), what)
     return render(table, 140)

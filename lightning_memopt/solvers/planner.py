@@ -1,10 +1,9 @@
 """The frontier of plans of a graph, and the one that fits a budget.
 
 All solvers' plans go into one pool, priced by the same simulator: keep-all, the op-level minimum cuts of the whole graph,
-Echo, and
-the chain programme at many levels of memory. The pool does not depend on the budget, and what is kept of it is its Pareto
-set; so
-the frontier is monotone by construction: a smaller budget never yields a larger peak, a larger one never a slower plan.
+Echo, and the chain programme at many levels of memory. The pool does not depend on the budget, and what is kept of it is
+its Pareto set; so the frontier is monotone by construction: a smaller budget never yields a larger peak, a larger one never
+a slower plan.
 """
 
 from __future__ import annotations
@@ -108,10 +107,9 @@ class Frontier:
 def _whole_graph(graph: Graph, hull: Iterable[Choice]) -> Iterator[tuple[str, tuple[Life, ...]]]:
     """Single-level plans: hold what a cut of the whole graph says, rebuild the rest just in time."""
     requests = sorted((p, s.tensor) for s in graph.saves for p in s.unpacked_at)
-    anchors = {t for op in graph.forward if not op.recomputable for t in op.outputs}
     for choice in hull:
         roll = Rollout(graph)
-        roll.serve(requests, set(choice.held) | anchors)
+        roll.serve(requests, set(choice.held | graph.anchors))
         yield f"minimum cut, {format_nbytes(choice.nbytes)} held", roll.lives()
 
 
@@ -142,8 +140,7 @@ def solve(graph: Graph, *, limit_seconds: float = 30.0, say: Progress = lambda _
     began = time.perf_counter()
     unmodified = max(unmodified_levels(graph), default=0)
     saved = [s.tensor for s in graph.saves if s.unpacked_at and graph.tensors[s.tensor].born_at != BEFORE]
-    anchors = {t for op in graph.forward if not op.recomputable for t in op.outputs}
-    problem = HoldOrReplay(graph, saved, anchors.__contains__)
+    problem = HoldOrReplay(graph, saved, graph.anchors.__contains__)
     pool: list[Candidate] = []
 
     def enter(solver: str, lives: tuple[Life, ...]) -> None:

@@ -64,11 +64,7 @@ def _needs(graph: Graph) -> dict[int, tuple[int, int]]:
 def given_tensors(graph: Graph, ambient_span: float = _AMBIENT_SPAN) -> frozenset[int]:
     """Anchors (what no op can make again) and ambient tensors."""
     n = len(graph.forward)
-    found = set()
-    for op in graph.forward:
-        for t in op.outputs:
-            if not op.recomputable:
-                found.add(t)
+    found = set(graph.anchors)
     for t, (made, last) in _needs(graph).items():
         readers = {o.id for o in graph.consumers.get(t, ()) if o.phase == "forward"}
         readers |= {s.op for s in graph.saves_of.get(t, ())}
