@@ -30,7 +30,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.models import MODELS
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import resident_nbytes
-from lightning_memopt.record import Recorder
 from lightning_memopt.runtime import PlannedEngine, Program
 from lightning_memopt.session.observation import Observation, smoothed
 from lightning_memopt.session.round import Recording
@@ -84,7 +83,7 @@ class Bench:
     def planned(self, program: Program) -> Callable[[], torch.Tensor]:
         def forward() -> torch.Tensor:
             engine = PlannedEngine(program)
-            with Recording(engine, Recorder(engine.tape, engine), own_mode=True):
+            with Recording(engine, engine.make_recorder(), own_mode=True):
                 return self.forward()
 
         return forward

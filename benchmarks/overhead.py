@@ -23,7 +23,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from lightning_memopt.record import Recorder
 from lightning_memopt.runtime import PlannedEngine, Program
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.round import Recording
@@ -69,7 +68,7 @@ def main() -> None:
 
         def context() -> contextlib.AbstractContextManager:
             engine = PlannedEngine(program)
-            return Recording(engine, Recorder(engine.tape, engine), own_mode=True)
+            return Recording(engine, engine.make_recorder(), own_mode=True)
 
         return context
 

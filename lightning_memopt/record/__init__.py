@@ -1,14 +1,16 @@
 """What ran: ops, storages and their versions, as they happen."""
 
 from lightning_memopt.record.exposure import watching
-from lightning_memopt.record.recorder import Observer, Owner, Recorder, detached, is_plain
-from lightning_memopt.record.rules import Rule, register_op, rule_of
+from lightning_memopt.record.recorder import Observer, OpRecord, Owner, Recorder
+from lightning_memopt.record.rules import Rule, register_op, rule_of, rules_generation
 from lightning_memopt.record.tape import UNKNOWN, Call, Slot, Tape, View, numeric_flags, set_numeric_flags, storage_id
+from lightning_memopt.record.tensors import detached, is_plain, tensors_in
 
 __all__ = [
     "UNKNOWN",
     "Call",
     "Observer",
+    "OpRecord",
     "Owner",
     "Recorder",
     "Rule",
@@ -20,7 +22,9 @@ __all__ = [
     "numeric_flags",
     "register_op",
     "rule_of",
+    "rules_generation",
     "set_numeric_flags",
     "storage_id",
+    "tensors_in",
     "watching",
 ]

@@ -149,13 +149,19 @@ _ATOMIC = {
 }
 
 _registered: dict[OpOverload, Rule] = {}
+_generations: list[OpOverload] = []
 
 
 def register_op(op: OpOverload, rule: Handling | Rule) -> None:
     """Say how an op is to be handled: "pure" (same bits from the same inputs), "opaque" (never replayed), or a `Rule`."""
     _registered[op] = rule if isinstance(rule, Rule) else Rule(rule, "registered by the user" if rule == "opaque" else "")
     rule_of.cache_clear()
-    is_simple.cache_clear()
+    _generations.append(op)
+
+
+def rules_generation() -> int:
+    """Changes whenever a rule does: what was concluded from rules is concluded anew."""
+    return len(_generations)
 
 
 def _written(func: OpOverload) -> tuple[int | str, ...]:
@@ -240,15 +246,6 @@ def rule_of(func: OpOverload) -> Rule:
         conjugates=name in _CONJUGATES,
         unshared=name in _UNSHARED,
     )
-
-
-@cache
-def is_simple(func: OpOverload) -> bool:
-    """Pure, writes nothing, and makes ordinary tensors of ordinary tensors: what the recorder's hot path takes."""
-    rule = rule_of(func)
-    ordinary = not (rule.writes or rule.rewrite or rule.conjugates or rule.unshared)
-    name = func._schema.name
-    return rule.handling == "pure" and ordinary and name.startswith("aten::") and "quant" not in name and "sparse" not in name
 
 
 def may_replay(func: OpOverload, device_type: str) -> bool:

@@ -28,9 +28,9 @@ class Slot:
     `value` is a tensor on the storage where something of ours holds its bytes, else None. `ok`: it can be made again from
     what is held (or is held itself). `version` is what the version counter said when it was first read.
     `noted` is what that of `value` must still say: as when it was read, when the forward ended, or when it was rebuilt.
-    `id` numbers slots in order of first sight: the tensor ids of the graph. `stale`: a later version, with the id `next`,
-    has overwritten it. `read`: a recorded op starts from it. `exposed`: its memory was handed out. `pinned`: what was saved
-    before it was overwritten may be read from it. `plan`: the tensor of the plan's graph that it is, once matched.
+    `id` numbers slots in order of first sight. `stale`: a later version, with the id `next`, has overwritten it. `read`: a
+    recorded op starts from it. `exposed`: its memory was handed out. `pinned`: what was saved before it was overwritten may
+    be read from it. `plan`: the tensor of the plan's graph that it is, once matched.
     """
 
     # Defaults on the class: a slot is made for every result of every op, and most of them keep most of these.
@@ -54,8 +54,7 @@ class Slot:
         storage = t.untyped_storage()
         self.id = id
         self.nbytes = storage.nbytes()
-        self.device = device = t.device
-        self.on_accelerator = device.type != "cpu"
+        self.device = t.device
         self.weak: int | None = storage._weak_ref()  # type: ignore[assignment]
         self.version = t._version
 
@@ -73,11 +72,11 @@ class Slot:
 
 
 class View:
-    """A strided window on a slot: how one tensor argument is found again."""
+    """A strided window on the slot with the id `slot`: how one tensor argument is found again."""
 
     __slots__ = ("conj", "dtype", "neg", "offset", "size", "slot", "stride")
 
-    def __init__(self, slot: Slot, t: torch.Tensor) -> None:
+    def __init__(self, slot: int, t: torch.Tensor) -> None:
         self.slot = slot
         self.size = t.size()
         self.stride = t.stride()
@@ -85,6 +84,17 @@ class View:
         self.dtype = dtype = t.dtype
         self.conj = dtype.is_complex and t.is_conj()
         self.neg = t.is_neg()
+
+    def same(self, t: torch.Tensor) -> bool:
+        """Whether `t` is the same window on whatever it is on."""
+        return (
+            t.size() == self.size
+            and t.stride() == self.stride
+            and t.storage_offset() == self.offset
+            and t.dtype is self.dtype
+            and t.is_neg() is self.neg
+            and (self.dtype.is_complex and t.is_conj()) is self.conj
+        )
 
     def on(self, base: torch.Tensor) -> torch.Tensor:
         """This window on `base`, a tensor on the slot's bytes. Call below autograd, with dispatch modes off."""
@@ -101,20 +111,18 @@ class View:
 
 
 class Call:
-    """One recorded op: enough to run it again.
+    """One recorded op: enough to run it again. Slots are named by their ids on the tape, so that steps can share a call.
 
-    `args` and `kwargs` hold a `View` where a tensor was. `made` pairs the position of an output with its slot id, `mutates`
-    the slot it overwrote with the slot it made. `rng` is (generator or None, its state before). `repeats`: running it again
-    gives the same bits; not so for a random op whose state nobody wanted.
+    `args` and `kwargs` hold a `View` where a tensor was; `reads` are the slots among them. `made` pairs the position of an
+    output with its slot, `mutates` the slot it overwrote with the slot it made. `rng` is (generator or None, its state
+    before). `repeats`: running it again gives the same bits; not so for a random op whose state nobody wanted. `op` orders
+    calls by when they ran.
     """
 
-    rng: tuple[torch.Generator | None, torch.Tensor] | None = None
-    made: tuple[tuple[int, int], ...] = ()
-    mutates: tuple[tuple[Slot, int], ...] = ()
-    repeats = True
+    __slots__ = ("args", "func", "grad", "kwargs", "made", "mutates", "op", "reads", "repeats", "rng")
 
     def __init__(
-        self, op: int, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], reads: tuple[Slot, ...], grad: bool
+        self, op: int, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], reads: tuple[int, ...], grad: bool
     ) -> None:
         self.op = op
         self.func = func
@@ -122,10 +130,17 @@ class Call:
         self.kwargs = kwargs
         self.reads = reads
         self.grad = grad
+        self.rng: tuple[torch.Generator | None, torch.Tensor] | None = None
+        self.made: tuple[tuple[int, int], ...] = ()
+        self.mutates: tuple[tuple[int, int], ...] = ()
+        self.repeats = True
 
 
 class Tape:
-    """One recorded forward pass: its slots by id, and the numeric settings it ran under."""
+    """One recorded forward pass: its slots by id, and the numeric settings it ran under.
+
+    A slot that is matched to a tensor of a plan is found under that tensor's id too (`Slot.plan`).
+    """
 
     __slots__ = ("__weakref__", "flags", "slots")
 

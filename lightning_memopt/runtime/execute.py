@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memopt.errors import ModifiedError, ReplayMismatchError
-from lightning_memopt.record import UNKNOWN, Call, Slot, Tape, View, numeric_flags, set_numeric_flags
+from lightning_memopt.record import UNKNOWN, Call, Slot, Tape, View, numeric_flags, set_numeric_flags, tensors_in
 
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
     torch._C.DispatchKey.AutocastCUDA
@@ -23,9 +22,16 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C
 
 @contextlib.contextmanager
 def below_autograd() -> Iterator[None]:
-    """Where replays run: no modes, no autograd, no autocast, no saved-tensor hooks (they live above autograd)."""
-    with _disable_current_modes(), torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-        yield
+    """Where replays run: no modes, no autograd, no autocast, no saved-tensor hooks (they live above autograd).
+
+    Calls run in it under their own grad mode; that of the caller is put back.
+    """
+    grad = torch.is_grad_enabled()
+    with torch._C._DisableTorchDispatch(), torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        try:
+            yield
+        finally:
+            torch._C._set_grad_enabled(grad)
 
 
 @contextlib.contextmanager
@@ -85,21 +91,10 @@ def missing(slot: Slot) -> bool:
     return True
 
 
-def _flat(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [t for v in value for t in _flat(v)]
-    return []
-
-
 @contextlib.contextmanager
-def _generator_at(call: Call, device: torch.device) -> Iterator[None]:
+def _generator_at(rng: tuple[torch.Generator | None, torch.Tensor], device: torch.device) -> Iterator[None]:
     """The generator in the state it had when the op ran; put back afterwards, so the run's own stream does not move."""
-    if call.rng is None:
-        yield
-        return
-    generator, state = call.rng
+    generator, state = rng
     if generator is None:
         generator = torch.default_generator if device.type == "cpu" else None
     if generator is not None:
@@ -119,16 +114,16 @@ def _generator_at(call: Call, device: torch.device) -> Iterator[None]:
             module.set_rng_state(now, device)
 
 
-def _restored(v: Any, fresh: dict[int, torch.Tensor]) -> Any:
+def _restored(v: Any, slots: dict[int, Slot], fresh: dict[int, torch.Tensor]) -> Any:
     """An argument of a call as it was. A function of its own: a recursive closure would be a reference cycle."""
     if type(v) is View:
-        base = fresh.get(v.slot.id)
+        base = fresh.get(v.slot) if fresh else None
         if base is None:
-            base = v.slot.value
+            base = slots[v.slot].value
             assert base is not None
         return v.on(base)
     if type(v) is list:
-        return [_restored(x, fresh) for x in v]
+        return [_restored(x, slots, fresh) for x in v]
     return v
 
 
@@ -138,35 +133,40 @@ def run(call: Call, slots: dict[int, Slot], survives: Callable[[Slot], bool]) ->
     `survives` says which mutated inputs somebody still needs: those are copied first.
     """
     fresh: dict[int, torch.Tensor] = {}
-    for old, _ in call.mutates:
-        if old.id in fresh:
+    for id, _ in call.mutates:
+        if id in fresh:
             continue
+        old = slots[id]
         base = old.value
         assert base is not None
         if survives(old):
             bytes_ = base.untyped_storage().clone()
-            fresh[old.id] = torch.empty(0, dtype=base.dtype, device=base.device).set_(
+            fresh[id] = torch.empty(0, dtype=base.dtype, device=base.device).set_(
                 bytes_, 0, (bytes_.nbytes() // base.element_size(),), (1,)
             )
         else:
-            fresh[old.id] = base
+            fresh[id] = base
 
-    args = [_restored(a, fresh) for a in call.args]
-    kwargs = {k: _restored(v, fresh) for k, v in call.kwargs.items()}
-    device = call.reads[0].device if call.reads else torch.device("cpu")
-    with torch.set_grad_enabled(call.grad), _generator_at(call, device):
-        out = call.func(*args, **kwargs)
+    args = [_restored(a, slots, fresh) for a in call.args]
+    kwargs = {k: _restored(v, slots, fresh) for k, v in call.kwargs.items()}
+    torch._C._set_grad_enabled(call.grad)  # the engine's threads, and `below_autograd`, put it back
+    if call.rng is None:
+        out = call.func._op(*args, **kwargs)
+    else:
+        device = slots[call.reads[0]].device if call.reads else torch.device("cpu")
+        with _generator_at(call.rng, device):
+            out = call.func._op(*args, **kwargs)
     if call.made:
-        outs = _flat(out)
-        for index, slot_id in call.made:
-            slot = slots.get(slot_id)
+        outs = tensors_in(out)
+        for index, id in call.made:
+            slot = slots.get(id)
             if slot is not None and slot.value is None:
                 slot.value = outs[index]
                 slot.noted = slot.value._version
-    for old, new_id in call.mutates:
-        slot = slots.get(new_id)
-        if slot is not None:
-            slot.value = fresh[old.id]
-            slot.noted = slot.value._version
-        if fresh[old.id] is old.value:
-            old.value = None
+    for old_id, new_id in call.mutates:
+        new = slots.get(new_id)
+        if new is not None:
+            new.value = fresh[old_id]
+            new.noted = new.value._version
+        if fresh[old_id] is slots[old_id].value:
+            slots[old_id].value = None

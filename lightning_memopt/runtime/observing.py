@@ -12,9 +12,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
-from torch._ops import OpOverload
 
-from lightning_memopt.record import Slot, detached
+from lightning_memopt.record import OpRecord, Slot, detached
 from lightning_memopt.runtime.execute import below_autograd, checksum, flags_of, mismatch, run
 from lightning_memopt.runtime.replay import Engine, Handle
 
@@ -57,9 +56,9 @@ class ObservingEngine(Engine):
         self._room = 0
         self._retained: dict[int, bool] = {}
 
-    def recorded(self, func: OpOverload, reads: tuple[Slot, ...], made: list[tuple[Slot, torch.Tensor]]) -> None:
+    def recorded(self, record: OpRecord) -> None:
         self.clock += 1
-        for slot, t in made:
+        for slot, t in [*record.made, *((new, t) for _, new, t in record.mutates)]:
             if slot.call is None and not slot.empty:
                 slot.value = detached(t)  # Rule 4: recipes may start from it
                 slot.ok = True
@@ -77,7 +76,7 @@ class ObservingEngine(Engine):
     def pack(self, t: torch.Tensor) -> object:  # type: ignore[override]
         packed = super().pack(t)
         if isinstance(packed, Handle) and self.events is not None:
-            self.events.packed(packed.save, packed.view.slot)
+            self.events.packed(packed.save, packed.slot)
         return packed
 
     def rebuilt_nbytes(self) -> int:
@@ -109,7 +108,8 @@ class ObservingEngine(Engine):
             call = wanted.pop().call
             count += 1
             if call is not None:
-                for source in call.reads:
+                for id in call.reads:
+                    source = self.tape.slots[id]
                     if source.value is None and source.id not in seen and source.call is not None:
                         seen.add(source.id)
                         wanted.append(source)
@@ -235,7 +235,7 @@ class ObservingEngine(Engine):
 
     def released(self, handle: Handle) -> None:
         with self.lock:
-            slot = handle.view.slot
+            slot = handle.slot
             if slot.handles == 0:
                 self.evictable.pop(slot.id, None)
                 if slot.call is not None and slot.ok:

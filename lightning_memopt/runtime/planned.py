@@ -1,91 +1,21 @@
-"""The engine that does what a plan says: drops what it drops, holds what it holds, rebuilds when its Schedule says.
-
-Ops are matched against the plan by position, overload, the slots they read and the sizes they make. What does not match
-(another branch, another shape, an extra op) is kept, and so is what follows from it: memory may grow, numbers cannot.
-"""
+"""The engine that does what a plan says: drops what it drops, holds what it holds, rebuilds when its Schedule says."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 
 import torch
-from torch._ops import OpOverload
 
-from lightning_memopt.graph import BEFORE, Graph
-from lightning_memopt.plan import Free, Life, Schedule, Segment, lower
-from lightning_memopt.record import Slot, detached
+from lightning_memopt.graph import BEFORE
+from lightning_memopt.plan import Free, Segment
+from lightning_memopt.record import Recorder, Slot, detached
 from lightning_memopt.runtime.execute import below_autograd, checksum, flags_of, mismatch, missing, run
+from lightning_memopt.runtime.matching import Matcher
+from lightning_memopt.runtime.program import Program
 from lightning_memopt.runtime.replay import Engine, Handle
 
 _LOOK_AHEAD = 16
 """How many planned saves a pack may skip before it counts as unplanned."""
-
-
-@dataclass(frozen=True, eq=False)
-class Program:
-    """A schedule, indexed by what the engine meets at run time."""
-
-    graph: Graph
-    lives: tuple[Life, ...]
-    schedule: Schedule = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "schedule", lower(self.graph, self.lives))
-
-    @cached_property
-    def names(self) -> list[str]:
-        return [op.name for op in self.graph.forward]
-
-    @cached_property
-    def inputs(self) -> list[tuple[int, ...]]:
-        return [op.inputs for op in self.graph.forward]
-
-    @cached_property
-    def outputs(self) -> list[tuple[int, ...]]:
-        return [op.outputs for op in self.graph.forward]
-
-    @cached_property
-    def drops(self) -> frozenset[int]:
-        """Tensors that autograd saves and that the plan neither holds nor leaves alone."""
-        held = self.schedule.holds
-        return frozenset(life.tensor for life in self.lives if life.how == "replay" and life.tensor not in held)
-
-    @cached_property
-    def segments(self) -> dict[tuple[int, int], tuple[int, Segment]]:
-        """(save, occurrence) -> (point, steps)."""
-        points = self.graph.points
-        return {(points[p].id, points[p].occurrence): (p, steps) for p, steps in self.schedule.segments.items()}
-
-    @cached_property
-    def frees(self) -> dict[tuple[str, int, int], tuple[int, ...]]:
-        points = self.graph.points
-        frees = ((points[p], tensors) for p, tensors in self.schedule.frees.items() if p < len(points))
-        return {(point.kind, point.id, point.occurrence): tensors for point, tensors in frees}
-
-    @cached_property
-    def births(self) -> dict[int, tuple[int, ...]]:
-        """Point -> the tensors whose replayed lives begin there."""
-        found: dict[int, tuple[int, ...]] = {}
-        for life in self.lives:
-            if life.how == "replay":
-                found[life.born_at] = (*found.get(life.born_at, ()), life.tensor)
-        return found
-
-    @cached_property
-    def saved(self) -> list[int]:
-        """The tensor of every save, in packing order."""
-        return [save.tensor for save in self.graph.saves]
-
-    @cached_property
-    def random(self) -> frozenset[int]:
-        """Replayed ops that need the generator's state."""
-        return frozenset(op for op in self.schedule.replayed if self.graph.ops[op].state_nbytes)
-
-    @property
-    def empty(self) -> bool:
-        """Nothing is dropped: the recorder need not run at all."""
-        return not self.schedule.segments
 
 
 def _among(ids: set[int], slot: Slot) -> bool:
@@ -93,7 +23,7 @@ def _among(ids: set[int], slot: Slot) -> bool:
 
 
 class PlannedEngine(Engine):
-    """One forward pass under a program."""
+    """One forward pass under a program. `position` is the plan's op that comes next; what was passed over is `unmatched`."""
 
     def __init__(self, program: Program, verify: bool = False) -> None:
         super().__init__()
@@ -103,57 +33,32 @@ class PlannedEngine(Engine):
         self.position = 0
         self.next_save = 0
         self.cursor = BEFORE
-        self.by_tensor: dict[int, Slot] = {}
         self.active: set[int] = set()
-        self.unmatched = 0
         self.first_unmatched: tuple[int, str] | None = None
         self.unplanned = False
+
+    def make_recorder(self) -> Recorder:
+        return Matcher(self)
 
     def wants_state(self) -> bool:
         return self.position in self.program.random
 
-    def recorded(self, func: OpOverload, reads: tuple[Slot, ...], made: list[tuple[Slot, torch.Tensor]]) -> None:
-        program, j = self.program, self.position
-        if not (j < len(program.names) and func._name == program.names[j] and self._same(reads, made, j)):
-            self.unmatched += 1
-            if self.first_unmatched is None:
-                self.first_unmatched = (j, func._name)
-            return
-        self.position = j + 1
-        holds = program.schedule.holds
-        for (slot, t), tensor in zip(made, program.outputs[j], strict=True):
-            slot.plan = tensor
-            self.by_tensor[tensor] = slot
-            if tensor in holds and not slot.empty:
-                slot.value = detached(t)
-                slot.ok = slot.ok or slot.call is None
-                self.active.add(tensor)
+    def passed(self, position: int, name: str) -> None:
+        """An op is not what the plan has at this position."""
+        if self.first_unmatched is None:
+            self.first_unmatched = (position, name)
 
-    def _same(self, reads: tuple[Slot, ...], made: list[tuple[Slot, torch.Tensor]], j: int) -> bool:
-        inputs, outputs = self.program.inputs[j], self.program.outputs[j]
-        if len(inputs) != len(reads) or len(outputs) != len(made):
-            return False
-        tensors = self.program.graph.tensors
-        for i, tensor in enumerate(inputs):
-            slot = reads[i]
-            if slot.plan != tensor:
-                if (
-                    slot.plan is not None
-                    or not slot.external
-                    or tensor in self.by_tensor
-                    or tensors[tensor].nbytes != slot.nbytes
-                ):
-                    return False
-                slot.plan = tensor
-                self.by_tensor[tensor] = slot
-        for i, tensor in enumerate(outputs):  # noqa: SIM110 (a generator costs more than the comparison)
-            if made[i][0].nbytes != tensors[tensor].nbytes:
-                return False
-        return True
+    def hold(self, slot: Slot, t: torch.Tensor) -> None:
+        """The plan holds this tensor from its birth."""
+        if not slot.empty:
+            assert slot.plan is not None
+            slot.value = detached(t)
+            slot.ok = slot.ok or slot.call is None
+            self.active.add(slot.plan)
 
     def save_of(self, slot: Slot) -> int:
-        saved = self.program.saved
-        for save in range(self.next_save, min(self.next_save + _LOOK_AHEAD, len(saved))):
+        saved, first = self.program.saved, self.next_save
+        for save in range(first, min(first + _LOOK_AHEAD, len(saved))):
             if saved[save] == slot.plan:
                 self.next_save = save + 1
                 return save
@@ -185,7 +90,7 @@ class PlannedEngine(Engine):
             handle.unpacked += 1
             found = super().request(handle)
             if self.sums:
-                self._compare(handle.view.slot)
+                self._compare(handle.slot)
             self._free(key)
             return found
 
@@ -205,33 +110,33 @@ class PlannedEngine(Engine):
             for step in steps:
                 slot = None
                 if isinstance(step, Free):
-                    slot = self.by_tensor.get(step.tensor)
+                    slot = slots.get(step.tensor)
                     if slot is not None and step.tensor not in self.active:
                         slot.value = None
                     continue
-                outputs = [self.by_tensor.get(t) for t in self.program.graph.ops[step.op].outputs]
+                outputs = [slots.get(t) for t in self.program.outputs[step.op]]
                 call = next((s.call for s in outputs if s is not None and s.call is not None), None)
                 if call is None:
                     continue
-                absent = [s for s in call.reads if missing(s)]
+                absent = [slots[id] for id in call.reads if missing(slots[id])]
                 if absent:
                     self.materialise(absent)
-                clones = {self.by_tensor[t].id for t in step.clones if t in self.by_tensor}
+                clones = {slots[t].id for t in step.clones if t in slots}
                 run(call, slots, partial(_among, clones))
                 self.replayed.append(call.op)
-        self.active.update(t for t in self.program.births.get(point, ()) if t in self.by_tensor)
+        self.active.update(t for t in self.program.births.get(point, ()) if t in slots)
 
     def _free(self, key: tuple[str, int, int]) -> None:
         for tensor in self.program.frees.get(key, ()):
             self.active.discard(tensor)
-            slot = self.by_tensor.get(tensor)
+            slot = self.tape.slots.get(tensor)
             # what has no recipe goes only with the last node that reads it: a second backward may still ask
             if slot is not None and not slot.pinned and (key[0] == "release" or (slot.call is not None and slot.ok)):
                 slot.value = None
 
     def released(self, handle: Handle) -> None:
         with self.lock:
-            slot = handle.view.slot
+            slot = handle.slot
             self._free(("release", handle.save, 0))
             if slot.handles == 0 and slot.plan not in self.active and not slot.pinned:
                 slot.value = None

@@ -15,10 +15,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from lightning_memopt.errors import UnsupportedError
-from lightning_memopt.record import UNKNOWN, Call, Recorder, Slot, Tape, View, detached, is_plain
+from lightning_memopt.record import UNKNOWN, Call, OpRecord, Recorder, Slot, Tape, View, detached, is_plain
 from lightning_memopt.record.interrupts import raise_deferred
 from lightning_memopt.runtime.execute import below_autograd, flags_of, intact, missing, modified, run
 
@@ -58,16 +57,17 @@ class Handle:
     a node has let go.
     """
 
-    __slots__ = ("engine", "guard", "save", "unpacked", "version", "view")
+    __slots__ = ("engine", "guard", "save", "slot", "unpacked", "version", "view")
 
-    def __init__(self, engine: Engine, save: int, view: View, guard: torch.Tensor) -> None:
+    def __init__(self, engine: Engine, save: int, slot: Slot, view: View, guard: torch.Tensor) -> None:
         self.engine: Engine | None = engine
         self.save = save
+        self.slot = slot
         self.view = view
         self.guard = guard
         self.version = guard._version
         self.unpacked = 0
-        view.slot.handles += 1
+        slot.handles += 1
 
     def get(self) -> torch.Tensor:
         assert self.engine is not None
@@ -76,7 +76,7 @@ class Handle:
     def __del__(self) -> None:
         engine, self.engine = self.engine, None
         if engine is not None:
-            self.view.slot.handles -= 1
+            self.slot.handles -= 1
             engine.released(self)
 
 
@@ -106,7 +106,11 @@ class Engine:
 
     # -- while the forward is recorded -------------------------------------------------------------
 
-    def recorded(self, func: OpOverload, reads: tuple[Slot, ...], made: list[tuple[Slot, torch.Tensor]]) -> None:
+    def make_recorder(self) -> Recorder:
+        """The recorder of a forward under this engine."""
+        return Recorder(self.tape, self)
+
+    def recorded(self, record: OpRecord) -> None:
         raise NotImplementedError
 
     def wants_state(self) -> bool:
@@ -140,7 +144,7 @@ class Engine:
         save = self.save_of(slot)
         if self.keeps(slot, t):
             return Kept(t)
-        return Handle(self, save, View(slot, t), version_guard(t))
+        return Handle(self, save, slot, View(slot.id, t), version_guard(t))
 
     @staticmethod
     def unpack(packed: Any) -> Any:
@@ -159,6 +163,8 @@ class Engine:
             assert value is not None
             if not intact(slot):
                 raise modified(f"[{value.type()} {list(handle.view.size)}]", value._version, slot.noted)
+            if handle.view.same(value):
+                return value
             with torch._C._DisableTorchDispatch():  # the value has no history: a view of it needs no more than that
                 return handle.view.on(value)
 
@@ -169,7 +175,7 @@ class Engine:
         """
         if handle.guard._version != handle.version:
             raise modified(f"[{handle.guard.type()} {list(handle.view.size)}]", handle.guard._version, handle.version)
-        slot = handle.view.slot
+        slot = handle.slot
         while slot.next is not None:
             slot = self.tape.slots[slot.next]
         return slot
@@ -177,7 +183,7 @@ class Engine:
     def released(self, handle: Handle) -> None:
         """A node let go of a handle. Never raises: it runs inside a destructor."""
         with self.lock:
-            slot = handle.view.slot
+            slot = handle.slot
             if slot.handles == 0:
                 slot.value = None
 
@@ -198,7 +204,8 @@ class Engine:
             if call.op in calls:
                 continue
             calls[call.op] = call
-            for source in call.reads:
+            for id in call.reads:
+                source = self.tape.slots[id]
                 if source.id not in seen and missing(source):
                     seen.add(source.id)
                     wanted.append(source)
@@ -229,7 +236,7 @@ class Engine:
         calls = self.closure(targets)
         slots = self.tape.slots
         wanted = {slot.id for slot in targets}
-        last = {source.id: call.op for call in calls for source in call.reads}
+        last = {slots[id].id: call.op for call in calls for id in call.reads}
         fresh: set[int] = set()
 
         def needed(slot: Slot) -> bool:
@@ -238,10 +245,10 @@ class Engine:
         with below_autograd(), flags_of(self.tape):
             for call in calls:
                 op = call.op
-                made = [i for _, i in call.made] + [i for _, i in call.mutates]
-                fresh.update(i for i in made if slots[i].value is None)
+                made = [slots[id] for _, id in (*call.made, *call.mutates)]
+                fresh.update(slot.id for slot in made if slot.value is None)
                 run(call, slots, lambda slot: slot.id not in fresh or needed(slot))
                 self.replayed.append(op)
-                for i in made + [source.id for source in call.reads]:
-                    if i in fresh and not needed(slots[i]):
-                        slots[i].value = None
+                for slot in made + [slots[id] for id in call.reads]:
+                    if slot.id in fresh and not needed(slot):
+                        slot.value = None

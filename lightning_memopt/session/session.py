@@ -24,7 +24,7 @@ from lightning_memopt.config import MemOptConfig, disabled, free_nbytes
 from lightning_memopt.errors import ConfigError, InfeasibleError, MemOptError, PlanMismatchError
 from lightning_memopt.graph import Graph, first_difference
 from lightning_memopt.plan import Plan, read_plan, write_plan
-from lightning_memopt.record import Recorder, interrupts
+from lightning_memopt.record import interrupts
 from lightning_memopt.runtime import PlannedEngine
 from lightning_memopt.runtime.replay import Engine
 from lightning_memopt.session.buckets import Failed, Observing, Running, State
@@ -268,7 +268,7 @@ class Session:
             if state.program.empty and not self._unproven(state):
                 return None
             engine = PlannedEngine(state.program, verify=self.config.verify and state.steps < 1)
-            return Recording(engine, Recorder(engine.tape, engine), own_mode=True)
+            return Recording(engine, engine.make_recorder(), own_mode=True)
         return None
 
     def _round_ended(self, engine: Engine) -> None:

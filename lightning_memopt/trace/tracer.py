@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_memopt.graph import BEFORE, Graph, Op, Point, Save, Tensor
 from lightning_memopt.graph.model import Kind, Phase
-from lightning_memopt.record import Recorder, Rule, Slot, storage_id
+from lightning_memopt.record import OpRecord, Recorder, Slot, storage_id
 
 _CUDA_ROUND = 512
 
@@ -102,18 +102,8 @@ class Tracer:
             self._open.__exit__(None, None, None)
             self._open = None
 
-    def end(
-        self,
-        func: OpOverload,
-        args: tuple,
-        kwargs: dict,
-        out: Any,
-        reads: tuple[Slot, ...],
-        made: list[tuple[Slot, torch.Tensor]],
-        mutates: list[tuple[Slot, Slot, torch.Tensor]],
-        replayable: bool,
-        rule: Rule,
-    ) -> None:
+    def end(self, record: OpRecord, args: tuple, kwargs: dict, out: Any) -> None:
+        func, reads, made, mutates = record.func, record.reads, record.made, record.mutates
         now = len(self.points) - 1
         scope = self.scope() if self.phase == "forward" else ""
         name = func._name
@@ -147,9 +137,9 @@ class Tracer:
                 workspace_nbytes=workspace,
                 flops=flops,
                 scope=scope,
-                heavy=rule.heavy and flops > 0,
-                recomputable=replayable and self.phase == "forward",
-                state_nbytes=(5056 if self.device.type == "cpu" else 16) if rule.handling == "random" else 0,
+                heavy=record.rule.heavy and flops > 0,
+                recomputable=record.replayable and self.phase == "forward",
+                state_nbytes=(5056 if self.device.type == "cpu" else 16) if record.rule.handling == "random" else 0,
                 at=now,
             )
         )

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_memopt.record import Recorder
 from lightning_memopt.runtime import ObservingEngine
 from lightning_memopt.session.round import Recording
 
@@ -19,7 +18,7 @@ from lightning_memopt.session.round import Recording
 def dropping() -> Iterator[ObservingEngine]:
     """Record the forward in this block and drop every saved tensor that has a recipe; run backward after the block."""
     engine = ObservingEngine(pressure=lambda: 1 << 62)
-    with Recording(engine, Recorder(engine.tape, engine), own_mode=True):
+    with Recording(engine, engine.make_recorder(), own_mode=True):
         yield engine
 
 

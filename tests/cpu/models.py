@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_memopt import optimize
 from lightning_memopt.integrations.plain import Run
-from lightning_memopt.record import Recorder
 from lightning_memopt.runtime import ObservingEngine
 from lightning_memopt.session.round import Recording
 from tests.cpu.harness import assert_exact, dropping, outcome, same_bits
@@ -53,7 +52,7 @@ def verified(model: nn.Module, step: Step, seed: int = 0) -> ObservingEngine:
     model.zero_grad(set_to_none=True)
     torch.manual_seed(seed)
     engine = ObservingEngine()
-    with Recording(engine, Recorder(engine.tape, engine), own_mode=True):
+    with Recording(engine, engine.make_recorder(), own_mode=True):
         loss = step(model)
     loss.backward()
     return engine

@@ -301,7 +301,7 @@ def test_c7_windows_are_found_again_exactly(window):
     t = window(W.clone())
     base = torch.empty(0, dtype=t.dtype).set_(t.untyped_storage())
     with below_autograd():
-        found = View(Slot(0, t), t).on(base)
+        found = View(0, t).on(base)
     form = lambda a: (a.size(), a.stride(), a.storage_offset(), a.dtype, a.is_conj(), a.is_neg())  # noqa: E731
     assert form(found) == form(t) and same_bits(found, t)
 

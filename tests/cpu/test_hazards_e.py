@@ -192,7 +192,7 @@ def test_e7_random_results_whose_state_was_not_noted():
     model = made(Noisy)
     torch.manual_seed(0)
     engine = Stateless(pressure=lambda: 1 << 62)
-    with Recording(engine, Recorder(engine.tape, engine), own_mode=True):
+    with Recording(engine, engine.make_recorder(), own_mode=True):
         loss = squares(model, X)
     loss.backward()
     assert same(grads(model), grads(plain)) and engine.evictions > 0
@@ -427,7 +427,7 @@ def test_e13_checkpointed_memory_does_not_rise():
 
     def keeping():
         engine = ObservingEngine()
-        return Recording(engine, Recorder(engine.tape, engine), own_mode=True)
+        return Recording(engine, engine.make_recorder(), own_mode=True)
 
     assert held_nbytes(made(Body), warnings.catch_warnings) > plain  # the fixture frees something
     assert held_nbytes(made(Checkpoints), keeping) <= plain

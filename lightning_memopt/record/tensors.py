@@ -1,0 +1,63 @@
+"""Tensors below autograd: which can be recorded, aliases of them, and ops run as they are outside of a dispatch mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_COUNTER = torch._C.DispatchKey.ADInplaceOrView
+
+
+def is_plain(t: torch.Tensor) -> bool:
+    """An ordinary strided tensor with memory of its own: what can be recorded. Everything else is opaque (Rule 4)."""
+    return (
+        type(t) in _PLAIN
+        and t.layout is torch.strided
+        and not (t.is_quantized or t.is_nested or t.is_inference())
+        and t.device.type != "meta"
+    )
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in an op's result or argument: a tensor, or a list of tensors and None. No pytrees on the hot path."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [t for v in value for t in tensors_in(v)]
+    return []
+
+
+def detached(t: torch.Tensor) -> torch.Tensor:
+    """An alias of `t` without its autograd history that shares its version counter; made below no dispatch mode."""
+    # inside of a dispatch mode the key that shares the counter is off: without it the alias would count for itself
+    with torch._C._DisableTorchDispatch(), torch._C._SetExcludeDispatchKeyGuard(_COUNTER, False):
+        return t.detach()
+
+
+def conjugating(func: Callable[..., Any]) -> Callable[..., Any]:
+    """The op as outside of a dispatch mode: inside of one, conjugations that its kernel takes are ignored (pytorch#198118)."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        off = torch._C._SetExcludeDispatchKeyGuard
+        keys = torch._C.DispatchKey
+        with off(keys.Conjugate, False), off(keys.Negative, False):
+            return func(*args, **kwargs)
+
+    return run
+
+
+def covers(t: torch.Tensor) -> bool:
+    """Whether `t` is all of its storage, in order."""
+    return t.numel() * t.element_size() == t.untyped_storage().nbytes() and t.is_contiguous()
+
+
+def generator_state(generator: torch.Generator | None, device_type: str) -> torch.Tensor:
+    """The state of a generator, or of the device's default one, as it is now."""
+    if generator is not None:
+        return generator.get_state()
+    if device_type == "cpu":
+        return torch.default_generator.get_state()
+    return torch.get_device_module(device_type).get_rng_state()

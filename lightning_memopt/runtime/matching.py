@@ -1,0 +1,184 @@
+"""Recording a forward under a plan: every op is matched by position, overload, the tensors it reads and the sizes it makes.
+
+What does not match (another branch, another shape, an extra op) is kept, and so is what follows from it: memory may grow,
+numbers cannot. Ops that meet their template are not recorded again (runtime/templates.py).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._ops import OpOverload
+
+from lightning_memopt.record import Call, OpRecord, Recorder, Slot, storage_id, tensors_in
+from lightning_memopt.record.tensors import generator_state
+from lightning_memopt.runtime.templates import Template, flattened, same_constant, template_of
+
+if TYPE_CHECKING:
+    from lightning_memopt.runtime.planned import PlannedEngine
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_STRIDED = torch.strided
+_SPREAD = 20
+"""Calls are numbered by the plan's op shifted by this many bits: room for unmatched ones between two matched ones."""
+
+
+class Matcher(Recorder):
+    """The recorder of a `PlannedEngine`."""
+
+    def __init__(self, engine: PlannedEngine) -> None:
+        super().__init__(engine.tape, engine)
+        self.engine = engine
+        self.program = engine.program
+        self.templates = engine.program.templates.current()
+        self.next_slot = len(engine.program.graph.tensors)  # ids below are the plan's own
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        template = self.templates[self.engine.position]
+        if template is not None and template.func is func and self.capturing:
+            values = flattened(args) if template.nested else args
+            if len(args) == template.arity and self._same_constants(template, values, kwargs):
+                startable = self._same_tensors(template, values)
+                if startable is not None:
+                    return self._repeat(template, args, kwargs or {}, values, startable)
+        return self.record(func, args, kwargs or {})
+
+    # -- an op that is as it was ----------------------------------------------------------------------
+
+    def _same_constants(self, template: Template, values: Any, kwargs: dict | None) -> bool:
+        for i, constant in template.constants:
+            value = values[i]
+            if value is not constant and not same_constant(value, constant):
+                return False
+        if kwargs or template.kwargs:
+            if kwargs is None or len(kwargs) != len(template.kwargs):
+                return False
+            for name, constant in template.kwargs:
+                if name not in kwargs or not same_constant(kwargs[name], constant):
+                    return False
+        return torch.is_grad_enabled() is template.grad
+
+    def _same_tensors(self, template: Template, values: Any) -> bool | None:
+        """Whether what the call reads is there or can be made again; None where it reads something else than planned."""
+        of_storage = self.of_storage
+        startable = template.ok
+        reads = template.call is not None
+        for i, view in template.tensors:
+            t = values[i]
+            if type(t) not in _PLAIN or t.layout is not _STRIDED:
+                return None
+            slot = of_storage.get(storage_id(t))
+            if slot is None:
+                slot = self._enters(t, view.slot)
+            elif slot.version != t._version and slot is not self._current(slot, t):
+                return None
+            if slot.plan != view.slot or not view.same(t):
+                return None
+            if reads:
+                slot.read = True
+                if not (slot.ok or slot.empty or slot.value is not None):
+                    startable = False
+        return startable
+
+    def _enters(self, t: torch.Tensor, tensor: int) -> Slot:
+        """The slot of what was made before the forward, met where the plan reads `tensor`."""
+        slot = self.adopt(t)
+        self._may_be(slot, tensor)
+        return slot
+
+    def _repeat(self, template: Template, args: tuple, kwargs: dict, values: Any, startable: bool) -> Any:
+        """Run the op and note what is new about it: its storages, and the state of the generator."""
+        engine, of_storage = self.engine, self.of_storage
+        call = template.call
+        if template.random:
+            assert call is not None
+            call = self._with_state(call, values)
+        for i, _ in template.mutates:
+            self._overwrites(of_storage[storage_id(values[i])])
+        out = template.func._op(*args, **kwargs)
+        engine.position += 1
+        if template.made:
+            outs = (out,) if type(out) is torch.Tensor else tensors_in(out)
+            for index, id, nbytes in template.made:
+                t = outs[index]
+                slot = Slot(id, t)
+                address = storage_id(t)
+                if slot.nbytes != nbytes or address in of_storage:
+                    self._unforeseen(t)
+                    continue
+                of_storage[address] = self.tape.slots[id] = slot
+                slot.plan = id
+                slot.index = index
+                slot.call = call
+                slot.empty = template.empty
+                slot.ok = startable and call is not None and not template.empty
+                slot.why = template.why
+                if id in template.held:
+                    engine.hold(slot, t)
+        for i, id in template.mutates:
+            t = values[i]
+            old = of_storage[storage_id(t)]
+            new = self._overwritten(old, t, self._new(t, id), call, startable)
+            new.plan = id
+            if id in template.held:
+                engine.hold(new, t)
+        return out
+
+    def _with_state(self, call: Call, values: Any) -> Call:
+        """The call of this step: the generator's state is its own."""
+        found = Call(call.op, call.func, call.args, call.kwargs, call.reads, call.grad)
+        found.made, found.mutates = call.made, call.mutates
+        device = next((t.device.type for t in values if isinstance(t, torch.Tensor)), "cpu")
+        found.rng = (None, generator_state(None, device))
+        return found
+
+    def _unforeseen(self, t: torch.Tensor) -> None:
+        """A result that is not what the plan expects, although all that the op was given is."""
+        if storage_id(t) not in self.of_storage:
+            self._new(t).why = "its size changes from step to step"
+        self.engine.passed(self.engine.position - 1, "a result of another size")
+
+    # -- an op that is recorded -----------------------------------------------------------------------
+
+    def _number(self) -> int:
+        self.op += 1
+        return (self.engine.position << _SPREAD) + self.op
+
+    def _recorded(self, record: OpRecord) -> None:
+        engine, program = self.engine, self.program
+        j = engine.position
+        made = [*record.made, *((new, t) for _, new, t in record.mutates)]
+        if not (j < len(program.names) and record.func._name == program.names[j] and self._same(record.reads, made, j)):
+            engine.passed(j, record.func._name)
+            return
+        engine.position = j + 1
+        slots = self.tape.slots
+        for (slot, _), tensor in zip(made, program.outputs[j], strict=True):
+            slot.plan = tensor
+            slots[tensor] = slot
+        if record.call is not None:
+            record.call.op = (j + 1) << _SPREAD
+        self.templates[j] = template_of(record, slots, program.schedule.holds)
+        for slot, t in made:
+            if slot.plan in program.schedule.holds:
+                engine.hold(slot, t)
+
+    def _same(self, reads: tuple[Slot, ...], made: list[tuple[Slot, torch.Tensor]], j: int) -> bool:
+        inputs, outputs = self.program.inputs[j], self.program.outputs[j]
+        if len(inputs) != len(reads) or len(outputs) != len(made):
+            return False
+        if not all(slot.plan == tensor or self._may_be(slot, tensor) for slot, tensor in zip(reads, inputs, strict=True)):
+            return False
+        tensors = self.program.graph.tensors
+        return all(slot.nbytes == tensors[tensor].nbytes for (slot, _), tensor in zip(made, outputs, strict=True))
+
+    def _may_be(self, slot: Slot, tensor: int) -> bool:
+        """Match what was made before the forward, where it is first met."""
+        slots = self.tape.slots
+        fits = slot.plan is None and slot.external and tensor not in slots
+        if not fits or self.program.graph.tensors[tensor].nbytes != slot.nbytes:
+            return False
+        slot.plan = tensor
+        slots[tensor] = slot
+        return True

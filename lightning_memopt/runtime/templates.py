@@ -1,0 +1,173 @@
+"""What a forward op looked like when it was matched to the plan: compared by the next step, instead of recorded again.
+
+Steps repeat themselves. When an op meets its template (the same overload, the same constants, the same windows on the same
+tensors of the plan), the call noted then is the recipe of this step too, because calls name slots by the plan's tensors. All
+that is new in a step are its storages. An op that differs in anything is recorded as if for the first time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from lightning_memopt.record import Call, OpRecord, Slot, View, rules_generation
+
+_COMPARED = (int, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def same_constant(a: Any, b: Any) -> bool:
+    """Whether two arguments that are no tensors mean the same to an op: 1 is not 1.0, and -0.0 is not 0.0."""
+    kind = type(a)
+    if kind is not type(b):
+        return False
+    if kind is float:
+        return bool(a == b) and (a != 0.0 or str(a) == str(b))
+    if kind is list or kind is tuple:
+        return len(a) == len(b) and all(map(same_constant, a, b))
+    return kind in _COMPARED and bool(a == b)
+
+
+def flattened(args: tuple) -> list[Any]:
+    """Arguments with lists of tensors laid out, each followed by its length."""
+    flat: list[Any] = []
+    for a in args:
+        if type(a) in (list, tuple) and any(isinstance(v, (torch.Tensor, View)) for v in a):
+            flat.extend(a)
+            flat.append(len(a))
+        else:
+            flat.append(a)
+    return flat
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """One op of the plan's forward. Positions are those in `args`, or in `flattened(args)` where `nested`.
+
+    `tensors`: position and window (on a tensor of the plan) of every tensor that the op reads. `constants`: position and
+    value of the rest. `call`: the recipe, None where there is none; `random`: it needs the generator's state. `made`: index
+    among the tensors returned, tensor, bytes; `mutates`: position, tensor made. `held`: those of them that the plan holds.
+    `ok`: they could be made again when the template was learned.
+    """
+
+    func: OpOverload
+    arity: int
+    nested: bool
+    tensors: tuple[tuple[int, View], ...]
+    constants: tuple[tuple[int, Any], ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    grad: bool
+    call: Call | None
+    random: bool
+    made: tuple[tuple[int, int, int], ...]
+    mutates: tuple[tuple[int, int], ...]
+    held: frozenset[int]
+    empty: bool
+    ok: bool
+    why: str
+
+
+class Templates:
+    """Those learned so far, by position in the forward; the last entry stays None."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.found: list[Template | None] = []
+        self._settings: tuple[Any, ...] | None = None
+
+    def current(self) -> list[Template | None]:
+        """The templates, none of them if rules or settings changed that say what may run again."""
+        settings = (rules_generation(), torch.are_deterministic_algorithms_enabled())
+        if settings != self._settings:
+            self._settings = settings
+            self.found = [None] * (self.n + 1)
+        return self.found
+
+
+class _Unnamed(Exception):
+    """A slot that is no tensor of the plan."""
+
+
+def _named(view: View, slots: dict[int, Slot]) -> View:
+    """The window, on the tensor of the plan that its slot was matched to."""
+    found: View = View.__new__(View)
+    for name in View.__slots__:
+        setattr(found, name, getattr(view, name))
+    found.slot = _tensor(view.slot, slots)
+    return found
+
+
+def _tensor(id: int, slots: dict[int, Slot]) -> int:
+    found = slots[id].plan
+    if found is None:
+        raise _Unnamed
+    return found
+
+
+def _named_call(call: Call, slots: dict[int, Slot]) -> Call:
+    """The call in terms of the plan's tensors, without what belongs to one step."""
+    args: list[Any] = []
+    for a in call.args:
+        if type(a) is list:
+            args.append([_named(x, slots) if type(x) is View else x for x in a])
+        else:
+            args.append(_named(a, slots) if type(a) is View else a)
+    found = Call(call.op, call.func, args, call.kwargs, tuple(_tensor(id, slots) for id in call.reads), call.grad)
+    found.made = tuple((index, _tensor(id, slots)) for index, id in call.made)
+    found.mutates = tuple((_tensor(old, slots), _tensor(new, slots)) for old, new in call.mutates)
+    found.repeats = call.repeats
+    return found
+
+
+def template_of(record: OpRecord, slots: dict[int, Slot], holds: Collection[int]) -> Template | None:
+    """The template of an op that was recorded and matched; None where comparing it is not enough.
+
+    Not enough: generators and subclasses among the arguments, windows that are conjugate or negative, views that count
+    versions for themselves, slots that are no tensors of the plan.
+    """
+    rule, call = record.rule, record.call
+    if rule.conjugates or rule.unshared or not all(same_constant(v, v) for v in record.kwargs.values()):
+        return None
+    nested = any(type(a) is list and any(type(v) is View for v in a) for a in record.args)
+    reads = {slot.id for slot in record.reads}
+    tensors, constants = [], []
+    try:
+        for i, value in enumerate(flattened(record.args) if nested else record.args):
+            if type(value) is View:
+                if value.slot not in reads and rule.rewrite is not None:
+                    continue  # running statistics, which the recipe leaves out
+                if value.conj or value.neg:
+                    return None
+                tensors.append((i, _named(value, slots)))
+            elif same_constant(value, value):
+                constants.append((i, value))
+            else:
+                return None
+        named = _named_call(call, slots) if call is not None else None
+        made = tuple((slot.index, _tensor(slot.id, slots), slot.nbytes) for slot, _ in record.made)
+        mutates = tuple(
+            (next(i for i, view in tensors if view.slot == old.plan), _tensor(new.id, slots)) for old, new, _ in record.mutates
+        )
+    except _Unnamed:
+        return None
+    new = [slot for slot, _ in record.made] + [slot for _, slot, _ in record.mutates]
+    return Template(
+        func=record.func,
+        arity=len(record.args),
+        nested=nested,
+        tensors=tuple(tensors),
+        constants=tuple(constants),
+        kwargs=tuple(record.kwargs.items()),
+        grad=torch.is_grad_enabled(),
+        call=named,
+        random=call is not None and call.rng is not None,
+        made=made,
+        mutates=mutates,
+        held=frozenset(id for id in (*(id for _, id, _ in made), *(id for _, id in mutates)) if id in holds),
+        empty=rule.handling == "empty",
+        ok=all(slot.ok or slot.empty for slot in new),
+        why=new[0].why if new else "",
+    )
