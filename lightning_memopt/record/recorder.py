@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memopt.record.rules import Rule, may_replay, rule_of, trains_statistics
 from lightning_memopt.record.tape import UNKNOWN, UNSHARED, Call, Slot, Tape, View, storage_id
-from lightning_memopt.record.tensors import conjugating, covers, detached, generator_state, is_plain, tensors_in
+from lightning_memopt.record.tensors import PLAIN, conjugating, covers, detached, generator_state, is_plain, tensors_in
 
 _DETACH = torch.ops.aten.detach.default
 _EMPTY_STRIDED = torch.ops.aten.empty_strided.default
@@ -75,7 +75,6 @@ class Recorder(TorchDispatchMode):
         self.op = 0
         self.next_slot = 0
         self.of_storage: dict[int, Slot] = {}
-        self._addresses: list[int] = []
         self.thread = threading.get_ident()
 
     @classmethod
@@ -89,14 +88,11 @@ class Recorder(TorchDispatchMode):
     def forget(self) -> None:
         """Drop the map from storages: it must not outlive the forward pass."""
         self.of_storage.clear()
-        while self._addresses:
-            torch.UntypedStorage._free_weak_ref(self._addresses.pop())
 
     def recognise(self, slot: Slot) -> None:
         """The slot's bytes were made again in a new storage: ops that read it read this slot."""
         if slot.value is not None:
-            address: int = slot.value.untyped_storage()._weak_ref()  # type: ignore[assignment]
-            self._addresses.append(address)  # keeps the address from being used again
+            self.tape.weak(slot.value.untyped_storage())  # keeps the address from being used again
             self.of_storage[storage_id(slot.value)] = slot
 
     def adopt(self, t: torch.Tensor, why: str = "made outside of the recorded forward") -> Slot:
@@ -137,6 +133,8 @@ class Recorder(TorchDispatchMode):
 
     def packs(self, t: torch.Tensor) -> Slot | None:
         """The slot of a tensor that autograd saves; None where it is not recorded, or its bytes changed unseen."""
+        if type(t) not in PLAIN or t.layout is not torch.strided:  # what is not plain otherwise has no slot
+            return None
         slot = self.of_storage.get(storage_id(t))
         if slot is None or (slot.version != t._version and slot is not self._current(slot, t)):
             return None
@@ -146,7 +144,7 @@ class Recorder(TorchDispatchMode):
         if id is None:
             id = self.next_slot
             self.next_slot += 1
-        slot = Slot(id, t)
+        slot = Slot(id, t, self.tape)
         self.of_storage[storage_id(t)] = slot
         if self.capturing:
             self.tape.slots[slot.id] = slot

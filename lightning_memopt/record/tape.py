@@ -33,42 +33,50 @@ class Slot:
     be read from it. `plan`: the tensor of the plan's graph that it is, once matched.
     """
 
-    # Defaults on the class: a slot is made for every result of every op, and most of them keep most of these.
-    call: Call | None = None
-    index = 0
-    value: torch.Tensor | None = None
-    ok = False
-    empty = False
-    external = False
-    exposed = False
-    read = False
-    stale = False
-    plan: int | None = None
-    handles = 0
-    noted = UNKNOWN
-    next: int | None = None
-    pinned = False
-    why = ""
+    __slots__ = (
+        "call",
+        "device",
+        "empty",
+        "exposed",
+        "external",
+        "handles",
+        "id",
+        "index",
+        "nbytes",
+        "next",
+        "noted",
+        "ok",
+        "pinned",
+        "plan",
+        "read",
+        "stale",
+        "value",
+        "version",
+        "weak",
+        "why",
+    )
 
-    def __init__(self, id: int, t: torch.Tensor) -> None:
+    def __init__(self, id: int, t: torch.Tensor, tape: Tape) -> None:
         storage = t.untyped_storage()
         self.id = id
         self.nbytes = storage.nbytes()
         self.device = t.device
-        self.weak: int | None = storage._weak_ref()  # type: ignore[assignment]
+        self.weak = tape.weak(storage)
         self.version = t._version
+        self.call: Call | None = None
+        self.index = 0
+        self.value: torch.Tensor | None = None
+        self.plan: int | None = None
+        self.next: int | None = None
+        self.handles = 0
+        self.noted = UNKNOWN
+        self.ok = self.empty = self.external = self.exposed = self.read = self.stale = self.pinned = False
+        self.why = ""
 
     def alive(self) -> torch.UntypedStorage | None:
         """The storage itself while anybody holds it."""
-        if self.weak is None:
-            return None
         found = torch.UntypedStorage._new_with_weak_ptr(self.weak)
         return found if isinstance(found, torch.UntypedStorage) else None
-
-    def __del__(self) -> None:
-        if self.weak is not None:
-            torch.UntypedStorage._free_weak_ref(self.weak)
-            self.weak = None
 
 
 class View:
@@ -142,11 +150,22 @@ class Tape:
     A slot that is matched to a tensor of a plan is found under that tensor's id too (`Slot.plan`).
     """
 
-    __slots__ = ("__weakref__", "flags", "slots")
+    __slots__ = ("__weakref__", "_weak", "flags", "slots")
 
     def __init__(self) -> None:
         self.slots: dict[int, Slot] = {}
         self.flags = numeric_flags()
+        self._weak: list[int] = []
+
+    def weak(self, storage: torch.UntypedStorage) -> int:
+        """A weak reference to a storage that lasts as long as the tape: its address is not used again before."""
+        found: int = storage._weak_ref()  # type: ignore[assignment]
+        self._weak.append(found)
+        return found
+
+    def __del__(self) -> None:
+        while self._weak:
+            torch.UntypedStorage._free_weak_ref(self._weak.pop())
 
 
 _PRECISIONS = (

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 _COUNTER = torch._C.DispatchKey.ADInplaceOrView
 
 
 def is_plain(t: torch.Tensor) -> bool:
     """An ordinary strided tensor with memory of its own: what can be recorded. Everything else is opaque (Rule 4)."""
     return (
-        type(t) in _PLAIN
+        type(t) in PLAIN
         and t.layout is torch.strided
         and not (t.is_quantized or t.is_nested or t.is_inference())
         and t.device.type != "meta"

@@ -12,13 +12,12 @@ import torch
 from torch._ops import OpOverload
 
 from lightning_memopt.record import Call, OpRecord, Recorder, Slot, storage_id, tensors_in
-from lightning_memopt.record.tensors import generator_state
+from lightning_memopt.record.tensors import PLAIN, generator_state
 from lightning_memopt.runtime.templates import Template, flattened, same_constant, template_of
 
 if TYPE_CHECKING:
     from lightning_memopt.runtime.planned import PlannedEngine
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
 _SPREAD = 20
 """Calls are numbered by the plan's op shifted by this many bits: room for unmatched ones between two matched ones."""
@@ -38,10 +37,12 @@ class Matcher(Recorder):
         template = self.templates[self.engine.position]
         if template is not None and template.func is func and self.capturing:
             values = flattened(args) if template.nested else args
-            if len(args) == template.arity and self._same_constants(template, values, kwargs):
-                startable = self._same_tensors(template, values)
-                if startable is not None:
-                    return self._repeat(template, args, kwargs or {}, values, startable)
+            if len(args) == template.arity and torch.is_grad_enabled() is template.grad:
+                constant = not (template.constants or template.kwargs or kwargs)
+                if constant or self._same_constants(template, values, kwargs):
+                    startable = self._same_tensors(template, values)
+                    if startable is not None:
+                        return self._repeat(template, args, kwargs, values, startable)
         return self.record(func, args, kwargs or {})
 
     # -- an op that is as it was ----------------------------------------------------------------------
@@ -57,7 +58,7 @@ class Matcher(Recorder):
             for name, constant in template.kwargs:
                 if name not in kwargs or not same_constant(kwargs[name], constant):
                     return False
-        return torch.is_grad_enabled() is template.grad
+        return True
 
     def _same_tensors(self, template: Template, values: Any) -> bool | None:
         """Whether what the call reads is there or can be made again; None where it reads something else than planned."""
@@ -66,14 +67,22 @@ class Matcher(Recorder):
         reads = template.call is not None
         for i, view in template.tensors:
             t = values[i]
-            if type(t) not in _PLAIN or t.layout is not _STRIDED:
+            if type(t) not in PLAIN or t.layout is not _STRIDED:
                 return None
             slot = of_storage.get(storage_id(t))
             if slot is None:
                 slot = self._enters(t, view.slot)
             elif slot.version != t._version and slot is not self._current(slot, t):
                 return None
-            if slot.plan != view.slot or not view.same(t):
+            if (
+                slot.plan != view.slot
+                or t.size() != view.size
+                or t.stride() != view.stride
+                or t.storage_offset() != view.offset
+                or t.dtype is not view.dtype
+                or t.is_neg()
+                or (view.dtype.is_complex and t.is_conj())
+            ):
                 return None
             if reads:
                 slot.read = True
@@ -87,7 +96,7 @@ class Matcher(Recorder):
         self._may_be(slot, tensor)
         return slot
 
-    def _repeat(self, template: Template, args: tuple, kwargs: dict, values: Any, startable: bool) -> Any:
+    def _repeat(self, template: Template, args: tuple, kwargs: dict | None, values: Any, startable: bool) -> Any:
         """Run the op and note what is new about it: its storages, and the state of the generator."""
         engine, of_storage = self.engine, self.of_storage
         call = template.call
@@ -96,13 +105,13 @@ class Matcher(Recorder):
             call = self._with_state(call, values)
         for i, _ in template.mutates:
             self._overwrites(of_storage[storage_id(values[i])])
-        out = template.func._op(*args, **kwargs)
+        out = template.func._op(*args, **kwargs) if kwargs else template.func._op(*args)
         engine.position += 1
         if template.made:
             outs = (out,) if type(out) is torch.Tensor else tensors_in(out)
             for index, id, nbytes in template.made:
                 t = outs[index]
-                slot = Slot(id, t)
+                slot = Slot(id, t, self.tape)
                 address = storage_id(t)
                 if slot.nbytes != nbytes or address in of_storage:
                     self._unforeseen(t)

@@ -58,6 +58,9 @@ class PlannedEngine(Engine):
 
     def save_of(self, slot: Slot) -> int:
         saved, first = self.program.saved, self.next_save
+        if first < len(saved) and saved[first] == slot.plan:
+            self.next_save = first + 1
+            return first
         for save in range(first, min(first + _LOOK_AHEAD, len(saved))):
             if saved[save] == slot.plan:
                 self.next_save = save + 1

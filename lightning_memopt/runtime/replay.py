@@ -21,16 +21,18 @@ from lightning_memopt.record import UNKNOWN, Call, OpRecord, Recorder, Slot, Tap
 from lightning_memopt.record.interrupts import raise_deferred
 from lightning_memopt.runtime.execute import below_autograd, flags_of, intact, missing, modified, run
 
-_EMPTY: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+_EMPTY: dict[torch.dtype, list[torch.Tensor]] = {}
+"""Tensors without memory, by type: one a device."""
 
 
 def version_guard(t: torch.Tensor) -> torch.Tensor:
     """A tensor without memory that shares `t`'s version counter: it sees in-place changes of what was dropped."""
-    key = (t.dtype, t.device)
-    empty = _EMPTY.get(key)
+    device = t.device
+    empty = next((e for e in _EMPTY.get(t.dtype, ()) if e.device == device), None)
     with torch._C._DisableTorchDispatch():
         if empty is None:
-            empty = _EMPTY[key] = torch.empty(0, dtype=t.dtype, device=t.device)
+            empty = torch.empty(0, dtype=t.dtype, device=device)
+            _EMPTY.setdefault(t.dtype, []).append(empty)
         guard = t.detach()
         guard.data = empty
     return guard
@@ -136,9 +138,7 @@ class Engine:
 
     def pack(self, t: torch.Tensor) -> Kept | Handle:
         recorder = self._recorder
-        if recorder is None or not is_plain(t):
-            return Kept(t)
-        slot = recorder.packs(t)
+        slot = recorder.packs(t) if recorder is not None else None
         if slot is None:
             return Kept(t)
         save = self.save_of(slot)

@@ -191,7 +191,7 @@ class Tracer:
             t = self.tensors[id]
             if t.freed_at is not None:
                 gone.append(id)
-            elif slot.value is not None and slot.weak is not None and not slot.external:
+            elif slot.value is not None and not slot.external:
                 ours = sum(1 for v in self._storages[t.storage] if v in self._ours and self._ours[v].value is not None)
                 if torch._C._storage_Use_Count(slot.weak) <= ours + _OWN_COUNT:
                     t.freed_at = now
