@@ -32,7 +32,7 @@ from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import resident_nbytes
 from lightning_memopt.runtime import PlannedEngine, Program
 from lightning_memopt.session.observation import Observation, smoothed
-from lightning_memopt.session.round import Recording
+from lightning_memopt.session.round import PlannedRecording
 from lightning_memopt.solvers import planner
 from lightning_memopt.trace import metered_cpu
 
@@ -83,7 +83,7 @@ class Bench:
     def planned(self, program: Program) -> Callable[[], torch.Tensor]:
         def forward() -> torch.Tensor:
             engine = PlannedEngine(program)
-            with Recording(engine, engine.make_recorder(), own_mode=True):
+            with PlannedRecording(engine, self.model):
                 return self.forward()
 
         return forward

@@ -146,6 +146,15 @@ class Graph:
         """The point at which autograd lets go of the last saved tensor; `BEFORE` when it saves none."""
         return max((s.released_at for s in self.saves), default=BEFORE)
 
+    @cached_property
+    def release_after(self) -> list[int]:
+        """For every point the first one from there on at which autograd lets go of something; else the last point."""
+        found, last = [], len(self.points) - 1
+        for p in range(len(self.points) - 1, -1, -1):
+            last = p if self.points[p].kind == "release" else last
+            found.append(last)
+        return found[::-1]
+
     def saved_until(self, tensor: int) -> int:
         """The last point at which autograd holds the tensor in the unmodified step; `BEFORE` if it never does."""
         return max((s.released_at for s in self.saves_of.get(tensor, ())), default=BEFORE)

@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 
 from lightning_memopt.record import Call, OpRecord, Recorder, Slot, storage_id, tensors_in
 from lightning_memopt.record.tensors import PLAIN, generator_state
-from lightning_memopt.runtime.templates import Template, flattened, same_constant, template_of
+from lightning_memopt.runtime.templates import Template, flattened, in_passing, same_constant, start_of, template_of
 
 if TYPE_CHECKING:
     from lightning_memopt.runtime.planned import PlannedEngine
@@ -34,34 +34,36 @@ class Matcher(Recorder):
         self.next_slot = len(engine.program.graph.tensors)  # ids below are the plan's own
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        template = self.templates[self.engine.position]
-        if template is not None and template.func is func and self.capturing:
+        engine = self.engine
+        template = self.templates[engine.position]
+        if template is func and self.capturing:
+            engine.position += 1
+            return func._op(*args, **kwargs) if kwargs else func._op(*args)
+        if type(template) is Template and template.func is func and self.capturing:
             values = flattened(args) if template.nested else args
-            if len(args) == template.arity and torch.is_grad_enabled() is template.grad:
-                constant = not (template.constants or template.kwargs or kwargs)
-                if constant or self._same_constants(template, values, kwargs):
-                    startable = self._same_tensors(template, values)
-                    if startable is not None:
-                        return self._repeat(template, args, kwargs, values, startable)
+            startable = self._startable(template, args, kwargs, values)
+            if startable is not None:
+                return self._repeat(template, args, kwargs, values, startable)
         return self.record(func, args, kwargs or {})
 
     # -- an op that is as it was ----------------------------------------------------------------------
 
-    def _same_constants(self, template: Template, values: Any, kwargs: dict | None) -> bool:
+    def _startable(self, template: Template, args: tuple, kwargs: dict | None, values: Any) -> bool | None:
+        """Whether what the call reads is there or can be made again; None where it is not called as the template says."""
+        if template.kwargs is None:
+            return False
+        if len(args) != template.arity or torch.is_grad_enabled() is not template.grad:
+            return None
         for i, constant in template.constants:
             value = values[i]
             if value is not constant and not same_constant(value, constant):
-                return False
+                return None
         if kwargs or template.kwargs:
             if kwargs is None or len(kwargs) != len(template.kwargs):
-                return False
+                return None
             for name, constant in template.kwargs:
                 if name not in kwargs or not same_constant(kwargs[name], constant):
-                    return False
-        return True
-
-    def _same_tensors(self, template: Template, values: Any) -> bool | None:
-        """Whether what the call reads is there or can be made again; None where it reads something else than planned."""
+                    return None
         of_storage = self.of_storage
         startable = template.ok
         reads = template.call is not None
@@ -168,7 +170,11 @@ class Matcher(Recorder):
             slots[tensor] = slot
         if record.call is not None:
             record.call.op = (j + 1) << _SPREAD
-        self.templates[j] = template_of(record, slots, program.schedule.holds)
+        if program.passes(j):
+            self.templates[j] = in_passing(record)
+        else:
+            learn = start_of if program.starts(j) else template_of
+            self.templates[j] = learn(record, slots, program.schedule.holds)
         for slot, t in made:
             if slot.plan in program.schedule.holds:
                 engine.hold(slot, t)

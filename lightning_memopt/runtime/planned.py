@@ -33,6 +33,8 @@ class PlannedEngine(Engine):
         self.position = 0
         self.next_save = 0
         self.cursor = BEFORE
+        self.next_event = 0
+        self.astray = False
         self.active: set[int] = set()
         self.first_unmatched: tuple[int, str] | None = None
         self.unplanned = False
@@ -58,13 +60,10 @@ class PlannedEngine(Engine):
 
     def save_of(self, slot: Slot) -> int:
         saved, first = self.program.saved, self.next_save
-        if first < len(saved) and saved[first] == slot.plan:
-            self.next_save = first + 1
-            return first
-        for save in range(first, min(first + _LOOK_AHEAD, len(saved))):
-            if saved[save] == slot.plan:
-                self.next_save = save + 1
-                return save
+        for i in range(first, min(first + _LOOK_AHEAD, len(saved))):
+            if saved[i][1] == slot.plan:
+                self.next_save = i + 1
+                return saved[i][0]
         return BEFORE
 
     def keeps(self, slot: Slot, t: torch.Tensor) -> bool:
@@ -89,12 +88,13 @@ class PlannedEngine(Engine):
             if planned is not None and planned[0] > self.cursor:
                 self.cursor = planned[0]
                 self.perform(planned[1], planned[0])
-            key = ("unpack", handle.save, handle.unpacked)
+            event = ("unpack", handle.save, handle.unpacked)
+            self._follow(event)
             handle.unpacked += 1
             found = super().request(handle)
             if self.sums:
                 self._compare(handle.slot)
-            self._free(key)
+            self._free(event)
             return found
 
     def _compare(self, slot: Slot) -> None:
@@ -129,17 +129,32 @@ class PlannedEngine(Engine):
                 self.replayed.append(call.op)
         self.active.update(t for t in self.program.births.get(point, ()) if t in slots)
 
-    def _free(self, key: tuple[str, int, int]) -> None:
-        for tensor in self.program.frees.get(key, ()):
+    def _follow(self, event: tuple[str, int, int]) -> None:
+        """Notice when backward does not take the observed order: only a part of it, twice, or another order.
+
+        From then on nothing goes that cannot be made again.
+        """
+        events = self.program.events
+        if self.next_event < len(events) and events[self.next_event] == event:
+            self.next_event += 1
+        else:
+            self.astray = True
+
+    def _free(self, event: tuple[str, int, int]) -> None:
+        for tensor in self.program.frees.get(event, ()):
             self.active.discard(tensor)
             slot = self.tape.slots.get(tensor)
-            # what has no recipe goes only with the last node that reads it: a second backward may still ask
-            if slot is not None and not slot.pinned and (key[0] == "release" or (slot.call is not None and slot.ok)):
+            if slot is not None and self._may_go(slot):
                 slot.value = None
+
+    def _may_go(self, slot: Slot) -> bool:
+        return not slot.pinned and ((slot.call is not None and slot.ok) or not self.astray)
 
     def released(self, handle: Handle) -> None:
         with self.lock:
             slot = handle.slot
-            self._free(("release", handle.save, 0))
-            if slot.handles == 0 and slot.plan not in self.active and not slot.pinned:
+            event = ("release", handle.save, 0)
+            self._follow(event)
+            self._free(event)
+            if slot.handles == 0 and slot.plan not in self.active and self._may_go(slot):
                 slot.value = None

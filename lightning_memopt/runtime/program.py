@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from lightning_memopt.graph import Graph
+from torch import nn
+
+from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.plan import Life, Schedule, Segment, lower
 from lightning_memopt.runtime.templates import Templates
+
+_WORTHWHILE = 4
+"""Ops that a module must run for leaving and entering the recorder to pay."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,6 +24,7 @@ class Program:
     lives: tuple[Life, ...]
     schedule: Schedule = field(init=False)
     templates: Templates = field(init=False)
+    _spans: tuple[weakref.ref[nn.Module], dict[int, tuple[int, int]]] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "schedule", lower(self.graph, self.lives))
@@ -63,9 +70,71 @@ class Program:
         return found
 
     @cached_property
-    def saved(self) -> list[int]:
-        """The tensor of every save, in packing order."""
-        return [save.tensor for save in self.graph.saves]
+    def tracked(self) -> frozenset[int]:
+        """Tensors that the engine has to recognise: what is dropped, and what ops that run again read and make."""
+        ops, found = self.graph.ops, set(self.drops)
+        for op in self.schedule.replayed:
+            found.update(ops[op].inputs)
+            found.update(ops[op].outputs)
+        return frozenset(found)
+
+    @cached_property
+    def storages(self) -> frozenset[int]:
+        """Storages of tracked tensors."""
+        return frozenset(self.graph.tensors[t].storage for t in self.tracked)
+
+    def passes(self, op: int) -> bool:
+        """A forward op that nothing of the plan depends on: it need not be recorded."""
+        made = self.graph.ops[op]
+        tensors = (*made.outputs, *(old for old, _ in made.mutates))
+        return op not in self.schedule.replayed and not any(self.graph.tensors[t].storage in self.storages for t in tensors)
+
+    def starts(self, op: int) -> bool:
+        """A forward op that does not run again, and whose results rebuilds start from."""
+        return op not in self.schedule.replayed and not self.graph.ops[op].mutates and not self.passes(op)
+
+    @cached_property
+    def quiet(self) -> dict[str, tuple[int, int]]:
+        """Modules that run without the recorder: path -> (position of their first op, of the first one after them).
+
+        All their ops pass, they are called once a step, and nothing else runs meanwhile. Shorter ones are not worth it.
+        """
+        spans: dict[str, list[int]] = {}
+        for j, op in enumerate(self.graph.forward):
+            path = op.scope
+            while path:
+                spans.setdefault(path, []).append(j)
+                path = path.rpartition(".")[0]
+        again = {path.partition("#")[0] for path in spans if "#" in path}
+        return {
+            path: (js[0], js[-1] + 1)
+            for path, js in spans.items()
+            if len(js) >= _WORTHWHILE
+            and js[-1] - js[0] + 1 == len(js)
+            and not any(other == path or other.startswith(path + ".") for other in again)
+            and all(self.passes(j) for j in js)
+        }
+
+    def spans_of(self, model: nn.Module) -> dict[int, tuple[int, int]]:
+        """`quiet`, by the identity of this model's modules. Remembered for one model: a step must not walk its modules."""
+        if self._spans is None or self._spans[0]() is not model:
+            quiet = self.quiet
+            spans = {id(m): quiet[name] for name, m in model.named_modules() if name in quiet}
+            object.__setattr__(self, "_spans", (weakref.ref(model), spans))
+        assert self._spans is not None
+        return self._spans[1]
+
+    @cached_property
+    def saved(self) -> list[tuple[int, int]]:
+        """(save, tensor) of what autograd saves of tracked tensors, in packing order."""
+        return [(save.id, save.tensor) for save in self.graph.saves if save.tensor in self.tracked]
+
+    @cached_property
+    def events(self) -> list[tuple[str, int, int]]:
+        """Requests and releases of what autograd holds a handle of, in the observed order."""
+        tensors = self.graph.tensors
+        handled = {save for save, tensor in self.saved if tensors[tensor].born_at != BEFORE}
+        return [(p.kind, p.id, p.occurrence) for p in self.graph.points if p.kind != "op" and p.id in handled]
 
     @cached_property
     def random(self) -> frozenset[int]:

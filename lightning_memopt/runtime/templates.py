@@ -50,7 +50,7 @@ class Template:
     `tensors`: position and window (on a tensor of the plan) of every tensor that the op reads. `constants`: position and
     value of the rest. `call`: the recipe, None where there is none; `random`: it needs the generator's state. `made`: index
     among the tensors returned, tensor, bytes; `mutates`: position, tensor made. `held`: those of them that the plan holds.
-    `ok`: they could be made again when the template was learned.
+    `ok`: they could be made again when the template was learned. `kwargs` is None where arguments do not matter.
     """
 
     func: OpOverload
@@ -58,7 +58,7 @@ class Template:
     nested: bool
     tensors: tuple[tuple[int, View], ...]
     constants: tuple[tuple[int, Any], ...]
-    kwargs: tuple[tuple[str, Any], ...]
+    kwargs: tuple[tuple[str, Any], ...] | None
     grad: bool
     call: Call | None
     random: bool
@@ -71,14 +71,16 @@ class Template:
 
 
 class Templates:
-    """Those learned so far, by position in the forward; the last entry stays None."""
+    """Those learned so far, by position in the forward; an overload alone where nothing depends on the op. The last entry
+    stays None.
+    """
 
     def __init__(self, n: int) -> None:
         self.n = n
-        self.found: list[Template | None] = []
+        self.found: list[Template | OpOverload | None] = []
         self._settings: tuple[Any, ...] | None = None
 
-    def current(self) -> list[Template | None]:
+    def current(self) -> list[Template | OpOverload | None]:
         """The templates, none of them if rules or settings changed that say what may run again."""
         settings = (rules_generation(), torch.are_deterministic_algorithms_enabled())
         if settings != self._settings:
@@ -120,6 +122,36 @@ def _named_call(call: Call, slots: dict[int, Slot]) -> Call:
     found.mutates = tuple((_tensor(old, slots), _tensor(new, slots)) for old, new in call.mutates)
     found.repeats = call.repeats
     return found
+
+
+def in_passing(record: OpRecord) -> OpOverload | None:
+    """What there is to know of an op that nothing depends on; None where running it takes the recorder's care."""
+    special = record.rule.conjugates or record.rule.unshared or record.func._name.startswith("aten::_foreach_")
+    return None if special else record.func
+
+
+def start_of(record: OpRecord, slots: dict[int, Slot], holds: Collection[int]) -> Template | None:
+    """The template of an op that does not run again: whatever it is given, its results are what rebuilds start from."""
+    if record.rule.conjugates or record.rule.unshared or record.mutates:
+        return None
+    made = tuple((slot.index, slot.plan, slot.nbytes) for slot, _ in record.made if slot.plan is not None)
+    return Template(
+        func=record.func,
+        arity=len(record.args),
+        nested=False,
+        tensors=(),
+        constants=(),
+        kwargs=None,
+        grad=torch.is_grad_enabled(),
+        call=None,
+        random=False,
+        made=made,
+        mutates=(),
+        held=frozenset(id for _, id, _ in made if id in holds),
+        empty=False,
+        ok=False,
+        why="it is not planned to run again",
+    )
 
 
 def template_of(record: OpRecord, slots: dict[int, Slot], holds: Collection[int]) -> Template | None:

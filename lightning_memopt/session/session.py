@@ -29,7 +29,7 @@ from lightning_memopt.runtime import PlannedEngine
 from lightning_memopt.runtime.replay import Engine
 from lightning_memopt.session.buckets import Failed, Observing, Running, State
 from lightning_memopt.session.observation import Observation, common, resident_nbytes, resident_tensors, smoothed
-from lightning_memopt.session.round import Recording, hooks_allowed
+from lightning_memopt.session.round import PlannedRecording, Recording, hooks_allowed
 from lightning_memopt.session.step import StepMeter
 from lightning_memopt.solvers import planner
 from lightning_memopt.units import format_nbytes
@@ -268,7 +268,7 @@ class Session:
             if state.program.empty and not self._unproven(state):
                 return None
             engine = PlannedEngine(state.program, verify=self.config.verify and state.steps < 1)
-            return Recording(engine, engine.make_recorder(), own_mode=True)
+            return PlannedRecording(engine, self.model)
         return None
 
     def _round_ended(self, engine: Engine) -> None:

@@ -2,7 +2,8 @@
 
 A `Rollout` walks the backward pass in the observed order. A solver says which tensors are held from forward and which ops run
 at which point; every read, by autograd or by a replayed op, uses the newest instance of a tensor, and an instance lives until
-its last read. So solvers never compute a death, and a plan never holds what nobody will read.
+its last read. So solvers never compute a death, and a plan never holds what nobody will read. What the user's forward made is
+let go when autograd next lets go of something: until then a second backward may be meant, which starts from it again.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Rollout:
             if instance is None:
                 instance = current[tensor] = _Instance(graph.tensors[tensor].born_at, False)
                 done.append((tensor, instance))
-            instance.last_use = max(instance.last_use, until)
+            instance.last_use = max(instance.last_use, until if instance.replayed else graph.release_after[until])
             if not (segment and instance.replayed and instance.born_at == point):
                 instance.outside = True
 
@@ -94,15 +95,11 @@ class Rollout:
             before = graph.tensors[tensor]
             if not instance.outside or (before.born_at == BEFORE and before.freed_at >= instance.last_use):
                 continue
-            made_by = graph.producers.get(tensor)
-            last_use = instance.last_use
-            if (made_by is None or not made_by.recomputable) and graph.points[last_use].kind == "unpack":
-                last_use = graph.last_release  # nothing can make it again, and rebuilds start from it: held to the end
             lives.append(
                 Life(
                     tensor=tensor,
                     born_at=instance.born_at,
-                    freed_at=last_use,
+                    freed_at=instance.last_use,
                     how="replay" if instance.replayed else "original",
                 )
             )

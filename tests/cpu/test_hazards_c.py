@@ -296,7 +296,6 @@ def test_c6_expanded_tensors_cost_their_storage():
 )
 def test_c7_windows_are_found_again_exactly(window):
     """A view has its size, stride, offset, dtype and conjugate and negative bits back."""
-    from lightning_memopt.record import Slot
 
     t = window(W.clone())
     base = torch.empty(0, dtype=t.dtype).set_(t.untyped_storage())
