@@ -105,13 +105,17 @@ class Recorder(TorchDispatchMode):
         slot.ok = True
         slot.version = t._version
         slot.why = why
-        if self.capturing:
+        if self._starts():
             slot.value = t if t.grad_fn is None else detached(t)
         return slot
 
+    def _starts(self) -> bool:
+        """Whether rebuilds may start from what is read now."""
+        return self.capturing
+
     def _current(self, slot: Slot, t: torch.Tensor) -> Slot:
         """The slot, or a new one where its version counter moved unseen: a compiled region, another thread, an extension."""
-        if slot.external and slot.value is None and self.capturing:
+        if slot.external and slot.value is None and self._starts():
             slot.value = t if t.grad_fn is None else detached(t)
         if slot.version == UNKNOWN:
             slot.version = t._version
@@ -302,8 +306,7 @@ class Recorder(TorchDispatchMode):
         elif old.read:
             self.owner.overwrites(old)
 
-    @staticmethod
-    def _overwritten(old: Slot, t: torch.Tensor, new: Slot, call: Call | None, ok: bool) -> Slot:
+    def _overwritten(self, old: Slot, t: torch.Tensor, new: Slot, call: Call | None, ok: bool) -> Slot:
         """`new`, the slot of what an op has just written over `old`, through `t`."""
         new.version = UNSHARED if old.version == UNSHARED else UNKNOWN  # autograd moves the counter after the op
         old.stale = True
@@ -312,7 +315,7 @@ class Recorder(TorchDispatchMode):
             new.external = new.ok = old.external
             new.exposed = old.exposed
             new.why = "overwritten in place by an op that is not replayed"
-            if old.external:
+            if old.external and self._starts():
                 new.value = t if t.grad_fn is None else detached(t)
         else:
             new.ok = ok

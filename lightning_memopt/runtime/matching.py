@@ -12,7 +12,7 @@ import torch
 from torch._ops import OpOverload
 
 from lightning_memopt.record import Call, OpRecord, Recorder, Slot, storage_id, tensors_in
-from lightning_memopt.record.tensors import PLAIN, generator_state
+from lightning_memopt.record.tensors import PLAIN, detached, generator_state
 from lightning_memopt.runtime.templates import Template, flattened, in_passing, same_constant, start_of, template_of
 
 if TYPE_CHECKING:
@@ -88,9 +88,14 @@ class Matcher(Recorder):
                 return None
             if reads:
                 slot.read = True
+                if slot.value is None and slot.external:
+                    slot.value = t if t.grad_fn is None else detached(t)
                 if not (slot.ok or slot.empty or slot.value is not None):
                     startable = False
         return startable
+
+    def _starts(self) -> bool:
+        return self.capturing and self.engine.position in self.program.schedule.replayed
 
     def _enters(self, t: torch.Tensor, tensor: int) -> Slot:
         """The slot of what was made before the forward, met where the plan reads `tensor`."""
@@ -108,7 +113,6 @@ class Matcher(Recorder):
         for i, _ in template.mutates:
             self._overwrites(of_storage[storage_id(values[i])])
         out = template.func._op(*args, **kwargs) if kwargs else template.func._op(*args)
-        engine.position += 1
         if template.made:
             outs = (out,) if type(out) is torch.Tensor else tensors_in(out)
             for index, id, nbytes in template.made:
@@ -134,6 +138,7 @@ class Matcher(Recorder):
             new.plan = id
             if id in template.held:
                 engine.hold(new, t)
+        engine.position += 1
         return out
 
     def _with_state(self, call: Call, values: Any) -> Call:
@@ -148,7 +153,7 @@ class Matcher(Recorder):
         """A result that is not what the plan expects, although all that the op was given is."""
         if storage_id(t) not in self.of_storage:
             self._new(t).why = "its size changes from step to step"
-        self.engine.passed(self.engine.position - 1, "a result of another size")
+        self.engine.passed(self.engine.position, "a result of another size")
 
     # -- an op that is recorded -----------------------------------------------------------------------
 
@@ -162,6 +167,9 @@ class Matcher(Recorder):
         made = [*record.made, *((new, t) for _, new, t in record.mutates)]
         if not (j < len(program.names) and record.func._name == program.names[j] and self._same(record.reads, made, j)):
             engine.passed(j, record.func._name)
+            for slot in record.reads:
+                if slot.external and slot.plan is None:
+                    slot.value = None  # nothing that follows from what the plan does not know is dropped
             return
         engine.position = j + 1
         slots = self.tape.slots
@@ -173,10 +181,10 @@ class Matcher(Recorder):
         if program.passes(j):
             self.templates[j] = in_passing(record)
         else:
-            learn = start_of if program.starts(j) else template_of
-            self.templates[j] = learn(record, slots, program.schedule.holds)
+            learn = template_of if j in program.schedule.replayed else start_of
+            self.templates[j] = learn(record, slots, program)
         for slot, t in made:
-            if slot.plan in program.schedule.holds:
+            if slot.plan in program.holds:
                 engine.hold(slot, t)
 
     def _same(self, reads: tuple[Slot, ...], made: list[tuple[Slot, torch.Tensor]], j: int) -> bool:

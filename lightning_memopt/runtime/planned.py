@@ -69,7 +69,7 @@ class PlannedEngine(Engine):
     def keeps(self, slot: Slot, t: torch.Tensor) -> bool:
         if slot.plan is None and not slot.external:
             self.unplanned = True  # autograd needs a result that the plan does not know
-        if slot.external or slot.stale or slot.plan is None:
+        if slot.external or slot.stale or slot.plan not in self.program.tracked:
             return True
         if slot.value is not None:
             return False

@@ -71,34 +71,36 @@ class Program:
 
     @cached_property
     def tracked(self) -> frozenset[int]:
-        """Tensors that the engine has to recognise: what is dropped, and what ops that run again read and make."""
-        ops, found = self.graph.ops, set(self.drops)
+        """Tensors that the engine has to recognise: what is dropped, what ops that run again read and make, and the other
+        versions of their storages.
+        """
+        ops, tensors, found = self.graph.ops, self.graph.tensors, set(self.drops)
         for op in self.schedule.replayed:
             found.update(ops[op].inputs)
             found.update(ops[op].outputs)
-        return frozenset(found)
+        storages = {tensors[t].storage for t in found}
+        return frozenset(t.id for t in tensors if t.storage in storages)
 
     @cached_property
-    def storages(self) -> frozenset[int]:
-        """Storages of tracked tensors."""
-        return frozenset(self.graph.tensors[t].storage for t in self.tracked)
+    def holds(self) -> frozenset[int]:
+        """Tracked tensors that are held from their birth. The others that the plan holds, autograd holds anyway."""
+        return self.schedule.holds & self.tracked
 
     def passes(self, op: int) -> bool:
         """A forward op that nothing of the plan depends on: it need not be recorded."""
         made = self.graph.ops[op]
         tensors = (*made.outputs, *(old for old, _ in made.mutates))
-        return op not in self.schedule.replayed and not any(self.graph.tensors[t].storage in self.storages for t in tensors)
-
-    def starts(self, op: int) -> bool:
-        """A forward op that does not run again, and whose results rebuilds start from."""
-        return op not in self.schedule.replayed and not self.graph.ops[op].mutates and not self.passes(op)
+        return op not in self.schedule.replayed and self.tracked.isdisjoint(tensors)
 
     @cached_property
     def quiet(self) -> dict[str, tuple[int, int]]:
         """Modules that run without the recorder: path -> (position of their first op, of the first one after them).
 
-        All their ops pass, they are called once a step, and nothing else runs meanwhile. Shorter ones are not worth it.
+        All their ops pass, autograd saves in them nothing that the plan says something about, they are called once a step,
+        and nothing else runs meanwhile. Shorter ones are not worth it.
         """
+        handled = {save for save, _ in self.saved}
+        saving = {save.op for save in self.graph.saves if save.id in handled}
         spans: dict[str, list[int]] = {}
         for j, op in enumerate(self.graph.forward):
             path = op.scope
@@ -112,7 +114,7 @@ class Program:
             if len(js) >= _WORTHWHILE
             and js[-1] - js[0] + 1 == len(js)
             and not any(other == path or other.startswith(path + ".") for other in again)
-            and all(self.passes(j) for j in js)
+            and all(self.passes(j) and j not in saving for j in js)
         }
 
     def spans_of(self, model: nn.Module) -> dict[int, tuple[int, int]]:
@@ -126,14 +128,15 @@ class Program:
 
     @cached_property
     def saved(self) -> list[tuple[int, int]]:
-        """(save, tensor) of what autograd saves of tracked tensors, in packing order."""
-        return [(save.id, save.tensor) for save in self.graph.saves if save.tensor in self.tracked]
+        """(save, tensor) where autograd gets a handle: what it saves of tracked tensors, in packing order."""
+        tensors = self.graph.tensors
+        made = (s for s in self.graph.saves if s.tensor in self.tracked and tensors[s.tensor].born_at != BEFORE)
+        return [(save.id, save.tensor) for save in made]
 
     @cached_property
     def events(self) -> list[tuple[str, int, int]]:
-        """Requests and releases of what autograd holds a handle of, in the observed order."""
-        tensors = self.graph.tensors
-        handled = {save for save, tensor in self.saved if tensors[tensor].born_at != BEFORE}
+        """Requests and releases of handles, in the observed order."""
+        handled = {save for save, _ in self.saved}
         return [(p.kind, p.id, p.occurrence) for p in self.graph.points if p.kind != "op" and p.id in handled]
 
     @cached_property

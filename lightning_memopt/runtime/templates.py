@@ -7,9 +7,8 @@ that is new in a step are its storages. An op that differs in anything is record
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch._ops import OpOverload
@@ -89,6 +88,15 @@ class Templates:
         return self.found
 
 
+class Tracking(Protocol):
+    """What a program says about the tensors of its graph."""
+
+    @property
+    def tracked(self) -> frozenset[int]: ...
+    @property
+    def holds(self) -> frozenset[int]: ...
+
+
 class _Unnamed(Exception):
     """A slot that is no tensor of the plan."""
 
@@ -130,11 +138,13 @@ def in_passing(record: OpRecord) -> OpOverload | None:
     return None if special else record.func
 
 
-def start_of(record: OpRecord, slots: dict[int, Slot], holds: Collection[int]) -> Template | None:
+def start_of(record: OpRecord, slots: dict[int, Slot], plan: Tracking) -> Template | None:
     """The template of an op that does not run again: whatever it is given, its results are what rebuilds start from."""
-    if record.rule.conjugates or record.rule.unshared or record.mutates:
+    positions = {value.slot: i for i, value in enumerate(record.args) if type(value) is View}
+    if in_passing(record) is None or not all(old.id in positions for old, _, _ in record.mutates):
         return None
-    made = tuple((slot.index, slot.plan, slot.nbytes) for slot, _ in record.made if slot.plan is not None)
+    mutates = tuple((positions[old.id], new.plan) for old, new, _ in record.mutates if new.plan in plan.tracked)
+    made = tuple((slot.index, slot.plan, slot.nbytes) for slot, _ in record.made if slot.plan in plan.tracked)
     return Template(
         func=record.func,
         arity=len(record.args),
@@ -146,15 +156,15 @@ def start_of(record: OpRecord, slots: dict[int, Slot], holds: Collection[int]) -
         call=None,
         random=False,
         made=made,
-        mutates=(),
-        held=frozenset(id for _, id, _ in made if id in holds),
+        mutates=mutates,
+        held=frozenset(id for id in (*(id for _, id, _ in made), *(id for _, id in mutates)) if id in plan.holds),
         empty=False,
         ok=False,
         why="it is not planned to run again",
     )
 
 
-def template_of(record: OpRecord, slots: dict[int, Slot], holds: Collection[int]) -> Template | None:
+def template_of(record: OpRecord, slots: dict[int, Slot], plan: Tracking) -> Template | None:
     """The template of an op that was recorded and matched; None where comparing it is not enough.
 
     Not enough: generators and subclasses among the arguments, windows that are conjugate or negative, views that count
@@ -198,7 +208,7 @@ def template_of(record: OpRecord, slots: dict[int, Slot], holds: Collection[int]
         random=call is not None and call.rng is not None,
         made=made,
         mutates=mutates,
-        held=frozenset(id for id in (*(id for _, id, _ in made), *(id for _, id in mutates)) if id in holds),
+        held=frozenset(id for id in (*(id for _, id, _ in made), *(id for _, id in mutates)) if id in plan.holds),
         empty=rule.handling == "empty",
         ok=all(slot.ok or slot.empty for slot in new),
         why=new[0].why if new else "",
