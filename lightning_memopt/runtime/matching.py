@@ -51,7 +51,8 @@ class Matcher(Recorder):
     def _startable(self, template: Template, args: tuple, kwargs: dict | None, values: Any) -> bool | None:
         """Whether what the call reads is there or can be made again; None where it is not called as the template says."""
         if template.kwargs is None:
-            return False
+            known = all(storage_id(values[i]) in self.of_storage for i, _ in template.mutates)
+            return False if known else None
         if len(args) != template.arity or torch.is_grad_enabled() is not template.grad:
             return None
         for i, constant in template.constants:
