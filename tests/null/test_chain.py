@@ -120,14 +120,24 @@ def search(chain: Chain, budget: int) -> float:
     return go(last, (1,) + (0,) * last, -1)
 
 
+def bound_blocks(monkeypatch: pytest.MonkeyPatch, block: int, windows: int) -> None:
+    """Leave out positions by bounds in tables of any size, in small blocks and small batches."""
+    monkeypatch.setattr(chain_table, "_UNBOUNDED", 0)
+    monkeypatch.setattr(chain_table, "_BLOCK", block)
+    monkeypatch.setattr(chain_table, "_WINDOWS", windows)
+
+
 @pytest.mark.parametrize(("length", "chains"), [(1, 20), (2, 80), (3, 180), (4, 150), (5, 60), (6, 25), (8, 3)])
-def test_equals_search_over_every_state(length: int, chains: int) -> None:
+def test_equals_search_over_every_state(length: int, chains: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(length)
-    for _ in range(chains):
+    for index in range(chains):
         chain = random_chain(rng, length)
         smallest = minimum_budget(chain)
         budget = smallest + rng.choice([0, 1, rng.randint(0, 6), rng.randint(0, 10 * length)])
+        if index % 2:
+            bound_blocks(monkeypatch, block=4, windows=3)
         table = solve(chain, budget, bucket_nbytes=1)
+        monkeypatch.undo()
         for level in {budget, max(0, smallest - 1), rng.randint(0, budget)}:
             expected = search(chain, level)
             assert table.seconds(level) == expected
@@ -229,26 +239,17 @@ def test_float32_table_reports_exact_seconds(monkeypatch: pytest.MonkeyPatch) ->
     assert [single.seconds(level) for level in single.levels()] == [exact.seconds(level) for level in exact.levels()]
 
 
-def test_blocks_and_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(17)
     for length in (9, 23, 40):
         chain = random_chain(rng, length, most_options=3)
         budget = minimum_budget(chain) + 90
         usual = solve(chain, budget, bucket_nbytes=1)
-        with monkeypatch.context() as patch:
-            patch.setattr(chain_table, "_BLOCK", 8)
-            patch.setattr(chain_table, "_BLOCK_NBYTES", 512)
-            patch.setattr(chain_table, "_THREADED_NBYTES", 0)
+        for block, windows in ((4, 8), (8, 20), (64, 2048)):
+            bound_blocks(monkeypatch, block, windows)
             split = solve(chain, budget, bucket_nbytes=1)
-        assert [split.seconds(i) for i in range(budget + 1)] == [usual.seconds(i) for i in range(budget + 1)]
-
-
-def test_an_error_while_filling_stops_both_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    chain = random_chain(random.Random(19), 40)
-    monkeypatch.setattr(chain_table, "_THREADED_NBYTES", 0)
-    monkeypatch.setattr(chain_table.ChainTable, "_checkpoints", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        solve(chain, 100, bucket_nbytes=1)
+            monkeypatch.undo()
+            assert [split.seconds(i) for i in range(budget + 1)] == [usual.seconds(i) for i in range(budget + 1)]
 
 
 def test_deep_schedules_need_no_recursion() -> None:
