@@ -241,15 +241,14 @@ def test_float32_table_reports_exact_seconds(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(17)
-    for length in (9, 23, 40):
+    for length, block, windows in ((9, 4, 8), (20, 8, 20), (30, 16, 64), (40, 64, 2048)):
         chain = random_chain(rng, length, most_options=3)
         budget = minimum_budget(chain) + 90
         usual = solve(chain, budget, bucket_nbytes=1)
-        for block, windows in ((4, 8), (8, 20), (64, 2048)):
-            bound_blocks(monkeypatch, block, windows)
-            split = solve(chain, budget, bucket_nbytes=1)
-            monkeypatch.undo()
-            assert [split.seconds(i) for i in range(budget + 1)] == [usual.seconds(i) for i in range(budget + 1)]
+        bound_blocks(monkeypatch, block, windows)
+        split = solve(chain, budget, bucket_nbytes=1)
+        monkeypatch.undo()
+        assert [split.seconds(i) for i in range(budget + 1)] == [usual.seconds(i) for i in range(budget + 1)]
 
 
 def test_deep_schedules_need_no_recursion() -> None:
@@ -258,13 +257,13 @@ def test_deep_schedules_need_no_recursion() -> None:
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(len(inspect.stack()) + 60)
     try:
-        schedules = [smallest_schedule(chain), *(table.schedule(level) for level in table.levels()[::9])]
+        schedules = [smallest_schedule(chain), *(table.schedule(level) for level in table.levels()[::30])]
         costs = [simulate(chain, schedule) for schedule in schedules]
         assert repr(schedules[0])
     finally:
         sys.setrecursionlimit(limit)
     assert costs[0][1] == minimum_budget(chain)
-    assert [seconds for seconds, _ in costs[1:]] == [table.seconds(level) for level in table.levels()[::9]]
+    assert [seconds for seconds, _ in costs[1:]] == [table.seconds(level) for level in table.levels()[::30]]
 
 
 def test_unrestricted_is_never_worse() -> None:
