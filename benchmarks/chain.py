@@ -133,6 +133,13 @@ def gap(length: int, chains: int) -> dict[str, object]:
     }
 
 
+def print_table(rows: list[dict[str, object]]) -> None:
+    """One line of names, one line per row: all rows have the same keys."""
+    widths = [max(len(key), *(len(str(row[key])) for row in rows)) for key in rows[0]]
+    for values in (rows[0].keys(), *(row.values() for row in rows)):
+        print("  ".join(str(value).rjust(width) for value, width in zip(values, widths, strict=True)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="only the first large solve and fewer small chains")
@@ -145,9 +152,7 @@ def main() -> None:
     for length in (3, 4, 5):
         results["gap"].append(gap(length, 10 if small else 40))
     for rows in results.values():
-        print("  ".join(rows[0]))
-        for row in rows:
-            print("  ".join(str(value).rjust(len(key)) for key, value in row.items()))
+        print_table(rows)
     print(json.dumps(results))
 
 

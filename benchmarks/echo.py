@@ -20,6 +20,7 @@ from lightning_memopt.solvers.rollout import keep_all
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "null"))
 
+from chain import print_table
 from graphs import lstm_steps, training_step
 
 
@@ -51,10 +52,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="only the graph of 15.9K ops")
     small = parser.parse_args().small
-    rows = [measure(ops, times) for ops, times in [(15_900, 4), (100_000, 1)][: 1 if small else 2]]
-    print("  ".join(rows[0]))
-    for row in rows:
-        print("  ".join(str(value).rjust(len(key)) for key, value in row.items()))
+    rows = [measure(ops, times) for ops, times in [(15_900, 4), (100_000, 2)][: 1 if small else 2]]
+    print_table(rows)
     print(json.dumps(rows))
 
 

@@ -7,11 +7,11 @@ stage. Exact, within the bucket, among memory-persistent schedules (a boundary o
 Column m of the table stands for m * bucket + rest bytes, rest = budget mod bucket, so that the last column is the
 budget itself. Sizes are rounded up to buckets: a schedule found fits in bytes.
 
-Three things make it fast (section 'Speed' of docs/formulation.md):
+What makes it fast (section 'Speed' of docs/formulation.md):
 * stored is E(s,t) = D(s,t) + S[s] (S[s]: seconds of the sweeps before s) unless t is last; then the Checkpoint branch
   is min over s' of E(s',t) + E(s,s'-1), less S[s]: one addition and one minimum per entry, vectors over s' and memory;
-* positions s' that cannot win in a block of columns are left out, and columns where more memory is no help copied;
-* rows of different s run on two threads, each waiting for the rows below to be ahead of it (numpy drops the GIL).
+* positions s' that bounds show not to win in a block of columns are left out, and a row ends where more memory is no
+  help; what is left is gathered, a block a position, and reduced in few vector operations.
 
 No decision is stored; `schedule` finds the best branch again, one column at a time. Tables above `FLOAT64_NBYTES` are
 float32: the seconds reported are then added up again from the schedule in float64.
@@ -19,28 +19,23 @@ float32: the seconds reported are then added up again from the schedule in float
 
 from __future__ import annotations
 
-import threading
-from bisect import bisect_left
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from lightning_memopt.errors import ChainError, InfeasibleError
 from lightning_memopt.solvers.chain_bounds import SweepNeeds, base_nbytes, option_need_nbytes
+from lightning_memopt.solvers.chain_cells import PER_BLOCK, Cells, Floats, Ints
 from lightning_memopt.solvers.chain_model import Chain, Checkpoint, Hold, Rebuild, Schedule
 from lightning_memopt.solvers.chain_simulate import simulate
 
-FLOAT64_NBYTES = 256 << 20
-_BLOCK = 512  # columns that are bounded, and kept or left out, together
-_BLOCK_NBYTES = 384 << 10  # temporaries of one vector operation: they stay in a core's L2
-_ROWS_PER_TASK = 4  # neighbouring s share the rows they read while those are in cache
-_THREADS = 2
-_THREADED_NBYTES = 4 << 10  # rows shorter than this are not worth a second thread: it would wait for the lock
-
-Floats = npt.NDArray[np.floating]
+FLOAT64_NBYTES = 128 << 20
+_BLOCK = 64  # columns that are bounded, and computed or left out, together
+_WINDOWS = 2048  # blocks of columns computed at once: they stay in a core's L2
+_UNBOUNDED = 1024  # up to so many blocks, over all positions, bounds cost more than they save
+_ROWS = 4  # neighbouring s are filled together: they read the same rows while those are in cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +67,6 @@ class Grid:
         return column * self.bucket_nbytes + self.rest_nbytes
 
 
-def _steps(needs: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
-    """(number of checkpoint positions, bytes that they need), one entry per distinct number of bytes."""
-    if not needs.size:
-        return []
-    ends = [*(np.flatnonzero(needs[1:] > needs[:-1]) + 1).tolist(), needs.size]
-    return [(end, int(needs[end - 1])) for end in ends]
-
-
 class ChainTable:
     """Least extra seconds of a chain for every level up to the budget, and the schedules that reach them."""
 
@@ -93,32 +80,36 @@ class ChainTable:
         self.chain = chain
         self.grid = Grid.of(budget_nbytes, bucket_nbytes)
         length = len(chain.stages)
-        cells = length * length * self.grid.columns
-        self.dtype: np.dtype[Any] = np.dtype(np.float64 if cells * 8 <= FLOAT64_NBYTES else np.float32)
+        entries = length * (length + 1) // 2
+        self.dtype: np.dtype[Any] = np.dtype(np.float64 if entries * self.grid.columns * 8 <= FLOAT64_NBYTES else np.float32)
         self._sweeps = np.concatenate([[0.0], np.cumsum([s.sweep_seconds for s in chain.stages])]).tolist()
         self._shift = [self.grid.shift(s.input_nbytes) for s in chain.stages]
         self._needs = [SweepNeeds.of(chain, s) for s in range(length)]
-        self._steps = [(_steps(needs.replay), _steps(needs.own)) for needs in self._needs]
         self._ways = [self._options(s) for s in range(length)]
-        # Only the upper triangle is ever touched, so only it becomes resident.
-        self._table: Floats = np.empty((length, length, self.grid.columns), dtype=self.dtype)
-        self._full = np.zeros((length, length), dtype=np.int64)  # column from which the row is constant
-        self._fill_all()
+        self._cells = Cells(length, self.grid.columns, _BLOCK, self.dtype)
+        self._scratch: Floats = np.empty((2, max(_WINDOWS, _UNBOUNDED, self._cells.blocks), _BLOCK), dtype=self.dtype)
+        self._bounds: Floats = np.empty((2, length * self._cells.blocks), dtype=self.dtype)
+        for top in range(length - 1, -1, -_ROWS):
+            rows = range(top, max(-1, top - _ROWS), -1)
+            for t in range(rows[-1], length):
+                for s in rows:
+                    if s <= t:
+                        self._fill(s, t)
+        del self._scratch, self._bounds
 
     # ---- reading ----
 
     def seconds(self, level_nbytes: int) -> float:
         """Least extra seconds within `level_nbytes` (at most the budget); infinity if no schedule fits."""
         column = self._column_of(level_nbytes)
-        if column < 0 or not np.isfinite(self._table[0, -1, column]):
-            return float("inf")
-        if self.dtype == np.float64:
-            return float(self._table[0, -1, column])
+        found = self._cells.value(0, -1, column) if column >= 0 else float("inf")
+        if self.dtype == np.float64 or found == float("inf"):
+            return found
         return simulate(self.chain, self.schedule(level_nbytes))[0]
 
     def levels(self) -> tuple[int, ...]:
         """The levels in bytes, ascending, at which the least cost changes; the first is the smallest feasible."""
-        row = self._table[0, -1]
+        row = self._cells.row(0, -1)
         tolerance = 64 * float(np.finfo(self.dtype).eps) * (self._sweeps[-1] + 1e-300)
         out: list[int] = []
         cost = np.inf
@@ -132,7 +123,7 @@ class ChainTable:
     def schedule(self, level_nbytes: int) -> Schedule:
         """A schedule of least extra seconds within `level_nbytes`; raises InfeasibleError if none fits."""
         column = self._column_of(level_nbytes)
-        if column < 0 or not np.isfinite(self._table[0, -1, column]):
+        if column < 0 or not np.isfinite(self._cells.value(0, -1, column)):
             raise InfeasibleError(
                 f"no schedule of this chain fits {level_nbytes} bytes in buckets of {self.grid.bucket_nbytes} bytes; "
                 "raise the budget, or use finer buckets (minimum_budget names the smallest budget)",
@@ -221,12 +212,13 @@ class ChainTable:
         best = np.inf
         choice: tuple[int, int | None] = (0, None)
         for option, (taken, first, extra) in enumerate(self._holds(s, t)):
-            if m >= first and (cost := float(self._table[s + 1, t, m - taken]) + extra) < best:
+            if m >= first and (cost := self._cells.value(s + 1, t, m - taken) + extra) < best:
                 best, choice = cost, (0, option)
         needs = self._needs[s].upto(self.chain, s, t)
         rows = int(np.searchsorted(needs, self.grid.nbytes(m), side="right"))
         if rows and m >= self._shift[s]:
-            costs = self._table[s + 1 : s + 1 + rows, t, m - self._shift[s]] + self._table[s, s : s + rows, m]
+            costs = self._cells.values(slice(s + 1, s + 1 + rows), t, m - self._shift[s])
+            costs = costs + self._cells.values(s, slice(s, s + rows), m)
             at = int(costs.argmin())
             if float(costs[at]) - self._sweeps[s] < best:
                 return s + 1 + at, None
@@ -234,126 +226,126 @@ class ChainTable:
 
     # ---- filling ----
 
-    def _fill_all(self) -> None:
-        """Fill rows s = L-1..0. Task i waits, entry by entry, for task i-1 (the rows below it)."""
-        length = len(self.chain.stages)
-        tops = list(range(length - 1, -1, -_ROWS_PER_TASK))
-        ready = [-1] * len(tops)  # last t that the task has filled for all of its rows
-        changed = threading.Condition()
-        failed = threading.Event()
-
-        def announce(task: int, t: int) -> None:
-            with changed:
-                ready[task] = t
-                changed.notify_all()
-
-        def run(task: int) -> None:
-            top = tops[task]
-            rows = range(top, max(-1, top - _ROWS_PER_TASK), -1)
-            scratch = np.empty(_BLOCK_NBYTES // self.dtype.itemsize, dtype=self.dtype)
-            try:
-                for t in range(rows[-1], length):
-                    if task and t > top and ready[task - 1] < t:
-                        with changed:
-                            changed.wait_for(lambda: ready[task - 1] >= t or failed.is_set())  # noqa: B023
-                    if failed.is_set():
-                        return
-                    for s in rows:
-                        if s <= t:
-                            self._fill(s, t, scratch)
-                    announce(task, t)
-            except BaseException:
-                failed.set()
-                announce(task, length)
-                raise
-
-        threads = _THREADS if self.grid.columns * self.dtype.itemsize >= _THREADED_NBYTES else 1
-        with ThreadPoolExecutor(threads) as pool:  # first in, first out: a task never waits for one not started
-            for future in [pool.submit(run, task) for task in range(len(tops))]:
-                future.result()
-
-    def _fill(self, s: int, t: int, scratch: Floats) -> None:
-        """Fill the entry (s, t) for every column."""
-        columns = self.grid.columns
-        out = self._table[s, t]
+    def _fill(self, s: int, t: int) -> None:
+        """Find the entry (s, t) for every column up to the one from which no branch gains, and store it."""
+        cells, columns = self._cells, self.grid.columns
         if s == t:
-            out.fill(np.inf)
-            for first, cost, _ in self._singles(s):
-                np.minimum(out[first:], cost + self._fold(s, t), out=out[first:])
-            self._full[s, t] = min(columns - 1, max(first for first, _, _ in self._singles(s)))
+            ways = self._singles(s)
+            row = np.full(min(columns, 1 + max(first for first, _, _ in ways)), np.inf, dtype=self.dtype)
+            for first, cost, _ in ways:
+                np.minimum(row[first:], cost + self._fold(s, t), out=row[first:])
+            cells.put(s, t, row)
             return
         holds = self._holds(s, t)
-        segments = self._segments(s, t)
-        # From column `end` on, no branch gains from more memory.
-        taken = self._shift[s]
-        end = max(int(self._full[s + 1 : t + 1, t].max()) + taken, int(self._full[s, s:t].max()), segments[-1][0])
-        for held, first, _ in holds:
-            end = max(end, first, int(self._full[s + 1, t]) + held)
+        firsts = self._firsts(s, t)
+        full = cells.constant_from
+        end = max(int(full[s + 1 : t + 1, t].max()) + self._shift[s], int(full[s, s:t].max()), int(firsts[-1]))
+        for taken, first, _ in holds:
+            end = max(end, first, int(full[s + 1, t]) + taken)
         end = min(columns, end + 1)
-        out[:end] = np.inf
-        for held, first, extra in holds:
-            below = self._table[s + 1, t, first - held : end - held]
-            for low in range(first, end, scratch.size):
-                part = out[low : min(end, low + scratch.size)]
-                candidate = np.add(
-                    below[low - first : low - first + part.size], self.dtype.type(extra), out=scratch[: part.size]
-                )
-                np.minimum(part, candidate, out=part)
-        for index, (start, rows) in enumerate(segments):
-            stop = min(end, segments[index + 1][0] if index + 1 < len(segments) else end)
-            if start < stop:
-                self._checkpoints(s, t, start, stop, rows, scratch)
-        floor = out[end - 1]
-        out[end:] = floor
-        self._full[s, t] = bisect_left(range(end - 1), True, key=lambda m: bool(out[m] <= floor))
+        blocks = np.full((-(-end // _BLOCK), _BLOCK), np.inf, dtype=self.dtype)
+        row = blocks.reshape(-1)[:end]
+        below = cells.row(s + 1, t)
+        for taken, first, extra in holds:
+            if first < end:
+                np.minimum(row[first:], below[first - taken : end - taken] + self.dtype.type(extra), out=row[first:])
+        firsts = firsts[: int(firsts.searchsorted(end))]
+        if firsts.size:
+            self._checkpoints(s, t, firsts, blocks)
+        cells.put(s, t, row)
 
-    def _segments(self, s: int, t: int) -> list[tuple[int, int]]:
-        """(first column, number of checkpoint positions that fit): the positions that fit are always a prefix."""
-        own = t == len(self.chain.stages) - 1
-        base = 0 if own else self.chain.stages[t].backward_base_nbytes
-        segments: list[tuple[int, int]] = []
-        for end, nbytes in self._steps[s][own]:
-            rows = min(end, t - s)
-            first = max(self._shift[s], self.grid.column(nbytes + base))
-            if segments and segments[-1][0] == first:
-                segments.pop()
-            segments.append((first, rows))
-            if rows == t - s:
-                break
-        return segments
+    def _firsts(self, s: int, t: int) -> Ints:
+        """First column of the checkpoint at each of s+1..t; never falls."""
+        need = self._needs[s].upto(self.chain, s, t)
+        return np.maximum(self._shift[s], -((self.grid.rest_nbytes - need) // self.grid.bucket_nbytes))
 
-    def _checkpoints(self, s: int, t: int, start: int, stop: int, rows: int, scratch: Floats) -> None:
-        """out[start:stop] = min of itself and, over the first `rows` checkpoint positions, right + left less S[s].
-
-        All of these never rise with memory, so in a block of columns a position is at best its value at the block's
-        end and the answer is at worst its value at the block's start: positions that cannot win are left out.
-        """
-        out = self._table[s, t]
+    def _checkpoints(self, s: int, t: int, firsts: Ints, blocks: Floats) -> None:
+        """blocks = min of itself and, over the positions with a first column, right + left less S[s], where they fit."""
+        begin, stop = int(firsts[0]) // _BLOCK, len(blocks)
+        out, count = blocks[begin:], stop - begin
         fold = self.dtype.type(self._sweeps[s])
-        right = self._table[s + 1 : s + 1 + rows, t, start - self._shift[s] : stop - self._shift[s]]
-        left = self._table[s, s : s + rows, start:stop]
-        at_start = right[:, ::_BLOCK] + left[:, ::_BLOCK]
-        at_end = np.concatenate([at_start[:, 1:], right[:, -1:] + left[:, -1:]], axis=1)
-        worst = np.minimum(at_start.min(axis=0), out[start:stop:_BLOCK] + fold)
-        useful = (at_end <= worst) & (at_end < np.inf)
-        for block in range(worst.size):
-            kept = useful[:, block].nonzero()[0]
-            if not kept.size:
-                continue
-            low, high = block * _BLOCK, min(stop - start, (block + 1) * _BLOCK)
-            part = out[start + low : start + high]
-            part += fold
-            first, after = int(kept[0]), int(kept[-1]) + 1
-            if kept.size > 4 and 2 * kept.size > after - first:
-                per = scratch.size // (high - low)
-                for top in range(first, after, per):
-                    bottom = min(after, top + per)
-                    space = scratch[: (bottom - top) * (high - low)].reshape(bottom - top, high - low)
-                    np.add(right[top:bottom, low:high], left[top:bottom, low:high], out=space)
-                    np.minimum(part, space.min(axis=0), out=part)
-            else:
-                space = scratch[: high - low]
-                for row in kept.tolist():
-                    np.add(right[row, low:high], left[row, low:high], out=space)
-                    np.minimum(part, space, out=part)
-            part -= fold
+        if firsts.size * count <= _UNBOUNDED:
+            which, at = np.divmod(np.arange(firsts.size * count), count)
+            cost = self._costs(s, t, firsts, which, begin + at).reshape(-1, count, _BLOCK)
+            np.minimum(out, np.minimum.reduce(cost, axis=0) - fold, out=out)
+            return
+
+        at_start, at_end = self._block_bounds(s, t, firsts, begin, count)
+        worst = np.minimum(at_start.min(axis=0), out[:, 0] + fold)
+        block, position = np.divmod(np.flatnonzero((at_end < worst).T), firsts.size)
+        # The positions of a block are reduced to one row of costs. Blocks with about as many positions are reduced
+        # together; those with fewer are made up by taking their last position again.
+        counts = np.bincount(block, minlength=count)
+        by_count = np.argsort(-counts, kind="stable")
+        counts = counts[by_count]
+        first, last = np.searchsorted(block, by_count), counts - 1
+        best = np.repeat(worst[by_count], _BLOCK).reshape(-1, _BLOCK)
+        for groups in _batches(counts.tolist()):
+            picks = [first[:m] + np.minimum(np.arange(k, end)[:, None], last[:m]) for m, k, end in groups]
+            take = np.concatenate([pick.ravel() for pick in picks])
+            cost = self._costs(s, t, firsts, position[take], begin + block[take])
+            done = 0
+            for m, k, end in groups:
+                size = m * (end - k)
+                least = np.minimum.reduce(cost[done : done + size].reshape(end - k, m, _BLOCK), axis=0)
+                np.minimum(best[:m], least, out=best[:m])
+                done += size
+        best -= fold
+        out[by_count] = np.minimum(out[by_count], best)
+
+    def _block_bounds(self, s: int, t: int, firsts: Ints, begin: int, count: int) -> tuple[Floats, Floats]:
+        """For `count` blocks from `begin`: an upper bound on a position's cost in all of the block, and a lower one.
+
+        Shapes (positions, count). No cost rises with memory: in a block it is at most what it is at the block's start,
+        and at least what it is at the next block's start. So a position whose lower bound is not below another's upper
+        bound need not be computed there; the upper bound itself stands for it.
+        """
+        right = self._cells.samples[s + 1 : s + 1 + firsts.size, t]
+        left = self._cells.samples[s, s : s + firsts.size, 0, begin + 1 :]
+        step = _BLOCK // PER_BLOCK
+        lag, part = divmod(-self._shift[s] // step, PER_BLOCK)  # the sample at or below a block's start less the shift
+        below = right[:, part, begin + lag + 1 : begin + lag + 1 + count]
+        lag, part = divmod(-(self._shift[s] // step), PER_BLOCK)  # the one at or above the next block's start less the shift
+        above = right[:, part, begin + lag + 2 : begin + lag + 2 + count]
+        at_start, at_end = self._bounds[:, : firsts.size * count].reshape(2, -1, count)
+        np.add(below, left[:, :count], out=at_start)
+        np.add(above, left[:, 1 : count + 1], out=at_end)
+        if (cut := -(-int(firsts[-1]) // _BLOCK) - begin) > 0:  # blocks in which some position does not fit yet
+            starts = np.arange(begin, begin + min(cut, count)) * _BLOCK
+            at_start[:, :cut][firsts[:, None] > starts] = np.inf
+            at_end[:, :cut][firsts[:, None] >= starts + _BLOCK] = np.inf
+        return at_start, at_end
+
+    def _costs(self, s: int, t: int, firsts: Ints, which: Ints, at: Ints) -> Floats:
+        """right + left of position `which[i]` in the block `at[i]`: (len(which), _BLOCK), a view that the next call reuses."""
+        cost, other = self._scratch[:, : which.size]
+        self._cells.windows(slice(s + 1, t + 1), t, self._shift[s], which, at, cost)
+        self._cells.windows(s, slice(s, t), 0, which, at, other)
+        cost += other
+        missing = firsts[which] - at * _BLOCK
+        if (partly := (missing > 0).nonzero()[0]).size:
+            cost[partly] = np.where(np.arange(_BLOCK) < missing[partly, None], self.dtype.type(np.inf), cost[partly])
+        return cost
+
+
+def _batches(counts: list[int]) -> Iterator[list[tuple[int, int, int]]]:
+    """Groups (m, k, end): the positions k..end-1 of the first m blocks; at most `_WINDOWS` of them in a batch.
+
+    `counts`: positions per block, falling. Two thirds of the blocks in a group have all positions of its range.
+    """
+    batch: list[tuple[int, int, int]] = []
+    m, k, room = len(counts), 0, _WINDOWS
+    while True:
+        while m and counts[m - 1] <= k:
+            m -= 1
+        if not m:
+            break
+        if batch and room < m:
+            yield batch
+            batch, room = [], _WINDOWS
+        end = min(counts[2 * m // 3], k + max(1, room // m))
+        batch.append((m, k, end))
+        room -= m * (end - k)
+        k = end
+    if batch:
+        yield batch

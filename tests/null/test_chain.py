@@ -120,14 +120,24 @@ def search(chain: Chain, budget: int) -> float:
     return go(last, (1,) + (0,) * last, -1)
 
 
+def bound_blocks(monkeypatch: pytest.MonkeyPatch, block: int, windows: int) -> None:
+    """Leave out positions by bounds in tables of any size, in small blocks and small batches."""
+    monkeypatch.setattr(chain_table, "_UNBOUNDED", 0)
+    monkeypatch.setattr(chain_table, "_BLOCK", block)
+    monkeypatch.setattr(chain_table, "_WINDOWS", windows)
+
+
 @pytest.mark.parametrize(("length", "chains"), [(1, 20), (2, 80), (3, 180), (4, 150), (5, 60), (6, 25), (8, 3)])
-def test_equals_search_over_every_state(length: int, chains: int) -> None:
+def test_equals_search_over_every_state(length: int, chains: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(length)
-    for _ in range(chains):
+    for index in range(chains):
         chain = random_chain(rng, length)
         smallest = minimum_budget(chain)
         budget = smallest + rng.choice([0, 1, rng.randint(0, 6), rng.randint(0, 10 * length)])
+        if index % 2:
+            bound_blocks(monkeypatch, block=4, windows=3)
         table = solve(chain, budget, bucket_nbytes=1)
+        monkeypatch.undo()
         for level in {budget, max(0, smallest - 1), rng.randint(0, budget)}:
             expected = search(chain, level)
             assert table.seconds(level) == expected
@@ -145,7 +155,7 @@ def revolve_steps(length: int, slots: int) -> int:
     return r * length - math.comb(slots + r, slots + 1)
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 7, 20, 40])
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 20, 30])
 @pytest.mark.parametrize("slots", [1, 2, 3, 5])
 def test_uniform_chain_is_revolve(length: int, slots: int) -> None:
     # One more unit than slots: the boundary at hand is counted here and not in Revolve.
@@ -203,7 +213,7 @@ def test_every_level_of_one_table() -> None:
 @pytest.mark.parametrize("bucket", [3, 10, 64, 1000])
 def test_coarse_buckets_are_safe(bucket: int) -> None:
     rng = random.Random(bucket)
-    for _ in range(25):
+    for _ in range(15):
         chain = random_chain(rng, rng.randint(2, 8), unit=rng.choice([7, 31, 100]))
         budget = minimum_budget(chain) + rng.randint(0, 3000)
         coarse, fine = solve(chain, budget, bucket_nbytes=bucket), solve(chain, budget, bucket_nbytes=1)
@@ -229,41 +239,31 @@ def test_float32_table_reports_exact_seconds(monkeypatch: pytest.MonkeyPatch) ->
     assert [single.seconds(level) for level in single.levels()] == [exact.seconds(level) for level in exact.levels()]
 
 
-def test_blocks_and_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(17)
-    for length in (9, 23, 40):
+    for length, block, windows in ((9, 4, 8), (16, 8, 20), (23, 16, 64), (30, 64, 2048)):
         chain = random_chain(rng, length, most_options=3)
         budget = minimum_budget(chain) + 90
         usual = solve(chain, budget, bucket_nbytes=1)
-        with monkeypatch.context() as patch:
-            patch.setattr(chain_table, "_BLOCK", 8)
-            patch.setattr(chain_table, "_BLOCK_NBYTES", 512)
-            patch.setattr(chain_table, "_THREADED_NBYTES", 0)
-            split = solve(chain, budget, bucket_nbytes=1)
+        bound_blocks(monkeypatch, block, windows)
+        split = solve(chain, budget, bucket_nbytes=1)
+        monkeypatch.undo()
         assert [split.seconds(i) for i in range(budget + 1)] == [usual.seconds(i) for i in range(budget + 1)]
 
 
-def test_an_error_while_filling_stops_both_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    chain = random_chain(random.Random(19), 40)
-    monkeypatch.setattr(chain_table, "_THREADED_NBYTES", 0)
-    monkeypatch.setattr(chain_table.ChainTable, "_checkpoints", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        solve(chain, 100, bucket_nbytes=1)
-
-
 def test_deep_schedules_need_no_recursion() -> None:
-    chain = random_chain(random.Random(5), 90)
+    chain = random_chain(random.Random(5), 75)
     table = solve(chain, minimum_budget(chain) + 60, bucket_nbytes=2)
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(len(inspect.stack()) + 60)
     try:
-        schedules = [smallest_schedule(chain), *(table.schedule(level) for level in table.levels()[::9])]
+        schedules = [smallest_schedule(chain), *(table.schedule(level) for level in table.levels()[::30])]
         costs = [simulate(chain, schedule) for schedule in schedules]
         assert repr(schedules[0])
     finally:
         sys.setrecursionlimit(limit)
     assert costs[0][1] == minimum_budget(chain)
-    assert [seconds for seconds, _ in costs[1:]] == [table.seconds(level) for level in table.levels()[::9]]
+    assert [seconds for seconds, _ in costs[1:]] == [table.seconds(level) for level in table.levels()[::30]]
 
 
 def test_unrestricted_is_never_worse() -> None:

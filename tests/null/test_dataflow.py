@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 
 import pytest
-from graphs import held_nbytes, lstm_steps, names, random_steps, replayed, step, training_step
+from graphs import held_nbytes, lstm_steps, random_steps, replayed, step, training_step
 
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import lower, simulate
@@ -137,16 +138,17 @@ def test_what_is_back_in_memory_at_the_peak_is_held() -> None:
     assert peak_nbytes(graph, lives) <= peak_nbytes(graph, analysis) < 0.6 * peak_nbytes(graph, unmodified(graph))
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_never_worse_than_the_unmodified_step(seed: int) -> None:
-    rng = random.Random(seed)
-    graph = training_step(random_steps(rng, rng.randint(2, 60)), inputs={"input": rng.randint(1, 64)})
-    lives, baseline = echo(graph), unmodified(graph)
-    lower(graph, mirror(graph))
-    assert unmodified_peak_nbytes(graph) == peak_nbytes(graph, baseline)
-    heavy = {op.name for op in graph.ops if op.heavy}
-    assert not heavy & set(replayed(graph, lives))
-    assert peak_nbytes(graph, lives) < peak_nbytes(graph, baseline) or lives == baseline
+@pytest.mark.parametrize("first_seed", range(0, 200, 20))
+def test_never_worse_than_the_unmodified_step(first_seed: int) -> None:
+    for seed in range(first_seed, first_seed + 20):
+        rng = random.Random(seed)
+        graph = training_step(random_steps(rng, rng.randint(2, 60)), inputs={"input": rng.randint(1, 64)})
+        lives, baseline = echo(graph), unmodified(graph)
+        lower(graph, mirror(graph))
+        assert unmodified_peak_nbytes(graph) == peak_nbytes(graph, baseline), seed
+        heavy = {op.name for op in graph.ops if op.heavy}
+        assert not heavy & set(replayed(graph, lives)), seed
+        assert peak_nbytes(graph, lives) < peak_nbytes(graph, baseline) or lives == baseline, seed
 
 
 @pytest.mark.parametrize("policy", [mirror, per_stage, sqrt_n, recompute_everything])
@@ -176,13 +178,24 @@ def _blocks(count: int) -> list:
     return steps
 
 
-def test_plans_as_many_ops_as_the_paper_in_time(record_property) -> None:
-    """15.9K ops. The bound is generous because test machines are shared; benchmarks/echo.py measures."""
-    graph = training_step(lstm_steps(15_900), inputs={"input": 1})
-    began = time.perf_counter()
-    lives = echo(graph)
-    seconds = time.perf_counter() - began
-    print(f"planned {len(graph.forward)} forward ops in {1e3 * seconds:.0f} ms")
-    record_property("planning_ms", round(1e3 * seconds))
-    assert lives != unmodified(graph) and "keys" in names(graph)
-    assert seconds < 2
+def test_time_grows_with_the_ops_and_not_with_their_square() -> None:
+    """In processor time, and with room for a busy machine; benchmarks/echo.py measures the paper's 15.9K ops."""
+    seconds = []
+    for count in (300, 3000):
+        graph = training_step(lstm_steps(count), inputs={"input": 1})
+        began = time.process_time()
+        lives = echo(graph)
+        seconds.append(time.process_time() - began)
+        assert lives != unmodified(graph)
+    assert seconds[1] < 40 * seconds[0]
+
+
+def test_the_collector_is_left_as_it_was() -> None:
+    graph = figure_7()
+    for enabled in (True, False):
+        (gc.enable if enabled else gc.disable)()
+        try:
+            echo(graph)
+            assert gc.isenabled() == enabled
+        finally:
+            gc.enable()

@@ -1,0 +1,85 @@
+"""Where the chain's table is stored: one packed row of cells per state (s, t), s <= t, over the columns of memory.
+
+No row rises with memory, so a row is kept up to the column from which it is constant and stands for all columns: memory,
+and the time to touch it for the first time, is spent on what differs. Rows lie behind each other in the order in which
+they are put, in whole blocks of columns. A few cells of every block are kept again in `samples`, so that bounds over
+blocks read little.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+PER_BLOCK = 4  # samples per block
+
+Floats = npt.NDArray[np.floating]
+Ints = npt.NDArray[np.int64]
+
+
+class Cells:
+    """Rows of a triangle of states, non-increasing along `columns`; infinity where nothing fits."""
+
+    def __init__(self, length: int, columns: int, block: int, dtype: np.dtype[Any]) -> None:
+        self.columns = columns
+        self.block = block
+        self.blocks = -(-columns // block)
+        self.constant_from = np.zeros((length, length), dtype=np.int64)
+        """First column of the last value of each row."""
+        self.samples: Floats = np.empty((length, length, PER_BLOCK, self.blocks + 2), dtype=dtype)
+        """[s, t, i, 1 + j]: the cell at column j * block + i * block / PER_BLOCK; infinity below 0, the last beyond it."""
+        step = block // PER_BLOCK
+        sampled = np.arange(PER_BLOCK)[:, None] * step + np.arange(-1, self.blocks + 1) * block
+        self._sampled = np.minimum(sampled, columns - 1)
+        self._begin = np.zeros((length, length), dtype=np.int64)  # in blocks
+        self._width = np.zeros((length, length), dtype=np.int64)  # blocks before those of the constant
+        # Room for rows that never become constant; only what is written becomes resident.
+        room = 1 + length * (length + 1) // 2 * (self.blocks + 2)
+        self._cells: Floats = np.empty(room * block, dtype=dtype)
+        self._cells[:block] = np.inf
+        self._used = 1
+
+    def put(self, s: int, t: int, row: Floats) -> None:
+        """Store the columns `0..len(row)-1` of a state; later columns are like the last of these."""
+        least = row[-1]
+        constant_from = bisect_left(range(len(row) - 1), True, key=lambda m: bool(row[m] <= least))
+        width = -(-constant_from // self.block)
+        self.constant_from[s, t], self._begin[s, t], self._width[s, t] = constant_from, self._used, width
+        begin = self._used * self.block
+        self._used += width + 2  # the constant twice: a window may begin within its first block
+        end = begin + constant_from
+        self._cells[begin:end] = row[:constant_from]
+        self._cells[end : self._used * self.block] = least
+        self.samples[s, t] = self._cells[begin + np.minimum(self._sampled, constant_from)]
+        self.samples[s, t, :, 0] = np.inf
+
+    def value(self, s: int, t: int, column: int) -> float:
+        return float(self._cells[self._begin[s, t] * self.block + min(column, int(self.constant_from[s, t]))])
+
+    def values(self, s: slice | int, t: slice | int, column: int) -> Floats:
+        """One column of several rows: shape (number of rows,)."""
+        return self._cells[self._begin[s, t] * self.block + np.minimum(column, self.constant_from[s, t])]
+
+    def row(self, s: int, t: int) -> Floats:
+        """All columns of a row, as an array of its own: shape (columns,)."""
+        width = int(self.constant_from[s, t])
+        begin = int(self._begin[s, t]) * self.block
+        out = np.empty(self.columns, dtype=self._cells.dtype)
+        out[:width] = self._cells[begin : begin + width]
+        out[width:] = self._cells[begin + width]
+        return out
+
+    def windows(self, s: slice | int, t: slice | int, shift: int, which: Ints, at: Ints, out: Floats) -> None:
+        """out[i] = the columns `at[i] * block - shift` and following, a block of them, of row `which[i]` of those selected.
+
+        Columns down to `1 - block` may be asked for; cells before column 0 mean nothing.
+        """
+        lag = -(-shift // self.block)
+        rows = np.minimum(at - lag, self._width[s, t][which])
+        rows += self._begin[s, t][which]
+        offset = lag * self.block - shift
+        cells = self._cells[offset : offset + (self._used - 1) * self.block].reshape(-1, self.block)
+        np.take(cells, rows, axis=0, out=out, mode="clip")
