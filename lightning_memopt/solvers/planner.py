@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from lightning_memopt.errors import InfeasibleError
-from lightning_memopt.graph import BEFORE, Graph, base_levels, fingerprint, resident_nbytes, unmodified_levels
+from lightning_memopt.graph import Graph, fingerprint, resident_nbytes, unmodified_levels
 from lightning_memopt.plan import Life, LoweringError, Plan, Prediction, simulate
+from lightning_memopt.solvers import bound, replay_chain
 from lightning_memopt.solvers import chain as dp
-from lightning_memopt.solvers import replay_chain
 from lightning_memopt.solvers.dataflow import echo
-from lightning_memopt.solvers.mincut import Choice, HoldOrReplay
-from lightning_memopt.solvers.rollout import Rollout, keep_all
+from lightning_memopt.solvers.rollout import Rollout, keep_all, unrepeatable
 from lightning_memopt.solvers.stages import COARSE, FINE, cut, given_tensors
 from lightning_memopt.units import format_nbytes
 
@@ -54,8 +53,7 @@ class Frontier:
     graph: Graph
     candidates: tuple[Candidate, ...]
     unmodified_peak_bytes: int
-    hull: tuple[Choice, ...]
-    problem: HoldOrReplay
+    moments: tuple[bound.Moment, ...]
     seconds: float
 
     @property
@@ -77,16 +75,8 @@ class Frontier:
         return fits[-1]
 
     def bound_seconds(self, budget_nbytes: int) -> float:
-        """No recomputation plan within the budget takes fewer extra seconds: what must be held when backward begins.
-
-        At the first request of backward every plan holds a set of tensors within the budget less the base there; whatever
-        else backward reads is made again, each op at least once (`mincut`, relaxed by Lagrange).
-        """
-        first = min((p for s in self.graph.saves for p in s.unpacked_at), default=None)
-        if first is None:
-            return 0.0
-        free = budget_nbytes - base_levels(self.graph)[first]
-        return max(0.0, self.problem.bound_seconds(max(0, free), list(self.hull)))
+        """No recomputation plan within the budget takes fewer extra seconds (`bound`)."""
+        return max((moment.bound_seconds(budget_nbytes) for moment in self.moments), default=0.0)
 
     def plan(self, budget_nbytes: int) -> Plan:
         """The plan for a budget, with its bound."""
@@ -100,16 +90,19 @@ class Frontier:
             unmodified_peak_bytes=self.unmodified_peak_bytes,
             step_seconds=self.graph.step_seconds,
             solve_seconds=self.seconds,
-            lower_bound_seconds=min(self.bound_seconds(budget_nbytes), best.predicted.extra_seconds),
+            lower_bound_seconds=self.bound_seconds(budget_nbytes),
         )
 
 
-def _whole_graph(graph: Graph, hull: Iterable[Choice]) -> Iterator[tuple[str, tuple[Life, ...]]]:
-    """Single-level plans: hold what a cut of the whole graph says, rebuild the rest just in time."""
+def _whole_graph(moment: bound.Moment) -> Iterator[tuple[str, tuple[Life, ...]]]:
+    """Single-level plans: hold what the cuts of one point say and what costs nothing there, rebuild the rest just in time."""
+    problem, graph = moment.problem, moment.problem.graph
     requests = sorted((p, s.tensor) for s in graph.saves for p in s.unpacked_at)
-    for choice in hull:
+    spare = {t for _, t in requests}.difference(problem.needed).union(filter(problem.given, graph.producers))
+    lost = {old for op in graph.ops if op.at <= graph.last_release for old, _ in op.mutates}
+    for choice in moment.hull.vertices:
         roll = Rollout(graph)
-        roll.serve(requests, set(choice.held | graph.anchors))
+        roll.serve(requests, (spare | choice.held) - lost | unrepeatable(graph))
         yield f"minimum cut, {format_nbytes(choice.nbytes)} held", roll.lives()
 
 
@@ -139,8 +132,6 @@ def solve(graph: Graph, *, limit_seconds: float = 30.0, say: Progress = lambda _
     """The frontier of a graph. Anytime: past the limit, what is in the pool is the frontier; keep-all always is."""
     began = time.perf_counter()
     unmodified = max(unmodified_levels(graph), default=0)
-    saved = [s.tensor for s in graph.saves if s.unpacked_at and graph.tensors[s.tensor].born_at != BEFORE]
-    problem = HoldOrReplay(graph, saved, graph.anchors.__contains__)
     pool: list[Candidate] = []
 
     def enter(solver: str, lives: tuple[Life, ...]) -> None:
@@ -150,15 +141,16 @@ def solve(graph: Graph, *, limit_seconds: float = 30.0, say: Progress = lambda _
             say(f"a plan of {solver} asks for what cannot be made; left out")
 
     enter("keep all", keep_all(graph))
-    hull: list[Choice] = []
+    moments: list[bound.Moment] = []
 
     def sources() -> Iterator[tuple[str, tuple[Life, ...]]]:
         yield "Echo", echo(graph)
-        hull.extend(problem.hull(14))
-        yield from _whole_graph(graph, hull)
+        moments.extend(bound.moments(graph))
+        for moment in moments:
+            yield from _whole_graph(moment)
         yield from _chain(graph, unmodified, say)
 
-    if saved:
+    if any(s.unpacked_at and s.tensor in graph.producers for s in graph.saves):
         for solver, lives in sources():
             enter(solver, lives)
             if time.perf_counter() - began > limit_seconds:
@@ -168,4 +160,4 @@ def solve(graph: Graph, *, limit_seconds: float = 30.0, say: Progress = lambda _
     for c in sorted(pool, key=lambda c: (c.predicted.peak_bytes, c.predicted.extra_seconds, c.predicted.replayed_ops)):
         if not best or c.predicted.extra_seconds < best[-1].predicted.extra_seconds:
             best.append(c)
-    return Frontier(graph, tuple(best), unmodified, tuple(hull), problem, time.perf_counter() - began)
+    return Frontier(graph, tuple(best), unmodified, tuple(moments), time.perf_counter() - began)

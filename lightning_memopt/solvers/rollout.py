@@ -109,6 +109,12 @@ class Rollout:
         return tuple(sorted(lives, key=lambda life: (life.tensor, life.born_at)))
 
 
+def unrepeatable(graph: Graph) -> frozenset[int]:
+    """What no op can make again: the graph's anchors, and what backward made and autograd saved (a gradient penalty)."""
+    saved = {s.tensor for s in graph.saves if s.tensor in graph.producers}
+    return graph.anchors | {t for t in saved if not graph.producers[t].recomputable}
+
+
 def keep_all(graph: Graph) -> tuple[Life, ...]:
     """The lives of the unmodified step."""
     return Rollout(graph).lives()
