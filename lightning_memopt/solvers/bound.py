@@ -38,16 +38,16 @@ def requirements(graph: Graph, point: int) -> HoldOrReplay:
     return HoldOrReplay(graph, needed, frozenset(t.id for t in graph.tensors if t.freed_at >= point) - lost, lost)
 
 
-def moment(graph: Graph, point: int, vertices: int = 24) -> Moment:
+def moment(graph: Graph, point: int, vertices: int) -> Moment:
     """What a point of the step says, from up to `vertices` choices of what to hold there."""
     problem = requirements(graph, point)
     return Moment(base_levels(graph)[point] + workspaces(graph)[point], problem, problem.hull(vertices))
 
 
-def moments(graph: Graph) -> list[Moment]:
+def moments(graph: Graph, vertices: int = 24) -> list[Moment]:
     """Where every plan must give something up: the first request, and the peak of the unmodified step up to the last one."""
     requests = [p for s in graph.saves for p in s.unpacked_at]
     if not requests:
         return []
     levels = unmodified_levels(graph)[: max(requests) + 1]
-    return [moment(graph, point) for point in sorted({min(requests), levels.index(max(levels))})]
+    return [moment(graph, point, vertices) for point in sorted({min(requests), levels.index(max(levels))})]
