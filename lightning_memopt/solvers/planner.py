@@ -103,9 +103,10 @@ def _whole_graph(moment: bound.Moment) -> Iterator[tuple[str, tuple[Life, ...]]]
     requests = sorted((p, s.tensor) for s in graph.saves for p in s.unpacked_at)
     spare = {t for _, t in requests}.difference(problem.needed).union(filter(problem.given, graph.producers))
     lost = {old for op in graph.ops if op.at <= graph.last_release for old, _ in op.mutates}
+    always = unrepeatable(graph)
     for choice in moment.hull.vertices:
         roll = Rollout(graph)
-        roll.serve(requests, (spare | choice.held) - lost | unrepeatable(graph))
+        roll.serve(requests, (spare | choice.held) - lost | always)
         yield f"minimum cut, {format_nbytes(choice.nbytes)} held", roll.lives()
 
 
