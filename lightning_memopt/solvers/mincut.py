@@ -1,17 +1,14 @@
 """Which tensors to hold between forward and backward, op by op: exact for a price per byte, by minimum cut.
 
 For tensors T needed by backward, minimise   price * (bytes held) + (seconds of the ops that run again)   where a needed
-tensor is
-held or made again, and an op that runs again needs its inputs held or made again. Both conditions are pairwise and submodular
-(Picard, 1976), so a minimum s-t cut is exact; sharing between consumers is counted once, as it should be (Echo, IV-A).
-Sweeping the price gives the lower convex hull of (bytes, seconds), and a Lagrangian lower bound for every plan
-(`bound_seconds`).
+tensor is held or made again, and an op that runs again needs its inputs held or made again. Both conditions are pairwise and
+submodular (Picard, 1976), so a minimum s-t cut is exact; sharing between consumers is counted once, as it should be (Echo,
+IV-A). Sweeping the price gives the lower convex hull of (bytes, seconds), and each cut a Lagrangian bound on what lies beyond.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Container
 from dataclasses import dataclass
 
 from ortools.graph.python.max_flow import SimpleMaxFlow
@@ -20,37 +17,60 @@ from lightning_memopt.graph import Graph
 
 _INFINITE = 1 << 52
 _UNITS = 1 << 40
-"""Costs are scaled so that their sum stays below this: exact to about 1e-12 of the total."""
+"""Costs are scaled so that their sum stays below this, and rounded down: exact to about 1e-12 of the total."""
+_FLOATS = 1 - 1e-9
+"""Taken off a bound: more than what adding up the seconds of a million runs in floating point can lose."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A point of the hull: what is held, which ops run again (each once), and what that costs."""
+    """A point of the hull: what is held, which ops run again (each once), and what that costs.
+
+    It is the best one for `price` seconds a byte: no choice has a price * nbytes + seconds below `value_seconds`.
+    """
 
     held: frozenset[int]
     ops: frozenset[int]
     nbytes: int
     seconds: float
+    price: float
+    value_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Hull:
+    """Vertices of the lower convex hull, from hold-all to the fewest bytes, seconds rising; and every cut that was solved."""
+
+    vertices: tuple[Choice, ...]
+    cuts: tuple[Choice, ...]
+
+    def bound_seconds(self, nbytes: int) -> float:
+        """No choice that holds at most `nbytes` takes fewer seconds."""
+        return max(0.0, *(cut.value_seconds - cut.price * nbytes for cut in self.cuts))
 
 
 class HoldOrReplay:
     """The cut problem of a part of a graph.
 
-    `needed`: tensors that backward reads. `free`: tensors that are there anyway. `holdable`: whether a tensor may be held.
+    `needed`: tensors that backward reads. `free`: tensors that are there anyway. `lost`: tensors that cannot be held.
     """
 
-    def __init__(self, graph: Graph, needed: Collection[int], free: Callable[[int], bool]) -> None:
+    def __init__(
+        self, graph: Graph, needed: Collection[int], free: Container[int] = (), lost: Container[int] | None = None
+    ) -> None:
         self.graph = graph
         self.free = free
-        self.needed = [t for t in dict.fromkeys(needed) if not self._given(t)]
+        self.lost = graph.overwritten if lost is None else lost
+        self.needed = [t for t in dict.fromkeys(needed) if not self.given(t)]
         self.tensors: list[int] = []
         self.ops: list[int] = []
         self._collect()
         self.total_nbytes = sum(graph.tensors[t].nbytes for t in self.tensors)
         self.total_seconds = sum(graph.ops[o].seconds for o in self.ops)
 
-    def _given(self, tensor: int) -> bool:
-        return tensor not in self.graph.producers or self.free(tensor)
+    def given(self, tensor: int) -> bool:
+        """Whether the tensor is there at no cost: no op made it, or it is free."""
+        return tensor not in self.graph.producers or tensor in self.free
 
     def _collect(self) -> None:
         """Everything upstream of what is needed, stopping at what is there anyway."""
@@ -62,7 +82,7 @@ class HoldOrReplay:
                 continue
             ops.add(op.id)
             for t in op.inputs:
-                if t not in seen and not self._given(t):
+                if t not in seen and not self.given(t):
                     seen.add(t)
                     stack.append(t)
         self.tensors, self.ops = sorted(seen), sorted(ops)
@@ -82,34 +102,38 @@ class HoldOrReplay:
             flow.add_arc_with_capacity(source, at("there", t), _INFINITE)
         for t in self.tensors:
             tensor, op = graph.tensors[t], graph.producers[t]
-            holds = _INFINITE if t in graph.overwritten else max(1, round(price * tensor.nbytes * scale))
+            holds = _INFINITE if t in self.lost else int(price * tensor.nbytes * scale)
             flow.add_arc_with_capacity(at("there", t), at("made", t), holds)
             flow.add_arc_with_capacity(at("made", t), at("op", op.id), _INFINITE)
         for o in self.ops:
             op = graph.ops[o]
-            flow.add_arc_with_capacity(at("op", o), sink, round(op.seconds * scale) if op.recomputable else _INFINITE)
+            flow.add_arc_with_capacity(at("op", o), sink, int(op.seconds * scale) if op.recomputable else _INFINITE)
             if op.recomputable:
                 for t in op.inputs:
-                    if not self._given(t):
+                    if not self.given(t):
                         flow.add_arc_with_capacity(at("op", o), at("there", t), _INFINITE)
+        value = 0.0
         if self.tensors:
             status = flow.solve(source, sink)
             if status != flow.OPTIMAL:
                 raise RuntimeError(f"minimum cut did not solve: {status}")
             if flow.optimal_flow() >= _INFINITE:
                 raise ValueError("backward reads a tensor that was overwritten in place and that no op can make again")
+            value = flow.optimal_flow() / scale * _FLOATS
             side = set(flow.get_source_side_min_cut())
         else:
             side = set()
         held = frozenset(t for t in self.tensors if node[("there", t)] in side and node[("made", t)] not in side)
         ops = frozenset(o for o in self.ops if node.get(("op", o)) in side)
-        return Choice(held, ops, sum(graph.tensors[t].nbytes for t in held), sum(graph.ops[o].seconds for o in ops))
+        nbytes, seconds = sum(graph.tensors[t].nbytes for t in held), sum(graph.ops[o].seconds for o in ops)
+        return Choice(held, ops, nbytes, seconds, price, value)
 
-    def hull(self, points: int = 10) -> list[Choice]:
-        """Up to `points` vertices of the lower convex hull, from hold-all to the fewest bytes, seconds rising."""
+    def hull(self, points: int = 10) -> Hull:
+        """The hull, of which up to `points` vertices."""
         cheapest = 1e-15
         dearest = 1e3 * max(self.total_seconds, 1e-9)
         most, least = self.solve(cheapest), self.solve(dearest)
+        cuts = [most, least]
         found = {(most.nbytes, most.seconds): most, (least.nbytes, least.seconds): least}
         gaps = [(most, least)]
         while gaps and len(found) < points:
@@ -118,20 +142,10 @@ class HoldOrReplay:
             if left.nbytes <= right.nbytes:
                 continue
             between = self.solve((right.seconds - left.seconds) / (left.nbytes - right.nbytes))
+            cuts.append(between)
             key = (between.nbytes, between.seconds)
             if key in found:
                 continue
             found[key] = between
             gaps += [(left, between), (between, right)]
-        return sorted(found.values(), key=lambda c: c.seconds)
-
-    def bound_seconds(self, nbytes: int, hull: list[Choice] | None = None) -> float:
-        """Lower bound on the seconds of any plan that holds at most `nbytes` of these tensors at one moment."""
-        hull = hull or self.hull()
-        best = 0.0
-        for left, right in itertools.pairwise(hull):
-            if left.nbytes > right.nbytes:
-                price = (right.seconds - left.seconds) / (left.nbytes - right.nbytes)
-                at = self.solve(price)
-                best = max(best, at.seconds + price * (at.nbytes - nbytes))
-        return best
+        return Hull(tuple(sorted(found.values(), key=lambda c: c.seconds)), tuple(cuts))

@@ -11,16 +11,15 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_memopt.errors import InfeasibleError
-from lightning_memopt.graph import BEFORE, Graph, base_levels, fingerprint, resident_nbytes, unmodified_levels
+from lightning_memopt.graph import Graph, Op, fingerprint, resident_nbytes, unmodified_levels
 from lightning_memopt.plan import Life, LoweringError, Plan, Prediction, simulate
+from lightning_memopt.solvers import bound, replay_chain
 from lightning_memopt.solvers import chain as dp
-from lightning_memopt.solvers import replay_chain
 from lightning_memopt.solvers.dataflow import echo
-from lightning_memopt.solvers.mincut import Choice, HoldOrReplay
-from lightning_memopt.solvers.rollout import Rollout, keep_all
+from lightning_memopt.solvers.rollout import Rollout, keep_all, unrepeatable
 from lightning_memopt.solvers.stages import COARSE, FINE, cut, given_tensors
 from lightning_memopt.units import format_nbytes
 
@@ -29,6 +28,9 @@ _LEVELS = 160
 
 _UNSEEN_NBYTES = 4096
 """Left free in every budget: scalars that no op makes (a loss read by Python, a counter)."""
+
+_OP_SECONDS, _BYTES_PER_SECOND, _FLOPS_PER_SECOND = 1e-6, 1e9, 8e9
+"""A machine for what must not depend on measured times. Only the ratios matter: those of one core of a CPU."""
 
 Progress = Callable[[str], None]
 
@@ -49,18 +51,17 @@ def _needs(candidate: Candidate) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Frontier:
-    """Pareto set of plans, peaks rising and extra seconds falling; the last one is the unmodified step or better."""
+    """Pareto set of plans, needed bytes rising and extra seconds falling; the last one is the unmodified step or better.
+
+    `smallest_bytes` is the smallest budget that holds for any op times; with those of this graph a plan may need a little less.
+    """
 
     graph: Graph
     candidates: tuple[Candidate, ...]
+    smallest_bytes: int
     unmodified_peak_bytes: int
-    hull: tuple[Choice, ...]
-    problem: HoldOrReplay
+    moments: tuple[bound.Moment, ...]
     seconds: float
-
-    @property
-    def smallest_bytes(self) -> int:
-        return _needs(self.candidates[0])
 
     def within(self, budget_nbytes: int) -> Candidate:
         """The fastest plan whose predicted peak is within the budget. Raises InfeasibleError naming the smallest budget."""
@@ -77,16 +78,8 @@ class Frontier:
         return fits[-1]
 
     def bound_seconds(self, budget_nbytes: int) -> float:
-        """No recomputation plan within the budget takes fewer extra seconds: what must be held when backward begins.
-
-        At the first request of backward every plan holds a set of tensors within the budget less the base there; whatever
-        else backward reads is made again, each op at least once (`mincut`, relaxed by Lagrange).
-        """
-        first = min((p for s in self.graph.saves for p in s.unpacked_at), default=None)
-        if first is None:
-            return 0.0
-        free = budget_nbytes - base_levels(self.graph)[first]
-        return max(0.0, self.problem.bound_seconds(max(0, free), list(self.hull)))
+        """No recomputation plan within the budget takes fewer extra seconds (`bound`)."""
+        return max((moment.bound_seconds(budget_nbytes) for moment in self.moments), default=0.0)
 
     def plan(self, budget_nbytes: int) -> Plan:
         """The plan for a budget, with its bound."""
@@ -100,72 +93,93 @@ class Frontier:
             unmodified_peak_bytes=self.unmodified_peak_bytes,
             step_seconds=self.graph.step_seconds,
             solve_seconds=self.seconds,
-            lower_bound_seconds=min(self.bound_seconds(budget_nbytes), best.predicted.extra_seconds),
+            lower_bound_seconds=self.bound_seconds(budget_nbytes),
         )
 
 
-def _whole_graph(graph: Graph, hull: Iterable[Choice]) -> Iterator[tuple[str, tuple[Life, ...]]]:
-    """Single-level plans: hold what a cut of the whole graph says, rebuild the rest just in time."""
+def _whole_graph(moment: bound.Moment) -> Iterator[tuple[str, tuple[Life, ...]]]:
+    """Single-level plans: hold what the cuts of one point say and what costs nothing there, rebuild the rest just in time."""
+    problem, graph = moment.problem, moment.problem.graph
     requests = sorted((p, s.tensor) for s in graph.saves for p in s.unpacked_at)
-    for choice in hull:
+    spare = {t for _, t in requests}.difference(problem.needed).union(filter(problem.given, graph.producers))
+    lost = {old for op in graph.ops if op.at <= graph.last_release for old, _ in op.mutates}
+    always = unrepeatable(graph)
+    for choice in moment.hull.vertices:
         roll = Rollout(graph)
-        roll.serve(requests, set(choice.held | graph.anchors))
+        roll.serve(requests, (spare | choice.held) - lost | always)
         yield f"minimum cut, {format_nbytes(choice.nbytes)} held", roll.lives()
 
 
-def _chain(graph: Graph, limit: int, say: Progress) -> Iterator[tuple[str, tuple[Life, ...]]]:
-    """Chain plans at many levels, for coarse and fine stages, with and without ambient tensors."""
+def _chains(graph: Graph) -> Iterator[tuple[str, replay_chain.ModelChain]]:
+    """The graph as chains of coarse and of fine stages, with and without ambient tensors."""
     seen: set[tuple[int, ...]] = set()
     for span, share in itertools.product((0.2, 2.0), (COARSE, FINE)):
         stages = cut(graph, given=given_tensors(graph, span), share=share)
         key = tuple(s.first for s in stages.spans)
-        if key in seen or len(stages.spans) < 2:
-            continue
-        seen.add(key)
-        model = replay_chain.build(stages)
+        if key not in seen and len(stages.spans) > 1:
+            seen.add(key)
+            yield f"chain of {len(stages.spans)} stages", replay_chain.build(stages)
+
+
+def _chain(graph: Graph, limit: int, say: Progress) -> Iterator[tuple[str, tuple[Life, ...]]]:
+    """Chain plans at many levels."""
+    for name, model in _chains(graph):
         table = dp.solve(model.chain, limit)
         levels = table.levels()
-        say(f"chain of {len(stages.spans)} stages, {len(levels)} levels")
+        say(f"{name}, {len(levels)} levels")
         step = max(1, -(-len(levels) // _LEVELS))
         for level in sorted({*levels[::step], *levels[:8]}):
-            yield f"chain of {len(stages.spans)} stages", replay_chain.lives(model, table.schedule(level))
-        yield (
-            f"chain of {len(stages.spans)} stages, smallest",
-            replay_chain.lives(model, dp.smallest_schedule(model.chain)),
-        )
+            yield name, replay_chain.lives(model, table.schedule(level))
+
+
+def _smallest(graph: Graph) -> Iterator[tuple[str, tuple[Life, ...]]]:
+    """Plans for few bytes, none of which depends on a measured time: ops take what their bytes and FLOPs say."""
+
+    def seconds(op: Op) -> float:
+        nbytes = sum(graph.tensors[t].nbytes for t in {*op.inputs, *op.outputs})
+        return _OP_SECONDS + nbytes / _BYTES_PER_SECOND + op.flops / _FLOPS_PER_SECOND
+
+    timeless = replace(graph, ops=tuple(replace(op, seconds=seconds(op)) for op in graph.ops))
+    yield "Echo", echo(timeless)
+    for moment in bound.moments(timeless, vertices=6):
+        yield from _whole_graph(moment)
+    for name, model in _chains(timeless):
+        yield f"{name}, smallest", replay_chain.lives(model, dp.smallest_schedule(model.chain))
 
 
 def solve(graph: Graph, *, limit_seconds: float = 30.0, say: Progress = lambda _: None) -> Frontier:
     """The frontier of a graph. Anytime: past the limit, what is in the pool is the frontier; keep-all always is."""
     began = time.perf_counter()
     unmodified = max(unmodified_levels(graph), default=0)
-    saved = [s.tensor for s in graph.saves if s.unpacked_at and graph.tensors[s.tensor].born_at != BEFORE]
-    problem = HoldOrReplay(graph, saved, graph.anchors.__contains__)
     pool: list[Candidate] = []
+    moments: list[bound.Moment] = []
 
-    def enter(solver: str, lives: tuple[Life, ...]) -> None:
-        try:
-            pool.append(Candidate(lives, simulate(graph, lives).predicted, solver))
-        except LoweringError:
-            say(f"a plan of {solver} asks for what cannot be made; left out")
-
-    enter("keep all", keep_all(graph))
-    hull: list[Choice] = []
-
-    def sources() -> Iterator[tuple[str, tuple[Life, ...]]]:
-        yield "Echo", echo(graph)
-        hull.extend(problem.hull(14))
-        yield from _whole_graph(graph, hull)
-        yield from _chain(graph, unmodified, say)
-
-    if saved:
-        for solver, lives in sources():
-            enter(solver, lives)
+    def fill(plans: Iterable[tuple[str, tuple[Life, ...]]]) -> bool:
+        """Price plans into the pool; whether there was time for all."""
+        for solver, lives in plans:
+            try:
+                pool.append(Candidate(lives, simulate(graph, lives).predicted, solver))
+            except LoweringError:
+                say(f"a plan of {solver} asks for what cannot be made; left out")
             if time.perf_counter() - began > limit_seconds:
                 say(f"time limit of {limit_seconds:g} s reached with {len(pool)} plans")
-                break
+                return False
+        return True
+
+    def timed() -> Iterator[tuple[str, tuple[Life, ...]]]:
+        yield "Echo", echo(graph)
+        moments.extend(bound.moments(graph))
+        for moment in moments:
+            yield from _whole_graph(moment)
+        yield from _chain(graph, unmodified, say)
+
+    saves = any(s.unpacked_at and s.tensor in graph.producers for s in graph.saves)
+    in_time = fill([("keep all", keep_all(graph))]) and saves and fill(_smallest(graph))
+    smallest = min(map(_needs, pool))
+    if in_time:
+        fill(timed())
     best: list[Candidate] = []
-    for c in sorted(pool, key=lambda c: (c.predicted.peak_bytes, c.predicted.extra_seconds, c.predicted.replayed_ops)):
+    for c in sorted(pool, key=lambda c: (_needs(c), c.predicted.extra_seconds, c.predicted.replayed_ops)):
         if not best or c.predicted.extra_seconds < best[-1].predicted.extra_seconds:
             best.append(c)
-    return Frontier(graph, tuple(best), unmodified, tuple(hull), problem, time.perf_counter() - began)
+    return Frontier(graph, tuple(best), smallest, unmodified, tuple(moments), time.perf_counter() - began)

@@ -78,7 +78,7 @@ def build(stages: Stages, options: int = 8) -> ModelChain:
     for span in stages.spans:
         free = stages.given | span.enters | span.leaves
         needed = [save.tensor for save in span.saves if save.unpacked_at]
-        choices = [c.held for c in HoldOrReplay(graph, needed, free.__contains__).hull(options)]
+        choices = [c.held for c in HoldOrReplay(graph, needed, free).hull(options).vertices]
         keep = frozenset(t for t in needed if t not in free and t in graph.producers and t not in graph.overwritten)
         choices = list(dict.fromkeys([keep, *choices]))
         sweep_seconds, sweep_peak = _sweep(graph, stages, span, span.leaves)

@@ -106,6 +106,17 @@ class Rollout:
         return tuple(sorted(lives, key=lambda life: (life.tensor, life.born_at)))
 
 
+def unrepeatable(graph: Graph) -> frozenset[int]:
+    """What no op can make again: the graph's anchors, what was made from one that was overwritten in place, for then neither is
+    there to start from, and what backward made and autograd saved (a gradient penalty)."""
+    found = set(graph.anchors)
+    for op in graph.forward:
+        if any(t in found and t in graph.overwritten for t in op.inputs):
+            found.update(op.outputs)
+    saved = {s.tensor for s in graph.saves if s.tensor in graph.producers}
+    return frozenset(found | {t for t in saved if not graph.producers[t].recomputable})
+
+
 def keep_all(graph: Graph) -> tuple[Life, ...]:
     """The lives of the unmodified step."""
     return Rollout(graph).lives()

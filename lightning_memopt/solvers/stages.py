@@ -2,8 +2,8 @@
 
 A cut after op c is crossed by the tensors that were made before and are needed after it. Stages end where few bytes cross
 ("graph separators", thesis ch. 5.2). Real models have tensors that run past many layers (an attention mask, rotary tables, an
-encoder's output): these *ambient* tensors are held outside of the chain and do not count as crossing. So are *anchors*, which
-no recorded op can make again.
+encoder's output): these *ambient* tensors are held outside of the chain and do not count as crossing. So is what no recorded op
+can make again.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from lightning_memopt.graph import BEFORE, Graph, Save
+from lightning_memopt.solvers.rollout import unrepeatable
 
 _AMBIENT_SPAN = 0.2
 """A tensor read over more than this share of the forward ops, at three places or more, is ambient."""
@@ -43,7 +44,7 @@ class StageSpan:
 
 @dataclass(frozen=True, eq=False)
 class Stages:
-    """A graph as a chain. `given`: tensors held outside of it (ambient and anchors)."""
+    """A graph as a chain. `given`: tensors held outside of it (ambient, or never made again)."""
 
     graph: Graph
     spans: tuple[StageSpan, ...]
@@ -62,9 +63,9 @@ def _needs(graph: Graph) -> dict[int, tuple[int, int]]:
 
 
 def given_tensors(graph: Graph, ambient_span: float = _AMBIENT_SPAN) -> frozenset[int]:
-    """Anchors (what no op can make again) and ambient tensors."""
+    """What no op can make again, and ambient tensors."""
     n = len(graph.forward)
-    found = set(graph.anchors)
+    found = set(unrepeatable(graph))
     for t, (made, last) in _needs(graph).items():
         readers = {o.id for o in graph.consumers.get(t, ()) if o.phase == "forward"}
         readers |= {s.op for s in graph.saves_of.get(t, ())}

@@ -1,0 +1,55 @@
+"""What a frontier promises, whatever the clock said while the step was observed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from graphs import lstm_steps, random_steps, training_step
+
+from lightning_memopt.errors import InfeasibleError
+from lightning_memopt.graph import Graph
+from lightning_memopt.plan import lower, validate
+from lightning_memopt.solvers import planner
+
+
+def random_graph(seed: int) -> Graph:
+    """Tensors of up to 4 MiB: a plan must save more than the margin that it leaves."""
+    graph = training_step(random_steps(random.Random(seed), 25))
+    return replace(graph, tensors=tuple(replace(t, nbytes=t.nbytes << 16) for t in graph.tensors))
+
+
+def timed_otherwise(graph: Graph, seed: int) -> Graph:
+    """Every op takes between a hundredth of its time and a hundred times as long, some take none."""
+    rng = random.Random(seed)
+    factors = [rng.choice((0, 10 ** rng.uniform(-2, 2))) for _ in graph.ops]
+    return replace(graph, ops=tuple(replace(op, seconds=k * op.seconds) for op, k in zip(graph.ops, factors, strict=True)))
+
+
+def test_the_smallest_budget_does_not_depend_on_measured_times() -> None:
+    for graph in [training_step(lstm_steps(60)), *map(random_graph, range(3))]:
+        smallest = planner.solve(graph).smallest_bytes
+        for seed in range(2):
+            frontier = planner.solve(timed_otherwise(graph, seed))
+            assert frontier.smallest_bytes == smallest
+            assert frontier.plan(smallest).predicted_peak_bytes <= smallest
+
+
+def test_a_budget_is_refused_with_one_that_works() -> None:
+    dropped = 0
+    for graph in map(random_graph, range(12)):
+        frontier = planner.solve(graph)
+        with pytest.raises(InfeasibleError) as refused:
+            frontier.plan(frontier.candidates[0].predicted.peak_bytes - 1)
+        assert refused.value.smallest_nbytes is not None
+        dropped += frontier.plan(refused.value.smallest_nbytes).predicted.replayed_ops > 0
+    assert dropped > 2
+
+
+def test_the_planner_can_do_without_what_no_op_can_make_again() -> None:
+    """Results of ops that cannot run again, overwritten in place: what was made from them is held, not made again."""
+    for seed in (7, 14, 23, 37):
+        graph = random_graph(seed)
+        for candidate in planner.solve(graph).candidates:
+            assert validate(graph, candidate.lives, lower(graph, candidate.lives)).ok
