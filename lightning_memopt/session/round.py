@@ -1,12 +1,15 @@
-"""One round: a forward pass, recorded, and the backward that belongs to it. What is entered is left on every exit."""
+"""A round: a forward pass, recorded, and the backward that belongs to it. What is entered is left on every exit."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lightning_memopt.record import Recorder, watching
 from lightning_memopt.runtime import Engine
@@ -43,6 +46,82 @@ class Recording:
             self.recorder.capturing = False
             if self._own_mode:
                 self.recorder.forget()
+
+
+Begin = Callable[[int], Recording | None]
+Ended = Callable[[Engine], None]
+
+
+class Rounds:
+    """The rounds of one model, one at a time.
+
+    `begin(part)` gives the contexts of the round that begins, None where nothing is to be recorded; `ended(engine)` is told
+    when its forward is over. In manual optimization backward runs inside a call: the round is shut before it, and the next
+    module that runs in training opens another, the next `part`.
+    """
+
+    def __init__(self) -> None:
+        self.inside = False
+        self._calls: tuple[Begin, Ended] | None = None  # only while inside: they refer to who holds this object
+        self._part = 0
+        self._recording: Recording | None = None
+        self._reopens: Any = None
+
+    @contextlib.contextmanager
+    def around(self, begin: Begin, ended: Ended) -> Iterator[None]:
+        """Around one call of the model."""
+        self.inside, self._calls, self._part = True, (begin, ended), 0
+        try:
+            self._open()
+            yield
+            self._shut()
+        except BaseException:
+            self.leave()
+            raise
+        finally:
+            self.inside, self._calls = False, None
+
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a backward, which may run inside a round."""
+        if not self.inside:
+            yield
+            return
+        self._shut()
+        yield
+        self._part += 1
+        if self._reopens is None:
+            self._reopens = register_module_forward_pre_hook(self._reopen)
+
+    def leave(self) -> None:
+        """Leave the round, whatever state its forward is in."""
+        recording, self._recording = self._recording, None
+        self._stay_shut()
+        if recording is not None:
+            recording.__exit__()
+
+    def _open(self) -> None:
+        assert self._calls is not None
+        recording = self._calls[0](self._part)
+        if recording is not None:
+            recording.__enter__()
+            self._recording = recording
+
+    def _shut(self) -> None:
+        recording = self._recording
+        self.leave()
+        if recording is not None and self._calls is not None:
+            self._calls[1](recording.engine)
+
+    def _reopen(self, module: nn.Module, _: Any) -> None:
+        if torch.is_grad_enabled() and module.training:
+            self._stay_shut()
+            self._open()
+
+    def _stay_shut(self) -> None:
+        handle, self._reopens = self._reopens, None
+        if handle is not None:
+            handle.remove()
 
 
 def hooks_allowed() -> bool:
