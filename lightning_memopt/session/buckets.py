@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import InfeasibleError, MemOptError, PlanMismatchError
-from lightning_memopt.graph import Graph, first_difference
+from lightning_memopt.graph import Graph, first_difference, resident_nbytes, unmodified_levels
 from lightning_memopt.plan import Plan
 from lightning_memopt.runtime import PlannedEngine, Program
 from lightning_memopt.session.observation import common, smoothed
@@ -48,9 +48,13 @@ class Observing:
         return Failed(reason)
 
 
-def _solved(graph: Graph, limit_nbytes: int | None, config: MemOptConfig, say: Say) -> Running:
+def _frontier(graph: Graph, config: MemOptConfig, say: Say) -> planner.Frontier:
     say(f"MemOpt: solving for {len(graph.ops)} ops, {len(graph.saves)} saved tensors")
-    frontier = planner.solve(graph, limit_seconds=config.solver_seconds, say=lambda s: say(f"MemOpt:   {s}"))
+    return planner.solve(graph, limit_seconds=config.solver_seconds, say=lambda s: say(f"MemOpt:   {s}"))
+
+
+def _solved(graph: Graph, limit_nbytes: int | None, config: MemOptConfig, say: Say) -> Running:
+    frontier = _frontier(graph, config, say)
     limit = frontier.smallest_bytes if limit_nbytes is None else limit_nbytes
     plan = frontier.plan(limit)
     say(
@@ -60,6 +64,28 @@ def _solved(graph: Graph, limit_nbytes: int | None, config: MemOptConfig, say: S
         f"solved in {frontier.seconds:.1f} s"
     )
     return Running(plan, graph, frontier)
+
+
+def refuse_infeasible(graph: Graph, budget_nbytes: int, config: MemOptConfig, say: Say) -> None:
+    """Before the first update: raise InfeasibleError where no plan of the step so far keeps the budget.
+
+    Solves only where the unmodified step does not fit. What the update takes is not known yet: the budget that is named is
+    the least there is hope for.
+    """
+    if max(unmodified_levels(graph), default=0) <= budget_nbytes - config.headroom:
+        return
+    say("MemOpt: the step does not fit as it is; looking for a plan before anything is updated")
+    needed = _frontier(graph, config, say).smallest_bytes + config.headroom
+    if needed <= budget_nbytes:
+        return
+    raise InfeasibleError(
+        f"No plan of this model fits {budget_nbytes} bytes ({format_nbytes(budget_nbytes)}): the smallest one needs at least "
+        f"{needed} bytes ({format_nbytes(needed)}), of which {format_nbytes(resident_nbytes(graph))} are parameters, optimizer "
+        f"state and the batch, and {format_nbytes(config.headroom)} are headroom; what the update takes beside them is not "
+        f"known yet. Nothing was updated. Set budget={needed} or more, or make the batch smaller.",
+        smallest_nbytes=needed,
+        budget_nbytes=budget_nbytes,
+    )
 
 
 class Running:

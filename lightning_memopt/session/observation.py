@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _get_current_dispatch_mode_stack
 
 from lightning_memopt.errors import UnsupportedError
-from lightning_memopt.graph import Graph, Op, fingerprint
+from lightning_memopt.graph import BEFORE, Graph, Op, Tensor, fingerprint
 from lightning_memopt.record import Recorder
 from lightning_memopt.runtime import ObservingEngine
 from lightning_memopt.session.budget import resident_tensors
@@ -142,6 +142,16 @@ class Observation:
         self._leave_mode()
         self._metering.close()
         self._end_round()
+        return self._corrected(graph)
+
+    def so_far(self) -> Graph:
+        """The graph of the round until now. The CPU allocator has not been read: workspaces are missing."""
+        assert self._round is not None
+        tracer, _, recorder = self._round
+        return self._corrected(tracer.graph(recorder))
+
+    def _corrected(self, graph: Graph) -> Graph:
+        """With the workspaces that were metered, and without replays of ops that were seen to give other bits."""
         metered = self.events.workspaces if self.events is not None and self.events.available else None
         opaque = {name.replace("::", ".") for name in self.opaque_ops}
 
@@ -155,6 +165,18 @@ class Observation:
 
 def _nothing(_: Any) -> None:
     """For an engine that is no longer watched."""
+
+
+def with_state(graph: Graph, nbytes: int) -> Graph:
+    """The graph of the steps that come: they begin with `nbytes` of optimizer state that the update of this one makes."""
+    if not nbytes:
+        return graph
+    update = next((op.at for op in graph.ops if op.phase == "update"), len(graph.points))
+    id = len(graph.tensors)  # freed where the update of this step makes it: it is counted once
+    made = Tensor(
+        id=id, name="made by update", nbytes=nbytes, kind="optimizer_state", storage=id, born_at=BEFORE, freed_at=update - 1
+    )
+    return dataclasses.replace(graph, tensors=(*graph.tensors, made))
 
 
 def common(graphs: list[Graph]) -> list[Graph]:

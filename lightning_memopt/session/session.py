@@ -29,9 +29,17 @@ from lightning_memopt.plan import Plan, write_plan
 from lightning_memopt.record import Recorder, interrupts
 from lightning_memopt.runtime import PlannedEngine
 from lightning_memopt.runtime.replay import Engine
-from lightning_memopt.session.buckets import Observing, Running, State
-from lightning_memopt.session.budget import budget_on, read_given, resident_nbytes, resident_tensors
-from lightning_memopt.session.observation import Observation
+from lightning_memopt.session.buckets import Observing, Running, State, refuse_infeasible
+from lightning_memopt.session.budget import (
+    budget_on,
+    read_given,
+    refuse_hopeless,
+    resident_nbytes,
+    resident_tensors,
+    state_made,
+    state_to_come,
+)
+from lightning_memopt.session.observation import Observation, with_state
 from lightning_memopt.session.round import Recording, Rounds, hooks_allowed
 from lightning_memopt.session.step import StepMeter
 from lightning_memopt.solvers.planner import Frontier
@@ -70,6 +78,7 @@ class Session:
         self._observation: Observation | None = None
         self._meter: StepMeter | None = None
         self._metered = False
+        self._update_seen = False
         self._updated: set[int] = set()
         self._idle = 0
         self._watches = self.enabled
@@ -98,10 +107,21 @@ class Session:
         """Around a backward that runs inside a round (manual optimization): what follows it is a forward of its own."""
         return self._rounds.backward()
 
-    def update_begins(self) -> None:
-        """An optimizer's update is about to run."""
-        if self._observation is not None:
-            self._observation.update_begins()
+    def update_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer's update is about to run. Raises InfeasibleError where the first step shows that no plan will fit."""
+        observation = self._observation
+        if observation is None:
+            return
+        if not self._update_seen and observation.has_backward:
+            if self.budget_nbytes is not None:
+                graph = with_state(observation.so_far(), state_to_come(optimizer, self.device))
+                try:
+                    refuse_infeasible(graph, self.budget_nbytes, self.config, self.say)
+                except BaseException:
+                    self._abandon()
+                    raise
+            self._update_seen = True
+        observation.update_begins()
 
     def update_ended(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has updated its parameters; with the last one the step is over."""
@@ -200,7 +220,7 @@ class Session:
         signature = (part, trained, *signature_of(batch))
         state = self.buckets.get(signature)
         if state is None:
-            state = self.buckets[signature] = self._new_state()
+            state = self.buckets[signature] = self._new_state(batch)
         before = self.current
         if state is not before and self._observation is not None:
             if isinstance(before, Observing) and self._observation.has_backward:
@@ -230,10 +250,13 @@ class Session:
         if isinstance(engine, PlannedEngine) and isinstance(self.current, Running):
             self.current.compare(engine, self.config.plan)
 
-    def _new_state(self) -> State:
+    def _new_state(self, batch: Any) -> State:
         if self.given is not None and not self.buckets:
             plan, graph = self.given
             return Running(plan, graph, None)
+        if self.budget_nbytes is not None:
+            resident = resident_tensors(self.model, self.optimizers, batch)
+            refuse_hopeless(resident, self.device, self.budget_nbytes, self.config.headroom)
         steps = self.config.profile_steps if not self.buckets else 1
         return Observing(steps if len(self.buckets) < _BUCKETS else 1 << 62)
 
@@ -258,6 +281,7 @@ class Session:
         graph = observation.finish() if observation is not None else None
         if graph is None or not any(op.phase == "backward" for op in graph.ops):
             return  # no forward, or one that nothing came of (`training_step` returned None)
+        graph = with_state(graph, state_made(graph, self.optimizers, self.device))
         self._become(state, state.observed(graph, self._limit_nbytes, self.config, self.say))
 
     def _become(self, old: State, new: State) -> None:

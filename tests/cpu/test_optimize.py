@@ -81,6 +81,18 @@ def test_same_bits_within_the_budget(name: str, loss: Any) -> None:
             assert found.measured_bytes <= budget
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_made_by_the_only_observed_step_is_planned_for(name: str) -> None:
+    """The optimizer makes its state in the one step that is observed; the planned steps begin with it, as predicted."""
+    model = small()
+    with optimize(model, o := OPTIMIZERS[name](model), budget="min", verbose=False, profile_steps=1) as run:
+        train(model, o, batches(3))
+        found = run.session.main
+    assert isinstance(found, Running) and found.measured_bytes is not None
+    predicted = found.plan.predicted_peak_bytes
+    assert abs(found.measured_bytes - predicted) <= 0.01 * predicted + SMALL // 4
+
+
 @pytest.fixture
 def observed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int | None]]:
     """Of every observed step: the peak by the tracer's ledger, and by the allocator where the session metered it."""
