@@ -23,6 +23,17 @@ def dropping() -> Iterator[ObservingEngine]:
         yield engine
 
 
+@contextlib.contextmanager
+def recorded(drop: bool) -> Iterator[None]:
+    """A forward under `dropping`, which must drop something; or a plain one."""
+    if not drop:
+        yield
+        return
+    with dropping() as engine:
+        yield
+    assert engine.evictions > 0, "nothing was dropped: the test tests nothing"
+
+
 @dataclass
 class Outcome:
     """What a step left: loss, gradients (None where there is none), buffers, the next draw of the generator."""
