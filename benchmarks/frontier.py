@@ -32,7 +32,7 @@ from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import resident_nbytes
 from lightning_memopt.runtime import PlannedEngine, Program
 from lightning_memopt.session.observation import Observation, smoothed
-from lightning_memopt.session.round import PlannedRecording
+from lightning_memopt.session.recording import PlannedRecording
 from lightning_memopt.solvers import planner
 from lightning_memopt.trace import metered_cpu
 

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from lightning_memopt.runtime import PlannedEngine, Program
 from lightning_memopt.session.observation import Observation
-from lightning_memopt.session.round import PlannedRecording
+from lightning_memopt.session.recording import PlannedRecording
 from lightning_memopt.solvers import planner
 
 REPEATS = 50

@@ -16,7 +16,7 @@ class BudgetError(MemOptError, ValueError):
 
 
 class InfeasibleError(MemOptError):
-    """No plan fits the budget; `smallest_nbytes` is the smallest budget that would do (None if not known)."""
+    """No plan fits the budget; `smallest_nbytes` is the smallest that would do, as far as known by then (None: not at all)."""
 
     def __init__(self, message: str, *, smallest_nbytes: int | None = None, budget_nbytes: int | None = None) -> None:
         super().__init__(message)

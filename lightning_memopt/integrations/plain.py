@@ -92,7 +92,7 @@ class _Attachment:
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(optimizer is o for o in self.optimizers):
-            self.run.session.update_begins()
+            self.run.session.update_begins(optimizer)
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(optimizer is o for o in self.optimizers):
@@ -110,7 +110,15 @@ def optimize(
     """Keep the training loop in this block within a budget. The loop is unchanged; options are those of `MemOptConfig`.
 
     Steps are delimited by the optimizer's own steps: the first `profile_steps` are observed, then the plan is in force.
-    Raises InfeasibleError (naming the smallest budget) at the end of the observed steps where nothing fits.
+    Raises InfeasibleError where no plan can keep the budget, as early as that is known:
+
+    - in the first forward, before it runs, where parameters, buffers, optimizer state and the batch alone are above it;
+    - in the first `optimizer.step()`, before it updates, where no plan of the first forward and backward keeps it; the
+      optimizer state that the update will make is counted for torch's own SGD, Adam and AdamW;
+    - at the end of the observed steps, after `profile_steps` real updates, where only they show it: bytes that the update
+      itself takes, the state of other optimizers, a later step that needs more than the first. It names the smallest budget.
+
+    The observed steps are kept within the budget by eviction as well as can be; that is no promise.
     """
     config = config or MemOptConfig(**options)
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)

@@ -1,13 +1,22 @@
-"""The states of an input signature: small objects, one per state."""
+"""The states of an input signature, and what leads from one to the next. `say` prints a line of progress."""
 
 from __future__ import annotations
 
+import os
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from lightning_memopt.graph import Graph
+from lightning_memopt.config import MemOptConfig
+from lightning_memopt.errors import InfeasibleError, MemOptError, PlanMismatchError
+from lightning_memopt.graph import Graph, first_difference, resident_nbytes, unmodified_levels
 from lightning_memopt.plan import Plan
-from lightning_memopt.runtime import Program
-from lightning_memopt.solvers.planner import Frontier
+from lightning_memopt.runtime import PlannedEngine, Program
+from lightning_memopt.session.observation import common, smoothed
+from lightning_memopt.solvers import planner
+from lightning_memopt.units import format_nbytes
+
+Say = Callable[[str], None]
 
 
 @dataclass(eq=False)
@@ -17,22 +26,139 @@ class Observing:
     steps: int
     graphs: list[Graph] = field(default_factory=list)
     restarts: int = 0
-    evictions: int = 0
-    opaque_ops: dict[str, str] = field(default_factory=dict)
+
+    def observed(self, graph: Graph, limit_nbytes: int | None, config: MemOptConfig, say: Say) -> State:
+        """One more step was recorded; with the last one, the plan for `limit_nbytes`, the smallest plan where that is None.
+
+        Raises InfeasibleError, which names the smallest budget, where no plan fits.
+        """
+        self.graphs.append(graph)
+        if len(self.graphs) < self.steps:
+            return self
+        graphs = common(self.graphs)
+        if graphs:
+            return _solved(smoothed(graphs), limit_nbytes, config, say)
+        say(f"MemOpt: the step changed while observing ({first_difference(self.graphs[-2], graph)})")
+        del self.graphs[:-1]
+        self.restarts += 1
+        if self.restarts <= 3:
+            return self
+        reason = "its forward is another one every step, so no plan would match"
+        warnings.warn(f"MemOpt: left this model as it is: {reason}.", stacklevel=2)
+        return Failed(reason)
+
+
+def _frontier(graph: Graph, config: MemOptConfig, say: Say) -> planner.Frontier:
+    say(f"MemOpt: solving for {len(graph.ops)} ops, {len(graph.saves)} saved tensors")
+    return planner.solve(graph, limit_seconds=config.solver_seconds, say=lambda s: say(f"MemOpt:   {s}"))
+
+
+def _solved(graph: Graph, limit_nbytes: int | None, config: MemOptConfig, say: Say) -> Running:
+    frontier = _frontier(graph, config, say)
+    limit = frontier.smallest_bytes if limit_nbytes is None else limit_nbytes
+    plan = frontier.plan(limit)
+    say(
+        f"MemOpt: plan in force ({plan.solver}): predicted peak {format_nbytes(plan.predicted_peak_bytes)} of "
+        f"{format_nbytes(limit)}, unmodified {format_nbytes(plan.unmodified_peak_bytes)}; extra "
+        f"{1e3 * plan.predicted.extra_seconds:.1f} ms a step, no plan below {1e3 * plan.lower_bound_seconds:.1f} ms; "
+        f"solved in {frontier.seconds:.1f} s"
+    )
+    return Running(plan, graph, frontier)
+
+
+def refuse_infeasible(graph: Graph, budget_nbytes: int, config: MemOptConfig, say: Say) -> None:
+    """Before the first update: raise InfeasibleError where no plan of the step so far keeps the budget.
+
+    Solves only where the unmodified step does not fit. What the update takes is not known yet: the budget that is named is
+    the least there is hope for.
+    """
+    if max(unmodified_levels(graph), default=0) <= budget_nbytes - config.headroom:
+        return
+    say("MemOpt: the step does not fit as it is; looking for a plan before anything is updated")
+    needed = _frontier(graph, config, say).smallest_bytes + config.headroom
+    if needed <= budget_nbytes:
+        return
+    raise InfeasibleError(
+        f"No plan of this model fits {budget_nbytes} bytes ({format_nbytes(budget_nbytes)}): the smallest one needs at least "
+        f"{needed} bytes ({format_nbytes(needed)}), of which {format_nbytes(resident_nbytes(graph))} are parameters, optimizer "
+        f"state and the batch, and {format_nbytes(config.headroom)} are headroom; what the update takes beside them is not "
+        f"known yet. Nothing was updated. Set budget={needed} or more, or make the batch smaller.",
+        smallest_nbytes=needed,
+        budget_nbytes=budget_nbytes,
+    )
 
 
 class Running:
-    """A plan is in force. -> Running (replanned)."""
+    """A plan is in force; one without a frontier was given. -> Running (replanned)."""
 
-    def __init__(self, plan: Plan, graph: Graph, frontier: Frontier | None) -> None:
+    def __init__(self, plan: Plan, graph: Graph, frontier: planner.Frontier | None, replanned: int = 0) -> None:
         self.plan = plan
         self.program = Program(graph, plan.lives)
         self.frontier = frontier
+        self.replanned = replanned
         self.measured_bytes: int | None = None
         self.steps = 0
         self.matched = False
         self.deviated = False
-        self.replanned = 0
+
+    @property
+    def unproven(self) -> bool:
+        """A plan that was given, before the forward it is to be compared with."""
+        return self.frontier is None and not self.matched
+
+    def compare(self, engine: PlannedEngine, path: str | os.PathLike[str] | None) -> None:
+        """After a forward: refuse a given plan (of `path`) whose forward this is not; say once that the plan was left.
+
+        Planned saves of ops that did not run, or saves that the plan does not know, are a difference; ops that save nothing
+        (a metric, a log) are none. Ops after the model's own forward were not recorded: they are not missed.
+        """
+        graph, at = self.program.graph, engine.position
+        missing = any(t in graph.saves_of for op in graph.forward[at:] if op.recomputable for t in op.outputs)
+        if not missing and not engine.unplanned:
+            self.matched = True
+            return
+        at, name = engine.first_unmatched or (at, "nothing more")
+        planned = self.program.names[at] if at < len(self.program.names) else "nothing more"
+        if self.unproven:
+            op = graph.forward[at] if at < len(graph.forward) else None
+            where = f" in {op.scope}" if op is not None and op.scope else ""
+            raise PlanMismatchError(
+                f"The plan {path} was made for another model (its fingerprint is {self.plan.fingerprint}): at op {at} it "
+                f"expects {planned}{where}, the model ran {name}. Nothing was updated. Remove plan=, or give the plan of this "
+                "model and batch size."
+            )
+        if not self.deviated:
+            self.deviated = True
+            warnings.warn(
+                f"MemOpt: the forward left the plan at op {at} ({name} instead of {planned}). What does not match is kept: "
+                "memory may rise, results do not change.",
+                stacklevel=2,
+            )
+
+    def measured(self, peak_nbytes: int, budget_nbytes: int | None, config: MemOptConfig, say: Say) -> Running:
+        """A step was measured: where it is above the budget, `on_exceed` says what comes."""
+        self.measured_bytes = peak_nbytes
+        if budget_nbytes is None or peak_nbytes <= budget_nbytes:
+            return self
+        over = peak_nbytes - budget_nbytes
+        predicted = self.plan.predicted_peak_bytes
+        text = (
+            f"a planned step was measured at {peak_nbytes} bytes ({format_nbytes(peak_nbytes)}), {over} above the budget; "
+            f"predicted were {predicted}"
+        )
+        if config.on_exceed == "raise":
+            raise MemOptError(f"{text}. Raise the budget, or set on_exceed='replan'.")
+        if config.on_exceed == "warn" or self.frontier is None or self.replanned >= 3:
+            warnings.warn(f"MemOpt: {text}.", stacklevel=2)
+            return self
+        target = min(predicted, budget_nbytes) - max(over, 1 << 12)
+        try:
+            plan = self.frontier.plan(target)
+        except InfeasibleError as error:
+            warnings.warn(f"MemOpt: {text}, and no smaller plan exists ({error}).", stacklevel=2)
+            return self
+        say(f"MemOpt: {text}; replanned with {format_nbytes(target)}")
+        return Running(plan, self.program.graph, self.frontier, self.replanned + 1)
 
 
 @dataclass(frozen=True, eq=False)

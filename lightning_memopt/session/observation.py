@@ -5,54 +5,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import statistics
-from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _get_current_dispatch_mode_stack
 
 from lightning_memopt.errors import UnsupportedError
-from lightning_memopt.graph import Graph, Op, fingerprint
-from lightning_memopt.graph.model import Kind
+from lightning_memopt.graph import BEFORE, Graph, Op, Tensor, fingerprint
 from lightning_memopt.record import Recorder
 from lightning_memopt.runtime import ObservingEngine
-from lightning_memopt.session.round import Recording
+from lightning_memopt.session.budget import resident_tensors
+from lightning_memopt.session.recording import Recording
 from lightning_memopt.trace import AllocatorEvents, Scopes, Tracer, metered_cpu, watch_all
 
 _ROOM = 4
 """How many of the largest tensors so far an observed step leaves room for."""
-
-Named = Iterator[tuple[torch.Tensor, Kind, str]]
-
-
-def resident_tensors(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], batch: Any) -> Named:
-    """Everything the budget counts before a step begins: parameters, buffers, gradients, optimizer state, the batch."""
-    for name, p in model.named_parameters():
-        yield p, "parameter", name
-        if p.grad is not None:
-            yield p.grad, "gradient", f"{name}.grad"
-    for name, b in model.named_buffers():
-        yield b, "buffer", name
-    for optimizer in optimizers:
-        for state in optimizer.state.values():
-            for t in tree_leaves(state):
-                if isinstance(t, torch.Tensor):
-                    yield t, "optimizer_state", "optimizer state"
-    for t in tree_leaves(batch):
-        if isinstance(t, torch.Tensor):
-            yield t, "input", "batch"
-
-
-def resident_nbytes(tensors: Iterable[tuple[torch.Tensor, Kind, str]], device: torch.device) -> int:
-    """Bytes of the distinct storages among them on the device."""
-    seen = {}
-    for t, _, _ in tensors:
-        if t.device.type == device.type and t.layout is torch.strided:
-            storage = t.untyped_storage()
-            seen[storage._cdata] = storage.nbytes()
-    return sum(seen.values())
 
 
 class Observation:
@@ -76,7 +44,6 @@ class Observation:
         self.scopes = Scopes(model)
         self.events: AllocatorEvents | None = None
         self.peak_nbytes = 0
-        self.evictions = 0
         self.opaque_ops: dict[str, str] = {}
         self._round: tuple[Tracer, ObservingEngine, Recorder] | None = None
         self._ungraded: list[nn.Parameter] = []
@@ -141,7 +108,7 @@ class Observation:
         if self._round is not None:
             recorder = self._round[2]
             top = _get_current_dispatch_mode()
-            if top is not None and top is not recorder and recorder in _modes():
+            if top is not None and top is not recorder and recorder in _get_current_dispatch_mode_stack():
                 raise UnsupportedError(
                     f"a dispatch mode ({type(top).__name__}) was entered while MemOpt observed a step and is still active at "
                     "its end. Enter it around the whole loop, or let MemOpt observe first."
@@ -170,39 +137,46 @@ class Observation:
         """The step has ended: its graph, or None when no forward was observed."""
         if self._round is None:
             return None
-        tracer, engine, recorder = self._round
+        tracer, _, recorder = self._round
         graph = tracer.graph(recorder)
-        self.evictions = engine.evictions
         self._leave_mode()
         self._metering.close()
         self._end_round()
-        if self.events is not None and self.events.available:
-            workspaces = self.events.workspaces
-            graph = _with_ops(graph, lambda op: dataclasses.replace(op, workspace_nbytes=workspaces.get(op.id, 0)))
-        if self.opaque_ops:
-            graph = _with_ops(
-                graph,
-                lambda op: dataclasses.replace(
-                    op,
-                    recomputable=op.recomputable
-                    and op.name.replace("::", ".") not in {n.replace("::", ".") for n in self.opaque_ops},
-                ),
-            )
-        return graph
+        return self._corrected(graph)
+
+    def so_far(self) -> Graph:
+        """The graph of the round until now. The CPU allocator has not been read: workspaces are missing."""
+        assert self._round is not None
+        tracer, _, recorder = self._round
+        return self._corrected(tracer.graph(recorder))
+
+    def _corrected(self, graph: Graph) -> Graph:
+        """With the workspaces that were metered, and without replays of ops that were seen to give other bits."""
+        metered = self.events.workspaces if self.events is not None and self.events.available else None
+        opaque = {name.replace("::", ".") for name in self.opaque_ops}
+
+        def corrected(op: Op) -> Op:
+            workspace = op.workspace_nbytes if metered is None else metered.get(op.id, 0)
+            again = op.recomputable and op.name.replace("::", ".") not in opaque
+            return dataclasses.replace(op, workspace_nbytes=workspace, recomputable=again)
+
+        return dataclasses.replace(graph, ops=tuple(map(corrected, graph.ops)))
 
 
 def _nothing(_: Any) -> None:
     """For an engine that is no longer watched."""
 
 
-def _modes() -> list[Any]:
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
-    return list(_get_current_dispatch_mode_stack())
-
-
-def _with_ops(graph: Graph, change: Callable[[Op], Op]) -> Graph:
-    return dataclasses.replace(graph, ops=tuple(change(op) for op in graph.ops))
+def with_state(graph: Graph, nbytes: int) -> Graph:
+    """The graph of the steps that come: they begin with `nbytes` of optimizer state that the update of this one makes."""
+    if not nbytes:
+        return graph
+    update = next((op.at for op in graph.ops if op.phase == "update"), len(graph.points))
+    id = len(graph.tensors)  # freed where the update of this step makes it: it is counted once
+    made = Tensor(
+        id=id, name="made by update", nbytes=nbytes, kind="optimizer_state", storage=id, born_at=BEFORE, freed_at=update - 1
+    )
+    return dataclasses.replace(graph, tensors=(*graph.tensors, made))
 
 
 def common(graphs: list[Graph]) -> list[Graph]:
@@ -227,21 +201,14 @@ def smoothed(graphs: list[Graph]) -> Graph:
     Alike: same name, same sizes in and out. Identical layers get identical times, whatever the machine did meanwhile.
     """
     graph = graphs[-1]
-    times = [op.seconds for op in graph.ops]
-    for other in graphs[:-1]:
-        if len(other.ops) == len(graph.ops):
-            times = [min(a, b.seconds) for a, b in zip(times, other.ops, strict=True)]
+    matching = [g.ops for g in graphs if len(g.ops) == len(graph.ops)]
     alike: dict[tuple[Any, ...], list[float]] = {}
     keys = []
-    for op, seconds in zip(graph.ops, times, strict=True):
-        key = (
-            op.name,
-            op.phase,
-            tuple(graph.tensors[t].nbytes for t in op.inputs),
-            tuple(graph.tensors[t].nbytes for t in op.outputs),
-        )
-        keys.append(key)
-        alike.setdefault(key, []).append(seconds)
+    for same in zip(*matching, strict=True):
+        op = same[-1]
+        sizes = (tuple(graph.tensors[t].nbytes for t in ids) for ids in (op.inputs, op.outputs))
+        keys.append((op.name, op.phase, *sizes))
+        alike.setdefault(keys[-1], []).append(min(op.seconds for op in same))
     medians = {key: statistics.median(values) for key, values in alike.items()}
     ops = tuple(dataclasses.replace(op, seconds=medians[key]) for op, key in zip(graph.ops, keys, strict=True))
     return dataclasses.replace(graph, ops=ops, step_seconds=sum(op.seconds for op in ops))

@@ -1,98 +1,89 @@
-"""One round: a forward pass, recorded, and the backward that belongs to it. What is entered is left on every exit."""
+"""A round: a forward pass, recorded, and the backward that belongs to it. What is entered is left on every exit."""
 
 from __future__ import annotations
 
 import contextlib
-import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.nn.modules.module import register_module_forward_pre_hook
 
-from lightning_memopt.record import Recorder, watching
-from lightning_memopt.runtime import Engine, PlannedEngine
+from lightning_memopt.runtime import Engine
+from lightning_memopt.session.recording import Recording
+
+Begin = Callable[[int], Recording | None]
+Ended = Callable[[Engine], None]
 
 
-class Recording:
-    """The contexts around one forward: hooks, exposure watch and, unless somebody else holds it, the dispatch mode."""
+class Rounds:
+    """The rounds of one model, one at a time.
 
-    def __init__(self, engine: Engine, recorder: Recorder, own_mode: bool) -> None:
-        self.engine = engine
-        self.recorder = recorder
-        self._stack = contextlib.ExitStack()
-        self._saving = contextlib.ExitStack()
-        self._own_mode = own_mode
+    `begin(part)` gives the contexts of the round that begins, None where nothing is to be recorded; `ended(engine)` is told
+    when its forward is over. In manual optimization backward runs inside a call: the round is shut before it, and the next
+    module that runs in training opens another, the next `part`.
+    """
 
-    def __enter__(self) -> Recording:
-        self.engine.recorder = self.recorder
-        self.recorder.capturing = True
+    def __init__(self) -> None:
+        self.inside = False
+        self._calls: tuple[Begin, Ended] | None = None  # only while inside: they refer to who holds this object
+        self._part = 0
+        self._recording: Recording | None = None
+        self._reopens: Any = None
+
+    @contextlib.contextmanager
+    def around(self, begin: Begin, ended: Ended) -> Iterator[None]:
+        """Around one call of the model."""
+        self.inside, self._calls, self._part = True, (begin, ended), 0
         try:
-            self._stack.enter_context(watching(self.recorder.expose))
-            self._begin()
+            self._open()
+            yield
+            self._shut()
         except BaseException:
-            self.__exit__()
+            self.leave()
             raise
-        return self
-
-    def _begin(self) -> None:
-        self._saving.enter_context(saved_tensors_hooks(self.engine.pack, self.engine.unpack))
-        if self._own_mode:
-            self._saving.enter_context(self.recorder)
-
-    def __exit__(self, *_: Any) -> None:
-        try:
-            self._saving.close()
-            self._stack.close()
         finally:
-            self.engine.recorder = None  # the engine outlives the forward, the recorder's map must not
-            self.recorder.capturing = False
-            if self._own_mode:
-                self.recorder.forget()
+            self.inside, self._calls = False, None
 
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a backward, which may run inside a round."""
+        if not self.inside:
+            yield
+            return
+        self._shut()
+        yield
+        self._part += 1
+        if self._reopens is None:
+            self._reopens = register_module_forward_pre_hook(self._reopen)
 
-class PlannedRecording(Recording):
-    """Recording under a plan: modules that the plan says nothing about run as if nobody recorded."""
+    def leave(self) -> None:
+        """Leave the round, whatever state its forward is in."""
+        recording, self._recording = self._recording, None
+        self._stay_shut()
+        if recording is not None:
+            recording.__exit__()
 
-    engine: PlannedEngine
+    def _open(self) -> None:
+        assert self._calls is not None
+        recording = self._calls[0](self._part)
+        if recording is not None:
+            recording.__enter__()
+            self._recording = recording
 
-    def __init__(self, engine: PlannedEngine, model: nn.Module) -> None:
-        super().__init__(engine, engine.make_recorder(), own_mode=True)
-        self._spans = engine.program.spans_of(model)
-        self._outside: nn.Module | None = None
-        self._thread = threading.get_ident()
+    def _shut(self) -> None:
+        recording = self._recording
+        self.leave()
+        if recording is not None and self._calls is not None:
+            self._calls[1](recording.engine)
 
-    def __enter__(self) -> PlannedRecording:
-        if self._spans:
-            self._stack.callback(register_module_forward_pre_hook(self._module_begins).remove)
-            self._stack.callback(register_module_forward_hook(self._module_ends, always_call=True).remove)
-        super().__enter__()
-        return self
+    def _reopen(self, module: nn.Module, _: Any) -> None:
+        if torch.is_grad_enabled() and module.training:
+            self._stay_shut()
+            self._open()
 
-    def _module_begins(self, module: nn.Module, _: Any) -> None:
-        span = self._spans.get(id(module))
-        if span is not None and self._outside is None and span[0] == self.engine.position and self._on_top():
-            self._outside = module
-            self._saving.close()
-
-    def _module_ends(self, module: nn.Module, _: Any, __: Any) -> None:
-        if module is self._outside and threading.get_ident() == self._thread:
-            self._outside = None
-            self.engine.position = self._spans[id(module)][1]
-            self._begin()
-
-    def _on_top(self) -> bool:
-        """Whether our contexts are the innermost ones: then they can be left."""
-        if threading.get_ident() != self._thread or _get_current_dispatch_mode() is not self.recorder:
-            return False
-        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        return top is not None and getattr(top[0], "__self__", None) is self.engine
-
-
-def hooks_allowed() -> bool:
-    """Saved-tensor hooks can be entered here: not under functorch, not where they are disabled (Rule 9)."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return False
-    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
+    def _stay_shut(self) -> None:
+        handle, self._reopens = self._reopens, None
+        if handle is not None:
+            handle.remove()

@@ -68,7 +68,7 @@ class MemOptMixin(abc.ABC):
 
         def forward_and_backward() -> Any:
             result = closure()
-            session.update_begins()
+            session.update_begins(optimizer)
             return result
 
         try:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_memopt.runtime import ObservingEngine
-from lightning_memopt.session.round import Recording
+from lightning_memopt.session.recording import Recording
 
 
 @contextlib.contextmanager
@@ -20,6 +20,17 @@ def dropping() -> Iterator[ObservingEngine]:
     engine = ObservingEngine(pressure=lambda: 1 << 62)
     with Recording(engine, engine.make_recorder(), own_mode=True):
         yield engine
+
+
+@contextlib.contextmanager
+def recorded(drop: bool) -> Iterator[None]:
+    """A forward under `dropping`, which must drop something; or a plain one."""
+    if not drop:
+        yield
+        return
+    with dropping() as engine:
+        yield
+    assert engine.evictions > 0, "nothing was dropped: the test tests nothing"
 
 
 @dataclass

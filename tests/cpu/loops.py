@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from lightning_memopt import optimize
 from lightning_memopt.graph import resident_nbytes
 from lightning_memopt.integrations.plain import Run
 
@@ -86,6 +88,28 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert one.keys() == other.keys()
     for name, t in one.items():
         assert torch.equal(t, other[name]), name
+
+
+QUIET: dict[str, Any] = dict(verbose=False, profile_steps=2)
+
+
+def agrees(
+    use: Callable[[Any, Any], Any],
+    build: Callable[[], nn.Module] = small,
+    make: Callable[[nn.Module], Any] = sgd,
+    **options: Any,
+) -> Run:
+    """`use(model, optimizer)`, plainly and inside `optimize` (at the smallest plan): same results and states, nothing left."""
+    model = build()
+    plain = use(model, make(model))
+    expected = state(model)
+    model = build()
+    optimizer = make(model)
+    with leaves_nothing(model), optimize(model, optimizer, **({"budget": "min"} | QUIET | options)) as run:
+        found = use(model, optimizer)
+    assert_same(expected, state(model))
+    assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(plain or [], found or [], strict=True))
+    return run
 
 
 def budget_at(run: Run, share: float) -> int:

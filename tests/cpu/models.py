@@ -1,11 +1,11 @@
-"""Tiny models, and the two ways the hazard tests run them: one step under replay, and a loop inside `optimize`."""
+"""Tiny models, and the ways the hazard tests run them: one step under replay, a loop inside `optimize`, a use in its plan."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_memopt import optimize
 from lightning_memopt.integrations.plain import Run
 from lightning_memopt.runtime import ObservingEngine
-from lightning_memopt.session.round import Recording
+from lightning_memopt.session.recording import Recording
 from tests.cpu.harness import assert_exact, dropping, outcome, same_bits
 
 Step = Callable[[nn.Module], torch.Tensor]
@@ -34,6 +34,13 @@ class Body(nn.Module):
         for i, layer in enumerate(self.layers):
             x = self.between(torch.tanh(layer(x)).exp(), i).sin()
         return x
+
+
+class Noisy(Body):
+    """Saves results of random ops, and results that are made from them."""
+
+    def between(self, h: torch.Tensor, i: int) -> torch.Tensor:
+        return (nn.functional.dropout(h, 0.3) + torch.randn_like(h)).exp()
 
 
 def made(factory: Callable[[], nn.Module], seed: int = 1) -> nn.Module:
@@ -104,8 +111,45 @@ def stock_is_wrong(factory: Callable[[], nn.Module], step: Callable[[nn.Module, 
     assert not all(same_bits(a, b) for a, b in zip(plain, stock, strict=True))
 
 
+X = data(8, 16)
+W = data(16, 16, seed=4)
+CHANGED = "modified by an inplace operation"
+BATCHES = [data(128, 16, seed=s) for s in range(4)]
+
+
+class Layer(nn.Module):
+    """One weight and a function of (x, w) that a test supplies."""
+
+    def __init__(self, f: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.f = f
+        self.w = nn.Parameter(W.clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.f(x, self.w)
+
+
+def leaf() -> torch.Tensor:
+    return W.clone().requires_grad_()
+
+
+def exact_f(f: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], *, drops: bool = True) -> None:
+    """`exact` of `f(x, w)`, summed to a loss."""
+    exact(lambda: Layer(f), lambda m: m(X).abs().square().sum(), drops=drops)
+
+
+def exact_everywhere(f: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], *, drops: bool = True) -> None:
+    """`exact_f`, and the same bits of a loop inside `optimize`."""
+    exact_f(f, drops=drops)
+    trains(lambda: Layer(f), [X] * 3, drops=False)
+
+
 def squares(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return model(batch).square().sum()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01)
 
 
 def train(
@@ -116,13 +160,22 @@ def train(
     optimizer: torch.optim.Optimizer | None = None,
 ) -> torch.Tensor:
     """A plain loop; returns the generator's next draw."""
-    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = optimizer or sgd(model)
     torch.manual_seed(7)
     for batch in batches:
         optimizer.zero_grad()
         backward(loss(model, batch))
         optimizer.step()
     return torch.rand(4)
+
+
+def attached(model: nn.Module, optimizer: torch.optim.Optimizer) -> contextlib.AbstractContextManager[Run]:
+    """The smallest plan after one observed step."""
+    return optimize(model, optimizer, budget="min", profile_steps=1, verbose=False)
+
+
+def assert_drops(run: Run) -> None:
+    assert run.plan is not None and any(life.how == "replay" for life in run.plan.lives), "the plan drops nothing"
 
 
 def trains(
@@ -139,12 +192,53 @@ def trains(
     untouched = copy.deepcopy(plain.state_dict())
     draw = train(plain, batches, loss, backward)
     planned = made(factory)
-    optimizer = torch.optim.SGD(planned.parameters(), lr=0.01)
-    with optimize(planned, optimizer, budget="min", profile_steps=1, verbose=False) as run:
+    optimizer = sgd(planned)
+    with attached(planned, optimizer) as run:
         assert same_bits(train(planned, batches, loss, backward, optimizer), draw), "state of the generator"
     for name, value in plain.state_dict().items():
         assert same_bits(planned.state_dict()[name], value), name
     assert any(not same_bits(value, untouched[name]) for name, value in plain.state_dict().items()), "nothing was trained"
     if drops:
-        assert run.plan is not None and any(life.how == "replay" for life in run.plan.lives), "the plan drops nothing"
+        assert_drops(run)
     return run
+
+
+@contextlib.contextmanager
+def in_plan(
+    factory: Callable[[], nn.Module] = Body, *, attach: bool = True
+) -> Iterator[tuple[nn.Module, torch.optim.Optimizer]]:
+    """A model and its optimizer after two steps, with a plan in force that drops something; or after two plain steps."""
+    model = made(factory)
+    optimizer = sgd(model)
+    with attached(model, optimizer) if attach else contextlib.nullcontext() as run:
+        train(model, BATCHES[:2], optimizer=optimizer)
+        if run is not None:
+            assert_drops(run)
+        model.zero_grad()
+        yield model, optimizer
+
+
+Tensors = Sequence[torch.Tensor | None]
+
+
+def grads(model: nn.Module) -> list[torch.Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def same(a: Tensors, b: Tensors) -> bool:
+    return len(a) == len(b) and all(same_bits(x, y) for x, y in zip(a, b, strict=True))
+
+
+def both(use: Callable[[nn.Module, Callable], Tensors], factory: Callable[[], nn.Module] = Body) -> None:
+    """`use(model, recording)` plainly and with everything dropped gives the same tensors."""
+    plain, dropped = (use(made(factory), recording) for recording in (contextlib.nullcontext, dropping))
+    assert same(plain, dropped)
+
+
+def planned(use: Callable[[nn.Module], Tensors], factory: Callable[[], nn.Module] = Body) -> None:
+    """`use(model)` plainly and in a planned step gives the same tensors."""
+    results = []
+    for attach in (False, True):
+        with in_plan(factory, attach=attach) as (model, _):
+            results.append(use(model))
+    assert same(*results)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from lightning_memopt import MemOptConfig, MemOptStrategy, Session, optimize
 from lightning_memopt.config import device_nbytes
 from lightning_memopt.errors import BudgetError, ConfigError, InfeasibleError, MemOptError, PlanFileError
 from lightning_memopt.session.session import _device_of
-from tests.cpu.loops import batches, installed, sgd, small, train
+from tests.cpu.harness import same_bits
+from tests.cpu.loops import batches, installed, leaves_nothing, loss_of, sgd, small, state, train
 
 
 class Untouched(nn.Module):
@@ -180,3 +183,131 @@ def test_infeasible_then_the_smallest() -> None:
     with optimize(model, o := sgd(model), budget=caught.value.smallest_nbytes * 21 // 20, verbose=False) as run:
         train(model, o, batches(5))
         assert run.plan is not None and "budget" in run.report()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters())
+
+
+def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def refused(model: nn.Module, optimizer: torch.optim.Optimizer, budget: int, **options: Any) -> InfeasibleError:
+    """The refusal of a training run, which has left model (parameters bit by bit), optimizer and torch as they were."""
+    before = [p.detach().clone() for p in model.parameters()]
+    kept = copy.deepcopy(optimizer.state_dict())
+    with leaves_nothing(model), pytest.raises(InfeasibleError) as caught:
+        with optimize(model, optimizer, budget=budget, verbose=False, **options):
+            train(model, optimizer, batches(1))
+    assert all(same_bits(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    after = optimizer.state_dict()
+    assert after["param_groups"] == kept["param_groups"] and after["state"].keys() == kept["state"].keys()
+    for i, moments in kept["state"].items():
+        assert all(same_bits(t, after["state"][i][name]) for name, t in moments.items())
+    assert caught.value.budget_nbytes == budget and str(budget) in str(caught.value)
+    return caught.value
+
+
+def nbytes(tensors: Iterable[Tensor]) -> int:
+    return sum(t.nbytes for t in tensors)
+
+
+@pytest.mark.parametrize("headroom", [0, 1000])
+def test_refused_before_the_first_forward(headroom: int) -> None:
+    """Parameters, buffers and the batch alone are above the budget: the forward is not run; the message has the numbers."""
+    model = Untouched()
+    there = nbytes(model.parameters()) + nbytes(model.buffers()) + batches(1)[0][0].nbytes
+    error = refused(model, sgd(model), there + headroom - 1, headroom=headroom)
+    assert f"{there} bytes" in str(error) and f"{nbytes(model.parameters())} are parameters" in str(error)
+    assert "budget='min'" in str(error) and error.smallest_nbytes is None  # only a lower bound is known
+    with pytest.raises(AssertionError, match="the forward ran"):
+        with optimize(model, o := sgd(model), budget=there + headroom, headroom=headroom, verbose=False):
+            train(model, o, batches(1))
+
+
+def test_optimizer_state_counts_before_the_first_forward() -> None:
+    """State that exists (a resumed run) is counted, and so refused with the parameters."""
+    model = small()
+    train(model, o := adamw(model), batches(2))
+    there = nbytes(model.parameters()) + nbytes(model.buffers()) + batches(1)[0][0].nbytes
+    moments = 2 * nbytes(model.parameters())
+    error = refused(model, o, there + moments - 1)
+    assert "are optimizer state" in str(error) and error.smallest_nbytes is None
+
+
+@pytest.fixture(scope="module")
+def least() -> int:
+    """The smallest budget for `small()` with an optimizer that has no state."""
+    model = small()
+    with optimize(model, o := plain_sgd(model), budget="min", verbose=False, profile_steps=1) as run:
+        train(model, o, batches(2))
+        assert run.session.frontier is not None
+        return run.session.frontier.smallest_bytes
+
+
+@pytest.mark.parametrize(("optimizer", "moments"), [(plain_sgd, 0), (sgd, 1), (adamw, 2)])
+@pytest.mark.parametrize("headroom", [0, 30_000])
+def test_refused_before_the_first_update(optimizer: Any, moments: int, headroom: int, least: int) -> None:
+    """A budget that holds what is there but no plan: refused in the first `step()`, with a budget that then works."""
+    model = small()
+    needed = least + moments * nbytes(model.parameters())
+    error = refused(model, optimizer(model), needed * 9 // 10 + headroom, headroom=headroom)
+    assert "Nothing was updated" in str(error)
+    assert error.smallest_nbytes is not None and str(error.smallest_nbytes) in str(error)
+    assert abs(error.smallest_nbytes - headroom - needed) <= 0.05 * needed
+    model = small()
+    budget = (error.smallest_nbytes - headroom) * 21 // 20 + headroom
+    with optimize(model, o := optimizer(model), budget=budget, headroom=headroom, verbose=False) as run:
+        train(model, o, batches(5))
+        assert run.plan is not None
+
+
+def test_refused_before_the_first_update_of_accumulated_steps(least: int) -> None:
+    """Two backwards before the update: the second forward is over the budget with the gradients of the first."""
+    model = small()
+    before = state(model)
+    with pytest.raises(InfeasibleError, match="Nothing was updated"):
+        with optimize(model, o := sgd(model), budget=least, verbose=False):
+            for batch in batches(2):
+                loss_of(model, batch).backward()
+            o.step()
+    assert all(same_bits(p, before[name]) for name, p in model.named_parameters()) and o.state == {}
+
+
+def test_refused_before_the_first_update_by_lightning(least: int) -> None:
+    """The same in a Trainer, whose closure runs forward and backward inside of the optimizer's step."""
+    from tests.cpu.test_lightning import Task, fit
+
+    tasks: list[Any] = []
+
+    class Kept(Task):
+        def __init__(self) -> None:
+            super().__init__()
+            tasks.append((self, [p.detach().clone() for p in self.parameters()]))
+
+    with pytest.raises(InfeasibleError, match="Nothing was updated"):
+        fit(MemOptStrategy(budget=least // 2, verbose=False), Kept)
+    [(task, before)] = tasks
+    assert all(same_bits(a, b) for a, b in zip(before, task.parameters(), strict=True))
+    assert installed()[:2] == [None, []]
+
+
+def test_what_gets_no_gradient_is_not_counted(least: int) -> None:
+    """A part of the model that is never run needs neither gradients nor state: no budget is refused because it might."""
+
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = small()
+            self.unused = nn.Linear(128, 128)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+    model = Half()
+    moments = 2 * nbytes(model.inner.parameters())
+    budget = (least + moments) * 21 // 20 + nbytes(model.unused.parameters())
+    with optimize(model, o := adamw(model), budget=budget, verbose=False) as run:
+        train(model, o, batches(5))
+        assert run.plan is not None and run.plan.predicted_peak_bytes <= budget

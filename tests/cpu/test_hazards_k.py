@@ -13,7 +13,7 @@ import torch
 
 from lightning_memopt import optimize
 from lightning_memopt.errors import BudgetError, InfeasibleError, PlanFileError, PlanMismatchError
-from lightning_memopt.session import session as sessions
+from lightning_memopt.session import budget as budgets
 from lightning_memopt.session.buckets import Running
 from tests.cpu.loops import assert_same, batches, installed, loss_of, sgd, small, state, train
 
@@ -73,7 +73,7 @@ def test_k3_unreadable_budgets(budget: Any) -> None:
 
 def test_k4_other_programs_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """K4: a budget above what other programs leave free is lowered to that, with a warning that has both numbers."""
-    monkeypatch.setattr(sessions, "free_nbytes", lambda _: 123_456_789)
+    monkeypatch.setattr(budgets, "free_nbytes", lambda _: 123_456_789)
     model = small()
     with pytest.warns(UserWarning, match="234567890 bytes.*123456789 bytes"):
         with optimize(model, sgd(model), budget=234_567_890, **QUIET) as run:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import string
-import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.cpu.test_op_db import Count, Ran, run, verdict
+from tests.cpu.sweeps import Count, Ran, assert_none_differs, run, sweep, total, verdict
 
 from torch.testing._internal.common_modules import module_db  # isort: skip  # after the stub for expecttest
 
@@ -54,18 +53,7 @@ def _step(info: Any, sample: Any, drop: bool, where: str) -> Ran:
 @functools.cache
 def swept(group: str) -> Count:
     """Verdicts over the modules of one group."""
-    count = Count()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for info in module_db:
-                if _group(info) == group:
-                    _sweep_module(info, count)
-    finally:
-        torch.set_num_threads(threads)
-    return count
+    return sweep((info for info in module_db if _group(info) == group), _sweep_module)
 
 
 def _sweep_module(info: Any, count: Count) -> None:
@@ -84,17 +72,14 @@ def _sweep_module(info: Any, count: Count) -> None:
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_no_module_differs(group: str) -> None:
-    count = swept(group)
-    assert not count.different, "\n".join(f"{name}: {why}" for name, why in count.different.items())
+    assert_none_differs(swept(group))
 
 
 def test_enough_was_dropped() -> None:
-    total = Count()
-    for group in GROUPS:
-        total.add(swept(group))
+    found = total(swept(group) for group in GROUPS)
     print(
-        f"equal with something dropped {len(total.dropped)}, nothing droppable {len(total.nothing)} of {len(module_db)}; "
-        f"samples not comparable {len(total.skipped)}"
+        f"equal with something dropped {len(found.dropped)}, nothing droppable {len(found.nothing)} of {len(module_db)}; "
+        f"samples not comparable {len(found.skipped)}"
     )
-    assert not total.skipped, total.skipped
-    assert len(total.dropped) >= 90
+    assert not found.skipped, found.skipped
+    assert len(found.dropped) >= 90

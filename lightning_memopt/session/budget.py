@@ -1,0 +1,140 @@
+"""The budget on a device, what is in it before a step begins, and what is refused before anything is run."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_memopt.config import MemOptConfig, free_nbytes
+from lightning_memopt.errors import InfeasibleError, PlanMismatchError
+from lightning_memopt.graph import BEFORE, Graph
+from lightning_memopt.graph.model import Kind
+from lightning_memopt.plan import Plan, read_plan
+from lightning_memopt.units import format_nbytes
+
+Named = tuple[torch.Tensor, Kind, str]
+
+
+def budget_on(device: torch.device, config: MemOptConfig) -> int | None:
+    """The budget in bytes on this device, lowered to what other programs leave of it; None for "min"."""
+    budget = config.budget_nbytes(device)
+    free = free_nbytes(device)
+    if budget is None or free is None or budget <= free:
+        return budget
+    warnings.warn(
+        f"MemOpt: the budget is {budget} bytes ({format_nbytes(budget)}), but other programs leave {free} bytes "
+        f"({format_nbytes(free)}) of {device}; planning for those.",
+        stacklevel=2,
+    )
+    return free
+
+
+def read_given(
+    path: str | os.PathLike[str], device: torch.device, budget_nbytes: int | None, config: MemOptConfig
+) -> tuple[Plan, Graph]:
+    """The plan of a file. Raises PlanMismatchError for another device, InfeasibleError above the budget."""
+    plan, graph = read_plan(path)
+    if graph.device != device.type:
+        raise PlanMismatchError(
+            f"The plan {path} was made for {graph.device}, the model is on {device.type}. Make a plan there."
+        )
+    if budget_nbytes is not None and config.budget != "auto" and plan.predicted_peak_bytes > budget_nbytes:
+        raise InfeasibleError(
+            f"The plan {path} peaks at {plan.predicted_peak_bytes} bytes, above the budget of {budget_nbytes}. Give it that "
+            "budget, or leave plan= out.",
+            smallest_nbytes=plan.predicted_peak_bytes,
+            budget_nbytes=budget_nbytes,
+        )
+    return plan, graph
+
+
+def resident_tensors(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], batch: Any) -> Iterator[Named]:
+    """Everything the budget counts before a step begins: parameters, buffers, gradients, optimizer state, the batch."""
+    for name, p in model.named_parameters():
+        yield p, "parameter", name
+        if p.grad is not None:
+            yield p.grad, "gradient", f"{name}.grad"
+    for name, b in model.named_buffers():
+        yield b, "buffer", name
+    yield from _state_tensors(optimizers)
+    for t in tree_leaves(batch):
+        if isinstance(t, torch.Tensor):
+            yield t, "input", "batch"
+
+
+def _state_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[Named]:
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            for t in tree_leaves(state):
+                if isinstance(t, torch.Tensor):
+                    yield t, "optimizer_state", "optimizer state"
+
+
+def resident_nbytes(tensors: Iterable[Named], device: torch.device) -> int:
+    """Bytes of the distinct storages among them on the device."""
+    seen = {}
+    for t, _, _ in tensors:
+        if t.device.type == device.type and t.layout is torch.strided:
+            storage = t.untyped_storage()
+            seen[storage._cdata] = storage.nbytes()
+    return sum(seen.values())
+
+
+def refuse_hopeless(tensors: Iterable[Named], device: torch.device, budget_nbytes: int, headroom: int) -> None:
+    """Raise InfeasibleError where what is there in every step is above the budget whatever the plan: nothing has run yet.
+
+    Gradients, and the optimizer state made for them, are not counted: which parameters get one shows in the first backward
+    (an expert that is not chosen, a head that is not trained, gradients that are freed as they come). See `refuse_infeasible`.
+    """
+    found = [t for t in tensors if t[1] != "gradient"]
+    needed = resident_nbytes(found, device)
+    if needed <= budget_nbytes - headroom:
+        return
+    shares = {kind: resident_nbytes((t for t in found if t[1] == kind), device) for kind in _RESIDENT}
+    raise InfeasibleError(
+        f"The budget of {budget_nbytes} bytes ({format_nbytes(budget_nbytes)}, headroom {headroom}) is below what is there "
+        f"before a step does anything: {needed} bytes ({format_nbytes(needed)}), of which "
+        f"{', '.join(f'{nbytes} are {_RESIDENT[kind]}' for kind, nbytes in shares.items() if nbytes)}. This step was "
+        "not run. Gradients and activations come on top: budget='min' takes the smallest plan and says what it needs.",
+        budget_nbytes=budget_nbytes,
+    )
+
+
+_RESIDENT: dict[Kind, str] = {
+    "parameter": "parameters",
+    "buffer": "buffers",
+    "optimizer_state": "optimizer state",
+    "input": "the batch",
+}
+
+_MOMENTS: dict[type[torch.optim.Optimizer], Callable[[dict[str, Any]], int]] = {
+    torch.optim.SGD: lambda group: int(group["momentum"] != 0),
+    torch.optim.Adam: lambda group: 2 + group["amsgrad"],
+    torch.optim.AdamW: lambda group: 2 + group["amsgrad"],
+}
+"""How many tensors like the parameter the first update makes and keeps; of other classes, subclasses too, nothing is known."""
+
+
+def state_to_come(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
+    """Bytes of the state that this optimizer's first update will make for the gradients there are; 0 where not certain."""
+    moments = _MOMENTS.get(type(optimizer))
+    if moments is None:
+        return 0
+    return sum(
+        moments(group) * p.nbytes
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.device.type == device.type and p.grad is not None and not p.grad.is_sparse and not optimizer.state.get(p)
+    )
+
+
+def state_made(graph: Graph, optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> int:
+    """Bytes of optimizer state that there is after a step beyond what its graph began with."""
+    before = sum(t.nbytes for t in graph.tensors if t.kind == "optimizer_state" and t.born_at == BEFORE)
+    return max(0, resident_nbytes(_state_tensors(optimizers), device) - before)

@@ -1,0 +1,98 @@
+"""What is entered around one forward to record it; left on every exit."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from lightning_memopt.record import Recorder, watching
+from lightning_memopt.runtime import Engine, PlannedEngine
+
+
+class Recording:
+    """The contexts around one forward: hooks, exposure watch and, unless somebody else holds it, the dispatch mode."""
+
+    def __init__(self, engine: Engine, recorder: Recorder, own_mode: bool) -> None:
+        self.engine = engine
+        self.recorder = recorder
+        self._stack = contextlib.ExitStack()
+        self._saving = contextlib.ExitStack()
+        self._own_mode = own_mode
+
+    def __enter__(self) -> Recording:
+        self.engine.recorder = self.recorder
+        self.recorder.capturing = True
+        try:
+            self._stack.enter_context(watching(self.recorder.expose))
+            self._begin()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _begin(self) -> None:
+        self._saving.enter_context(saved_tensors_hooks(self.engine.pack, self.engine.unpack))
+        if self._own_mode:
+            self._saving.enter_context(self.recorder)
+
+    def __exit__(self, *_: Any) -> None:
+        try:
+            self._saving.close()
+            self._stack.close()
+        finally:
+            self.engine.recorder = None  # the engine outlives the forward, the recorder's map must not
+            self.recorder.capturing = False
+            if self._own_mode:
+                self.recorder.forget()
+
+
+class PlannedRecording(Recording):
+    """Recording under a plan: modules that the plan says nothing about run as if nobody recorded."""
+
+    engine: PlannedEngine
+
+    def __init__(self, engine: PlannedEngine, model: nn.Module) -> None:
+        super().__init__(engine, engine.make_recorder(), own_mode=True)
+        self._spans = engine.program.spans_of(model)
+        self._outside: nn.Module | None = None
+        self._thread = threading.get_ident()
+
+    def __enter__(self) -> PlannedRecording:
+        if self._spans:
+            self._stack.callback(register_module_forward_pre_hook(self._module_begins).remove)
+            self._stack.callback(register_module_forward_hook(self._module_ends, always_call=True).remove)
+        super().__enter__()
+        return self
+
+    def _module_begins(self, module: nn.Module, _: Any) -> None:
+        span = self._spans.get(id(module))
+        if span is not None and self._outside is None and span[0] == self.engine.position and self._on_top():
+            self._outside = module
+            self._saving.close()
+
+    def _module_ends(self, module: nn.Module, _: Any, __: Any) -> None:
+        if module is self._outside and threading.get_ident() == self._thread:
+            self._outside = None
+            self.engine.position = self._spans[id(module)][1]
+            self._begin()
+
+    def _on_top(self) -> bool:
+        """Whether our contexts are the innermost ones: then they can be left."""
+        if threading.get_ident() != self._thread or _get_current_dispatch_mode() is not self.recorder:
+            return False
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        return top is not None and getattr(top[0], "__self__", None) is self.engine
+
+
+def hooks_allowed() -> bool:
+    """Saved-tensor hooks can be entered here: not under functorch, not where they are disabled (Rule 9)."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
