@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from lightning_memopt.record import OpRecord, Slot, detached
-from lightning_memopt.runtime.execute import below_autograd, checksum, flags_of, mismatch, run
+from lightning_memopt.runtime.execute import below_autograd, checksum, flags_of, run
 from lightning_memopt.runtime.replay import Engine, Handle
 
 
@@ -136,7 +136,7 @@ class ObservingEngine(Engine):
             if slot.value is None and not self.revive(slot, handle.guard):
                 self.relieve()
                 self.materialise([slot])
-                self._compare_sum(slot)
+                self.compare(slot, self.sums.get(slot.id))
                 self.relieve(spare=slot)
             elif self.verify and slot.ok and slot.call is not None and slot.id not in self.verified:
                 self._verify(slot)
@@ -165,16 +165,6 @@ class ObservingEngine(Engine):
             stays = self._retained[slot.id] = slot.nbytes <= self._room
             self._room -= slot.nbytes if stays else 0
         return stays
-
-    def _compare_sum(self, slot: Slot) -> None:
-        then = self.sums.get(slot.id)
-        if then is not None:
-            assert slot.value is not None
-            with below_autograd():
-                now = checksum(slot.value)
-            if now != then:
-                name = slot.call.func.name() if slot.call else "an op"
-                raise mismatch(name, slot.nbytes)
 
     def _verify(self, slot: Slot) -> None:
         """Rebuild a kept slot from what is held and compare. A mismatch makes its op opaque; the value kept is used."""

@@ -19,7 +19,7 @@ import torch
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.record import UNKNOWN, Call, OpRecord, Recorder, Slot, Tape, View, detached, is_plain
 from lightning_memopt.record.interrupts import raise_deferred
-from lightning_memopt.runtime.execute import below_autograd, flags_of, intact, missing, modified, run
+from lightning_memopt.runtime.execute import below_autograd, checksum, flags_of, intact, mismatch, missing, modified, run
 
 _EMPTY: dict[torch.dtype, list[torch.Tensor]] = {}
 """Tensors without memory, by type: one a device."""
@@ -226,6 +226,15 @@ class Engine:
         slot.value = found
         slot.noted = found._version
         return True
+
+    @staticmethod
+    def compare(slot: Slot, then: tuple[int, int] | None) -> None:
+        """Rule 8: what was rebuilt must have the bits that were dropped, of which `then` is the checksum."""
+        if then is not None and slot.value is not None:
+            with below_autograd():
+                now = checksum(slot.value)
+            if now != then:
+                raise mismatch(slot.call.func.name() if slot.call is not None else "an op", slot.nbytes)
 
     def retains(self, slot: Slot) -> bool:
         """Whether what was made on the way to something else stays, beyond its last use there."""

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from lightning_memopt.record import OpRecord
 from tests.cpu.harness import dropping, same_bits
 
 if "expecttest" not in sys.modules and importlib.util.find_spec("expecttest") is None:
@@ -85,9 +86,9 @@ def run(call: Callable[..., Any], inputs: Any, *, drop: bool, where: str, leaves
         with dropping() as engine:
             told = engine.recorded
 
-            def recorded(func: Any, reads: Any, made: Any) -> None:
-                met[func].add(where)
-                told(func, reads, made)
+            def recorded(record: OpRecord) -> None:
+                met[record.func].add(where)
+                told(record)
 
             engine.recorded = recorded  # type: ignore[method-assign]
             out = forward()
