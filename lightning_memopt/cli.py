@@ -62,7 +62,7 @@ def _plan(args: argparse.Namespace) -> int:
     write_plan(args.output, plan, graph)
     print(
         f"{args.output}: predicted peak {format_nbytes(plan.predicted_peak_bytes)} of {format_nbytes(budget)}, "
-        f"unmodified {format_nbytes(plan.unmodified_peak_bytes)}, {1e3 * plan.predicted.extra_seconds:.1f} ms extra a step "
+        f"unmodified {format_nbytes(plan.unmodified_peak_bytes)}, {1e3 * plan.predicted.seconds:.1f} ms extra a step "
         f"(lower bound {1e3 * plan.lower_bound_seconds:.1f} ms), by {plan.solver}"
     )
     return 0

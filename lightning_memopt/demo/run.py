@@ -111,7 +111,7 @@ def _train(
         measured_peak_bytes=state.measured_bytes,
         unmodified_peak_bytes=state.plan.unmodified_peak_bytes,
         step_time_ratio=statistics.median(log.seconds[warm + 4 :]) / statistics.median(plain.seconds[warm:]),
-        extra_seconds_predicted=state.plan.predicted.extra_seconds,
+        extra_seconds_predicted=state.plan.predicted.seconds,
         losses_identical=log.losses[:_PLAIN_STEPS] == plain.losses,
         loss_first=statistics.fmean(log.losses[:10]),
         loss_last=statistics.fmean(log.losses[-10:]),

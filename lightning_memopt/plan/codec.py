@@ -29,7 +29,7 @@ _PLAN = (
     *("fingerprint", "solver", "budget_bytes", "unmodified_peak_bytes", "step_seconds", "lower_bound_seconds"),
     *("solve_seconds", "predicted", "lives"),
 )
-_PREDICTED = ("peak_bytes", "extra_seconds", "extra_flops", "rebuilt_bytes", "replayed_ops")
+_PREDICTED = ("peak_bytes", "extra_seconds", "overhead_seconds", "extra_flops", "rebuilt_bytes", "replayed_ops")
 
 
 def plan_to_json(plan: Plan, graph: Graph) -> dict[str, Any]:
@@ -67,6 +67,7 @@ def plan_from_json(obj: object) -> tuple[Plan, Graph]:
         predicted=Prediction(
             peak_bytes=predicted.integer("peak_bytes"),
             extra_seconds=predicted.number("extra_seconds"),
+            overhead_seconds=predicted.number("overhead_seconds"),
             extra_flops=predicted.integer("extra_flops"),
             rebuilt_bytes=predicted.integer("rebuilt_bytes"),
             replayed_ops=predicted.integer("replayed_ops"),

@@ -29,13 +29,22 @@ class Life:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What a plan is predicted to cost. `extra_seconds` and `extra_flops` are on top of the unmodified step."""
+    """What a plan is predicted to cost. `extra_seconds` (of ops that run again) and `extra_flops` are on top of the unmodified
+    step; so are `overhead_seconds`, which recording and rebuilding take by themselves on the machine that was measured, 0
+    where none was.
+    """
 
     peak_bytes: int
     extra_seconds: float
     extra_flops: int
     rebuilt_bytes: int
     replayed_ops: int
+    overhead_seconds: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.extra_seconds + self.overhead_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,4 +70,4 @@ class Plan:
 
     @property
     def predicted_seconds(self) -> float:
-        return self.step_seconds + self.predicted.extra_seconds
+        return self.step_seconds + self.predicted.seconds

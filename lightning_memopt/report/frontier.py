@@ -25,7 +25,7 @@ def rows(frontier: Frontier | None) -> list[Row]:
     return [
         Row(
             c.predicted.peak_bytes,
-            c.predicted.extra_seconds,
+            c.predicted.seconds,
             c.predicted.extra_flops,
             c.predicted.rebuilt_bytes,
             c.solver,

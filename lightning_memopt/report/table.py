@@ -37,11 +37,12 @@ def summary(session: Session) -> str:
         else f"{format_nbytes(measured)} ({100 * (measured / plan.predicted_peak_bytes - 1):+.2f} % of predicted)",
     )
     table.add_row("unmodified peak", format_nbytes(plan.unmodified_peak_bytes))
-    extra, step = plan.predicted.extra_seconds, plan.step_seconds
+    extra, step = plan.predicted.seconds, plan.step_seconds
     share = f" ({100 * extra / step:.1f} % of the step's ops)" if step else ""
     table.add_row(
         "extra time, predicted",
-        f"{1e3 * extra:.1f} ms a step{share}; lower bound {1e3 * plan.lower_bound_seconds:.1f} ms",
+        f"{1e3 * extra:.1f} ms a step{share}, {1e3 * plan.predicted.overhead_seconds:.1f} of them for recording and rebuilding "
+        f"itself; lower bound {1e3 * plan.lower_bound_seconds:.1f} ms",
     )
     table.add_row(
         "ops run again", f"{plan.predicted.replayed_ops}, {format_nbytes(plan.predicted.rebuilt_bytes)} rebuilt a step"

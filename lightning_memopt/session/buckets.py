@@ -12,6 +12,7 @@ from lightning_memopt.errors import InfeasibleError, MemOptError, PlanMismatchEr
 from lightning_memopt.graph import Graph, first_difference, resident_nbytes, unmodified_levels
 from lightning_memopt.plan import Plan
 from lightning_memopt.runtime import PlannedEngine, Program
+from lightning_memopt.session import costs
 from lightning_memopt.session.observation import common, smoothed
 from lightning_memopt.solvers import planner
 from lightning_memopt.units import format_nbytes
@@ -50,7 +51,12 @@ class Observing:
 
 def _frontier(graph: Graph, config: MemOptConfig, say: Say) -> planner.Frontier:
     say(f"MemOpt: solving for {len(graph.ops)} ops, {len(graph.saves)} saved tensors")
-    return planner.solve(graph, limit_seconds=config.solver_seconds, say=lambda s: say(f"MemOpt:   {s}"))
+    return planner.solve(
+        graph,
+        limit_seconds=config.solver_seconds,
+        say=lambda s: say(f"MemOpt:   {s}"),
+        overhead=lambda lives: costs.measured().of(Program(graph, lives)),
+    )
 
 
 def _solved(graph: Graph, limit_nbytes: int | None, config: MemOptConfig, say: Say) -> Running:
@@ -60,7 +66,7 @@ def _solved(graph: Graph, limit_nbytes: int | None, config: MemOptConfig, say: S
     say(
         f"MemOpt: plan in force ({plan.solver}): predicted peak {format_nbytes(plan.predicted_peak_bytes)} of "
         f"{format_nbytes(limit)}, unmodified {format_nbytes(plan.unmodified_peak_bytes)}; extra "
-        f"{1e3 * plan.predicted.extra_seconds:.1f} ms a step, no plan below {1e3 * plan.lower_bound_seconds:.1f} ms; "
+        f"{1e3 * plan.predicted.seconds:.1f} ms a step, no plan below {1e3 * plan.lower_bound_seconds:.1f} ms; "
         f"solved in {frontier.seconds:.1f} s"
     )
     return Running(plan, graph, frontier)

@@ -147,8 +147,26 @@ def _smallest(graph: Graph) -> Iterator[tuple[str, tuple[Life, ...]]]:
         yield f"{name}, smallest", replay_chain.lives(model, dp.smallest_schedule(model.chain))
 
 
-def solve(graph: Graph, *, limit_seconds: float = 30.0, say: Progress = lambda _: None) -> Frontier:
-    """The frontier of a graph. Anytime: past the limit, what is in the pool is the frontier; keep-all always is."""
+def _pareto(pool: Iterable[Candidate]) -> list[Candidate]:
+    """Peaks rising, seconds falling."""
+    best: list[Candidate] = []
+    for c in sorted(pool, key=lambda c: (_needs(c), c.predicted.seconds, c.predicted.replayed_ops)):
+        if not best or c.predicted.seconds < best[-1].predicted.seconds:
+            best.append(c)
+    return best
+
+
+def solve(
+    graph: Graph,
+    *,
+    limit_seconds: float = 30.0,
+    say: Progress = lambda _: None,
+    overhead: Callable[[tuple[Life, ...]], float] = lambda _: 0.0,
+) -> Frontier:
+    """The frontier of a graph. Anytime: past the limit, what is in the pool is the frontier; keep-all always is.
+
+    `overhead`: seconds that recording and rebuilding take by themselves, for the lives of a plan.
+    """
     began = time.perf_counter()
     unmodified = max(unmodified_levels(graph), default=0)
     pool: list[Candidate] = []
@@ -178,8 +196,5 @@ def solve(graph: Graph, *, limit_seconds: float = 30.0, say: Progress = lambda _
     smallest = min(map(_needs, pool))
     if in_time:
         fill(timed())
-    best: list[Candidate] = []
-    for c in sorted(pool, key=lambda c: (_needs(c), c.predicted.extra_seconds, c.predicted.replayed_ops)):
-        if not best or c.predicted.extra_seconds < best[-1].predicted.extra_seconds:
-            best.append(c)
-    return Frontier(graph, tuple(best), smallest, unmodified, tuple(moments), time.perf_counter() - began)
+    found = [replace(c, predicted=replace(c.predicted, overhead_seconds=overhead(c.lives))) for c in _pareto(pool)]
+    return Frontier(graph, tuple(_pareto(found)), smallest, unmodified, tuple(moments), time.perf_counter() - began)

@@ -1,0 +1,154 @@
+"""What our own work takes on this machine, measured once: without it, a plan of many small ops would look cheaper than it is.
+
+An op that runs inside of a dispatch mode takes longer the more arguments it has, because they pass through Python. An op that
+is recorded and one that runs again take a fixed time on top. All of it is the host's time.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_memopt.runtime import PlannedEngine, Program
+from lightning_memopt.session.observation import Observation
+from lightning_memopt.session.recording import PlannedRecording
+from lightning_memopt.solvers.baselines import recompute_everything
+
+_LINKS = 12
+_ROUNDS = 15
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds on top of the op itself. `call`, and `argument` for each of its arguments: an op that runs in the dispatch mode.
+    `recorded`: one that is compared and noted, with what autograd saves of it; `replayed`: one that runs again.
+    """
+
+    call: float
+    argument: float
+    recorded: float
+    replayed: float
+
+    def of(self, program: Program) -> float:
+        """Seconds a step of this program takes on top of its ops and their replays."""
+        if program.empty:
+            return 0.0
+        quiet = {j for first, end in program.quiet.values() for j in range(first, end)}
+        loud = [op for op in program.graph.forward if op.id not in quiet]
+        dispatched = sum(self.call + self.argument * _arguments(op.name) for op in loud)
+        recorded = sum(1 for op in loud if not program.passes(op.id))
+        return dispatched + self.recorded * recorded + self.replayed * len(program.schedule.replayed)
+
+
+@cache
+def _arguments(name: str) -> int:
+    """How many values the arguments of an op are, by its schema: a list counts for three."""
+    try:
+        schema = torch._C._get_schema(*name.partition(".")[::2])
+    except RuntimeError:
+        return 3
+    return sum(3 if "[]" in str(a.real_type) else 1 for a in schema.arguments)
+
+
+class _Empty(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        return func._op(*args, **(kwargs or {}))
+
+
+def _medians(runs: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Seconds of each, interleaved."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(_ROUNDS):
+        for name, run in runs.items():
+            began = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - began)
+    return {name: statistics.median(s) for name, s in seconds.items()}
+
+
+def _in_mode(run: Callable[[], Any]) -> Callable[[], Any]:
+    def inside() -> None:
+        with _Empty():
+            run()
+
+    return inside
+
+
+def _planned(holder: nn.Module, forward: Callable[[], torch.Tensor]) -> tuple[Program, Callable[[], None]]:
+    """The chain observed, and its step under a plan that runs every op again."""
+    observation = Observation(holder, [], torch.device("cpu"), None, verify=False, meter=False)
+    with observation.begin_round(()):
+        loss = forward()
+    observation.forward_ended()
+    loss.backward()
+    graph = observation.finish()
+    assert graph is not None
+    program = Program(graph, recompute_everything(graph))
+
+    def step() -> None:
+        with PlannedRecording(PlannedEngine(program), holder):
+            loss = forward()
+        loss.backward()
+
+    return program, step
+
+
+@cache
+def measured() -> Costs:
+    """The costs on this machine, from a chain of tiny ops and a tiny convolution; takes about 0.1 s, once a process."""
+    with torch.enable_grad():
+        holder = nn.Module()
+        holder.w = weight = nn.Parameter(torch.ones(4, 4))
+        x = torch.ones(4, 4)
+
+        def forward() -> torch.Tensor:
+            y = x
+            for _ in range(_LINKS):
+                y = torch.tanh(y * weight + y).sin()
+            return y.sum()
+
+        image, kernel = torch.ones(1, 1, 3, 3), torch.ones(1, 1, 1, 1)
+
+        def add() -> None:
+            for _ in range(_LINKS):
+                torch.add(x, x)
+
+        def convolve() -> None:
+            for _ in range(_LINKS):
+                torch.conv2d(image, kernel)
+
+        program, planned = _planned(holder, forward)
+        planned()  # learns its templates
+        took = _medians(
+            {
+                "add": add,
+                "add in mode": _in_mode(add),
+                "convolution": convolve,
+                "convolution in mode": _in_mode(convolve),
+                "forward": forward,
+                "step": lambda: forward().backward(),
+                "planned": planned,
+            }
+        )
+    few, many = _arguments("aten::add.Tensor"), _arguments("aten::convolution")
+    low = (took["add in mode"] - took["add"]) / _LINKS
+    high = (took["convolution in mode"] - took["convolution"]) / _LINKS
+    argument = max(0.0, (high - low) / (many - few))
+    call = max(0.0, low - few * argument)
+    dispatched = Costs(call, argument, 0.0, 0.0).of(program)
+    ops = len(program.graph.forward) + len(program.schedule.replayed)
+    rest = took["planned"] - took["step"] - took["forward"] - dispatched  # the replays themselves take what the forward took
+    each = max(0.0, rest) / ops  # noting an op and running it again take about the same
+    return Costs(call, argument, each, each)
