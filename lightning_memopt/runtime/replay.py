@@ -17,22 +17,28 @@ from typing import Any
 import torch
 
 from lightning_memopt.errors import UnsupportedError
-from lightning_memopt.record import UNKNOWN, Call, OpRecord, Recorder, Slot, Tape, View, detached, is_plain
+from lightning_memopt.record import UNKNOWN, Call, OpRecord, Recorder, Slot, Tape, View, is_plain
 from lightning_memopt.record.interrupts import raise_deferred
 from lightning_memopt.runtime.execute import below_autograd, checksum, flags_of, intact, mismatch, missing, modified, run
 
-_EMPTY: dict[torch.dtype, list[torch.Tensor]] = {}
-"""Tensors without memory, by type: one a device."""
+_EMPTY: dict[torch.dtype, torch.Tensor] = {}
+"""CPU tensors without memory, by type."""
+
+
+def alias(t: torch.Tensor) -> torch.Tensor:
+    """`detached`, where autograd asks: outside of a dispatch mode's handler the version counter is shared as it is."""
+    with torch._C._DisableTorchDispatch():
+        return t.detach()
 
 
 def version_guard(t: torch.Tensor) -> torch.Tensor:
     """A tensor without memory that shares `t`'s version counter: it sees in-place changes of what was dropped."""
-    device = t.device
-    empty = next((e for e in _EMPTY.get(t.dtype, ()) if e.device == device), None)
+    empty = _EMPTY.get(t.dtype) if t.is_cpu else None
     with torch._C._DisableTorchDispatch():
         if empty is None:
-            empty = torch.empty(0, dtype=t.dtype, device=device)
-            _EMPTY.setdefault(t.dtype, []).append(empty)
+            empty = torch.empty(0, dtype=t.dtype, device=t.device)
+            if t.is_cpu:
+                _EMPTY[t.dtype] = empty
         guard = t.detach()
         guard.data = empty
     return guard
@@ -45,7 +51,7 @@ class Kept:
 
     def __init__(self, t: torch.Tensor) -> None:
         # only an ordinary tensor can be detached below the dispatch modes; inference tensors count no versions
-        self.t = detached(t) if t.grad_fn is not None and is_plain(t) else t
+        self.t = alias(t) if t.grad_fn is not None and is_plain(t) else t
         self.version = UNKNOWN if t.is_inference() else t._version
 
     def get(self) -> torch.Tensor:
