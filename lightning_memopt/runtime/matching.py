@@ -52,7 +52,7 @@ class Matcher(Recorder):
         """Whether what the call reads is there or can be made again; None where it is not called as the template says."""
         if template.kwargs is None:
             known = all(storage_id(values[i]) in self.of_storage for i, _ in template.mutates)
-            return False if known else None
+            return False if known and not any(self._known(values[i]) for i in template.writes if i < len(values)) else None
         if len(args) != template.arity or torch.is_grad_enabled() is not template.grad:
             return None
         for i, constant in template.constants:
@@ -94,6 +94,9 @@ class Matcher(Recorder):
                 if not (slot.ok or slot.empty or slot.value is not None):
                     startable = False
         return startable
+
+    def _known(self, t: Any) -> bool:
+        return isinstance(t, torch.Tensor) and (t.layout is not _STRIDED or storage_id(t) in self.of_storage)
 
     def _starts(self) -> bool:
         return self.capturing and self.engine.position in self.program.schedule.replayed

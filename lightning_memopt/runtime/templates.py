@@ -49,7 +49,8 @@ class Template:
     `tensors`: position and window (on a tensor of the plan) of every tensor that the op reads. `constants`: position and
     value of the rest. `call`: the recipe, None where there is none; `random`: it needs the generator's state. `made`: index
     among the tensors returned, tensor, bytes; `mutates`: position, tensor made. `held`: those of them that the plan holds.
-    `ok`: they could be made again when the template was learned. `kwargs` is None where arguments do not matter.
+    `ok`: they could be made again when the template was learned. `kwargs` is None where arguments do not matter, but that
+    nothing tracked is among those that it `writes`.
     """
 
     func: OpOverload
@@ -64,6 +65,7 @@ class Template:
     made: tuple[tuple[int, int, int], ...]
     mutates: tuple[tuple[int, int], ...]
     held: frozenset[int]
+    writes: tuple[int, ...]
     empty: bool
     ok: bool
     why: str
@@ -132,10 +134,19 @@ def _named_call(call: Call, slots: dict[int, Slot]) -> Call:
     return found
 
 
-def in_passing(record: OpRecord) -> OpOverload | None:
-    """What there is to know of an op that nothing depends on; None where running it takes the recorder's care."""
-    special = record.rule.conjugates or record.rule.unshared or record.func._name.startswith("aten::_foreach_")
-    return None if special else record.func
+def in_passing(record: OpRecord) -> Template | OpOverload | None:
+    """What there is to know of an op that nothing depends on: the overload, and for one that writes, which arguments.
+
+    None where running it takes the recorder's care. Memory that is tracked must not change unseen, so writers are looked at.
+    """
+    rule = record.rule
+    if rule.conjugates or rule.unshared or record.func._name.startswith("aten::_foreach_"):
+        return None
+    if not rule.writes:
+        return record.func
+    if any(isinstance(where, str) for where in rule.writes):
+        return None
+    return _unread(record, writes=tuple(i for i in rule.writes if isinstance(i, int)))
 
 
 def start_of(record: OpRecord, slots: dict[int, Slot], plan: Tracking) -> Template | None:
@@ -143,8 +154,20 @@ def start_of(record: OpRecord, slots: dict[int, Slot], plan: Tracking) -> Templa
     positions = {value.slot: i for i, value in enumerate(record.args) if type(value) is View}
     if in_passing(record) is None or not all(old.id in positions for old, _, _ in record.mutates):
         return None
-    mutates = tuple((positions[old.id], new.plan) for old, new, _ in record.mutates if new.plan in plan.tracked)
     made = tuple((slot.index, slot.plan, slot.nbytes) for slot, _ in record.made if slot.plan in plan.tracked)
+    mutates = tuple((positions[old.id], new.plan) for old, new, _ in record.mutates if new.plan in plan.tracked)
+    held = frozenset(id for id in (*(id for _, id, _ in made), *(id for _, id in mutates)) if id in plan.holds)
+    return _unread(record, made=made, mutates=mutates, held=held)
+
+
+def _unread(
+    record: OpRecord,
+    made: tuple[tuple[int, Any, int], ...] = (),
+    mutates: tuple[tuple[int, Any], ...] = (),
+    held: frozenset[int] = frozenset(),
+    writes: tuple[int, ...] = (),
+) -> Template:
+    """A template that does not look at what the op reads."""
     return Template(
         func=record.func,
         arity=len(record.args),
@@ -157,7 +180,8 @@ def start_of(record: OpRecord, slots: dict[int, Slot], plan: Tracking) -> Templa
         random=False,
         made=made,
         mutates=mutates,
-        held=frozenset(id for id in (*(id for _, id, _ in made), *(id for _, id in mutates)) if id in plan.holds),
+        held=held,
+        writes=writes,
         empty=False,
         ok=False,
         why="it is not planned to run again",
@@ -209,6 +233,7 @@ def template_of(record: OpRecord, slots: dict[int, Slot], plan: Tracking) -> Tem
         made=made,
         mutates=mutates,
         held=frozenset(id for id in (*(id for _, id, _ in made), *(id for _, id in mutates)) if id in plan.holds),
+        writes=(),
         empty=rule.handling == "empty",
         ok=all(slot.ok or slot.empty for slot in new),
         why=new[0].why if new else "",
