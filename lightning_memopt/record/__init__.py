@@ -2,7 +2,7 @@
 
 from lightning_memopt.record.exposure import watching
 from lightning_memopt.record.recorder import Observer, OpRecord, Owner, Recorder
-from lightning_memopt.record.rules import Rule, register_op, rule_of, rules_generation
+from lightning_memopt.record.rules import Rule, is_norm, register_op, rule_of, rules_generation
 from lightning_memopt.record.tape import UNKNOWN, Call, Slot, Tape, View, numeric_flags, set_numeric_flags, storage_id
 from lightning_memopt.record.tensors import detached, is_plain, tensors_in
 
@@ -18,6 +18,7 @@ __all__ = [
     "Tape",
     "View",
     "detached",
+    "is_norm",
     "is_plain",
     "numeric_flags",
     "register_op",

@@ -3,6 +3,8 @@
 Raw memory: numpy, ctypes and dlpack can write where no dispatch mode sees it. While a recorder is active, what hands out the
 memory of a `torch.Tensor` or of its storage tells it first.
 
+Settings that change bits: rebuilds run under those that the forward began with; ops that run under others are not replayed.
+
 Saved-tensor hooks: `torch.func` and others forbid them, and torch refuses to while any are entered. Ours step aside.
 """
 
@@ -18,8 +20,23 @@ import torch
 Watcher = Callable[[torch.Tensor], None]
 _TENSOR = ("data_ptr", "numpy", "__array__", "__dlpack__")
 _STORAGE = ("data_ptr", "__setitem__", "fill_", "copy_")
+_SETTERS = (
+    (torch._C, "_set_mkldnn_enabled"),
+    (torch._C, "_set_cudnn_enabled"),
+    (torch._C, "_set_cudnn_benchmark"),
+    (torch._C, "_set_cudnn_deterministic"),
+    (torch._C, "_set_cudnn_allow_tf32"),
+    (torch._C, "_set_cublas_allow_tf32"),
+    (torch._C, "_set_deterministic_algorithms"),
+    (torch._C, "_set_float32_matmul_precision"),
+    (torch._C, "_set_fp32_precision_setter"),
+    (torch._C, "_set_default_dtype"),
+    (torch, "set_num_threads"),
+    (torch, "set_flush_denormal"),
+)
 _lock = threading.Lock()
 _watchers: list[Watcher] = []
+_listeners: list[Callable[[], None]] = []
 _originals: list[tuple[Any, str, bool, Any]] = []
 _busy = threading.local()
 
@@ -53,6 +70,17 @@ def _of_storage(original: Any) -> Any:
     return method
 
 
+def _setting(original: Any) -> Any:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        finally:
+            for listener in tuple(_listeners):
+                listener()
+
+    return function
+
+
 def _forbidding(original: Any) -> Any:
     def disable(message: str, fail_if_non_empty: bool = True) -> Any:
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -76,6 +104,8 @@ def _install() -> None:
         _replace(torch.UntypedStorage, name, _of_storage)
     for module in (torch, torch.utils.dlpack):
         _replace(module, "to_dlpack", _of_tensor)
+    for module, name in _SETTERS:
+        _replace(module, name, _setting)
     _replace(torch._C._autograd, "_saved_tensors_hooks_disable", _forbidding)
 
 
@@ -89,16 +119,20 @@ def _restore() -> None:
 
 
 @contextlib.contextmanager
-def watching(watcher: Watcher) -> Iterator[None]:
-    """Call `watcher(t)` before anybody gets at the raw memory of `t`. Everything is put back when nobody watches."""
+def watching(watcher: Watcher, listener: Callable[[], None]) -> Iterator[None]:
+    """Call `watcher(t)` before anybody gets at the raw memory of `t`, and `listener()` after somebody set one of the settings
+    that change bits. Everything is put back when nobody watches.
+    """
     with _lock:
         if not _watchers:
             _install()
         _watchers.append(watcher)
+        _listeners.append(listener)
     try:
         yield
     finally:
         with _lock:
             _watchers.remove(watcher)
+            _listeners.remove(listener)
             if not _watchers:
                 _restore()

@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memopt.record.rules import Rule, may_replay, rule_of, trains_statistics
-from lightning_memopt.record.tape import UNKNOWN, UNSHARED, Call, Slot, Tape, View, storage_id
+from lightning_memopt.record.tape import UNKNOWN, UNSHARED, Call, Slot, Tape, View, numeric_flags, storage_id
 from lightning_memopt.record.tensors import PLAIN, conjugating, covers, detached, generator_state, is_plain, tensors_in
 
 _DETACH = torch.ops.aten.detach.default
@@ -72,6 +72,7 @@ class Recorder(TorchDispatchMode):
         self.owner = owner
         self.observer = observer
         self.capturing = True
+        self.elsewhere = False
         self.op = 0
         self.next_slot = 0
         self.of_storage: dict[int, Slot] = {}
@@ -185,7 +186,13 @@ class Recorder(TorchDispatchMode):
         held_args = tuple([self._capture(a, reads, plain) for a in args])
         held_kwargs = {k: self._capture(v, reads, plain) for k, v in kwargs.items()} if kwargs else {}
         targets = self._targets(func, rule, args, kwargs)
-        replayable = self.capturing and plain[0] and rule.handling != "opaque" and may_replay(func, _device(reads, kwargs))
+        replayable = (
+            self.capturing
+            and plain[0]
+            and not self.elsewhere
+            and rule.handling != "opaque"
+            and may_replay(func, _device(reads, kwargs))
+        )
         record = OpRecord(func, rule, held_args, held_kwargs, (), [], [], None, replayable)
         if replayable and rule.handling != "empty":
             record.call = self._call(op, record, args, kwargs, reads, targets)
@@ -349,6 +356,10 @@ class Recorder(TorchDispatchMode):
                 slot.why = rule.why or "made from what cannot be made again"
             made.append((slot, t))
         return made
+
+    def settings_changed(self) -> None:
+        """Rule 6: rebuilds run under the numeric settings that the forward began with; what runs under others is kept."""
+        self.elsewhere = numeric_flags() != self.tape.flags
 
     def expose(self, t: torch.Tensor) -> None:
         """Somebody takes the raw memory of `t`: from now on it may change unseen, so no replay starts from it (Rule 4).

@@ -192,6 +192,11 @@ _NORMS = {
 }
 
 
+def is_norm(name: str) -> bool:
+    """Whether an op of this name (`aten::name`, with or without its overload) may update running statistics."""
+    return name.partition("::")[2].partition(".")[0] in _NORMS
+
+
 def trains_statistics(func: OpOverload, args: tuple, kwargs: dict) -> bool:
     """Whether this call of a batch norm updates running statistics: in evaluation it reads them and is pure."""
     names = [a.name for a in func._schema.arguments]

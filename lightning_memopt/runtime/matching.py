@@ -6,13 +6,14 @@ numbers cannot. Ops that meet their template are not recorded again (runtime/tem
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._ops import OpOverload
 
-from lightning_memopt.record import Call, OpRecord, Recorder, Slot, storage_id, tensors_in
-from lightning_memopt.record.tensors import PLAIN, detached, generator_state
+from lightning_memopt.record import UNKNOWN, Call, OpRecord, Recorder, Slot, storage_id, tensors_in
+from lightning_memopt.record.tensors import PLAIN, detached, generator_state, is_plain
 from lightning_memopt.runtime.templates import Template, flattened, in_passing, same_constant, start_of, template_of
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class Matcher(Recorder):
         self.program = engine.program
         self.templates = engine.program.templates.current()
         self.next_slot = len(engine.program.graph.tensors)  # ids below are the plan's own
+        self._unread: list[tuple[Slot, weakref.ref[torch.Tensor]]] = []
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         engine = self.engine
@@ -50,10 +52,12 @@ class Matcher(Recorder):
 
     def _startable(self, template: Template, args: tuple, kwargs: dict | None, values: Any) -> bool | None:
         """Whether what the call reads is there or can be made again; None where it is not called as the template says."""
+        if torch.is_inference_mode_enabled() or (template.writes and self._writes_known(template, args)):
+            return None
         if template.kwargs is None:
             known = all(storage_id(values[i]) in self.of_storage for i, _ in template.mutates)
-            return False if known and not any(self._known(values[i]) for i in template.writes if i < len(values)) else None
-        if len(args) != template.arity or torch.is_grad_enabled() is not template.grad:
+            return False if known else None
+        if len(values) != template.arity or torch.is_grad_enabled() is not template.grad:
             return None
         for i, constant in template.constants:
             value = values[i]
@@ -66,7 +70,7 @@ class Matcher(Recorder):
                 if name not in kwargs or not same_constant(kwargs[name], constant):
                     return None
         of_storage = self.of_storage
-        startable = template.ok
+        startable = True
         reads = template.call is not None
         for i, view in template.tensors:
             t = values[i]
@@ -74,6 +78,8 @@ class Matcher(Recorder):
                 return None
             slot = of_storage.get(storage_id(t))
             if slot is None:
+                if not is_plain(t):
+                    return None
                 slot = self._enters(t, view.slot)
             elif slot.version != t._version and slot is not self._current(slot, t):
                 return None
@@ -88,6 +94,8 @@ class Matcher(Recorder):
             ):
                 return None
             if reads:
+                if slot.exposed:
+                    return None
                 slot.read = True
                 if slot.value is None and slot.external:
                     slot.value = t if t.grad_fn is None else detached(t)
@@ -95,8 +103,10 @@ class Matcher(Recorder):
                     startable = False
         return startable
 
-    def _known(self, t: Any) -> bool:
-        return isinstance(t, torch.Tensor) and (t.layout is not _STRIDED or storage_id(t) in self.of_storage)
+    def _writes_known(self, template: Template, args: tuple) -> bool:
+        """Whether the op writes, where the plan expects memory that it knows nothing of, into memory that is on the tape."""
+        targets = [t for i in template.writes if i < len(args) for t in tensors_in(args[i])]
+        return any(not is_plain(t) or storage_id(t) in self.of_storage for t in targets)
 
     def _starts(self) -> bool:
         return self.capturing and self.engine.position in self.program.schedule.replayed
@@ -144,6 +154,27 @@ class Matcher(Recorder):
                 engine.hold(new, t)
         engine.position += 1
         return out
+
+    def _overwritten(self, old: Slot, t: torch.Tensor, new: Slot, call: Call | None, ok: bool) -> Slot:
+        self._unread.append((new, weakref.ref(t)))
+        return super()._overwritten(old, t, new, call, ok)
+
+    def settings_changed(self) -> None:
+        super().settings_changed()
+        templates = self.engine.program.templates
+        self.templates = [None] * len(templates.found) if self.elsewhere else templates.found
+
+    def settle(self) -> bool:
+        """Before ops run unseen: read the counters that autograd has moved since. False where that is no longer possible."""
+        unread, self._unread = self._unread, []
+        for slot, ref in unread:
+            if slot.version == UNKNOWN and not slot.stale and slot.alive() is not None:
+                t = ref()
+                if t is None:
+                    self._unread = unread
+                    return False
+                self._current(slot, t)
+        return True
 
     def _with_state(self, call: Call, values: Any) -> Call:
         """The call of this step: the generator's state is its own."""

@@ -8,7 +8,7 @@ import torch
 
 from lightning_memopt.graph import BEFORE
 from lightning_memopt.plan import Free, Segment
-from lightning_memopt.record import Recorder, Slot, detached
+from lightning_memopt.record import Slot, detached
 from lightning_memopt.runtime.execute import below_autograd, checksum, flags_of, missing, run
 from lightning_memopt.runtime.matching import Matcher
 from lightning_memopt.runtime.program import Program
@@ -39,7 +39,7 @@ class PlannedEngine(Engine):
         self.first_unmatched: tuple[int, str] | None = None
         self.unplanned = False
 
-    def make_recorder(self) -> Recorder:
+    def make_recorder(self) -> Matcher:
         return Matcher(self)
 
     def wants_state(self) -> bool:

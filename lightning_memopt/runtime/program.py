@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.plan import Life, Schedule, Segment, lower
+from lightning_memopt.record import is_norm
 from lightning_memopt.runtime.templates import Templates
 
 _WORTHWHILE = 4
@@ -93,6 +94,19 @@ class Program:
         return op not in self.schedule.replayed and self.tracked.isdisjoint(tensors)
 
     @cached_property
+    def _starts_nbytes(self) -> frozenset[int]:
+        """Sizes of what was there before the step and is no parameter, where a rebuild starts from it."""
+        ops, tensors = self.graph.ops, self.graph.tensors
+        read = (tensors[t] for op in self.schedule.replayed for t in ops[op].inputs)
+        return frozenset(t.nbytes for t in read if t.born_at == BEFORE and t.kind != "parameter")
+
+    def _disturbs(self, op: int) -> bool:
+        """Whether a batch norm, of whose running statistics the graph says nothing, may write over what a rebuild reads."""
+        made = self.graph.ops[op]
+        sizes = (self.graph.tensors[t].nbytes for t in made.outputs[1:])
+        return is_norm(made.name) and not self._starts_nbytes.isdisjoint(sizes)
+
+    @cached_property
     def quiet(self) -> dict[str, tuple[int, int]]:
         """Modules that run without the recorder: path -> (position of their first op, of the first one after them).
 
@@ -114,7 +128,7 @@ class Program:
             if len(js) >= _WORTHWHILE
             and js[-1] - js[0] + 1 == len(js)
             and not any(other == path or other.startswith(path + ".") for other in again)
-            and all(self.passes(j) and j not in saving for j in js)
+            and all(self.passes(j) and j not in saving and not self._disturbs(j) for j in js)
         }
 
     def spans_of(self, model: nn.Module) -> dict[int, tuple[int, int]]:

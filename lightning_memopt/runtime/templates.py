@@ -44,13 +44,13 @@ def flattened(args: tuple) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """One op of the plan's forward. Positions are those in `args`, or in `flattened(args)` where `nested`.
+    """One op of the plan's forward. Positions are those in `args`, or in `flattened(args)` where `nested`; `arity` counts them.
 
     `tensors`: position and window (on a tensor of the plan) of every tensor that the op reads. `constants`: position and
     value of the rest. `call`: the recipe, None where there is none; `random`: it needs the generator's state. `made`: index
     among the tensors returned, tensor, bytes; `mutates`: position, tensor made. `held`: those of them that the plan holds.
-    `ok`: they could be made again when the template was learned. `kwargs` is None where arguments do not matter, but that
-    nothing tracked is among those that it `writes`.
+    `kwargs` is None where arguments do not matter. `writes`:
+    positions in `args` of what it writes and the plan knows nothing of; in memory that is known, this is another op.
     """
 
     func: OpOverload
@@ -65,10 +65,9 @@ class Template:
     made: tuple[tuple[int, int, int], ...]
     mutates: tuple[tuple[int, int], ...]
     held: frozenset[int]
-    writes: tuple[int, ...]
     empty: bool
-    ok: bool
     why: str
+    writes: tuple[int, ...] = ()
 
 
 class Templates:
@@ -134,40 +133,36 @@ def _named_call(call: Call, slots: dict[int, Slot]) -> Call:
     return found
 
 
-def in_passing(record: OpRecord) -> Template | OpOverload | None:
-    """What there is to know of an op that nothing depends on: the overload, and for one that writes, which arguments.
-
-    None where running it takes the recorder's care. Memory that is tracked must not change unseen, so writers are looked at.
-    """
+def _special(record: OpRecord) -> bool:
+    """Whether running the op takes the recorder's care."""
     rule = record.rule
-    if rule.conjugates or rule.unshared or record.func._name.startswith("aten::_foreach_"):
+    foreach = record.func._name.startswith("aten::_foreach_")
+    return rule.conjugates or rule.unshared or foreach or any(isinstance(where, str) for where in rule.writes)
+
+
+def in_passing(record: OpRecord) -> Template | OpOverload | None:
+    """What there is to know of an op that nothing depends on; None where running it takes the recorder's care."""
+    if _special(record):
         return None
-    if not rule.writes:
-        return record.func
-    if any(isinstance(where, str) for where in rule.writes):
-        return None
-    return _unread(record, writes=tuple(i for i in rule.writes if isinstance(i, int)))
+    return _whatever(record, (), (), frozenset()) if record.rule.writes else record.func
 
 
 def start_of(record: OpRecord, slots: dict[int, Slot], plan: Tracking) -> Template | None:
     """The template of an op that does not run again: whatever it is given, its results are what rebuilds start from."""
     positions = {value.slot: i for i, value in enumerate(record.args) if type(value) is View}
-    if in_passing(record) is None or not all(old.id in positions for old, _, _ in record.mutates):
+    if _special(record) or not all(old.id in positions for old, _, _ in record.mutates):
         return None
-    made = tuple((slot.index, slot.plan, slot.nbytes) for slot, _ in record.made if slot.plan in plan.tracked)
     mutates = tuple((positions[old.id], new.plan) for old, new, _ in record.mutates if new.plan in plan.tracked)
+    made = tuple((slot.index, slot.plan, slot.nbytes) for slot, _ in record.made if slot.plan in plan.tracked)
     held = frozenset(id for id in (*(id for _, id, _ in made), *(id for _, id in mutates)) if id in plan.holds)
-    return _unread(record, made=made, mutates=mutates, held=held)
+    return _whatever(record, made, mutates, held)
 
 
-def _unread(
-    record: OpRecord,
-    made: tuple[tuple[int, Any, int], ...] = (),
-    mutates: tuple[tuple[int, Any], ...] = (),
-    held: frozenset[int] = frozenset(),
-    writes: tuple[int, ...] = (),
+def _whatever(
+    record: OpRecord, made: tuple[tuple[int, int, int], ...], mutates: tuple[tuple[int, int], ...], held: frozenset[int]
 ) -> Template:
-    """A template that does not look at what the op reads."""
+    """The template of an op that does not run again, whatever it is given."""
+    positions = {i for i, _ in mutates}
     return Template(
         func=record.func,
         arity=len(record.args),
@@ -181,10 +176,9 @@ def _unread(
         made=made,
         mutates=mutates,
         held=held,
-        writes=writes,
         empty=False,
-        ok=False,
         why="it is not planned to run again",
+        writes=tuple(where for where in record.rule.writes if isinstance(where, int) and where not in positions),
     )
 
 
@@ -192,16 +186,21 @@ def template_of(record: OpRecord, slots: dict[int, Slot], plan: Tracking) -> Tem
     """The template of an op that was recorded and matched; None where comparing it is not enough.
 
     Not enough: generators and subclasses among the arguments, windows that are conjugate or negative, views that count
-    versions for themselves, slots that are no tensors of the plan.
+    versions for themselves, slots that are no tensors of the plan. Nor is there one of an op that this step cannot run again:
+    the next step may.
     """
     rule, call = record.rule, record.call
     if rule.conjugates or rule.unshared or not all(same_constant(v, v) for v in record.kwargs.values()):
         return None
+    new = [slot for slot, _ in record.made] + [slot for _, slot, _ in record.mutates]
+    if not all(slot.ok or slot.empty for slot in new):
+        return None
     nested = any(type(a) is list and any(type(v) is View for v in a) for a in record.args)
+    values = flattened(record.args) if nested else record.args
     reads = {slot.id for slot in record.reads}
     tensors, constants = [], []
     try:
-        for i, value in enumerate(flattened(record.args) if nested else record.args):
+        for i, value in enumerate(values):
             if type(value) is View:
                 if value.slot not in reads and rule.rewrite is not None:
                     continue  # running statistics, which the recipe leaves out
@@ -219,10 +218,9 @@ def template_of(record: OpRecord, slots: dict[int, Slot], plan: Tracking) -> Tem
         )
     except _Unnamed:
         return None
-    new = [slot for slot, _ in record.made] + [slot for _, slot, _ in record.mutates]
     return Template(
         func=record.func,
-        arity=len(record.args),
+        arity=len(values),
         nested=nested,
         tensors=tuple(tensors),
         constants=tuple(constants),
@@ -233,8 +231,7 @@ def template_of(record: OpRecord, slots: dict[int, Slot], plan: Tracking) -> Tem
         made=made,
         mutates=mutates,
         held=frozenset(id for id in (*(id for _, id, _ in made), *(id for _, id in mutates)) if id in plan.holds),
-        writes=(),
         empty=rule.handling == "empty",
-        ok=all(slot.ok or slot.empty for slot in new),
         why=new[0].why if new else "",
+        writes=tuple(where for where in rule.writes if isinstance(where, int)) if rule.rewrite is not None else (),
     )

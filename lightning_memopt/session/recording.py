@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lightning_memopt.record import Recorder, watching
 from lightning_memopt.runtime import Engine, PlannedEngine
+from lightning_memopt.runtime.matching import Matcher
 
 
 class Recording:
@@ -30,7 +31,7 @@ class Recording:
         self.engine.recorder = self.recorder
         self.recorder.capturing = True
         try:
-            self._stack.enter_context(watching(self.recorder.expose))
+            self._stack.enter_context(watching(self.recorder.expose, self.recorder.settings_changed))
             self._begin()
         except BaseException:
             self.__exit__()
@@ -57,11 +58,15 @@ class PlannedRecording(Recording):
     """Recording under a plan: modules that the plan says nothing about run as if nobody recorded."""
 
     engine: PlannedEngine
+    recorder: Matcher
 
     def __init__(self, engine: PlannedEngine, model: nn.Module) -> None:
-        super().__init__(engine, engine.make_recorder(), own_mode=True)
+        recorder = engine.make_recorder()
+        super().__init__(engine, recorder, own_mode=True)
+        self.recorder = recorder
         self._spans = engine.program.spans_of(model)
         self._outside: nn.Module | None = None
+        self._depth = 0
         self._thread = threading.get_ident()
 
     def __enter__(self) -> PlannedRecording:
@@ -73,12 +78,19 @@ class PlannedRecording(Recording):
 
     def _module_begins(self, module: nn.Module, _: Any) -> None:
         span = self._spans.get(id(module))
-        if span is not None and self._outside is None and span[0] == self.engine.position and self._on_top():
-            self._outside = module
+        if span is None:
+            return
+        if self._outside is not None:
+            self._depth += module is self._outside and threading.get_ident() == self._thread
+        elif span[0] == self.engine.position and self._on_top() and self.recorder.settle():
+            self._outside, self._depth = module, 0
             self._saving.close()
 
     def _module_ends(self, module: nn.Module, _: Any, __: Any) -> None:
         if module is self._outside and threading.get_ident() == self._thread:
+            if self._depth:
+                self._depth -= 1  # a call of itself, inside of it
+                return
             self._outside = None
             self.engine.position = self._spans[id(module)][1]
             self._begin()
