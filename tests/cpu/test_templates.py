@@ -566,3 +566,28 @@ def test_side_modules_run_unrecorded():
         patch.setattr(PlannedRecording, "_module_ends", ends)
         trains(lambda: Turns(steady), STEPS[:4], mean)
     assert any(left)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "sparse csr", "inference", "now and then"])
+def test_batches_that_are_not_recorded(kind):
+    """EXACT with a batch, and a buffer, that the recorder leaves alone: sparse, or made in inference mode."""
+
+    class Graph(Body):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("adjacency", torch.eye(96).to_sparse(), persistent=False)
+
+        def forward(self, x, given):
+            return super().forward(torch.sparse.mm(self.adjacency, x) + torch.matmul(given, x))
+
+    turn = [0]
+
+    def loss(m, x):
+        turn[0] += 1
+        kinds = {"sparse": torch.Tensor.to_sparse, "sparse csr": torch.Tensor.to_sparse_csr, "inference": torch.Tensor.neg}
+        make = kinds.get(kind, (torch.Tensor.to_sparse, torch.Tensor.neg)[turn[0] % 2])
+        with torch.inference_mode() if kind == "inference" else torch.no_grad():
+            given = make(torch.eye(96))
+        return m(x.clone().requires_grad_() if kind != "inference" else x, given).square().mean()
+
+    trains(Graph, STEPS, loss, drops=False)
