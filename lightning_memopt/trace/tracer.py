@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_memopt.graph import BEFORE, Graph, Op, Point, Save, Tensor
 from lightning_memopt.graph.model import Kind, Phase
-from lightning_memopt.record import OpRecord, Recorder, Slot, storage_id
+from lightning_memopt.record import OpRecord, Recorder, Slot, is_plain, storage_id
 
 _CUDA_ROUND = 512
 
@@ -288,6 +288,8 @@ def watch_all(tracer: Tracer, recorder: Recorder, tensors: Iterable[tuple[torch.
     """Enter everything that is in memory before the forward begins: parameters, buffers, gradients, optimizer state, batch."""
     recorder.capturing = False
     for t, kind, name in tensors:
+        if not is_plain(t):  # sparse, nested, made in inference mode: the recorder leaves it alone
+            continue
         slot = recorder.of_storage.get(storage_id(t))
         if slot is None:
             slot = recorder.adopt(t)

@@ -54,11 +54,11 @@ class Count:
     different: dict[str, str] = field(default_factory=dict)
 
 
-def _dense(t: torch.Tensor) -> torch.Tensor:
+def dense(t: torch.Tensor) -> torch.Tensor:
     return t.to_dense() if t.layout is not torch.strided else t
 
 
-def _seed_of(t: torch.Tensor) -> torch.Tensor:
+def seed_of(t: torch.Tensor) -> torch.Tensor:
     """What backward starts from: irregular numbers that no generator was asked for."""
     steps = torch.arange(1, t.numel() + 1, dtype=torch.float64)
     return torch.frac(steps * 0.7548776662466927).sub(0.4).reshape(t.shape).to(t.dtype)
@@ -79,7 +79,7 @@ def run(call: Callable[..., Any], inputs: Any, *, drop: bool, where: str, leaves
     def forward() -> list[torch.Tensor]:
         # clones on both sides: what goes in is recorded, what comes out is not held
         out = call(*tree_map_only(torch.Tensor, lambda t: t.clone(), fresh))
-        return [_dense(t).clone() for t in tree_flatten(out)[0] if isinstance(t, torch.Tensor)]
+        return [dense(t).clone() for t in tree_flatten(out)[0] if isinstance(t, torch.Tensor)]
 
     dropped, replayed = 0, []
     if drop:
@@ -99,8 +99,8 @@ def run(call: Callable[..., Any], inputs: Any, *, drop: bool, where: str, leaves
     roots = [t for t in out if t.requires_grad]
     grads: list[torch.Tensor | None] = []
     if roots and wanted:
-        found = torch.autograd.grad(roots, wanted, [_seed_of(t) for t in roots], allow_unused=True)
-        grads = [None if g is None else _dense(g) for g in found]
+        found = torch.autograd.grad(roots, wanted, [seed_of(t) for t in roots], allow_unused=True)
+        grads = [None if g is None else dense(g) for g in found]
     return Ran([t.detach() for t in out], grads, torch.rand(4), dropped=dropped, rebuilt=len(set(replayed)))
 
 

@@ -33,7 +33,7 @@ UNINITIALISED = {
 }
 
 
-def _calls(op: Any, sample: Any) -> Iterator[tuple[str, Callable[..., Any], Any]]:
+def calls(op: Any, sample: Any) -> Iterator[tuple[str, Callable[..., Any], Any]]:
     inputs = (sample.input, sample.args, sample.kwargs)
     process = sample.output_process_fn_grad
 
@@ -83,7 +83,7 @@ def _sweep_op(op: Any, count: Count) -> None:
         for i, sample in enumerate(op.sample_inputs_func(op, "cpu", dtype, True)):  # without torch's stack traces
             if i == (SAMPLES_OF_FUNCTIONAL if op.name.startswith("nn.functional.") else samples):
                 break
-            for suffix, call, inputs in _calls(op, sample):
+            for suffix, call, inputs in calls(op, sample):
                 label = f"{name}{suffix} [{str(dtype)[6:]} #{i}]"
                 verdict(lambda drop, c=call, x=inputs: run(c, x, drop=drop, where=name), label, best)  # type: ignore[misc]
     if best.different:

@@ -566,3 +566,49 @@ def test_side_modules_run_unrecorded():
         patch.setattr(PlannedRecording, "_module_ends", ends)
         trains(lambda: Turns(steady), STEPS[:4], mean)
     assert any(left)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "sparse csr", "inference", "now and then"])
+def test_batches_that_are_not_recorded(kind):
+    """EXACT with a batch, and a buffer, that the recorder leaves alone: sparse, or made in inference mode."""
+
+    class Graph(Body):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("adjacency", torch.eye(96).to_sparse(), persistent=False)
+
+        def forward(self, x, given):
+            return super().forward(torch.sparse.mm(self.adjacency, x) + torch.matmul(given, x))
+
+    turn = [0]
+
+    def loss(m, x):
+        turn[0] += 1
+        kinds = {"sparse": torch.Tensor.to_sparse, "sparse csr": torch.Tensor.to_sparse_csr, "inference": torch.Tensor.neg}
+        make = kinds.get(kind, (torch.Tensor.to_sparse, torch.Tensor.neg)[turn[0] % 2])
+        with torch.inference_mode() if kind == "inference" else torch.no_grad():
+            given = make(torch.eye(96))
+        return m(x.clone().requires_grad_() if kind != "inference" else x, given).square().mean()
+
+    trains(Graph, STEPS, loss, drops=False)
+
+
+def test_one_other_step_does_not_raise_the_peak_of_those_after_it():
+    """A step whose batch was handed out as raw memory keeps more; the next one peaks where the others did."""
+
+    def f(m, i, x):
+        if i == 3:
+            x.numpy()
+        return last(m, first(m, x))
+
+    model, peaks = made(lambda: Turns(f)), {}
+    optimizer = sgd(model)
+    with attached(model, optimizer):
+        for i in range(7):
+            x, model.i = data(2048, 16, seed=i), i
+            with metered_cpu() if i > 1 else contextlib.nullcontext() as events:
+                model(x).square().mean().backward()
+            peaks[i] = events.peak_nbytes if events else 0
+            optimizer.step()
+            optimizer.zero_grad()
+    assert peaks[4] == peaks[5] == peaks[2]
