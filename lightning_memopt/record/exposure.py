@@ -105,7 +105,8 @@ def _install() -> None:
     for module in (torch, torch.utils.dlpack):
         _replace(module, "to_dlpack", _of_tensor)
     for module, name in _SETTERS:
-        _replace(module, name, _setting)
+        if hasattr(module, name):  # not every version of torch has all of them
+            _replace(module, name, _setting)
     _replace(torch._C._autograd, "_saved_tensors_hooks_disable", _forbidding)
 
 
