@@ -16,7 +16,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memopt.record.rules import Rule, may_replay, rule_of, trains_statistics
 from lightning_memopt.record.tape import UNKNOWN, UNSHARED, Call, Slot, Tape, View, numeric_flags, storage_id
-from lightning_memopt.record.tensors import PLAIN, conjugating, covers, detached, generator_state, is_plain, tensors_in
+from lightning_memopt.record.tensors import (
+    PLAIN,
+    conjugating,
+    covers,
+    detached,
+    generator_state,
+    is_plain,
+    tensors_in,
+    without_history,
+)
 
 _DETACH = torch.ops.aten.detach.default
 _EMPTY_STRIDED = torch.ops.aten.empty_strided.default
@@ -107,7 +116,7 @@ class Recorder(TorchDispatchMode):
         slot.version = t._version
         slot.why = why
         if self._starts():
-            slot.value = t if t.grad_fn is None else detached(t)
+            slot.value = without_history(t)
         return slot
 
     def _starts(self) -> bool:
@@ -117,11 +126,11 @@ class Recorder(TorchDispatchMode):
     def _current(self, slot: Slot, t: torch.Tensor) -> Slot:
         """The slot, or a new one where its version counter moved unseen: a compiled region, another thread, an extension."""
         if slot.external and slot.value is None and self._starts():
-            slot.value = t if t.grad_fn is None else detached(t)
+            slot.value = without_history(t)
         if slot.version == UNKNOWN:
             slot.version = t._version
             if slot.value is not None:
-                slot.value = t if t.grad_fn is None else detached(t)  # with the counter that was read
+                slot.value = without_history(t)  # with the counter that was read
         elif slot.version != t._version and slot.version != UNSHARED and self.capturing:
             return self._replaced(slot, t, "changed by what the recorder does not see")
         return slot
@@ -323,7 +332,7 @@ class Recorder(TorchDispatchMode):
             new.exposed = old.exposed
             new.why = "overwritten in place by an op that is not replayed"
             if old.external and self._starts():
-                new.value = t if t.grad_fn is None else detached(t)
+                new.value = without_history(t)
         else:
             new.ok = ok
             new.call = call

@@ -37,6 +37,11 @@ def detached(t: torch.Tensor) -> torch.Tensor:
         return t.detach()
 
 
+def without_history(t: torch.Tensor) -> torch.Tensor:
+    """`t` itself where it has no autograd history (a leaf is held as it is), else `detached`."""
+    return t if t.grad_fn is None else detached(t)
+
+
 def conjugating(func: Callable[..., Any]) -> Callable[..., Any]:
     """The op as outside of a dispatch mode: inside of one, conjugations that its kernel takes are ignored (pytorch#198118)."""
 

@@ -13,7 +13,7 @@ import torch
 from torch._ops import OpOverload
 
 from lightning_memopt.record import UNKNOWN, Call, OpRecord, Recorder, Slot, storage_id, tensors_in
-from lightning_memopt.record.tensors import PLAIN, detached, generator_state, is_plain
+from lightning_memopt.record.tensors import PLAIN, generator_state, is_plain, without_history
 from lightning_memopt.runtime.templates import Template, flattened, in_passing, same_constant, start_of, template_of
 
 if TYPE_CHECKING:
@@ -83,22 +83,14 @@ class Matcher(Recorder):
                 slot = self._enters(t, view.slot)
             elif slot.version != t._version and slot is not self._current(slot, t):
                 return None
-            if (
-                slot.plan != view.slot
-                or t.size() != view.size
-                or t.stride() != view.stride
-                or t.storage_offset() != view.offset
-                or t.dtype is not view.dtype
-                or t.is_neg()
-                or (view.dtype.is_complex and t.is_conj())
-            ):
+            if slot.plan != view.slot or not view.same(t):
                 return None
             if reads:
                 if slot.exposed:
                     return None
                 slot.read = True
                 if slot.value is None and slot.external:
-                    slot.value = t if t.grad_fn is None else detached(t)
+                    slot.value = without_history(t)
                 if not (slot.ok or slot.empty or slot.value is not None):
                     startable = False
         return startable
@@ -119,7 +111,7 @@ class Matcher(Recorder):
 
     def _repeat(self, template: Template, args: tuple, kwargs: dict | None, values: Any, startable: bool) -> Any:
         """Run the op and note what is new about it: its storages, and the state of the generator."""
-        engine, of_storage = self.engine, self.of_storage
+        engine, of_storage, holds = self.engine, self.of_storage, self.program.holds
         call = template.call
         if template.random:
             assert call is not None
@@ -146,14 +138,14 @@ class Matcher(Recorder):
                 slot.empty = template.empty
                 slot.ok = startable and call is not None and not template.empty
                 slot.why = template.why
-                if id in template.held:
+                if id in holds:
                     engine.hold(slot, t)
         for i, id in template.mutates:
             t = values[i]
             old = of_storage[storage_id(t)]
             new = self._overwritten(old, t, self._new(t, id), call, startable)
             new.plan = id
-            if id in template.held:
+            if id in holds:
                 engine.hold(new, t)
         engine.position += 1
         return out
@@ -218,9 +210,10 @@ class Matcher(Recorder):
             record.call.op = (j + 1) << _SPREAD
         if program.passes(j):
             self.templates[j] = in_passing(record)
+        elif j in program.schedule.replayed:
+            self.templates[j] = template_of(record, slots)
         else:
-            learn = template_of if j in program.schedule.replayed else start_of
-            self.templates[j] = learn(record, slots, program)
+            self.templates[j] = start_of(record, program.tracked)
         for slot, t in made:
             if slot.plan in program.holds:
                 engine.hold(slot, t)

@@ -23,7 +23,7 @@ def _among(ids: set[int], slot: Slot) -> bool:
 
 
 class PlannedEngine(Engine):
-    """One forward pass under a program. `position` is the plan's op that comes next; what was passed over is `unmatched`."""
+    """One forward pass under a program. `position` is the plan's op that comes next."""
 
     def __init__(self, program: Program, verify: bool = False) -> None:
         super().__init__()
@@ -102,7 +102,6 @@ class PlannedEngine(Engine):
         slots = self.tape.slots
         with below_autograd(), flags_of(self.tape):
             for step in steps:
-                slot = None
                 if isinstance(step, Free):
                     slot = slots.get(step.tensor)
                     if slot is not None and step.tensor not in self.active:

@@ -113,8 +113,7 @@ class Program:
         All their ops pass, autograd saves in them nothing that the plan says something about, they are called once a step,
         and nothing else runs meanwhile. Shorter ones are not worth it.
         """
-        handled = {save for save, _ in self.saved}
-        saving = {save.op for save in self.graph.saves if save.id in handled}
+        saving = {save.op for save in self.graph.saves if save.id in self._handled}
         spans: dict[str, list[int]] = {}
         for j, op in enumerate(self.graph.forward):
             path = op.scope
@@ -148,10 +147,13 @@ class Program:
         return [(save.id, save.tensor) for save in made]
 
     @cached_property
+    def _handled(self) -> frozenset[int]:
+        return frozenset(save for save, _ in self.saved)
+
+    @cached_property
     def events(self) -> list[tuple[str, int, int]]:
         """Requests and releases of handles, in the observed order."""
-        handled = {save for save, _ in self.saved}
-        return [(p.kind, p.id, p.occurrence) for p in self.graph.points if p.kind != "op" and p.id in handled]
+        return [(p.kind, p.id, p.occurrence) for p in self.graph.points if p.kind != "op" and p.id in self._handled]
 
     @cached_property
     def random(self) -> frozenset[int]:

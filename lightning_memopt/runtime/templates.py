@@ -8,7 +8,7 @@ that is new in a step are its storages. An op that differs in anything is record
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -48,7 +48,7 @@ class Template:
 
     `tensors`: position and window (on a tensor of the plan) of every tensor that the op reads. `constants`: position and
     value of the rest. `call`: the recipe, None where there is none; `random`: it needs the generator's state. `made`: index
-    among the tensors returned, tensor, bytes; `mutates`: position, tensor made. `held`: those of them that the plan holds.
+    among the tensors returned, tensor, bytes; `mutates`: position, tensor made.
     `kwargs` is None where arguments do not matter. `writes`:
     positions in `args` of what it writes and the plan knows nothing of; in memory that is known, this is another op.
     """
@@ -64,7 +64,6 @@ class Template:
     random: bool
     made: tuple[tuple[int, int, int], ...]
     mutates: tuple[tuple[int, int], ...]
-    held: frozenset[int]
     empty: bool
     why: str
     writes: tuple[int, ...] = ()
@@ -87,15 +86,6 @@ class Templates:
             self._settings = settings
             self.found = [None] * (self.n + 1)
         return self.found
-
-
-class Tracking(Protocol):
-    """What a program says about the tensors of its graph."""
-
-    @property
-    def tracked(self) -> frozenset[int]: ...
-    @property
-    def holds(self) -> frozenset[int]: ...
 
 
 class _Unnamed(Exception):
@@ -144,23 +134,20 @@ def in_passing(record: OpRecord) -> Template | OpOverload | None:
     """What there is to know of an op that nothing depends on; None where running it takes the recorder's care."""
     if _special(record):
         return None
-    return _whatever(record, (), (), frozenset()) if record.rule.writes else record.func
+    return _whatever(record, (), ()) if record.rule.writes else record.func
 
 
-def start_of(record: OpRecord, slots: dict[int, Slot], plan: Tracking) -> Template | None:
+def start_of(record: OpRecord, tracked: frozenset[int]) -> Template | None:
     """The template of an op that does not run again: whatever it is given, its results are what rebuilds start from."""
     positions = {value.slot: i for i, value in enumerate(record.args) if type(value) is View}
     if _special(record) or not all(old.id in positions for old, _, _ in record.mutates):
         return None
-    mutates = tuple((positions[old.id], new.plan) for old, new, _ in record.mutates if new.plan in plan.tracked)
-    made = tuple((slot.index, slot.plan, slot.nbytes) for slot, _ in record.made if slot.plan in plan.tracked)
-    held = frozenset(id for id in (*(id for _, id, _ in made), *(id for _, id in mutates)) if id in plan.holds)
-    return _whatever(record, made, mutates, held)
+    mutates = tuple((positions[old.id], new.plan) for old, new, _ in record.mutates if new.plan in tracked)
+    made = tuple((slot.index, slot.plan, slot.nbytes) for slot, _ in record.made if slot.plan in tracked)
+    return _whatever(record, made, mutates)
 
 
-def _whatever(
-    record: OpRecord, made: tuple[tuple[int, int, int], ...], mutates: tuple[tuple[int, int], ...], held: frozenset[int]
-) -> Template:
+def _whatever(record: OpRecord, made: tuple[tuple[int, Any, int], ...], mutates: tuple[tuple[int, Any], ...]) -> Template:
     """The template of an op that does not run again, whatever it is given."""
     positions = {i for i, _ in mutates}
     return Template(
@@ -175,14 +162,13 @@ def _whatever(
         random=False,
         made=made,
         mutates=mutates,
-        held=held,
         empty=False,
         why="it is not planned to run again",
         writes=tuple(where for where in record.rule.writes if isinstance(where, int) and where not in positions),
     )
 
 
-def template_of(record: OpRecord, slots: dict[int, Slot], plan: Tracking) -> Template | None:
+def template_of(record: OpRecord, slots: dict[int, Slot]) -> Template | None:
     """The template of an op that was recorded and matched; None where comparing it is not enough.
 
     Not enough: generators and subclasses among the arguments, windows that are conjugate or negative, views that count
@@ -230,7 +216,6 @@ def template_of(record: OpRecord, slots: dict[int, Slot], plan: Tracking) -> Tem
         random=call is not None and call.rng is not None,
         made=made,
         mutates=mutates,
-        held=frozenset(id for id in (*(id for _, id, _ in made), *(id for _, id in mutates)) if id in plan.holds),
         empty=rule.handling == "empty",
         why=new[0].why if new else "",
         writes=tuple(where for where in rule.writes if isinstance(where, int)) if rule.rewrite is not None else (),

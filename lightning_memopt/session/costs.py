@@ -107,7 +107,7 @@ def _planned(holder: nn.Module, forward: Callable[[], torch.Tensor]) -> tuple[Pr
 
 @cache
 def measured() -> Costs:
-    """The costs on this machine, from a chain of tiny ops and a tiny convolution; takes about 0.1 s, once a process."""
+    """The costs on this machine, from a chain of tiny ops and a tiny convolution; takes about 0.3 s, once a process."""
     with torch.enable_grad():
         holder = nn.Module()
         holder.w = weight = nn.Parameter(torch.ones(4, 4))
