@@ -56,7 +56,9 @@ def _plan(args: argparse.Namespace) -> int:
             if frontier is None:
                 raise ConfigError(f"{args.source}: three steps gave no plan. {run.report()}")
             graph = frontier.graph
-    frontier = planner.solve(graph, limit_seconds=args.solver_seconds, say=lambda s: print(s, file=sys.stderr))
+    frontier = planner.solve(
+        graph, objective=args.objective, limit_seconds=args.solver_seconds, say=lambda s: print(s, file=sys.stderr)
+    )
     budget = frontier.smallest_bytes if args.budget == "min" else parse_budget(args.budget, args.device_nbytes or _NO_DEVICE)
     plan = frontier.plan(budget)
     write_plan(args.output, plan, graph)
@@ -128,6 +130,7 @@ def parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--budget", required=True, help="8GiB, 80%%, bytes, or min")
     plan.add_argument("--device-nbytes", type=int, default=None, help="what the device has, for budgets given as a share")
+    plan.add_argument("--objective", choices=["time", "flops"], default="time", help="what the plan takes the least of")
     plan.add_argument("--solver-seconds", type=float, default=30.0)
     plan.add_argument("-o", "--output", default="plan.json")
     plan.set_defaults(run=_plan)

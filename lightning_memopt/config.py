@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
 from lightning_memopt.errors import BudgetError, ConfigError
+from lightning_memopt.solvers.planner import Objective
 from lightning_memopt.units import host_memory_nbytes, parse_budget
 
 OnExceed = Literal["replan", "warn", "raise"]
@@ -22,6 +23,8 @@ class MemOptConfig:
         budget: bytes of the training device that a whole step may use: `"8GiB"`, `"8GB"`, `"80%"` or a float in (0, 1] of
             the device, an int of bytes, `"auto"` (90 % of the device) or `"min"` (the smallest plan there is).
         recompute: whether saved tensors may be dropped and rebuilt.
+        objective: what a plan within the budget takes the least of: `"time"` as measured, or `"flops"`, which depends on
+            measured times for ties only.
         profile_steps: real training steps that are observed before the plan is made.
         solver_seconds: time limit of the planner.
         headroom: bytes of the budget that the plan leaves free, for what no trace shows.
@@ -33,6 +36,7 @@ class MemOptConfig:
 
     budget: str | float | int = "auto"
     recompute: bool = True
+    objective: Objective = "time"
     profile_steps: int = 3
     solver_seconds: float = 30.0
     headroom: int = 0
@@ -50,6 +54,8 @@ class MemOptConfig:
             raise ConfigError(f"headroom is {self.headroom!r}; give bytes as an int, 0 or more.")
         if self.on_exceed not in ("replan", "warn", "raise"):
             raise ConfigError(f"on_exceed is {self.on_exceed!r}; use 'replan', 'warn' or 'raise'.")
+        if self.objective not in get_args(Objective):
+            raise ConfigError(f"objective is {self.objective!r}; use 'time' or 'flops'.")
         if self.budget is None:
             raise BudgetError("The budget is None; give bytes like '8GiB', a share like '80%', 'auto' or 'min'.")
         if not self._smallest:

@@ -53,6 +53,7 @@ def _frontier(graph: Graph, config: MemOptConfig, say: Say) -> planner.Frontier:
     say(f"MemOpt: solving for {len(graph.ops)} ops, {len(graph.saves)} saved tensors")
     return planner.solve(
         graph,
+        objective=config.objective,
         limit_seconds=config.solver_seconds,
         say=lambda s: say(f"MemOpt:   {s}"),
         overhead=lambda lives: costs.measured().of(Program(graph, lives)),

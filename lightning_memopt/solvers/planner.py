@@ -12,6 +12,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph, Op, fingerprint, resident_nbytes, unmodified_levels
@@ -29,10 +30,16 @@ _LEVELS = 160
 _UNSEEN_NBYTES = 4096
 """Left free in every budget: scalars that no op makes (a loss read by Python, a counter)."""
 
+_TIE = 1e-3
 _OP_SECONDS, _BYTES_PER_SECOND, _FLOPS_PER_SECOND = 1e-6, 1e9, 8e9
 """A machine for what must not depend on measured times. Only the ratios matter: those of one core of a CPU."""
 
 Progress = Callable[[str], None]
+Objective = Literal["time", "flops"]
+"""What the frontier trades bytes for: extra seconds, as measured, or extra FLOPs, the fastest plan of those with as few.
+
+Plans for the fewest FLOPs do not depend on measured times, but for ties: they are the better ones where those mean little.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +58,7 @@ def _needs(candidate: Candidate) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Frontier:
-    """Pareto set of plans, needed bytes rising and extra seconds falling; the last one is the unmodified step or better.
+    """Pareto set of plans, needed bytes rising and the objective falling; the last one is the unmodified step or better.
 
     `smallest_bytes` is the smallest budget that holds for any op times; with those of this graph a plan may need a little less.
     """
@@ -64,7 +71,7 @@ class Frontier:
     seconds: float
 
     def within(self, budget_nbytes: int) -> Candidate:
-        """The fastest plan whose predicted peak is within the budget. Raises InfeasibleError naming the smallest budget."""
+        """The best plan whose predicted peak is within the budget. Raises InfeasibleError naming the smallest budget."""
         fits = [c for c in self.candidates if _needs(c) <= budget_nbytes]
         if not fits:
             raise InfeasibleError(
@@ -147,11 +154,22 @@ def _smallest(graph: Graph) -> Iterator[tuple[str, tuple[Life, ...]]]:
         yield f"{name}, smallest", replay_chain.lives(model, dp.smallest_schedule(model.chain))
 
 
-def _pareto(pool: Iterable[Candidate]) -> list[Candidate]:
-    """Peaks rising, seconds falling."""
+def _priced_by_flops(graph: Graph) -> Graph:
+    """The graph of a machine that takes its time for FLOPs alone; a little of the measured time decides between equals."""
+    rate = graph.step_seconds / max(1, sum(op.flops for op in graph.ops))
+    return replace(graph, ops=tuple(replace(op, seconds=op.flops * rate + op.seconds * _TIE) for op in graph.ops))
+
+
+def _pareto(pool: Iterable[Candidate], objective: Objective) -> list[Candidate]:
+    """Peaks rising, the objective falling."""
+
+    def price(c: Candidate) -> tuple[float, ...]:
+        p = c.predicted
+        return (p.seconds,) if objective == "time" else (p.extra_flops, p.seconds)
+
     best: list[Candidate] = []
-    for c in sorted(pool, key=lambda c: (_needs(c), c.predicted.seconds, c.predicted.replayed_ops)):
-        if not best or c.predicted.seconds < best[-1].predicted.seconds:
+    for c in sorted(pool, key=lambda c: (_needs(c), *price(c), c.predicted.replayed_ops)):
+        if not best or price(c) < price(best[-1]):
             best.append(c)
     return best
 
@@ -159,6 +177,7 @@ def _pareto(pool: Iterable[Candidate]) -> list[Candidate]:
 def solve(
     graph: Graph,
     *,
+    objective: Objective = "time",
     limit_seconds: float = 30.0,
     say: Progress = lambda _: None,
     overhead: Callable[[tuple[Life, ...]], float] = lambda _: 0.0,
@@ -185,16 +204,17 @@ def solve(
         return True
 
     def timed() -> Iterator[tuple[str, tuple[Life, ...]]]:
-        yield "Echo", echo(graph)
+        priced = graph if objective == "time" else _priced_by_flops(graph)
+        yield "Echo", echo(priced)
         moments.extend(bound.moments(graph))
-        for moment in moments:
+        for moment in moments if priced is graph else bound.moments(priced):
             yield from _whole_graph(moment)
-        yield from _chain(graph, unmodified, say)
+        yield from _chain(priced, unmodified, say)
 
     saves = any(s.unpacked_at and s.tensor in graph.producers for s in graph.saves)
     in_time = fill([("keep all", keep_all(graph))]) and saves and fill(_smallest(graph))
     smallest = min(map(_needs, pool))
     if in_time:
         fill(timed())
-    found = [replace(c, predicted=replace(c.predicted, overhead_seconds=overhead(c.lives))) for c in _pareto(pool)]
-    return Frontier(graph, tuple(_pareto(found)), smallest, unmodified, tuple(moments), time.perf_counter() - began)
+    found = [replace(c, predicted=replace(c.predicted, overhead_seconds=overhead(c.lives))) for c in _pareto(pool, objective)]
+    return Frontier(graph, tuple(_pareto(found, objective)), smallest, unmodified, tuple(moments), time.perf_counter() - began)

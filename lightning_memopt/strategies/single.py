@@ -10,6 +10,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_memopt.config import MemOptConfig, OnExceed
+from lightning_memopt.solvers.planner import Objective
 from lightning_memopt.strategies.mixin import MemOptMixin
 
 
@@ -19,6 +20,7 @@ class MemOptStrategy(MemOptMixin, SingleDeviceStrategy):
     Args:
         budget: bytes of the device a whole step may use: `"8GiB"`, `"80%"`, a float in (0, 1], an int, `"auto"` or `"min"`.
         recompute: whether saved tensors may be dropped and rebuilt.
+        objective: what the plan takes the least of within the budget: `"time"` as measured, or `"flops"`.
         profile_steps: real steps to observe before the plan is made.
         solver_seconds: time limit of the planner.
         headroom: bytes of the budget to leave free.
@@ -35,6 +37,7 @@ class MemOptStrategy(MemOptMixin, SingleDeviceStrategy):
         self,
         budget: int | float | str = "auto",
         recompute: bool = True,
+        objective: Objective = "time",
         profile_steps: int = 3,
         solver_seconds: float = 30.0,
         headroom: int = 0,
@@ -49,6 +52,7 @@ class MemOptStrategy(MemOptMixin, SingleDeviceStrategy):
         self.memopt_config = MemOptConfig(
             budget=budget,
             recompute=recompute,
+            objective=objective,
             profile_steps=profile_steps,
             solver_seconds=solver_seconds,
             headroom=headroom,

@@ -70,6 +70,7 @@ def test_budget_above_the_device(front: Front) -> None:
 @pytest.mark.parametrize(
     "options",
     [
+        {"objective": "joules"},
         {"profile_steps": 0},
         {"profile_steps": "3"},
         {"solver_seconds": 0},

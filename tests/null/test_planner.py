@@ -36,6 +36,20 @@ def test_the_smallest_budget_does_not_depend_on_measured_times() -> None:
             assert frontier.plan(smallest).predicted_peak_bytes <= smallest
 
 
+def test_fewest_flops() -> None:
+    """The other objective: fewer FLOPs than the fastest plans take, and never below their lower bound of time."""
+    for graph in map(random_graph, range(3)):
+        rng = random.Random(5)
+        graph = replace(graph, ops=tuple(replace(op, flops=rng.choice((0, 10**6, 10**8))) for op in graph.ops))
+        fastest, cheapest = planner.solve(graph), planner.solve(graph, objective="flops")
+        most = int(fastest.unmodified_peak_bytes * 0.9)
+        plans = [(fastest.plan(b), cheapest.plan(b)) for b in range(fastest.smallest_bytes, most, (most >> 4) + 1)]
+        assert sum(c.predicted.extra_flops for _, c in plans) < 0.9 * sum(f.predicted.extra_flops for f, _ in plans)
+        for plan in (plan for pair in plans for plan in pair):
+            assert plan.predicted_peak_bytes <= plan.budget_bytes
+            assert plan.predicted.seconds >= plan.lower_bound_seconds
+
+
 def test_a_budget_is_refused_with_one_that_works() -> None:
     dropped = 0
     for graph in map(random_graph, range(12)):
