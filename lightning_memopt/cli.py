@@ -130,7 +130,9 @@ def parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--budget", required=True, help="8GiB, 80%%, bytes, or min")
     plan.add_argument("--device-nbytes", type=int, default=None, help="what the device has, for budgets given as a share")
-    plan.add_argument("--objective", choices=["time", "flops"], default="time", help="what the plan takes the least of")
+    plan.add_argument(
+        "--objective", choices=["throughput", "flops"], default="throughput", help="what the plan takes the least of"
+    )
     plan.add_argument("--solver-seconds", type=float, default=30.0)
     plan.add_argument("-o", "--output", default="plan.json")
     plan.set_defaults(run=_plan)

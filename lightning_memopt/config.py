@@ -23,8 +23,7 @@ class MemOptConfig:
         budget: bytes of the training device that a whole step may use: `"8GiB"`, `"8GB"`, `"80%"` or a float in (0, 1] of
             the device, an int of bytes, `"auto"` (90 % of the device) or `"min"` (the smallest plan there is).
         recompute: whether saved tensors may be dropped and rebuilt.
-        objective: what a plan within the budget takes the least of: `"time"` as measured, or `"flops"`, which depends on
-            measured times for ties only.
+        objective: what a plan within the budget takes the least of: measured time (`"throughput"`) or `"flops"`.
         profile_steps: real training steps that are observed before the plan is made.
         solver_seconds: time limit of the planner.
         headroom: bytes of the budget that the plan leaves free, for what no trace shows.
@@ -36,7 +35,7 @@ class MemOptConfig:
 
     budget: str | float | int = "auto"
     recompute: bool = True
-    objective: Objective = "time"
+    objective: Objective = "throughput"
     profile_steps: int = 3
     solver_seconds: float = 30.0
     headroom: int = 0

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from lightning_memopt.runtime.planned import PlannedEngine
 
 _STRIDED = torch.strided
+_REACH = 256
+"""How far from its position an op is looked for, where some planned ops did not run or run later."""
 _SPREAD = 20
 """Calls are numbered by the plan's op shifted by this many bits: room for unmatched ones between two matched ones."""
 
@@ -34,6 +36,7 @@ class Matcher(Recorder):
         self.templates = engine.program.templates.current()
         self.next_slot = len(engine.program.graph.tensors)  # ids below are the plan's own
         self._unread: list[tuple[Slot, weakref.ref[torch.Tensor]]] = []
+        self._furthest = 0
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         engine = self.engine
@@ -106,7 +109,8 @@ class Matcher(Recorder):
     def _enters(self, t: torch.Tensor, tensor: int) -> Slot:
         """The slot of what was made before the forward, met where the plan reads `tensor`."""
         slot = self.adopt(t)
-        self._may_be(slot, tensor)
+        if self._may_be(slot, tensor):
+            self._is(slot, tensor)
         return slot
 
     def _repeat(self, template: Template, args: tuple, kwargs: dict | None, values: Any, startable: bool) -> Any:
@@ -189,7 +193,8 @@ class Matcher(Recorder):
 
     def _number(self) -> int:
         self.op += 1
-        return (self.engine.position << _SPREAD) + self.op
+        self._furthest = max(self._furthest, self.engine.position)
+        return (self._furthest << _SPREAD) + self.op
 
     def _recorded(self, record: OpRecord) -> None:
         engine, program = self.engine, self.program
@@ -197,10 +202,14 @@ class Matcher(Recorder):
         made = [*record.made, *((new, t) for _, new, t in record.mutates)]
         if not (j < len(program.names) and record.func._name == program.names[j] and self._same(record.reads, made, j)):
             engine.passed(j, record.func._name)
-            for slot in record.reads:
-                if slot.external and slot.plan is None:
-                    slot.value = None  # nothing that follows from what the plan does not know is dropped
-            return
+            elsewhere = self._elsewhere(record, made)
+            if elsewhere is None:
+                for slot in record.reads:
+                    if slot.external and slot.plan is None:
+                        slot.value = None  # nothing that follows from what the plan does not know is dropped
+                return
+            j = elsewhere
+            self._furthest = max(self._furthest, j)
         engine.position = j + 1
         slots = self.tape.slots
         for (slot, _), tensor in zip(made, program.outputs[j], strict=True):
@@ -219,20 +228,40 @@ class Matcher(Recorder):
                 engine.hold(slot, t)
 
     def _same(self, reads: tuple[Slot, ...], made: list[tuple[Slot, torch.Tensor]], j: int) -> bool:
+        """Whether this is the plan's op `j`. What was made before the forward is matched where it is first met."""
         inputs, outputs = self.program.inputs[j], self.program.outputs[j]
         if len(inputs) != len(reads) or len(outputs) != len(made):
             return False
+        tensors = self.program.graph.tensors
+        if any(slot.nbytes != tensors[tensor].nbytes for (slot, _), tensor in zip(made, outputs, strict=True)):
+            return False
         if not all(slot.plan == tensor or self._may_be(slot, tensor) for slot, tensor in zip(reads, inputs, strict=True)):
             return False
-        tensors = self.program.graph.tensors
-        return all(slot.nbytes == tensors[tensor].nbytes for (slot, _), tensor in zip(made, outputs, strict=True))
+        for slot, tensor in zip(reads, inputs, strict=True):
+            if slot.plan is None:
+                self._is(slot, tensor)
+        return True
+
+    def _elsewhere(self, record: OpRecord, made: list[tuple[Slot, torch.Tensor]]) -> int | None:
+        """The position of an op that comes before or after its turn: of this name, not run yet, known by what it reads.
+
+        Data tells ops apart better than order does: what reads and makes just what the plan says is that op.
+        """
+        at, slots = self.engine.position, self.tape.slots
+        known = {slot.plan for slot in record.reads if not slot.external} - {None}
+        if not known:
+            return None
+        for j in self.program.places.get(record.func._name, ()):
+            near = j != at and abs(j - at) <= _REACH and known.intersection(self.program.inputs[j])
+            if near and slots.keys().isdisjoint(self.program.outputs[j]) and self._same(record.reads, made, j):
+                return j
+        return None
 
     def _may_be(self, slot: Slot, tensor: int) -> bool:
-        """Match what was made before the forward, where it is first met."""
-        slots = self.tape.slots
-        fits = slot.plan is None and slot.external and tensor not in slots
-        if not fits or self.program.graph.tensors[tensor].nbytes != slot.nbytes:
-            return False
+        """Whether what was made before the forward may be the plan's tensor."""
+        fits = slot.plan is None and slot.external and tensor not in self.tape.slots
+        return fits and self.program.graph.tensors[tensor].nbytes == slot.nbytes
+
+    def _is(self, slot: Slot, tensor: int) -> None:
         slot.plan = tensor
-        slots[tensor] = slot
-        return True
+        self.tape.slots[tensor] = slot

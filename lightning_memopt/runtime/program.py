@@ -36,6 +36,14 @@ class Program:
         return [op.name for op in self.graph.forward]
 
     @cached_property
+    def places(self) -> dict[str, list[int]]:
+        """Name -> the positions of ops of that name."""
+        found: dict[str, list[int]] = {}
+        for j, name in enumerate(self.names):
+            found.setdefault(name, []).append(j)
+        return found
+
+    @cached_property
     def inputs(self) -> list[tuple[int, ...]]:
         return [op.inputs for op in self.graph.forward]
 

@@ -35,7 +35,7 @@ _OP_SECONDS, _BYTES_PER_SECOND, _FLOPS_PER_SECOND = 1e-6, 1e9, 8e9
 """A machine for what must not depend on measured times. Only the ratios matter: those of one core of a CPU."""
 
 Progress = Callable[[str], None]
-Objective = Literal["time", "flops"]
+Objective = Literal["throughput", "flops"]
 """What the frontier trades bytes for: extra seconds, as measured, or extra FLOPs, the fastest plan of those with as few.
 
 Plans for the fewest FLOPs do not depend on measured times, but for ties: they are the better ones where those mean little.
@@ -165,7 +165,7 @@ def _pareto(pool: Iterable[Candidate], objective: Objective) -> list[Candidate]:
 
     def price(c: Candidate) -> tuple[float, ...]:
         p = c.predicted
-        return (p.seconds,) if objective == "time" else (p.extra_flops, p.seconds)
+        return (p.seconds,) if objective == "throughput" else (p.extra_flops, p.seconds)
 
     best: list[Candidate] = []
     for c in sorted(pool, key=lambda c: (_needs(c), *price(c), c.predicted.replayed_ops)):
@@ -177,7 +177,7 @@ def _pareto(pool: Iterable[Candidate], objective: Objective) -> list[Candidate]:
 def solve(
     graph: Graph,
     *,
-    objective: Objective = "time",
+    objective: Objective = "throughput",
     limit_seconds: float = 30.0,
     say: Progress = lambda _: None,
     overhead: Callable[[tuple[Life, ...]], float] = lambda _: 0.0,
@@ -204,7 +204,7 @@ def solve(
         return True
 
     def timed() -> Iterator[tuple[str, tuple[Life, ...]]]:
-        priced = graph if objective == "time" else _priced_by_flops(graph)
+        priced = graph if objective == "throughput" else _priced_by_flops(graph)
         yield "Echo", echo(priced)
         moments.extend(bound.moments(graph))
         for moment in moments if priced is graph else bound.moments(priced):

@@ -20,7 +20,7 @@ class MemOptStrategy(MemOptMixin, SingleDeviceStrategy):
     Args:
         budget: bytes of the device a whole step may use: `"8GiB"`, `"80%"`, a float in (0, 1], an int, `"auto"` or `"min"`.
         recompute: whether saved tensors may be dropped and rebuilt.
-        objective: what the plan takes the least of within the budget: `"time"` as measured, or `"flops"`.
+        objective: what the plan takes the least of within the budget: measured time (`"throughput"`) or `"flops"`.
         profile_steps: real steps to observe before the plan is made.
         solver_seconds: time limit of the planner.
         headroom: bytes of the budget to leave free.
@@ -37,7 +37,7 @@ class MemOptStrategy(MemOptMixin, SingleDeviceStrategy):
         self,
         budget: int | float | str = "auto",
         recompute: bool = True,
-        objective: Objective = "time",
+        objective: Objective = "throughput",
         profile_steps: int = 3,
         solver_seconds: float = 30.0,
         headroom: int = 0,

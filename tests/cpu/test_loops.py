@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_memopt import optimize
+from lightning_memopt.runtime import PlannedEngine
 from lightning_memopt.session.buckets import Running
+from lightning_memopt.session.recording import PlannedRecording
 from tests.cpu.loops import (
     BATCH,
     QUIET,
@@ -156,6 +161,52 @@ def test_extra_ops_on_some_steps() -> None:
 
     run = agrees(run_all, build, profile_steps=3)
     assert isinstance(run.session.main, Running) and not run.session.main.deviated
+
+
+def _metric_while(calls: range) -> Callable[[], nn.Module]:
+    """Builds a model that reads a metric off its own layers in some of its calls only."""
+
+    class Watched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = small(depth=6)
+            self.calls, self.seen = 0, []
+
+        def forward(self, x: Tensor) -> Tensor:
+            inner = self.inner
+            h = inner.norm(inner.embed(x))
+            for layer in inner.layers:
+                a = layer(h)
+                if self.calls in calls:
+                    self.seen.append((a.detach().abs().amax(-1) * 2).mean().item())
+                h = h + inner.dropout(nn.functional.gelu(a))
+            self.calls += 1
+            return inner.head(h)
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return Watched()
+
+    return build
+
+
+@pytest.mark.parametrize("calls", [range(0, 4), range(5, 7), range(0)], ids=["observed", "later", "never"])
+def test_ops_that_run_in_some_steps_only(calls: range) -> None:
+    """Ops that ran while the step was observed and do so no more, or the other way round: all others are still planned."""
+
+    def run_all(model: Any, optimizer: torch.optim.Optimizer) -> list[int]:
+        train(model, optimizer, batches(8))
+        return model.seen
+
+    run = agrees(run_all, _metric_while(calls), profile_steps=3)
+    state = run.session.main
+    assert isinstance(state, Running) and not state.deviated
+    assert state.plan.predicted.replayed_ops > 6
+    model, batch, engine = _metric_while(range(0))(), batches(1)[0], PlannedEngine(state.program)
+    with PlannedRecording(engine, model):
+        out = model(batch[0])
+    out.sum().backward()
+    assert len(engine.replayed) >= state.plan.predicted.replayed_ops  # nothing is kept for being elsewhere
 
 
 def test_evaluation_after_a_failed_step_is_not_observed() -> None:
