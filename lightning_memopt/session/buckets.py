@@ -130,17 +130,17 @@ class Running:
         self, plan: Plan, graph: Graph, frontier: planner.Frontier | None, replanned: int = 0, lender: Running | None = None
     ) -> None:
         self.plan = plan
-        self.program: Program = Program(graph, plan.lives) if lender is None else lender.program.for_smaller()
+        self.program: Program = Program(graph, plan.lives) if lender is None else lender.program.resized()
         self.frontier = frontier
         self.replanned = replanned
         self.lender = lender
         self.measured_bytes: int | None = None
-        self.steps = self.strays = self.again = self.wasted = self.proofs = 0
+        self.steps = self.strays = self.again = self.wasted = self.proofs = self.excess_nbytes = 0
         self.matched = False
         self.deviated = False
 
     def lend(self) -> Running:
-        """The state of a smaller batch that borrows this plan."""
+        """The state of a batch that is no larger and borrows this plan."""
         return Running(self.plan, self.program.graph, self.frontier, self.replanned, lender=self)
 
     @property
@@ -170,6 +170,7 @@ class Running:
         (a metric, a log) are none. Ops after the model's own forward were not recorded: they are not missed.
         """
         graph, at = self.program.graph, engine.position
+        self.excess_nbytes = max(self.excess_nbytes, engine.excess_nbytes)
         missing = any(t in graph.saves_of for op in graph.forward[at:] if op.recomputable for t in op.outputs)
         if not missing and not engine.unplanned:
             self.matched = True
@@ -199,9 +200,12 @@ class Running:
         """A step is over: where the plan is no longer that of the forward, the state that observes again."""
         self.steps += 1
         if self.lender is not None:
-            if not self.strays:
+            # each tensor that is larger, and perhaps its gradient, on top of all that was predicted
+            most = self.plan.predicted_peak_bytes + 2 * self.excess_nbytes
+            if not self.strays and most <= self.plan.budget_bytes:
                 return self
-            say("MemOpt: a smaller batch runs other ops than the larger one whose plan it borrowed: observing it")
+            why = "it runs other ops" if self.strays else f"its tensors are {format_nbytes(self.excess_nbytes)} larger"
+            say(f"MemOpt: a batch cannot borrow another one's plan ({why}): observing it")
             return Observing(1)
         if self.strays < _IN_A_ROW or self.again >= _AGAIN:
             return self

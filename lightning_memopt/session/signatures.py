@@ -1,9 +1,9 @@
-"""Which state a forward belongs to: batches of the same shapes share one, smaller ones borrow a larger one's plan.
+"""Which state a forward belongs to: batches of the same shapes share one, others that are no larger borrow its plan.
 
-A plan says what becomes of each tensor of a graph; nothing in it depends on how large the tensors are. So where no dimension
-of a batch is above that of one whose plan is in force, that plan serves it, with nothing to observe: op by op the step is
-compared with the plan, and a tensor that is larger than planned does not match. It takes no more than was predicted
-(docs/adr/0006). What the number of shapes could make grow is bounded here: plans, borrowers, and time spent planning.
+A plan says what becomes of each tensor of a graph; nothing in it depends on how large the tensors are. So where a batch is no
+larger than one whose plan is in force, that plan serves it, with nothing to observe. Op by op the step is compared with the
+plan; what is larger than planned is counted, and measured (docs/adr/0006). What the number of shapes could make grow is
+bounded here: plans, borrowers, and how often one is planned for.
 """
 
 from __future__ import annotations
@@ -35,13 +35,16 @@ def signature_of(part: int, trained: tuple[bool, ...], batch: Any) -> Signature:
     return (part, trained, *((tuple(t.shape), t.dtype, t.device.type) for t in tensors))
 
 
-def serves(larger: Signature, signature: Signature) -> bool:
-    """Whether the two differ in nothing but dimensions, none of which is larger in the second."""
-    if larger[:2] != signature[:2] or len(larger) != len(signature):
+def serves(lender: Signature, signature: Signature) -> bool:
+    """Whether the plan of the first may serve the second: alike but for sizes, no more elements in all, and none of the
+    dimensions behind the first is larger. Samples may be more if they are shorter: what they take grows with their length at
+    least in proportion.
+    """
+    if lender[:2] != signature[:2] or len(lender) != len(signature) or _elements(signature) > _elements(lender):
         return False
     return all(
-        a[1:] == b[1:] and len(a[0]) == len(b[0]) and all(n >= m for n, m in zip(a[0], b[0], strict=True))
-        for a, b in zip(larger[2:], signature[2:], strict=True)
+        a[1:] == b[1:] and len(a[0]) == len(b[0]) and all(n >= m for n, m in zip(a[0][1:], b[0][1:], strict=True))
+        for a, b in zip(lender[2:], signature[2:], strict=True)
     )
 
 
