@@ -158,6 +158,10 @@ class Matcher(Recorder):
         self._unread.append((new, weakref.ref(t)))
         return super()._overwritten(old, t, new, call, ok)
 
+    @property
+    def _begun(self) -> bool:
+        return self.op > 0 or self.engine.position > 0
+
     def settings_changed(self) -> None:
         super().settings_changed()
         templates = self.engine.program.templates
