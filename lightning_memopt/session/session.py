@@ -14,6 +14,7 @@ where a forward begins and ends.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -38,7 +39,7 @@ from lightning_memopt.session.budget import (
     state_made,
     state_to_come,
 )
-from lightning_memopt.session.observation import Observation, with_state
+from lightning_memopt.session.observation import Observation, observing, with_state
 from lightning_memopt.session.recording import PlannedRecording, Recording, hooks_allowed
 from lightning_memopt.session.round import Rounds
 from lightning_memopt.session.signatures import Buckets, Signature, signature_of
@@ -46,6 +47,8 @@ from lightning_memopt.session.step import StepMeter
 from lightning_memopt.solvers.planner import Frontier
 from lightning_memopt.units import format_nbytes
 
+_TURNS = 50
+"""Forwards that wait for another model's observed step before a warning says so."""
 _IDLE = 3
 """Forward passes in evaluation after which a step that began to be observed is given up."""
 
@@ -79,7 +82,7 @@ class Session:
         self._ran: list[Running] = []
         self._update_seen = False
         self._updated: set[int] = set()
-        self._idle = 0
+        self._idle = self._turns = 0
         self._watches = self.enabled
         if self._watches:
             interrupts.watch()
@@ -230,6 +233,8 @@ class Session:
         self.current = state
         if isinstance(state, Observing):
             if self._observation is None:
+                if self._blocked():
+                    return None
                 self._observation = self._observe(state)
             return self._observation.begin_round(batch)
         if isinstance(state, Running):
@@ -274,6 +279,19 @@ class Session:
             )
         verify = self.config.verify and first
         return Observation(self.model, self.optimizers, self.device, self._limit_nbytes, verify, meter=last or first)
+
+    def _blocked(self) -> bool:
+        """Whether a step of another model is being observed (a GAN's generator and discriminator): one after the other."""
+        if not observing():
+            return False
+        self._turns += 1
+        if self._turns == _TURNS:
+            warnings.warn(
+                f"MemOpt: {_TURNS} forwards of this model ran as they are, because a step of another model is being observed "
+                "and has not ended: does its optimizer step?",
+                stacklevel=2,
+            )
+        return True
 
     # -- steps -------------------------------------------------------------------------------------
 
