@@ -99,6 +99,14 @@ class _Attachment:
             self.run.session.update_ended(optimizer)
 
 
+def _wrapped(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer whose hooks torch calls: Accelerate's and Lightning's wrappers are none of their own."""
+    inner = getattr(optimizer, "optimizer", None)
+    while isinstance(inner, torch.optim.Optimizer):
+        optimizer, inner = inner, getattr(inner, "optimizer", None)
+    return optimizer
+
+
 @contextlib.contextmanager
 def optimize(
     model: nn.Module,
@@ -121,7 +129,8 @@ def optimize(
     The observed steps are kept within the budget by eviction as well as can be; that is no promise.
     """
     config = config or MemOptConfig(**options)
-    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    optimizers = [_wrapped(o) for o in given]
     if id(model) in _attached:
         raise AlreadyAttachedError("This model is inside another optimize() block. Leave that one first.")
     run = Run(Session(model, optimizers, config))
