@@ -1,7 +1,8 @@
 """Recording a forward under a plan: every op is matched by position, overload, the tensors it reads and the sizes it makes.
 
-What does not match (another branch, another shape, an extra op) is kept, and so is what follows from it: memory may grow,
-numbers cannot. Ops that meet their template are not recorded again (runtime/templates.py).
+Sizes that data decides on (the tokens of an expert) are free. What does not match (another branch, another shape, an extra
+op) is kept, and so is what follows from it: memory may grow, numbers cannot. Ops that meet their template are not recorded
+again (runtime/templates.py).
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ class Matcher(Recorder):
                 t = outs[index]
                 slot = Slot(id, t, self.tape)
                 address = storage_id(t)
-                if slot.nbytes != nbytes or address in of_storage:
+                if not self._size_fits(slot, id, nbytes) or address in of_storage:
                     self._unforeseen(t)
                     continue
                 of_storage[address] = self.tape.slots[id] = slot
@@ -233,7 +234,7 @@ class Matcher(Recorder):
         if len(inputs) != len(reads) or len(outputs) != len(made):
             return False
         tensors = self.program.graph.tensors
-        if any(slot.nbytes != tensors[tensor].nbytes for (slot, _), tensor in zip(made, outputs, strict=True)):
+        if not all(self._size_fits(slot, t, tensors[t].nbytes) for (slot, _), t in zip(made, outputs, strict=True)):
             return False
         if not all(slot.plan == tensor or self._may_be(slot, tensor) for slot, tensor in zip(reads, inputs, strict=True)):
             return False
@@ -241,6 +242,10 @@ class Matcher(Recorder):
             if slot.plan is None:
                 self._is(slot, tensor)
         return True
+
+    def _size_fits(self, slot: Slot, tensor: int, nbytes: int) -> bool:
+        """Whether a result may be the plan's tensor: of its size, unless data decides on that."""
+        return slot.nbytes == nbytes or tensor in self.program.sized_by_data
 
     def _elsewhere(self, record: OpRecord, made: list[tuple[Slot, torch.Tensor]]) -> int | None:
         """The position of an op that comes before or after its turn: of this name, not run yet, known by what it reads.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 
+import torch
 from torch import nn
 
 from lightning_memopt.graph import BEFORE, Graph
@@ -15,6 +16,29 @@ from lightning_memopt.runtime.templates import Templates
 
 _WORTHWHILE = 4
 """Ops that a module must run for leaving and entering the recorder to pay."""
+
+
+def sized_by_data(graph: Graph) -> frozenset[int]:
+    """Tensors of the forward whose sizes may differ from step to step: what ops make that look at data for that, and what
+    follows from it.
+    """
+    found: set[int] = set()
+    for op in graph.forward:
+        if _looks_at_data(op.name) or not found.isdisjoint(op.inputs):
+            found.update(op.outputs)
+    return frozenset(found)
+
+
+@cache
+def _looks_at_data(name: str) -> bool:
+    """Whether torch says of an op, `aten::name.overload`, that it takes data to know the sizes of its results."""
+    namespace, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    try:
+        func = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+    except AttributeError:
+        return False
+    return torch.Tag.dynamic_output_shape in func.tags
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +113,11 @@ class Program:
             found.update(ops[op].outputs)
         storages = {tensors[t].storage for t in found}
         return frozenset(t.id for t in tensors if t.storage in storages)
+
+    @cached_property
+    def sized_by_data(self) -> frozenset[int]:
+        """See the function."""
+        return sized_by_data(self.graph)
 
     @cached_property
     def holds(self) -> frozenset[int]:
