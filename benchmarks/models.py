@@ -1,4 +1,8 @@
-"""Models that nobody here wrote: `transformers` configurations with random weights, small widths, no downloads."""
+"""The models of the benchmarks: name -> builder of (model, batch, blocks). To add some, add their dict to `MODELS`.
+
+Here those that nobody here wrote: `transformers` configurations with random weights, small widths, no downloads.
+`model(**batch).loss` is the training loss, `blocks(model)` the modules that per-block checkpointing would wrap.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,19 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+
+from benchmarks import nets
+from benchmarks.nets import Built
 
 transformers.logging.set_verbosity_error()
-Blocks = Callable[[nn.Module], list[nn.Module]]
 
 
-def gpt2(layers: int = 8) -> tuple[nn.Module, dict[str, torch.Tensor], Blocks]:
-    """GPT-2 of the first gate: batch 8, 256 tokens, width 256, dropout on."""
+def _words(batch: int, length: int, vocabulary: int = 1024) -> torch.Tensor:
+    return torch.randint(2, vocabulary, (batch, length))
+
+
+def gpt2(layers: int = 8) -> Built:
+    """GPT-2, 8 layers: batch 8, 256 tokens, width 256, dropout on."""
     config = transformers.GPT2Config(
         n_layer=layers, n_embd=256, n_head=4, vocab_size=1024, n_positions=256, use_cache=False, bos_token_id=0, eos_token_id=0
     )
@@ -22,8 +31,8 @@ def gpt2(layers: int = 8) -> tuple[nn.Module, dict[str, torch.Tensor], Blocks]:
     return transformers.GPT2LMHeadModel(config).train(), {"input_ids": x, "labels": x}, lambda m: list(m.transformer.h)
 
 
-def llama(layers: int = 8) -> tuple[nn.Module, dict[str, torch.Tensor], Blocks]:
-    """Llama: batch 8, 256 tokens, width 256, grouped-query attention, attention dropout on."""
+def llama(layers: int = 8) -> Built:
+    """Llama, 8 layers: batch 8, 256 tokens, width 256, grouped-query attention, attention dropout on."""
     config = transformers.LlamaConfig(
         num_hidden_layers=layers,
         hidden_size=256,
@@ -38,8 +47,8 @@ def llama(layers: int = 8) -> tuple[nn.Module, dict[str, torch.Tensor], Blocks]:
     return transformers.LlamaForCausalLM(config).train(), {"input_ids": x, "labels": x}, lambda m: list(m.model.layers)
 
 
-def resnet50() -> tuple[nn.Module, dict[str, torch.Tensor], Blocks]:
-    """ResNet-50 (bottleneck, 3-4-6-3) at an eighth of its width: batch 32, 64 x 64 pixels."""
+def resnet50() -> Built:
+    """ResNet-50, 1/8 width: bottleneck, 3-4-6-3, batch 32, 64 x 64 pixels."""
     config = transformers.ResNetConfig(
         embedding_size=16, hidden_sizes=[32, 64, 128, 256], depths=[3, 4, 6, 3], layer_type="bottleneck", num_labels=10
     )
@@ -48,4 +57,113 @@ def resnet50() -> tuple[nn.Module, dict[str, torch.Tensor], Blocks]:
     return model, batch, lambda m: [layer for stage in m.resnet.encoder.stages for layer in stage.layers]
 
 
-MODELS = {"gpt2": gpt2, "llama": llama, "resnet50": resnet50}
+def t5() -> Built:
+    """T5, 4 + 4 layers: batch 8, 128 and 96 tokens, width 192, dropout on; all layers of a side share one position bias."""
+    config = transformers.T5Config(
+        d_model=192,
+        d_kv=48,
+        d_ff=512,
+        num_layers=4,
+        num_heads=4,
+        vocab_size=1024,
+        dropout_rate=0.1,
+        use_cache=False,
+        decoder_start_token_id=0,
+    )
+    batch = {"input_ids": _words(8, 128), "labels": _words(8, 96)}
+    return transformers.T5ForConditionalGeneration(config).train(), batch, lambda m: [*m.encoder.block, *m.decoder.block]
+
+
+def bert() -> Built:
+    """BERT with its masked-word head, 6 layers: batch 8, 160 tokens of which some are padding, width 192, dropout on."""
+    config = transformers.BertConfig(
+        vocab_size=1024,
+        hidden_size=192,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        intermediate_size=768,
+        max_position_embeddings=160,
+    )
+    x, seen = _words(8, 160), torch.ones(8, 160, dtype=torch.long)
+    seen[::2, 120:] = 0
+    batch = {"input_ids": x, "attention_mask": seen, "labels": x}
+    return transformers.BertForMaskedLM(config).train(), batch, lambda m: list(m.bert.encoder.layer)
+
+
+def vit() -> Built:
+    """ViT, 8 layers: batch 24, 64 x 64 pixels in patches of 8, width 192, dropout on."""
+    config = transformers.ViTConfig(
+        hidden_size=192,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        intermediate_size=768,
+        image_size=64,
+        patch_size=8,
+        hidden_dropout_prob=0.1,
+        attention_probs_dropout_prob=0.1,
+        num_labels=10,
+    )
+    batch = {"pixel_values": torch.randn(24, 3, 64, 64), "labels": torch.randint(0, 10, (24,))}
+    return transformers.ViTForImageClassification(config).train(), batch, lambda m: list(m.vit.layers)
+
+
+def whisper() -> Built:
+    """Whisper, 4 + 4 layers behind two convolutions: batch 8, 300 frames, 64 tokens, width 192, dropout on."""
+    config = transformers.WhisperConfig(
+        vocab_size=1024,
+        num_mel_bins=40,
+        d_model=192,
+        encoder_layers=4,
+        decoder_layers=4,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=768,
+        decoder_ffn_dim=768,
+        max_source_positions=150,
+        max_target_positions=64,
+        dropout=0.1,
+        attention_dropout=0.1,
+        activation_dropout=0.1,
+        pad_token_id=0,
+        bos_token_id=0,
+        eos_token_id=0,
+        decoder_start_token_id=1,
+        use_cache=False,
+    )
+    batch = {"input_features": torch.randn(8, 40, 300), "labels": _words(8, 64)}
+    model = transformers.WhisperForConditionalGeneration(config).train()
+    return model, batch, lambda m: [*m.model.encoder.layers, *m.model.decoder.layers]
+
+
+def mixtral() -> Built:
+    """Mixtral, 4 layers of 4 experts: batch 8, 160 tokens, width 192; noise in the routing: sizes vary from step to step."""
+    config = transformers.MixtralConfig(
+        vocab_size=1024,
+        hidden_size=192,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        attention_dropout=0.1,
+        router_jitter_noise=0.01,
+        output_router_logits=True,
+        use_cache=False,
+        experts_implementation="eager",
+    )
+    x = _words(8, 160)
+    return transformers.MixtralForCausalLM(config).train(), {"input_ids": x, "labels": x}, lambda m: list(m.model.layers)
+
+
+MODELS: dict[str, Callable[[], Built]] = {
+    "gpt2": gpt2,
+    "llama": llama,
+    "resnet50": resnet50,
+    "t5": t5,
+    "bert": bert,
+    "vit": vit,
+    "whisper": whisper,
+    "mixtral": mixtral,
+    **nets.MODELS,
+}

@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Container
 
 from lightning_memopt.graph.model import Graph
 
 
-def _lines(graph: Graph) -> list[str]:
+def _lines(graph: Graph, of_any_size: Container[int] = ()) -> list[str]:
     """One line per forward op. Tensors are numbered by first appearance, so what else was in memory does not matter."""
     number: dict[int, int] = {}
 
     def names(tensors: tuple[int, ...]) -> str:
         return " ".join(str(number.setdefault(t, len(number))) for t in tensors)
 
-    return [
-        f"{op.name}({names(op.inputs)})->{names(op.outputs)}:{','.join(str(graph.tensors[t].nbytes) for t in op.outputs)}"
-        for op in graph.forward
-    ]
+    def size(tensor: int) -> str:
+        return "?" if tensor in of_any_size else str(graph.tensors[tensor].nbytes)
+
+    return [f"{op.name}({names(op.inputs)})->{names(op.outputs)}:{','.join(map(size, op.outputs))}" for op in graph.forward]
 
 
-def fingerprint(graph: Graph) -> str:
-    """Hex digest of the forward pass: op names, dataflow, sizes, what is saved, device. Times do not enter."""
+def fingerprint(graph: Graph, of_any_size: Container[int] = ()) -> str:
+    """Hex digest of the forward pass: op names, dataflow, sizes, what is saved, device. Times do not enter, nor do the sizes
+    of tensors `of_any_size`.
+    """
     digest = hashlib.sha256(graph.device.encode())
-    for line in _lines(graph):
+    for line in _lines(graph, of_any_size):
         digest.update(line.encode())
     for save in graph.saves:
-        digest.update(f"{save.op}:{graph.tensors[save.tensor].nbytes};".encode())
+        size = "?" if save.tensor in of_any_size else graph.tensors[save.tensor].nbytes
+        digest.update(f"{save.op}:{size};".encode())
     return digest.hexdigest()[:32]
 
 

@@ -2,7 +2,7 @@
 
 from lightning_memopt.runtime.observing import ObservingEngine
 from lightning_memopt.runtime.planned import PlannedEngine
-from lightning_memopt.runtime.program import Program
+from lightning_memopt.runtime.program import Program, sized_by_data
 from lightning_memopt.runtime.replay import Engine, Handle, Kept
 
-__all__ = ["Engine", "Handle", "Kept", "ObservingEngine", "PlannedEngine", "Program"]
+__all__ = ["Engine", "Handle", "Kept", "ObservingEngine", "PlannedEngine", "Program", "sized_by_data"]

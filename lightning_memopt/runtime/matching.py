@@ -1,8 +1,9 @@
 """Recording a forward under a plan: every op is matched by position, overload, the tensors it reads and the sizes it makes,
 or, away from its position, by the last three alone.
 
-What does not match (another branch, another shape, an extra op) is kept, and so is what follows from it: memory may grow,
-numbers cannot. Ops that meet their template are not recorded again (runtime/templates.py).
+Sizes that data decides on (the tokens of an expert) are free. What does not match (another branch, another shape, an extra
+op) is kept, and so is what follows from it: memory may grow, numbers cannot. Ops that meet their template are not recorded
+again (runtime/templates.py).
 """
 
 from __future__ import annotations
@@ -117,6 +118,7 @@ class Matcher(Recorder):
     def _repeat(self, template: Template, args: tuple, kwargs: dict | None, values: Any, startable: bool) -> Any:
         """Run the op and note what is new about it: its storages, and the state of the generator."""
         engine, of_storage, holds = self.engine, self.of_storage, self.program.holds
+        sized_by_data = self.program.sized_by_data
         call = template.call
         if template.random:
             assert call is not None
@@ -133,7 +135,7 @@ class Matcher(Recorder):
                 t = outs[index]
                 slot = Slot(id, t, self.tape)
                 address = storage_id(t)
-                if slot.nbytes != nbytes or address in of_storage:
+                if (slot.nbytes != nbytes and id not in sized_by_data) or address in of_storage:
                     self._unforeseen(t)
                     continue
                 of_storage[address] = self.tape.slots[id] = slot

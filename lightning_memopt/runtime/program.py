@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import weakref
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 
+import torch
 from torch import nn
 
 from lightning_memopt.graph import BEFORE, Graph
@@ -16,6 +17,29 @@ from lightning_memopt.runtime.templates import Templates
 
 _WORTHWHILE = 4
 """Ops that a module must run for leaving and entering the recorder to pay."""
+
+
+def sized_by_data(graph: Graph) -> frozenset[int]:
+    """Tensors of the forward whose sizes may differ from step to step: what ops make that look at data for that, and what
+    follows from it.
+    """
+    found: set[int] = set()
+    for op in graph.forward:
+        if _looks_at_data(op.name) or not found.isdisjoint(op.inputs):
+            found.update(op.outputs)
+    return frozenset(found)
+
+
+@cache
+def _looks_at_data(name: str) -> bool:
+    """Whether torch says of an op, `aten::name.overload`, that it takes data to know the sizes of its results."""
+    namespace, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    try:
+        func = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+    except AttributeError:
+        return False
+    return torch.Tag.dynamic_output_shape in func.tags
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +67,9 @@ class Program:
     def fits(self, nbytes: int, tensor: int) -> bool:
         """Whether a storage of this size may be the graph's tensor."""
         planned = self.graph.tensors[tensor]
-        return nbytes == planned.nbytes or (not self.sized and planned.kind not in ("parameter", "buffer"))
+        if nbytes == planned.nbytes or tensor in self.sized_by_data:
+            return True
+        return not self.sized and planned.kind not in ("parameter", "buffer")
 
     @cached_property
     def names(self) -> list[str]:
@@ -103,6 +129,11 @@ class Program:
             found.update(ops[op].outputs)
         storages = {tensors[t].storage for t in found}
         return frozenset(t.id for t in tensors if t.storage in storages)
+
+    @cached_property
+    def sized_by_data(self) -> frozenset[int]:
+        """See the function."""
+        return sized_by_data(self.graph)
 
     @cached_property
     def holds(self) -> frozenset[int]:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _get_curren
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.graph import BEFORE, Graph, Op, Tensor, fingerprint
 from lightning_memopt.record import Recorder
-from lightning_memopt.runtime import ObservingEngine
+from lightning_memopt.runtime import ObservingEngine, sized_by_data
 from lightning_memopt.session.budget import resident_tensors
 from lightning_memopt.session.recording import Recording
 from lightning_memopt.trace import AllocatorEvents, Scopes, Tracer, metered_cpu, watch_all
@@ -196,8 +196,27 @@ def common(graphs: list[Graph]) -> list[Graph]:
         names = iter(op.name for op in graph.forward)
         if not all(name in names for name in wanted):
             return []
-    same = fingerprint(shortest)
-    return [g for g in graphs if fingerprint(g) == same]
+    same = fingerprint(shortest, sized_by_data(shortest))
+    return [g for g in graphs if fingerprint(g, sized_by_data(g)) == same]
+
+
+def roomy(graphs: list[Graph]) -> Graph:
+    """The last graph with room for what data decides on: per result the largest size over the steps observed."""
+    graph = graphs[-1]
+    steps = [[op for op in g.ops if op.phase != "update"] for g in graphs]
+    nbytes: dict[int, int] = {}
+    workspaces: dict[int, int] = {}
+    for other, ops in zip(graphs, steps, strict=True):
+        if [(op.name, len(op.outputs)) for op in ops] != [(op.name, len(op.outputs)) for op in steps[-1]]:
+            continue
+        for mine, theirs in zip(steps[-1], ops, strict=True):
+            for t, u in zip(mine.outputs, theirs.outputs, strict=True):
+                if other.tensors[u].nbytes > nbytes.get(t, graph.tensors[t].nbytes):
+                    nbytes[t] = other.tensors[u].nbytes
+                    workspaces[mine.id] = max(theirs.workspace_nbytes, workspaces.get(mine.id, mine.workspace_nbytes))
+    tensors = tuple(dataclasses.replace(t, nbytes=nbytes.get(t.id, t.nbytes)) for t in graph.tensors)
+    ops = [dataclasses.replace(op, workspace_nbytes=workspaces.get(op.id, op.workspace_nbytes)) for op in graph.ops]
+    return dataclasses.replace(graph, tensors=tensors, ops=tuple(ops))
 
 
 def smoothed(graphs: list[Graph]) -> Graph:
@@ -205,7 +224,7 @@ def smoothed(graphs: list[Graph]) -> Graph:
 
     Alike: same name, same sizes in and out. Identical layers get identical times, whatever the machine did meanwhile.
     """
-    graph = graphs[-1]
+    graph = roomy(graphs)
     matching = [g.ops for g in graphs if len(g.ops) == len(graph.ops)]
     alike: dict[tuple[Any, ...], list[float]] = {}
     keys = []

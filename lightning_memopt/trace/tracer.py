@@ -77,6 +77,7 @@ class Tracer:
         self._watched: dict[int, weakref.ref[Any]] = {}
         self._storages: dict[int, list[int]] = {}
         self._ours: dict[int, Slot] = {}
+        self._slots: dict[int, list[Slot]] = {}
         self._cuda_before = 0
 
     # -- told by the recorder ----------------------------------------------------------------------
@@ -163,6 +164,7 @@ class Tracer:
         versions.append(slot.id)
         if self.phase == "forward":
             self._ours[slot.id] = slot
+            self._slots.setdefault(storage, []).append(slot)
         if version_of is None:
             self.live_nbytes += nbytes
             self.largest_nbytes = max(self.largest_nbytes, nbytes if at >= 0 else 0)
@@ -191,13 +193,18 @@ class Tracer:
             t = self.tensors[id]
             if t.freed_at is not None:
                 gone.append(id)
-            elif slot.value is not None and not slot.external:
-                ours = sum(1 for v in self._storages[t.storage] if v in self._ours and self._ours[v].value is not None)
-                if torch._C._storage_Use_Count(slot.weak) <= ours + _OWN_COUNT:
-                    t.freed_at = now
-                    gone.append(id)
+            elif slot.value is None or slot.external:
+                continue
+            elif torch._C._storage_Use_Count(slot.weak) <= self._held(slot.value, t.storage) + _OWN_COUNT:
+                t.freed_at = now
+                gone.append(id)
         for id in gone:
             del self._ours[id]
+
+    def _held(self, value: torch.Tensor, storage: int) -> int:
+        """How many tensors on the memory of `value` the engine holds: those of overwritten versions count."""
+        values = [version.value for version in self._slots[storage] if version.value is not None]
+        return 1 if len(values) == 1 else [storage_id(v) for v in values].count(storage_id(value))
 
     # -- told by the engine ------------------------------------------------------------------------
 
@@ -227,6 +234,7 @@ class Tracer:
         """Stop watching. The weak references' callbacks refer to the tracer: a cycle, until they are dropped."""
         self._watched.clear()
         self._ours.clear()
+        self._slots.clear()
 
     # -- the result --------------------------------------------------------------------------------
 

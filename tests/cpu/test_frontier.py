@@ -1,4 +1,4 @@
-"""The budget, kept: three models of transformers at five budgets each, measured by the allocator, equal bit by bit."""
+"""The budget, kept: models of `benchmarks` at five budgets each, measured by the allocator, equal bit by bit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from benchmarks.frontier import MIB, SHARES, Bench, _equal  # noqa: E402
+from benchmarks.bench import MIB, Bench, equal  # noqa: E402
+from benchmarks.frontier import SHARES  # noqa: E402
 from lightning_memopt.errors import InfeasibleError  # noqa: E402
 from lightning_memopt.graph import resident_nbytes  # noqa: E402
 from lightning_memopt.plan import lower, validate  # noqa: E402
@@ -61,7 +62,7 @@ def test_budget_is_kept_and_bits_are_equal(name: str) -> None:
         forward = bench.planned(Program(graph, plan.lives))
         got = bench.step(forward)
         assert torch.equal(got, loss), f"loss at f={share}"
-        assert _equal(reference, bench.outcome()), f"gradients, buffers or generator at f={share}"
+        assert equal(reference, bench.outcome()), f"gradients, buffers or generator at f={share}"
         measured = bench.peak(forward) * MIB + resident
         assert measured <= budget * 1.0005, f"f={share}: {measured} bytes measured against a budget of {budget}"
         assert abs(measured / plan.predicted_peak_bytes - 1) <= 0.01
