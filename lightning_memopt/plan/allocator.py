@@ -9,9 +9,9 @@ Made from its documented rules (torch 2.11 to 2.13), without torch and without a
    below `max_split_size`; requests below that size do not take blocks above it, those above it none larger by 20 MiB or more.
 3. Where there is none, a segment is taken from the device (`Settings.segment_nbytes`).
 4. A block that is freed is joined with free neighbours in its segment. The segment stays reserved.
-5. Segments that nobody uses go back to the device by `empty_cache`, or when the device (`limit_nbytes`) has no room for another:
-   first those above `max_split_size` (where that is set), then all. Before, above `gc_threshold` of the limit, large ones that
-   were not used for longest.
+5. Segments that nobody uses go back to the device by `empty_cache`, or when the device (`limit_nbytes`) has no room for one
+   more: first those above `max_split_size` (where that is set), then all. Above `gc_threshold` of the limit, before any new
+   segment, large ones that were not used for longest.
 6. `expandable_segments`: a pool has one segment for each stream, which grows at its end by pages (2 MiB; 20 MiB for large
    blocks); free pages go back by the rules of 5. Blocks are always split, and a free block that can grow counts as large as
    it can become.
@@ -274,7 +274,7 @@ class Allocator:
         return True
 
     def _collect(self) -> None:
-        """Rule 5's last sentence: rounds in which what is older than the average goes, until enough went."""
+        """The garbage collection of rule 5: rounds in which what is older than the average goes, until enough went."""
         if not self.settings.gc_threshold or self.limit_nbytes is None:
             return
         excess = self.reserved - int(self.settings.gc_threshold * self.limit_nbytes)

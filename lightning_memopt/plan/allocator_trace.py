@@ -1,4 +1,4 @@
-"""A recorded trace of the real allocator beside the model: the same requests go in, the reserved bytes are compared step by step.
+"""A recorded trace of the real allocator beside the model: the same requests go in, reserved bytes are compared step by step.
 
 In: the entries of one device of `torch.cuda.memory._snapshot()["device_traces"]`, recorded (`_record_memory_history`) since
 before the process first allocated on the device. `alloc` and `free_completed` are carried out by the model; the `segment_`

