@@ -122,7 +122,7 @@ class Call:
     """One recorded op: enough to run it again. Slots are named by their ids on the tape, so that steps can share a call.
 
     `args` and `kwargs` hold a `View` where a tensor was; `reads` are the slots among them. `made` pairs the position of an
-    output with its slot, `mutates` the slot it overwrote with the slot it made. `rng` is (generator or None, its state
+    output with its slot, `mutates` the slot it overwrote with the slot it made. `rng` is (generator, its state
     before). `repeats`: running it again gives the same bits; not so for a random op whose state nobody wanted. `op` orders
     calls by when they ran.
     """
@@ -138,7 +138,7 @@ class Call:
         self.kwargs = kwargs
         self.reads = reads
         self.grad = grad
-        self.rng: tuple[torch.Generator | None, torch.Tensor] | None = None
+        self.rng: tuple[torch.Generator, torch.Tensor] | None = None
         self.made: tuple[tuple[int, int], ...] = ()
         self.mutates: tuple[tuple[int, int], ...] = ()
         self.repeats = True

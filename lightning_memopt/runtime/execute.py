@@ -92,26 +92,15 @@ def missing(slot: Slot) -> bool:
 
 
 @contextlib.contextmanager
-def _generator_at(rng: tuple[torch.Generator | None, torch.Tensor], device: torch.device) -> Iterator[None]:
+def _generator_at(rng: tuple[torch.Generator, torch.Tensor]) -> Iterator[None]:
     """The generator in the state it had when the op ran; put back afterwards, so the run's own stream does not move."""
     generator, state = rng
-    if generator is None:
-        generator = torch.default_generator if device.type == "cpu" else None
-    if generator is not None:
-        now = generator.get_state()
-        generator.set_state(state)
-        try:
-            yield
-        finally:
-            generator.set_state(now)
-    else:
-        module = torch.get_device_module(device)
-        now = module.get_rng_state(device)
-        module.set_rng_state(state, device)
-        try:
-            yield
-        finally:
-            module.set_rng_state(now, device)
+    now = generator.get_state()
+    generator.set_state(state)
+    try:
+        yield
+    finally:
+        generator.set_state(now)
 
 
 def _restored(v: Any, slots: dict[int, Slot], fresh: dict[int, torch.Tensor]) -> Any:
@@ -153,8 +142,7 @@ def run(call: Call, slots: dict[int, Slot], survives: Callable[[Slot], bool]) ->
     if call.rng is None:
         out = call.func._op(*args, **kwargs)
     else:
-        device = slots[call.reads[0]].device if call.reads else torch.device("cpu")
-        with _generator_at(call.rng, device):
+        with _generator_at(call.rng):
             out = call.func._op(*args, **kwargs)
     if call.made:
         outs = tensors_in(out)
