@@ -57,7 +57,7 @@ def _frontier(graph: Graph, config: MemOptConfig, say: Say) -> planner.Frontier:
         objective=config.objective,
         limit_seconds=config.solver_seconds,
         say=lambda s: say(f"MemOpt:   {s}"),
-        overhead=lambda lives: costs.measured().of(Program(graph, lives)),
+        overhead=lambda lives: costs.measured(graph.device).of(Program(graph, lives)),
     )
 
 
