@@ -1,6 +1,6 @@
 """Replay on a GPU, beside stock tools, on the same model in the same run: frontier, step time, overhead, predicted memory.
 
-    python benchmarks/gpu.py replay [NAME ...] [--seconds 440] [--no-compile] [--smoke]
+    python benchmarks/gpu.py replay [NAME ...] [--seconds 400] [--no-compile] [--smoke]
 
 Per plan: peak of allocated and of reserved bytes, measured and predicted; median of interleaved step-time ratios to the
 unmodified step, predicted and measured (CUDA events); what recording costs the host per op of the forward; whether loss,
@@ -177,7 +177,7 @@ def _run(bench: GpuBench, result: dict[str, Any], deadline: float, rounds: int, 
         try:
             plan = frontier.plan(budget or frontier.smallest_bytes)
         except InfeasibleError as error:
-            row["refused, smallest_mib"] = (error.smallest_nbytes or 0) / MIB
+            row["smallest_mib"] = (error.smallest_nbytes or 0) / MIB
             continue
         forwards[label] = forward = bench.planned(Program(graph, plan.lives))
         bench.step(forward)
@@ -197,19 +197,19 @@ def _run(bench: GpuBench, result: dict[str, Any], deadline: float, rounds: int, 
         bench.step()
         rows["per block"] = {"equal": bench.equal(reference)} | bench.peaks()
     forwards["per block"], contexts["per block"] = None, bench.per_block
-    if with_compile:
-        for budget in COMPILED:
-            label = f"torch budget {budget}"
-            in_time(label)
-            try:
-                forward, _ = _compiled(bench, budget)
-                bench.step(forward)
-                bench.step(forward)
-                rows[label] = {"equal": bench.equal(reference)} | bench.peaks(forward)
-                forwards[label] = forward
-            except Exception as error:  # a peer that fails is a result too
-                rows[label] = {"failed": f"{type(error).__name__}: {error}"[:160]}
-    _times(bench, rows, forwards, contexts, rounds, len(graph.forward), deadline)
+    ops = len(graph.forward)
+    _times(bench, rows, forwards, contexts, rounds, ops, deadline)
+    for budget in COMPILED if with_compile else ():
+        label = f"torch budget {budget}"
+        in_time(label)
+        try:
+            forward, _ = _compiled(bench, budget)  # forgets what was compiled before, so it is timed at once
+            bench.step(forward)
+            bench.step(forward)
+            rows[label] = {"equal": bench.equal(reference)} | bench.peaks(forward)
+            _times(bench, rows, {"unmodified": None, label: forward}, {}, rounds, ops, deadline)
+        except Exception as error:  # a peer that fails is a result too
+            rows[label] = {"failed": f"{type(error).__name__}: {error}"[:160]}
 
 
 def seconds_left(deadline: float) -> float:
@@ -271,7 +271,8 @@ def table(results: dict[str, Any]) -> str:
                 cells += f"{value:>10.{digits}f}" if shown else f"{'':>10}"
             note = "" if "equal" not in row else "  yes" if row["equal"] else "  NO"
             note += "" if row.get("within_budget", True) else "  ABOVE THE BUDGET"
-            note += "".join(f"  {key} {row[key]}" for key in ("failed", "refused, smallest_mib") if key in row)
+            note += f"  failed: {row['failed']}" if "failed" in row else ""
+            note += f"  refused: smallest {row['smallest_mib']:.1f}" if "smallest_mib" in row else ""
             lines.append(f"{model:14}{label:18}{cells}{note}")
         if "left_out" in result:
             lines.append(f"{model:14}left out: {result['left_out']}")
@@ -297,10 +298,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("command", choices=["replay"])
     parser.add_argument("names", nargs="*", help=f"of {', '.join(MODELS)} (default: all)")
     parser.add_argument("--smoke", action="store_true", help="tiny models on the CPU")
-    parser.add_argument("--seconds", type=float, default=440.0, help="for all models together")
+    parser.add_argument("--seconds", type=float, default=400.0, help="for all models together")
     parser.add_argument("--rounds", type=int, default=_RUNS)
     parser.add_argument("--no-compile", dest="compile", action="store_false")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     if not args.smoke and not torch.cuda.is_available():
         sys.exit("benchmarks/gpu.py: there is no CUDA device here; --smoke runs the same code on the CPU")
     unknown = set(args.names) - set(SMOKE if args.smoke else MODELS)

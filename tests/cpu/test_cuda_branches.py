@@ -8,17 +8,22 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_memopt import optimize
+from lightning_memopt.config import MemOptConfig
+from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import BEFORE, resident_nbytes
-from lightning_memopt.plan import Run
+from lightning_memopt.plan import Run, read_plan, simulate
 from lightning_memopt.record import Tape, numeric_flags, set_numeric_flags, tensors
 from lightning_memopt.record.tape import Slot
 from lightning_memopt.runtime import Program
 from lightning_memopt.runtime.execute import in_order
+from lightning_memopt.session.buckets import Running
 from lightning_memopt.session.costs import Costs
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.step import StepMeter
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.baselines import recompute_everything
+from tests.cpu.loops import QUIET, batches, sgd, small, train
 from tests.cpu.models import Body, data, made
 
 CUDA = torch.device("cuda", 0)
@@ -156,3 +161,36 @@ def test_how_matrix_products_are_added_up_is_noted_and_put_back() -> None:
         assert numeric_flags() == before
     finally:
         set_numeric_flags(before)
+
+
+def test_what_an_allocator_reserves_decides_is_shown_and_is_kept_in_the_file(monkeypatch: Any, tmp_path: Any) -> None:
+    """A device that reserves 40000 bytes more than are allocated, whatever the plan."""
+    more = 40000
+
+    def reserves(graph: Any) -> Any:
+        return lambda lives: simulate(graph, lives).predicted.peak_bytes + more
+
+    model = small()
+    with optimize(model, optimizer := sgd(model), budget="min", **QUIET) as plain:
+        train(model, optimizer, batches(4))
+    monkeypatch.setattr(planner, "reserved_bytes_of", reserves)
+    model = small()
+    with optimize(model, optimizer := sgd(model), budget="min", **QUIET) as run:
+        train(model, optimizer, batches(4))
+    frontier, before = run.session.frontier, plain.session.frontier
+    assert frontier is not None and before is not None and run.plan is not None
+    assert frontier.smallest_bytes == before.smallest_bytes + more
+    assert run.plan.predicted.reserved_bytes == run.plan.predicted.peak_bytes + more == run.plan.predicted.needed_bytes
+    assert "reserved at the peak, predicted" in run.report() and "reserved at the peak" not in plain.report()
+    path = str(tmp_path / "plan.json")
+    run.session.save_plan(path)
+    assert read_plan(path)[0].predicted == run.plan.predicted
+    with pytest.raises(InfeasibleError, match="above the budget"):
+        with optimize(small(), sgd(small()), budget=run.plan.predicted.peak_bytes + more // 2, plan=path, verbose=False):
+            pass
+    state = run.session.main
+    assert isinstance(state, Running)
+    budget = frontier.unmodified_peak_bytes
+    above = Running(frontier.plan(frontier.unmodified_peak_bytes + more), state.program.graph, frontier)
+    found = above.measured(budget + 5000, budget, MemOptConfig(verbose=False), lambda text: None)
+    assert found is not above and found.plan.predicted.reserved_bytes <= budget - 5000
