@@ -46,6 +46,8 @@ class _Bytes(TorchDispatchMode):
 class Bench:
     """One model, one batch, and what is run on it. `forward` is a way to run the forward pass; None is the plain one."""
 
+    device = torch.device("cpu")
+
     def __init__(self, name: str) -> None:
         torch.manual_seed(0)
         self.name = name
@@ -96,7 +98,7 @@ class Bench:
         for i in range(steps):
             self.model.zero_grad(set_to_none=True)
             torch.manual_seed(3)
-            observation = Observation(self.model, [], torch.device("cpu"), None, verify=i == 0, meter=i == steps - 1)
+            observation = Observation(self.model, [], self.device, None, verify=i == 0, meter=i == steps - 1)
             with observation.begin_round(self.batch):
                 loss = self.forward()
             observation.forward_ended()

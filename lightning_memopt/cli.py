@@ -63,7 +63,7 @@ def _plan(args: argparse.Namespace) -> int:
     plan = frontier.plan(budget)
     write_plan(args.output, plan, graph)
     print(
-        f"{args.output}: predicted peak {format_nbytes(plan.predicted_peak_bytes)} of {format_nbytes(budget)}, "
+        f"{args.output}: predicted peak {format_nbytes(plan.predicted.needed_bytes)} of {format_nbytes(budget)}, "
         f"unmodified {format_nbytes(plan.unmodified_peak_bytes)}, {1e3 * plan.predicted.seconds:.1f} ms extra a step "
         f"(lower bound {1e3 * plan.lower_bound_seconds:.1f} ms), by {plan.solver}"
     )

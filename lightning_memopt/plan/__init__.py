@@ -3,6 +3,7 @@
 from lightning_memopt.plan.codec import plan_from_json, plan_to_json, read_plan, write_plan
 from lightning_memopt.plan.lower import Free, LoweringError, Run, Schedule, Segment, lower
 from lightning_memopt.plan.model import Life, Plan, Prediction
+from lightning_memopt.plan.reserved import Reserved, reserved, reserved_bytes_of
 from lightning_memopt.plan.simulate import Timeline, simulate
 from lightning_memopt.plan.validate import Report, validate
 
@@ -13,6 +14,7 @@ __all__ = [
     "Plan",
     "Prediction",
     "Report",
+    "Reserved",
     "Run",
     "Schedule",
     "Segment",
@@ -21,6 +23,8 @@ __all__ = [
     "plan_from_json",
     "plan_to_json",
     "read_plan",
+    "reserved",
+    "reserved_bytes_of",
     "simulate",
     "validate",
     "write_plan",

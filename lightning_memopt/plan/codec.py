@@ -1,6 +1,6 @@
 """A plan file: the plan and the graph it was made for, as JSON that one can read, diff and share. Never pickle.
 
-`{"format": "lightning_memopt.plan", "schema": 1, "plan": {...}, "graph": {...}}`, one array a line. The lives are
+`{"format": "lightning_memopt.plan", "schema": 2, "plan": {...}, "graph": {...}}`, one array a line. The lives are
 columns, as in the graph. A file that is read gives a plan that may be obeyed: its graph is consistent, the fingerprint
 is that graph's, and the schedule of its lives has been carried out by the validator without a problem. What it predicts
 is not judged.
@@ -22,14 +22,17 @@ from lightning_memopt.plan.model import How, Life, Plan, Prediction
 from lightning_memopt.plan.validate import validate
 
 FORMAT = "lightning_memopt.plan"
-SCHEMA = 1
+SCHEMA = 2
 
 _HOWS = letters(get_args(How))
 _PLAN = (
     *("fingerprint", "solver", "budget_bytes", "unmodified_peak_bytes", "step_seconds", "lower_bound_seconds"),
     *("solve_seconds", "predicted", "lives"),
 )
-_PREDICTED = ("peak_bytes", "extra_seconds", "overhead_seconds", "extra_flops", "rebuilt_bytes", "replayed_ops")
+_PREDICTED = (
+    *("peak_bytes", "reserved_bytes", "extra_seconds", "overhead_seconds", "extra_flops", "rebuilt_bytes"),
+    "replayed_ops",
+)
 
 
 def plan_to_json(plan: Plan, graph: Graph) -> dict[str, Any]:
@@ -66,6 +69,7 @@ def plan_from_json(obj: object) -> tuple[Plan, Graph]:
         solve_seconds=fields.number("solve_seconds"),
         predicted=Prediction(
             peak_bytes=predicted.integer("peak_bytes"),
+            reserved_bytes=predicted.integer("reserved_bytes"),
             extra_seconds=predicted.number("extra_seconds"),
             overhead_seconds=predicted.number("overhead_seconds"),
             extra_flops=predicted.integer("extra_flops"),

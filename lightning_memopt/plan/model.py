@@ -31,7 +31,7 @@ class Life:
 class Prediction:
     """What a plan is predicted to cost. `extra_seconds` (of ops that run again) and `extra_flops` are on top of the unmodified
     step; so are `overhead_seconds`, which recording and rebuilding take by themselves on the machine that was measured, 0
-    where none was.
+    where none was. `reserved_bytes`: what the device's allocator reserves at most, 0 where nothing is reserved (the CPU).
     """
 
     peak_bytes: int
@@ -40,11 +40,17 @@ class Prediction:
     rebuilt_bytes: int
     replayed_ops: int
     overhead_seconds: float = 0.0
+    reserved_bytes: int = 0
 
     @property
     def seconds(self) -> float:
         """All of it."""
         return self.extra_seconds + self.overhead_seconds
+
+    @property
+    def needed_bytes(self) -> int:
+        """What a budget is compared with, and what is measured: reserved bytes where there is an allocator that reserves."""
+        return self.reserved_bytes or self.peak_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

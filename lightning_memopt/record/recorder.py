@@ -21,7 +21,8 @@ from lightning_memopt.record.tensors import (
     conjugating,
     covers,
     detached,
-    generator_state,
+    device_of,
+    generator_of,
     is_plain,
     tensors_in,
     without_history,
@@ -200,7 +201,7 @@ class Recorder(TorchDispatchMode):
             and plain[0]
             and not self.elsewhere
             and rule.handling != "opaque"
-            and may_replay(func, _device(reads, kwargs))
+            and may_replay(func, device_of((slot.device for slot in reads), kwargs).type)
         )
         record = OpRecord(func, rule, held_args, held_kwargs, (), [], [], None, replayable)
         if replayable and rule.handling != "empty":
@@ -296,7 +297,10 @@ class Recorder(TorchDispatchMode):
             call.repeats = self.owner.wants_state()
             if call.repeats:
                 generator = kwargs.get("generator") or next((a for a in args if isinstance(a, torch.Generator)), None)
-                call.rng = (generator, generator_state(generator, _device(reads, kwargs)))
+                generator = generator or generator_of(device_of((slot.device for slot in reads), kwargs))
+                if generator is None:
+                    return None
+                call.rng = (generator, generator.get_state())
         return call
 
     def _mutated(
@@ -398,11 +402,3 @@ class Recorder(TorchDispatchMode):
         new = self._replaced(slot, t, "its memory was handed out (data_ptr, numpy or dlpack)")
         new.exposed = True
         new.version = UNKNOWN
-
-
-def _device(reads: list[Slot], kwargs: dict) -> str:
-    for slot in reads:
-        if slot.device.type != "cpu":
-            return slot.device.type
-    device = kwargs.get("device")
-    return torch.device(device).type if device is not None else "cpu"

@@ -98,7 +98,7 @@ _UNWRITTEN = {
     "mkldnn_rnn_layer",
 }
 _STORAGE = {"resize_", "set_", "resize_as_", "_resize_output_", "resize", "resize_output_", "set_data"}
-_RNN = {"_cudnn_rnn", "miopen_rnn", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell"}
+_RNN = {"_cudnn_rnn", "miopen_rnn"}
 # Under any dispatch mode these return wrong complex numbers (pytorch#198118); the recorder runs them outside of it.
 _CONJUGATES = {"linalg_pinv", "linalg_polar", "linalg_matrix_sqrth"}
 # Each piece counts its in-place changes for itself (the cells of LSTM and GRU).
@@ -146,6 +146,11 @@ _ATOMIC = {
     "histc",
     "bincount",
     "grid_sampler_2d",
+    "index_reduce",
+    "index_reduce_",
+    "nll_loss2d_forward",
+    "_cudnn_ctc_loss",
+    "_segment_reduce",
 }
 
 _registered: dict[OpOverload, Rule] = {}

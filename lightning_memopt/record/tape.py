@@ -30,7 +30,8 @@ class Slot:
     `noted` is what that of `value` must still say: as when it was read, when the forward ended, or when it was rebuilt.
     `id` numbers slots in order of first sight. `stale`: a later version, with the id `next`, has overwritten it. `read`: a
     recorded op starts from it. `exposed`: its memory was handed out. `pinned`: what was saved before it was overwritten may
-    be read from it. `plan`: the tensor of the plan's graph that it is, once matched.
+    be read from it. `plan`: the tensor of the plan's graph that it is, once matched. `stream`: on CUDA, the stream in whose
+    order a rebuild made or last read its bytes.
     """
 
     __slots__ = (
@@ -50,6 +51,7 @@ class Slot:
         "plan",
         "read",
         "stale",
+        "stream",
         "value",
         "version",
         "weak",
@@ -70,6 +72,7 @@ class Slot:
         self.next: int | None = None
         self.handles = 0
         self.noted = UNKNOWN
+        self.stream: Any = None
         self.ok = self.empty = self.external = self.exposed = self.read = self.stale = self.pinned = False
         self.why = ""
 
@@ -122,7 +125,7 @@ class Call:
     """One recorded op: enough to run it again. Slots are named by their ids on the tape, so that steps can share a call.
 
     `args` and `kwargs` hold a `View` where a tensor was; `reads` are the slots among them. `made` pairs the position of an
-    output with its slot, `mutates` the slot it overwrote with the slot it made. `rng` is (generator or None, its state
+    output with its slot, `mutates` the slot it overwrote with the slot it made. `rng` is (generator, its state
     before). `repeats`: running it again gives the same bits; not so for a random op whose state nobody wanted. `op` orders
     calls by when they ran.
     """
@@ -138,7 +141,7 @@ class Call:
         self.kwargs = kwargs
         self.reads = reads
         self.grad = grad
-        self.rng: tuple[torch.Generator | None, torch.Tensor] | None = None
+        self.rng: tuple[torch.Generator, torch.Tensor] | None = None
         self.made: tuple[tuple[int, int], ...] = ()
         self.mutates: tuple[tuple[int, int], ...] = ()
         self.repeats = True
@@ -179,6 +182,15 @@ _PRECISIONS = (
     ("mkldnn", "conv"),
     ("mkldnn", "rnn"),
 )
+_REDUCED = tuple(
+    name
+    for name in (
+        "cublas_allow_fp16_reduced_precision_reduction",
+        "cublas_allow_bf16_reduced_precision_reduction",
+        "cublas_allow_fp16_accumulation",
+    )
+    if hasattr(torch._C, f"_set_{name}")
+)
 _DENORMAL = 5e-324
 
 
@@ -203,13 +215,14 @@ def numeric_flags() -> tuple[Any, ...]:
         torch.get_num_threads(),
         torch.get_default_dtype(),
         _DENORMAL * 1.0 == 0.0,  # torch has no getter: ask the processor
+        tuple(getattr(c, f"_get_{name}")() for name in _REDUCED),
     )
 
 
 def set_numeric_flags(flags: tuple[Any, ...]) -> None:
     """Make `numeric_flags` what they were. Only what differs is touched."""
     now = numeric_flags()
-    precisions, deterministic, warn, cudnn, benchmark, cudnn_deterministic, mkldnn, threads, dtype, flush = flags
+    precisions, deterministic, warn, cudnn, benchmark, cudnn_deterministic, mkldnn, threads, dtype, flush, reduced = flags
     c: Any = torch._C
     if precisions != now[0]:
         if precisions[0] is not None:
@@ -230,3 +243,6 @@ def set_numeric_flags(flags: tuple[Any, ...]) -> None:
         torch.set_default_dtype(dtype)
     if flush != now[9]:
         torch.set_flush_denormal(flush)
+    for name, value, found in zip(_REDUCED, reduced, now[10], strict=True):
+        if value != found:
+            getattr(c, f"_set_{name}")(*(value if isinstance(value, tuple) else (value,)))

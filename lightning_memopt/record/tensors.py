@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
+_CPU = torch.device("cpu")
 _COUNTER = torch._C.DispatchKey.ADInplaceOrView
 
 
@@ -59,10 +60,19 @@ def covers(t: torch.Tensor) -> bool:
     return t.numel() * t.element_size() == t.untyped_storage().nbytes() and t.is_contiguous()
 
 
-def generator_state(generator: torch.Generator | None, device_type: str) -> torch.Tensor:
-    """The state of a generator, or of the device's default one, as it is now."""
-    if generator is not None:
-        return generator.get_state()
-    if device_type == "cpu":
-        return torch.default_generator.get_state()
-    return torch.get_device_module(device_type).get_rng_state()
+def device_of(devices: Iterable[torch.device], kwargs: dict[str, Any]) -> torch.device:
+    """Where an op runs that reads tensors on `devices`: where it is told to make its result, else on the accelerator."""
+    device = kwargs.get("device")
+    if device is not None:
+        return torch.device(device)
+    return next((d for d in devices if d.type != "cpu"), _CPU)
+
+
+def generator_of(device: torch.device) -> torch.Generator | None:
+    """What an op on this device draws from where it is given no generator; None where torch does not say."""
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    generators = getattr(module, "default_generators", ())
+    index = module.current_device() if device.index is None else device.index
+    return generators[index] if index < len(generators) else None

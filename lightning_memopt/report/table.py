@@ -29,12 +29,15 @@ def summary(session: Session) -> str:
     budget = "min" if session.budget_nbytes is None else format_nbytes(session.budget_nbytes)
     table.add_row("budget", budget)
     table.add_row("predicted peak", format_nbytes(plan.predicted_peak_bytes))
+    needed = plan.predicted.needed_bytes  # what is measured on this device
+    if plan.predicted.reserved_bytes:
+        table.add_row("reserved at the peak, predicted", format_nbytes(needed))
     measured = state.measured_bytes
     table.add_row(
         "measured peak",
         "not measured"
         if measured is None
-        else f"{format_nbytes(measured)} ({100 * (measured / plan.predicted_peak_bytes - 1):+.2f} % of predicted)",
+        else f"{format_nbytes(measured)} ({100 * (measured / needed - 1):+.2f} % of predicted)",
     )
     table.add_row("unmodified peak", format_nbytes(plan.unmodified_peak_bytes))
     extra, step = plan.predicted.seconds, plan.step_seconds

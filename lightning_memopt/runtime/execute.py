@@ -92,26 +92,29 @@ def missing(slot: Slot) -> bool:
 
 
 @contextlib.contextmanager
-def _generator_at(rng: tuple[torch.Generator | None, torch.Tensor], device: torch.device) -> Iterator[None]:
+def _generator_at(rng: tuple[torch.Generator, torch.Tensor]) -> Iterator[None]:
     """The generator in the state it had when the op ran; put back afterwards, so the run's own stream does not move."""
     generator, state = rng
-    if generator is None:
-        generator = torch.default_generator if device.type == "cpu" else None
-    if generator is not None:
-        now = generator.get_state()
-        generator.set_state(state)
-        try:
-            yield
-        finally:
-            generator.set_state(now)
-    else:
-        module = torch.get_device_module(device)
-        now = module.get_rng_state(device)
-        module.set_rng_state(state, device)
-        try:
-            yield
-        finally:
-            module.set_rng_state(now, device)
+    now = generator.get_state()
+    generator.set_state(state)
+    try:
+        yield
+    finally:
+        generator.set_state(now)
+
+
+def in_order(slot: Slot) -> None:
+    """Rule 11: the current CUDA stream may read the slot's value from here on, and its memory is not used again before."""
+    value = slot.value
+    if value is None or not value.is_cuda:
+        return
+    stream = torch.cuda.current_stream(value.device)
+    if slot.stream == stream:
+        return
+    if slot.stream is not None:  # a rebuild on another stream; what the forward made, the user has put in order
+        stream.wait_stream(slot.stream)
+    value.record_stream(stream)
+    slot.stream = stream
 
 
 def _restored(v: Any, slots: dict[int, Slot], fresh: dict[int, torch.Tensor]) -> Any:
@@ -133,6 +136,8 @@ def run(call: Call, slots: dict[int, Slot], survives: Callable[[Slot], bool]) ->
     `survives` says which mutated inputs somebody still needs: those are copied first.
     """
     fresh: dict[int, torch.Tensor] = {}
+    for id in call.reads:
+        in_order(slots[id])
     for id, _ in call.mutates:
         if id in fresh:
             continue
@@ -153,8 +158,7 @@ def run(call: Call, slots: dict[int, Slot], survives: Callable[[Slot], bool]) ->
     if call.rng is None:
         out = call.func._op(*args, **kwargs)
     else:
-        device = slots[call.reads[0]].device if call.reads else torch.device("cpu")
-        with _generator_at(call.rng, device):
+        with _generator_at(call.rng):
             out = call.func._op(*args, **kwargs)
     if call.made:
         outs = tensors_in(out)
@@ -163,10 +167,12 @@ def run(call: Call, slots: dict[int, Slot], survives: Callable[[Slot], bool]) ->
             if slot is not None and slot.value is None:
                 slot.value = outs[index]
                 slot.noted = slot.value._version
+                slot.stream = torch.cuda.current_stream(slot.device) if slot.value.is_cuda else None
     for old_id, new_id in call.mutates:
         new = slots.get(new_id)
         if new is not None:
             new.value = fresh[old_id]
             new.noted = new.value._version
+            new.stream = slots[old_id].stream
         if fresh[old_id] is slots[old_id].value:
             slots[old_id].value = None

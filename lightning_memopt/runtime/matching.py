@@ -15,7 +15,7 @@ import torch
 from torch._ops import OpOverload
 
 from lightning_memopt.record import UNKNOWN, Call, OpRecord, Recorder, Slot, storage_id, tensors_in
-from lightning_memopt.record.tensors import PLAIN, generator_state, is_plain, without_history
+from lightning_memopt.record.tensors import PLAIN, device_of, generator_of, is_plain, without_history
 from lightning_memopt.runtime.templates import Template, flattened, in_passing, same_constant, start_of, template_of
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class Matcher(Recorder):
         call = template.call
         if template.random:
             assert call is not None
-            call = self._with_state(call, values)
+            call = self._with_state(call, values, kwargs)
         for i, _ in template.mutates:
             self._overwrites(of_storage[storage_id(values[i])])
         out = template.func._op(*args, **kwargs) if kwargs else template.func._op(*args)
@@ -182,12 +182,15 @@ class Matcher(Recorder):
                 self._current(slot, t)
         return True
 
-    def _with_state(self, call: Call, values: Any) -> Call:
+    def _with_state(self, call: Call, values: Any, kwargs: dict | None) -> Call | None:
         """The call of this step: the generator's state is its own."""
         found = Call(call.op, call.func, call.args, call.kwargs, call.reads, call.grad)
         found.made, found.mutates = call.made, call.mutates
-        device = next((t.device.type for t in values if isinstance(t, torch.Tensor)), "cpu")
-        found.rng = (None, generator_state(None, device))
+        device = device_of((t.device for t in values if isinstance(t, torch.Tensor)), kwargs or {})
+        generator = generator_of(device)
+        if generator is None:
+            return None
+        found.rng = (generator, generator.get_state())
         return found
 
     def _unforeseen(self, t: torch.Tensor) -> None:

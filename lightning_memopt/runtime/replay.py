@@ -19,7 +19,17 @@ import torch
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.record import UNKNOWN, Call, OpRecord, Recorder, Slot, Tape, View, is_plain
 from lightning_memopt.record.interrupts import raise_deferred
-from lightning_memopt.runtime.execute import below_autograd, checksum, flags_of, intact, mismatch, missing, modified, run
+from lightning_memopt.runtime.execute import (
+    below_autograd,
+    checksum,
+    flags_of,
+    in_order,
+    intact,
+    mismatch,
+    missing,
+    modified,
+    run,
+)
 
 _EMPTY: dict[torch.dtype, torch.Tensor] = {}
 """CPU tensors without memory, by type."""
@@ -167,6 +177,7 @@ class Engine:
                 self.materialise([slot])
             value = slot.value
             assert value is not None
+            in_order(slot)
             if not intact(slot):
                 raise modified(f"[{value.type()} {list(handle.view.size)}]", value._version, slot.noted)
             if handle.view.same(value):
@@ -231,6 +242,7 @@ class Engine:
             found.data = whole.set_(storage, 0, (storage.nbytes() // whole.element_size(),), (1,))
         slot.value = found
         slot.noted = found._version
+        slot.stream = None
         return True
 
     @staticmethod

@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import InfeasibleError, MemOptError, PlanMismatchError
 from lightning_memopt.graph import Graph, first_difference, resident_nbytes, unmodified_levels
-from lightning_memopt.plan import Plan
+from lightning_memopt.plan import Plan, reserved_bytes_of
 from lightning_memopt.runtime import PlannedEngine, Program
 from lightning_memopt.session import costs
 from lightning_memopt.session.observation import common, smoothed
 from lightning_memopt.solvers import planner
+from lightning_memopt.solvers.rollout import keep_all
 from lightning_memopt.units import format_nbytes
 
 Say = Callable[[str], None]
@@ -80,7 +81,7 @@ def _frontier(graph: Graph, config: MemOptConfig, say: Say) -> planner.Frontier:
         objective=config.objective,
         limit_seconds=config.solver_seconds,
         say=lambda s: say(f"MemOpt:   {s}"),
-        overhead=lambda lives: costs.measured().of(Program(graph, lives)),
+        overhead=lambda lives: costs.measured(graph.device).of(Program(graph, lives)),
     )
 
 
@@ -89,7 +90,7 @@ def _solved(graph: Graph, limit_nbytes: int | None, config: MemOptConfig, say: S
     limit = frontier.smallest_bytes if limit_nbytes is None else limit_nbytes
     plan = frontier.plan(limit)
     say(
-        f"MemOpt: plan in force ({plan.solver}): predicted peak {format_nbytes(plan.predicted_peak_bytes)} of "
+        f"MemOpt: plan in force ({plan.solver}): predicted peak {format_nbytes(plan.predicted.needed_bytes)} of "
         f"{format_nbytes(limit)}, unmodified {format_nbytes(plan.unmodified_peak_bytes)}; extra "
         f"{1e3 * plan.predicted.seconds:.1f} ms a step, no plan below {1e3 * plan.lower_bound_seconds:.1f} ms; "
         f"solved in {frontier.seconds:.1f} s"
@@ -103,7 +104,9 @@ def refuse_infeasible(graph: Graph, budget_nbytes: int, config: MemOptConfig, sa
     Solves only where the unmodified step does not fit. What the update takes is not known yet: the budget that is named is
     the least there is hope for.
     """
-    if max(unmodified_levels(graph), default=0) <= budget_nbytes - config.headroom:
+    reserve = reserved_bytes_of(graph)
+    unmodified = reserve(keep_all(graph)) if reserve is not None else max(unmodified_levels(graph), default=0)
+    if unmodified <= budget_nbytes - config.headroom:
         return
     say("MemOpt: the step does not fit as it is; looking for a plan before anything is updated")
     needed = _frontier(graph, config, say).smallest_bytes + config.headroom
@@ -220,7 +223,7 @@ class Running:
         if budget_nbytes is None or peak_nbytes <= budget_nbytes:
             return self
         over = peak_nbytes - budget_nbytes
-        predicted = self.plan.predicted_peak_bytes
+        predicted = self.plan.predicted.needed_bytes
         text = (
             f"a planned step was measured at {peak_nbytes} bytes ({format_nbytes(peak_nbytes)}), {over} above the budget; "
             f"predicted were {predicted}"

@@ -44,11 +44,11 @@ def read_given(
         raise PlanMismatchError(
             f"The plan {path} was made for {graph.device}, the model is on {device.type}. Make a plan there."
         )
-    if budget_nbytes is not None and config.budget != "auto" and plan.predicted_peak_bytes > budget_nbytes:
+    if budget_nbytes is not None and config.budget != "auto" and plan.predicted.needed_bytes > budget_nbytes:
         raise InfeasibleError(
-            f"The plan {path} peaks at {plan.predicted_peak_bytes} bytes, above the budget of {budget_nbytes}. Give it that "
+            f"The plan {path} peaks at {plan.predicted.needed_bytes} bytes, above the budget of {budget_nbytes}. Give it that "
             "budget, or leave plan= out.",
-            smallest_nbytes=plan.predicted_peak_bytes,
+            smallest_nbytes=plan.predicted.needed_bytes,
             budget_nbytes=budget_nbytes,
         )
     return plan, graph

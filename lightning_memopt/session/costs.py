@@ -1,7 +1,8 @@
 """What our own work takes on this machine, measured once: without it, a plan of many small ops would look cheaper than it is.
 
 An op that runs inside of a dispatch mode takes longer the more arguments it has, because they pass through Python. An op that
-is recorded and one that runs again take a fixed time on top. All of it is the host's time.
+is recorded and one that runs again take a fixed time on top. All of it is the host's time; a CUDA device works meanwhile, and
+only what the host takes longer than the device is lost.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_memopt.plan import Run
 from lightning_memopt.runtime import PlannedEngine, Program
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.recording import PlannedRecording
@@ -29,13 +31,15 @@ _ROUNDS = 15
 @dataclass(frozen=True)
 class Costs:
     """Seconds on top of the op itself. `call`, and `argument` for each of its arguments: an op that runs in the dispatch mode.
-    `recorded`: one that is compared and noted, with what autograd saves of it; `replayed`: one that runs again.
+    `recorded`: one that is compared and noted, with what autograd saves of it; `replayed`: one that runs again. `eager`: what
+    the host takes for an op without any of this, where a device works beside it; 0 where the op's seconds are the host's.
     """
 
     call: float
     argument: float
     recorded: float
     replayed: float
+    eager: float = 0.0
 
     def of(self, program: Program) -> float:
         """Seconds a step of this program takes on top of its ops and their replays."""
@@ -45,7 +49,13 @@ class Costs:
         loud = [op for op in program.graph.forward if op.id not in quiet]
         dispatched = sum(self.call + self.argument * _arguments(op.name) for op in loud)
         recorded = sum(1 for op in loud if not program.passes(op.id))
-        return dispatched + self.recorded * recorded + self.replayed * len(program.schedule.replayed)
+        host = dispatched + self.recorded * recorded + self.replayed * len(program.schedule.replayed)
+        if not self.eager:
+            return host
+        ops = program.graph.ops
+        again = [ops[s.op] for steps in program.schedule.segments.values() for s in steps if isinstance(s, Run)]
+        device = sum(op.seconds for op in ops) + sum(op.seconds for op in again)
+        return max(0.0, host + self.eager * (len(ops) + len(again)) - device)
 
 
 @cache
@@ -67,13 +77,16 @@ class _Empty(TorchDispatchMode):
         return func._op(*args, **(kwargs or {}))
 
 
-def _medians(runs: dict[str, Callable[[], Any]]) -> dict[str, float]:
+def _medians(runs: dict[str, Callable[[], Any]], device: torch.device) -> dict[str, float]:
     """Seconds of each, interleaved."""
+    synchronize: Callable[[], Any] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(_ROUNDS):
         for name, run in runs.items():
+            synchronize()
             began = time.perf_counter()
             run()
+            synchronize()
             seconds[name].append(time.perf_counter() - began)
     return {name: statistics.median(s) for name, s in seconds.items()}
 
@@ -86,9 +99,11 @@ def _in_mode(run: Callable[[], Any]) -> Callable[[], Any]:
     return inside
 
 
-def _planned(holder: nn.Module, forward: Callable[[], torch.Tensor]) -> tuple[Program, Callable[[], None]]:
+def _planned(
+    holder: nn.Module, forward: Callable[[], torch.Tensor], device: torch.device
+) -> tuple[Program, Callable[[], None]]:
     """The chain observed, and its step under a plan that runs every op again."""
-    observation = Observation(holder, [], torch.device("cpu"), None, verify=False, meter=False)
+    observation = Observation(holder, [], device, None, verify=False, meter=False)
     with observation.begin_round(()):
         loss = forward()
     observation.forward_ended()
@@ -105,13 +120,17 @@ def _planned(holder: nn.Module, forward: Callable[[], torch.Tensor]) -> tuple[Pr
     return program, step
 
 
-@cache
-def measured() -> Costs:
+def measured(device_type: str = "cpu") -> Costs:
     """The costs on this machine, from a chain of tiny ops and a tiny convolution; takes about 0.3 s, once a process."""
+    return _measured(torch.device(device_type))
+
+
+@cache
+def _measured(device: torch.device) -> Costs:
     with torch.enable_grad():
         holder = nn.Module()
-        holder.w = weight = nn.Parameter(torch.ones(4, 4))
-        x = torch.ones(4, 4)
+        holder.w = weight = nn.Parameter(torch.ones(4, 4, device=device))
+        x = torch.ones(4, 4, device=device)
 
         def forward() -> torch.Tensor:
             y = x
@@ -119,7 +138,7 @@ def measured() -> Costs:
                 y = torch.tanh(y * weight + y).sin()
             return y.sum()
 
-        image, kernel = torch.ones(1, 1, 3, 3), torch.ones(1, 1, 1, 1)
+        image, kernel = torch.ones(1, 1, 3, 3, device=device), torch.ones(1, 1, 1, 1, device=device)
 
         def add() -> None:
             for _ in range(_LINKS):
@@ -129,7 +148,7 @@ def measured() -> Costs:
             for _ in range(_LINKS):
                 torch.conv2d(image, kernel)
 
-        program, planned = _planned(holder, forward)
+        program, planned = _planned(holder, forward, device)
         planned()  # learns its templates
         took = _medians(
             {
@@ -140,7 +159,8 @@ def measured() -> Costs:
                 "forward": forward,
                 "step": lambda: forward().backward(),
                 "planned": planned,
-            }
+            },
+            device,
         )
     few, many = _arguments("aten::add.Tensor"), _arguments("aten::convolution")
     low = (took["add in mode"] - took["add"]) / _LINKS
@@ -151,4 +171,5 @@ def measured() -> Costs:
     ops = len(program.graph.forward) + len(program.schedule.replayed)
     rest = took["planned"] - took["step"] - took["forward"] - dispatched  # the replays themselves take what the forward took
     each = max(0.0, rest) / ops  # noting an op and running it again take about the same
-    return Costs(call, argument, each, each)
+    eager = took["forward"] / len(program.graph.forward) if device.type == "cuda" else 0.0
+    return Costs(call, argument, each, each, eager)

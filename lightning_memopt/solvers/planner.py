@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import itertools
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph, Op, fingerprint, resident_nbytes, unmodified_levels
-from lightning_memopt.plan import Life, LoweringError, Plan, Prediction, simulate
+from lightning_memopt.plan import Life, LoweringError, Plan, Prediction, reserved_bytes_of, simulate
 from lightning_memopt.solvers import bound, replay_chain
 from lightning_memopt.solvers import chain as dp
 from lightning_memopt.solvers.dataflow import echo
@@ -53,7 +55,13 @@ class Candidate:
 
 def _needs(candidate: Candidate) -> int:
     """The smallest budget for a plan; what changes nothing needs no margin."""
-    return candidate.predicted.peak_bytes + (_UNSEEN_NBYTES if candidate.predicted.replayed_ops else 0)
+    return candidate.predicted.needed_bytes + (_UNSEEN_NBYTES if candidate.predicted.replayed_ops else 0)
+
+
+def _with_reserved(candidate: Candidate, reserve: Callable[[tuple[Life, ...]], int] | None) -> Candidate:
+    if reserve is None:
+        return candidate
+    return replace(candidate, predicted=replace(candidate.predicted, reserved_bytes=reserve(candidate.lives)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +69,8 @@ class Frontier:
     """Pareto set of plans, needed bytes rising and the objective falling; the last one is the unmodified step or better.
 
     `smallest_bytes` is the smallest budget that holds for any op times; with those of this graph a plan may need a little less.
+    `reserve`: the bytes that the device's allocator reserves for the lives of a plan; then those must be within the budget, and
+    `smallest` is a plan that needs no more than `smallest_bytes` of them.
     """
 
     graph: Graph
@@ -69,11 +79,47 @@ class Frontier:
     unmodified_peak_bytes: int
     moments: tuple[bound.Moment, ...]
     seconds: float
+    reserve: Callable[[tuple[Life, ...]], int] | None = None
+    smallest: Candidate | None = None
+
+    @cached_property
+    def _reserving(self) -> dict[int, Candidate]:
+        """Candidates by position, with their reserved bytes, as far as they were asked for."""
+        return {}
+
+    def _reserves(self, i: int) -> Candidate:
+        found = self._reserving.get(i)
+        if found is None:
+            found = self._reserving[i] = _with_reserved(self.candidates[i], self.reserve)
+        return found
+
+    def _best(self, budget_nbytes: int) -> Candidate | None:
+        """The last candidate within the budget. Reserved bytes follow allocated ones closely but not strictly: where the last
+        one reserves too much, the next one looked at needs less by as much; then those in between, by halves.
+        """
+        needs = [_needs(c) for c in self.candidates]
+        i = above = bisect_right(needs, budget_nbytes)
+        while i:
+            found = self._reserves(i - 1)
+            excess = _needs(found) - budget_nbytes
+            if excess <= 0:
+                break
+            above, i = i - 1, min(i - 1, bisect_right(needs, needs[i - 1] - excess))
+        if not i:
+            last = self.smallest
+            return last if last is not None and _needs(last) <= budget_nbytes else None
+        while above - i > 0:
+            middle = (i + 1 + above) // 2
+            if _needs(self._reserves(middle - 1)) <= budget_nbytes:
+                i = middle
+            else:
+                above = middle - 1
+        return self._reserves(i - 1)
 
     def within(self, budget_nbytes: int) -> Candidate:
         """The best plan whose predicted peak is within the budget. Raises InfeasibleError naming the smallest budget."""
-        fits = [c for c in self.candidates if _needs(c) <= budget_nbytes]
-        if not fits:
+        best = self._best(budget_nbytes)
+        if best is None:
             raise InfeasibleError(
                 f"No plan of this model fits {budget_nbytes} bytes ({format_nbytes(budget_nbytes)}): the smallest one peaks at "
                 f"{self.smallest_bytes} bytes ({format_nbytes(self.smallest_bytes)}), of which "
@@ -82,7 +128,7 @@ class Frontier:
                 smallest_nbytes=self.smallest_bytes,
                 budget_nbytes=budget_nbytes,
             )
-        return fits[-1]
+        return best
 
     def bound_seconds(self, budget_nbytes: int) -> float:
         """No recomputation plan within the budget takes fewer extra seconds (`bound`)."""
@@ -213,8 +259,18 @@ def solve(
 
     saves = any(s.unpacked_at and s.tensor in graph.producers for s in graph.saves)
     in_time = fill([("keep all", keep_all(graph))]) and saves and fill(_smallest(graph))
-    smallest = min(map(_needs, pool))
+    reserve = reserved_bytes_of(graph)
+    smallest = _with_reserved(min(pool, key=_needs), reserve)
     if in_time:
         fill(timed())
     found = [replace(c, predicted=replace(c.predicted, overhead_seconds=overhead(c.lives))) for c in _pareto(pool, objective)]
-    return Frontier(graph, tuple(_pareto(found, objective)), smallest, unmodified, tuple(moments), time.perf_counter() - began)
+    return Frontier(
+        graph=graph,
+        candidates=tuple(_pareto(found, objective)),
+        smallest_bytes=_needs(smallest),
+        unmodified_peak_bytes=unmodified,
+        moments=tuple(moments),
+        seconds=time.perf_counter() - began,
+        reserve=reserve,
+        smallest=smallest if reserve is not None else None,
+    )

@@ -1,7 +1,8 @@
 """What the allocator says: the peak of a step, and what each op takes beyond its outputs.
 
 CPU: torch's own allocator events (`torch.profiler`, `profile_memory=True`), in order, with marks around the ops.
-CUDA: the caching allocator's statistics (the tracer reads them around each op).
+CUDA: the caching allocator's statistics and events on the stream, around each op. The bytes are those that were requested:
+whole blocks, which torch counts as allocated, may be larger by up to 1 MiB each.
 """
 
 from __future__ import annotations
@@ -29,6 +30,40 @@ class AllocatorEvents:
     @staticmethod
     def mark(index: int) -> torch._C._profiler._RecordFunctionFast:
         return torch._C._profiler._RecordFunctionFast(f"{_MARK}{index}")
+
+
+def requested_nbytes(device: torch.device) -> tuple[int, int]:
+    """Bytes that are allocated on a CUDA device, as they were requested: now, and the most since peaks were reset."""
+    stats = torch.cuda.memory_stats_as_nested_dict(device)
+    found = stats.get("requested_bytes") or stats["allocated_bytes"]  # other allocators do not know what was requested
+    return int(found["all"]["current"]), int(found["all"]["peak"])
+
+
+class CudaOps:
+    """What each op takes on a CUDA device: time between events on its stream, read when all have run, and bytes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.peak_nbytes = 0
+        """The most that the last op had allocated beyond what there was before."""
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._before = 0
+
+    def begin(self, index: int) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self._before = requested_nbytes(self.device)[0]
+        pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._events[index:] = [pair]  # an op that raised has no end
+        pair[0].record(torch.cuda.current_stream(self.device))
+
+    def end(self) -> None:
+        self._events[-1][1].record(torch.cuda.current_stream(self.device))
+        self.peak_nbytes = requested_nbytes(self.device)[1] - self._before
+
+    def seconds(self) -> list[float]:
+        """Of every op so far."""
+        torch.cuda.synchronize(self.device)
+        return [1e-3 * began.elapsed_time(ended) for began, ended in self._events]
 
 
 @contextlib.contextmanager

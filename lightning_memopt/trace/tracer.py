@@ -21,8 +21,11 @@ from torch.utils.flop_counter import flop_registry
 from lightning_memopt.graph import BEFORE, Graph, Op, Point, Save, Tensor
 from lightning_memopt.graph.model import Kind, Phase
 from lightning_memopt.record import OpRecord, Recorder, Slot, is_plain, storage_id
+from lightning_memopt.trace.memory import CudaOps, requested_nbytes
 
 _CUDA_ROUND = 512
+_UNSEEN = -1
+"""Slots count from 0."""
 
 
 def _own_count() -> int:
@@ -78,7 +81,7 @@ class Tracer:
         self._storages: dict[int, list[int]] = {}
         self._ours: dict[int, Slot] = {}
         self._slots: dict[int, list[Slot]] = {}
-        self._cuda_before = 0
+        self._cuda = CudaOps(device) if device.type == "cuda" else None
 
     # -- told by the recorder ----------------------------------------------------------------------
 
@@ -86,19 +89,17 @@ class Tracer:
         self.poll()
         index = len(self.ops)
         self.points.append(Point("op", index))
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
-            self._cuda_before = torch.cuda.memory_allocated(self.device)
+        if self._cuda is not None:
+            self._cuda.begin(index)
         if self.marks is not None:
             self._open = self.marks(index)
             self._open.__enter__()
         self._began = time.perf_counter()
 
     def ran(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
         self._seconds = time.perf_counter() - self._began
+        if self._cuda is not None:
+            self._cuda.end()
         if self._open is not None:
             self._open.__exit__(None, None, None)
             self._open = None
@@ -123,9 +124,9 @@ class Tracer:
         if formula is not None:
             flops = int(formula(*args, **kwargs, out_val=out))
         workspace = 0
-        if self.device.type == "cuda":
-            new_nbytes = sum(self.tensors[slot.id].nbytes for slot, _ in made)
-            workspace = max(0, torch.cuda.max_memory_allocated(self.device) - self._cuda_before - new_nbytes)
+        if self._cuda is not None:
+            new_nbytes = sum(slot.nbytes for slot, _ in made if slot.device.type == self.device.type)
+            workspace = max(0, self._cuda.peak_nbytes - new_nbytes)
         outputs = [slot.id for slot, _ in made] + [new.id for _, new, _ in mutates]
         self.ops.append(
             dict(
@@ -148,6 +149,12 @@ class Tracer:
     def adopt(self, slot: Slot, kind: Kind, name: str = "") -> None:
         """A storage that was there before anything was recorded."""
         self._birth(slot, name or kind, BEFORE, kind=kind)
+
+    def adopt_unseen(self, nbytes: int) -> None:
+        """Bytes on the device that belong to nothing of this step: a library's workspace, another model."""
+        nbytes = -(-nbytes // _CUDA_ROUND) * _CUDA_ROUND
+        self.tensors[_UNSEEN] = _Tensor("held outside of the step", nbytes, "temporary", _UNSEEN, BEFORE)
+        self.live_nbytes += nbytes
 
     def _birth(self, slot: Slot, name: str, at: int, kind: Kind | None = None, version_of: Slot | None = None) -> None:
         counted = slot.device.type == self.device.type
@@ -246,6 +253,7 @@ class Tracer:
         saves = {save: i for i, save in enumerate(sorted(self.saves))}
         anchors = {ids[id] for id, t in self.tensors.items() if t.born_at == BEFORE}
         overwritten = {ids[old] for op in self.ops for old, _ in op["mutates"]}
+        seconds = [op["seconds"] for op in self.ops] if self._cuda is None else self._cuda.seconds()
         ops = []
         for i, op in enumerate(self.ops):
             inputs = tuple(ids[t] for t in op["inputs"])
@@ -254,6 +262,7 @@ class Tracer:
                 inputs=inputs,
                 outputs=tuple(ids[t] for t in op["outputs"]),
                 mutates=tuple((ids[a], ids[b]) for a, b in op["mutates"]),
+                seconds=seconds[i],
                 recomputable=op["recomputable"] and not lost,
             )
             ops.append(Op(id=i, **fields))
@@ -285,7 +294,7 @@ class Tracer:
             ),
             points=points,
             device=self.device.type,
-            step_seconds=sum(op["seconds"] for op in self.ops),
+            step_seconds=sum(op.seconds for op in ops),
         )
 
 
@@ -303,4 +312,7 @@ def watch_all(tracer: Tracer, recorder: Recorder, tensors: Iterable[tuple[torch.
             slot = recorder.adopt(t)
             recorder.tape.slots[slot.id] = slot
             tracer.adopt(slot, kind, name)
+    if tracer.device.type == "cuda":
+        known = sum(slot.nbytes for slot in recorder.tape.slots.values() if slot.device.type == "cuda")
+        tracer.adopt_unseen(max(0, requested_nbytes(tracer.device)[0] - known))
     recorder.capturing = True

@@ -33,6 +33,12 @@ def recorded(drop: bool) -> Iterator[None]:
     assert engine.evictions > 0, "nothing was dropped: the test tests nothing"
 
 
+def draws() -> torch.Tensor:
+    """The next numbers of the CPU's generator, and of the CUDA device's where one is in use."""
+    found = torch.rand(4)
+    return torch.cat([found, torch.rand(4, device="cuda").cpu()]) if torch.cuda.is_initialized() else found
+
+
 @dataclass
 class Outcome:
     """What a step left: loss, gradients (None where there is none), buffers, the next draw of the generator."""
@@ -68,7 +74,7 @@ def outcome(
         loss.detach().clone(),
         {n: None if p.grad is None else p.grad.clone() for n, p in leaves.items()},
         {n: b.clone() for n, b in model.named_buffers()},
-        torch.rand(4),
+        draws(),
         dropped,
     )
 

@@ -20,7 +20,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from lightning_memopt.record import OpRecord
-from tests.cpu.harness import dropping, same_bits
+from tests.cpu.harness import draws, dropping, same_bits
 
 if "expecttest" not in sys.modules and importlib.util.find_spec("expecttest") is None:
     # torch's tables import it for their own tests; nothing here uses it
@@ -60,14 +60,15 @@ def dense(t: torch.Tensor) -> torch.Tensor:
 
 def seed_of(t: torch.Tensor) -> torch.Tensor:
     """What backward starts from: irregular numbers that no generator was asked for."""
-    steps = torch.arange(1, t.numel() + 1, dtype=torch.float64)
+    steps = torch.arange(1, t.numel() + 1, dtype=torch.float64, device=t.device)
     return torch.frac(steps * 0.7548776662466927).sub(0.4).reshape(t.shape).to(t.dtype)
 
 
 def poison() -> None:
     """Leave rubbish in freed memory, so that cells which no kernel writes differ from one run to the next."""
-    rubbish = [torch.full((n,), 0x7B, dtype=torch.uint8) for n in range(8, 1032, 16) for _ in range(3)]
-    del rubbish
+    for device in ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",):
+        rubbish = [torch.full((n,), 0x7B, dtype=torch.uint8, device=device) for n in range(8, 1032, 16) for _ in range(3)]
+        del rubbish
 
 
 def run(call: Callable[..., Any], inputs: Any, *, drop: bool, where: str, leaves: list[torch.Tensor] | None = None) -> Ran:
@@ -101,7 +102,7 @@ def run(call: Callable[..., Any], inputs: Any, *, drop: bool, where: str, leaves
     if roots and wanted:
         found = torch.autograd.grad(roots, wanted, [seed_of(t) for t in roots], allow_unused=True)
         grads = [None if g is None else dense(g) for g in found]
-    return Ran([t.detach() for t in out], grads, torch.rand(4), dropped=dropped, rebuilt=len(set(replayed)))
+    return Ran([t.detach() for t in out], grads, draws(), dropped=dropped, rebuilt=len(set(replayed)))
 
 
 def difference(a: Ran, b: Ran) -> str:

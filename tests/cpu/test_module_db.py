@@ -34,10 +34,10 @@ class Idle(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _step(info: Any, sample: Any, drop: bool, where: str) -> Ran:
+def _step(info: Any, sample: Any, drop: bool, where: str, device: str, dtype: torch.dtype) -> Ran:
     torch.manual_seed(11)
     built, given = sample.constructor_input, sample.forward_input
-    module = info.module_cls(*built.args, **built.kwargs).to(torch.float32).train()
+    module = info.module_cls(*built.args, **built.kwargs).to(device, dtype).train()
     if info.is_lazy:
         with torch.no_grad():
             module(*given.args, **given.kwargs)  # makes its parameters
@@ -53,17 +53,18 @@ def _step(info: Any, sample: Any, drop: bool, where: str) -> Ran:
 @functools.cache
 def swept(group: str) -> Count:
     """Verdicts over the modules of one group."""
-    return sweep((info for info in module_db if _group(info) == group), _sweep_module)
+    return sweep((info for info in module_db if _group(info) == group), sweep_module)
 
 
-def _sweep_module(info: Any, count: Count) -> None:
+def sweep_module(info: Any, count: Count, device: str = "cpu", dtype: torch.dtype = torch.float32, most: int = SAMPLES) -> None:
+    """Verdicts over the samples of a module, at most so many."""
     found = Count()
     torch.manual_seed(3)
-    samples = info.module_inputs_func(info, device="cpu", dtype=torch.float32, requires_grad=True, training=True)
-    for i, sample in list(enumerate(samples))[:: -(-len(samples) // SAMPLES)]:
+    samples = info.module_inputs_func(info, device=device, dtype=dtype, requires_grad=True, training=True)
+    for i, sample in list(enumerate(samples))[:: max(1, -(-len(samples) // most))]:
         if sample.forward_input is not None:
             label = f"{info.name} #{i} {sample.desc}"
-            verdict(lambda drop, s=sample, x=label: _step(info, s, drop, x), label, found)  # type: ignore[misc]
+            verdict(lambda drop, s=sample, x=label: _step(info, s, drop, x, device, dtype), label, found)  # type: ignore[misc]
     count.different |= found.different
     count.skipped |= found.skipped
     if not found.different:

@@ -64,10 +64,11 @@ CHUNKS = sorted({_chunk(op) for op in op_db})
 @functools.cache
 def swept(chunk: str) -> Count:
     """Verdicts over the ops of one chunk."""
-    return sweep((op for op in op_db if _chunk(op) == chunk), _sweep_op)
+    return sweep((op for op in op_db if _chunk(op) == chunk), sweep_op)
 
 
-def _sweep_op(op: Any, count: Count) -> None:
+def sweep_op(op: Any, count: Count, device: str = "cpu", wanted: dict[torch.dtype, int] | None = None) -> None:
+    """Verdicts over the samples of an operator; `wanted`: how many of each type, `SAMPLES` where it is None."""
     name = op.name + (f".{op.variant_test_name}" if op.variant_test_name else "")
     if op.name in UNINITIALISED:
         count.skipped[name] = UNINITIALISED[op.name]
@@ -76,12 +77,14 @@ def _sweep_op(op: Any, count: Count) -> None:
         count.skipped[name] = "no autograd"
         return
     best = Count()
-    for dtype, samples in SAMPLES.items():
-        if dtype not in op.supported_dtypes("cpu") or dtype not in op.supported_backward_dtypes("cpu"):
+    for dtype, samples in (wanted or SAMPLES).items():
+        if dtype not in op.supported_dtypes(device) or dtype not in op.supported_backward_dtypes(device):
             continue
+        if wanted is None and op.name.startswith("nn.functional."):
+            samples = SAMPLES_OF_FUNCTIONAL
         torch.manual_seed(3)
-        for i, sample in enumerate(op.sample_inputs_func(op, "cpu", dtype, True)):  # without torch's stack traces
-            if i == (SAMPLES_OF_FUNCTIONAL if op.name.startswith("nn.functional.") else samples):
+        for i, sample in enumerate(op.sample_inputs_func(op, device, dtype, True)):  # without torch's stack traces
+            if i == samples:
                 break
             for suffix, call, inputs in calls(op, sample):
                 label = f"{name}{suffix} [{str(dtype)[6:]} #{i}]"
@@ -93,7 +96,7 @@ def _sweep_op(op: Any, count: Count) -> None:
     elif best.nothing:
         count.nothing.append(name)
     else:
-        count.skipped[name] = next(iter(best.skipped.values()), "neither float32 nor complex64")
+        count.skipped[name] = next(iter(best.skipped.values()), "none of the types")
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)

@@ -16,6 +16,7 @@ from lightning_memopt.runtime import PlannedEngine, Program
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.recording import PlannedRecording
 from lightning_memopt.solvers.baselines import recompute_everything
+from tests.cpu.harness import draws
 from tests.cpu.sweeps import Count, Ran, assert_none_differs, dense, difference, poison, seed_of, sweep
 from tests.cpu.test_op_db import UNINITIALISED, calls
 
@@ -29,8 +30,8 @@ PARTS = 4
 class _Steps:
     """`call(*inputs)` between ops that are replayed too, as steps: plain, observed or planned."""
 
-    def __init__(self, call: Callable[..., Any], inputs: Any) -> None:
-        self.call, self.inputs, self.model = call, inputs, nn.Module()
+    def __init__(self, call: Callable[..., Any], inputs: Any, device: str = "cpu") -> None:
+        self.call, self.inputs, self.model, self.device = call, inputs, nn.Module(), torch.device(device)
 
     def _fresh(self, turn: int) -> Any:
         scale = 1.0 - turn / 1024
@@ -51,7 +52,7 @@ class _Steps:
         if roots and wanted:
             found = torch.autograd.grad(roots, wanted, [seed_of(t) for t in roots], allow_unused=True)
             grads = [None if g is None else dense(g) for g in found]
-        return Ran([t.detach() for t in out], grads, torch.rand(4))
+        return Ran([t.detach() for t in out], grads, draws())
 
     def plain(self, turn: int) -> Ran:
         torch.manual_seed(turn)
@@ -61,7 +62,7 @@ class _Steps:
     def observed(self) -> Program:
         torch.manual_seed(0)
         fresh = self._fresh(0)
-        observation = Observation(self.model, [], torch.device("cpu"), None, verify=True, meter=False)
+        observation = Observation(self.model, [], self.device, None, verify=True, meter=False)
         try:
             with observation.begin_round(fresh):
                 out = self._forward(fresh)
@@ -113,17 +114,18 @@ def _verdict(steps: _Steps, name: str, count: Count) -> None:
         (count.dropped if found[-1].rebuilt else count.nothing).append(name)
 
 
-def _sweep_op(op: Any, count: Count) -> None:
-    if op.name in UNINITIALISED or not op.supports_autograd or torch.float32 not in op.supported_dtypes("cpu"):
+def sweep_planned(op: Any, count: Count, device: str = "cpu", dtype: torch.dtype = torch.float32, most: int = SAMPLES) -> None:
+    """Verdicts over the first samples of an operator."""
+    if op.name in UNINITIALISED or not op.supports_autograd or dtype not in op.supported_dtypes(device):
         return
     torch.manual_seed(3)
-    for i, sample in zip(range(SAMPLES), op.sample_inputs_func(op, "cpu", torch.float32, True), strict=False):
+    for i, sample in zip(range(most), op.sample_inputs_func(op, device, dtype, True), strict=False):
         for suffix, call, inputs in calls(op, sample):
-            _verdict(_Steps(call, inputs), f"{op.name}{op.variant_test_name}{suffix} #{i}", count)
+            _verdict(_Steps(call, inputs, device), f"{op.name}{op.variant_test_name}{suffix} #{i}", count)
 
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_no_operator_differs_in_planned_steps(part: int) -> None:
-    count = sweep(op_db[part::PARTS], _sweep_op)
+    count = sweep(op_db[part::PARTS], sweep_planned)
     assert_none_differs(count)
     assert len(count.dropped) >= 100, (len(count.dropped), len(count.nothing), count.skipped)

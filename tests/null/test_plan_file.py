@@ -122,7 +122,7 @@ def test_oversize(written: Path) -> None:
     ("path", "value", "words"),
     [
         ("format", "another", '"format" is \'another\', not "lightning_memopt.plan"'),
-        ("schema", 2, "file.schema is 2; this version knows schema 1 only"),
+        ("schema", 1, "file.schema is 1; this version knows schema 2 only"),
         ("schema", "1", "file.schema is '1'"),
         ("graph.schema", 7, "graph.schema is 7; this version knows schema 1 only"),
         ("plan", [], r"plan is \[\], not an object"),

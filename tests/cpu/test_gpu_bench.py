@@ -1,0 +1,78 @@
+"""benchmarks/gpu.py on the CPU: the same code on tiny models; what differs on a GPU, with `torch.cuda` replaced."""
+
+from __future__ import annotations
+
+import json
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from benchmarks import gpu
+from benchmarks.gpu_models import MODELS, SMOKE
+
+
+def test_replay_on_a_tiny_model(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setenv("OUT", str(tmp_path))
+    gpu.main(["replay", "GPT-2", "--smoke", "--no-compile", "--rounds", "1"])
+    report = json.loads((tmp_path / "gpu_replay_smoke.json").read_text())
+    assert report["smoke"] and list(report["models"]) == ["GPT-2"]
+    for name, result in report["models"].items():
+        rows = result["rows"]
+        assert rows["unmodified"]["equal"] and rows["unmodified"]["time_ratio"] == 1
+        ours = [row for label, row in rows.items() if label.startswith("ours") and "equal" in row]
+        assert len(ours) >= 2, name
+        for row in ours:
+            assert row["equal"] and row["within_budget"] and row["replayed_ops"] > 0
+            assert row["allocated_mib"] < rows["unmodified"]["allocated_mib"]
+            assert row["allocated_mib"] == pytest.approx(row["predicted_allocated_mib"], rel=0.01)
+            assert {"time_ratio", "predicted_ratio", "host_us_per_op", "rounds"} <= row.keys()
+        assert result["predicted_unmodified_mib"] == pytest.approx(rows["unmodified"]["allocated_mib"], rel=0.01)
+    assert report["models"]["GPT-2"]["rows"]["per block"]["equal"]
+    last = capsys.readouterr().out.splitlines()
+    assert last[-1].startswith("GPT-2") and "us/op" in "".join(last)
+
+
+def test_what_does_not_fit_is_left_out_with_the_reason(monkeypatch: Any) -> None:
+    def missing(device: torch.device) -> Any:
+        raise ImportError("no such model")
+
+    def full(device: torch.device) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried much.")
+
+    cpu = torch.device("cpu")
+    assert gpu.run("none", missing, cpu, 60, 1, False)["left_out"] == "no such model"
+    assert gpu.run("none", full, cpu, 60, 1, False)["left_out"] == "CUDA out of memory."
+    late = gpu.run("GPT-2", SMOKE["GPT-2"], cpu, 0, 1, False)
+    assert "observing" in late["left_out"] and "unmodified" in late["rows"]
+    assert "left out: observing" in gpu.table({"GPT-2": late})
+    with pytest.raises(SystemExit, match="unknown Lama"):
+        gpu.main(["replay", "Lama", "--smoke"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="no CUDA device"):
+        gpu.main(["replay"])
+    assert len(MODELS) == 5
+
+
+def test_peaks_and_times_on_a_gpu(monkeypatch: Any) -> None:
+    """From an empty cache and reset peaks, in the second of two equal steps; times are between events, in milliseconds."""
+    calls: list[str] = []
+    answers = {"max_memory_allocated": 3 * gpu.MIB, "max_memory_reserved": 5 * gpu.MIB, "get_rng_state": torch.zeros(16)}
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats", *answers):
+        monkeypatch.setattr(torch.cuda, name, lambda *a, name=name: calls.append(name) or answers.get(name))
+    event = types.SimpleNamespace(record=lambda: calls.append("record"), elapsed_time=lambda other: 250.0)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
+    monkeypatch.setattr(gpu.GpuBench, "on_gpu", True)
+    bench = gpu.GpuBench("GPT-2", SMOKE["GPT-2"], torch.device("cpu"))
+    monkeypatch.setattr(bench, "step", lambda forward=None: (calls.append("step"), (forward or bench.forward)())[1])
+    assert bench.peaks() == {"allocated_mib": 3, "reserved_mib": 5}
+    assert calls[1:6] == ["empty_cache", "reset_peak_memory_stats", "step", "step", "synchronize"]
+    calls.clear()
+    seconds, host = bench.seconds(None)
+    assert seconds == 0.25 and 0 < host < 60
+    assert calls == ["synchronize", "record", "step", "record", "synchronize"]
+    assert bench.outcome()[1] is answers["get_rng_state"]

@@ -1,0 +1,135 @@
+"""Reserved bytes of a planned step: requested bytes are those of the simulator, segments those of the allocator's rules."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from build import Step, random_step
+
+from lightning_memopt.errors import InfeasibleError
+from lightning_memopt.graph import Graph, Tensor, unmodified_levels
+from lightning_memopt.plan import simulate
+from lightning_memopt.plan.allocator_settings import MIB, Settings
+from lightning_memopt.plan.reserved import reserved
+from lightning_memopt.solvers import planner
+from lightning_memopt.solvers.baselines import recompute_everything
+from lightning_memopt.solvers.rollout import Rollout, keep_all
+
+
+def scaled(graph: Graph, by: int, device: str = "cuda") -> Graph:
+    """The same graph with tensors, workspaces and states larger, on a CUDA device."""
+    return replace(
+        graph,
+        device=device,
+        tensors=tuple(replace(t, nbytes=t.nbytes * by) for t in graph.tensors),
+        ops=tuple(replace(op, workspace_nbytes=op.workspace_nbytes * by, state_nbytes=op.state_nbytes) for op in graph.ops),
+    )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_requested_bytes_are_those_of_the_simulator(seed: int) -> None:
+    rng = random.Random(seed)
+    graph = random_step(rng, 16)
+    some = Rollout(graph)
+    held = {t for t in graph.producers if rng.random() < 0.5 or t in graph.anchors} - graph.overwritten
+    plans = [keep_all(graph), recompute_everything(graph)]
+    try:
+        some.serve(sorted((p, s.tensor) for s in graph.saves for p in s.unpacked_at), held)
+        plans.append(some.lives())
+    except ValueError:
+        pass
+    for lives in plans:
+        try:
+            predicted = simulate(graph, lives).predicted
+        except planner.LoweringError:
+            continue
+        found = reserved(graph, lives)
+        assert found.requested_bytes == predicted.peak_bytes
+        assert found.requested_bytes <= found.allocated_bytes <= found.peak_bytes
+    assert reserved(graph, keep_all(graph)).requested_bytes == max(unmodified_levels(graph))
+
+
+def chain(size: int, layers: int = 6, state: int = 0) -> Graph:
+    """Layers in a row, each saves what it makes; one parameter; optimizer state where asked for."""
+    step = Step(device="cuda")
+    (t,) = (step.given(2 * MIB),)
+    if state:
+        step.given(state, "optimizer_state")
+    for i in range(layers):
+        (t,) = step.op(t, makes=(size,), saves=("out",), seconds=1.0 + i / 8)
+    return step.build(gradient=512)
+
+
+def test_a_step_of_equal_tensors_reserves_what_they_take() -> None:
+    graph = chain(32 * MIB)
+    found = reserved(graph, keep_all(graph))
+    assert found.allocated_bytes <= found.requested_bytes + 2048
+    # six segments of 32 MiB; the parameter in one of 20; gradients in one of 2
+    assert found.peak_bytes == (6 * 32 + 20 + 2) * MIB
+
+
+def test_tensors_of_an_odd_size_are_rounded_to_segments() -> None:
+    graph = chain(31 * MIB)
+    assert reserved(graph, keep_all(graph)).peak_bytes == (6 * 32 + 20 + 2) * MIB
+    rounding = Settings.parse("roundup_power2_divisions:2")
+    assert reserved(graph, keep_all(graph), rounding).peak_bytes == (6 * 32 + 20 + 2) * MIB
+    assert reserved(chain(33 * MIB), keep_all(graph), rounding).peak_bytes == (6 * 48 + 20 + 2) * MIB
+    assert reserved(graph, keep_all(graph), Settings(expandable=True)).peak_bytes == (200 + 2) * MIB  # 6 * 31 + 2, in 20s
+
+
+def test_state_that_the_first_update_made_pins_segments_of_activations() -> None:
+    """It is cut from a cached segment, which cannot be given back before the planned steps."""
+    plain, with_state = chain(32 * MIB), chain(32 * MIB, state=3 * MIB)
+    found, without = (reserved(g, recompute_everything(g)) for g in (with_state, plain))
+    assert found.requested_bytes == without.requested_bytes + 3 * MIB
+    assert found.peak_bytes == without.peak_bytes, "3 MiB fit into the segment of 20 MiB that the parameter is in"
+    large = chain(32 * MIB, state=24 * MIB)
+    found = reserved(large, recompute_everything(large))
+    assert found.peak_bytes == without.peak_bytes + 32 * MIB, "a cached segment of 32 MiB, of which 24 are pinned"
+
+
+def test_gradients_that_the_next_step_frees_keep_their_memory() -> None:
+    """What one step leaves is what the next one starts from: nothing is allocated twice."""
+    graph = chain(32 * MIB)
+    last = len(graph.points) - 1
+    old = Tensor(id=len(graph.tensors), name="old", nbytes=24 * MIB, kind="gradient", storage=len(graph.tensors), born_at=-1,
+                 freed_at=2)  # fmt: skip
+    op = graph.ops[-1]
+    new = replace(old, id=old.id + 1, storage=old.id + 1, name="new", born_at=op.at, freed_at=last)
+    ops = (*graph.ops[:-1], replace(op, outputs=(*op.outputs, new.id)))
+    carried = replace(graph, tensors=(*graph.tensors, old, new), ops=ops)
+    assert reserved(carried, keep_all(carried)).requested_bytes == simulate(carried, keep_all(carried)).predicted.peak_bytes
+    assert reserved(carried, keep_all(carried)).peak_bytes <= (6 * 32 + 24 + 20 + 2) * MIB
+
+
+# -- in the choice of a plan -------------------------------------------------------------------------------
+
+
+def test_the_plan_within_a_budget_is_chosen_by_reserved_bytes() -> None:
+    graph = chain(33 * MIB, layers=10)  # every tensor takes a segment of 34 MiB
+    frontier = planner.solve(graph)
+    assert planner.solve(replace(graph, device="cpu")).reserve is None and frontier.reserve is not None
+    for budget in range(100 * MIB, 420 * MIB, 16 * MIB):
+        try:
+            plan = frontier.plan(budget)
+        except InfeasibleError as error:
+            assert budget < frontier.smallest_bytes == error.smallest_nbytes
+            continue
+        assert plan.predicted.peak_bytes <= plan.predicted.reserved_bytes <= budget
+        assert plan.predicted.reserved_bytes == reserved(graph, plan.lives).peak_bytes == plan.predicted.needed_bytes
+    assert frontier.plan(frontier.smallest_bytes).predicted.reserved_bytes <= frontier.smallest_bytes
+    tight = frontier.unmodified_peak_bytes + 4096
+    assert frontier.plan(tight).predicted.replayed_ops > 0, "the unmodified step fits by allocated bytes, not by reserved ones"
+    assert planner.solve(replace(graph, device="cpu")).plan(tight).predicted.replayed_ops == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_chosen_is_within_the_budget_for_any_step(seed: int) -> None:
+    graph = scaled(random_step(random.Random(seed), 14, mutation=True), 700 * 1024)
+    frontier = planner.solve(graph)
+    for share in (0.3, 0.6, 0.9, 1.0, 1.3):
+        budget = int(frontier.smallest_bytes + share * max(0, frontier.unmodified_peak_bytes - frontier.smallest_bytes))
+        plan = frontier.plan(budget)
+        assert plan.predicted.reserved_bytes <= budget
