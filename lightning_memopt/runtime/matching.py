@@ -1,4 +1,5 @@
-"""Recording a forward under a plan: every op is matched by position, overload, the tensors it reads and the sizes it makes.
+"""Recording a forward under a plan: every op is matched by position, overload, the tensors it reads and the sizes it makes,
+or, away from its position, by the last three alone.
 
 What does not match (another branch, another shape, an extra op) is kept, and so is what follows from it: memory may grow,
 numbers cannot. Ops that meet their template are not recorded again (runtime/templates.py).
