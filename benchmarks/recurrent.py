@@ -180,7 +180,7 @@ class Seq2Seq(nn.Module):
         self.source, self.target = nn.Embedding(words, width), nn.Embedding(words, width)
         self.positions = nn.Parameter(0.02 * torch.randn(time, width))
         self.dropout = nn.Dropout(0.1)
-        self.body = nn.Transformer(width, width // 48, layers, layers, 4 * width, batch_first=True)
+        self.body = nn.Transformer(width, max(2, width // 48), layers, layers, 4 * width, batch_first=True)
         self.output = nn.Linear(width, words)
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(time), persistent=False)
 
@@ -198,10 +198,11 @@ def transformer(layers: int = 6, batch: int = 16, time: int = 64, width: int = 1
     return model, words, lambda m: [*m.body.encoder.layers, *m.body.decoder.layers]
 
 
-def resnet(depths: tuple[int, int, int, int] = (3, 8, 36, 3), batch: int = 32) -> Built:
+def resnet(depths: tuple[int, int, int, int] = (3, 8, 36, 3), batch: int = 32, width: int = 64) -> Built:
     """ResNet-152 (bottleneck, 3-8-36-3) at a quarter of its width: 64 x 64 pixels."""
+    widths = [width, 2 * width, 4 * width, 8 * width]
     config = transformers.ResNetConfig(
-        embedding_size=16, hidden_sizes=[64, 128, 256, 512], depths=list(depths), layer_type="bottleneck", num_labels=10
+        embedding_size=width // 4, hidden_sizes=widths, depths=list(depths), layer_type="bottleneck", num_labels=10
     )
     images = {"pixel_values": torch.randn(batch, 3, 64, 64), "labels": torch.randint(0, 10, (batch,))}
     model = transformers.ResNetForImageClassification(config).train()
