@@ -9,12 +9,12 @@ import torch
 
 pytest.importorskip("transformers")
 
-from benchmarks import recurrent  # noqa: E402
-from benchmarks.frontier import MIB, MODELS, Bench, _equal  # noqa: E402
-from lightning_memopt.graph import Graph, resident_nbytes, unmodified_levels  # noqa: E402
-from lightning_memopt.plan import Life, lower, simulate, validate  # noqa: E402
-from lightning_memopt.runtime import Program  # noqa: E402
-from lightning_memopt.solvers import planner  # noqa: E402
+from benchmarks import recurrent
+from benchmarks.frontier import MIB, MODELS, Bench, _equal
+from lightning_memopt.graph import Graph, resident_nbytes, unmodified_levels
+from lightning_memopt.plan import Life, lower, simulate, validate
+from lightning_memopt.runtime import Program
+from lightning_memopt.solvers import planner
 
 SMALL: dict[str, Callable[[], recurrent.Built]] = {
     "nmt": lambda: recurrent.nmt(time=4, batch=8, width=16),
