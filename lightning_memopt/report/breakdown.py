@@ -158,6 +158,12 @@ def saved(graph: Graph, lives: Iterable[Life], layer: LayerOf = layer_of) -> Bre
     return Breakdown(dict(found))
 
 
+def line(found: Breakdown) -> str:
+    """What is in memory at the peak, in one line, by structure."""
+    parts = ", ".join(f"{name} {format_nbytes(nbytes)}" for name, nbytes in found.by(1).most_common())
+    return f"At the peak: {parts}."
+
+
 def compared(named: dict[str, Breakdown], axis: int, title: str, most: int = 12) -> str:
     """A table of breakdowns beside each other: a row a layer (axis 0), or a structure (axis 1)."""
     columns = {name: b.by(axis) for name, b in named.items()}

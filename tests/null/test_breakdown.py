@@ -93,4 +93,6 @@ def test_the_command_prints_bytes_and_draws(tmp_path: Path, capsys: pytest.Captu
     printed = capsys.readouterr().out
     assert "feature maps" in printed and "held to rebuild" in printed and "Mirror" in printed
     assert picture.stat().st_size > 1000
+    assert main(["explain", file]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("At the peak: ")
     assert main(["breakdown", str(tmp_path / "none.json")]) == 2
