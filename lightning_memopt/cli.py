@@ -72,9 +72,31 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _explain(args: argparse.Namespace) -> int:
     from lightning_memopt.plan import read_plan
+    from lightning_memopt.report import breakdown
     from lightning_memopt.report.explain import explain
 
-    print(explain(*read_plan(args.plan)))
+    plan, graph = read_plan(args.plan)
+    print(explain(plan, graph))
+    print(breakdown.line(breakdown.at_peak(graph, plan.lives)))
+    return 0
+
+
+def _breakdown(args: argparse.Namespace) -> int:
+    from lightning_memopt.plan import read_plan
+    from lightning_memopt.report import breakdown
+    from lightning_memopt.solvers.baselines import mirror, unmodified
+    from lightning_memopt.solvers.dataflow import echo
+
+    plan, graph = read_plan(args.plan)
+    lives = {"unmodified": unmodified(graph), "Mirror": mirror(graph), "Echo": echo(graph), "plan": plan.lives}
+    peaks = {name: breakdown.at_peak(graph, found) for name, found in lives.items()}
+    for axis, kind in ((1, "data structure"), (0, "layer")):
+        print(breakdown.compared(peaks, axis, f"In memory at the peak, by {kind}", args.layers))
+    kept = {name: breakdown.saved(graph, found) for name, found in lives.items()}
+    print(breakdown.compared(kept, 1, "What autograd saves, by what becomes of it"))
+    print(breakdown.compared({"all": kept["plan"]}, 0, "What autograd saves, by layer", args.layers))
+    if args.png:
+        breakdown.plot(peaks, args.png, args.plan)
     return 0
 
 
@@ -139,6 +161,13 @@ def parser() -> argparse.ArgumentParser:
     explain = commands.add_parser("explain", help="what a plan does with every saved tensor, and why")
     explain.add_argument("plan")
     explain.set_defaults(run=_explain)
+    breakdown = commands.add_parser(
+        "breakdown", help="what is in memory at a plan's peak, by layer and by what it is for, beside simpler policies"
+    )
+    breakdown.add_argument("plan")
+    breakdown.add_argument("--layers", type=int, default=12, help="rows for the largest layers (default: 12)")
+    breakdown.add_argument("--png", type=Path, default=None, help="stacked bars as a picture (needs matplotlib)")
+    breakdown.set_defaults(run=_breakdown)
     chain = commands.add_parser("chain", help="optimal checkpointing of a sequence given by numbers")
     chain.add_argument("chain", help='JSON: {"stages": [...]}, see docs/formulation.md')
     chain.add_argument("--budget", required=True, help="bytes, 11GiB, ...: everything counted, the chain's input included")

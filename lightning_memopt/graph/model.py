@@ -77,7 +77,9 @@ class Op:
 class Save:
     """One tensor packed by autograd for one node; `unpacked_at` and `released_at` index `Graph.points`.
 
-    `op` is the op during which it was packed. A save that the step never released has `released_at` at the last point.
+    `op` is the op during which it was packed, or the one after it (what an op makes is packed when it has run). `tensor` is the
+    version that autograd reads: what was packed, or what was written over it where no version counter moved (the gates
+    of an LSTM cell are pieces of one storage). A save that the step never released has `released_at` at the last point.
     """
 
     id: int
@@ -154,6 +156,17 @@ class Graph:
             last = p if self.points[p].kind == "release" else last
             found.append(last)
         return found[::-1]
+
+    def packed(self, save: Save) -> int:
+        """The version that was there when autograd packed: `save.tensor`, or one that was overwritten until it was read."""
+        tensor = save.tensor
+        while tensor in self._written_over and self.producers[tensor].id >= save.op:
+            tensor = self._written_over[tensor]
+        return tensor
+
+    @cached_property
+    def _written_over(self) -> dict[int, int]:
+        return {new: old for op in self.ops for old, new in op.mutates}
 
     def saved_until(self, tensor: int) -> int:
         """The last point at which autograd holds the tensor in the unmodified step; `BEFORE` if it never does."""

@@ -77,7 +77,7 @@ class PlannedEngine(Engine):
             return True
         if slot.value is not None:
             return False
-        if not (slot.ok and slot.call is not None and slot.plan in self.program.drops):
+        if not (slot.ok and slot.call is not None and slot.plan in self.program.unkept):
             return True
         if self.verify and slot.id not in self.sums:
             with below_autograd():

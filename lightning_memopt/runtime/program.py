@@ -194,10 +194,15 @@ class Program:
 
     @cached_property
     def saved(self) -> list[tuple[int, int]]:
-        """(save, tensor) where autograd gets a handle: what it saves of tracked tensors, in packing order."""
+        """(save, tensor packed) where autograd gets a handle: what it saves of tracked tensors, in packing order."""
         tensors = self.graph.tensors
         made = (s for s in self.graph.saves if s.tensor in self.tracked and tensors[s.tensor].born_at != BEFORE)
-        return [(save.id, save.tensor) for save in made]
+        return [(save.id, self.graph.packed(save)) for save in made]
+
+    @cached_property
+    def unkept(self) -> frozenset[int]:
+        """Tensors of which autograd gets no bytes when it packs them."""
+        return frozenset(self.graph.packed(save) for save in self.graph.saves if save.tensor in self.drops)
 
     @cached_property
     def _handled(self) -> frozenset[int]:

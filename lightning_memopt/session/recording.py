@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from typing import Any
 
 import torch
@@ -15,6 +16,24 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from lightning_memopt.record import Recorder, watching
 from lightning_memopt.runtime import Engine, PlannedEngine
 from lightning_memopt.runtime.matching import Matcher
+
+
+class _Pack:
+    """The pack hook of an engine. Every saved tensor keeps it until its node is done, what was never ours too, so it keeps no
+    engine: the tape dies with the last handle. `__self__`: whose it is, as of a bound method.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
+
+    @property
+    def __self__(self) -> Engine | None:
+        return self._engine()
+
+    def __call__(self, t: torch.Tensor) -> object:
+        engine = self._engine()
+        assert engine is not None, "the forward, which holds the engine, is over"
+        return engine.pack(t)
 
 
 class Recording:
@@ -39,7 +58,7 @@ class Recording:
         return self
 
     def _begin(self) -> None:
-        self._saving.enter_context(saved_tensors_hooks(self.engine.pack, self.engine.unpack))
+        self._saving.enter_context(saved_tensors_hooks(_Pack(self.engine), self.engine.unpack))
         if self._own_mode:
             self._saving.enter_context(self.recorder)
 

@@ -2,7 +2,8 @@
 
 Input: an observed graph (and its stages where the policy speaks of layers). Output: lives. No policy looks at bytes.
 Sources: Chen, Xu, Zhang, Guestrin, *Training deep nets with sublinear memory cost* (2016): `mirror` is its "drop the
-results of low cost operations", `sqrt_n` its segments; `per_stage` is checkpointing of every block.
+results of low cost operations" as Echo (ISCA 2020, V-B) describes and measures it, `sqrt_n` its segments; `per_stage`
+is checkpointing of every block.
 """
 
 from __future__ import annotations
@@ -25,7 +26,24 @@ def unmodified(graph: Graph) -> tuple[Life, ...]:
 
 
 def mirror(graph: Graph) -> tuple[Life, ...]:
-    """Run every light op again, hold what the heavy ones made; larger inputs than outputs are nobody's concern."""
+    """Run every light op again, hold what the others made; larger inputs than outputs are nobody's concern.
+
+    As in the framework that Echo is compared with: dropout is not run again, and the backward of a heavy op reads what the
+    forward gave it (Echo, fig. 14c), so that is held too.
+    """
+    path = Footprint(graph)
+    for op in graph.forward:
+        if op.state_nbytes and op.id in path.ops:
+            path.remove({op.id}, only_if_no_worse=False)
+    held = set()
+    for save in graph.saves:
+        if save.op < len(graph.forward) and graph.ops[save.op].heavy and graph.packed(save) in graph.ops[save.op].inputs:
+            held.add(save.tensor)
+    return just_in_time(path, held)
+
+
+def all_light(graph: Graph) -> tuple[Life, ...]:
+    """Run every light op again, for the backward of heavy ops too: Echo before it takes back what does not pay."""
     return just_in_time(Footprint(graph))
 
 

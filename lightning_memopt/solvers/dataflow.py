@@ -12,7 +12,7 @@ not make must be held. Heavy ops are never on the path, but what their gradients
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
 
@@ -96,10 +96,10 @@ def recomputation(graph: Graph) -> Footprint:
     return path
 
 
-def just_in_time(path: Footprint) -> tuple[Life, ...]:
-    """Lives that hold what the path does not make, where it is read; each op of the path runs when first needed."""
+def just_in_time(path: Footprint, held: Collection[int] = ()) -> tuple[Life, ...]:
+    """Lives that hold what the path does not make, and `held`, where it is read; each op of the path runs when first needed."""
     roll = Rollout(path.graph)
-    kept = {t for op in path.graph.ops if op.id not in path.ops for t in op.outputs}
+    kept = {t for op in path.graph.ops if op.id not in path.ops for t in op.outputs}.union(held)
     saved = [s for s in path.graph.saves if path.made_by.get(s.tensor) in path.ops]
     roll.serve(sorted((p, s.tensor) for s in saved for p in s.unpacked_at), kept)
     return roll.lives()

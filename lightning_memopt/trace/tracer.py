@@ -279,13 +279,23 @@ class Tracer:
             for id, t in sorted(self.tensors.items())
         )
         points = tuple(p if p.kind == "op" else p._replace(id=saves[p.id]) for p in self.points)
+        written = {old: (new, op["at"]) for op in self.ops for old, new in op["mutates"]}
+
+        def read(save: _Save) -> int:
+            """What autograd finds where it saved: the bytes that are there when it first asks, or lets go."""
+            tensor = save.tensor
+            until = save.unpacked_at[0] if save.unpacked_at else end if save.released_at is None else save.released_at
+            while tensor in written and written[tensor][1] < until:
+                tensor = written[tensor][0]
+            return ids[tensor]
+
         return Graph(
             ops=tuple(ops),
             tensors=tensors,
             saves=tuple(
                 Save(
                     id=saves[i],
-                    tensor=ids[s.tensor],
+                    tensor=read(s),
                     op=s.op,
                     unpacked_at=tuple(s.unpacked_at),
                     released_at=end if s.released_at is None else s.released_at,

@@ -11,7 +11,7 @@ from graphs import held_nbytes, lstm_steps, random_steps, replayed, step, traini
 
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import lower, simulate
-from lightning_memopt.solvers.baselines import mirror, per_stage, recompute_everything, sqrt_n, unmodified
+from lightning_memopt.solvers.baselines import all_light, mirror, per_stage, recompute_everything, sqrt_n, unmodified
 from lightning_memopt.solvers.dataflow import echo, just_in_time, recomputation, subgraphs, unmodified_peak_nbytes
 from lightning_memopt.solvers.footprint import Footprint
 
@@ -22,7 +22,7 @@ def peak_nbytes(graph: Graph, lives: tuple) -> int:
     return simulate(graph, lives).predicted.peak_bytes
 
 
-def figure_7() -> Graph:
+def figure_7(heavy_after: bool = True) -> Graph:
     """Z = tanh(X + Y) between fully connected layers: autograd saves Z alone of the three."""
     return training_step(
         [
@@ -30,7 +30,7 @@ def figure_7() -> Graph:
             step("Y", reads=["b", "w2"], saves=["b"], heavy=True, nbytes=N),
             step("sum", reads=["X", "Y"], nbytes=N),
             step("Z", reads=["sum"], saves=["Z"], nbytes=N),
-            step("out", reads=["Z", "w3"], saves=["Z"], heavy=True, nbytes=N),
+            step("out", reads=["Z", "w3"], saves=["Z"], heavy=heavy_after, nbytes=N),
         ],
         inputs={"a": N, "b": N},
     )
@@ -57,10 +57,30 @@ def test_figure_7_runs_nothing_again() -> None:
 
 
 def test_figure_7_mirror_doubles_what_is_held() -> None:
-    graph = figure_7()
+    graph = figure_7(heavy_after=False)
     assert held_nbytes(graph, unmodified(graph)) == N
-    assert held_nbytes(graph, mirror(graph)) == 2 * N
-    assert peak_nbytes(graph, mirror(graph)) > peak_nbytes(graph, unmodified(graph))
+    for policy in (mirror, all_light):
+        assert held_nbytes(graph, policy(graph)) == 2 * N
+        assert peak_nbytes(graph, policy(graph)) > peak_nbytes(graph, unmodified(graph))
+
+
+def test_mirror_holds_what_the_backward_of_heavy_ops_reads_and_dropout() -> None:
+    """Fig. 14c; `all_light` and Echo rebuild it (14d)."""
+    graph = figure_7()
+    assert held_nbytes(graph, mirror(graph)) == N and not replayed(graph, mirror(graph))
+    assert held_nbytes(graph, all_light(graph)) == 2 * N
+    noisy = training_step(
+        [
+            step("x", reads=["input", "w"], saves=["input"], heavy=True, nbytes=N),
+            step("mask", reads=["scale"], nbytes=N, state_nbytes=16),
+            step("y", reads=["x", "mask"], saves=["mask"], nbytes=N),
+            step("z", reads=["y"], saves=["y"], nbytes=N),
+            step("loss", reads=["z", "w"], saves=["z"], heavy=True, nbytes=1),
+        ],
+        inputs={"input": N},
+    )
+    assert replayed(noisy, mirror(noisy)) == ["y"]
+    assert set(replayed(noisy, all_light(noisy))) == {"mask", "y", "z"}
 
 
 @pytest.mark.parametrize("count", [5, 20, 60])
@@ -145,6 +165,7 @@ def test_never_worse_than_the_unmodified_step(first_seed: int) -> None:
         graph = training_step(random_steps(rng, rng.randint(2, 60)), inputs={"input": rng.randint(1, 64)})
         lives, baseline = echo(graph), unmodified(graph)
         lower(graph, mirror(graph))
+        lower(graph, all_light(graph))
         assert unmodified_peak_nbytes(graph) == peak_nbytes(graph, baseline), seed
         heavy = {op.name for op in graph.ops if op.heavy}
         assert not heavy & set(replayed(graph, lives)), seed

@@ -53,6 +53,18 @@ def test_versions_of_a_storage_are_counted_once() -> None:
     assert base_levels(graph)[:3] == [108, 108, 118]
 
 
+def test_what_was_packed_is_the_version_of_that_moment() -> None:
+    """Autograd reads the last version of three; each save was packed when another one was there."""
+    step = Step()
+    (a,) = step.op(step.given(8), makes=(100,))
+    (b,) = step.op(a, makes=(), mutates=(a,))
+    (c,) = step.op(b, makes=(), mutates=(b,))
+    step.op(c, makes=(10,))
+    step.saves = [(1, c), (2, c), (3, c)]  # before op 1 ran, before op 2 did, and what op 2 made
+    graph = step.build(gradient=0)
+    assert [graph.packed(save) for save in graph.saves] == [a, b, c]
+
+
 def test_what_reads_and_makes_a_tensor() -> None:
     graph = two_ops()
     assert [op.id for op in graph.consumers[1]] == [1, 3]
