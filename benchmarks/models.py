@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks import nets
+from benchmarks import nets, recurrent
 from benchmarks.nets import Built
 
 transformers.logging.set_verbosity_error()
@@ -166,4 +166,5 @@ MODELS: dict[str, Callable[[], Built]] = {
     "whisper": whisper,
     "mixtral": mixtral,
     **nets.MODELS,
+    **recurrent.MODELS,
 }
