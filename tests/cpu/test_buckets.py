@@ -176,6 +176,31 @@ def test_a_smaller_batch_borrows() -> None:
     assert run.plan is not None and run.plan.predicted.replayed_ops > 0
 
 
+def test_accumulating_batches_of_several_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths that differ within a step: what was measured is said of the largest, and not every step is measured for it."""
+    opened = []
+    init = StepMeter.__init__
+    monkeypatch.setattr(StepMeter, "__init__", lambda self, *args: opened.append(1) or init(self, *args))
+
+    def use(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        torch.manual_seed(4)
+        losses = []
+        for i, lengths in enumerate([(48, 48, 48)] * 4 + [(48, 40, 32 + n) for n in range(8)] * 2):
+            for n in lengths:
+                x = words(6, n, seed=i)
+                (nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten()) / 3).backward()
+                losses.append(next(iter(model.parameters())).grad.clone())  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    run = agrees(use, attending, adamw)
+    found = [s for s in run.session.buckets.values() if isinstance(s, Running)]
+    assert len(found) == 10 and sum(s.lender is None for s in found) == 1 and all(s.steps for s in found)
+    assert 1 <= len(opened) <= 6
+    assert run.plan is not None and run.plan.predicted.replayed_ops > 0
+
+
 class Branching(Attending):
     """Short batches run other ops."""
 
