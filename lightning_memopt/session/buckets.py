@@ -125,7 +125,8 @@ def refuse_infeasible(graph: Graph, budget_nbytes: int, config: MemOptConfig, sa
 class Running:
     """A plan is in force; one without a frontier was given, one with a `lender` is that of a larger batch.
 
-    `strays`: forwards in a row that left the plan. `again`: how often drift was answered by observing.
+    `metered`: a step was measured since the plan was last left. `strays`: forwards in a row that left it. `again`: how often
+    drift was answered by observing.
     `wasted`, `proofs`: of a lender, uses by much smaller batches, and measured steps of its borrowers.
     """
 
@@ -139,8 +140,7 @@ class Running:
         self.lender = lender
         self.measured_bytes: int | None = None
         self.steps = self.strays = self.again = self.wasted = self.proofs = self.excess_nbytes = 0
-        self.matched = False
-        self.deviated = False
+        self.matched = self.deviated = self.metered = False
 
     def lend(self) -> Running:
         """The state of a batch that is no larger and borrows this plan."""
@@ -164,7 +164,7 @@ class Running:
     @property
     def measures(self) -> bool:
         """Whether the next step's peak is to be measured."""
-        return self.measured_bytes is None and not self._trusted
+        return not self.metered and not self._trusted
 
     def compare(self, engine: PlannedEngine, path: str | os.PathLike[str] | None) -> None:
         """After a forward: refuse a given plan (of `path`) whose forward this is not; note that the plan was left, say it once.
@@ -190,7 +190,7 @@ class Running:
                 "model and batch size."
             )
         self.strays += 1
-        self.measured_bytes = None
+        self.metered = False
         if self.lender is None and not self.deviated:
             warnings.warn(
                 f"MemOpt: the forward left the plan at op {at} ({name} instead of {planned}). What does not match is kept: "
@@ -198,6 +198,12 @@ class Running:
                 stacklevel=2,
             )
         self.deviated = True
+
+    def was_metered(self) -> None:
+        """A step in which this plan was in force has been measured."""
+        self.metered = True
+        if self.lender is not None:
+            self.lender.proofs += 1
 
     def step_ended(self, say: Say) -> State:
         """A step is over: where the plan is no longer that of the forward, the state that observes again."""
@@ -218,8 +224,7 @@ class Running:
     def measured(self, peak_nbytes: int, budget_nbytes: int | None, config: MemOptConfig, say: Say) -> State:
         """A step was measured: where it is above the budget, `on_exceed` says what comes."""
         self.measured_bytes = peak_nbytes
-        if self.lender is not None:
-            self.lender.proofs += 1
+        self.was_metered()
         if budget_nbytes is None or peak_nbytes <= budget_nbytes:
             return self
         over = peak_nbytes - budget_nbytes

@@ -103,6 +103,8 @@ class Session:
                 yield
         except BaseException:
             self._abandon()
+            self._close_meter()  # nobody else could measure until a next step ends
+            self._ran.clear()
             raise
 
     def backward(self) -> contextlib.AbstractContextManager[None]:
@@ -143,8 +145,11 @@ class Session:
         largest = max(ran, key=lambda state: state.plan.predicted_peak_bytes, default=None)
         for state in ran:
             after = state.step_ended(self.say)
-            if after is state is largest and peak_nbytes is not None:
-                after = state.measured(peak_nbytes, self.budget_nbytes, self.config, self.say)
+            if after is state and peak_nbytes is not None:
+                if state is largest:
+                    after = state.measured(peak_nbytes, self.budget_nbytes, self.config, self.say)
+                else:
+                    state.was_metered()
             self._become(state, after)
 
     def evaluating(self) -> None:

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from lightning_memopt import optimize
 from lightning_memopt.graph import resident_nbytes
 from lightning_memopt.session import buckets
-from lightning_memopt.session.buckets import Observing, Running
+from lightning_memopt.session.buckets import Running
 from lightning_memopt.session.budget import resident_nbytes as resident_on
 from lightning_memopt.session.budget import resident_tensors
 from lightning_memopt.session.observation import Observation
-from lightning_memopt.session.signatures import PLANS, Buckets, serves, signature_of
 from lightning_memopt.session.step import StepMeter
 from tests.cpu.loops import QUIET, agrees, assert_same, state
 
@@ -176,6 +175,31 @@ def test_a_smaller_batch_borrows() -> None:
     assert run.plan is not None and run.plan.predicted.replayed_ops > 0
 
 
+def test_accumulating_batches_of_several_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths that differ within a step: what was measured is said of the largest, and not every step is measured for it."""
+    opened = []
+    init = StepMeter.__init__
+    monkeypatch.setattr(StepMeter, "__init__", lambda self, *args: opened.append(1) or init(self, *args))
+
+    def use(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        torch.manual_seed(4)
+        losses = []
+        for i, lengths in enumerate([(48, 48, 48)] * 4 + [(48, 40, 32 + n) for n in range(8)] * 2):
+            for n in lengths:
+                x = words(6, n, seed=i)
+                (nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten()) / 3).backward()
+                losses.append(next(iter(model.parameters())).grad.clone())  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    run = agrees(use, attending, adamw)
+    found = [s for s in run.session.buckets.values() if isinstance(s, Running)]
+    assert len(found) == 10 and sum(s.lender is None for s in found) == 1 and all(s.steps for s in found)
+    assert 1 <= len(opened) <= 6
+    assert run.plan is not None and run.plan.predicted.replayed_ops > 0
+
+
 class Branching(Attending):
     """Short batches run other ops."""
 
@@ -236,30 +260,3 @@ def test_a_much_smaller_batch_gets_a_plan_of_its_own() -> None:
     run = agrees(use, attending, adamw)
     small = run.session.current
     assert isinstance(small, Running) and small.lender is None and small.plan is not run.plan
-
-
-def signature(*shape: int) -> Any:
-    return signature_of(0, (True,), (torch.empty(shape, device="meta"), torch.empty(shape[:1], dtype=torch.long)))
-
-
-def test_serves() -> None:
-    """Who may borrow from whom."""
-    assert serves(signature(8, 64), signature(8, 64)) and serves(signature(8, 64), signature(8, 63))
-    assert serves(signature(8, 64), signature(7, 64)) and serves(signature(8, 64), signature(15, 32))
-    assert not serves(signature(8, 64), signature(8, 65)) and not serves(signature(8, 64), signature(7, 65))
-    assert not serves(signature(8, 64), signature(17, 32)) and not serves(signature(8, 64), signature(8, 64, 1))
-    other = signature_of(1, (True,), (torch.empty(8, 64), torch.empty(8, dtype=torch.long)))
-    assert not serves(signature(8, 64), other)
-
-
-def test_states_are_bounded() -> None:
-    """Ever longer batches: no more states than `PLANS`, the oldest make room, and planning becomes rare."""
-    found = Buckets()
-    waiting = 0
-    for n in range(1, 501):
-        state = found.enter(signature(4, n), 1)
-        assert isinstance(state, Observing)
-        waiting += state.waits
-        assert len(found) <= PLANS and found.planned <= PLANS + n // 50
-    assert waiting == 500 - found.planned and found.planned == PLANS + 500 // 50
-    assert not found.keys() & {signature(4, n) for n in range(1, 400)}

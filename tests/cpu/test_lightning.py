@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_memopt import MemOptStrategy
-from tests.cpu.fits import Task, assert_planned, both, fit, loader, memopt, session_of
+from tests.cpu.fits import Task, assert_planned, assert_same_tree, both, fit, loader, memopt, outcome, session_of, trainer_of
 from tests.cpu.loops import installed, leaves_nothing
 
 
@@ -61,18 +61,23 @@ def test_none_and_should_stop(count: str) -> None:
 @pytest.mark.parametrize("raised", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("when", ["observing", "planned"])
 def test_exception_in_training_step(raised: type[BaseException], when: str) -> None:
-    """An exception in training_step ends the fit as in a plain Trainer and leaves nothing of ours."""
-    task = Task(fault=raised)
-    before = installed()
-    strategy = memopt(profile_steps=2 if when == "planned" else 50)
-    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
-                         enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
-    with leaves_nothing(task.net), pytest.raises((raised, SystemExit)):
+    """An exception in training_step ends the fit as in a plain Trainer and leaves nothing of ours; a second fit is exact."""
+    ends = []
+    for strategy in ("auto", memopt(profile_steps=2 if when == "planned" else 50)):
+        pl.seed_everything(3, verbose=False)
+        task = Task(fault=raised)
+        before = installed()
+        trainer = trainer_of(strategy)
+        with leaves_nothing(task.net), pytest.raises((raised, SystemExit)):
+            trainer.fit(task, loader())
+        assert installed() == before
+        task.fault = None
+        torch.manual_seed(4)
+        trainer = trainer_of("auto" if strategy == "auto" else memopt())
         trainer.fit(task, loader())
-    assert installed() == before
-    task.fault = None
-    with torch.random.fork_rng():
-        trainer.fit(task, loader())  # and the same Trainer fits again
+        ends.append(outcome(trainer))
+    assert_same_tree(*ends)
+    assert_planned(trainer)
 
 
 @pytest.mark.parametrize("options", [{"devices": 2}, {"devices": 1, "num_nodes": 2}])
