@@ -14,6 +14,7 @@ where a forward begins and ends.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_memopt.config import MemOptConfig, disabled
-from lightning_memopt.errors import ConfigError
+from lightning_memopt.errors import AlreadyAttachedError, ConfigError
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Plan, write_plan
 from lightning_memopt.record import interrupts
@@ -31,6 +32,7 @@ from lightning_memopt.runtime import PlannedEngine
 from lightning_memopt.runtime.replay import Engine
 from lightning_memopt.session.buckets import Observing, Running, State, refuse_infeasible
 from lightning_memopt.session.budget import (
+    Neighbours,
     budget_on,
     read_given,
     refuse_hopeless,
@@ -45,10 +47,13 @@ from lightning_memopt.session.round import Rounds
 from lightning_memopt.session.step import StepMeter
 from lightning_memopt.solvers.planner import Frontier
 from lightning_memopt.units import format_nbytes
+from lightning_memopt.versions import supported
 
 Signature = tuple[Any, ...]
 _BUCKETS = 16
 """Input signatures with a plan of their own; beyond, batches are only kept within the budget by eviction."""
+_attached: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
+"""The open session of a model, by its identity: every front asks here."""
 _IDLE = 3
 """Forward passes in evaluation after which a step that began to be observed is given up."""
 
@@ -67,7 +72,7 @@ class Session:
         self.optimizers = list(optimizers)
         self.config = config
         self.device = _device_of(model)
-        self.enabled = not disabled() and config.recompute
+        self.enabled = not disabled() and config.recompute and supported()
         self.say: Callable[[str], None] = (say or print) if config.verbose else (lambda _: None)
         self.budget_nbytes = budget_on(self.device, config) if self.enabled else None
         self.buckets: dict[Signature, State] = {}
@@ -82,8 +87,14 @@ class Session:
         self._update_seen = False
         self._updated: set[int] = set()
         self._idle = 0
+        self._neighbours = Neighbours(self.device, self.budget_nbytes)
         self._watches = self.enabled
-        if self._watches:
+        if self.enabled:
+            if id(model) in _attached:
+                raise AlreadyAttachedError(
+                    "This model is in another run already. Leave that one first: end its optimize() block or its Trainer's fit."
+                )
+            _attached[id(model)] = self
             interrupts.watch()
 
     # -- what adapters call ------------------------------------------------------------------------
@@ -140,6 +151,7 @@ class Session:
             self._observed(state)
         elif isinstance(state, Running):
             state.steps += 1
+            self._neighbours.step()
             if peak_nbytes is not None:
                 self._become(state, state.measured(peak_nbytes, self.budget_nbytes, self.config, self.say))
 
@@ -157,8 +169,10 @@ class Session:
         self._updated.clear()
         self._close_meter()
         if self._watches:
-            self._watches = False
+            _attached.pop(id(self.model), None)
             interrupts.unwatch()
+            self._watches = False
+            interrupts.settle()
 
     # -- results -----------------------------------------------------------------------------------
 
@@ -184,7 +198,7 @@ class Session:
         """Write the plan in force, with its graph, as JSON."""
         state = self.main
         if not isinstance(state, Running):
-            raise ConfigError("There is no plan yet: it is made after the observed steps.")
+            raise ConfigError("There is no plan yet: it is made after the observed steps. Run them first.")
         write_plan(path, state.plan, state.program.graph)
 
     # -- rounds ------------------------------------------------------------------------------------
@@ -278,8 +292,10 @@ class Session:
     # -- steps -------------------------------------------------------------------------------------
 
     def _observed(self, state: Observing) -> None:
-        observation, self._observation = self._observation, None
-        graph = observation.finish() if observation is not None else None
+        try:
+            graph = self._observation.finish() if self._observation is not None else None
+        finally:
+            self._abandon()
         if graph is None or not any(op.phase == "backward" for op in graph.ops):
             return  # no forward, or one that nothing came of (`training_step` returned None)
         graph = with_state(graph, state_made(graph, self.optimizers, self.device))
@@ -299,6 +315,7 @@ class Session:
         if device != self.device:
             self.device = device
             self.budget_nbytes = budget_on(device, self.config)
+            self._neighbours = Neighbours(device, self.budget_nbytes)
             self.buckets.clear()
 
 
