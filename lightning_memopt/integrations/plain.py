@@ -84,6 +84,14 @@ def _attach(stack: contextlib.ExitStack, run: Run, model: nn.Module, optimizers:
     model.__dict__[CALL] = watched
 
 
+def _wrapped(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer whose hooks torch calls: Accelerate's and Lightning's wrappers are none of their own."""
+    inner = getattr(optimizer, "optimizer", None)
+    while isinstance(inner, torch.optim.Optimizer):
+        optimizer, inner = inner, getattr(inner, "optimizer", None)
+    return optimizer
+
+
 @contextlib.contextmanager
 def optimize(
     model: nn.Module,
@@ -106,7 +114,8 @@ def optimize(
     The observed steps are kept within the budget by eviction as well as can be; that is no promise.
     """
     config = config or MemOptConfig(**options)
-    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    optimizers = [_wrapped(o) for o in given]
     session = Session(model, optimizers, config)
     with contextlib.ExitStack() as stack:
         for _ in range(2):  # the second does nothing, unless the first was interrupted

@@ -366,8 +366,17 @@ class Recorder(TorchDispatchMode):
             made.append((slot, t))
         return made
 
+    @property
+    def _begun(self) -> bool:
+        return self.op > 0
+
     def settings_changed(self) -> None:
-        """Rule 6: rebuilds run under the numeric settings that the forward began with; what runs under others is kept."""
+        """Rule 6: rebuilds run under the numeric settings that the forward began with; what runs under others is kept.
+
+        It begins with its first op: a precision may be chosen inside of what is recorded (Lightning's "bf16-true").
+        """
+        if not self._begun:
+            self.tape.flags = numeric_flags()
         self.elsewhere = numeric_flags() != self.tape.flags
 
     def expose(self, t: torch.Tensor) -> None:

@@ -158,6 +158,10 @@ class Matcher(Recorder):
         self._unread.append((new, weakref.ref(t)))
         return super()._overwritten(old, t, new, call, ok)
 
+    @property
+    def _begun(self) -> bool:
+        return self.op > 0 or self.engine.position > 0
+
     def settings_changed(self) -> None:
         super().settings_changed()
         templates = self.engine.program.templates
@@ -215,6 +219,7 @@ class Matcher(Recorder):
         for (slot, _), tensor in zip(made, program.outputs[j], strict=True):
             slot.plan = tensor
             slots[tensor] = slot
+            engine.excess_nbytes += max(0, slot.nbytes - program.graph.tensors[tensor].nbytes)
         if record.call is not None:
             record.call.op = (j + 1) << _SPREAD
         if program.passes(j):
@@ -232,8 +237,7 @@ class Matcher(Recorder):
         inputs, outputs = self.program.inputs[j], self.program.outputs[j]
         if len(inputs) != len(reads) or len(outputs) != len(made):
             return False
-        tensors = self.program.graph.tensors
-        if any(slot.nbytes != tensors[tensor].nbytes for (slot, _), tensor in zip(made, outputs, strict=True)):
+        if not all(self.program.fits(slot.nbytes, tensor) for (slot, _), tensor in zip(made, outputs, strict=True)):
             return False
         if not all(slot.plan == tensor or self._may_be(slot, tensor) for slot, tensor in zip(reads, inputs, strict=True)):
             return False
@@ -259,8 +263,8 @@ class Matcher(Recorder):
 
     def _may_be(self, slot: Slot, tensor: int) -> bool:
         """Whether what was made before the forward may be the plan's tensor."""
-        fits = slot.plan is None and slot.external and tensor not in self.tape.slots
-        return fits and self.program.graph.tensors[tensor].nbytes == slot.nbytes
+        free = slot.plan is None and slot.external and tensor not in self.tape.slots
+        return free and self.program.fits(slot.nbytes, tensor)
 
     def _is(self, slot: Slot, tensor: int) -> None:
         slot.plan = tensor

@@ -23,7 +23,10 @@ def _among(ids: set[int], slot: Slot) -> bool:
 
 
 class PlannedEngine(Engine):
-    """One forward pass under a program. `position` is the plan's op that comes next."""
+    """One forward pass under a program. `position` is the plan's op that comes next.
+
+    `excess_nbytes`: by how much tensors that were recorded in forward are larger than those of the graph that they are.
+    """
 
     def __init__(self, program: Program, verify: bool = False) -> None:
         super().__init__()
@@ -38,6 +41,7 @@ class PlannedEngine(Engine):
         self.active: set[int] = set()
         self.first_unmatched: tuple[int, str] | None = None
         self.unplanned = False
+        self.excess_nbytes = 0
 
     def make_recorder(self) -> Matcher:
         return Matcher(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,10 +21,11 @@ _WORTHWHILE = 4
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A schedule, indexed by what the engine meets at run time."""
+    """A schedule, indexed by what the engine meets at run time. `sized`: only tensors of the graph's sizes are its tensors."""
 
     graph: Graph
     lives: tuple[Life, ...]
+    sized: bool = True
     schedule: Schedule = field(init=False)
     templates: Templates = field(init=False)
     _spans: tuple[weakref.ref[nn.Module], Spans] | None = field(init=False, default=None)
@@ -31,6 +33,18 @@ class Program:
     def __post_init__(self) -> None:
         object.__setattr__(self, "schedule", lower(self.graph, self.lives))
         object.__setattr__(self, "templates", Templates(len(self.graph.forward)))
+
+    def resized(self) -> Program:
+        """The same schedule for steps of this graph on tensors of other sizes."""
+        found = copy.copy(self)
+        object.__setattr__(found, "sized", False)
+        object.__setattr__(found, "templates", Templates(len(self.graph.forward)))
+        return found
+
+    def fits(self, nbytes: int, tensor: int) -> bool:
+        """Whether a storage of this size may be the graph's tensor."""
+        planned = self.graph.tensors[tensor]
+        return nbytes == planned.nbytes or (not self.sized and planned.kind not in ("parameter", "buffer"))
 
     @cached_property
     def names(self) -> list[str]:

@@ -1,4 +1,10 @@
-"""The states of an input signature, and what leads from one to the next. `say` prints a line of progress."""
+"""The states of an input signature, and what leads from one to the next. `say` prints a line of progress.
+
+Observing -> Running    the last of its steps was recorded, and a plan was solved
+Observing -> Failed     the forward is another one every step
+Running   -> Running    a step was measured above the budget: a smaller plan
+Running   -> Observing  forwards in a row left the plan (drift), or a borrowed plan does not serve
+"""
 
 from __future__ import annotations
 
@@ -18,27 +24,45 @@ from lightning_memopt.solvers import planner
 from lightning_memopt.units import format_nbytes
 
 Say = Callable[[str], None]
+_IN_A_ROW = 2
+"""Forwards that leave the plan before it counts as drift: one that takes another branch now and then needs no other plan."""
+_AGAIN = 3
+"""How often a signature is observed again because of drift."""
+_PROOFS = 4
+"""Steps of borrowers that are measured and verified for one lender."""
 
 
 @dataclass(eq=False)
 class Observing:
-    """`steps` real steps are to be recorded; `graphs` are those recorded so far. -> Running, Failed."""
+    """`steps` real steps are to be recorded; `graphs` are those recorded so far. `again`: how often drift led here.
+
+    With 0 steps it waits until a plan may be made: every step is kept within the budget by eviction.
+    """
 
     steps: int
     graphs: list[Graph] = field(default_factory=list)
     restarts: int = 0
+    again: int = 0
+
+    @property
+    def waits(self) -> bool:
+        return self.steps == 0
 
     def observed(self, graph: Graph, limit_nbytes: int | None, config: MemOptConfig, say: Say) -> State:
         """One more step was recorded; with the last one, the plan for `limit_nbytes`, the smallest plan where that is None.
 
         Raises InfeasibleError, which names the smallest budget, where no plan fits.
         """
+        if self.waits:
+            return self
         self.graphs.append(graph)
         if len(self.graphs) < self.steps:
             return self
         graphs = common(self.graphs)
         if graphs:
-            return _solved(smoothed(graphs), limit_nbytes, config, say)
+            found = _solved(smoothed(graphs), limit_nbytes, config, say)
+            found.again = self.again
+            return found
         say(f"MemOpt: the step changed while observing ({first_difference(self.graphs[-2], graph)})")
         del self.graphs[:-1]
         self.restarts += 1
@@ -96,33 +120,61 @@ def refuse_infeasible(graph: Graph, budget_nbytes: int, config: MemOptConfig, sa
 
 
 class Running:
-    """A plan is in force; one without a frontier was given. -> Running (replanned)."""
+    """A plan is in force; one without a frontier was given, one with a `lender` is that of a larger batch.
 
-    def __init__(self, plan: Plan, graph: Graph, frontier: planner.Frontier | None, replanned: int = 0) -> None:
+    `metered`: a step was measured since the plan was last left. `strays`: forwards in a row that left it. `again`: how often
+    drift was answered by observing.
+    `wasted`, `proofs`: of a lender, uses by much smaller batches, and measured steps of its borrowers.
+    """
+
+    def __init__(
+        self, plan: Plan, graph: Graph, frontier: planner.Frontier | None, replanned: int = 0, lender: Running | None = None
+    ) -> None:
         self.plan = plan
-        self.program = Program(graph, plan.lives)
+        self.program: Program = Program(graph, plan.lives) if lender is None else lender.program.resized()
         self.frontier = frontier
         self.replanned = replanned
+        self.lender = lender
         self.measured_bytes: int | None = None
-        self.steps = 0
-        self.matched = False
-        self.deviated = False
+        self.steps = self.strays = self.again = self.wasted = self.proofs = self.excess_nbytes = 0
+        self.matched = self.deviated = self.metered = False
+
+    def lend(self) -> Running:
+        """The state of a batch that is no larger and borrows this plan."""
+        return Running(self.plan, self.program.graph, self.frontier, self.replanned, lender=self)
 
     @property
     def unproven(self) -> bool:
         """A plan that was given, before the forward it is to be compared with."""
-        return self.frontier is None and not self.matched
+        return self.frontier is None and self.lender is None and not self.matched
+
+    @property
+    def _trusted(self) -> bool:
+        """A borrower, after enough others: sizes do not change what a plan does."""
+        return self.lender is not None and self.lender.proofs >= _PROOFS and not self.deviated
+
+    @property
+    def verifies(self) -> bool:
+        """Whether what the next step rebuilds is compared with the originals."""
+        return self.steps < 1 and not self._trusted
+
+    @property
+    def measures(self) -> bool:
+        """Whether the next step's peak is to be measured."""
+        return not self.metered and not self._trusted
 
     def compare(self, engine: PlannedEngine, path: str | os.PathLike[str] | None) -> None:
-        """After a forward: refuse a given plan (of `path`) whose forward this is not; say once that the plan was left.
+        """After a forward: refuse a given plan (of `path`) whose forward this is not; note that the plan was left, say it once.
 
         Planned saves of ops that did not run, or saves that the plan does not know, are a difference; ops that save nothing
         (a metric, a log) are none. Ops after the model's own forward were not recorded: they are not missed.
         """
         graph, at = self.program.graph, engine.position
+        self.excess_nbytes = max(self.excess_nbytes, engine.excess_nbytes)
         missing = any(t in graph.saves_of for op in graph.forward[at:] if op.recomputable for t in op.outputs)
         if not missing and not engine.unplanned:
             self.matched = True
+            self.strays = 0
             return
         at, name = engine.first_unmatched or (at, "nothing more")
         planned = self.program.names[at] if at < len(self.program.names) else "nothing more"
@@ -134,17 +186,42 @@ class Running:
                 f"expects {planned}{where}, the model ran {name}. Nothing was updated. Remove plan=, or give the plan of this "
                 "model and batch size."
             )
-        if not self.deviated:
-            self.deviated = True
+        self.strays += 1
+        self.metered = False
+        if self.lender is None and not self.deviated:
             warnings.warn(
                 f"MemOpt: the forward left the plan at op {at} ({name} instead of {planned}). What does not match is kept: "
                 "memory may rise, results do not change.",
                 stacklevel=2,
             )
+        self.deviated = True
 
-    def measured(self, peak_nbytes: int, budget_nbytes: int | None, config: MemOptConfig, say: Say) -> Running:
+    def was_metered(self) -> None:
+        """A step in which this plan was in force has been measured."""
+        self.metered = True
+        if self.lender is not None:
+            self.lender.proofs += 1
+
+    def step_ended(self, say: Say) -> State:
+        """A step is over: where the plan is no longer that of the forward, the state that observes again."""
+        self.steps += 1
+        if self.lender is not None:
+            # each tensor that is larger, and perhaps its gradient, on top of all that was predicted
+            most = self.plan.predicted_peak_bytes + 2 * self.excess_nbytes
+            if not self.strays and most <= self.plan.budget_bytes:
+                return self
+            why = "it runs other ops" if self.strays else f"its tensors are {format_nbytes(self.excess_nbytes)} larger"
+            say(f"MemOpt: a batch cannot borrow another one's plan ({why}): observing it")
+            return Observing(1)
+        if self.strays < _IN_A_ROW or self.again >= _AGAIN:
+            return self
+        say(f"MemOpt: {self.strays} forwards in a row left the plan; observing again ({self.again + 1} of {_AGAIN})")
+        return Observing(1, again=self.again + 1)
+
+    def measured(self, peak_nbytes: int, budget_nbytes: int | None, config: MemOptConfig, say: Say) -> State:
         """A step was measured: where it is above the budget, `on_exceed` says what comes."""
         self.measured_bytes = peak_nbytes
+        self.was_metered()
         if budget_nbytes is None or peak_nbytes <= budget_nbytes:
             return self
         over = peak_nbytes - budget_nbytes
@@ -158,6 +235,9 @@ class Running:
         if config.on_exceed == "warn" or self.frontier is None or self.replanned >= 3:
             warnings.warn(f"MemOpt: {text}.", stacklevel=2)
             return self
+        if self.lender is not None:
+            say(f"MemOpt: {text}, of a larger batch; observing this one")
+            return Observing(1)
         target = min(predicted, budget_nbytes) - max(over, 1 << 12)
         try:
             plan = self.frontier.plan(target)
@@ -165,7 +245,9 @@ class Running:
             warnings.warn(f"MemOpt: {text}, and no smaller plan exists ({error}).", stacklevel=2)
             return self
         say(f"MemOpt: {text}; replanned with {format_nbytes(target)}")
-        return Running(plan, self.program.graph, self.frontier, self.replanned + 1)
+        found = Running(plan, self.program.graph, self.frontier, self.replanned + 1)
+        found.again = self.again
+        return found
 
 
 @dataclass(frozen=True, eq=False)

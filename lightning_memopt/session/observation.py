@@ -163,6 +163,11 @@ class Observation:
         return dataclasses.replace(graph, ops=tuple(map(corrected, graph.ops)))
 
 
+def observing() -> bool:
+    """Whether somebody's step is being observed in this thread."""
+    return any(type(mode) is Recorder for mode in _get_current_dispatch_mode_stack())
+
+
 def _nothing(_: Any) -> None:
     """For an engine that is no longer watched."""
 

@@ -14,6 +14,7 @@ where a forward begins and ends.
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -21,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from lightning_memopt.config import MemOptConfig, disabled
 from lightning_memopt.errors import AlreadyAttachedError, ConfigError
@@ -41,19 +41,19 @@ from lightning_memopt.session.budget import (
     state_made,
     state_to_come,
 )
-from lightning_memopt.session.observation import Observation, with_state
+from lightning_memopt.session.observation import Observation, observing, with_state
 from lightning_memopt.session.recording import PlannedRecording, Recording, hooks_allowed
 from lightning_memopt.session.round import Rounds
+from lightning_memopt.session.signatures import Buckets, Signature, signature_of
 from lightning_memopt.session.step import StepMeter
 from lightning_memopt.solvers.planner import Frontier
 from lightning_memopt.units import format_nbytes
 from lightning_memopt.versions import supported
 
-Signature = tuple[Any, ...]
-_BUCKETS = 16
-"""Input signatures with a plan of their own; beyond, batches are only kept within the budget by eviction."""
 _attached: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
 """The open session of a model, by its identity: every front asks here."""
+_TURNS = 50
+"""Forwards that wait for another model's observed step before a warning says so."""
 _IDLE = 3
 """Forward passes in evaluation after which a step that began to be observed is given up."""
 
@@ -75,7 +75,7 @@ class Session:
         self.enabled = not disabled() and config.recompute and supported()
         self.say: Callable[[str], None] = (say or print) if config.verbose else (lambda _: None)
         self.budget_nbytes = budget_on(self.device, config) if self.enabled else None
-        self.buckets: dict[Signature, State] = {}
+        self.buckets = Buckets()
         self.current: State | None = None
         self.given: tuple[Plan, Graph] | None = None
         if config.plan is not None and self.enabled:
@@ -84,9 +84,10 @@ class Session:
         self._observation: Observation | None = None
         self._meter: StepMeter | None = None
         self._metered = False
+        self._ran: list[Running] = []
         self._update_seen = False
         self._updated: set[int] = set()
-        self._idle = 0
+        self._idle = self._turns = 0
         self._neighbours = Neighbours(self.device, self.budget_nbytes)
         self._watches = self.enabled
         if self.enabled:
@@ -146,14 +147,21 @@ class Session:
         self._updated.clear()
         self._metered = self._meter is not None or (self._observation is not None and self._observation.meter)
         peak_nbytes = self._close_meter()
-        state = self.current
-        if isinstance(state, Observing):
-            self._observed(state)
-        elif isinstance(state, Running):
-            state.steps += 1
+        ran, self._ran = self._ran, []
+        if ran:
             self._neighbours.step()
-            if peak_nbytes is not None:
-                self._become(state, state.measured(peak_nbytes, self.budget_nbytes, self.config, self.say))
+        if isinstance(self.current, Observing):
+            self._observed(self.current)
+        # what was measured of a step with several batches is said of the one that needs most
+        largest = max(ran, key=lambda state: state.plan.predicted_peak_bytes, default=None)
+        for state in ran:
+            after = state.step_ended(self.say)
+            if after is state and peak_nbytes is not None:
+                if state is largest:
+                    after = state.measured(peak_nbytes, self.budget_nbytes, self.config, self.say)
+                else:
+                    state.was_metered()
+            self._become(state, after)
 
     def evaluating(self) -> None:
         """Evaluation begins: nothing of it is observed."""
@@ -167,6 +175,7 @@ class Session:
         finally:
             self._abandon()
         self._updated.clear()
+        self._ran.clear()
         self._close_meter()
         if self._watches:
             _attached.pop(id(self.model), None)
@@ -179,7 +188,7 @@ class Session:
     @property
     def main(self) -> State | None:
         """The state of the signature with the largest unmodified peak that has a plan, else of any."""
-        running = [s for s in self.buckets.values() if isinstance(s, Running)]
+        running = [s for s in self.buckets.values() if isinstance(s, Running) and s.lender is None]
         if running:
             return max(running, key=lambda s: s.plan.unmodified_peak_bytes)
         return next(iter(self.buckets.values()), None)
@@ -232,10 +241,7 @@ class Session:
             self.step_ended()
         self._same_device()
         trained = tuple(p.requires_grad for p in self.model.parameters())  # unfrozen layers save more: another plan
-        signature = (part, trained, *signature_of(batch))
-        state = self.buckets.get(signature)
-        if state is None:
-            state = self.buckets[signature] = self._new_state(batch)
+        state = self._state_of(signature_of(part, trained, batch), batch)
         before = self.current
         if state is not before and self._observation is not None:
             if isinstance(before, Observing) and self._observation.has_backward:
@@ -245,17 +251,21 @@ class Session:
         self.current = state
         if isinstance(state, Observing):
             if self._observation is None:
+                if self._blocked():
+                    return None
                 self._observation = self._observe(state)
             return self._observation.begin_round(batch)
         if isinstance(state, Running):
-            if state.measured_bytes is None and self._meter is None:
+            if state not in self._ran:
+                self._ran.append(state)
+            if state.measures and self._meter is None:
                 resident = resident_nbytes(resident_tensors(self.model, self.optimizers, batch), self.device)
                 # the profiler reports the end of what it saw being allocated, so of gradients made in a metered step
                 gradients = [] if self._metered else [p.grad for p in self.model.parameters() if p.grad is not None]
                 self._meter = StepMeter(self.device, resident, gradients)
             if state.program.empty and not state.unproven:
                 return None
-            engine = PlannedEngine(state.program, verify=self.config.verify and state.steps < 1)
+            engine = PlannedEngine(state.program, verify=self.config.verify and state.verifies)
             return PlannedRecording(engine, self.model)
         return None
 
@@ -265,22 +275,21 @@ class Session:
         if isinstance(engine, PlannedEngine) and isinstance(self.current, Running):
             self.current.compare(engine, self.config.plan)
 
-    def _new_state(self, batch: Any) -> State:
-        if self.given is not None and not self.buckets:
-            plan, graph = self.given
-            return Running(plan, graph, None)
-        if self.budget_nbytes is not None:
-            resident = resident_tensors(self.model, self.optimizers, batch)
-            refuse_hopeless(resident, self.device, self.budget_nbytes, self.config.headroom)
-        steps = self.config.profile_steps if not self.buckets else 1
-        return Observing(steps if len(self.buckets) < _BUCKETS else 1 << 62)
+    def _state_of(self, signature: Signature, batch: Any) -> State:
+        if signature not in self.buckets:
+            if self.given is not None and not self.buckets:
+                self.buckets[signature] = Running(*self.given, None)
+            elif self.budget_nbytes is not None:
+                resident = resident_tensors(self.model, self.optimizers, batch)
+                refuse_hopeless(resident, self.device, self.budget_nbytes, self.config.headroom)
+        return self.buckets.enter(signature, 1 if self.buckets else self.config.profile_steps)
 
     @property
     def _limit_nbytes(self) -> int | None:
         return None if self.budget_nbytes is None else self.budget_nbytes - self.config.headroom
 
     def _observe(self, state: Observing) -> Observation:
-        first, last = not state.graphs, len(state.graphs) + 1 == state.steps
+        first, last = not state.graphs and not state.waits, len(state.graphs) + 1 == state.steps
         if first:
             self.say(
                 f"MemOpt: observing {state.steps} step{'s' * (state.steps > 1)} on {self.device}"
@@ -288,6 +297,19 @@ class Session:
             )
         verify = self.config.verify and first
         return Observation(self.model, self.optimizers, self.device, self._limit_nbytes, verify, meter=last or first)
+
+    def _blocked(self) -> bool:
+        """Whether a step of another model is being observed (a GAN's generator and discriminator): one after the other."""
+        if not observing():
+            return False
+        self._turns += 1
+        if self._turns == _TURNS:
+            warnings.warn(
+                f"MemOpt: {_TURNS} forwards of this model ran as they are, because a step of another model is being observed "
+                "and has not ended: does its optimizer step?",
+                stacklevel=2,
+            )
+        return True
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -302,8 +324,9 @@ class Session:
         self._become(state, state.observed(graph, self._limit_nbytes, self.config, self.say))
 
     def _become(self, old: State, new: State) -> None:
-        self.buckets = {signature: new if state is old else state for signature, state in self.buckets.items()}
-        self.current = new
+        if new is not old:
+            self.buckets.replace(old, new)
+            self.current = new if self.current is old else self.current
 
     def _close_meter(self) -> int | None:
         """The peak in bytes of the step, where it was metered."""
@@ -317,11 +340,6 @@ class Session:
             self.budget_nbytes = budget_on(device, self.config)
             self._neighbours = Neighbours(device, self.budget_nbytes)
             self.buckets.clear()
-
-
-def signature_of(batch: Any) -> Signature:
-    """Shapes, dtypes and devices of a batch's tensors: batches with the same signature share a plan."""
-    return tuple((tuple(t.shape), t.dtype, t.device.type) for t in tree_leaves(batch) if isinstance(t, torch.Tensor))
 
 
 def _device_of(model: nn.Module) -> torch.device:

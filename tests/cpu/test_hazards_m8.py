@@ -13,12 +13,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from lightning_memopt import optimize
 from lightning_memopt.errors import AlreadyAttachedError
+from tests.cpu.fits import Task, assert_planned, fit, loader, memopt, session_of
 from tests.cpu.loops import assert_same, batches, installed, leaves_nothing, loss_of, sgd, small, state, step, train
-from tests.cpu.test_lightning import Manual, Task, assert_planned, both, fit, loader, memopt, session_of
 
 QUIET: dict[str, Any] = dict(budget="min", profile_steps=1, verbose=False)
 
@@ -149,42 +148,6 @@ def test_m8_notebook_cell_run_again() -> None:
     assert_same(state(plain), state(model))
 
 
-@pytest.mark.parametrize("at", [1, 4], ids=["observing", "planned"])
-def test_m9_p21_resumed_in_the_middle(at: int, tmp_path: Path) -> None:
-    """EXACT: stopped at step k by an exception, saved there, resumed in a new Trainer with a new run: the uninterrupted end."""
-
-    class Stops(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            if trainer.global_step == at:
-                trainer.save_checkpoint(tmp_path / "k.ckpt")
-                self.rng = torch.get_rng_state()
-                raise KeyboardInterrupt
-
-    class Goes(pl.Callback):
-        def on_train_batch_start(self, *_: Any) -> None:
-            if stops.rng is not None:  # the loader's iterator has drawn since the start
-                torch.set_rng_state(stops.rng)
-                stops.rng = None
-
-    same = DataLoader([tuple(t[0] for t in batches(1)[0])] * 192, 32)  # Lightning begins anew with the epoch's batches
-
-    def run(strategy: Any, **options: Any) -> pl.Trainer:
-        pl.seed_everything(3, verbose=False)
-        path = options.pop("resume", None)
-        trainer = trainer_of(strategy, **options)
-        with contextlib.suppress(SystemExit, KeyboardInterrupt):
-            trainer.fit(Task(), same, ckpt_path=path, weights_only=False if path else None)
-        return trainer
-
-    with torch.random.fork_rng():
-        whole = run("auto")
-        stops = Stops()
-        run(memopt(), callbacks=[stops])
-        resumed = run(memopt(profile_steps=1), callbacks=[Goes()], resume=tmp_path / "k.ckpt")
-    assert whole.global_step == resumed.global_step
-    assert_same(state(whole.model), state(resumed.model))
-
-
 def test_m10_p20_checkpoint_in_a_plain_trainer_without_the_package(tmp_path: Path) -> None:
     """A checkpoint of a Trainer with the strategy resumes in a plain Trainer of a process where the package is not."""
     with torch.random.fork_rng():
@@ -251,27 +214,6 @@ def test_m11_p23_callbacks_and_logs_once_in_order() -> None:
     assert metrics == found[2] and all(map(torch.equal, predictions, found[3]))
 
 
-class Toggled(Manual):
-    """Each optimizer's parameters alone require gradients in its part of the step."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        one, two = self.optimizers()
-        for optimizer in (one, two):
-            self.toggle_optimizer(optimizer)
-            out = (self.other(batch[0]) - self.net(batch[0])).square().mean()
-            self.manual_backward(out)
-            optimizer.step()
-            optimizer.zero_grad()
-            self.untoggle_optimizer(optimizer)
-
-
-def test_m12_toggled_optimizers() -> None:
-    """EXACT: `requires_grad` flips between the parts of a step; each part has a plan of its own."""
-    with torch.random.fork_rng():
-        _, planned = both(Toggled)
-    assert sum(getattr(s, "plan", None) is not None for s in session_of(planned).buckets.values()) >= 2
-
-
 def test_m12_toggled_between_forward_and_backward() -> None:
     """EXACT: what requires gradients is changed after the forward, before its backward."""
 
@@ -292,28 +234,18 @@ def test_m12_toggled_between_forward_and_backward() -> None:
     assert_same(run(False), run(True))
 
 
-@pytest.mark.parametrize("kind", ["ema", "swa", "averaging"])
-def test_m13_p22_averaged_weights(kind: str) -> None:
-    """EXACT: averages kept by Lightning's callbacks, and the weights that training goes on with."""
-    made: list[Any] = []
+def test_m13_p22_averaged_weights() -> None:
+    """EXACT: the average of all weights and buffers that Lightning keeps, and the weights that training goes on with."""
 
-    def callback() -> pl.Callback:
-        if kind == "swa":
-            found: pl.Callback = pl.callbacks.StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1, device=None)
-        else:
-            average = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9) if kind == "ema" else None
-            found = WeightAveraging(multi_avg_fn=average, use_buffers=True)
-        made.append(found)
-        return found
-
-    def run(strategy: Any) -> pl.Trainer:
-        return fit(strategy, max_epochs=3, callbacks=[callback()])
+    def run(strategy: Any) -> tuple[pl.Trainer, dict[str, Tensor]]:
+        average = WeightAveraging(use_buffers=True)
+        trainer = fit(strategy, max_epochs=3, callbacks=[average])
+        return trainer, {} if average._average_model is None else state(average._average_model)
 
     with torch.random.fork_rng():
-        plain, planned = run("auto"), run(memopt())
+        (plain, expected), (planned, found) = run("auto"), run(memopt())
     assert_same(state(plain.lightning_module), state(planned.lightning_module))
-    averages = [m._average_model for m in made]
-    assert all(a is None for a in averages) or all(map(torch.equal, *[list(a.state_dict().values()) for a in averages]))
+    assert_same(expected, found)
     assert session_of(planned).plan is not None
 
 

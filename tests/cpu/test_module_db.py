@@ -71,7 +71,7 @@ def _sweep_module(info: Any, count: Count) -> None:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_no_module_differs(group: str) -> None:
+def test_p1_no_module_differs(group: str) -> None:
     assert_none_differs(swept(group))
 
 

@@ -97,7 +97,7 @@ def _sweep_op(op: Any, count: Count) -> None:
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_no_operator_differs(chunk: str) -> None:
+def test_p1_no_operator_differs(chunk: str) -> None:
     assert_none_differs(swept(chunk))
 
 

@@ -123,7 +123,7 @@ def _sweep_op(op: Any, count: Count) -> None:
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_no_operator_differs_in_planned_steps(part: int) -> None:
+def test_p1_no_operator_differs_in_planned_steps(part: int) -> None:
     count = sweep(op_db[part::PARTS], _sweep_op)
     assert_none_differs(count)
     assert len(count.dropped) >= 100, (len(count.dropped), len(count.nothing), count.skipped)
