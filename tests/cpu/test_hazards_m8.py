@@ -68,7 +68,7 @@ def test_m8_nested_fit(hook: str) -> None:
 
     def run(strategy: Any) -> tuple[pl.Trainer, Inner]:
         inner = Inner(hook, strategy)
-        return fit(strategy(), callbacks=[inner], max_epochs=1), inner
+        return fit(strategy(), callbacks=lambda: [inner], max_epochs=1), inner
 
     with torch.random.fork_rng():
         plain, expected = run(lambda: "auto")
@@ -239,7 +239,7 @@ def test_m13_p22_averaged_weights() -> None:
 
     def run(strategy: Any) -> tuple[pl.Trainer, dict[str, Tensor]]:
         average = WeightAveraging(use_buffers=True)
-        trainer = fit(strategy, max_epochs=3, callbacks=[average])
+        trainer = fit(strategy, max_epochs=3, callbacks=lambda: [average])
         return trainer, {} if average._average_model is None else state(average._average_model)
 
     with torch.random.fork_rng():
