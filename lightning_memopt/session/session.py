@@ -114,6 +114,8 @@ class Session:
                 yield
         except BaseException:
             self._abandon()
+            self._close_meter()  # nobody else could measure until a next step ends
+            self._ran.clear()
             raise
 
     def backward(self) -> contextlib.AbstractContextManager[None]:
