@@ -29,14 +29,14 @@ def _factory(spec: str) -> Any:
     module, colon, name = spec.partition(":")
     if not colon:
         raise ConfigError(
-            f"{spec!r} is neither a file nor package.module:function. The function returns (model, optimizer, "
-            "step), and step() runs one whole training step."
+            f"{spec!r} is neither a file nor package.module:function. Give one of them; the function returns (model, "
+            "optimizer, step), and step() runs one whole training step."
         )
     sys.path.insert(0, "")
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{spec!r} cannot be imported: {error}.") from error
+        raise ConfigError(f"{spec!r} cannot be imported: {error}. Give a module that can, and a name in it.") from error
 
 
 def _plan(args: argparse.Namespace) -> int:

@@ -54,7 +54,7 @@ class MemOptConfig:
         if self.on_exceed not in ("replan", "warn", "raise"):
             raise ConfigError(f"on_exceed is {self.on_exceed!r}; use 'replan', 'warn' or 'raise'.")
         if self.objective not in get_args(Objective):
-            raise ConfigError(f"objective is {self.objective!r}; use 'time' or 'flops'.")
+            raise ConfigError(f"objective is {self.objective!r}; use 'throughput' or 'flops'.")
         if self.budget is None:
             raise BudgetError("The budget is None; give bytes like '8GiB', a share like '80%', 'auto' or 'min'.")
         if not self._smallest:

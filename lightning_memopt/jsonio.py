@@ -56,7 +56,7 @@ def read(path: str | os.PathLike[str], *, max_nbytes: int = MAX_NBYTES) -> dict[
     except (OSError, ValueError, TypeError) as error:
         if isinstance(error, PlanFileError):
             raise
-        raise PlanFileError(f"{name} cannot be read: {_reason(error)}") from error
+        raise PlanFileError(f"{name} cannot be read: {_reason(error)}; check the path") from error
     if len(data) > max_nbytes:
         raise _too_large(name, max(status.st_size, len(data)), max_nbytes)
     return parse(data, name=name, max_nbytes=max_nbytes)
@@ -72,7 +72,7 @@ def parse(data: bytes | str, *, name: str = "the JSON text", max_nbytes: int = M
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         where = f"byte {error.start}"
-        raise PlanFileError(f"{name} is not UTF-8 at {where}: it is not JSON text, or it is damaged") from None
+        raise PlanFileError(f"{name} is not UTF-8 at {where}: it is not JSON text, or it is damaged; make it again") from None
     if _depth(data) > MAX_DEPTH:
         _refuse(name, text, f"nested deeper than {MAX_DEPTH} levels")
     try:
@@ -91,11 +91,11 @@ def parse(data: bytes | str, *, name: str = "the JSON text", max_nbytes: int = M
         where = f"line {error.lineno} column {error.colno} (character {error.pos})"
         ended = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string")
         hint = "; the file looks truncated: copy or make it again" if ended else ""
-        raise PlanFileError(f"{name} is not JSON: {error.msg} at {where}{hint}") from None
+        raise PlanFileError(f"{name} is not JSON: {error.msg} at {where}{hint or '; make the file again'}") from None
     if not isinstance(value, dict):
         kinds = {list: "an array", str: "a string", bool: "true or false", type(None): "null"}
         kind = kinds.get(type(value), "a number")
-        raise PlanFileError(f"{name} holds {kind} at its top level; a plan, trace or profile is an object: {{...}}")
+        raise PlanFileError(f"{name} holds {kind} at its top level; a plan, trace or profile is an object: give one, {{...}}")
     return value
 
 
@@ -112,13 +112,13 @@ def write(
     try:
         text = json.dumps(obj, allow_nan=False, indent=indent, separators=separators)
     except (TypeError, ValueError, RecursionError) as error:
-        raise PlanFileError(f"{name} cannot be written: {_reason(error)}") from error
+        raise PlanFileError(f"{name} cannot be written: {_reason(error)}; leave it out of the file") from error
     data = text.encode("ascii") + b"\n"
     parse(data, name=f"what would be written to {name}", max_nbytes=max_nbytes)
     try:
         _replace(Path(path), data)
     except (OSError, ValueError, TypeError) as error:
-        raise PlanFileError(f"{name} cannot be written: {_reason(error)}") from error
+        raise PlanFileError(f"{name} cannot be written: {_reason(error)}; check the path") from error
 
 
 def _replace(path: Path, data: bytes) -> None:
@@ -194,7 +194,7 @@ def _refuse(name: str, text: str, problem: str) -> NoReturn:
     position, problem = next(_problems(text), (0, problem))
     line = text.count("\n", 0, position) + 1
     column = position - text.rfind("\n", 0, position)
-    raise PlanFileError(f"{name}, line {line} column {column} (character {position}): {problem}; refused")
+    raise PlanFileError(f"{name}, line {line} column {column} (character {position}): {problem}; refused: make the file again")
 
 
 def _problems(text: str) -> Iterator[tuple[int, str]]:

@@ -44,7 +44,7 @@ def parse_budget(budget: object, device_nbytes: int) -> Budget:
     """
     device = _whole(device_nbytes)
     if device is None or device <= 0:
-        raise BudgetError(f"the device reports {device_nbytes!r} bytes of memory; a budget needs a device with some")
+        raise BudgetError(f"the device reports {device_nbytes!r} bytes of memory; give a device with some")
     given = _shown(budget)
     nbytes = math.floor(_amount(budget, given, device))
     if nbytes < 1:

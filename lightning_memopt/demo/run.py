@@ -100,7 +100,7 @@ def _train(
     session = sessions[-1]
     state = session.main
     if not isinstance(state, Running):
-        raise ConfigError(summary(session))
+        raise ConfigError(f"{name}: there is no plan, so nothing to compare. Run more steps. {summary(session)}")
     session.save_plan(str(folder / ("plan.json" if name == "chargpt" else f"plan-{name}.json")))
     warm = 4
     return Outcome(

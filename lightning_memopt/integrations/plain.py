@@ -11,14 +11,11 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_memopt.config import MemOptConfig
-from lightning_memopt.errors import AlreadyAttachedError
 from lightning_memopt.plan import Plan
+from lightning_memopt.record.calls import CALL
 from lightning_memopt.report.frontier import Row, rows
 from lightning_memopt.report.table import summary
 from lightning_memopt.session import Session
-
-_attached: set[int] = set()
-_CALL = "_compiled_call_impl"
 
 
 class Run:
@@ -55,48 +52,36 @@ class Run:
             self._paused = before
 
 
-class _Attachment:
-    """The model's calls and the optimizers' updates, watched for as long as the block lasts.
+def _attach(stack: contextlib.ExitStack, run: Run, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    """Watch the model's calls and the optimizers' updates until the stack is closed.
 
     Calls go through the instance's `_compiled_call_impl`, torch's own seam for replacing them: it is left on every kind of
     exit (a forward hook is not told of KeyboardInterrupt), and `Module.__getstate__` keeps it out of copies and pickles.
     """
+    session = run.session
+    own = model.__dict__.get(CALL)
+    call = own or model._call_impl
 
-    def __init__(self, run: Run, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-        self.run, self.model, self.optimizers = run, model, optimizers
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.nullcontext() if run._paused else session.round((args, kwargs)):
+            return call(*args, **kwargs)
 
-    def __enter__(self) -> _Attachment:
-        self._handles = [
-            register_optimizer_step_pre_hook(self._before_update),
-            register_optimizer_step_post_hook(self._after_update),
-        ]
-        self._own = self.model.__dict__.get(_CALL)
-        call = self._own or self.model._call_impl
-        run = self.run
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if any(optimizer is o for o in optimizers):
+            session.update_begins(optimizer)
 
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            with contextlib.nullcontext() if run._paused else run.session.round((args, kwargs)):
-                return call(*args, **kwargs)
+    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if any(optimizer is o for o in optimizers):
+            session.update_ended(optimizer)
 
-        self.model.__dict__[_CALL] = watched
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        if self._own is None:
-            self.model.__dict__.pop(_CALL, None)
-        else:
-            self.model.__dict__[_CALL] = self._own
-        for handle in self._handles:
-            handle.remove()
-        self.run.session.close()
-
-    def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if any(optimizer is o for o in self.optimizers):
-            self.run.session.update_begins(optimizer)
-
-    def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if any(optimizer is o for o in self.optimizers):
-            self.run.session.update_ended(optimizer)
+    stack.callback(register_optimizer_step_pre_hook(before).remove)
+    stack.callback(register_optimizer_step_post_hook(after).remove)
+    if own is None:
+        stack.callback(model.__dict__.pop, CALL, None)
+    else:
+        stack.callback(model.__dict__.__setitem__, CALL, own)
+    watched.compiled = own is not None  # type: ignore[attr-defined]  # what is inside runs compiled
+    model.__dict__[CALL] = watched
 
 
 def _wrapped(optimizer: Any) -> torch.optim.Optimizer:
@@ -131,12 +116,11 @@ def optimize(
     config = config or MemOptConfig(**options)
     given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     optimizers = [_wrapped(o) for o in given]
-    if id(model) in _attached:
-        raise AlreadyAttachedError("This model is inside another optimize() block. Leave that one first.")
-    run = Run(Session(model, optimizers, config))
-    _attached.add(id(model))
-    try:
-        with _Attachment(run, model, optimizers):
-            yield run
-    finally:
-        _attached.discard(id(model))
+    session = Session(model, optimizers, config)
+    with contextlib.ExitStack() as stack:
+        for _ in range(2):  # the second does nothing, unless the first was interrupted
+            stack.callback(session.close)
+        run = Run(session)
+        if session.enabled:  # else nothing is touched
+            _attach(stack, run, model, optimizers)
+        yield run

@@ -122,7 +122,7 @@ def write_plan(path: str | os.PathLike[str], plan: Plan, graph: Graph) -> None:
         # `jsonio.write` knows one number a line or everything on one; its way to the disk is what matters here
         jsonio._replace(Path(path), data)
     except (OSError, TypeError, ValueError) as error:  # PlanFileError is a ValueError
-        raise PlanFileError(f"{name} cannot be written: {error}") from error
+        raise PlanFileError(f"{name} cannot be written: {error}; check the path") from error
 
 
 def read_plan(path: str | os.PathLike[str]) -> tuple[Plan, Graph]:

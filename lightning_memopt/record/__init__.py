@@ -1,5 +1,6 @@
 """What ran: ops, storages and their versions, as they happen."""
 
+from lightning_memopt.record.calls import around_calls, eager_modules
 from lightning_memopt.record.exposure import watching
 from lightning_memopt.record.recorder import Observer, OpRecord, Owner, Recorder
 from lightning_memopt.record.rules import Rule, is_norm, register_op, rule_of, rules_generation
@@ -17,7 +18,9 @@ __all__ = [
     "Slot",
     "Tape",
     "View",
+    "around_calls",
     "detached",
+    "eager_modules",
     "is_norm",
     "is_plain",
     "numeric_flags",

@@ -96,8 +96,9 @@ def _forbidding(original: Any) -> Any:
 
 def _replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
     original = getattr(owner, name)
+    wrapped = wrap(original)
     _originals.append((owner, name, name in vars(owner), original))
-    setattr(owner, name, wrap(original))
+    setattr(owner, name, wrapped)
 
 
 def _install() -> None:
@@ -115,11 +116,12 @@ def _install() -> None:
 
 def _restore() -> None:
     while _originals:
-        owner, name, own, original = _originals.pop()
+        owner, name, own, original = _originals[-1]
         if own:
             setattr(owner, name, original)
-        else:
+        elif name in vars(owner):
             delattr(owner, name)
+        _originals.pop()
 
 
 @contextlib.contextmanager
@@ -127,16 +129,21 @@ def watching(watcher: Watcher, listener: Callable[[], None]) -> Iterator[None]:
     """Call `watcher(t)` before anybody gets at the raw memory of `t`, and `listener()` after somebody set one of the settings
     that change bits. Everything is put back when nobody watches.
     """
-    with _lock:
-        if not _watchers:
-            _install()
-        _watchers.append(watcher)
-        _listeners.append(listener)
     try:
+        with _lock:
+            _watchers.append(watcher)
+            _listeners.append(listener)
+            if len(_watchers) == 1:
+                _install()
         yield
     finally:
         with _lock:
-            _watchers.remove(watcher)
-            _listeners.remove(listener)
+            if watcher in _watchers:
+                _watchers.remove(watcher)
+            if listener in _listeners:
+                _listeners.remove(listener)
             if not _watchers:
-                _restore()
+                try:
+                    _restore()
+                finally:
+                    _restore()  # does nothing, unless the first was interrupted

@@ -34,11 +34,15 @@ def watch() -> None:
 
 
 def unwatch() -> None:
-    """End what `watch` began, and raise what was kept, unless another exception is on its way."""
+    """End what `watch` began."""
     if _previous:
         previous = _previous.pop()
         if sys.unraisablehook is _hook:
             sys.unraisablehook = previous
+
+
+def settle() -> None:
+    """Raise what was kept, unless another exception is on its way."""
     if sys.exc_info()[0] is None:
         raise_deferred()
     _deferred.clear()

@@ -167,8 +167,9 @@ class Tape:
         return found
 
     def __del__(self) -> None:
-        while self._weak:
-            torch.UntypedStorage._free_weak_ref(self._weak.pop())
+        weak = getattr(self, "_weak", None)  # interrupted before it was made, there is none
+        while weak:
+            torch.UntypedStorage._free_weak_ref(weak.pop())
 
 
 _PRECISIONS = (

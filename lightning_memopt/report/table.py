@@ -14,7 +14,7 @@ def summary(session: Session) -> str:
     """The table of a session; says what is still missing where there is no plan."""
     state = session.main
     if not session.enabled:
-        return "MemOpt: off (MEMOPT_DISABLE or recompute=False); the run was the plain one."
+        return "MemOpt: off (MEMOPT_DISABLE, recompute=False, or an untested torch); the run was the plain one."
     if state is None:
         return "MemOpt: no training step was seen."
     if isinstance(state, Failed):

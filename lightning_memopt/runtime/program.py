@@ -15,6 +15,7 @@ from lightning_memopt.plan import Life, Schedule, Segment, lower
 from lightning_memopt.record import is_norm
 from lightning_memopt.runtime.templates import Templates
 
+Spans = dict[int, tuple[nn.Module, tuple[int, int]]]
 _WORTHWHILE = 4
 """Ops that a module must run for leaving and entering the recorder to pay."""
 
@@ -51,7 +52,7 @@ class Program:
     sized: bool = True
     schedule: Schedule = field(init=False)
     templates: Templates = field(init=False)
-    _spans: tuple[weakref.ref[nn.Module], dict[int, tuple[int, int]]] | None = field(init=False, default=None)
+    _spans: tuple[weakref.ref[nn.Module], Spans] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "schedule", lower(self.graph, self.lives))
@@ -183,11 +184,11 @@ class Program:
             and all(self.passes(j) and j not in saving and not self._disturbs(j) for j in js)
         }
 
-    def spans_of(self, model: nn.Module) -> dict[int, tuple[int, int]]:
+    def spans_of(self, model: nn.Module) -> Spans:
         """`quiet`, by the identity of this model's modules. Remembered for one model: a step must not walk its modules."""
         if self._spans is None or self._spans[0]() is not model:
             quiet = self.quiet
-            spans = {id(m): quiet[name] for name, m in model.named_modules() if name in quiet}
+            spans = {id(m): (m, quiet[name]) for name, m in model.named_modules() if name in quiet}
             object.__setattr__(self, "_spans", (weakref.ref(model), spans))
         assert self._spans is not None
         return self._spans[1]

@@ -78,7 +78,6 @@ class Handle:
     __slots__ = ("engine", "guard", "save", "slot", "unpacked", "version", "view")
 
     def __init__(self, engine: Engine, save: int, slot: Slot, view: View, guard: torch.Tensor) -> None:
-        self.engine: Engine | None = engine
         self.save = save
         self.slot = slot
         self.view = view
@@ -86,13 +85,17 @@ class Handle:
         self.version = guard._version
         self.unpacked = 0
         slot.handles += 1
+        self.engine: Engine | None = engine  # last: a handle whose making was interrupted lets go of nothing
 
     def get(self) -> torch.Tensor:
         assert self.engine is not None
         return self.engine.request(self)
 
     def __del__(self) -> None:
-        engine, self.engine = self.engine, None
+        try:
+            engine, self.engine = self.engine, None
+        except AttributeError:
+            return
         if engine is not None:
             self.slot.handles -= 1
             engine.released(self)

@@ -35,6 +35,35 @@ def budget_on(device: torch.device, config: MemOptConfig) -> int | None:
     return free
 
 
+EVERY = 16
+"""Planned steps from one look at what other programs leave to the next."""
+
+
+class Neighbours:
+    """Watches what other programs leave of a device while planned steps run, by the CUDA runtime, which knows slices."""
+
+    def __init__(self, device: torch.device, budget_nbytes: int | None) -> None:
+        self.device, self.budget_nbytes = device, budget_nbytes
+        self._steps = 0
+        self._said = False
+
+    def step(self) -> None:
+        """A planned step is over. Warns once when the budget is no longer there, and again if that happens again."""
+        self._steps += 1
+        if self._steps % EVERY or self.budget_nbytes is None:
+            return
+        free = free_nbytes(self.device)
+        short = free is not None and free < self.budget_nbytes
+        if short and not self._said:
+            warnings.warn(
+                f"MemOpt: other programs now leave {free} bytes ({format_nbytes(free or 0)}) of {self.device} to this one, "
+                f"below the budget of {self.budget_nbytes} bytes ({format_nbytes(self.budget_nbytes)}): a step may run out of "
+                "memory. Lower the budget, or end what else runs on this device.",
+                stacklevel=2,
+            )
+        self._said = short
+
+
 def read_given(
     path: str | os.PathLike[str], device: torch.device, budget_nbytes: int | None, config: MemOptConfig
 ) -> tuple[Plan, Graph]:

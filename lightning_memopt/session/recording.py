@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from lightning_memopt.record import Recorder, watching
+from lightning_memopt.record import Recorder, around_calls, watching
 from lightning_memopt.runtime import Engine, PlannedEngine
 from lightning_memopt.runtime.matching import Matcher
 
@@ -47,15 +46,18 @@ class Recording:
         self._own_mode = own_mode
 
     def __enter__(self) -> Recording:
-        self.engine.recorder = self.recorder
-        self.recorder.capturing = True
         try:
-            self._stack.enter_context(watching(self.recorder.expose, self.recorder.settings_changed))
+            self.engine.recorder = self.recorder
+            self.recorder.capturing = True
+            self._watch()
             self._begin()
         except BaseException:
             self.__exit__()
             raise
         return self
+
+    def _watch(self) -> None:
+        self._stack.enter_context(watching(self.recorder.expose, self.recorder.settings_changed))
 
     def _begin(self) -> None:
         self._saving.enter_context(saved_tensors_hooks(_Pack(self.engine), self.engine.unpack))
@@ -63,14 +65,13 @@ class Recording:
             self._saving.enter_context(self.recorder)
 
     def __exit__(self, *_: Any) -> None:
-        try:
-            self._saving.close()
-            self._stack.close()
-        finally:
-            self.engine.recorder = None  # the engine outlives the forward, the recorder's map must not
-            self.recorder.capturing = False
+        with contextlib.ExitStack() as last:  # each of them is done, whatever an interrupt does to the others
             if self._own_mode:
-                self.recorder.forget()
+                last.callback(self.recorder.forget)
+            last.callback(setattr, self.recorder, "capturing", False)
+            last.callback(setattr, self.engine, "recorder", None)  # the engine outlives the forward, the map must not
+            last.callback(self._stack.close)
+            last.callback(self._saving.close)
 
 
 class PlannedRecording(Recording):
@@ -88,30 +89,26 @@ class PlannedRecording(Recording):
         self._depth = 0
         self._thread = threading.get_ident()
 
-    def __enter__(self) -> PlannedRecording:
+    def _watch(self) -> None:
         if self._spans:
-            self._stack.callback(register_module_forward_pre_hook(self._module_begins).remove)
-            self._stack.callback(register_module_forward_hook(self._module_ends, always_call=True).remove)
-        super().__enter__()
-        return self
+            quiet = (module for module, _ in self._spans.values())
+            self._stack.enter_context(around_calls(quiet, self._module_begins, self._module_ends))
+        super()._watch()
 
-    def _module_begins(self, module: nn.Module, _: Any) -> None:
-        span = self._spans.get(id(module))
-        if span is None:
-            return
+    def _module_begins(self, module: nn.Module) -> None:
         if self._outside is not None:
             self._depth += module is self._outside and threading.get_ident() == self._thread
-        elif span[0] == self.engine.position and self._on_top() and self.recorder.settle():
+        elif self._spans[id(module)][1][0] == self.engine.position and self._on_top() and self.recorder.settle():
             self._outside, self._depth = module, 0
             self._saving.close()
 
-    def _module_ends(self, module: nn.Module, _: Any, __: Any) -> None:
+    def _module_ends(self, module: nn.Module) -> None:
         if module is self._outside and threading.get_ident() == self._thread:
             if self._depth:
                 self._depth -= 1  # a call of itself, inside of it
                 return
             self._outside = None
-            self.engine.position = self._spans[id(module)][1]
+            self.engine.position = self._spans[id(module)][1][1]
             self._begin()
 
     def _on_top(self) -> bool:

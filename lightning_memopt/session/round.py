@@ -60,10 +60,12 @@ class Rounds:
 
     def leave(self) -> None:
         """Leave the round, whatever state its forward is in."""
-        recording, self._recording = self._recording, None
-        self._stay_shut()
-        if recording is not None:
-            recording.__exit__()
+        try:
+            self._stay_shut()
+        finally:
+            if self._recording is not None:
+                self._recording.__exit__()
+                self._recording = None  # not before: an interrupt on the way out must not lose what is still entered
 
     def _open(self) -> None:
         assert self._calls is not None

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ import torch
 from torch import nn
 
 from lightning_memopt.config import MemOptConfig, disabled
-from lightning_memopt.errors import ConfigError
+from lightning_memopt.errors import AlreadyAttachedError, ConfigError
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Plan, write_plan
 from lightning_memopt.record import interrupts
@@ -31,6 +32,7 @@ from lightning_memopt.runtime import PlannedEngine
 from lightning_memopt.runtime.replay import Engine
 from lightning_memopt.session.buckets import Observing, Running, State, refuse_infeasible
 from lightning_memopt.session.budget import (
+    Neighbours,
     budget_on,
     read_given,
     refuse_hopeless,
@@ -46,7 +48,10 @@ from lightning_memopt.session.signatures import Buckets, Signature, signature_of
 from lightning_memopt.session.step import StepMeter
 from lightning_memopt.solvers.planner import Frontier
 from lightning_memopt.units import format_nbytes
+from lightning_memopt.versions import supported
 
+_attached: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
+"""The open session of a model, by its identity: every front asks here."""
 _TURNS = 50
 """Forwards that wait for another model's observed step before a warning says so."""
 _IDLE = 3
@@ -67,7 +72,7 @@ class Session:
         self.optimizers = list(optimizers)
         self.config = config
         self.device = _device_of(model)
-        self.enabled = not disabled() and config.recompute
+        self.enabled = not disabled() and config.recompute and supported()
         self.say: Callable[[str], None] = (say or print) if config.verbose else (lambda _: None)
         self.budget_nbytes = budget_on(self.device, config) if self.enabled else None
         self.buckets = Buckets()
@@ -83,8 +88,14 @@ class Session:
         self._update_seen = False
         self._updated: set[int] = set()
         self._idle = self._turns = 0
+        self._neighbours = Neighbours(self.device, self.budget_nbytes)
         self._watches = self.enabled
-        if self._watches:
+        if self.enabled:
+            if id(model) in _attached:
+                raise AlreadyAttachedError(
+                    "This model is in another run already. Leave that one first: end its optimize() block or its Trainer's fit."
+                )
+            _attached[id(model)] = self
             interrupts.watch()
 
     # -- what adapters call ------------------------------------------------------------------------
@@ -139,6 +150,8 @@ class Session:
         self._metered = self._meter is not None or (self._observation is not None and self._observation.meter)
         peak_nbytes = self._close_meter()
         ran, self._ran = self._ran, []
+        if ran:
+            self._neighbours.step()
         if isinstance(self.current, Observing):
             self._observed(self.current)
         # what was measured of a step with several batches is said of the one that needs most
@@ -167,8 +180,10 @@ class Session:
         self._ran.clear()
         self._close_meter()
         if self._watches:
-            self._watches = False
+            _attached.pop(id(self.model), None)
             interrupts.unwatch()
+            self._watches = False
+            interrupts.settle()
 
     # -- results -----------------------------------------------------------------------------------
 
@@ -194,7 +209,7 @@ class Session:
         """Write the plan in force, with its graph, as JSON."""
         state = self.main
         if not isinstance(state, Running):
-            raise ConfigError("There is no plan yet: it is made after the observed steps.")
+            raise ConfigError("There is no plan yet: it is made after the observed steps. Run them first.")
         write_plan(path, state.plan, state.program.graph)
 
     # -- rounds ------------------------------------------------------------------------------------
@@ -301,8 +316,10 @@ class Session:
     # -- steps -------------------------------------------------------------------------------------
 
     def _observed(self, state: Observing) -> None:
-        observation, self._observation = self._observation, None
-        graph = observation.finish() if observation is not None else None
+        try:
+            graph = self._observation.finish() if self._observation is not None else None
+        finally:
+            self._abandon()
         if graph is None or not any(op.phase == "backward" for op in graph.ops):
             return  # no forward, or one that nothing came of (`training_step` returned None)
         graph = with_state(graph, state_made(graph, self.optimizers, self.device))
@@ -323,6 +340,7 @@ class Session:
         if device != self.device:
             self.device = device
             self.budget_nbytes = budget_on(device, self.config)
+            self._neighbours = Neighbours(device, self.budget_nbytes)
             self.buckets.clear()
 
 

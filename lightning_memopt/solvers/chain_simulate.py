@@ -67,9 +67,9 @@ def simulate_operations(chain: Chain, ops: list[Operation]) -> tuple[float, int]
         kind, k = op[0], op[1]
         where = f"operation {position} {op}: "
         if k not in boundary:
-            raise ChainError(f"{where}the input of stage {k} is not held; held are {sorted(boundary)}")
+            raise ChainError(f"{where}the input of stage {k} is not held; held are {sorted(boundary)}: keep it before")
         if k > due:
-            raise ChainError(f"{where}stage {k} comes after stage {due}, whose backward is next")
+            raise ChainError(f"{where}stage {k} comes after stage {due}, whose backward is next: run that first")
         stage = stages[k]
         outside = sum(boundary.values()) + sum(nbytes for _, nbytes in held.values())
         own_pass = due == last
@@ -93,7 +93,7 @@ def simulate_operations(chain: Chain, ops: list[Operation]) -> tuple[float, int]
             rebuilding = k
         elif kind == "backward":
             if k != due:
-                raise ChainError(f"{where}the next backward is that of stage {due}, not of {k}")
+                raise ChainError(f"{where}the next backward is that of stage {due}, not of {k}: change their order")
             if k in held:
                 option_index, own_nbytes = held.pop(k)
                 option = stage.options[option_index]
@@ -104,11 +104,11 @@ def simulate_operations(chain: Chain, ops: list[Operation]) -> tuple[float, int]
                 seconds += stage.rebuild_seconds
                 peak = max(peak, outside + stage.rebuild_peak_nbytes)
             else:
-                raise ChainError(f"{where}nothing of stage {k} is held, and no rebuild was asked for")
+                raise ChainError(f"{where}nothing of stage {k} is held, and no rebuild was asked for: add one of them")
             del boundary[k]
             due -= 1
         else:
-            raise ChainError(f"{where}unknown operation")
+            raise ChainError(f"{where}unknown operation: use keep, forget, hold, rebuild or backward")
     if due != -1:
-        raise ChainError(f"the schedule ends with the backward of stages 0..{due} not done")
+        raise ChainError(f"the schedule ends with the backward of stages 0..{due} not done: add it")
     return seconds, peak

@@ -198,7 +198,7 @@ def _checked(data: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         raise ChainError(f'"stages" must be a list of at least 1 stage, found {rows!r}: add the stages in forward order')
     for index, row in enumerate(rows):
         if not isinstance(row, Mapping):
-            raise ChainError(f"stage {index} is {row!r}, must be an object with the keys {', '.join(KEYS)}")
+            raise ChainError(f"stage {index} is {row!r}, must be an object: give it the keys {', '.join(KEYS)}")
         missing = sorted(set(KEYS) - set(row))
         unknown = sorted(map(str, set(row) - set(KEYS) - set(OPTIONAL_KEYS)))
         if missing or unknown:

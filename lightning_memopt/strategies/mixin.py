@@ -30,6 +30,8 @@ class MemOptMixin(abc.ABC):
 
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)  # type: ignore[misc]
+        if self.session is not None:
+            self.session.close()  # of a fit that was not torn down
         self.session = None
         if trainer.state.fn == "fit":
             self.session = Session(self.model, self.optimizers, self.memopt_config, say=rank_zero_info)  # type: ignore[attr-defined]

@@ -76,7 +76,7 @@ def test_budget_is_kept_and_bits_are_equal(name: str) -> None:
     assert seconds == sorted(seconds), "a larger budget is never slower"
 
 
-def test_plan_is_the_identity_where_the_budget_has_room() -> None:
+def test_p8_plan_is_the_identity_where_the_budget_has_room() -> None:
     bench = Bench("resnet50")
     frontier = planner.solve(bench.observe(steps=1))
     plan = frontier.plan(frontier.unmodified_peak_bytes)

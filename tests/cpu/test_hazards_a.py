@@ -89,7 +89,7 @@ def test_a2_position_of_the_stream(factory):
 
 
 @pytest.mark.parametrize("factory", [PrivateGenerator, NumpyNoise, PythonNoise])
-def test_a3_private_generator_and_numpy_and_python_random(factory):
+def test_a3_p3_private_generator_and_numpy_and_python_random(factory):
     """EXACT gradients with random numbers that stock checkpoint does not restore; the streams end where they would."""
     stock_is_wrong(factory, lambda m, call: call(m, X).square().sum())
     exact(factory, lambda m: squares(m, X))

@@ -78,14 +78,14 @@ class Average(Body):
         return h / self.average.clone()  # autograd saves the clone
 
 
-def test_b3_buffer_moved_in_forward():
+def test_b3_p3_buffer_moved_in_forward():
     """EXACT gradients and buffer; every use sees the version it saw."""
     stock_is_wrong(Average, lambda m, call: call(m, X).square().sum())
     exact(Average, lambda m: squares(m, X))
     trains(Average)
 
 
-def test_b3_buffer_replaced_in_forward():
+def test_b3_p3_buffer_replaced_in_forward():
     """EXACT where the buffer is bound anew instead of written to."""
 
     class Rebound(Average):
@@ -98,7 +98,7 @@ def test_b3_buffer_replaced_in_forward():
 
 
 @pytest.mark.parametrize("parametrization", [parametrizations.spectral_norm, parametrizations.weight_norm])
-def test_b4_parametrized_modules(parametrization):
+def test_b4_p3_parametrized_modules(parametrization):
     """EXACT: the power iteration of spectral_norm moves its vectors once; weight_norm."""
 
     def factory():
@@ -111,7 +111,7 @@ def test_b4_parametrized_modules(parametrization):
     trains(factory)
 
 
-def test_b4_old_spectral_norm():
+def test_b4_p3_old_spectral_norm():
     """EXACT for the hook that writes its vectors in place before every forward."""
 
     def factory():
@@ -135,7 +135,7 @@ class Hidden(Body):
         return h
 
 
-def test_b5_hidden_state_on_the_module():
+def test_b5_p3_hidden_state_on_the_module():
     """EXACT gradients, and the state ends where it would."""
     stock_is_wrong(Hidden, lambda m, call: call(m, X).square().sum())
     exact(Hidden, lambda m: squares(m, X))
@@ -153,7 +153,7 @@ class Cache(Body):
         return x
 
 
-def test_b6_cache_argument_grows_once():
+def test_b6_p3_cache_argument_grows_once():
     """EXACT, with one entry a layer."""
     stock_is_wrong(Cache, lambda m, call: call(m, X, []).square().sum())
     lengths = []
@@ -169,7 +169,7 @@ def test_b6_cache_argument_grows_once():
     trains(Cache, loss=lambda m, x: m(x, []).square().sum())
 
 
-def test_b6_transformers_with_use_cache():
+def test_b6_p3_transformers_with_use_cache():
     """EXACT for a decoder that fills its key-value cache in training."""
     transformers = pytest.importorskip("transformers")
 
@@ -197,7 +197,7 @@ class WritesList(Body):
         return xs[0]
 
 
-def test_b7_list_argument_written_in_forward():
+def test_b7_p3_list_argument_written_in_forward():
     """EXACT where stock checkpoint silently computes another gradient."""
     stock_is_wrong(WritesList, lambda m, call: call(m, [X]).square().sum())
     exact(WritesList, lambda m: m([X]).square().sum())
@@ -211,7 +211,7 @@ class Consumes(Body):
         return x.exp()
 
 
-def test_b8_iterator_argument_is_consumed_once():
+def test_b8_p3_iterator_argument_is_consumed_once():
     """EXACT."""
     stock_is_wrong(Consumes, lambda m, call: call(m, X, iter([1.0, 2.0, 3.0])).square().sum())
     exact(Consumes, lambda m: m(X, iter([1.0, 2.0, 3.0])).square().sum())
@@ -225,7 +225,7 @@ class Scaled(Body):
         return (h * self.alpha).exp()
 
 
-def test_b9_attribute_changed_before_backward():
+def test_b9_p3_attribute_changed_before_backward():
     """EXACT: the attribute was read once."""
 
     def step(model, call):
@@ -237,7 +237,7 @@ def test_b9_attribute_changed_before_backward():
     exact(Scaled, lambda m: step(m, lambda model, x: model(x)))
 
 
-def test_b9_closure_tensor_changed_before_backward():
+def test_b9_p3_closure_tensor_changed_before_backward():
     """The error of plain autograd where it would raise; where it would not, EXACT or the same class of error."""
     mask = torch.ones(16)
     layer = made(lambda: nn.Linear(16, 16))
@@ -285,7 +285,7 @@ def test_b10_mode_changed_before_backward():
     exact(Both, step)
 
 
-def test_b11_hooks_prints_and_counters_run_once(capsys):
+def test_b11_p23_hooks_prints_and_counters_run_once(capsys):
     """User code runs exactly once a step: forward hooks, prints, counters, logged values."""
 
     class Counting(Body):

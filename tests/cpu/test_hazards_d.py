@@ -83,7 +83,7 @@ class Adapted(nn.Module):
         return self.base.head(h)
 
 
-def test_d2_frozen_base() -> None:
+def test_d2_p2_frozen_base() -> None:
     """D2: with a frozen base and adapters, the same parameters have no gradient, the others the same bits."""
 
     def build() -> nn.Module:
@@ -93,7 +93,7 @@ def test_d2_frozen_base() -> None:
     assert_exact(build)
 
 
-def test_d3_unused_parameters() -> None:
+def test_d3_p2_unused_parameters() -> None:
     """D3: parameters that no output depends on have no gradient, as in the plain run."""
 
     def build() -> nn.Module:

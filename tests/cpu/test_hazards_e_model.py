@@ -88,7 +88,7 @@ def test_e5_same_module_twice_and_recursion():
     trains(Shared)
 
 
-def test_e17_evaluation_packs_nothing(monkeypatch):
+def test_e17_p24_evaluation_packs_nothing(monkeypatch):
     """Zero packs and no state in eval, no_grad and inference_mode, in the middle of training."""
     packs = []
     for engine in (ObservingEngine, PlannedEngine):
@@ -112,7 +112,7 @@ def test_e17_evaluation_packs_nothing(monkeypatch):
             assert not packs and len(run.session.buckets) == buckets
 
 
-def test_e17_evaluation_in_the_middle_changes_nothing():
+def test_e17_p24_evaluation_in_the_middle_changes_nothing():
     """EXACT: validation between steps, also between observed ones."""
 
     def loss(model, x):
@@ -125,7 +125,7 @@ def test_e17_evaluation_in_the_middle_changes_nothing():
     trains(Body, loss=loss)
 
 
-def test_e18_copies_and_pickles_of_an_attached_model():
+def test_e18_p22_copies_and_pickles_of_an_attached_model():
     """A copy made while attached computes with its own weights, and there is nothing of ours in it."""
     with in_plan() as (model, optimizer):
         copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
@@ -139,7 +139,7 @@ def test_e18_copies_and_pickles_of_an_attached_model():
         train(model, BATCHES[2:], optimizer=optimizer)
 
 
-def test_e18_averaged_model():
+def test_e18_p22_averaged_model():
     """EXACT average of weights (EMA) kept with deepcopy while attached."""
 
     def run(attach):
@@ -155,7 +155,7 @@ def test_e18_averaged_model():
     assert same(run(False), run(True))
 
 
-def test_e19_names_and_state_unchanged_while_attached():
+def test_e19_p20_names_and_state_unchanged_while_attached():
     """Names, module tree, state_dict keys, types and optimizer state are those of the plain model."""
 
     def names(model):
@@ -184,7 +184,7 @@ def test_e19_names_and_state_unchanged_while_attached():
     assert fresh.state_dict()["state"][0].keys() == keys
 
 
-def test_e20_hooks_in_order_and_once():
+def test_e20_p23_hooks_in_order_and_once():
     """Forward, pre-forward, always_call, full backward and tensor hooks: same order, same count."""
 
     def run(attach):

@@ -51,7 +51,7 @@ def test_k1_infeasible_names_the_smallest() -> None:
         train(model, o, batches(3))
 
 
-def test_k2_time_limit() -> None:
+def test_k2_p32_time_limit() -> None:
     """K2: with no time to solve there is still a plan, at worst the unmodified step, and the bits are the plain run's."""
     model = small()
     train(model, sgd(model), batches(3))
@@ -80,7 +80,7 @@ def test_k4_other_programs_on_the_device(monkeypatch: pytest.MonkeyPatch) -> Non
             assert run.session.budget_nbytes == 123_456_789
 
 
-def test_k6_never_worse_than_the_plain_step() -> None:
+def test_k6_p8_never_worse_than_the_plain_step() -> None:
     """K6: where the unmodified step fits, nothing is run again and nothing is recorded any more."""
     model = small()
     with optimize(model, o := sgd(model), budget="90%", **QUIET) as run:

@@ -22,7 +22,7 @@ def no_collector():
 
 
 @pytest.mark.parametrize("recording", ["dropping", "keeping"])
-def test_nothing_outlives_a_step(recording, no_collector):
+def test_p11_nothing_outlives_a_step(recording, no_collector):
     """Engine, tape, slots and recorder die with the loss, without the garbage collector; backward done or not."""
     for backward in (True, False):
         model = made(Noisy)
@@ -39,7 +39,7 @@ def test_nothing_outlives_a_step(recording, no_collector):
         assert [r() for r in refs if r() is not None] == []
 
 
-def test_nothing_outlives_a_planned_step(no_collector, monkeypatch):
+def test_p11_nothing_outlives_a_planned_step(no_collector, monkeypatch):
     """At the front: engines, tapes and slots of observed and planned steps are dead after the step."""
     refs = []
     for kind in (ObservingEngine, PlannedEngine):

@@ -21,13 +21,13 @@ class Sgd(Task):
         return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
 
 
-def test_stochastic_weight_averaging() -> None:
+def test_m13_p22_stochastic_weight_averaging() -> None:
     """SWA from the third epoch on: the averaged weights, its own rate and the BatchNorm statistics of its extra epoch."""
     _, planned = both(Sgd, max_epochs=4, callbacks=lambda: [callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=2)])
     assert_planned(planned)
 
 
-def test_exponential_moving_average(tmp_path: Path) -> None:
+def test_m13_p22_exponential_moving_average(tmp_path: Path) -> None:
     """EMA: validated with (so swapped in and out between steps), saved, and in the model at the end."""
     ema = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging").EMAWeightAveraging
     saved = []

@@ -120,7 +120,7 @@ class Contrastive(Task):
 
 
 @pytest.mark.parametrize("cls", [Toggled, Gan, SharedGan, Contrastive], ids=lambda c: c.__name__)
-def test_several_forwards_and_backwards(cls: type[pl.LightningModule]) -> None:
+def test_m12_several_forwards_and_backwards(cls: type[pl.LightningModule]) -> None:
     """Toggled optimizers, a GAN in both usual forms, contrastive forwards, over 21 steps: the same state, within plans."""
     _, planned = both(cls, max_epochs=3)
     assert plans_of(planned) and not any(s.deviated for s in plans_of(planned))

@@ -21,7 +21,7 @@ class Deep(Task):
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
-def test_precisions(precision: Any) -> None:
+def test_g5_precisions(precision: Any) -> None:
     """Weights and default type of another precision, which is entered inside of the recorded forward: planned, exact."""
     _, planned = both(Deep, precision=precision)
     assert_planned(planned)

@@ -72,7 +72,7 @@ def sweep_module(info: Any, count: Count, device: str = "cpu", dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_no_module_differs(group: str) -> None:
+def test_p1_no_module_differs(group: str) -> None:
     assert_none_differs(swept(group))
 
 

@@ -100,7 +100,7 @@ def sweep_op(op: Any, count: Count, device: str = "cpu", wanted: dict[torch.dtyp
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_no_operator_differs(chunk: str) -> None:
+def test_p1_no_operator_differs(chunk: str) -> None:
     assert_none_differs(swept(chunk))
 
 

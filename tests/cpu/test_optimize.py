@@ -53,7 +53,7 @@ def autocast_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 @pytest.mark.parametrize("loss", [loss_of, autocast_loss], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_same_bits_within_the_budget(name: str, loss: Any) -> None:
+def test_p1_p5_p6_same_bits_within_the_budget(name: str, loss: Any) -> None:
     """Parameters, buffers, losses and the generator after 8 steps are the plain run's; the peak is kept and was predicted."""
     data = batches(8)
     model = small()
@@ -161,7 +161,7 @@ def _pickled(model: nn.Module) -> bytes:
     return pickle.dumps(model) + out.getvalue()
 
 
-def test_pickle_and_copy() -> None:
+def test_p22_pickle_and_copy() -> None:
     """Pickles of the model are byte for byte the same while attached and after; a copy made inside trains its own weights."""
     model = small()
     before = _pickled(model)
@@ -177,7 +177,7 @@ def test_pickle_and_copy() -> None:
         assert not torch.equal(twin.eval()(batches(1)[0][0]), model.eval()(batches(1)[0][0]))
 
 
-def test_kill_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_p35_kill_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     """MEMOPT_DISABLE=1 gives the plain run exactly: nothing is recorded, not even the plan file is read."""
     model = small()
     train(model, sgd(model), batches(4))

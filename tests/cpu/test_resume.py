@@ -34,7 +34,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-def test_resumed_after_a_kill(checkpoints: dict[str, Path]) -> None:
+def test_m9_p21_resumed_after_a_kill(checkpoints: dict[str, Path]) -> None:
     """Weights, optimizer, schedule, generator and every loss after the checkpoint are those of the uninterrupted plain run."""
     with torch.random.fork_rng():
         whole = killed.run("plain")
@@ -63,7 +63,7 @@ def test_checkpoints_of_both_are_the_same(checkpoints: dict[str, Path]) -> None:
     killed.Resumable().load_state_dict(other["state_dict"], strict=True)
 
 
-def test_resume_between_epochs(tmp_path: Path) -> None:
+def test_m9_p20_resume_between_epochs(tmp_path: Path) -> None:
     """Checkpoints at the end of an epoch cross over in every direction: all resumed runs are the same."""
     paths = {}
     for name in ("plain", "memopt"):

@@ -44,7 +44,7 @@ def forbidden(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, name
 
 
-def test_nothing_in_the_package_runs_code_from_data() -> None:
+def test_p29_nothing_in_the_package_runs_code_from_data() -> None:
     found = [f"{path.relative_to(PACKAGE)}:{line}: {what}" for path, tree in TREES.items() for line, what in forbidden(tree)]
     assert found == []
 

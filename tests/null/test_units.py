@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
@@ -50,7 +51,7 @@ DEVICE = 16 * 2**30
         ("16GiB", DEVICE),
     ],
 )
-def test_accepted(budget: object, nbytes: int) -> None:
+def test_p28_accepted(budget: object, nbytes: int) -> None:
     assert parse_budget(budget, DEVICE) == nbytes
 
 
@@ -106,7 +107,7 @@ def test_accepted(budget: object, nbytes: int) -> None:
     ],
     ids=lambda value: ascii(value)[:40] if isinstance(value, str) else type(value).__name__,
 )
-def test_refused_in_words_that_help(budget: object, words: str) -> None:
+def test_p28_refused_in_words_that_help(budget: object, words: str) -> None:
     with pytest.raises(BudgetError) as caught:
         parse_budget(budget, DEVICE)
     message = str(caught.value)
@@ -130,8 +131,36 @@ SIZES = st.tuples(
 ).map("".join)
 
 
+UNITS = (
+    {"B": 1}
+    | {f"{k}iB": 2 ** (10 * i) for i, k in enumerate("KMGT", 1)}
+    | {f"{k}B": 10 ** (3 * i) for i, k in enumerate("KMGT", 1)}
+)
+CASES = (str, str.lower, str.upper)
+
+
+@given(
+    st.integers(0, 2000),
+    st.integers(0, 999),
+    st.sampled_from(sorted(UNITS)),
+    st.sampled_from(CASES),
+    st.sampled_from(["", " "]),
+)
+def test_p28_a_size_is_its_number_times_its_unit(
+    whole: int, thousandths: int, unit: str, case: Callable[[str], str], gap: str
+) -> None:
+    """Exactly, rounded down to whole bytes; refused where that is none, or more than the device has."""
+    text = case(f"{whole}.{thousandths:03}{gap}{unit}")
+    nbytes = (1000 * whole + thousandths) * UNITS[unit] // 1000
+    if 1 <= nbytes <= DEVICE:
+        assert parse_budget(text, DEVICE) == nbytes
+    else:
+        with pytest.raises(BudgetError):
+            parse_budget(text, DEVICE)
+
+
 @given(st.one_of(st.text(max_size=12), SIZES))
-def test_any_text_is_bytes_within_the_device_or_a_budget_error(text: str) -> None:
+def test_p28_any_text_is_bytes_within_the_device_or_a_budget_error(text: str) -> None:
     try:
         nbytes = parse_budget(text, DEVICE)
     except BudgetError:
@@ -141,7 +170,7 @@ def test_any_text_is_bytes_within_the_device_or_a_budget_error(text: str) -> Non
 
 
 @given(st.one_of(st.floats(), st.integers(), st.booleans(), st.none(), st.complex_numbers(), st.decimals()))
-def test_any_number_is_bytes_within_the_device_or_a_budget_error(number: object) -> None:
+def test_p28_any_number_is_bytes_within_the_device_or_a_budget_error(number: object) -> None:
     try:
         nbytes = parse_budget(number, DEVICE)
     except BudgetError:
