@@ -75,7 +75,7 @@ def t5() -> Built:
 
 
 def bert() -> Built:
-    """BERT with its masked-word head, 6 layers: batch 8, 160 tokens of which some are padding, width 192, dropout on."""
+    """BERT, 6 layers: masked words, batch 8, 160 tokens of which some are padding, width 192, dropout on."""
     config = transformers.BertConfig(
         vocab_size=1024,
         hidden_size=192,
@@ -108,7 +108,7 @@ def vit() -> Built:
 
 
 def whisper() -> Built:
-    """Whisper, 4 + 4 layers behind two convolutions: batch 8, 300 frames, 64 tokens, width 192, dropout on."""
+    """Whisper, 4 + 4 layers: two convolutions in front, batch 8, 300 frames, 64 tokens, width 192, dropout on."""
     config = transformers.WhisperConfig(
         vocab_size=1024,
         num_mel_bins=40,

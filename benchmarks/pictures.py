@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,7 +86,8 @@ def _summary(name: str, result: Result) -> list[str]:
     refused = [k.removeprefix("ours f=") for k, p in points.items() if k.startswith("ours f=") and "infeasible" in p]
 
     def price(p: dict[str, Any]) -> str:
-        return _refused(p) or f"{100 * p['extra_flops']:.0f} %, x{p.get('time_ratio', math.nan):.2f}"
+        took = f", x{p['time_ratio']:.2f}" if "time_ratio" in p else ""
+        return _refused(p) or f"{100 * p['extra_flops']:.0f} %{took}"
 
     return [
         result.get("title", name),
@@ -102,7 +102,7 @@ def _summary(name: str, result: Result) -> list[str]:
     ]
 
 
-_STYLES = {"ours": "o-", "fewest FLOPs": "v:", "per block": "s", "torch budget": "^", "unmodified": "k*"}
+_STYLES = {"ours": "C0o-", "fewest FLOPs": "C1v:", "per block": "C2s", "torch budget": "C3^", "unmodified": "k*"}
 
 
 def plot(results: dict[str, Result], path: Path) -> None:
@@ -134,7 +134,7 @@ def plot(results: dict[str, Result], path: Path) -> None:
         handles |= {label: handle for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     figure.suptitle("measured peak above what is resident, MiB (across)", y=0.005, fontsize=9, va="bottom")
     figure.legend(handles.values(), handles.keys(), loc="upper center", ncols=len(handles), fontsize=9, frameon=False)
-    figure.tight_layout(rect=(0, 0.03 if rows < 3 else 0.015, 1, 0.93 if rows == 1 else 0.98))
+    figure.tight_layout(rect=(0, 0.03 if rows < 3 else 0.015, 1, 0.93 if rows == 1 else 0.975))
     figure.savefig(path, dpi=90)
     plt.close(figure)
 

@@ -29,6 +29,9 @@ from lightning_memopt.units import format_nbytes
 _LEVELS = 160
 """How many levels of the chain programme enter the pool."""
 
+_HORIZONS = (0.3, 0.1)
+"""Shares of backward for which a single-level plan keeps what it made; it keeps it for all of it, too."""
+
 _UNSEEN_NBYTES = 4096
 """Left free in every budget: scalars that no op makes (a loss read by Python, a counter)."""
 
@@ -158,9 +161,10 @@ def _whole_graph(moment: bound.Moment) -> Iterator[tuple[str, tuple[Life, ...]]]
     lost = {old for op in graph.ops if op.at <= graph.last_release for old, _ in op.mutates}
     always = unrepeatable(graph)
     for choice in moment.hull.vertices:
-        roll = Rollout(graph)
-        roll.serve(requests, (spare | choice.held) - lost | always)
-        yield f"minimum cut, {format_nbytes(choice.nbytes)} held", roll.lives()
+        for horizon in (None, *(int(share * (requests[-1][0] - requests[0][0])) for share in _HORIZONS)):
+            roll = Rollout(graph)
+            roll.serve(requests, (spare | choice.held) - lost | always, horizon)
+            yield f"minimum cut, {format_nbytes(choice.nbytes)} held", roll.lives()
 
 
 def _chains(graph: Graph) -> Iterator[tuple[str, replay_chain.ModelChain]]:

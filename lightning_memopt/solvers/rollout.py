@@ -8,11 +8,15 @@ let go when autograd next lets go of something: until then a second backward may
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from lightning_memopt.graph import BEFORE, Graph, Save
 from lightning_memopt.plan import Life
+
+_PASSES = 6
+"""Forwards' worth of ops that a rollout with a horizon runs again before it keeps what it makes."""
 
 
 @dataclass(slots=True)
@@ -54,9 +58,20 @@ class Rollout:
     def available(self, tensor: int, have: set[int]) -> bool:
         return tensor in have or self.graph.producers.get(tensor) is None
 
-    def serve(self, unpacks: Iterable[tuple[int, int]], have: set[int]) -> None:
+    def serve(self, unpacks: Iterable[tuple[int, int]], have: set[int], horizon: int | None = None) -> None:
         """Answer a sequence of (point, tensor) requests just in time: each missing op runs once, at the first request that
-        needs it; `have` grows by what was made."""
+        needs it; `have` grows by what was made.
+
+        With a horizon, what was made on the way and is not asked for within that many points is let go, and made once more:
+        rebuilding the skip of a U-Net on its way up must not leave its way down in memory. After some forwards' worth of runs
+        everything is kept, so that no plan takes long to write down.
+        """
+        left = _PASSES * len(self.graph.forward)
+        requests: dict[int, list[int]] = {}
+        if horizon is not None:
+            unpacks = list(unpacks)
+            for point, tensor in unpacks:
+                requests.setdefault(tensor, []).append(point)
         for point, tensor in unpacks:
             ops = self.closure([tensor], have)
             if ops:
@@ -64,6 +79,13 @@ class Rollout:
                 for op in ops:
                     have.update(self.graph.ops[op].outputs)
                     have.difference_update(old for old, _ in self.graph.ops[op].mutates)
+                left -= len(ops)
+                if horizon is not None and left > 0:
+                    for t in {t for op in ops for t in self.graph.ops[op].outputs}:
+                        asked = requests.get(t, ())
+                        at = bisect_left(asked, point)
+                        if at == len(asked) or asked[at] > point + horizon:
+                            have.discard(t)
 
     def lives(self) -> tuple[Life, ...]:
         graph = self.graph

@@ -28,7 +28,7 @@ def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "resnet50"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "resnet50", "t5", "unet"])
 def test_budget_is_kept_and_bits_are_equal(name: str) -> None:
     bench = Bench(name)
     bench.step()

@@ -6,12 +6,13 @@ import random
 from dataclasses import replace
 
 import pytest
-from graphs import lstm_steps, random_steps, training_step
+from graphs import lstm_steps, random_steps, step, training_step
 
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph
-from lightning_memopt.plan import lower, validate
+from lightning_memopt.plan import lower, simulate, validate
 from lightning_memopt.solvers import planner
+from lightning_memopt.solvers.rollout import Rollout
 
 
 def random_graph(seed: int) -> Graph:
@@ -43,7 +44,8 @@ def test_fewest_flops() -> None:
         graph = replace(graph, ops=tuple(replace(op, flops=rng.choice((0, 10**6, 10**8))) for op in graph.ops))
         fastest, cheapest = planner.solve(graph), planner.solve(graph, objective="flops")
         most = int(fastest.unmodified_peak_bytes * 0.9)
-        plans = [(fastest.plan(b), cheapest.plan(b)) for b in range(fastest.smallest_bytes, most, (most >> 4) + 1)]
+        least = int(fastest.smallest_bytes * 1.05)  # at the smallest budget there is no choice
+        plans = [(fastest.plan(b), cheapest.plan(b)) for b in range(least, most, (most >> 4) + 1)]
         assert sum(c.predicted.extra_flops for _, c in plans) < 0.9 * sum(f.predicted.extra_flops for f, _ in plans)
         for plan in (plan for pair in plans for plan in pair):
             assert plan.predicted_peak_bytes <= plan.budget_bytes
@@ -67,3 +69,22 @@ def test_the_planner_can_do_without_what_no_op_can_make_again() -> None:
         graph = random_graph(seed)
         for candidate in planner.solve(graph).candidates:
             assert validate(graph, candidate.lives, lower(graph, candidate.lives)).ok
+
+
+def test_rebuilding_a_skip_does_not_leave_the_way_down_in_memory() -> None:
+    """The end of the way up reads the last map of the way down, and backward asks for it first, for the others last."""
+    down = [step(f"d{i}", reads=[f"d{i - 1}" if i else "x"], nbytes=16, saves=[f"d{i}"]) for i in range(6)]
+    middle = [step(f"m{i}", reads=[f"m{i - 1}" if i else "d5"], nbytes=4, saves=[f"m{i}"]) for i in range(20)]
+    graph = training_step([*down, *middle, step("up", reads=["d5", "m19"], saves=["d5", "m19"])], inputs={"x": 1})
+    requests = sorted((p, s.tensor) for s in graph.saves for p in s.unpacked_at)
+    held = {t.id for t in graph.tensors if t.name.startswith("m")}
+    peaks, runs = [], []
+    for horizon in (None, len(requests) // 3):
+        roll = Rollout(graph)
+        roll.serve(requests, set(held), horizon)
+        assert validate(graph, roll.lives(), lower(graph, roll.lives())).ok
+        predicted = simulate(graph, roll.lives()).predicted
+        peaks.append(predicted.peak_bytes)
+        runs.append(predicted.replayed_ops)
+    assert runs == [6, 12], "the way down is run again once more"
+    assert peaks[1] < 0.75 * peaks[0]
