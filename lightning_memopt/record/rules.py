@@ -229,6 +229,8 @@ def rule_of(func: OpOverload) -> Rule:
         return Rule("opaque", "its kernel fills an argument that autograd saved before", _HIDDEN_WRITES[name])
     if name in _STORAGE:
         return Rule("opaque", "changes a storage", writes or (0,))
+    if name == "record_stream":
+        return Rule("opaque", "it writes nothing, whatever its schema says", ())
     if name in _EMPTY:
         return Rule("empty")
     if name in _FACTORIES:

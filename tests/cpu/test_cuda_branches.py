@@ -13,10 +13,11 @@ from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import BEFORE, resident_nbytes
 from lightning_memopt.plan import Run, read_plan, simulate
-from lightning_memopt.record import Tape, numeric_flags, set_numeric_flags, tensors
+from lightning_memopt.record import Tape, numeric_flags, rule_of, set_numeric_flags, tensors
 from lightning_memopt.record.tape import Slot
 from lightning_memopt.runtime import Program
 from lightning_memopt.runtime.execute import in_order
+from lightning_memopt.session import Session
 from lightning_memopt.session.buckets import Running
 from lightning_memopt.session.costs import Costs
 from lightning_memopt.session.observation import Observation
@@ -65,6 +66,21 @@ def test_a_rebuilt_value_is_put_in_the_order_of_the_stream_that_reads_it(monkeyp
     now[0] = other
     in_order(slot)
     assert recorded == [one, other] and other.waited == [one] and slot.stream is other
+
+
+def test_what_is_said_of_a_stream_is_no_write() -> None:
+    rule = rule_of(torch.ops.aten.record_stream.default)
+    assert rule.writes == () and rule.handling == "opaque"
+
+
+def test_steps_that_are_captured_are_left_alone(monkeypatch: Any) -> None:
+    model = small()
+    session = Session(model, [], MemOptConfig(budget="min", verbose=False))
+    monkeypatch.setattr(session, "device", CUDA)
+    for capturing in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
+        assert session._applies() is not capturing
+    session.close()
 
 
 class Device:
