@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch._ops import OpOverload
 
+_ALL = 1 << 30
 Handling = Literal["pure", "random", "empty", "opaque"]
 
 
@@ -27,7 +28,7 @@ class Rule:
     `writes`: positions (or names) of arguments it mutates. `whole`: it overwrites them without reading them.
     `rewrite`: makes (func, args, kwargs) of a form without side effect, for replay. `conjugates`: its kernel takes
     conjugate views, which torch ignores inside a dispatch mode unless told otherwise. `unshared`: its views have version
-    counters of their own.
+    counters of their own. `makes`: how many of the tensors it returns it always writes; the rest are small, and kept.
     """
 
     handling: Handling
@@ -38,6 +39,7 @@ class Rule:
     heavy: bool = False
     conjugates: bool = False
     unshared: bool = False
+    makes: int = _ALL
 
 
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
@@ -103,6 +105,14 @@ _RNN = {"_cudnn_rnn", "miopen_rnn"}
 _CONJUGATES = {"linalg_pinv", "linalg_polar", "linalg_matrix_sqrth"}
 # Each piece counts its in-place changes for itself (the cells of LSTM and GRU).
 _UNSHARED = {"unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"}
+# The seed and offset of their dropout, which no kernel writes where there is none.
+_SEEDS = {
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_flash_attention_forward",
+    "_efficient_attention_forward",
+}
 _HEAVY = {
     "mm",
     "addmm",
@@ -247,7 +257,7 @@ def rule_of(func: OpOverload) -> Rule:
         return Rule("opaque", "not part of a forward", writes)
     tags = func.tags
     if torch.Tag.nondeterministic_seeded in tags:
-        return Rule("random", writes=writes, whole=name in _WHOLE, heavy=heavy)
+        return Rule("random", writes=writes, whole=name in _WHOLE, heavy=heavy, makes=_makes(name))
     if torch.Tag.nondeterministic_bitwise in tags if hasattr(torch.Tag, "nondeterministic_bitwise") else False:
         return Rule("opaque", "not the same bits twice", writes)
     return Rule(
@@ -257,7 +267,12 @@ def rule_of(func: OpOverload) -> Rule:
         heavy=heavy,
         conjugates=name in _CONJUGATES,
         unshared=name in _UNSHARED,
+        makes=_makes(name),
     )
+
+
+def _makes(name: str) -> int:
+    return 2 if name in _SEEDS else _ALL
 
 
 def may_replay(func: OpOverload, device_type: str) -> bool:
