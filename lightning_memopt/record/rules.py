@@ -105,13 +105,14 @@ _RNN = {"_cudnn_rnn", "miopen_rnn"}
 _CONJUGATES = {"linalg_pinv", "linalg_polar", "linalg_matrix_sqrth"}
 # Each piece counts its in-place changes for itself (the cells of LSTM and GRU).
 _UNSHARED = {"unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"}
-# The seed and offset of their dropout, which no kernel writes where there is none.
-_SEEDS = {
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "_flash_attention_forward",
-    "_efficient_attention_forward",
+# How many of their results kernels write whole: not the seed and offset of dropout where there is none, nor the logarithms
+# that one of them pads to a multiple of 32.
+_MAKES = {
+    "_scaled_dot_product_flash_attention": 2,
+    "_scaled_dot_product_cudnn_attention": 2,
+    "_flash_attention_forward": 2,
+    "_scaled_dot_product_efficient_attention": 1,
+    "_efficient_attention_forward": 1,
 }
 _HEAVY = {
     "mm",
@@ -257,7 +258,7 @@ def rule_of(func: OpOverload) -> Rule:
         return Rule("opaque", "not part of a forward", writes)
     tags = func.tags
     if torch.Tag.nondeterministic_seeded in tags:
-        return Rule("random", writes=writes, whole=name in _WHOLE, heavy=heavy, makes=_makes(name))
+        return Rule("random", writes=writes, whole=name in _WHOLE, heavy=heavy, makes=_MAKES.get(name, _ALL))
     if torch.Tag.nondeterministic_bitwise in tags if hasattr(torch.Tag, "nondeterministic_bitwise") else False:
         return Rule("opaque", "not the same bits twice", writes)
     return Rule(
@@ -267,12 +268,8 @@ def rule_of(func: OpOverload) -> Rule:
         heavy=heavy,
         conjugates=name in _CONJUGATES,
         unshared=name in _UNSHARED,
-        makes=_makes(name),
+        makes=_MAKES.get(name, _ALL),
     )
-
-
-def _makes(name: str) -> int:
-    return 2 if name in _SEEDS else _ALL
 
 
 def may_replay(func: OpOverload, device_type: str) -> bool:
