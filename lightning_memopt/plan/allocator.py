@@ -22,11 +22,11 @@ hands out (they rise here), memory that does not pass through the allocator.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import insort
 from collections.abc import Hashable
-from dataclasses import dataclass
 
 from lightning_memopt.errors import MemOptError
+from lightning_memopt.plan.allocator_blocks import Block, Pool, cut, join, reach, room
 from lightning_memopt.plan.allocator_settings import MIN_BLOCK_NBYTES, SMALL_NBYTES, Settings
 
 _ADDRESS_SPACE_NBYTES = 1 << 46
@@ -35,59 +35,6 @@ _ADDRESS_SPACE_NBYTES = 1 << 46
 
 class ExhaustedError(MemOptError):
     """The modelled device has no room for a block, with all that is cached given back."""
-
-
-@dataclass(eq=False, slots=True)
-class _Block:
-    address: int
-    nbytes: int
-    stream: int
-    pool: _Pool
-    base: int
-    """Where its segment begins."""
-    expandable: bool = False
-    mapped: bool = True
-    free: bool = True
-    requested: int = 0
-    previous: _Block | None = None
-    next: _Block | None = None
-    since: int = 0
-    """How many requests its pool had seen when it became free."""
-
-    @property
-    def key(self) -> tuple[int, int, int]:
-        return self.stream, self.nbytes, self.address
-
-    @property
-    def alone(self) -> bool:
-        return self.previous is None and self.next is None
-
-
-class _Pool:
-    """Free blocks by (stream, bytes, address), and the parts of expandable segments without memory by address."""
-
-    def __init__(self, small: bool) -> None:
-        self.small = small
-        self.keys: list[tuple[int, int, int]] = []
-        self.at: dict[int, _Block] = {}
-        self.unmapped: list[_Block] = []
-        self.requests = 0
-
-    def add(self, block: _Block) -> None:
-        block.since = self.requests
-        insort(self.keys, block.key)
-        self.at[block.address] = block
-
-    def remove(self, block: _Block) -> None:
-        del self.keys[bisect_left(self.keys, block.key)], self.at[block.address]
-
-    def from_size(self, stream: int, nbytes: int) -> int:
-        """The position of the first block of the stream that is as large; that of the end where there is none."""
-        i = bisect_left(self.keys, (stream, nbytes, -1))
-        return i if i < len(self.keys) and self.keys[i][0] == stream else len(self.keys)
-
-    def block(self, i: int) -> _Block:
-        return self.at[self.keys[i][2]]
 
 
 class Allocator:
@@ -99,8 +46,8 @@ class Allocator:
         self.settings = settings or Settings()
         self.limit_nbytes = limit_nbytes
         self.requested = self.allocated = self.reserved = 0
-        self._small, self._large = _Pool(True), _Pool(False)
-        self._blocks: dict[Hashable, _Block] = {}
+        self._small, self._large = Pool(True), Pool(False)
+        self._blocks: dict[Hashable, Block] = {}
         self._next_address = 0
         self.reset_peaks()
 
@@ -136,7 +83,7 @@ class Allocator:
         self.requested -= block.requested
         self.allocated -= block.nbytes
         block.free = True
-        self._join(block)
+        join(block)
         block.pool.add(block)
 
     def rename(self, old: Hashable, new: Hashable) -> None:
@@ -155,7 +102,7 @@ class Allocator:
 
     # -- blocks ------------------------------------------------------------------------------------
 
-    def _found(self, pool: _Pool, size: int, stream: int) -> _Block | None:
+    def _found(self, pool: Pool, size: int, stream: int) -> Block | None:
         """A free block that serves the request, taken out of the pool."""
         i, n = pool.from_size(stream, size), len(pool.keys)
         if i == n:
@@ -163,7 +110,7 @@ class Allocator:
         block = pool.block(i)
         while block.expandable and i + 1 < n and pool.keys[i + 1][0] == stream:
             following = pool.block(i + 1)
-            if _reach(following) >= _reach(block):
+            if reach(following) >= reach(block):
                 break
             i, block = i + 1, following
         limit = self.settings.max_split_nbytes
@@ -175,7 +122,7 @@ class Allocator:
         pool.remove(block)
         return block
 
-    def _taken(self, pool: _Pool, size: int, stream: int) -> _Block:
+    def _taken(self, pool: Pool, size: int, stream: int) -> Block:
         """A block of new memory."""
         self._collect()
         block = self._new(pool, size, stream)
@@ -191,7 +138,7 @@ class Allocator:
     def _has_room(self, nbytes: int) -> bool:
         return self.limit_nbytes is None or self.reserved + nbytes <= self.limit_nbytes
 
-    def _new(self, pool: _Pool, size: int, stream: int) -> _Block | None:
+    def _new(self, pool: Pool, size: int, stream: int) -> Block | None:
         nbytes = self.settings.segment_nbytes(size)
         if self.settings.expandable:
             return self._grown(pool, size, stream)
@@ -200,8 +147,8 @@ class Allocator:
         self._reserve(nbytes)
         return self._segment(pool, nbytes, stream)
 
-    def _segment(self, pool: _Pool, nbytes: int, stream: int) -> _Block:
-        block = _Block(self._next_address, nbytes, stream, pool, self._next_address)
+    def _segment(self, pool: Pool, nbytes: int, stream: int) -> Block:
+        block = Block(self._next_address, nbytes, stream, pool, self._next_address)
         self._next_address += nbytes
         return block
 
@@ -209,7 +156,7 @@ class Allocator:
         self.reserved += nbytes
         self.peak_reserved = max(self.peak_reserved, self.reserved)
 
-    def _split(self, block: _Block, size: int) -> None:
+    def _split(self, block: Block, size: int) -> None:
         """Cut a block that is taken to `size`, where the rules say so."""
         left = block.nbytes - size
         if block.pool.small or self.settings.expandable:
@@ -218,43 +165,15 @@ class Allocator:
             limit = self.settings.max_split_nbytes
             splits = left > SMALL_NBYTES and (limit is None or size < limit)
         if splits:
-            block.pool.add(self._cut(block, size))
-
-    def _cut(self, block: _Block, nbytes: int) -> _Block:
-        """Shorten a block; returns the rest."""
-        rest = _Block(block.address + nbytes, block.nbytes - nbytes, block.stream, block.pool, block.base, block.expandable)
-        rest.mapped = block.mapped
-        rest.previous, rest.next, block.next, block.nbytes = block, block.next, rest, nbytes
-        if rest.next is not None:
-            rest.next.previous = rest
-        return rest
-
-    def _join(self, block: _Block) -> None:
-        """Make one block of a free one, which is in no pool, and its free neighbours."""
-        for other in (block.previous, block.next):
-            if other is None or not other.free or other.mapped != block.mapped:
-                continue
-            if other.mapped:
-                block.pool.remove(other)
-            else:
-                block.pool.unmapped.remove(other)
-            if other is block.previous:
-                block.address, block.previous = other.address, other.previous
-                if block.previous is not None:
-                    block.previous.next = block
-            else:
-                block.next = other.next
-                if block.next is not None:
-                    block.next.previous = block
-            block.nbytes += other.nbytes
+            block.pool.add(cut(block, size))
 
     # -- giving back -------------------------------------------------------------------------------
 
-    def _release(self, block: _Block) -> None:
+    def _release(self, block: Block) -> None:
         block.pool.remove(block)
         self.reserved -= block.nbytes
 
-    def _release_oversize(self, pool: _Pool, size: int, stream: int) -> bool:
+    def _release_oversize(self, pool: Pool, size: int, stream: int) -> bool:
         """Give back enough of what is above `max_split_size`: one block that is as large, or the largest ones."""
         limit = self.settings.max_split_nbytes
         if limit is None:
@@ -290,9 +209,9 @@ class Allocator:
 
     # -- expandable segments -----------------------------------------------------------------------
 
-    def _grown(self, pool: _Pool, size: int, stream: int) -> _Block | None:
+    def _grown(self, pool: Pool, size: int, stream: int) -> Block | None:
         """Free memory of `size` bytes at the lowest address where there is room for it, mapped as far as it is not."""
-        block = next((b for u in pool.unmapped if u.stream == stream and (b := _room(u, size)) is not None), None)
+        block = next((b for u in pool.unmapped if u.stream == stream and (b := room(u, size)) is not None), None)
         if block is None:
             block = self._segment(pool, _ADDRESS_SPACE_NBYTES, stream)
             block.expandable, block.mapped = True, False
@@ -308,7 +227,7 @@ class Allocator:
         pool.remove(block)
         return block
 
-    def _map(self, block: _Block, nbytes: int) -> bool:
+    def _map(self, block: Block, nbytes: int) -> bool:
         """Put pages under the first `nbytes` of a block without; False where the device has none."""
         page = self.settings.page_nbytes(block.pool.small)
         nbytes = min(-(-nbytes // page) * page, block.nbytes)
@@ -316,14 +235,14 @@ class Allocator:
             return False
         block.pool.unmapped.remove(block)
         if nbytes < block.nbytes:
-            insort(block.pool.unmapped, self._cut(block, nbytes), key=lambda b: b.address)
+            insort(block.pool.unmapped, cut(block, nbytes), key=lambda b: b.address)
         block.mapped = True
         self._reserve(nbytes)
-        self._join(block)
+        join(block)
         block.pool.add(block)
         return True
 
-    def _unmap(self, block: _Block) -> None:
+    def _unmap(self, block: Block) -> None:
         """Take the whole pages inside of a free block back."""
         page = self.settings.page_nbytes(block.pool.small)
         first = -(-(block.address - block.base) // page) * page + block.base
@@ -333,29 +252,12 @@ class Allocator:
         pool = block.pool
         pool.remove(block)
         if first > block.address:
-            before, block = block, self._cut(block, first - block.address)
+            before, block = block, cut(block, first - block.address)
             pool.add(before)
         if last < block.address + block.nbytes:
-            pool.add(self._cut(block, last - block.address))
+            pool.add(cut(block, last - block.address))
         self.reserved -= last - first
         block.mapped = False
-        self._join(block)
+        join(block)
         if not block.alone:  # else nothing of the segment is left
             insort(pool.unmapped, block, key=lambda b: b.address)
-
-
-def _reach(block: _Block) -> int:
-    """The bytes of a block with what it can grow into."""
-    following = block.next
-    return block.nbytes + (following.nbytes if following is not None and not following.mapped else 0)
-
-
-def _room(unmapped: _Block, size: int) -> _Block | None:
-    """Where `size` free bytes begin: at a part without memory, or at the free block before it."""
-    before = unmapped.previous
-    first = before if before is not None and before.free else unmapped
-    nbytes, block = 0, first
-    while block is not None and block.free and nbytes < size:
-        nbytes += block.nbytes
-        block = block.next  # type: ignore[assignment]
-    return first if nbytes >= size else None

@@ -362,7 +362,7 @@ class Recorder(TorchDispatchMode):
             slot.index = index
             slot.empty = rule.handling == "empty"
             if call is not None:
-                slot.ok = startable and not slot.empty
+                slot.ok = startable and not slot.empty and index < rule.makes
                 slot.call = call
                 call.made = (*call.made, (index, slot.id))
             else:

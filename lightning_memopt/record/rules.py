@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch._ops import OpOverload
 
+_ALL = 1 << 30
 Handling = Literal["pure", "random", "empty", "opaque"]
 
 
@@ -27,7 +28,7 @@ class Rule:
     `writes`: positions (or names) of arguments it mutates. `whole`: it overwrites them without reading them.
     `rewrite`: makes (func, args, kwargs) of a form without side effect, for replay. `conjugates`: its kernel takes
     conjugate views, which torch ignores inside a dispatch mode unless told otherwise. `unshared`: its views have version
-    counters of their own.
+    counters of their own. `makes`: how many of the tensors it returns it always writes; the rest are small, and kept.
     """
 
     handling: Handling
@@ -38,6 +39,7 @@ class Rule:
     heavy: bool = False
     conjugates: bool = False
     unshared: bool = False
+    makes: int = _ALL
 
 
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
@@ -103,6 +105,15 @@ _RNN = {"_cudnn_rnn", "miopen_rnn"}
 _CONJUGATES = {"linalg_pinv", "linalg_polar", "linalg_matrix_sqrth"}
 # Each piece counts its in-place changes for itself (the cells of LSTM and GRU).
 _UNSHARED = {"unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"}
+# How many of their results kernels write whole: not the seed and offset of dropout where there is none, nor the logarithms
+# that one of them pads to a multiple of 32.
+_MAKES = {
+    "_scaled_dot_product_flash_attention": 2,
+    "_scaled_dot_product_cudnn_attention": 2,
+    "_flash_attention_forward": 2,
+    "_scaled_dot_product_efficient_attention": 1,
+    "_efficient_attention_forward": 1,
+}
 _HEAVY = {
     "mm",
     "addmm",
@@ -229,6 +240,8 @@ def rule_of(func: OpOverload) -> Rule:
         return Rule("opaque", "its kernel fills an argument that autograd saved before", _HIDDEN_WRITES[name])
     if name in _STORAGE:
         return Rule("opaque", "changes a storage", writes or (0,))
+    if name == "record_stream":
+        return Rule("opaque", "it writes nothing, whatever its schema says", ())
     if name in _EMPTY:
         return Rule("empty")
     if name in _FACTORIES:
@@ -245,7 +258,7 @@ def rule_of(func: OpOverload) -> Rule:
         return Rule("opaque", "not part of a forward", writes)
     tags = func.tags
     if torch.Tag.nondeterministic_seeded in tags:
-        return Rule("random", writes=writes, whole=name in _WHOLE, heavy=heavy)
+        return Rule("random", writes=writes, whole=name in _WHOLE, heavy=heavy, makes=_MAKES.get(name, _ALL))
     if torch.Tag.nondeterministic_bitwise in tags if hasattr(torch.Tag, "nondeterministic_bitwise") else False:
         return Rule("opaque", "not the same bits twice", writes)
     return Rule(
@@ -255,6 +268,7 @@ def rule_of(func: OpOverload) -> Rule:
         heavy=heavy,
         conjugates=name in _CONJUGATES,
         unshared=name in _UNSHARED,
+        makes=_MAKES.get(name, _ALL),
     )
 
 

@@ -113,7 +113,8 @@ def in_order(slot: Slot) -> None:
         return
     if slot.stream is not None:  # a rebuild on another stream; what the forward made, the user has put in order
         stream.wait_stream(slot.stream)
-    value.record_stream(stream)
+    with torch._C._DisableTorchDispatch():  # no op of the step
+        value.record_stream(stream)
     slot.stream = stream
 
 

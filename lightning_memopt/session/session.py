@@ -102,7 +102,8 @@ class Session:
 
     @contextlib.contextmanager
     def round(self, batch: Any) -> Iterator[None]:
-        """Around one forward pass. Does nothing in evaluation, without gradients, nested, or where hooks are forbidden."""
+        """Around one forward pass. Does nothing in evaluation, without gradients, nested, where hooks are forbidden, or while a
+        CUDA graph is captured."""
         if not self._rounds.inside:
             self._settle()
         if not self._applies():
@@ -222,6 +223,7 @@ class Session:
             and torch.is_grad_enabled()
             and not torch.is_inference_mode_enabled()
             and hooks_allowed()
+            and not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
         )
 
     def _settle(self) -> None:

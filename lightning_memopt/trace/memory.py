@@ -60,10 +60,10 @@ class CudaOps:
         self._events[-1][1].record(torch.cuda.current_stream(self.device))
         self.peak_nbytes = requested_nbytes(self.device)[1] - self._before
 
-    def seconds(self) -> list[float]:
-        """Of every op so far."""
+    def seconds(self, count: int) -> list[float]:
+        """Of the first ops."""
         torch.cuda.synchronize(self.device)
-        return [1e-3 * began.elapsed_time(ended) for began, ended in self._events]
+        return [1e-3 * began.elapsed_time(ended) for began, ended in self._events[:count]]
 
 
 @contextlib.contextmanager

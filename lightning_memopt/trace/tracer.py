@@ -253,7 +253,7 @@ class Tracer:
         saves = {save: i for i, save in enumerate(sorted(self.saves))}
         anchors = {ids[id] for id, t in self.tensors.items() if t.born_at == BEFORE}
         overwritten = {ids[old] for op in self.ops for old, _ in op["mutates"]}
-        seconds = [op["seconds"] for op in self.ops] if self._cuda is None else self._cuda.seconds()
+        seconds = [op["seconds"] for op in self.ops] if self._cuda is None else self._cuda.seconds(len(self.ops))
         ops = []
         for i, op in enumerate(self.ops):
             inputs = tuple(ids[t] for t in op["inputs"])

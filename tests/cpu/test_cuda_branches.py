@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+import warnings
 from typing import Any
 
 import pytest
@@ -13,18 +14,20 @@ from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import BEFORE, resident_nbytes
 from lightning_memopt.plan import Run, read_plan, simulate
-from lightning_memopt.record import Tape, numeric_flags, set_numeric_flags, tensors
+from lightning_memopt.record import Rule, Tape, numeric_flags, register_op, rule_of, set_numeric_flags, tensors
 from lightning_memopt.record.tape import Slot
 from lightning_memopt.runtime import Program
 from lightning_memopt.runtime.execute import in_order
+from lightning_memopt.session import Session
 from lightning_memopt.session.buckets import Running
 from lightning_memopt.session.costs import Costs
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.step import StepMeter
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.baselines import recompute_everything
+from tests.cpu.harness import assert_exact, outcome
 from tests.cpu.loops import QUIET, batches, sgd, small, train
-from tests.cpu.models import Body, data, made
+from tests.cpu.models import Body, Layer, X, data, made, verified
 
 CUDA = torch.device("cuda", 0)
 
@@ -65,6 +68,21 @@ def test_a_rebuilt_value_is_put_in_the_order_of_the_stream_that_reads_it(monkeyp
     now[0] = other
     in_order(slot)
     assert recorded == [one, other] and other.waited == [one] and slot.stream is other
+
+
+def test_what_is_said_of_a_stream_is_no_write() -> None:
+    rule = rule_of(torch.ops.aten.record_stream.default)
+    assert rule.writes == () and rule.handling == "opaque"
+
+
+def test_steps_that_are_captured_are_left_alone(monkeypatch: Any) -> None:
+    model = small()
+    session = Session(model, [], MemOptConfig(budget="min", verbose=False))
+    monkeypatch.setattr(session, "device", CUDA)
+    for capturing in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
+        assert session._applies() is not capturing
+    session.close()
 
 
 class Device:
@@ -194,3 +212,47 @@ def test_what_an_allocator_reserves_decides_is_shown_and_is_kept_in_the_file(mon
     above = Running(frontier.plan(frontier.unmodified_peak_bytes + more), state.program.graph, frontier)
     found = above.measured(budget + 5000, budget, MemOptConfig(verbose=False), lambda text: None)
     assert found is not above and found.plan.predicted.reserved_bytes <= budget - 5000
+
+
+_calls: list[int] = []
+_lib = torch.library.Library("memopt_test_cuda", "DEF")
+_lib.define("seeded(Tensor x) -> (Tensor, Tensor)")
+
+
+def _seeded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    _calls.append(len(_calls))
+    return x.sin(), torch.full((2,), float(len(_calls)))
+
+
+_lib.impl("seeded", _seeded, "CPU")
+
+
+class Attention(torch.autograd.Function):
+    """Saves a result that a second run makes again, and one that it does not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y, seed = torch.ops.memopt_test_cuda.seeded(x)
+        ctx.save_for_backward(y, seed)
+        return y * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        y, seed = ctx.saved_tensors
+        return grad * y * seed.sum()
+
+
+def test_results_that_no_kernel_writes_are_kept() -> None:
+    """Attention's seeds without dropout: a second run leaves other bytes there, and everything else is as it was."""
+    for op, makes in (("flash", 2), ("efficient", 1), ("cudnn", 2)):
+        assert rule_of(getattr(torch.ops.aten, f"_scaled_dot_product_{op}_attention").default).makes == makes
+    register_op(torch.ops.memopt_test_cuda.seeded.default, Rule("pure", makes=1))
+    found = []
+    for drop in (False, True):
+        _calls.clear()
+        found.append(outcome(made(lambda: Layer(lambda x, w: Attention.apply(x @ w))), lambda m: m(X).sum(), drop=drop))
+        assert len(_calls) == 1 + drop, "it ran again for what was dropped"
+    assert_exact(*found)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not verified(made(lambda: Layer(lambda x, w: Attention.apply(x @ w))), lambda m: m(X).sum()).opaque_ops

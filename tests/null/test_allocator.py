@@ -222,13 +222,12 @@ def test_expandable_segments_have_no_fragments_where_plain_ones_do() -> None:
 
 
 def test_a_block_at_the_end_counts_as_large_as_it_can_become() -> None:
-    a = filled(5 * MIB, 30 * MIB, settings=EXPANDABLE)  # 5 | 30 | 5 free, then no pages
-    a.free(1)  # 35 MiB free at the end, which can grow
-    a.alloc("held", 30 * MIB)
+    a = filled(8 * MIB, 27 * MIB, settings=EXPANDABLE)  # then 5 MiB free at the end of the second page
     a.free(0)
-    a.alloc("goes into the hole", 4 * MIB)  # 5 MiB free before, 5 MiB free at the end
-    a.alloc("end", 30 * MIB)
-    assert a.reserved == 80 * MIB
+    a.alloc("into the 8 MiB, not into the 5 that can grow", 4 * MIB)
+    assert a.reserved == 40 * MIB
+    a.alloc("more than is left of the 8", 8 * MIB)
+    assert a.reserved == 60 * MIB
 
 
 def test_expandable_pages_go_back_but_not_parts_of_them() -> None:

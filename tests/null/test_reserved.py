@@ -9,10 +9,11 @@ import pytest
 from build import Step, random_step
 
 from lightning_memopt.errors import InfeasibleError
-from lightning_memopt.graph import Graph, Tensor, unmodified_levels
-from lightning_memopt.plan import simulate
+from lightning_memopt.graph import BEFORE, Graph, Op, Point, Tensor, unmodified_levels
+from lightning_memopt.plan import lower, simulate
+from lightning_memopt.plan.allocator import Allocator
 from lightning_memopt.plan.allocator_settings import MIB, Settings
-from lightning_memopt.plan.reserved import reserved
+from lightning_memopt.plan.reserved import _spans, _Step, reserved
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.baselines import recompute_everything
 from lightning_memopt.solvers.rollout import Rollout, keep_all
@@ -90,18 +91,33 @@ def test_state_that_the_first_update_made_pins_segments_of_activations() -> None
     assert found.peak_bytes == without.peak_bytes + 32 * MIB, "a cached segment of 32 MiB, of which 24 are pinned"
 
 
-def test_gradients_that_the_next_step_frees_keep_their_memory() -> None:
-    """What one step leaves is what the next one starts from: nothing is allocated twice."""
-    graph = chain(32 * MIB)
-    last = len(graph.points) - 1
-    old = Tensor(id=len(graph.tensors), name="old", nbytes=24 * MIB, kind="gradient", storage=len(graph.tensors), born_at=-1,
-                 freed_at=2)  # fmt: skip
-    op = graph.ops[-1]
-    new = replace(old, id=old.id + 1, storage=old.id + 1, name="new", born_at=op.at, freed_at=last)
-    ops = (*graph.ops[:-1], replace(op, outputs=(*op.outputs, new.id)))
-    carried = replace(graph, tensors=(*graph.tensors, old, new), ops=ops)
-    assert reserved(carried, keep_all(carried)).requested_bytes == simulate(carried, keep_all(carried)).predicted.peak_bytes
-    assert reserved(carried, keep_all(carried)).peak_bytes <= (6 * 32 + 24 + 20 + 2) * MIB
+def test_versions_of_a_storage_are_one_allocation() -> None:
+    step = Step(device="cuda")
+    (a,) = step.op(step.given(MIB), makes=(32 * MIB,))
+    (b,) = step.op(a, makes=(), mutates=(a,))
+    step.op(b, makes=(8,), mutates=(b,))
+    graph = step.build()
+    spans = [s for s in _spans(graph, {}) if s.nbytes == 32 * MIB]
+    assert [(s.name, s.born_at, s.freed_at) for s in spans] == [(a, 0, 2)]
+    assert [s.freed_at for s in _spans(graph, {b + 2: 3}) if s.nbytes == 32 * MIB] == [3]
+
+
+def test_gradients_that_the_next_step_frees_stay_where_they_are() -> None:
+    """What one step leaves is what the next one starts from, also where another block would fit better."""
+    sizes = {"old": (24, BEFORE, 0), "other": (24, 1, 3), "activation": (64, 1, 2), "new": (24, 3, 4), "end": (0, 4, 4)}
+    tensors = tuple(
+        Tensor(id=i, name=name, nbytes=nbytes * MIB, kind="gradient", storage=i, born_at=born_at, freed_at=freed_at)
+        for i, (name, (nbytes, born_at, freed_at)) in enumerate(sizes.items())
+    )
+    made: dict[int, tuple[int, ...]] = {1: (1, 2), 3: (3,), 4: (4,)}
+    ops = tuple(Op(id=i, name="op", phase="backward", inputs=(), outputs=made.get(i, ()), at=i) for i in range(5))
+    graph = Graph(ops=ops, tensors=tensors, saves=(), points=tuple(Point("op", i) for i in range(5)), device="cuda")
+    allocator, step = Allocator(), _Step(graph, {}, lower(graph, ()))
+    allocator.alloc(0, 24 * MIB)
+    step.run(allocator)
+    assert allocator.requested == 24 * MIB
+    assert allocator._blocks[0].address == 24 * MIB, "in the segment of the activation, which comes after that of 24 MiB"
+    assert reserved(graph, ()).requested_bytes == simulate(graph, ()).predicted.peak_bytes == 88 * MIB
 
 
 # -- in the choice of a plan -------------------------------------------------------------------------------
