@@ -159,7 +159,10 @@ class Matcher(Recorder):
 
     def _overwritten(self, old: Slot, t: torch.Tensor, new: Slot, call: Call | None, ok: bool) -> Slot:
         self._unread.append((new, weakref.ref(t)))
-        return super()._overwritten(old, t, new, call, ok)
+        super()._overwritten(old, t, new, call, ok)
+        if new.pinned and not old.read:  # what is read in its place carries the bytes from here on
+            old.value, old.pinned = None, False
+        return new
 
     @property
     def _begun(self) -> bool:

@@ -54,11 +54,18 @@ class PlannedEngine(Engine):
         if self.first_unmatched is None:
             self.first_unmatched = (position, name)
 
+    def overwrites(self, slot: Slot) -> None:
+        if slot.plan in self.program.outdated:
+            slot.value = None  # what comes is held, and read in its place
+        else:
+            super().overwrites(slot)
+
     def hold(self, slot: Slot, t: torch.Tensor) -> None:
         """The plan holds this tensor from its birth."""
         if not slot.empty:
             assert slot.plan is not None
             slot.value = detached(t)
+            slot.pinned = False  # the plan knows who reads it, what was packed before it was written over too
             slot.ok = slot.ok or slot.call is None
             self.active.add(slot.plan)
 
@@ -76,6 +83,9 @@ class PlannedEngine(Engine):
         if slot.external or slot.stale or slot.plan not in self.program.tracked:
             return True
         if slot.value is not None:
+            return False
+        if slot.plan in self.program.outdated:  # answered by what is held; by itself, where it is not written over this time
+            slot.value = detached(t)
             return False
         if not (slot.ok and slot.call is not None and slot.plan in self.program.unkept):
             return True

@@ -201,9 +201,19 @@ class Program:
         return [(save.id, self.graph.packed(save)) for save in made]
 
     @cached_property
+    def _packed(self) -> list[tuple[int, int]]:
+        """(tensor packed, tensor read in its place), of every save."""
+        return [(self.graph.packed(save), save.tensor) for save in self.graph.saves]
+
+    @cached_property
     def unkept(self) -> frozenset[int]:
         """Tensors of which autograd gets no bytes when it packs them."""
-        return frozenset(self.graph.packed(save) for save in self.graph.saves if save.tensor in self.drops)
+        return frozenset(then for then, read in self._packed if read in self.drops)
+
+    @cached_property
+    def outdated(self) -> frozenset[int]:
+        """Tensors that are packed and then written over, where the plan holds what is read in their place."""
+        return frozenset(then for then, read in self._packed if then != read and read in self.holds)
 
     @cached_property
     def _handled(self) -> frozenset[int]:

@@ -13,14 +13,16 @@ from benchmarks import recurrent
 from benchmarks.frontier import MIB, MODELS, Bench, _equal
 from lightning_memopt.graph import Graph, resident_nbytes, unmodified_levels
 from lightning_memopt.plan import Life, lower, simulate, validate
+from lightning_memopt.report.breakdown import at_peak
 from lightning_memopt.runtime import Program
 from lightning_memopt.solvers import planner
+from lightning_memopt.solvers.baselines import all_light, mirror
+from lightning_memopt.solvers.dataflow import echo
 
 SMALL: dict[str, Callable[[], recurrent.Built]] = {
     "nmt": lambda: recurrent.nmt(time=4, batch=8, width=16),
     "deepspeech2": lambda: recurrent.deepspeech2(frames=32, batch=4, width=16, layers=1),
     "transformer": lambda: recurrent.transformer(layers=1, batch=4, time=16, width=48),
-    "resnet152": lambda: recurrent.resnet(depths=(1, 1, 1, 1), batch=4, width=16),
 }
 
 
@@ -64,3 +66,15 @@ def test_frontier_is_predicted_to_the_byte(observed: tuple[Bench, Graph]) -> Non
     middle = frontier.candidates[len(frontier.candidates) // 2]
     for lives in {smallest.lives, middle.lives}:
         assert_kept(bench, graph, lives)
+
+
+@pytest.mark.parametrize("policy", [mirror, all_light, echo])
+def test_policies_are_exact_and_their_parts_add_up(
+    observed: tuple[Bench, Graph], policy: Callable[[Graph], tuple[Life, ...]]
+) -> None:
+    bench, graph = observed
+    lives = policy(graph)
+    assert_kept(bench, graph, lives)
+    peak = simulate(graph, lives).predicted.peak_bytes
+    assert at_peak(graph, lives).total == peak
+    assert policy is not echo or peak <= max(unmodified_levels(graph))
