@@ -67,7 +67,7 @@ class Training:
     """One model and its optimizer from the same start as any other of this architecture."""
 
     def __init__(self, model: nn.Module, batch: Batch, adaptive: bool) -> None:
-        self.model, self.batch = model, batch
+        self.model, self.batch = model, copy.deepcopy(batch)  # Whisper masks it in place
         parameters = [p for p in model.parameters() if p.requires_grad]
         adam, sgd = torch.optim.AdamW, torch.optim.SGD
         self.optimizer = adam(parameters, lr=1e-3) if adaptive else sgd(parameters, lr=1e-3, momentum=0.9)
