@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memopt.session.buckets import Running
-from tests.cpu.loops import agrees, batches, small, train
+from tests.cpu.loops import agrees, batches, budget_at, small, train
 
 
 class Measured(nn.Module):
@@ -48,3 +48,40 @@ def test_the_first_op_out_of_turn_holds_what_its_rebuild_starts_from(calls: rang
     assert isinstance(state, Running) and not state.deviated
     rebuilt = {state.program.graph.ops[op].name for op in state.program.schedule.replayed}
     assert "aten::native_layer_norm" in rebuilt
+
+
+class Skipping(nn.Module):
+    """A layer that is left out in some calls, as LayerDrop does."""
+
+    def __init__(self, calls: set[int]) -> None:
+        super().__init__()
+        self.inner = small(depth=6)
+        self.calls, self.count = calls, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.inner
+        h = inner.norm(inner.embed(x))
+        for i, layer in enumerate(inner.layers):
+            if i not in (1, 2) or self.count not in self.calls:
+                h = h + inner.dropout(nn.functional.gelu(layer(h)))
+        self.count += 1
+        return inner.head(h)
+
+
+def test_a_plan_is_made_for_the_longest_forward_that_was_observed() -> None:
+    """Made for the shortest one, it would keep whole layers in the steps that run them all."""
+
+    def build(calls: set[int]) -> nn.Module:
+        torch.manual_seed(0)
+        return Skipping(calls)
+
+    def use(model: Any, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        return train(model, optimizer, batches(7))
+
+    whole = agrees(use, lambda: build(set()), profile_steps=3)
+    budget = budget_at(whole, 0.5)
+    run = agrees(use, lambda: build({0, 4, 5}), profile_steps=3, budget=budget)
+    state = run.session.main
+    assert isinstance(state, Running) and isinstance(whole.session.main, Running)
+    assert len(state.program.graph.forward) == len(whole.session.main.program.graph.forward)
+    assert state.measured_bytes is not None and state.measured_bytes <= budget and not state.replanned
