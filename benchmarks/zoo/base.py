@@ -24,10 +24,8 @@ _SIZES: list[tuple[int, str]] = [
     (0, "pad_token_id"),
     (1, "bos_token_id decoder_start_token_id"),
     (2, "eos_token_id sep_token_id type_vocab_size num_experts_per_tok num_key_value_heads num_kv_heads"),
-    (
-        2,
-        "encoder_layers decoder_layers num_encoder_layers num_decoder_layers decoder_num_hidden_layers encoder_num_hidden_layers",
-    ),
+    (2, "encoder_layers decoder_layers num_encoder_layers num_decoder_layers"),
+    (2, "decoder_num_hidden_layers encoder_num_hidden_layers"),
     (3, "num_hidden_layers n_layer n_layers num_layers"),
     (4, "num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads decoder_attention_heads"),
     (4, "num_encoder_attention_heads num_decoder_attention_heads decoder_num_attention_heads encoder_num_attention_heads"),

@@ -59,3 +59,28 @@ def test_nothing_outlives_a_planned_step(no_collector, monkeypatch):
             alive = [type(r()).__name__ for r in refs if r() is not None]
             assert alive == [], f"alive after a step {'planned' if run.plan else 'observed'}"
     assert len(refs) == 2 * len(BATCHES)
+
+
+def test_the_collector_may_run_while_the_tracer_looks(monkeypatch):
+    """Cycles in user code that hold activations: their end is told in the middle of a poll, wherever the collector runs."""
+    model = made(Noisy)
+    optimizer = sgd(model)
+    cycles = []
+
+    def count(storage, original=torch._C._storage_Use_Count):
+        if cycles:
+            cycles.clear()
+            gc.collect()
+        return original(storage)
+
+    def loss(model, batch):
+        h = model(batch)
+        for _ in range(4):  # each dies in the next poll
+            cycles.append([h.exp()])
+            cycles[-1].append(cycles[-1])
+            h = h + 1
+        return h.square().sum()
+
+    monkeypatch.setattr(torch._C, "_storage_Use_Count", count)
+    with attached(model, optimizer):
+        train(model, BATCHES[:2], optimizer=optimizer, loss=loss)
