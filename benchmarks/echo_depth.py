@@ -14,8 +14,10 @@ from typing import Any
 import torch
 
 from benchmarks import recurrent
+from benchmarks.bench import MIB, Bench
+from benchmarks.bench import equal as same_bits
 from benchmarks.chain import print_table
-from benchmarks.frontier import MIB, MODELS, Bench, _equal
+from benchmarks.models import MODELS
 from lightning_memopt.graph import Graph, resident_nbytes
 from lightning_memopt.plan import Life, simulate
 from lightning_memopt.runtime import Program
@@ -94,7 +96,7 @@ class Family:
         loss, reference = bench.step(), bench.outcome()
         program = Program(graph, lives)
         forward = None if program.empty else bench.planned(program)
-        equal = torch.equal(bench.step(forward), loss) and _equal(reference, bench.outcome())
+        equal = torch.equal(bench.step(forward), loss) and same_bits(reference, bench.outcome())
         return {"measured_nbytes": bench.peak(forward) * MIB + resident_nbytes(graph), "equal": equal}
 
 

@@ -24,8 +24,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import recurrent
+from benchmarks.bench import MIB, Bench
+from benchmarks.bench import equal as same_bits
 from benchmarks.chain import print_table
-from benchmarks.frontier import MIB, MODELS, Bench, _equal, _times
+from benchmarks.models import MODELS
 from lightning_memopt.graph import Graph, resident_nbytes
 from lightning_memopt.plan import Life, Prediction, simulate
 from lightning_memopt.report import breakdown
@@ -93,7 +95,7 @@ class Evaluation:
         program = Program(self.graph, lives)
         forward = None if program.empty else self.bench.planned(program)
         got = self.bench.step(forward)
-        equal = torch.equal(got, self.loss) and _equal(self.reference, self.bench.outcome())
+        equal = torch.equal(got, self.loss) and same_bits(self.reference, self.bench.outcome())
         predicted: Prediction = simulate(self.graph, lives).predicted
         kept = breakdown.saved(self.graph, lives).by(1)
         row = {
@@ -130,7 +132,7 @@ def evaluate(name: str, rounds: int, pictures: Path | None) -> dict[str, Any]:
         print(f"  {label}: {row}", flush=True)
     if rounds:
         forwards = {"unmodified": None} | {k: v for k, v in forwards.items() if k != "Baseline"}
-        for label, ratios in _times(model.bench, forwards, {}, rounds).items():
+        for label, ratios in model.bench.times(forwards, rounds, {}).items():
             rows["Baseline" if label == "unmodified" else label] |= ratios
     if pictures is not None:
         shown = {label: parts[label] for label in ("Baseline", "Mirror", "Echo", "ours, smallest")}
@@ -158,7 +160,7 @@ def table(results: dict[str, Any]) -> None:
                     "extra FLOPs": f"{100 * row['extra_flops']:.1f} %",
                     "rebuilt": f"{row['rebuilt_mib']:.1f}",
                     "bits": "equal" if row["equal"] else "DIFFER",
-                    "time": f"x{row['ratio']:.2f}" if "ratio" in row else "",
+                    "time": f"x{row['time_ratio']:.2f}" if "time_ratio" in row else "",
                 }
             )
     print_table(rows)

@@ -14,9 +14,8 @@ import torch
 import transformers
 from torch import nn
 
-from benchmarks.models import Blocks
+from benchmarks.nets import Blocks, Built
 
-Built = tuple[nn.Module, dict[str, torch.Tensor], Blocks]
 Build = Callable[[torch.device], Built]
 
 _WORDS: dict[str, Any] = dict(use_cache=False, bos_token_id=0, eos_token_id=0, pad_token_id=0)

@@ -7,7 +7,6 @@ variants call `nn.LSTM` and `nn.GRU`, each of which is one opaque op on the CPU 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -15,8 +14,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Blocks = Callable[[nn.Module], list[nn.Module]]
-Built = tuple[nn.Module, dict[str, Tensor], Blocks]
+from benchmarks.nets import Built
 
 
 class Output(NamedTuple):

@@ -105,9 +105,6 @@ class Matcher(Recorder):
         targets = [t for i in template.writes if i < len(args) for t in tensors_in(args[i])]
         return any(not is_plain(t) or storage_id(t) in self.of_storage for t in targets)
 
-    def _starts(self) -> bool:
-        return self.capturing and self.engine.position in self.program.schedule.replayed
-
     def _enters(self, t: torch.Tensor, tensor: int) -> Slot:
         """The slot of what was made before the forward, met where the plan reads `tensor`."""
         slot = self.adopt(t)
@@ -213,16 +210,17 @@ class Matcher(Recorder):
         engine, program = self.engine, self.program
         j = engine.position
         made = [*record.made, *((new, t) for _, new, t in record.mutates)]
-        if not (j < len(program.names) and record.func._name == program.names[j] and self._same(record.reads, made, j)):
+        here = j < len(program.names) and record.func._name == program.names[j] and self._same(record.reads, made, j)
+        if not here:
             engine.passed(j, record.func._name)
-            elsewhere = self._elsewhere(record, made)
-            if elsewhere is None:
-                for slot in record.reads:
-                    if slot.external and slot.plan is None:
-                        slot.value = None  # nothing that follows from what the plan does not know is dropped
-                return
-            j = elsewhere
-            self._furthest = max(self._furthest, j)
+        at = j if here else self._elsewhere(record, made)
+        for slot in (*record.reads, *(new for _, new, _ in record.mutates)):
+            if slot.external and slot.plan not in program.starts:
+                slot.value = None  # held until it is known which op this is
+        if at is None:
+            return
+        j = at
+        self._furthest = max(self._furthest, j)
         engine.position = j + 1
         slots = self.tape.slots
         for (slot, _), tensor in zip(made, program.outputs[j], strict=True):

@@ -141,6 +141,11 @@ class Program:
         """Tracked tensors that are held from their birth. The others that the plan holds, autograd holds anyway."""
         return self.schedule.holds & self.tracked
 
+    @cached_property
+    def starts(self) -> frozenset[int]:
+        """What ops that run again read."""
+        return frozenset(t for op in self.schedule.replayed for t in self.graph.ops[op].inputs)
+
     def passes(self, op: int) -> bool:
         """A forward op that nothing of the plan depends on: it need not be recorded."""
         made = self.graph.ops[op]

@@ -185,18 +185,17 @@ def with_state(graph: Graph, nbytes: int) -> Graph:
 
 
 def common(graphs: list[Graph]) -> list[Graph]:
-    """Those graphs of the forward that all of them contain; empty where there is none.
+    """Those graphs of the forward that contains all of them; empty where there is none.
 
-    Steps may differ by ops of their own (a metric every few steps). A plan is made for the forward without them, because a
-    planned step passes over ops that it does not know.
+    Steps may differ by ops of their own (a metric every few steps) and by layers that are left out at random. A plan is made
+    for the longest forward, because a planned step passes over ops that do not run; what runs beyond the plan is kept.
     """
-    shortest = min(graphs, key=lambda g: len(g.forward))
-    wanted = [op.name for op in shortest.forward]
+    longest = max(graphs, key=lambda g: len(g.forward))
     for graph in graphs:
-        names = iter(op.name for op in graph.forward)
-        if not all(name in names for name in wanted):
+        names = iter(op.name for op in longest.forward)
+        if not all(op.name in names for op in graph.forward):
             return []
-    same = fingerprint(shortest, sized_by_data(shortest))
+    same = fingerprint(longest, sized_by_data(longest))
     return [g for g in graphs if fingerprint(g, sized_by_data(g)) == same]
 
 

@@ -196,7 +196,10 @@ class Tracer:
         """Find what nobody but the engine holds any more: the user let go of it since the last op."""
         now = len(self.points) - 1
         gone = []
-        for id, slot in self._ours.items():
+        for id in list(self._ours):
+            slot = self._ours.get(id)
+            if slot is None:
+                continue  # the garbage collector ran meanwhile, and its bytes went
             t = self.tensors[id]
             if t.freed_at is not None:
                 gone.append(id)
@@ -206,7 +209,7 @@ class Tracer:
                 t.freed_at = now
                 gone.append(id)
         for id in gone:
-            del self._ours[id]
+            self._ours.pop(id, None)
 
     def _held(self, value: torch.Tensor, storage: int) -> int:
         """How many tensors on the memory of `value` the engine holds: those of overwritten versions count."""

@@ -10,7 +10,9 @@ import torch
 pytest.importorskip("transformers")
 
 from benchmarks import recurrent
-from benchmarks.frontier import MIB, MODELS, Bench, _equal
+from benchmarks.bench import MIB, Bench
+from benchmarks.bench import equal as same_bits
+from benchmarks.models import MODELS
 from lightning_memopt.graph import Graph, resident_nbytes, unmodified_levels
 from lightning_memopt.plan import Life, lower, simulate, validate
 from lightning_memopt.report.breakdown import at_peak
@@ -51,7 +53,7 @@ def assert_kept(bench: Bench, graph: Graph, lives: tuple[Life, ...]) -> None:
     assert report.ok, report.problems[:3]
     assert report.peak_bytes == predicted
     forward = bench.planned(Program(graph, lives))
-    assert torch.equal(bench.step(forward), loss) and _equal(reference, bench.outcome())
+    assert torch.equal(bench.step(forward), loss) and same_bits(reference, bench.outcome())
     assert bench.peak(forward) * MIB + resident_nbytes(graph) == predicted
 
 

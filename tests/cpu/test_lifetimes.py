@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lightning_memopt.runtime import ObservingEngine, PlannedEngine
+from lightning_memopt.session import costs
 from lightning_memopt.session.recording import Recording
 from tests.cpu.models import BATCHES, Noisy, X, attached, made, sgd, squares, train
 
@@ -41,6 +42,7 @@ def test_p11_nothing_outlives_a_step(recording, no_collector):
 
 def test_p11_nothing_outlives_a_planned_step(no_collector, monkeypatch):
     """At the front: engines, tapes and slots of observed and planned steps are dead after the step."""
+    costs.measured()  # once a process, by engines of its own
     refs = []
     for kind in (ObservingEngine, PlannedEngine):
         original = kind.__init__
@@ -59,3 +61,27 @@ def test_p11_nothing_outlives_a_planned_step(no_collector, monkeypatch):
             alive = [type(r()).__name__ for r in refs if r() is not None]
             assert alive == [], f"alive after a step {'planned' if run.plan else 'observed'}"
     assert len(refs) == 2 * len(BATCHES)
+
+
+def test_the_collector_may_run_while_the_tracer_looks(monkeypatch):
+    """Cycles in user code that hold activations: their end is told in the middle of a poll, wherever the collector runs."""
+    cycles, collected = [], []
+
+    class Cyclic(Noisy):
+        def between(self, h, i):
+            cycle = [h.sin()]
+            cycle.append(cycle)
+            cycles.append(cycle)
+            return super().between(h, i)
+
+    def count(storage, original=torch._C._storage_Use_Count):
+        if cycles:
+            cycles.clear()
+            collected.append(gc.collect())
+        return original(storage)
+
+    model = made(Cyclic)
+    monkeypatch.setattr(torch._C, "_storage_Use_Count", count)
+    with attached(model, sgd(model)):
+        train(model, BATCHES[:1])
+    assert collected
