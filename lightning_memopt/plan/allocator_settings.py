@@ -56,7 +56,9 @@ class Settings:
             try:
                 found = _with(found, key, value.strip())
             except ValueError as error:
-                raise ConfigError(f"the allocator's setting {key}:{value} cannot be read: {error}") from None
+                raise ConfigError(
+                    f"the allocator's setting {key}:{value} cannot be read: {error}. Mend it in PYTORCH_CUDA_ALLOC_CONF."
+                ) from None
         return found
 
     def rounded(self, nbytes: int) -> int:
