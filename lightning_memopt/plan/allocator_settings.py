@@ -57,7 +57,7 @@ class Settings:
                 found = _with(found, key, value.strip())
             except ValueError as error:
                 raise ConfigError(
-                    f"the allocator's setting {key}:{value} cannot be read: {error}. Mend it in PYTORCH_CUDA_ALLOC_CONF."
+                    f"the allocator's setting {key}:{value} cannot be read: {error}. Set it right in PYTORCH_CUDA_ALLOC_CONF."
                 ) from None
         return found
 
