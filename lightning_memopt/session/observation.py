@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _get_current_dispatch_mode_stack, _pop_mode
 
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.graph import BEFORE, Graph, Op, Tensor, fingerprint
@@ -124,6 +124,7 @@ class Observation:
             engine.rebuilds = _nothing
             tracer.close()
             recorder.forget()
+            recorder.observer = None
 
     def abandon(self) -> None:
         """Leave everything, whatever state the step is in."""
@@ -164,7 +165,13 @@ class Observation:
 
 
 def observing() -> bool:
-    """Whether somebody's step is being observed in this thread."""
+    """Whether somebody's step is being observed in this thread.
+
+    Autograd puts back, when backward ends, the modes that were on when it began, also one that was left meanwhile because an
+    optimizer stepped in a hook: such a one is taken off first.
+    """
+    while (top := _get_current_dispatch_mode()) is not None and type(top) is Recorder and top.observer is None:
+        _pop_mode()
     return any(type(mode) is Recorder for mode in _get_current_dispatch_mode_stack())
 
 

@@ -182,6 +182,7 @@ class Session:
         self._close_meter()
         if self._watches:
             _attached.pop(id(self.model), None)
+            observing()  # takes off what autograd put back
             interrupts.unwatch()
             self._watches = False
             interrupts.settle()
