@@ -39,6 +39,7 @@ class Matcher(Recorder):
         self.next_slot = len(engine.program.graph.tensors)  # ids below are the plan's own
         self._unread: list[tuple[Slot, weakref.ref[torch.Tensor]]] = []
         self._furthest = 0
+        self._unknown = False
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         engine = self.engine
@@ -51,7 +52,15 @@ class Matcher(Recorder):
             startable = self._startable(template, args, kwargs, values)
             if startable is not None:
                 return self._repeat(template, args, kwargs, values, startable)
-        return self.record(func, args, kwargs or {})
+        self._unknown = True
+        try:
+            return self.record(func, args, kwargs or {})
+        finally:
+            self._unknown = False
+
+    def _starts(self) -> bool:
+        """While it is not known which op of the plan runs, it may be one that rebuilds start from."""
+        return self.capturing and (self._unknown or self.engine.position in self.program.schedule.replayed)
 
     # -- an op that is as it was ----------------------------------------------------------------------
 
@@ -153,6 +162,11 @@ class Matcher(Recorder):
                 engine.hold(new, t)
         engine.position += 1
         return out
+
+    def _overwrites(self, old: Slot) -> None:
+        if old.external and old.plan is not None and old.plan not in self.program.starts:
+            old.value = None  # no rebuild starts from it: nothing to copy
+        super()._overwrites(old)
 
     def _overwritten(self, old: Slot, t: torch.Tensor, new: Slot, call: Call | None, ok: bool) -> Slot:
         self._unread.append((new, weakref.ref(t)))
