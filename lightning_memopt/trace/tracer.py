@@ -257,6 +257,7 @@ class Tracer:
         anchors = {ids[id] for id, t in self.tensors.items() if t.born_at == BEFORE}
         overwritten = {ids[old] for op in self.ops for old, _ in op["mutates"]}
         seconds = [op["seconds"] for op in self.ops] if self._cuda is None else self._cuda.seconds(len(self.ops))
+        kept = self._kept(end)
         ops = []
         for i, op in enumerate(self.ops):
             inputs = tuple(ids[t] for t in op["inputs"])
@@ -277,7 +278,7 @@ class Tracer:
                 kind=t.kind,
                 storage=ids[t.storage],
                 born_at=t.born_at,
-                freed_at=end if t.freed_at is None else t.freed_at,
+                freed_at=end if t.freed_at is None else max(t.freed_at, kept.get(id, -1)),
             )
             for id, t in sorted(self.tensors.items())
         )
@@ -309,6 +310,19 @@ class Tracer:
             device=self.device.type,
             step_seconds=sum(op.seconds for op in ops),
         )
+
+    def _kept(self, end: int) -> dict[int, int]:
+        """Tensor -> the last point at which autograd holds it, for what it saves and never asks for (a head without a loss):
+        no plan says anything about those, so they stay.
+        """
+        gone = {save.tensor for save in self.saves.values() if save.unpacked_at} | {
+            old for op in self.ops for old, _ in op["mutates"]
+        }
+        kept: dict[int, int] = {}
+        for save in self.saves.values():
+            if save.tensor not in gone:
+                kept[save.tensor] = max(kept.get(save.tensor, -1), end if save.released_at is None else save.released_at)
+        return kept
 
 
 _KIND: dict[Phase, Kind] = {"forward": "activation", "backward": "gradient", "update": "temporary"}

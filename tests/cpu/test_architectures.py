@@ -10,14 +10,12 @@ from benchmarks.architectures import examine
 PLANNED = {
     "fnet": "Fourier transforms, complex views",
     "ctrl": "attention masks made anew every step",
-    "albert": "one layer's parameters, called several times",
     "flaubert_layerdrop": "layers that are left out at random",
     "wav2vec2_spec_augment": "masks drawn by numpy, convolutions, CTC",
     "whisper": "a batch that is masked in place",
     "mixtral": "experts chosen by a router, with jitter",
     "mamba2": "a chunked scan",
     "convnext": "stochastic depth, layer scale",
-    "patchtst": "batch norm over series",
 }
 
 
