@@ -77,7 +77,8 @@ def test_m8_nested_fit(hook: str) -> None:
     assert len(expected.states) == 2
     for one, other in zip(expected.states, found.states, strict=True):
         assert_same(one, other)
-    assert_planned(planned)
+    if hook not in ("on_after_backward", "on_before_optimizer_step"):  # there, the inner fit is a part of the step observed
+        assert_planned(planned)
     assert installed()[:2] == [None, []]
 
 
@@ -162,7 +163,7 @@ class Net(pl.LightningModule):
         super().__init__()
         self.net = nn.Module()
         self.net.embed, self.net.norm = nn.Embedding(24, 32), nn.BatchNorm1d(8)
-        self.net.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+        self.net.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(5))
         self.net.head = nn.Linear(32, 24, bias=False)
         self.net.head.weight = self.net.embed.weight
     def training_step(self, batch, i):
