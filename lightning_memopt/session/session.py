@@ -54,6 +54,7 @@ _attached: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictiona
 """The open session of a model, by its identity: every front asks here."""
 _TURNS = 50
 """Forwards that wait for another model's observed step before a warning says so."""
+_NO_BACKWARD = -1
 _IDLE = 3
 """Forward passes in evaluation after which a step that began to be observed is given up."""
 
@@ -140,8 +141,10 @@ class Session:
         observation.update_begins()
 
     def update_ended(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has updated its parameters; with the last one the step is over."""
+        """An optimizer has updated its parameters; with the last one the step is over, or when the next forward begins."""
         self._updated.add(id(optimizer))
+        if torch._C._current_graph_task_id() != _NO_BACKWARD:
+            return  # stepped in a hook: autograd puts modes and profilers back as they were when backward began
         if all(id(o) in self._updated for o in self.optimizers):
             self.step_ended()
 
