@@ -192,18 +192,24 @@ def with_state(graph: Graph, nbytes: int) -> Graph:
 
 
 def common(graphs: list[Graph]) -> list[Graph]:
-    """Those graphs of the forward that contains all of them; empty where there is none.
+    """Those graphs of the forward that a plan is made for: the one that saves the most, of these the shortest. Empty where
+    another is neither a part of it nor contains it.
 
-    Steps may differ by ops of their own (a metric every few steps) and by layers that are left out at random. A plan is made
-    for the longest forward, because a planned step passes over ops that do not run; what runs beyond the plan is kept.
+    Steps may differ by layers that are left out at random: the plan is made for all layers, because a planned step passes over
+    ops that do not run. And by ops of their own that save nothing (a metric every few steps): it is made without them, because
+    it passes over ops that it does not know, too. What runs beyond the plan is kept.
     """
-    longest = max(graphs, key=lambda g: len(g.forward))
-    for graph in graphs:
-        names = iter(op.name for op in longest.forward)
-        if not all(op.name in names for op in graph.forward):
-            return []
-    same = fingerprint(longest, sized_by_data(longest))
+    chosen = max(graphs, key=lambda g: (len(g.saves), -len(g.forward)))
+    if not all(_within(g, chosen) or _within(chosen, g) for g in graphs):
+        return []
+    same = fingerprint(chosen, sized_by_data(chosen))
     return [g for g in graphs if fingerprint(g, sized_by_data(g)) == same]
+
+
+def _within(part: Graph, whole: Graph) -> bool:
+    """Whether the ops of one forward are those of the other, with some left out."""
+    names = iter(op.name for op in whole.forward)
+    return all(op.name in names for op in part.forward)
 
 
 def roomy(graphs: list[Graph]) -> Graph:
