@@ -121,10 +121,17 @@ def difference(a: Ran, b: Ran) -> str:
 
 def verdict(once: Callable[[bool], Ran], name: str, count: Count) -> None:
     """Plain twice, then dropped; the entry goes where it belongs."""
+    judge(lambda: [once(False)], lambda: [once(True)], lambda ran: bool(ran.dropped and ran.rebuilt), name, count)
+
+
+def judge(
+    plain: Callable[[], list[Ran]], replayed: Callable[[], list[Ran]], drops: Callable[[Ran], bool], name: str, count: Count
+) -> None:
+    """The plain steps twice, then the replayed ones; the entry goes where it belongs. `drops`: whether the last step did."""
     try:
-        plain = once(False)
+        expected = plain()
         poison()
-        unlike = difference(plain, once(False))
+        unlike = _unlike(expected, plain())
     except Exception as error:
         count.skipped[name] = f"broken in plain: {type(error).__name__}"
         return
@@ -132,17 +139,20 @@ def verdict(once: Callable[[bool], Ran], name: str, count: Count) -> None:
         count.skipped[name] = f"not the same twice in plain: {unlike}"
         return
     try:
-        replayed = once(True)
+        found = replayed()
     except Exception as error:
         count.different[name] = f"{type(error).__name__}: {error}"[:300]
         return
-    unlike = difference(plain, replayed)
+    unlike = _unlike(expected, found)
     if unlike:
         count.different[name] = unlike
-    elif replayed.dropped and replayed.rebuilt:
-        count.dropped.append(name)
     else:
-        count.nothing.append(name)
+        (count.dropped if drops(found[-1]) else count.nothing).append(name)
+
+
+def _unlike(some: list[Ran], others: list[Ran]) -> str:
+    """Where the first step that differs does, or nothing."""
+    return next((f"step {i}: {d}" for i, d in enumerate(map(difference, some, others)) if d), "")
 
 
 def sweep(entries: Iterable[Any], one: Callable[[Any, Count], None]) -> Count:

@@ -17,7 +17,7 @@ from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.recording import PlannedRecording
 from lightning_memopt.solvers.baselines import recompute_everything
 from tests.cpu.harness import draws
-from tests.cpu.sweeps import Count, Ran, assert_none_differs, dense, difference, poison, seed_of, sweep
+from tests.cpu.sweeps import Count, Ran, assert_none_differs, dense, judge, poison, seed_of, sweep
 from tests.cpu.test_op_db import UNINITIALISED, calls
 
 from torch.testing._internal.common_methods_invocations import op_db  # isort: skip  # after the stub for expecttest
@@ -91,27 +91,11 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _verdict(steps: _Steps, name: str, count: Count) -> None:
-    try:
-        plain = [steps.plain(turn) for turn in range(ROUNDS)]
-        poison()
-        unlike = next(filter(None, (difference(ran, steps.plain(turn)) for turn, ran in enumerate(plain))), "")
-    except Exception as error:
-        count.skipped[name] = f"broken in plain: {type(error).__name__}"
-        return
-    if unlike:
-        count.skipped[name] = f"not the same twice in plain: {unlike}"
-        return
-    try:
+    def planned() -> list[Ran]:
         program = steps.observed()
-        found = [steps.planned(turn, program) for turn in range(ROUNDS)]
-    except Exception as error:
-        count.different[name] = f"{type(error).__name__}: {error}"[:300]
-        return
-    unlike = next((f"step {i}: {d}" for i, d in enumerate(map(difference, plain, found)) if d), "")
-    if unlike:
-        count.different[name] = unlike
-    else:
-        (count.dropped if found[-1].rebuilt else count.nothing).append(name)
+        return [steps.planned(turn, program) for turn in range(ROUNDS)]
+
+    judge(lambda: [steps.plain(turn) for turn in range(ROUNDS)], planned, lambda ran: bool(ran.rebuilt), name, count)
 
 
 def sweep_planned(op: Any, count: Count, device: str = "cpu", dtype: torch.dtype = torch.float32, most: int = SAMPLES) -> None:
