@@ -165,14 +165,17 @@ class Observation:
 
 
 def observing() -> bool:
-    """Whether somebody's step is being observed in this thread.
+    """Whether somebody's step is being observed in this thread."""
+    take_off()
+    return any(type(mode) is Recorder for mode in _get_current_dispatch_mode_stack())
 
-    Autograd puts back, when backward ends, the modes that were on when it began, also one that was left meanwhile because an
-    optimizer stepped in a hook: such a one is taken off first.
+
+def take_off() -> None:
+    """Leave modes whose step is over. Autograd puts back, when backward ends, what was on when it began, also a mode that was
+    left meanwhile, because a hook raised.
     """
     while (top := _get_current_dispatch_mode()) is not None and type(top) is Recorder and top.observer is None:
         _pop_mode()
-    return any(type(mode) is Recorder for mode in _get_current_dispatch_mode_stack())
 
 
 def _nothing(_: Any) -> None:

@@ -41,7 +41,7 @@ from lightning_memopt.session.budget import (
     state_made,
     state_to_come,
 )
-from lightning_memopt.session.observation import Observation, observing, with_state
+from lightning_memopt.session.observation import Observation, observing, take_off, with_state
 from lightning_memopt.session.recording import PlannedRecording, Recording, hooks_allowed
 from lightning_memopt.session.round import Rounds
 from lightning_memopt.session.signatures import Buckets, Signature, signature_of
@@ -185,7 +185,7 @@ class Session:
         self._close_meter()
         if self._watches:
             _attached.pop(id(self.model), None)
-            observing()  # takes off what autograd put back
+            take_off()
             interrupts.unwatch()
             self._watches = False
             interrupts.settle()

@@ -152,15 +152,13 @@ class Tracer:
 
     def adopt_unseen(self, nbytes: int) -> None:
         """Bytes on the device that belong to nothing of this step: a library's workspace, another model."""
-        nbytes = -(-nbytes // _CUDA_ROUND) * _CUDA_ROUND
+        nbytes = self._rounded(nbytes)
         self.tensors[_UNSEEN] = _Tensor("held outside of the step", nbytes, "temporary", _UNSEEN, BEFORE)
         self.live_nbytes += nbytes
 
     def _birth(self, slot: Slot, name: str, at: int, kind: Kind | None = None, version_of: Slot | None = None) -> None:
         counted = slot.device.type == self.device.type
-        nbytes = slot.nbytes if counted else 0
-        if self.device.type == "cuda":
-            nbytes = -(-nbytes // _CUDA_ROUND) * _CUDA_ROUND
+        nbytes = self._rounded(slot.nbytes) if counted else 0
         storage = slot.id
         if version_of is not None and version_of.id in self.tensors:
             before = self.tensors[version_of.id]
@@ -178,6 +176,10 @@ class Tracer:
             alive = slot.alive()
             if alive is not None:
                 self._watched[storage] = weakref.ref(alive, partial(self._on_death, storage))
+
+    def _rounded(self, nbytes: int) -> int:
+        """What the device's allocator makes of a request."""
+        return nbytes if self.device.type != "cuda" else -(-nbytes // _CUDA_ROUND) * _CUDA_ROUND
 
     def _on_death(self, storage: int, _: Any) -> None:
         self._death(storage)
