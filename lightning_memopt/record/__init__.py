@@ -2,9 +2,11 @@
 
 from lightning_memopt.record.calls import around_calls, eager_modules
 from lightning_memopt.record.exposure import watching
-from lightning_memopt.record.recorder import Observer, OpRecord, Owner, Recorder
+from lightning_memopt.record.protocols import Observer, OpRecord, Owner
+from lightning_memopt.record.recorder import Recorder
 from lightning_memopt.record.rules import Rule, is_norm, register_op, rule_of, rules_generation
-from lightning_memopt.record.tape import UNKNOWN, Call, Slot, Tape, View, numeric_flags, set_numeric_flags, storage_id
+from lightning_memopt.record.settings import numeric_flags, set_numeric_flags
+from lightning_memopt.record.tape import UNKNOWN, Call, Slot, Tape, View, storage_id
 from lightning_memopt.record.tensors import detached, is_plain, tensors_in
 
 __all__ = [

@@ -17,26 +17,11 @@ from typing import Any
 
 import torch
 
+from lightning_memopt.record.settings import SETTERS
+
 Watcher = Callable[[torch.Tensor], None]
 _TENSOR = ("data_ptr", "numpy", "__array__", "__dlpack__")
 _STORAGE = ("data_ptr", "__setitem__", "fill_", "copy_")
-_SETTERS = (
-    (torch._C, "_set_mkldnn_enabled"),
-    (torch._C, "_set_cudnn_enabled"),
-    (torch._C, "_set_cudnn_benchmark"),
-    (torch._C, "_set_cudnn_deterministic"),
-    (torch._C, "_set_cudnn_allow_tf32"),
-    (torch._C, "_set_cublas_allow_tf32"),
-    (torch._C, "_set_cublas_allow_fp16_reduced_precision_reduction"),
-    (torch._C, "_set_cublas_allow_bf16_reduced_precision_reduction"),
-    (torch._C, "_set_cublas_allow_fp16_accumulation"),
-    (torch._C, "_set_deterministic_algorithms"),
-    (torch._C, "_set_float32_matmul_precision"),
-    (torch._C, "_set_fp32_precision_setter"),
-    (torch._C, "_set_default_dtype"),
-    (torch, "set_num_threads"),
-    (torch, "set_flush_denormal"),
-)
 _lock = threading.Lock()
 _watchers: list[Watcher] = []
 _listeners: list[Callable[[], None]] = []
@@ -108,7 +93,7 @@ def _install() -> None:
         _replace(torch.UntypedStorage, name, _of_storage)
     for module in (torch, torch.utils.dlpack):
         _replace(module, "to_dlpack", _of_tensor)
-    for module, name in _SETTERS:
+    for module, name in SETTERS:
         if hasattr(module, name):  # not every version of torch has all of them
             _replace(module, name, _setting)
     _replace(torch._C._autograd, "_saved_tensors_hooks_disable", _forbidding)

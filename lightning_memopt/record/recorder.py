@@ -1,21 +1,21 @@
 """The recorder: a dispatch mode below autograd that notes every op, what it read and which storage version it wrote.
 
-It decides nothing. An `Owner` is told of every new slot and of every tensor that autograd packs; an `Observer`, where there
-is one, is told when each op begins and ends. Both are duck-typed seams (see the protocols).
+It decides nothing: its `Owner` and its `Observer` are told (record/protocols.py).
 """
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_memopt.record.protocols import Observer, OpRecord, Owner
 from lightning_memopt.record.rules import Rule, may_replay, rule_of, trains_statistics
-from lightning_memopt.record.tape import UNKNOWN, UNSHARED, Call, Slot, Tape, View, numeric_flags, storage_id
+from lightning_memopt.record.settings import numeric_flags
+from lightning_memopt.record.tape import UNKNOWN, UNSHARED, Call, Slot, Tape, View, storage_id
 from lightning_memopt.record.tensors import (
     PLAIN,
     conjugating,
@@ -30,47 +30,6 @@ from lightning_memopt.record.tensors import (
 
 _DETACH = torch.ops.aten.detach.default
 _EMPTY_STRIDED = torch.ops.aten.empty_strided.default
-
-
-@dataclass(slots=True)
-class OpRecord:
-    """One op as it was recorded.
-
-    `args` and `kwargs` hold a `View` where an ordinary tensor was. `reads`: the slots it read, each once. `made`: the new
-    slots with a tensor on each; `mutates`: (slot overwritten, new slot, tensor). `call`: how to run it again, where that is
-    possible.
-    """
-
-    func: OpOverload
-    rule: Rule
-    args: tuple
-    kwargs: dict[str, Any]
-    reads: tuple[Slot, ...]
-    made: list[tuple[Slot, torch.Tensor]]
-    mutates: list[tuple[Slot, Slot, torch.Tensor]]
-    call: Call | None
-    replayable: bool
-
-
-class Observer(Protocol):
-    """Who watches a step being recorded (the tracer). `end` is given the real arguments and results too."""
-
-    def begin(self, func: OpOverload) -> None: ...
-    def ran(self) -> None: ...
-    def end(self, record: OpRecord, args: tuple, kwargs: dict, out: Any) -> None: ...
-
-
-class Owner(Protocol):
-    """Who decides over the slots (the engine).
-
-    `recorded`: an op ran; sets `slot.value` to hold what it made.
-    `overwrites`: the bytes of a slot that recorded ops have read, and that no recipe makes, are about to change.
-    `wants_state`: whether to note the generator's state for the op that comes next.
-    """
-
-    def recorded(self, record: OpRecord) -> None: ...
-    def overwrites(self, slot: Slot) -> None: ...
-    def wants_state(self) -> bool: ...
 
 
 class Recorder(TorchDispatchMode):

@@ -240,7 +240,7 @@ class Matcher(Recorder):
         for (slot, _), tensor in zip(made, program.outputs[j], strict=True):
             slot.plan = tensor
             slots[tensor] = slot
-            engine.excess_nbytes += max(0, slot.nbytes - program.graph.tensors[tensor].nbytes)
+            engine.departures.excess_nbytes += max(0, slot.nbytes - program.graph.tensors[tensor].nbytes)
         if record.call is not None:
             record.call.op = (j + 1) << _SPREAD
         if program.passes(j):

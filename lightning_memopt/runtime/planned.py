@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -22,11 +23,23 @@ def _among(ids: set[int], slot: Slot) -> bool:
     return slot.id in ids
 
 
-class PlannedEngine(Engine):
-    """One forward pass under a program. `position` is the plan's op that comes next.
+@dataclass(slots=True)
+class Departures:
+    """How a forward and its backward differ from those of the plan; it outlives the engine.
 
-    `excess_nbytes`: by how much tensors that were recorded in forward are larger than those of the graph that they are.
+    `first`: position and name of the first op that is not where the plan has it. `unplanned`: autograd saved a result that
+    the plan does not know. `excess_nbytes`: by how much tensors that were recorded are larger than those of the graph that
+    they are. `astray`: backward did not take the observed order: only a part of it, twice, or another order.
     """
+
+    first: tuple[int, str] | None = None
+    unplanned: bool = False
+    excess_nbytes: int = 0
+    astray: bool = False
+
+
+class PlannedEngine(Engine):
+    """One forward pass under a program. `position` is the plan's op that comes next."""
 
     def __init__(self, program: Program, verify: bool = False) -> None:
         super().__init__()
@@ -37,11 +50,8 @@ class PlannedEngine(Engine):
         self.next_save = 0
         self.cursor = BEFORE
         self.next_event = 0
-        self.astray = False
         self.active: set[int] = set()
-        self.first_unmatched: tuple[int, str] | None = None
-        self.unplanned = False
-        self.excess_nbytes = 0
+        self.departures = Departures()
 
     def make_recorder(self) -> Matcher:
         return Matcher(self)
@@ -51,8 +61,8 @@ class PlannedEngine(Engine):
 
     def passed(self, position: int, name: str) -> None:
         """An op is not what the plan has at this position."""
-        if self.first_unmatched is None:
-            self.first_unmatched = (position, name)
+        if self.departures.first is None:
+            self.departures.first = (position, name)
 
     def overwrites(self, slot: Slot) -> None:
         if slot.plan in self.program.outdated:
@@ -79,7 +89,7 @@ class PlannedEngine(Engine):
 
     def keeps(self, slot: Slot, t: torch.Tensor) -> bool:
         if slot.plan is None and not slot.external:
-            self.unplanned = True  # autograd needs a result that the plan does not know
+            self.departures.unplanned = True
         if slot.external or slot.stale or slot.plan not in self.program.tracked:
             return True
         if slot.value is not None:
@@ -134,15 +144,12 @@ class PlannedEngine(Engine):
         self.active.update(t for t in self.program.births.get(point, ()) if t in slots)
 
     def _follow(self, event: tuple[str, int, int]) -> None:
-        """Notice when backward does not take the observed order: only a part of it, twice, or another order.
-
-        From then on nothing goes that cannot be made again.
-        """
+        """Notice when backward goes astray. From then on nothing goes that cannot be made again."""
         events = self.program.events
         if self.next_event < len(events) and events[self.next_event] == event:
             self.next_event += 1
         else:
-            self.astray = True
+            self.departures.astray = True
 
     def _free(self, event: tuple[str, int, int]) -> None:
         for tensor in self.program.frees.get(event, ()):
@@ -152,7 +159,7 @@ class PlannedEngine(Engine):
                 slot.value = None
 
     def _may_go(self, slot: Slot) -> bool:
-        return not slot.pinned and ((slot.call is not None and slot.ok) or not self.astray)
+        return not slot.pinned and ((slot.call is not None and slot.ok) or not self.departures.astray)
 
     def released(self, handle: Handle) -> None:
         with self.lock:

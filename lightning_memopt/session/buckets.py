@@ -18,6 +18,7 @@ from lightning_memopt.errors import InfeasibleError, MemOptError, PlanMismatchEr
 from lightning_memopt.graph import Graph, first_difference, resident_nbytes, unmodified_levels
 from lightning_memopt.plan import Plan, reserved_bytes_of
 from lightning_memopt.runtime import PlannedEngine, Program
+from lightning_memopt.runtime.planned import Departures
 from lightning_memopt.session import costs
 from lightning_memopt.session.observation import common, smoothed
 from lightning_memopt.solvers import planner
@@ -29,6 +30,10 @@ _IN_A_ROW = 2
 """Forwards that leave the plan before it counts as drift: one that takes another branch now and then needs no other plan."""
 _AGAIN = 3
 """How often a signature is observed again because of drift."""
+_WATCHED = 4
+"""Steps that are measured after one that was not as planned: where each step is another one, the next says little."""
+_MEASURED = 32
+"""Steps that are measured of one plan at most: measuring takes time."""
 _PROOFS = 4
 """Steps of borrowers that are measured and verified for one lender."""
 
@@ -125,8 +130,8 @@ def refuse_infeasible(graph: Graph, budget_nbytes: int, config: MemOptConfig, sa
 class Running:
     """A plan is in force; one without a frontier was given, one with a `lender` is that of a larger batch.
 
-    `metered`: a step was measured since the plan was last left. `strays`: forwards in a row that left it. `again`: how often
-    drift was answered by observing.
+    `to_measure`: steps whose peak is to be measured, in all no more than `may_measure`. `departures`: of the forwards of this
+    step. `strays`: forwards in a row that left the plan. `again`: how often drift was answered by observing.
     `wasted`, `proofs`: of a lender, uses by much smaller batches, and measured steps of its borrowers.
     """
 
@@ -140,7 +145,9 @@ class Running:
         self.lender = lender
         self.measured_bytes: int | None = None
         self.steps = self.strays = self.again = self.wasted = self.proofs = self.excess_nbytes = 0
-        self.matched = self.deviated = self.metered = False
+        self.matched = self.deviated = False
+        self.to_measure, self.may_measure = 1, _MEASURED
+        self.departures: list[Departures] = []
 
     def lend(self) -> Running:
         """The state of a batch that is no larger and borrows this plan."""
@@ -164,7 +171,7 @@ class Running:
     @property
     def measures(self) -> bool:
         """Whether the next step's peak is to be measured."""
-        return not self.metered and not self._trusted
+        return self.to_measure > 0 and not self._trusted
 
     def compare(self, engine: PlannedEngine, path: str | os.PathLike[str] | None) -> None:
         """After a forward: refuse a given plan (of `path`) whose forward this is not; note that the plan was left, say it once.
@@ -173,13 +180,15 @@ class Running:
         (a metric, a log) are none. Ops after the model's own forward were not recorded: they are not missed.
         """
         graph, at = self.program.graph, engine.position
-        self.excess_nbytes = max(self.excess_nbytes, engine.excess_nbytes)
+        found = engine.departures
+        self.departures.append(found)
+        self.excess_nbytes = max(self.excess_nbytes, found.excess_nbytes)
         missing = any(t in graph.saves_of for op in graph.forward[at:] if op.recomputable for t in op.outputs)
-        if not missing and not engine.unplanned:
+        if not missing and not found.unplanned:
             self.matched = True
             self.strays = 0
             return
-        at, name = engine.first_unmatched or (at, "nothing more")
+        at, name = found.first or (at, "nothing more")
         planned = self.program.names[at] if at < len(self.program.names) else "nothing more"
         if self.unproven:
             op = graph.forward[at] if at < len(graph.forward) else None
@@ -190,7 +199,7 @@ class Running:
                 "model and batch size."
             )
         self.strays += 1
-        self.metered = False
+        self._watch()
         if self.lender is None and not self.deviated:
             warnings.warn(
                 f"MemOpt: the forward left the plan at op {at} ({name} instead of {planned}). What does not match is kept: "
@@ -199,15 +208,23 @@ class Running:
             )
         self.deviated = True
 
+    def _watch(self) -> None:
+        """A step was not the planned one: those that come are not proven to be within the budget."""
+        self.to_measure = min(_WATCHED, self.may_measure)
+
     def was_metered(self) -> None:
         """A step in which this plan was in force has been measured."""
-        self.metered = True
+        self.to_measure = max(0, self.to_measure - 1)
+        self.may_measure -= 1
         if self.lender is not None:
             self.lender.proofs += 1
 
     def step_ended(self, say: Say) -> State:
         """A step is over: where the plan is no longer that of the forward, the state that observes again."""
         self.steps += 1
+        if any(found.astray for found in self.departures):
+            self._watch()
+        self.departures.clear()
         if self.lender is not None:
             # each tensor that is larger, and perhaps its gradient, on top of all that was predicted
             most = self.plan.predicted_peak_bytes + 2 * self.excess_nbytes
@@ -223,7 +240,7 @@ class Running:
 
     def measured(self, peak_nbytes: int, budget_nbytes: int | None, config: MemOptConfig, say: Say) -> State:
         """A step was measured: where it is above the budget, `on_exceed` says what comes."""
-        self.measured_bytes = peak_nbytes
+        self.measured_bytes = max(peak_nbytes, self.measured_bytes or 0)
         self.was_metered()
         if budget_nbytes is None or peak_nbytes <= budget_nbytes:
             return self

@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -121,11 +122,19 @@ def _planned(
 
 
 def measured(device_type: str = "cpu") -> Costs:
-    """The costs on this machine, from a chain of tiny ops and a tiny convolution; takes about 0.3 s, once a process."""
-    return _measured(torch.device(device_type))
+    """The costs on this machine, from a chain of tiny ops and a tiny convolution; takes about 0.3 s, once a process.
+
+    In a thread of its own: modes, hooks, autocast and grad mode belong to a thread, and a step may be on its way in this one.
+    """
+    return _once(torch.device(device_type))
 
 
 @cache
+def _once(device: torch.device) -> Costs:
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_measured, device).result()
+
+
 def _measured(device: torch.device) -> Costs:
     with torch.enable_grad():
         holder = nn.Module()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -256,16 +256,15 @@ class Tracer:
         end = len(self.points) - 1
         ids = {slot: i for i, slot in enumerate(sorted(self.tensors))}
         saves = {save: i for i, save in enumerate(sorted(self.saves))}
-        anchors = {ids[id] for id, t in self.tensors.items() if t.born_at == BEFORE}
-        overwritten = {ids[old] for op in self.ops for old, _ in op["mutates"]}
+        written = {old: (new, op["at"]) for op in self.ops for old, new in op["mutates"]}
         seconds = [op["seconds"] for op in self.ops] if self._cuda is None else self._cuda.seconds(len(self.ops))
-        kept = self._kept(end)
+        kept = self._kept(end, written.keys())
         ops = []
         for i, op in enumerate(self.ops):
-            inputs = tuple(ids[t] for t in op["inputs"])
-            lost = any(t in anchors and t in overwritten for t in inputs)  # Rule 5: gone when a replay would read it
+            # Rule 5: what was there before the step, and is gone when a replay would read it
+            lost = any(t in written and self.tensors[t].born_at == BEFORE for t in op["inputs"])
             fields = op | dict(
-                inputs=inputs,
+                inputs=tuple(ids[t] for t in op["inputs"]),
                 outputs=tuple(ids[t] for t in op["outputs"]),
                 mutates=tuple((ids[a], ids[b]) for a, b in op["mutates"]),
                 seconds=seconds[i],
@@ -285,7 +284,6 @@ class Tracer:
             for id, t in sorted(self.tensors.items())
         )
         points = tuple(p if p.kind == "op" else p._replace(id=saves[p.id]) for p in self.points)
-        written = {old: (new, op["at"]) for op in self.ops for old, new in op["mutates"]}
 
         def read(save: _Save) -> int:
             """What autograd finds where it saved: the bytes that are there when it first asks, or lets go."""
@@ -313,16 +311,14 @@ class Tracer:
             step_seconds=sum(op.seconds for op in ops),
         )
 
-    def _kept(self, end: int) -> dict[int, int]:
+    def _kept(self, end: int, written: Collection[int]) -> dict[int, int]:
         """Tensor -> the last point at which autograd holds it, for what it saves and never asks for (a head without a loss):
-        no plan says anything about those, so they stay.
+        no plan says anything about those, so they stay. `written`: tensors that were written over.
         """
-        gone = {save.tensor for save in self.saves.values() if save.unpacked_at} | {
-            old for op in self.ops for old, _ in op["mutates"]
-        }
+        asked = {save.tensor for save in self.saves.values() if save.unpacked_at}
         kept: dict[int, int] = {}
         for save in self.saves.values():
-            if save.tensor not in gone:
+            if save.tensor not in asked and save.tensor not in written:
                 kept[save.tensor] = max(kept.get(save.tensor, -1), end if save.released_at is None else save.released_at)
         return kept
 

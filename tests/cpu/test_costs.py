@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memopt import optimize
 from lightning_memopt.integrations.plain import Run
@@ -32,6 +34,21 @@ def test_what_is_measured_is_predicted(run, tmp_path):
     assert found.of(Program(frontier.graph, frontier.candidates[-1].lives)) == 0
     run.session.save_plan(str(tmp_path / "plan.json"))
     assert read_plan(str(tmp_path / "plan.json"))[0].predicted == plan.predicted
+
+
+class _Counting(TorchDispatchMode):
+    ops = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_measured_beside_whatever_is_entered_here():
+    """A budget may be refused in the middle of a step: its modes and precision have no part in what is measured."""
+    with _Counting() as mode, torch.autocast("cpu"), torch.no_grad():
+        found = costs._once.__wrapped__(torch.device("cpu"))  # once a process: ask for it again
+    assert mode.ops == 0 and found.recorded > 0 and found.replayed > 0
 
 
 def test_a_plan_must_be_worth_its_overhead(run):
