@@ -8,24 +8,12 @@ PlanFileError with the field and the index.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import Any, NoReturn, TypeVar, get_args
+from typing import Any, get_args
 
-from lightning_memopt.errors import PlanFileError
+from lightning_memopt.graph.fields import MOST, Fields, letters
 from lightning_memopt.graph.model import BEFORE, Graph, Kind, Op, Phase, Point, PointKind, Save, Tensor
 
-SCHEMA = 1
-MOST = (1 << 63) - 1
-"""No count, size or id is larger."""
-
-_T = TypeVar("_T", bound=str)
-
-
-def letters(values: tuple[_T, ...]) -> dict[str, _T]:
-    """First letter -> value, of a closed set of names."""
-    return {value[0]: value for value in values}
-
+SCHEMA = 2
 
 _GRAPH = ("schema", "device", "step_seconds", "texts", "points", "ops", "tensors", "saves")
 _OP = (
@@ -33,6 +21,7 @@ _OP = (
     *("recomputable", "state_nbytes", "at"),
 )
 _FLAGS = {"0": "no", "1": "yes"}
+_TENSOR = ("name", "nbytes", "kind", "storage", "born_at", "freed_at", "dtype", "size")
 _PHASES = letters(get_args(Phase))
 _KINDS = letters(get_args(Kind))
 _POINTS = letters(get_args(PointKind))
@@ -74,6 +63,8 @@ def graph_to_json(graph: Graph) -> dict[str, Any]:
             "storage": [t.storage for t in tensors],
             "born_at": [t.born_at for t in tensors],
             "freed_at": [t.freed_at for t in tensors],
+            "dtype": [text(t.dtype) for t in tensors],
+            "size": [list(t.size) for t in tensors],
         },
         "saves": {
             "tensor": [s.tensor for s in saves],
@@ -92,7 +83,7 @@ def graph_from_json(obj: object) -> Graph:
     texts = top.strings("texts")
     points, n_points = top.table("points", ("kind", "id", "occurrence"), "kind")
     ops, n_ops = top.table("ops", _OP, "phase")
-    tensors, n_tensors = top.table("tensors", ("name", "nbytes", "kind", "storage", "born_at", "freed_at"), "kind")
+    tensors, n_tensors = top.table("tensors", _TENSOR, "kind")
     saves, n_saves = top.table("saves", ("tensor", "op", "unpacked_at", "released_at"), "tensor")
     mutates: dict[int, list[tuple[int, int]]] = {}
     for i, entry in enumerate(ops.lists("mutates", None, 0, max(n_ops, n_tensors) - 1)):
@@ -157,8 +148,18 @@ def graph_from_json(obj: object) -> Graph:
             )
         ),
         tensors=tuple(
-            Tensor(id=i, name=texts[name], nbytes=nbytes, kind=kind, storage=storage, born_at=born_at, freed_at=freed_at)
-            for i, (name, nbytes, kind, storage, born_at, freed_at) in enumerate(
+            Tensor(
+                id=i,
+                name=texts[name],
+                nbytes=nbytes,
+                kind=kind,
+                storage=storage,
+                born_at=born_at,
+                freed_at=freed_at,
+                dtype=texts[dtype],
+                size=size,
+            )
+            for i, (name, nbytes, kind, storage, born_at, freed_at, dtype, size) in enumerate(
                 zip(
                     tensors.ints("name", n_tensors, 0, len(texts) - 1),
                     tensors.ints("nbytes", n_tensors),
@@ -166,6 +167,8 @@ def graph_from_json(obj: object) -> Graph:
                     tensors.ints("storage", n_tensors, 0, n_tensors - 1),
                     tensors.ints("born_at", n_tensors, BEFORE, n_points - 1),
                     tensors.ints("freed_at", n_tensors, BEFORE, n_points - 1),
+                    tensors.ints("dtype", n_tensors, 0, len(texts) - 1),
+                    tensors.lists("size", n_tensors, 0, MOST),
                     strict=True,
                 )
             )
@@ -269,128 +272,3 @@ def _check_saves(graph: Graph, fields: Fields) -> None:
             fields.refuse("released_at", save.id, f"{save.released_at} is before {last}")
         if save.released_at != len(graph.points) - 1 and graph.points[save.released_at][:2] != ("release", save.id):
             fields.refuse("released_at", save.id, f"point {save.released_at} is no release of save {save.id}")
-
-
-class Fields:
-    """One object of a file, read field by field; every reading is checked. `where` leads to it in messages."""
-
-    def __init__(self, obj: object, where: str, keys: Sequence[str], schema: int | None = None) -> None:
-        self.where = where
-        if not isinstance(obj, dict):
-            raise PlanFileError(f"{where} is {_shown(obj)}, not an object; make the file again")
-        self.obj = obj
-        if schema is not None:
-            found = obj.get("schema")
-            if type(found) is not int or found != schema:
-                raise PlanFileError(
-                    f"{where}.schema is {_shown(found)}; this version knows schema {schema} only: "
-                    "make the file again, or use the version that wrote it"
-                )
-        missing = sorted(set(keys) - set(obj))
-        unknown = sorted(str(key) for key in set(obj) - set(keys))
-        if missing or unknown:
-            raise PlanFileError(f"{where}: missing fields {missing}, unknown {_shown(unknown)}; make the file again")
-
-    def refuse(self, key: str, index: int | None, reason: str) -> NoReturn:
-        at = "" if index is None else f"[{index}]"
-        raise PlanFileError(f"{self.where}.{key}{at}: {reason}; make the file again")
-
-    def inner(self, key: str, keys: Sequence[str]) -> Fields:
-        return Fields(self.obj[key], f"{self.where}.{key}", keys)
-
-    def table(self, key: str, keys: Sequence[str], counted: str) -> tuple[Fields, int]:
-        """An object of columns, and their length: that of the column `counted`."""
-        inner = self.inner(key, keys)
-        column = inner.obj[counted]
-        if not isinstance(column, (list, str)):
-            inner.refuse(counted, None, f"{_shown(column)} is not a column")
-        return inner, len(column)
-
-    def string(self, key: str) -> str:
-        value = self.obj[key]
-        if not isinstance(value, str):
-            self.refuse(key, None, f"{_shown(value)} is not text")
-        return value
-
-    def strings(self, key: str) -> list[str]:
-        for i, value in enumerate(self._list(key, None)):
-            if not isinstance(value, str):
-                self.refuse(key, i, f"{_shown(value)} is not text")
-        return list(self.obj[key])
-
-    def integer(self, key: str, low: int = 0, high: int = MOST) -> int:
-        value = self.obj[key]
-        if type(value) is not int or not low <= value <= high:
-            self.refuse(key, None, _no_int(value, low, high))
-        return value
-
-    def ints(self, key: str, length: int | None, low: int = 0, high: int = MOST) -> list[int]:
-        """A column of `length` ints in `low .. high`."""
-        values = self._list(key, length)
-        for i, value in enumerate(values):
-            if type(value) is not int or not low <= value <= high:  # a bool is no int here
-                self.refuse(key, i, _no_int(value, low, high))
-        return values
-
-    def lists(self, key: str, length: int | None, low: int, high: int) -> list[tuple[int, ...]]:
-        """A column of `length` lists of ints in `low .. high`."""
-        rows = self._list(key, length)
-        for i, row in enumerate(rows):
-            if not isinstance(row, list):
-                self.refuse(key, i, f"{_shown(row)} is not a list")
-            for value in row:
-                if type(value) is not int or not low <= value <= high:
-                    self.refuse(key, i, _no_int(value, low, high))
-        return [tuple(row) for row in rows]
-
-    def number(self, key: str) -> float:
-        value = self.obj[key]
-        if not _is_amount(value):
-            self.refuse(key, None, f"{_shown(value)} is not a finite number of at least 0")
-        return float(value)
-
-    def floats(self, key: str, length: int) -> list[float]:
-        """A column of `length` finite numbers of at least 0."""
-        values = self._list(key, length)
-        for i, value in enumerate(values):
-            if not _is_amount(value):
-                self.refuse(key, i, f"{_shown(value)} is not a finite number of at least 0")
-        return [float(value) for value in values]
-
-    def chosen(self, key: str, length: int, values: dict[str, _T]) -> list[_T]:
-        """A column of `length` values of a closed set, written as one letter each."""
-        text = self.string(key)
-        self._same(key, len(text), length)
-        for i, letter in enumerate(text):
-            if letter not in values:
-                self.refuse(key, i, f"{_shown(letter)} is none of {', '.join(f'{k} ({v})' for k, v in values.items())}")
-        return [values[letter] for letter in text]
-
-    def _list(self, key: str, length: int | None) -> list[Any]:
-        value = self.obj[key]
-        if not isinstance(value, list):
-            self.refuse(key, None, f"{_shown(value)} is not a list")
-        if length is not None:
-            self._same(key, len(value), length)
-        return value
-
-    def _same(self, key: str, found: int, length: int) -> None:
-        if found != length:
-            self.refuse(key, None, f"{found} entries, but the columns beside it have {length}")
-
-
-def _is_amount(value: object) -> bool:
-    if type(value) is int:
-        return 0 <= value <= MOST
-    return isinstance(value, float) and math.isfinite(value) and value >= 0
-
-
-def _no_int(value: object, low: int, high: int) -> str:
-    if high < low:
-        return f"{_shown(value)} leads nowhere: there is nothing of its kind"
-    return f"{_shown(value)} is not a whole number in {low}..{high}"
-
-
-def _shown(value: object) -> str:
-    text = repr(value) if not isinstance(value, int) or value.bit_length() < 200 else "a huge number"
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -35,6 +35,7 @@ class Tensor:
     `born_at .. freed_at` is the interval in which it is in memory *whatever the plan says*: because user code, a
     gradient in flight or the model itself holds it. What autograd holds beyond that is in the graph's saves.
     An in-place op makes a new version: same `storage`, `born_at` the op, and the old version's interval ends before it.
+    `dtype` ("float32") and `size` are those of the tensor that fills the storage; empty where none does.
     """
 
     id: int
@@ -44,6 +45,8 @@ class Tensor:
     storage: int
     born_at: int
     freed_at: int
+    dtype: str = ""
+    size: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

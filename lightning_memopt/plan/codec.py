@@ -1,6 +1,6 @@
 """A plan file: the plan and the graph it was made for, as JSON that one can read, diff and share. Never pickle.
 
-`{"format": "lightning_memopt.plan", "schema": 2, "plan": {...}, "graph": {...}}`, one array a line. The lives are
+`{"format": "lightning_memopt.plan", "schema": 3, "plan": {...}, "graph": {...}}`, one array a line. The lives are
 columns, as in the graph. A file that is read gives a plan that may be obeyed: its graph is consistent, the fingerprint
 is that graph's, and the schedule of its lives has been carried out by the validator without a problem. What it predicts
 is not judged.
@@ -16,13 +16,14 @@ from typing import Any, get_args
 from lightning_memopt import jsonio
 from lightning_memopt.errors import PlanFileError
 from lightning_memopt.graph import BEFORE, Graph, fingerprint
-from lightning_memopt.graph.codec import Fields, graph_from_json, graph_to_json, letters
+from lightning_memopt.graph.codec import graph_from_json, graph_to_json
+from lightning_memopt.graph.fields import MOST, Fields, letters
 from lightning_memopt.plan.lower import LoweringError, lower
 from lightning_memopt.plan.model import How, Life, Plan, Prediction
 from lightning_memopt.plan.validate import validate
 
 FORMAT = "lightning_memopt.plan"
-SCHEMA = 2
+SCHEMA = 3
 
 _HOWS = letters(get_args(How))
 _PLAN = (
@@ -31,17 +32,22 @@ _PLAN = (
 )
 _PREDICTED = (
     *("peak_bytes", "reserved_bytes", "extra_seconds", "overhead_seconds", "extra_flops", "rebuilt_bytes"),
-    "replayed_ops",
+    *("replayed_ops", "moved_bytes", "copy_seconds", "stall_seconds", "codec_seconds", "tier_bytes"),
 )
+_LIFE = ("tensor", "born_at", "freed_at", "how", "forms", "form", "away_nbytes")
 
 
 def plan_to_json(plan: Plan, graph: Graph) -> dict[str, Any]:
     """What a plan file holds, in a fixed order of keys. Nothing is checked here."""
+    forms = sorted({life.form for life in plan.lives})
     columns = {
         "tensor": [life.tensor for life in plan.lives],
         "born_at": [life.born_at for life in plan.lives],
         "freed_at": [life.freed_at for life in plan.lives],
         "how": "".join(life.how[0] for life in plan.lives),
+        "forms": forms,
+        "form": [forms.index(life.form) for life in plan.lives],
+        "away_nbytes": [life.away_nbytes for life in plan.lives],
     }
     fields: dict[str, Any] = {key: getattr(plan, key) for key in _PLAN}
     fields["predicted"] = {key: getattr(plan.predicted, key) for key in _PREDICTED}
@@ -75,6 +81,11 @@ def plan_from_json(obj: object) -> tuple[Plan, Graph]:
             extra_flops=predicted.integer("extra_flops"),
             rebuilt_bytes=predicted.integer("rebuilt_bytes"),
             replayed_ops=predicted.integer("replayed_ops"),
+            moved_bytes=predicted.integer("moved_bytes"),
+            copy_seconds=predicted.number("copy_seconds"),
+            stall_seconds=predicted.number("stall_seconds"),
+            codec_seconds=predicted.number("codec_seconds"),
+            tier_bytes=predicted.integer("tier_bytes"),
         ),
     )
     actual = fingerprint(graph)
@@ -91,11 +102,14 @@ def plan_from_json(obj: object) -> tuple[Plan, Graph]:
 
 
 def _lives(fields: Fields, graph: Graph) -> tuple[Life, ...]:
-    columns, n = fields.inner("lives", ("tensor", "born_at", "freed_at", "how")), len(graph.points)
+    columns, n = fields.inner("lives", _LIFE), len(graph.points)
     tensors = columns.ints("tensor", None, 0, len(graph.tensors) - 1)
     born = columns.ints("born_at", len(tensors), BEFORE, n - 1)
     freed = columns.ints("freed_at", len(tensors), 0, n - 1)
     hows = columns.chosen("how", len(tensors), _HOWS)
+    named = columns.strings("forms")
+    forms = [named[i] for i in columns.ints("form", len(tensors), 0, max(0, len(named) - 1))]
+    away = columns.ints("away_nbytes", len(tensors), 0, MOST)
     for i, (tensor, born_at, freed_at, how) in enumerate(zip(tensors, born, freed, hows, strict=True)):
         if freed_at < born_at:
             columns.refuse("freed_at", i, f"{freed_at} is before the birth, at {born_at}")
@@ -103,13 +117,13 @@ def _lives(fields: Fields, graph: Graph) -> tuple[Life, ...]:
             columns.refuse("tensor", i, f"{tensor} after {tensors[i - 1]}; lives are sorted by tensor, then by birth")
         if i and tensor == tensors[i - 1] and born_at <= freed[i - 1]:
             columns.refuse("born_at", i, f"{born_at}, but the life of tensor {tensor} before it ends at {freed[i - 1]}")
-        if how == "replay" and (born_at == BEFORE or graph.points[born_at].kind != "unpack"):
-            columns.refuse("born_at", i, f"{born_at}: a replay begins at an unpack, which this point is not")
+        if how != "original" and (born_at == BEFORE or graph.points[born_at].kind != "unpack"):
+            columns.refuse("born_at", i, f"{born_at}: a {how} begins at an unpack, which this point is not")
         if how == "original" and born_at != graph.tensors[tensor].born_at:
             columns.refuse("born_at", i, f"{born_at}, but tensor {tensor} is made at {graph.tensors[tensor].born_at}")
     return tuple(
-        Life(tensor=tensor, born_at=born_at, freed_at=freed_at, how=how)
-        for tensor, born_at, freed_at, how in zip(tensors, born, freed, hows, strict=True)
+        Life(tensor=tensor, born_at=born_at, freed_at=freed_at, how=how, form=form, away_nbytes=nbytes)
+        for tensor, born_at, freed_at, how, form, nbytes in zip(tensors, born, freed, hows, forms, away, strict=True)
     )
 
 

@@ -2,16 +2,18 @@
 
 At an unpack point where lives begin, the ops that make those tensors run again, down to tensors that are in memory there;
 what is made on the way and has no life of its own is freed after its last use within the segment. An op that mutates
-runs on its input itself when nobody needs that input any more, and on a copy otherwise.
+runs on its input itself when nobody needs that input any more, and on a copy otherwise. What comes back from where it was
+away begins to do so before anything runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_memopt.errors import MemOptError
 from lightning_memopt.graph import BEFORE, Graph
+from lightning_memopt.plan.forms import EXACT, codec_of
 from lightning_memopt.plan.model import Life
 
 
@@ -34,7 +36,14 @@ class Free:
     tensor: int
 
 
-Segment = tuple[Run | Free, ...]
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Begin to bring back a tensor that was away; who reads it first waits for it."""
+
+    tensor: int
+
+
+Segment = tuple[Run | Free | Fetch, ...]
 
 
 @dataclass(frozen=True)
@@ -42,13 +51,15 @@ class Schedule:
     """What to do, keyed by index on the graph's axis.
 
     `holds`: tensors held from their birth in forward; `segments`: before answering an unpack; `frees`: after a point.
-    `replayed`: every op that some segment runs, with the last point at which one does.
+    `replayed`: every op that some segment runs, with the last point at which one does. `away`: tensors that go away, in which
+    form; a free of one that comes back waits until its copy is complete.
     """
 
     holds: frozenset[int]
     segments: dict[int, Segment]
     frees: dict[int, tuple[int, ...]]
     replayed: dict[int, int]
+    away: dict[int, str] = field(default_factory=dict)
 
 
 class Residency:
@@ -69,7 +80,9 @@ class Residency:
         if t.born_at == BEFORE and t.freed_at >= point:
             return True
         return any(
-            life.born_at <= point <= life.freed_at and not (life.how == "replay" and life.born_at == point)
+            life.born_at <= point <= life.freed_at
+            and not (life.how == "replay" and life.born_at == point)
+            and codec_of(life.form) in EXACT
             for life in self.lives.get(tensor, ())
         )
 
@@ -123,14 +136,19 @@ def lower(graph: Graph, lives: Iterable[Life]) -> Schedule:
     lives = tuple(lives)
     resident = Residency(graph, lives)
     births: dict[int, list[int]] = {}
+    fetches: dict[int, list[int]] = {}
     frees: dict[int, list[int]] = {}
     holds = set()
     for life in lives:
         if life.how == "original":
             holds.add(life.tensor)
         else:
-            births.setdefault(life.born_at, []).append(life.tensor)
+            (births if life.how == "replay" else fetches).setdefault(life.born_at, []).append(life.tensor)
         frees.setdefault(life.freed_at, []).append(life.tensor)
-    segments = {p: segment(graph, p, births[p], resident) for p in sorted(births)}
+    away = {life.tensor: life.form for life in lives if life.how == "fetch"}
+    segments = {
+        p: (*map(Fetch, fetches.get(p, ())), *segment(graph, p, births.get(p, ()), resident))
+        for p in sorted({*births, *fetches})
+    }
     replayed = {step.op: p for p, steps in segments.items() for step in steps if isinstance(step, Run)}
-    return Schedule(frozenset(holds), segments, {p: tuple(ts) for p, ts in frees.items()}, replayed)
+    return Schedule(frozenset(holds), segments, {p: tuple(ts) for p, ts in frees.items()}, replayed, away)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-How = Literal["original", "replay"]
+How = Literal["original", "replay", "fetch"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,12 +19,16 @@ class Life:
 
     `original`: what the user's forward made is held beyond the point where user code lets go of it.
     `replay`: recorded ops make it again at the unpack point `born_at`.
+    `fetch`: it was away since its life before this one, in `form` (plan/forms.py), where it took `away_nbytes`; at the unpack
+    point `born_at` it begins to come back.
     """
 
     tensor: int
     born_at: int
     freed_at: int
     how: How
+    form: str = ""
+    away_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +36,9 @@ class Prediction:
     """What a plan is predicted to cost. `extra_seconds` (of ops that run again) and `extra_flops` are on top of the unmodified
     step; so are `overhead_seconds`, which recording and rebuilding take by themselves on the machine that was measured, 0
     where none was. `reserved_bytes`: what the device's allocator reserves at most, 0 where nothing is reserved (the CPU).
+
+    Of what is away: `moved_bytes` over links, both ways, which takes `copy_seconds`, of which the step waits for
+    `stall_seconds`; `codec_seconds` of encoding and decoding; `tier_bytes`, the most that is in tiers at once.
     """
 
     peak_bytes: int
@@ -41,11 +48,21 @@ class Prediction:
     replayed_ops: int
     overhead_seconds: float = 0.0
     reserved_bytes: int = 0
+    moved_bytes: int = 0
+    copy_seconds: float = 0.0
+    stall_seconds: float = 0.0
+    codec_seconds: float = 0.0
+    tier_bytes: int = 0
 
     @property
     def seconds(self) -> float:
         """All of it."""
-        return self.extra_seconds + self.overhead_seconds
+        return self.extra_seconds + self.overhead_seconds + self.stall_seconds + self.codec_seconds
+
+    @property
+    def overlap(self) -> float:
+        """The share of the copies' time that is hidden behind compute."""
+        return 1.0 - self.stall_seconds / self.copy_seconds if self.copy_seconds else 1.0
 
     @property
     def needed_bytes(self) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 from lightning_memopt.graph import Graph, Levels, base_levels, workspaces
-from lightning_memopt.plan.lower import Run, Schedule, lower
+from lightning_memopt.plan.clocks import Rates, Transfers, leaves_at, transfers
+from lightning_memopt.plan.forms import codec_of, tier_of
+from lightning_memopt.plan.lower import Fetch, Run, Schedule, lower
 from lightning_memopt.plan.model import Life, Prediction
 
 
@@ -29,9 +31,14 @@ def _fixed(graph: Graph) -> tuple[list[int], list[int]]:
 
 
 def simulate(
-    graph: Graph, lives: Iterable[Life], schedule: Schedule | None = None, window: tuple[int, int] | None = None
+    graph: Graph,
+    lives: Iterable[Life],
+    schedule: Schedule | None = None,
+    window: tuple[int, int] | None = None,
+    rates: Rates | None = None,
 ) -> Timeline:
-    """Price the schedule of `lives`. Replays of an op cost what it took in forward.
+    """Price the schedule of `lives`. Replays of an op cost what it took in forward, copies and codecs what `rates` say, and
+    nothing without them: bytes on the device do not depend on any rate.
 
     `window` (first and last point) restricts everything to a part of the axis; `Timeline.nbytes` then starts at its first
     point, and only segments inside it count.
@@ -46,6 +53,8 @@ def simulate(
         # what is there by nature is in the base: a life pays for what it adds
         first = max(life.born_at, t.freed_at + 1) if life.how == "original" else life.born_at
         levels.add(first - first_point, life.freed_at - first_point, t.nbytes)
+    for _, first, last, away in encoded(graph, lives):
+        levels.add(first - first_point, last - first_point, away)
     for replayed in schedule.replayed:  # generator states are kept as long as autograd holds anything
         levels.add(graph.ops[replayed].at - first_point, graph.last_release - first_point, graph.ops[replayed].state_nbytes)
     end = last_point + 1
@@ -71,14 +80,44 @@ def simulate(
                 rebuilt += made
                 now += made
                 peak = max(peak, now + op.workspace_nbytes)
-            else:
+            elif not isinstance(step, Fetch):
                 now -= graph.tensors[step.tensor].nbytes
         nbytes[point - first_point] = max(nbytes[point - first_point], peak)
+    moved = transfers(graph, lives, schedule, rates) if rates is not None and schedule.away else Transfers()
     predicted = Prediction(
         peak_bytes=max(nbytes, default=0),
         extra_seconds=seconds,
         extra_flops=flops,
         rebuilt_bytes=rebuilt,
         replayed_ops=count,
+        moved_bytes=moved.moved_bytes,
+        copy_seconds=moved.copy_seconds,
+        stall_seconds=moved.stall_seconds,
+        codec_seconds=moved.codec_seconds,
+        tier_bytes=moved.tier_bytes,
     )
     return Timeline(tuple(nbytes), predicted)
+
+
+def encoded(graph: Graph, lives: Iterable[Life]) -> Iterator[tuple[int, int, int, int]]:
+    """(tensor, first point, last point, bytes) of what is on the device in encoded form.
+
+    Without a tier from when it leaves until it is decoded. In one, only on the way: out until the bytes as they were go, and in
+    from the birth of the life that comes back until it is read.
+    """
+    before: dict[int, Life] = {}
+    spans: dict[int, tuple[int, int, int]] = {}
+    for life in sorted(lives, key=lambda life: (life.tensor, life.born_at)):
+        if life.how == "fetch" and codec_of(life.form):
+            leaves = leaves_at(graph, life.tensor)
+            read = next((a for a, _ in graph.reads(life.tensor) if a >= life.born_at), life.born_at)
+            if not tier_of(life.form):
+                spans[life.tensor] = (leaves, read, life.away_nbytes)
+            else:
+                last = before.get(life.tensor)
+                if last is not None and last.how == "original":
+                    yield life.tensor, leaves, last.freed_at, life.away_nbytes
+                yield life.tensor, life.born_at, read, life.away_nbytes
+        before[life.tensor] = life
+    for tensor, (first, last_point, nbytes) in spans.items():
+        yield tensor, first, last_point, nbytes

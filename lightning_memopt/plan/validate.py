@@ -9,6 +9,8 @@ and the peak by a count of its own.
 2. A Run reads its inputs and makes its outputs. What it overwrites is a copy (`clones`) or the instance itself: gone.
 3. Autograd reads one instance from the unpack to the release; nothing may free or overwrite it in between.
 4. After a segment, and after the frees of a point, exactly the lives that cover the point are live, once each.
+5. What is fetched went away before, in one form for all its lives, from an instance that the plan held and that nobody
+   overwrote. What a codec does not give back exactly only autograd may read.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from lightning_memopt.graph import BEFORE, Graph, Op, Save
-from lightning_memopt.plan.lower import Run, Schedule
+from lightning_memopt.plan.clocks import leaves_at
+from lightning_memopt.plan.forms import EXACT, codec_of, is_form, tier_of
+from lightning_memopt.plan.lower import Fetch, Run, Schedule
 from lightning_memopt.plan.model import Life
 
 _MOST_PROBLEMS = 100
@@ -59,6 +63,10 @@ def _malformed(graph: Graph, lives: tuple[Life, ...], schedule: Schedule) -> Ite
                 f"life {i} of tensor {life.tensor} begins at point {life.born_at}, "
                 f"but the one before it ends at {last.freed_at}: lives of a tensor are disjoint and sorted"
             )
+        if life.how == "fetch" and (last is None or last.how == "replay" or not is_form(life.form) or life.away_nbytes < 0):
+            yield f"life {i}: tensor {life.tensor} is fetched, but no life before it went away in a form {life.form!r}"
+        if (life.how == "fetch") != bool(life.form) or (life.how == "fetch" and schedule.away.get(life.tensor) != life.form):
+            yield f"life {i} of tensor {life.tensor} has the form {life.form!r}; the schedule and its other lives do not agree"
         before[life.tensor] = life
     for p, steps in schedule.segments.items():
         if p not in range(n):
@@ -78,6 +86,7 @@ class _Instance:
 
     user: bool
     read_until: int = BEFORE
+    exact: bool = True
 
 
 class _Ledger:
@@ -102,6 +111,9 @@ class _Ledger:
         for life in lives:
             self.begins.setdefault(life.born_at, []).append(life)
             self.ends.setdefault(life.freed_at, []).append(life)
+        self.staged: dict[int, int] = {}
+        """Point -> bytes in encoded form that come to the device at it, less those that went after the one before."""
+        self.stage(lives)
         self.tape_ends = max((s.released_at for s in graph.saves), default=BEFORE)
         """Generator states are kept until autograd has let go of everything."""
         self.last_run: dict[int, int] = {}
@@ -118,6 +130,23 @@ class _Ledger:
     def called(self, tensor: int) -> str:
         return f"tensor {tensor} ({self.graph.tensors[tensor].name})"
 
+    def stage(self, lives: tuple[Life, ...]) -> None:
+        """Encoded bytes on the device: as long as the tensor is away, or on the way to a tier and back."""
+        for i, life in enumerate(lives):
+            if life.how != "fetch" or not codec_of(life.form):
+                continue
+            t = life.tensor
+            last_of = max(x.born_at for x in lives if x.tensor == t and x.how == "fetch")
+            requests = [p for s in self.graph.saves if s.tensor == t for p in s.unpacked_at[:1] if p >= life.born_at]
+            read = min(requests, default=life.born_at)
+            out = leaves_at(self.graph, t)
+            spans = [(out, read)] if life.born_at == last_of else []
+            if tier_of(life.form):
+                spans = [(life.born_at, read)] + [(out, lives[i - 1].freed_at)] * (lives[i - 1].how == "original")
+            for first, last in spans:
+                self.staged[first] = self.staged.get(first, 0) + life.away_nbytes
+                self.staged[last + 1] = self.staged.get(last + 1, 0) - life.away_nbytes
+
     # -- the walk ----------------------------------------------------------------------------------
 
     def carry_out(self) -> Report:
@@ -132,6 +161,7 @@ class _Ledger:
                 freed.setdefault(t.freed_at, []).append(t.id)
         self.exist(born.get(BEFORE, ()), BEFORE)
         for p, point in enumerate(graph.points):
+            self.now += self.staged.get(p, 0)
             if point.kind == "op":
                 self.user_op(graph.ops[point.id], p)
             self.exist(born.get(p, ()), p)
@@ -206,6 +236,8 @@ class _Ledger:
         for step in self.schedule.segments[p]:
             if isinstance(step, Run):
                 self.run(self.graph.ops[step.op], step.clones, p)
+            elif isinstance(step, Fetch):
+                self.add(step.tensor, _Instance(user=False, exact=codec_of(self.schedule.away[step.tensor]) in EXACT))
             else:
                 self.free(step.tensor, p, "in the segment at")
 
@@ -215,7 +247,7 @@ class _Ledger:
         if not op.recomputable or op.phase != "forward" or op.at > p:
             self.problem(f"{name}: this op cannot run again there")
         for t in dict.fromkeys(op.inputs):
-            if not self.live.get(t) and t not in self.given:
+            if not any(instance.exact for instance in self.live.get(t, ())) and t not in self.given:
                 self.problem(f"{name} reads {self.called(t)}, which is not in memory")
         if set(clones) - {old for old, _ in op.mutates}:
             self.problem(f"{name} copies what it does not overwrite")

@@ -7,7 +7,7 @@ from lightning_memopt.record.recorder import Recorder
 from lightning_memopt.record.rules import Rule, is_norm, register_op, rule_of, rules_generation
 from lightning_memopt.record.settings import numeric_flags, set_numeric_flags
 from lightning_memopt.record.tape import UNKNOWN, Call, Slot, Tape, View, storage_id
-from lightning_memopt.record.tensors import detached, is_plain, tensors_in
+from lightning_memopt.record.tensors import detached, fills, is_plain, tensors_in
 
 __all__ = [
     "UNKNOWN",
@@ -23,6 +23,7 @@ __all__ = [
     "around_calls",
     "detached",
     "eager_modules",
+    "fills",
     "is_norm",
     "is_plain",
     "numeric_flags",

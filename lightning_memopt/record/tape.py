@@ -9,7 +9,7 @@ the recorder may still meet it; it does not keep its bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch._ops import OpOverload
@@ -24,6 +24,16 @@ UNSHARED = -2
 storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]
 
 
+class AwayCopy(Protocol):
+    """A slot's bytes where they are away (runtime/away.py)."""
+
+    exact: bool
+
+    def wait_gone(self) -> None: ...
+    def begin(self) -> None: ...
+    def value(self) -> torch.Tensor: ...
+
+
 class Slot:
     """One version of one storage.
 
@@ -33,10 +43,12 @@ class Slot:
     `id` numbers slots in order of first sight. `stale`: a later version, with the id `next`, has overwritten it. `read`: a
     recorded op starts from it. `exposed`: its memory was handed out. `pinned`: what was saved before it was overwritten may
     be read from it. `plan`: the tensor of the plan's graph that it is, once matched. `stream`: on CUDA, the stream in whose
-    order a rebuild made or last read its bytes.
+    order a rebuild made or last read its bytes. `away`: a copy elsewhere or in another form; `shown`: what came back of it where
+    that has not the very bits, for autograd alone.
     """
 
     __slots__ = (
+        "away",
         "call",
         "device",
         "empty",
@@ -52,6 +64,7 @@ class Slot:
         "pinned",
         "plan",
         "read",
+        "shown",
         "stale",
         "stream",
         "value",
@@ -70,6 +83,8 @@ class Slot:
         self.call: Call | None = None
         self.index = 0
         self.value: torch.Tensor | None = None
+        self.away: AwayCopy | None = None
+        self.shown: torch.Tensor | None = None
         self.plan: int | None = None
         self.next: int | None = None
         self.handles = 0

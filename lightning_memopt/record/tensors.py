@@ -60,6 +60,18 @@ def covers(t: torch.Tensor) -> bool:
     return t.numel() * t.element_size() == t.untyped_storage().nbytes() and t.is_contiguous()
 
 
+def fills(t: torch.Tensor) -> bool:
+    """Whether `t` is all of its storage, each element once, in any order of its dimensions."""
+    if t.numel() * t.element_size() != t.untyped_storage().nbytes() or t.is_conj() or t.is_neg():
+        return False
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(t.stride(), t.shape, strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 def device_of(devices: Iterable[torch.device], kwargs: dict[str, Any]) -> torch.device:
     """Where an op runs that reads tensors on `devices`: where it is told to make its result, else on the accelerator."""
     device = kwargs.get("device")

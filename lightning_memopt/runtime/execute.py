@@ -78,10 +78,21 @@ def intact(slot: Slot) -> bool:
     return slot.value is None or slot.noted == UNKNOWN or slot.value._version == slot.noted
 
 
+def came_back(slot: Slot) -> bool:
+    """Fetch the value of a slot whose very bytes are away; whether there are such."""
+    if slot.away is None or not slot.away.exact:
+        return False
+    with below_autograd():
+        slot.value = slot.away.value()
+    slot.noted = slot.value._version
+    slot.stream = torch.cuda.current_stream(slot.device) if slot.value.is_cuda else None
+    return True
+
+
 def missing(slot: Slot) -> bool:
     """Whether a rebuild that reads the slot must make it first. What was changed is let go (Rule 7) or refused (Rule 5)."""
     if slot.value is None:
-        return True
+        return not came_back(slot)
     if intact(slot):
         return False
     if slot.call is None or not slot.ok:

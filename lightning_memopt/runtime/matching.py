@@ -164,6 +164,8 @@ class Matcher(Recorder):
         return out
 
     def _overwrites(self, old: Slot) -> None:
+        if old.away is not None:
+            old.away.wait_gone()  # A2
         if old.external and old.plan is not None and old.plan not in self.program.starts:
             old.value = None  # no rebuild starts from it: nothing to copy
         super()._overwrites(old)

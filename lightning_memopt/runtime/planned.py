@@ -8,12 +8,13 @@ from functools import partial
 import torch
 
 from lightning_memopt.graph import BEFORE
-from lightning_memopt.plan import Free, Segment
+from lightning_memopt.plan import Fetch, Free, Segment
 from lightning_memopt.record import Slot, detached
+from lightning_memopt.runtime.away import Away, Depot, whole
 from lightning_memopt.runtime.execute import below_autograd, checksum, flags_of, missing, run
 from lightning_memopt.runtime.matching import Matcher
 from lightning_memopt.runtime.program import Program
-from lightning_memopt.runtime.replay import Engine, Handle
+from lightning_memopt.runtime.replay import Engine, Handle, Kept
 
 _LOOK_AHEAD = 16
 """How many planned saves a pack may skip before it counts as unplanned."""
@@ -39,12 +40,14 @@ class Departures:
 
 
 class PlannedEngine(Engine):
-    """One forward pass under a program. `position` is the plan's op that comes next."""
+    """One forward pass under a program. `position` is the plan's op that comes next; `depot`: where it puts what goes away."""
 
-    def __init__(self, program: Program, verify: bool = False) -> None:
+    def __init__(self, program: Program, verify: bool = False, depot: Depot | None = None) -> None:
         super().__init__()
         self.program = program
         self.verify = verify
+        self.depot = depot
+        self.next_fence = 0
         self.sums: dict[int, tuple[int, int]] = {}
         self.position = 0
         self.next_save = 0
@@ -70,8 +73,49 @@ class PlannedEngine(Engine):
         else:
             super().overwrites(slot)
 
+    def pack(self, t: torch.Tensor) -> Kept | Handle:
+        self._pass_fences()
+        found = super().pack(t)
+        self._pass_fences()
+        return found
+
+    def forward_ended(self) -> None:
+        self._pass_fences()
+        super().forward_ended()
+
+    def _pass_fences(self) -> None:
+        """Let go of what has gone away by the op that ran last; waits for copies that have not ended."""
+        fences = self.program.fences
+        while self.next_fence < len(fences) and fences[self.next_fence][0] < self.position:
+            tensor = fences[self.next_fence][1]
+            self.next_fence += 1
+            slot = self.tape.slots.get(tensor)
+            if slot is not None and slot.away is not None:
+                self._has_gone(slot)
+
+    def _has_gone(self, slot: Slot) -> None:
+        """A1: not before its copy is complete."""
+        assert slot.away is not None and slot.plan is not None
+        with below_autograd():
+            slot.away.wait_gone()
+        slot.value = None
+        self.active.discard(slot.plan)
+
+    def _goes(self, slot: Slot, t: torch.Tensor) -> None:
+        """Begin to put the bytes of a slot away, as its tensor's form says; they stay until the fence."""
+        assert self.depot is not None and slot.plan is not None
+        planned = self.program.graph.tensors[slot.plan]
+        with below_autograd():
+            slot.away = Away(self.depot, whole(t, planned.size), self.program.away[slot.plan], planned.name)
+            if slot.away.exact:
+                slot.ok = True
+                if self.verify and slot.id not in self.sums:
+                    self.sums[slot.id] = checksum(t)
+
     def hold(self, slot: Slot, t: torch.Tensor) -> None:
         """The plan holds this tensor from its birth."""
+        if slot.plan in self.program.unsaved and not slot.empty and slot.away is None:
+            self._goes(slot, t)
         if not slot.empty:
             assert slot.plan is not None
             slot.value = detached(t)
@@ -92,7 +136,11 @@ class PlannedEngine(Engine):
             self.departures.unplanned = True
         if slot.external or slot.stale or slot.plan not in self.program.tracked:
             return True
-        if slot.value is not None:
+        if slot.plan in self.program.away and slot.away is None:
+            slot.value = detached(t)
+            self._goes(slot, t)
+            self.active.add(slot.plan)
+        if slot.value is not None or slot.away is not None:
             return False
         if slot.plan in self.program.outdated:  # answered by what is held; by itself, where it is not written over this time
             slot.value = detached(t)
@@ -121,11 +169,24 @@ class PlannedEngine(Engine):
             self._free(event)
             return found
 
+    def value_of(self, slot: Slot, handle: Handle) -> torch.Tensor:
+        if slot.away is not None and not slot.away.exact and slot.value is None and not self.revive(slot, handle.guard):
+            if slot.shown is None:
+                with below_autograd():
+                    slot.shown = slot.away.value()  # A5
+            return slot.shown
+        return super().value_of(slot, handle)
+
     def perform(self, steps: Segment, point: int) -> None:
         """Run a segment. What it needs and finds missing is rebuilt on demand."""
         slots = self.tape.slots
         with below_autograd(), flags_of(self.tape):
             for step in steps:
+                if isinstance(step, Fetch):
+                    slot = slots.get(step.tensor)
+                    if slot is not None and slot.away is not None:
+                        slot.away.begin()
+                    continue
                 if isinstance(step, Free):
                     slot = slots.get(step.tensor)
                     if slot is not None and step.tensor not in self.active:
@@ -155,8 +216,18 @@ class PlannedEngine(Engine):
         for tensor in self.program.frees.get(event, ()):
             self.active.discard(tensor)
             slot = self.tape.slots.get(tensor)
-            if slot is not None and self._may_go(slot):
-                slot.value = None
+            if slot is not None:
+                self._let_go(slot)
+
+    def _let_go(self, slot: Slot) -> None:
+        """A life of the slot's tensor has ended."""
+        slot.shown = None
+        if slot.away is not None:
+            self._has_gone(slot)
+            if slot.handles == 0 and not self.departures.astray and self.cursor >= self.program.last_back[slot.plan]:
+                slot.away = None  # A4
+        elif self._may_go(slot):
+            slot.value = None
 
     def _may_go(self, slot: Slot) -> bool:
         return not slot.pinned and ((slot.call is not None and slot.ok) or not self.departures.astray)
@@ -167,5 +238,5 @@ class PlannedEngine(Engine):
             event = ("release", handle.save, 0)
             self._follow(event)
             self._free(event)
-            if slot.handles == 0 and slot.plan not in self.active and self._may_go(slot):
-                slot.value = None
+            if slot.handles == 0 and slot.plan not in self.active:
+                self._let_go(slot)

@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.plan import Life, Schedule, Segment, lower
+from lightning_memopt.plan.forms import EXACT, codec_of
 from lightning_memopt.record import is_norm
 from lightning_memopt.runtime.templates import Templates
 
@@ -110,21 +111,48 @@ class Program:
         frees = ((points[p], tensors) for p, tensors in self.schedule.frees.items() if p < len(points))
         return {(point.kind, point.id, point.occurrence): tensors for point, tensors in frees}
 
+    @property
+    def away(self) -> dict[int, str]:
+        """Tensors that go away, and in which form."""
+        return self.schedule.away
+
+    @cached_property
+    def fences(self) -> list[tuple[int, int]]:
+        """(forward op, tensor): when the op has run, the tensor's bytes are to be gone."""
+        points, last = self.graph.points, len(self.graph.forward)
+        at_ops = ((points[p].id, t) for p, ts in self.schedule.frees.items() if points[p].kind == "op" for t in ts)
+        return sorted((op, t) for op, t in at_ops if op < last and t in self.away)
+
+    @cached_property
+    def last_back(self) -> dict[int, int]:
+        """Tensor that goes away -> the point at which it comes back for the last time."""
+        found: dict[int, int] = {}
+        for life in self.lives:
+            if life.how == "fetch":
+                found[life.tensor] = max(life.born_at, found.get(life.tensor, BEFORE))
+        return found
+
+    @cached_property
+    def unsaved(self) -> frozenset[int]:
+        """Tensors that go away although autograd never packs them: they are held for rebuilds."""
+        packed = {then for then, _ in self._packed}
+        return frozenset(t for t in self.away if t not in packed)
+
     @cached_property
     def births(self) -> dict[int, tuple[int, ...]]:
-        """Point -> the tensors whose replayed lives begin there."""
+        """Point -> the tensors that are made again there, or come back with the very bits."""
         found: dict[int, tuple[int, ...]] = {}
         for life in self.lives:
-            if life.how == "replay":
+            if life.how == "replay" or (life.how == "fetch" and codec_of(life.form) in EXACT):
                 found[life.born_at] = (*found.get(life.born_at, ()), life.tensor)
         return found
 
     @cached_property
     def tracked(self) -> frozenset[int]:
-        """Tensors that the engine has to recognise: what is dropped, what ops that run again read and make, and the other
+        """Tensors that the engine has to recognise: what is dropped, what goes away, what ops that run again read and make, and the other
         versions of their storages.
         """
-        ops, tensors, found = self.graph.ops, self.graph.tensors, set(self.drops)
+        ops, tensors, found = self.graph.ops, self.graph.tensors, {*self.drops, *self.away}
         for op in self.schedule.replayed:
             found.update(ops[op].inputs)
             found.update(ops[op].outputs)

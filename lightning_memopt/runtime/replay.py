@@ -120,10 +120,14 @@ class Engine:
     @recorder.setter
     def recorder(self, recorder: Recorder | None) -> None:
         if recorder is None and self._recorder is not None:
-            for slot in self.tape.slots.values():  # Rule 5: what is held now must be what it is when a rebuild starts from it
-                if slot.value is not None:
-                    slot.noted = slot.value._version if slot.version < 0 else slot.version
+            self.forward_ended()
         self._recorder = recorder
+
+    def forward_ended(self) -> None:
+        """Rule 5: what is held now must be what it is when a rebuild starts from it."""
+        for slot in self.tape.slots.values():
+            if slot.value is not None:
+                slot.noted = slot.value._version if slot.version < 0 else slot.version
 
     # -- while the forward is recorded -------------------------------------------------------------
 
@@ -175,18 +179,22 @@ class Engine:
         """The tensor of a handle, rebuilt if need be. Idempotent; may come on any thread (Rule 11)."""
         with self.lock:
             raise_deferred()
-            slot = self.present(handle)
-            if slot.value is None and not self.revive(slot, handle.guard):
-                self.materialise([slot])
-            value = slot.value
-            assert value is not None
-            in_order(slot)
-            if not intact(slot):
-                raise modified(f"[{value.type()} {list(handle.view.size)}]", value._version, slot.noted)
+            value = self.value_of(self.present(handle), handle)
             if handle.view.same(value):
                 return value
             with torch._C._DisableTorchDispatch():  # the value has no history: a view of it needs no more than that
                 return handle.view.on(value)
+
+    def value_of(self, slot: Slot, handle: Handle) -> torch.Tensor:
+        """What autograd reads of a slot."""
+        if slot.value is None and not self.revive(slot, handle.guard):
+            self.materialise([slot])
+        value = slot.value
+        assert value is not None
+        in_order(slot)
+        if not intact(slot):
+            raise modified(f"[{value.type()} {list(handle.view.size)}]", value._version, slot.noted)
+        return value
 
     def present(self, handle: Handle) -> Slot:
         """The slot with the bytes that autograd would read. Raises where it would: the version counter has moved.

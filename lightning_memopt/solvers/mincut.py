@@ -8,7 +8,7 @@ IV-A). Sweeping the price gives the lower convex hull of (bytes, seconds), and e
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container
+from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass
 
 from ortools.graph.python.max_flow import SimpleMaxFlow
@@ -87,8 +87,10 @@ class HoldOrReplay:
                     stack.append(t)
         self.tensors, self.ops = sorted(seen), sorted(ops)
 
-    def solve(self, price: float) -> Choice:
-        """The exact optimum for `price` seconds a byte."""
+    def solve(self, price: float, cost: Callable[[int], float] | None = None, share: float = 1.0) -> Choice:
+        """The exact optimum for `price` seconds a byte, or where holding a tensor costs `cost` seconds, of which it may not
+        cost more. Of the seconds of ops that run again, a `share` counts.
+        """
         graph = self.graph
         scale = _UNITS / (price * self.total_nbytes + self.total_seconds + 1e-12)
         flow = SimpleMaxFlow()
@@ -102,12 +104,13 @@ class HoldOrReplay:
             flow.add_arc_with_capacity(source, at("there", t), _INFINITE)
         for t in self.tensors:
             tensor, op = graph.tensors[t], graph.producers[t]
-            holds = _INFINITE if t in self.lost else int(price * tensor.nbytes * scale)
+            seconds = price * tensor.nbytes if cost is None else cost(t)
+            holds = _INFINITE if t in self.lost else int(seconds * scale)
             flow.add_arc_with_capacity(at("there", t), at("made", t), holds)
             flow.add_arc_with_capacity(at("made", t), at("op", op.id), _INFINITE)
         for o in self.ops:
             op = graph.ops[o]
-            flow.add_arc_with_capacity(at("op", o), sink, int(op.seconds * scale) if op.recomputable else _INFINITE)
+            flow.add_arc_with_capacity(at("op", o), sink, int(share * op.seconds * scale) if op.recomputable else _INFINITE)
             if op.recomputable:
                 for t in op.inputs:
                     if not self.given(t):

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_memopt.graph import BEFORE, Graph, Op, Point, Save, Tensor
 from lightning_memopt.graph.model import Kind, Phase
-from lightning_memopt.record import OpRecord, Recorder, Slot, is_plain, storage_id
+from lightning_memopt.record import OpRecord, Recorder, Slot, fills, is_plain, storage_id
 from lightning_memopt.trace.memory import CudaOps, requested_nbytes
 
 _CUDA_ROUND = 512
@@ -46,6 +46,8 @@ class _Tensor:
     storage: int
     born_at: int
     freed_at: int | None = None
+    dtype: str = ""
+    size: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -112,13 +114,18 @@ class Tracer:
         for slot in reads:
             if slot.id not in self.tensors:
                 self.adopt(slot, "input" if self.phase == "forward" else "temporary")
-        for slot, _ in made:
+        for slot, t in made:
             self._birth(slot, f"{scope}:{name}", now)
+            if fills(t):
+                born = self.tensors[slot.id]
+                born.dtype, born.size = str(t.dtype).removeprefix("torch."), tuple(t.shape)
         for old, new, _ in mutates:
             before = self.tensors.get(old.id)
             if before is not None and before.freed_at is None:
                 before.freed_at = now - 1
             self._birth(new, f"{scope}:{name}", now, version_of=old)
+            if before is not None:
+                self.tensors[new.id].dtype, self.tensors[new.id].size = before.dtype, before.size
         flops = 0
         formula = flop_registry.get(func._overloadpacket)
         if formula is not None:
@@ -280,6 +287,8 @@ class Tracer:
                 storage=ids[t.storage],
                 born_at=t.born_at,
                 freed_at=end if t.freed_at is None else max(t.freed_at, kept.get(id, -1)),
+                dtype=t.dtype,
+                size=t.size,
             )
             for id, t in sorted(self.tensors.items())
         )

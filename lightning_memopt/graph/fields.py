@@ -1,0 +1,144 @@
+"""Objects of a JSON file, read field by field and column by column. A file may come from anywhere: everything is checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NoReturn, TypeVar
+
+from lightning_memopt.errors import PlanFileError
+
+MOST = (1 << 63) - 1
+"""No count, size or id is larger."""
+
+_T = TypeVar("_T", bound=str)
+
+
+def letters(values: tuple[_T, ...]) -> dict[str, _T]:
+    """First letter -> value, of a closed set of names."""
+    return {value[0]: value for value in values}
+
+
+class Fields:
+    """One object of a file, read field by field; every reading is checked. `where` leads to it in messages."""
+
+    def __init__(self, obj: object, where: str, keys: Sequence[str], schema: int | None = None) -> None:
+        self.where = where
+        if not isinstance(obj, dict):
+            raise PlanFileError(f"{where} is {_shown(obj)}, not an object; make the file again")
+        self.obj = obj
+        if schema is not None:
+            found = obj.get("schema")
+            if type(found) is not int or found != schema:
+                raise PlanFileError(
+                    f"{where}.schema is {_shown(found)}; this version knows schema {schema} only: "
+                    "make the file again, or use the version that wrote it"
+                )
+        missing = sorted(set(keys) - set(obj))
+        unknown = sorted(str(key) for key in set(obj) - set(keys))
+        if missing or unknown:
+            raise PlanFileError(f"{where}: missing fields {missing}, unknown {_shown(unknown)}; make the file again")
+
+    def refuse(self, key: str, index: int | None, reason: str) -> NoReturn:
+        at = "" if index is None else f"[{index}]"
+        raise PlanFileError(f"{self.where}.{key}{at}: {reason}; make the file again")
+
+    def inner(self, key: str, keys: Sequence[str]) -> Fields:
+        return Fields(self.obj[key], f"{self.where}.{key}", keys)
+
+    def table(self, key: str, keys: Sequence[str], counted: str) -> tuple[Fields, int]:
+        """An object of columns, and their length: that of the column `counted`."""
+        inner = self.inner(key, keys)
+        column = inner.obj[counted]
+        if not isinstance(column, (list, str)):
+            inner.refuse(counted, None, f"{_shown(column)} is not a column")
+        return inner, len(column)
+
+    def string(self, key: str) -> str:
+        value = self.obj[key]
+        if not isinstance(value, str):
+            self.refuse(key, None, f"{_shown(value)} is not text")
+        return value
+
+    def strings(self, key: str) -> list[str]:
+        for i, value in enumerate(self._list(key, None)):
+            if not isinstance(value, str):
+                self.refuse(key, i, f"{_shown(value)} is not text")
+        return list(self.obj[key])
+
+    def integer(self, key: str, low: int = 0, high: int = MOST) -> int:
+        value = self.obj[key]
+        if type(value) is not int or not low <= value <= high:
+            self.refuse(key, None, _no_int(value, low, high))
+        return value
+
+    def ints(self, key: str, length: int | None, low: int = 0, high: int = MOST) -> list[int]:
+        """A column of `length` ints in `low .. high`."""
+        values = self._list(key, length)
+        for i, value in enumerate(values):
+            if type(value) is not int or not low <= value <= high:  # a bool is no int here
+                self.refuse(key, i, _no_int(value, low, high))
+        return values
+
+    def lists(self, key: str, length: int | None, low: int, high: int) -> list[tuple[int, ...]]:
+        """A column of `length` lists of ints in `low .. high`."""
+        rows = self._list(key, length)
+        for i, row in enumerate(rows):
+            if not isinstance(row, list):
+                self.refuse(key, i, f"{_shown(row)} is not a list")
+            for value in row:
+                if type(value) is not int or not low <= value <= high:
+                    self.refuse(key, i, _no_int(value, low, high))
+        return [tuple(row) for row in rows]
+
+    def number(self, key: str) -> float:
+        value = self.obj[key]
+        if not _is_amount(value):
+            self.refuse(key, None, f"{_shown(value)} is not a finite number of at least 0")
+        return float(value)
+
+    def floats(self, key: str, length: int) -> list[float]:
+        """A column of `length` finite numbers of at least 0."""
+        values = self._list(key, length)
+        for i, value in enumerate(values):
+            if not _is_amount(value):
+                self.refuse(key, i, f"{_shown(value)} is not a finite number of at least 0")
+        return [float(value) for value in values]
+
+    def chosen(self, key: str, length: int, values: dict[str, _T]) -> list[_T]:
+        """A column of `length` values of a closed set, written as one letter each."""
+        text = self.string(key)
+        self._same(key, len(text), length)
+        for i, letter in enumerate(text):
+            if letter not in values:
+                self.refuse(key, i, f"{_shown(letter)} is none of {', '.join(f'{k} ({v})' for k, v in values.items())}")
+        return [values[letter] for letter in text]
+
+    def _list(self, key: str, length: int | None) -> list[Any]:
+        value = self.obj[key]
+        if not isinstance(value, list):
+            self.refuse(key, None, f"{_shown(value)} is not a list")
+        if length is not None:
+            self._same(key, len(value), length)
+        return value
+
+    def _same(self, key: str, found: int, length: int) -> None:
+        if found != length:
+            self.refuse(key, None, f"{found} entries, but the columns beside it have {length}")
+
+
+def _is_amount(value: object) -> bool:
+    if type(value) is int:
+        return 0 <= value <= MOST
+    return isinstance(value, float) and math.isfinite(value) and value >= 0
+
+
+def _no_int(value: object, low: int, high: int) -> str:
+    if high < low:
+        return f"{_shown(value)} leads nowhere: there is nothing of its kind"
+    return f"{_shown(value)} is not a whole number in {low}..{high}"
+
+
+def _shown(value: object) -> str:
+    text = repr(value) if not isinstance(value, int) or value.bit_length() < 200 else "a huge number"
+    return text if len(text) <= 80 else text[:77] + "..."

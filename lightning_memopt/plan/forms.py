@@ -1,0 +1,27 @@
+"""In what form a tensor is away: in a tier, encoded on the device, or encoded in a tier.
+
+A form is written `TIER`, `CODEC` or `CODEC@TIER`. What each codec does is the runtime's business; what a plan has to know of
+it is here: how many bytes it leaves is in the life, and whether it gives back the bits that it was given.
+"""
+
+from __future__ import annotations
+
+TIERS = ("host", "disk")
+EXACT = frozenset({"", "bools"})
+"""Codecs that give back the very bits; what comes back of others only autograd may read, no replay."""
+
+
+def codec_of(form: str) -> str:
+    """The codec of a form, "" where the bytes are as they were."""
+    return "" if form in TIERS else form.partition("@")[0]
+
+
+def tier_of(form: str) -> str:
+    """The tier of a form, "" where it stays on the device."""
+    return form if form in TIERS else form.partition("@")[2]
+
+
+def is_form(form: str) -> bool:
+    """Whether the text is well formed; a codec may be unknown here."""
+    codec, at, tier = form.partition("@")
+    return bool(codec) and (tier in TIERS and codec not in TIERS if at else True)

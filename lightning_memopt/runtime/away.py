@@ -1,0 +1,118 @@
+"""Tensors that are away between forward and backward: in a tier, encoded on the device, or encoded in a tier.
+
+The bytes of a storage go away once, however often autograd saves it. What the life of a tensor is to be decides the plan; here
+is how its bytes leave and come back. Rules of lifetimes, each with a test (tests/cpu/test_away.py):
+
+A1. The device bytes are held until the copy out has ended (`wait_gone`), whoever else lets go of them before.
+A2. What is about to be overwritten waits for its copy first.
+A3. The version counter that autograd compares is that of the tensor it saved, not that of what comes back.
+A4. A copy in a tier stays until autograd has let go of every handle on it: a second backward fetches again.
+A5. What a codec gives back is shown to autograd only where it has not the very bits: no rebuild starts from it.
+A6. An exception on the way leaves nothing behind: bytes in tiers go with the last reference to this object.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from lightning_memopt.plan.forms import EXACT, codec_of, tier_of
+from lightning_memopt.record import fills
+from lightning_memopt.runtime.codecs import codec
+from lightning_memopt.runtime.tiers import Parked, Tier
+
+
+def _bytes_of(t: torch.Tensor) -> torch.Tensor:
+    """The whole storage of `t`, flat."""
+    return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
+
+
+def whole(t: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
+    """A tensor that fills the storage of `t`: itself, or of this size where that fits, else in one dimension."""
+    if fills(t):
+        return t
+    n = t.untyped_storage().nbytes() // t.element_size()
+    strides = torch.empty(size if math.prod(size) == n else (n,), device="meta").stride()
+    return torch.empty(0, dtype=t.dtype, device=t.device).set_(
+        t.untyped_storage(), 0, size if math.prod(size) == n else (n,), strides
+    )
+
+
+@dataclass
+class Depot:
+    """The tiers of one session, and what went through them: bytes both ways, seconds that a step waited for copies."""
+
+    tiers: Mapping[str, Tier] = field(default_factory=dict)
+    moved_nbytes: int = 0
+    waited_seconds: float = 0.0
+
+    def close(self) -> None:
+        for tier in self.tiers.values():
+            tier.close()
+
+
+class Away:
+    """The bytes of one storage while it is away. `t` fills its storage; `what` names it in errors.
+
+    Call everything below autograd, with dispatch modes off.
+    """
+
+    def __init__(self, depot: Depot, t: torch.Tensor, form: str, what: str) -> None:
+        self.exact = codec_of(form) in EXACT
+        self._depot = depot
+        self._size, self._stride, self._dtype, self._device = t.size(), t.stride(), t.dtype, t.device
+        self._codec = codec(codec_of(form)) if codec_of(form) else None
+        self._parked: Parked | None = None
+        self._coming: torch.Tensor | None = None
+        if self._codec is None:
+            self._here: torch.Tensor | None = _bytes_of(t)
+        else:
+            nbytes = self._codec.encoded_nbytes(tuple(t.shape), t.dtype)
+            self._here = torch.empty(nbytes, dtype=torch.uint8, device=t.device)
+            self._codec.encode(t, self._here)
+        self._nbytes = self._here.numel()
+        if tier := tier_of(form):
+            self._parked = depot.tiers[tier].store(self._here, what)
+            depot.moved_nbytes += self._nbytes
+
+    def wait_gone(self) -> None:
+        """Returns when the bytes on the device may go."""
+        if self._parked is not None and self._here is not None:
+            began = time.perf_counter()
+            self._parked.wait_stored()
+            self._depot.waited_seconds += time.perf_counter() - began
+            self._here = None
+
+    def begin(self) -> None:
+        """Begin to bring the bytes back, where they are not on the device."""
+        if self._parked is not None and self._coming is None:
+            self._coming = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
+            self._parked.fetch(self._coming)
+            self._depot.moved_nbytes += self._nbytes
+
+    def value(self) -> torch.Tensor:
+        """The tensor, on new memory; waits for it."""
+        self.begin()
+        found = self._here
+        if self._parked is not None:
+            began = time.perf_counter()
+            self._parked.wait_fetched()
+            self._depot.waited_seconds += time.perf_counter() - began
+            found, self._coming = self._coming, None
+        assert found is not None
+        if self._codec is not None:
+            out = torch.empty_strided(self._size, self._stride, dtype=self._dtype, device=self._device)
+            self._codec.decode(found, out)
+            return out
+        return torch.empty(0, dtype=self._dtype, device=self._device).set_(
+            found.untyped_storage(), 0, self._size, self._stride
+        )
+
+    def __del__(self) -> None:
+        parked = getattr(self, "_parked", None)
+        if parked is not None:
+            parked.release()
