@@ -150,5 +150,8 @@ def lower(graph: Graph, lives: Iterable[Life]) -> Schedule:
         p: (*map(Fetch, fetches.get(p, ())), *segment(graph, p, births.get(p, ()), resident))
         for p in sorted({*births, *fetches})
     }
+    for p in segments:
+        if graph.points[p].kind != "unpack" or graph.asked_at(p) not in graph.producers:
+            raise LoweringError(f"lives begin at point {p}, where autograd asks for nothing that an op of the step made")
     replayed = {step.op: p for p, steps in segments.items() for step in steps if isinstance(step, Run)}
     return Schedule(frozenset(holds), segments, {p: tuple(ts) for p, ts in frees.items()}, replayed, away)
