@@ -54,7 +54,7 @@ class Device:
     launch_seconds: float = 0.0
 
     def op_seconds(self, flops: int, nbytes: int, dtype: str = "float32") -> float:
-        """Of an op that does `flops` and reads and writes `nbytes` of the card's memory. Raises ConfigError for other dtypes."""
+        """Of an op that does `flops` and moves `nbytes` of the card's memory. Raises ConfigError for dtypes without a rate."""
         rate = self.flops_per_second.get(dtype)
         if rate is None:
             raise ConfigError(f"the profile has no FLOP rate for {dtype}, only for {', '.join(sorted(self.flops_per_second))}")
@@ -92,13 +92,15 @@ class Rates:
 
     def _link(self, tier: str) -> Link:
         if tier not in self.links:
-            raise ConfigError(f"the rates {self.name!r} have no link to a {tier} tier, only to: {', '.join(self.links) or 'none'}")
+            known = ", ".join(self.links) or "none"
+            raise ConfigError(f"the rates {self.name!r} have no link to a {tier} tier, only to: {known}")
         return self.links[tier]
 
     def _coding(self, codec: str) -> Coding:
         found = self.codecs.get(codec) or self.codecs.get(codec.rstrip("0123456789"))
         if found is None:
-            raise ConfigError(f"the rates {self.name!r} have none for the codec {codec}, only for: {', '.join(self.codecs) or 'none'}")
+            known = ", ".join(self.codecs) or "none"
+            raise ConfigError(f"the rates {self.name!r} have none for the codec {codec}, only for: {known}")
         return found
 
     def to_json(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """How fast this machine's tiers and codecs are: a few real copies of two sizes each way, in less than a second.
 
-A copy of n bytes is taken to last `latency + n / rate`: medians at two sizes give both. Codecs are given whatever they accept of
+A copy of n bytes is taken to last `latency + n / rate`: medians at two sizes give both. Codecs are given what they accept of
 float32, bfloat16 and bool. Bytes per second everywhere; for codecs, bytes of what is decoded.
 """
 
@@ -57,8 +57,8 @@ def measure(
 ) -> Rates:
     """The rates of these tiers and codecs on this machine, measured for about `seconds` in all.
 
-    A tier needs room for one copy; one that has none, or fails, raises its OffloadError. A codec that accepts no float32, bfloat16 or
-    bool is left out.
+    A tier needs room for one copy; one that has none, or fails, raises its OffloadError. A codec that accepts none of float32,
+    bfloat16 and bool is left out.
     """
     device, tiers, codecs = torch.device(device), tuple(tiers), tuple(codecs)
     share = seconds / max(1, len(tiers) + len(codecs))
@@ -73,7 +73,7 @@ def measure(
 
 
 def fit(small: int, small_seconds: float, large: int, large_seconds: float) -> tuple[float, float]:
-    """(bytes per second, latency) of copies that took so long, from the line through both; a line through 0 where noise leaves none."""
+    """(bytes per second, latency): the line through two copies that took so long, or one through 0 where noise leaves none."""
     slope = (large_seconds - small_seconds) / (large - small) if large > small else 0.0
     latency = small_seconds - small * slope
     if slope <= 0 or latency < 0:

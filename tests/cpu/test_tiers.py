@@ -53,7 +53,7 @@ def back(parked: Any) -> torch.Tensor:
 
 
 def test_a_thousand_copies_in_any_order_are_bit_equal(make: Any) -> None:
-    """Random sizes, several fetches of one, releases before and after copies have ended; the tier never overflows its capacity."""
+    """Random sizes, several fetches of one, releases before and after copies have ended."""
     draw = random.Random(0)
     tier = make(40 * 4096)
     parked: list[tuple[Any, torch.Tensor]] = []
@@ -101,7 +101,14 @@ def test_a_full_tier_says_what_is_full_and_by_how_much(make: Any) -> None:
     source = random_bytes(8192, 1)
     with pytest.raises(OffloadError) as error:
         tier.store(source, "blocks.1.mlp")
-    for word in ("blocks.1.mlp", tier.name, "8192 bytes", "8.00 KiB of 12.00 KiB in use", "4.00 KiB", "more bytes, or offload less"):
+    for word in (
+        "blocks.1.mlp",
+        tier.name,
+        "8192 bytes",
+        "8.00 KiB of 12.00 KiB in use",
+        "4.00 KiB",
+        "more bytes, or offload less",
+    ):
         assert word in str(error.value)
     assert isinstance(error.value, MemOptError) and torch.equal(source, random_bytes(8192, 1))
     first.wait_stored()

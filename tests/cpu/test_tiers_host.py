@@ -33,6 +33,7 @@ def race(monkeypatch: Any, seed: int, broken: str = "") -> tuple[int, int]:
     tier = HostTier(6 * 512, CPU, streams=streams)
     memory = [torch.zeros(512, dtype=torch.uint8) for _ in range(4)]
     parked: list[tuple[Any, torch.Tensor]] = []
+    late: list[tuple[torch.Tensor, torch.Tensor]] = []
     checks: list[bool] = []
 
     def expect(t: torch.Tensor, value: torch.Tensor) -> None:
@@ -41,18 +42,26 @@ def race(monkeypatch: Any, seed: int, broken: str = "") -> tuple[int, int]:
     for i in range(150):
         place, value = draw.choice(memory), random_bytes(512, 1000 * seed + i)
         if len(parked) < 5 and draw.random() < 0.5:
+            how = draw.choice(["wait", "wait", "ask", "hold"])
+            place = torch.zeros(512, dtype=torch.uint8) if how == "hold" else place
             streams.queue(lambda place=place, value=value: place.copy_(value))
             one = tier.store(place, f"tensor {i}")
             streams.some()
-            if draw.random() < 0.8:
+            if how == "wait":
                 one.wait_stored()
-            else:
-                while not one.stored():
-                    streams.step()
-            streams.queue(lambda place=place: place.fill_(0))  # another tensor's now
+            while how == "ask" and not one.stored():
+                streams.step()
+            if how != "hold":
+                streams.queue(lambda place=place: place.fill_(0))  # another tensor's now
             parked.append((one, value))
         elif parked:
             one, value = draw.choice(parked)
+            if draw.random() < 0.3:  # nobody waits for what comes back, and its place in the tier is given away
+                late.append((torch.zeros(512, dtype=torch.uint8), value))
+                one.fetch(late[-1][0])
+                one.release()
+                parked[:] = [p for p in parked if p[0] is not one]
+                continue
             mark = random_bytes(512, i)
             streams.queue(lambda place=place, mark=mark: place.copy_(mark))
             expect(place, mark)  # whoever had this memory before reads it once more
@@ -65,6 +74,7 @@ def race(monkeypatch: Any, seed: int, broken: str = "") -> tuple[int, int]:
                 one.release()
         streams.some()
     streams.drain()
+    checks += [torch.equal(out, value) for out, value in late]
     for one, _ in parked:
         one.release()
     assert tier.used_nbytes == 0 and (streams.lost > 0) is bool(broken)
@@ -87,7 +97,11 @@ def test_each_wait_is_needed(monkeypatch: Any, broken: str) -> None:
 def staged(seed: int, nbytes: int, broken: str = "") -> bool:
     """Whether bytes that pass through two small pieces of host memory arrive, both ways."""
     streams = Streams(seed, broken)
-    value, source, out = random_bytes(nbytes, seed), torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
+    value, source, out = (
+        random_bytes(nbytes, seed),
+        torch.zeros(nbytes, dtype=torch.uint8),
+        torch.zeros(nbytes, dtype=torch.uint8),
+    )
     disk = bytearray(nbytes)
     staging = [Staging(CPU, 64, streams), Staging(CPU, 64, streams)]
     with pytest.MonkeyPatch.context() as patch:

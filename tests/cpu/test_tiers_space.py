@@ -50,7 +50,7 @@ def test_beside_a_map_of_all_units(align: int) -> None:
                 taken.append((offset, nbytes))
         assert space.used_nbytes == free.count(False) * align
         assert space.largest_nbytes == max(runs(free), default=(0, 0))[0] * align
-    assert refused > 100 and len(taken) > 3
+    assert refused > 100
     for offset, nbytes in taken:
         space.give(offset, nbytes)
     assert space.largest_nbytes == space.capacity_nbytes == units * align and space.used_nbytes == 0

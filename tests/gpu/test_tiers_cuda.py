@@ -60,7 +60,7 @@ def test_every_edge_is_ordered(tier: Any) -> None:
 
 
 def test_memory_is_the_devices_again(tier: Any) -> None:
-    """What is freed after `wait_stored` is used by the next tensor on the stream, and nothing of it is reserved a second time."""
+    """What is freed after `wait_stored` is used by the next tensor on the stream."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     base = torch.cuda.memory_allocated()

@@ -1,4 +1,4 @@
-"""Where offloaded bytes go: page-locked host memory, and a file. Tiers move whole storages; what moves, and when, is the plan's."""
+"""Where offloaded bytes go: page-locked host memory, and a file. Tiers move whole storages; what and when, the plan says."""
 
 from lightning_memopt.runtime.tiers.base import Parked, Tier
 from lightning_memopt.runtime.tiers.disk import DiskTier

@@ -5,11 +5,12 @@ Rules, each with a test (`T3` in the code leads here):
 T1. A copy out begins after what was queued on the current stream when `store` was called, so after the op that wrote the bytes.
 T2. The source is held by what is parked until its copy is known to have ended, and is let go of then; no `record_stream`: that
     would return the bytes to the allocator at a time nobody knows, and a budget could not be predicted.
-T3. A copy back begins after the copy out has ended, and after what was queued on the current stream when `fetch` was called: what
-    used the memory of `out` before is done with it.
+T3. A copy back begins after the copy out has ended, and after what was queued on the current stream when `fetch` was called:
+    what used the memory of `out` before is done with it.
 T4. `wait_stored` and `wait_fetched` order the stream that is current when they are called. Memory belongs to the stream it was
     allocated on: call them on that one.
-T5. Bytes of a tier are given to another tensor only when no copy from or to them is on its way, or in an order that streams keep.
+T5. Bytes of a tier are given to another tensor only when no copy from or to them is on its way, or in an order that streams
+    keep.
 T6. A failure raises OffloadError where the copy is waited for, or asked whether it ended; what could not be stored is still the
     caller's. After a failed copy back, `fetch` may be tried again.
 T7. Every wait may be interrupted and taken up again. `close` may be called twice, and leaves no thread, file or locked page.
@@ -61,7 +62,7 @@ class Tier(Protocol):
     def capacity_nbytes(self) -> int: ...
 
     def store(self, t: Tensor, what: str) -> Parked:
-        """Begin to copy `t`, flat uint8, a whole storage; `what` names it in errors. Raises OffloadError where there is no room."""
+        """Begin to copy `t`, flat uint8, a whole storage; `what` names it in errors. Raises OffloadError without room."""
 
     def close(self) -> None:
         """Wait for what is on its way and give everything back."""
@@ -73,6 +74,11 @@ def check_flat(t: Tensor, nbytes: int | None = None) -> None:
         raise ValueError(f"a tier moves flat uint8, not {t.dtype} of size {tuple(t.shape)} and stride {t.stride()}")
     if nbytes is not None and t.numel() != nbytes:
         raise ValueError(f"{nbytes} bytes are parked, but what they shall be copied to has {t.numel()}")
+
+
+def buffer(t: Tensor) -> memoryview:
+    """The memory of a flat tensor of the CPU, not a copy."""
+    return memoryview(t.numpy())  # type: ignore[arg-type]  # numpy's arrays are buffers from Python 3.12 on, for the stubs
 
 
 def check_process(tier: str, pid: int) -> None:

@@ -1,8 +1,9 @@
 """The disk tier: a file, one thread that writes and one that reads. For any device.
 
-On the CPU the system writes straight from the tensor's memory and reads straight into it; from a device, bytes pass through `Staging`.
-A copy ends on its thread, so a wait of the host is all the order there is (T1 and T3 by an event where the device has streams).
-What the system keeps of the file in memory (its page cache) it gives back when others need it; a directory in memory (tmpfs) is memory.
+On the CPU the system writes straight from the tensor's memory and reads straight into it; from a device, bytes pass through
+`Staging`. A copy ends on its thread, so a wait of the host is all the order there is (T1 and T3 by an event, where the device
+has streams). What the system keeps of the file in memory (its page cache) it gives back when others need it; a directory
+in memory (tmpfs) is memory.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_memopt.errors import OffloadError
-from lightning_memopt.runtime.tiers.base import check_flat, check_process, closed, full, usage
+from lightning_memopt.runtime.tiers.base import buffer, check_flat, check_process, closed, full, usage
 from lightning_memopt.runtime.tiers.scratch import Scratch
 from lightning_memopt.runtime.tiers.space import Space
 from lightning_memopt.runtime.tiers.staging import Staging
@@ -29,7 +30,7 @@ ALIGN_NBYTES = 4096
 
 
 class DiskTier:
-    """`capacity_nbytes` in a file without a name in `directory` (the system's for temporary files, if None). Raises OffloadError."""
+    """`capacity_nbytes` in a file without a name in `directory` (the system's for temporary files). Raises OffloadError."""
 
     name = "disk"
 
@@ -107,7 +108,7 @@ class DiskTier:
             return not self._closing and (parked.copies > 1 or not parked.released)
 
     def release(self, parked: _DiskParked) -> None:
-        """T5. May be called by a destructor anywhere, also inside the lock: what cannot be done now is done by who takes it next."""
+        """T5. May be called by a destructor, also inside the lock: what cannot be done now is done by who takes it next."""
         self._released.append(parked)
         if self._lock.acquire(blocking=False):
             try:
@@ -168,7 +169,7 @@ class _DiskParked:
             if not tier.wanted(self):
                 raise closed(tier.name, self.what) if tier._closing else OffloadError(f"{self.what} was released")
             if tier.staging is None:
-                tier.file.write(memoryview(t.numpy()), self.offset)
+                tier.file.write(buffer(t), self.offset)
             else:
                 tier.staging[0].out(t, ready, lambda data, at: tier.file.write(data, self.offset + at))
         finally:
@@ -181,7 +182,7 @@ class _DiskParked:
             if self._store.error is not None:
                 raise tier.failed(self, self._store.error, "to")
             if tier.staging is None:
-                tier.file.read(memoryview(out.numpy()), self.offset)
+                tier.file.read(buffer(out), self.offset)
             else:
                 tier.staging[1].back(out, ready, lambda into, at: tier.file.read(into, self.offset + at))
         finally:

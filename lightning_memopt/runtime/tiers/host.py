@@ -1,7 +1,7 @@
 """The host tier: page-locked host memory, a stream for each direction, events instead of waiting (Dymem, HPDC 2020, 3.2).
 
-Nothing here waits on the host: order between streams is all that copies need. On the CPU the same code copies from memory to memory,
-which saves nothing, and shows that what goes out is what comes back.
+Nothing here waits on the host: order between streams is all that copies need. On the CPU the same code copies from memory to
+memory, which saves nothing, and shows that what goes out is what comes back.
 """
 
 from __future__ import annotations

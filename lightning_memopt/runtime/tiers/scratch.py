@@ -1,8 +1,8 @@
 """A file of a fixed size that has no name: it is gone with its last descriptor, so also where the process is killed.
 
 Linux: `O_TMPFILE`, or unlinked at once where the file system has none (`tempfile.TemporaryFile` tries both), and the space is
-reserved by `posix_fallocate`. macOS: unlinked at once, reserved by writing zeros. Windows: the system deletes the file with its last
-handle (`O_TEMPORARY`), and as it has no positional reads, a lock keeps seek and read together.
+reserved by `posix_fallocate`. macOS: unlinked at once, reserved by writing zeros. Windows: the system deletes the file with its
+last handle (`O_TEMPORARY`), and as it has no positional reads, a lock keeps seek and read together.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which bytes of a pool are free: best fit, lowest address first, neighbours joined at once. Knows nothing of what the bytes are."""
+"""Which bytes of a pool are free: best fit, lowest address first, neighbours joined at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a device to a file and back, through two small pieces of page-locked memory: one is copied while the other is written."""
+"""From a device to a file and back, through two small pieces of page-locked memory: one is copied, the other written."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_memopt.runtime.tiers import streams as streams_module
+from lightning_memopt.runtime.tiers.base import buffer
 from lightning_memopt.runtime.tiers.streams import HostPool, queued_on, streams_of
 
 PIECE_NBYTES = 8 << 20
@@ -18,7 +19,7 @@ Move = Callable[[memoryview, int], None]
 
 
 class Staging:
-    """One direction of a device's disk tier: a stream and two pieces. Only its worker calls it, so one copy is on its way at a time."""
+    """One direction of a device's disk tier: a stream and two pieces. Only its worker calls it: one copy at a time."""
 
     def __init__(self, device: torch.device, piece_nbytes: int = PIECE_NBYTES, streams: Any = None) -> None:
         self.streams = streams or streams_of(device)
@@ -46,7 +47,7 @@ class Staging:
 
     def _write(self, t: Tensor, k: int, start: int, write: Move) -> None:
         self.events[k % 2].synchronize()
-        write(memoryview(self.pieces[k % 2][: t.numel() - start].numpy()), start)
+        write(buffer(self.pieces[k % 2][: t.numel() - start]), start)
 
     def back(self, out: Tensor, ready: Any, read: Move) -> None:
         """Read all of `out`, whose memory is free when `ready` has passed. Ends when it is there."""
@@ -58,7 +59,7 @@ class Staging:
                     self.events[k % 2].synchronize()  # what was in this piece has left it
                 part = out[start : start + size]
                 piece = self.pieces[k % 2][: part.numel()]
-                read(memoryview(piece.numpy()), start)
+                read(buffer(piece), start)
                 streams_module.copy(part, piece)
                 self.events[k % 2].record(self.stream)
             for event in self.events:

@@ -1,4 +1,4 @@
-"""Streams, events and page-locked memory of a device. On the CPU torch has streams and events that do nothing: copies happen at once."""
+"""Streams, events and page-locked memory of a device. Torch's streams and events of the CPU do nothing."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def copy(to: Tensor, of: Tensor) -> None:
 class HostPool:
     """`nbytes` of host memory, taken once, which a CUDA device copies from and to by itself while the host goes on.
 
-    The pages are registered with the driver: torch's own page-locked memory is rounded up to a power of two. Where pages cannot be
-    locked (`ulimit -l`, containers, WSL), the memory is pageable, with one warning: copies then hold up the host, numbers are the same.
-    Raises OffloadError for more than the machine has, or has left.
+    The pages are registered with the driver: torch's own page-locked memory is rounded up to a power of two. Where pages cannot
+    be locked (`ulimit -l`, containers, WSL), the memory is pageable, with one warning: copies then hold up the host, numbers
+    are the same. Raises OffloadError for more than the machine has, or has left.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -62,14 +62,14 @@ class HostPool:
                 f"{nbytes} bytes ({format_nbytes(nbytes)}) of host memory were asked for, and {room} bytes "
                 f"({format_nbytes(room)}) are left on this machine; ask for less"
             )
-        self.bytes = torch.empty(nbytes, dtype=torch.uint8)
+        self.bytes = torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # whatever the default device is
         locked = nbytes > 0 and device.type == "cuda" and _lock(self.bytes)
         self._unlock = weakref.finalize(self, _unlock, os.getpid(), self.bytes, locked)
 
     def close(self) -> None:
         """Give the memory back; no copy may be on its way."""
         self._unlock()
-        self.bytes = torch.empty(0, dtype=torch.uint8)
+        self.bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _lock(memory: Tensor) -> bool:
