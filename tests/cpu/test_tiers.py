@@ -189,6 +189,17 @@ def test_a_closed_tier_says_so_and_may_be_closed_again(make: Any) -> None:
     one.release()
 
 
+def test_two_threads_that_release_at_once_give_it_back_once(make: Any) -> None:
+    tier = make(4 * 4096)
+    one, other = (tier.store(random_bytes(4096, i), f"tensor {i}") for i in range(2))
+    for parked in (one, other):
+        parked.wait_stored()
+    one.release()
+    tier.release(one)  # as the thread that had asked whether it was released before the other one said so
+    tier.release(one)
+    assert tier.used_nbytes == 4096 and torch.equal(back(other), random_bytes(4096, 1))
+
+
 def test_what_is_forgotten_is_given_back(make: Any) -> None:
     """Parked things that nobody releases, and a tier that nobody closes (an exception in between, an interpreter that ends)."""
     before = threading.active_count()
@@ -223,6 +234,9 @@ def test_a_forked_process_owns_nothing(make: Any) -> None:
                     told += "belongs to process" in str(error)
             one.release()
             tier.close()
+            if isinstance(tier, DiskTier):
+                tier._finalizer()  # where the child ends as an interpreter does
+                os.fstat(tier.file._file.fileno())
             code = 0 if told == 3 else 2
         finally:
             os._exit(code)

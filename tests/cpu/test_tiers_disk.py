@@ -19,6 +19,8 @@ import torch
 
 from lightning_memopt.errors import OffloadError
 from lightning_memopt.runtime.tiers import DiskTier
+from lightning_memopt.runtime.tiers.base import buffer
+from lightning_memopt.runtime.tiers.scratch import Scratch
 from tests.cpu.test_tiers import back
 from tests.cpu.test_tiers_host import random_bytes
 
@@ -155,6 +157,46 @@ def test_without_positional_reads_the_same_bytes_come_back(tmp_path: Path, monke
         one.wait_fetched()
         assert torch.equal(outs[i], random_bytes(4000, i))
     tier.close()
+
+
+def test_without_positional_reads_threads_do_not_move_each_others_place(tmp_path: Path, monkeypatch: Any) -> None:
+    for name in ("pwrite", "preadv"):
+        monkeypatch.delattr(os, name)
+    file = Scratch(2 * 4096, tmp_path)
+    values = random_bytes(4096, 0), random_bytes(4096, 1)
+    for i, value in enumerate(values):
+        file.write(buffer(value), i * 4096)
+
+    def write() -> None:
+        while not ended:
+            file.write(buffer(values[1]), 4096)
+
+    ended: list[bool] = []
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=write)
+    thread.start()
+    out = torch.empty(4096, dtype=torch.uint8)
+    try:
+        for _ in range(500):
+            file.read(buffer(out), 0)
+            assert torch.equal(out, values[0])
+    finally:
+        ended.append(True)
+        thread.join()
+        sys.setswitchinterval(interval)
+        file.close()
+
+
+def test_a_copy_that_comes_while_the_tier_closes_is_refused(tier: Any) -> None:
+    """Behind the last one that the threads read, it would be waited for without end."""
+    one = tier.store(random_bytes(10), "before")
+    tier.close()
+    tier.check = lambda what: None  # as for one that had asked just before
+    with pytest.raises(OffloadError, match="between: the disk tier is closed"):
+        tier.store(random_bytes(10), "between")
+    with pytest.raises(OffloadError, match="before: the disk tier is closed"):
+        one.fetch(torch.empty(10, dtype=torch.uint8))
 
 
 def test_the_source_is_held_until_it_is_written_and_no_longer(tier: Any, monkeypatch: Any) -> None:

@@ -135,6 +135,7 @@ def test_memory_is_held_until_its_copy_has_ended_and_no_longer(monkeypatch: Any)
     polled, waited, released, fetched = (tier.store(random_bytes(512), f"tensor {i}") for i in range(4))
     sources = [weakref.ref(one.source) for one in (polled, waited, released, fetched)]
     released.release()
+    assert tier.used_nbytes == 3 * 512
     assert all(source() is not None for source in sources) and not polled.stored()
     waited.wait_stored()
     assert sources[1]() is None, "what comes next on this stream comes after the copy"
@@ -148,9 +149,11 @@ def test_memory_is_held_until_its_copy_has_ended_and_no_longer(monkeypatch: Any)
     polled.fetch(outs[2])
     polled.release()
     del outs, out
+    assert tier.used_nbytes == 1024
     assert [out() is not None for out in held] == [False, False, True]
     streams.drain()
-    assert tier.used_nbytes == 1024 and held[2]() is None
+    waited.stored()
+    assert held[2]() is None, "any question lets go of what has ended"
     tier.close()
 
 

@@ -42,9 +42,6 @@ class Scratch:
                 f"the disk tier cannot reserve {nbytes} bytes ({format_nbytes(nbytes)}) in {where!r}: {reason}; "
                 "give it fewer bytes, or a directory on a larger disk"
             ) from error
-        except BaseException:
-            self._file.close()
-            raise
 
     def _reserve(self, nbytes: int) -> None:
         reserve = getattr(os, "posix_fallocate", None)

@@ -55,4 +55,3 @@ class Worker:
 def _work(copies: SimpleQueue[Copy | None]) -> None:
     while (copy := copies.get()) is not None:
         copy.run()
-        del copy  # while the thread waits for the next one, it holds nothing
