@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memopt.errors import MemOptError, OffloadError
 from lightning_memopt.runtime.tiers import DiskTier, HostTier, Tier
@@ -242,3 +243,29 @@ def test_a_forked_process_owns_nothing(make: Any) -> None:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert torch.equal(back(one), value) and tier.used_nbytes > 0
+
+
+class Refusing(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} was seen by a mode")
+
+
+def test_nobody_sees_the_copies(make: Any) -> None:
+    """No dispatch mode (the recorder is one) and no version counter of a source; nothing depends on the default device."""
+    torch.set_default_device("meta")
+    try:
+        tier = make(8192)
+    finally:
+        torch.set_default_device(None)
+    with torch.inference_mode():
+        inference = random_bytes(3000)
+    for source in (inference, random_bytes(3000)):
+        out = torch.zeros(3000, dtype=torch.uint8)
+        with Refusing():
+            one = tier.store(source, "unseen")
+            one.wait_stored()
+            one.fetch(out)
+            one.wait_fetched()
+            one.release()
+        assert torch.equal(out, source)
+        assert source.is_inference() or source._version == 0

@@ -37,7 +37,7 @@ def marked(streams: Any, stream: Any) -> Any:
 
 @contextlib.contextmanager
 def queued_on(streams: Any, stream: Any) -> Iterator[None]:
-    """What this block does to tensors is queued on `stream`, seen by no dispatch mode, and no version counter moves."""
+    """What this block does to tensors is queued on `stream`, and seen by no dispatch mode and not by autograd."""
     with below_autograd(), streams.stream(stream):
         yield
 
