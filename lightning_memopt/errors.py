@@ -54,3 +54,7 @@ class AlreadyAttachedError(MemOptError):
 
 class ReplayMismatchError(MemOptError, RuntimeError):
     """An op run again gave other bits than in the forward pass; raised before anything is updated."""
+
+
+class OffloadError(MemOptError, RuntimeError):
+    """A tensor could not be moved to a tier, or back: no room, a failed copy, or a tier that is closed."""

@@ -1,0 +1,185 @@
+"""How fast bytes move and ops run on a machine: measured (`trace/link.py`), or from a profile that comes with the package.
+
+A copy of n bytes takes `latency + n / rate`, a codec `n / rate` for n decoded bytes, an op of a recorded trace on another card
+`max(flops / rate, bytes / bandwidth) + launch` (the roofline). Rates are bytes and FLOPs per second; `sources` says where each
+number comes from.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_memopt import jsonio
+from lightning_memopt.errors import ConfigError, PlanFileError
+from lightning_memopt.graph.codec import Fields
+
+FORMAT = "lightning_memopt.rates"
+SCHEMA = 1
+
+PROFILES = Path(__file__).parent.parent / "profiles"
+
+_FIELDS = ("format", "schema", "name", "links", "codecs", "device", "sources")
+_DEVICE = ("nbytes", "flops_per_second", "bytes_per_second", "launch_seconds")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """Copies between the device and one tier. `out` is away from the device."""
+
+    out_bytes_per_second: float
+    in_bytes_per_second: float
+    out_latency_seconds: float = 0.0
+    in_latency_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coding:
+    """One codec, or one family of codecs; bytes are those of the decoded tensor."""
+
+    encode_bytes_per_second: float
+    decode_bytes_per_second: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """A card: what ops of a trace that was recorded elsewhere would take on it. `flops_per_second` is by dtype ("float32")."""
+
+    nbytes: int
+    flops_per_second: Mapping[str, float]
+    bytes_per_second: float
+    launch_seconds: float = 0.0
+
+    def op_seconds(self, flops: int, nbytes: int, dtype: str = "float32") -> float:
+        """Of an op that does `flops` and moves `nbytes` of the card's memory. Raises ConfigError for dtypes without a rate."""
+        rate = self.flops_per_second.get(dtype)
+        if rate is None:
+            raise ConfigError(f"the profile has no FLOP rate for {dtype}, only for {', '.join(sorted(self.flops_per_second))}")
+        return max(flops / rate, nbytes / self.bytes_per_second) + self.launch_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Links by tier, codecs by name or family ("block" stands for "block4" to "block16"), and the card, where it is known."""
+
+    name: str
+    links: Mapping[str, Link] = field(default_factory=dict)
+    codecs: Mapping[str, Coding] = field(default_factory=dict)
+    device: Device | None = None
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Field -> where its number comes from."""
+
+    def out_seconds(self, tier: str, nbytes: int) -> float:
+        link = self._link(tier)
+        return link.out_latency_seconds + nbytes / link.out_bytes_per_second if nbytes else 0.0
+
+    def in_seconds(self, tier: str, nbytes: int) -> float:
+        link = self._link(tier)
+        return link.in_latency_seconds + nbytes / link.in_bytes_per_second if nbytes else 0.0
+
+    def encode_seconds(self, codec: str, nbytes: int) -> float:
+        return nbytes / self._coding(codec).encode_bytes_per_second
+
+    def decode_seconds(self, codec: str, nbytes: int) -> float:
+        return nbytes / self._coding(codec).decode_bytes_per_second
+
+    def knows(self, codec: str) -> bool:
+        """Whether there is a rate for the codec."""
+        return codec in self.codecs or codec.rstrip("0123456789") in self.codecs
+
+    def _link(self, tier: str) -> Link:
+        if tier not in self.links:
+            known = ", ".join(self.links) or "none"
+            raise ConfigError(f"the rates {self.name!r} have no link to a {tier} tier, only to: {known}")
+        return self.links[tier]
+
+    def _coding(self, codec: str) -> Coding:
+        found = self.codecs.get(codec) or self.codecs.get(codec.rstrip("0123456789"))
+        if found is None:
+            known = ", ".join(self.codecs) or "none"
+            raise ConfigError(f"the rates {self.name!r} have none for the codec {codec}, only for: {known}")
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        return {"format": FORMAT, "schema": SCHEMA} | asdict(self)
+
+    @classmethod
+    def from_json(cls, obj: object) -> Rates:
+        """Raises PlanFileError with the field, and the reason."""
+        if not isinstance(obj, dict) or obj.get("format") != FORMAT:
+            found = repr(obj.get("format"))[:80] if isinstance(obj, dict) else type(obj).__name__
+            raise PlanFileError(f'"format" is {found}, not "{FORMAT}": this is no file of rates; give the path of one')
+        top = Fields(obj, "rates", _FIELDS, SCHEMA)
+        return cls(
+            name=top.string("name"),
+            links={key: Link(**_positive(top, f"links.{key}", value, Link)) for key, value in _table(top, "links")},
+            codecs={key: Coding(**_positive(top, f"codecs.{key}", value, Coding)) for key, value in _table(top, "codecs")},
+            device=None if obj["device"] is None else _device(top),
+            sources={key: Fields({key: text}, "rates.sources", (key,)).string(key) for key, text in _table(top, "sources")},
+        )
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write a file that `read` reads, whole or not at all. Raises PlanFileError."""
+        obj = self.to_json()
+        self.from_json(obj)
+        jsonio.write(path, obj, indent=1)
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Rates:
+        """The rates in the file at `path`. Raises PlanFileError."""
+        obj = jsonio.read(path)
+        try:
+            return cls.from_json(obj)
+        except PlanFileError as error:
+            raise PlanFileError(f"{os.fspath(path)!r}: {error}") from error
+
+
+def profiles() -> tuple[str, ...]:
+    """The names of the profiles that come with the package."""
+    return tuple(sorted(path.stem for path in PROFILES.glob("*.json")))
+
+
+def profile(name: str) -> Rates:
+    """A profile that comes with the package. Raises ConfigError for other names."""
+    if name not in profiles():
+        raise ConfigError(f"there is no profile {name!r}; there are {', '.join(profiles())}")
+    return Rates.read(PROFILES / f"{name}.json")
+
+
+def _table(fields: Fields, key: str) -> list[tuple[str, Any]]:
+    value = fields.obj[key]
+    if not isinstance(value, dict):
+        fields.refuse(key, None, "not an object")
+    return list(value.items())
+
+
+def _positive(top: Fields, where: str, value: object, of: type[Link] | type[Coding]) -> dict[str, float]:
+    """The fields of a link or a codec; all but latencies are above 0."""
+    keys = tuple(of.__dataclass_fields__)
+    inner = Fields(value, f"{top.where}.{where}", keys)
+    found = {key: inner.number(key) for key in keys}
+    for key, number in found.items():
+        if number == 0 and not key.endswith("latency_seconds"):
+            inner.refuse(key, None, "0, which would take forever")
+    return found
+
+
+def _device(top: Fields) -> Device:
+    inner = top.inner("device", _DEVICE)
+    table = _table(inner, "flops_per_second")
+    rates = Fields(dict(table), f"{inner.where}.flops_per_second", tuple(key for key, _ in table))
+    device = Device(
+        nbytes=inner.integer("nbytes", low=1),
+        flops_per_second={key: rates.number(key) for key, _ in table},
+        bytes_per_second=inner.number("bytes_per_second"),
+        launch_seconds=inner.number("launch_seconds"),
+    )
+    for key, number in device.flops_per_second.items():
+        if number == 0:
+            rates.refuse(key, None, "0, which would take forever")
+    if device.bytes_per_second == 0:
+        inner.refuse("bytes_per_second", None, "0, which would take forever")
+    return device

@@ -1,0 +1,8 @@
+"""Where offloaded bytes go: page-locked host memory, and a file. Tiers move whole storages; what and when, the plan says."""
+
+from lightning_memopt.runtime.tiers.base import Parked, Tier
+from lightning_memopt.runtime.tiers.disk import DiskTier
+from lightning_memopt.runtime.tiers.host import HostTier
+from lightning_memopt.runtime.tiers.space import Space
+
+__all__ = ["DiskTier", "HostTier", "Parked", "Space", "Tier"]

@@ -1,0 +1,237 @@
+"""The disk tier: a file, one thread that writes and one that reads. For any device.
+
+On the CPU the system writes straight from the tensor's memory and reads straight into it; from a device, bytes pass through
+`Staging`. A copy ends on its thread, so a wait of the host is all the order there is (T1 and T3 by an event, where the device
+has streams). What the system keeps of the file in memory (its page cache) it gives back when others need it; a directory
+in memory (tmpfs) is memory.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import deque
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_memopt.errors import OffloadError
+from lightning_memopt.runtime.tiers.base import buffer, check_flat, check_process, closed, full, usage
+from lightning_memopt.runtime.tiers.scratch import Scratch
+from lightning_memopt.runtime.tiers.space import Space
+from lightning_memopt.runtime.tiers.staging import Staging
+from lightning_memopt.runtime.tiers.streams import marked
+from lightning_memopt.runtime.tiers.worker import Copy, Worker
+
+ALIGN_NBYTES = 4096
+
+
+class DiskTier:
+    """`capacity_nbytes` in a file without a name in `directory` (the system's for temporary files). Raises OffloadError."""
+
+    name = "disk"
+
+    def __init__(
+        self,
+        capacity_nbytes: int,
+        directory: str | os.PathLike[str] | None = None,
+        device: torch.device | str = "cpu",
+        *,
+        staging: tuple[Staging, Staging] | None = None,
+    ) -> None:
+        self.device = torch.device(device)
+        self._space = Space(capacity_nbytes, ALIGN_NBYTES)
+        self.capacity_nbytes = self._space.capacity_nbytes
+        self.file = Scratch(self.capacity_nbytes, directory)
+        if staging is None and self.device.type != "cpu":
+            staging = Staging(self.device), Staging(self.device)
+        self.staging = staging
+        self._writer, self._reader = Worker("memopt-io-out"), Worker("memopt-io-in")
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._released: deque[_DiskParked] = deque()
+        self._closing = False
+        self._held = self._pid, self.file, self._writer, self._reader, staging
+        self._finalizer = weakref.finalize(self, _end, *self._held)
+
+    @property
+    def used_nbytes(self) -> int:
+        """Bytes that are taken, in multiples of 4096."""
+        with self._lock:
+            self._reclaim()
+            return self._space.used_nbytes
+
+    def store(self, t: Tensor, what: str) -> _DiskParked:
+        self.check(what)
+        check_flat(t)
+        nbytes, offset = t.numel(), 0
+        if nbytes:
+            with self._lock:
+                self._reclaim()
+                found = self._space.take(nbytes)
+                if found is None:
+                    raise full(self.name, what, nbytes, self._space)
+                offset = found
+        return _DiskParked(self, t, what, offset)
+
+    def close(self) -> None:
+        if os.getpid() == self._pid:
+            with self._lock:
+                self._closing = True  # what waits to be written is not; what is being copied is
+            _end(*self._held)
+            self._finalizer.detach()
+
+    def check(self, what: str) -> None:
+        check_process(self.name, self._pid)
+        if self._closing:
+            raise closed(self.name, what)
+
+    def submit(self, parked: _DiskParked, copy: Copy, *, out: bool) -> None:
+        with self._lock:
+            if self._closing:  # the threads read nothing any more
+                raise closed(self.name, parked.what)
+            parked.copies += 1
+            (self._writer if out else self._reader).submit(copy)
+
+    def ended(self, parked: _DiskParked) -> None:
+        """A copy of this one has ended."""
+        with self._lock:
+            parked.copies -= 1
+            self._reclaim()
+
+    def wanted(self, parked: _DiskParked) -> bool:
+        """Whether anyone can still ask for what is about to be written."""
+        with self._lock:
+            return not self._closing and (parked.copies > 1 or not parked.released)
+
+    def release(self, parked: _DiskParked) -> None:
+        """T5. May be called by a destructor, also inside the lock: what cannot be done now is done by who takes it next."""
+        self._released.append(parked)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._reclaim()
+            finally:
+                self._lock.release()
+
+    def _reclaim(self) -> None:
+        for _ in range(len(self._released)):
+            parked = self._released.popleft()
+            if parked.copies:
+                self._released.append(parked)
+            elif parked.nbytes and not parked.given:
+                parked.given = True
+                self._space.give(parked.offset, parked.nbytes)
+
+    def failed(self, parked: _DiskParked, error: BaseException, verb: str) -> OffloadError:
+        """What to raise for the error of a copy "to" or "from" the tier (T6)."""
+        if isinstance(error, OffloadError):
+            return OffloadError(str(error))
+        with self._lock:
+            use = usage(self._space)
+        reason = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+        lost = "Nothing is lost, it is still on the device" if verb == "to" else "Nothing has been updated in this step"
+        return OffloadError(
+            f"{parked.what}: copying {parked.nbytes} bytes {verb} the disk tier failed: {reason} ({use}). "
+            f"{lost}; see to the disk, or offload to another directory"
+        )
+
+
+class _DiskParked:
+    def __init__(self, tier: DiskTier, t: Tensor, what: str, offset: int) -> None:
+        self._tier = tier
+        self.what = what
+        self.nbytes = t.numel()
+        self.offset = offset
+        self.copies = 0
+        """On their way, both ways."""
+        self.released = self.given = False
+        self._fetches: tuple[Copy, ...] = ()
+        self._store = Copy(partial(self._write, t, self._ready()))  # T2: holds `t` until it has ended
+        if self.nbytes:
+            tier.submit(self, self._store, out=True)
+        else:
+            self._store.run()
+
+    def _ready(self) -> Any:
+        if self._tier.staging is None:
+            return None
+        streams = self._tier.staging[0].streams
+        return marked(streams, streams.current_stream(self._tier.device))
+
+    def _write(self, t: Tensor, ready: Any) -> None:
+        if not self.nbytes:
+            return
+        tier = self._tier
+        try:
+            if not tier.wanted(self):
+                raise closed(tier.name, self.what) if tier._closing else OffloadError(f"{self.what} was released")
+            if tier.staging is None:
+                tier.file.write(buffer(t), self.offset)
+            else:
+                tier.staging[0].out(t, ready, lambda data, at: tier.file.write(data, self.offset + at))
+        finally:
+            tier.ended(self)
+
+    def _read(self, out: Tensor, ready: Any) -> None:
+        tier = self._tier
+        try:
+            self._store.wait()  # T3
+            if self._store.error is not None:
+                raise tier.failed(self, self._store.error, "to")
+            if tier.staging is None:
+                tier.file.read(buffer(out), self.offset)
+            else:
+                tier.staging[1].back(out, ready, lambda into, at: tier.file.read(into, self.offset + at))
+        finally:
+            tier.ended(self)
+
+    def stored(self) -> bool:
+        if self._store.ended and self._store.error is not None:
+            raise self._tier.failed(self, self._store.error, "to") from self._store.error
+        return self._store.ended
+
+    def wait_stored(self) -> None:
+        check_process(self._tier.name, self._tier._pid)
+        self._store.wait()
+        self.stored()
+
+    def fetch(self, out: Tensor) -> None:
+        self._tier.check(self.what)
+        check_flat(out, self.nbytes)
+        if self.released:
+            raise OffloadError(f"{self.what}: it was released, and is not in the disk tier any more")
+        if self.nbytes:
+            copy = Copy(partial(self._read, out, self._ready()))
+            self._fetches += (copy,)
+            self._tier.submit(self, copy, out=False)
+
+    def wait_fetched(self) -> None:
+        check_process(self._tier.name, self._tier._pid)
+        fetches = self._fetches
+        for copy in fetches:
+            copy.wait()
+        self._fetches = self._fetches[len(fetches) :]
+        for copy in fetches:
+            if copy.error is not None:
+                raise self._tier.failed(self, copy.error, "from") from copy.error
+
+    def release(self) -> None:
+        if not self.released and os.getpid() == self._tier._pid:
+            self.released = True
+            self._tier.release(self)
+
+    def __del__(self) -> None:
+        self.release()
+
+
+def _end(pid: int, file: Scratch, writer: Worker, reader: Worker, staging: tuple[Staging, Staging] | None) -> None:
+    if os.getpid() != pid:
+        return  # T8: the threads are not here, and the file is the other's
+    writer.close()
+    reader.close()
+    file.close()
+    for one in staging or ():
+        one.close()

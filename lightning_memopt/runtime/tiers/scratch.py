@@ -1,0 +1,90 @@
+"""A file of a fixed size that has no name: it is gone with its last descriptor, so also where the process is killed.
+
+Linux: `O_TMPFILE`, or unlinked at once where the file system has none (`tempfile.TemporaryFile` tries both), and the space is
+reserved by `posix_fallocate`. macOS: unlinked at once, reserved by writing zeros. Windows: the system deletes the file with its
+last handle (`O_TEMPORARY`), and as it has no positional reads, a lock keeps seek and read together.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+import threading
+
+from lightning_memopt.errors import OffloadError
+from lightning_memopt.units import format_nbytes
+
+_ZEROS_NBYTES = 1 << 20
+_CANNOT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+class Scratch:
+    """`nbytes` of disk space in `directory` (the system's for temporary files, if None), reserved now.
+
+    Raises OffloadError where the directory is not there, cannot be written to, or has less space than that.
+    """
+
+    def __init__(self, nbytes: int, directory: str | os.PathLike[str] | None = None) -> None:
+        where = os.fspath(directory) if directory is not None else tempfile.gettempdir()
+        self._lock = threading.Lock()
+        try:
+            self._file = tempfile.TemporaryFile(buffering=0, prefix="memopt-", dir=where)  # noqa: SIM115 (closed by close)
+        except OSError as error:
+            reason = error.strerror or type(error).__name__
+            raise OffloadError(f"the disk tier cannot make a file in {where!r}: {reason}; give it another directory") from error
+        try:
+            self._reserve(nbytes)
+        except OSError as error:
+            self._file.close()
+            reason = error.strerror or type(error).__name__
+            raise OffloadError(
+                f"the disk tier cannot reserve {nbytes} bytes ({format_nbytes(nbytes)}) in {where!r}: {reason}; "
+                "give it fewer bytes, or a directory on a larger disk"
+            ) from error
+
+    def _reserve(self, nbytes: int) -> None:
+        reserve = getattr(os, "posix_fallocate", None)
+        if reserve is not None and nbytes:
+            try:
+                reserve(self._file.fileno(), 0, nbytes)
+                return
+            except OSError as error:
+                if error.errno not in _CANNOT:
+                    raise
+        zeros = memoryview(bytes(min(nbytes, _ZEROS_NBYTES)))
+        for offset in range(0, nbytes, _ZEROS_NBYTES):
+            self.write(zeros[: nbytes - offset], offset)
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """All of `data` at `offset`, with the interpreter's lock released. Raises OSError."""
+        while data:
+            n = self._pwrite(data, offset)
+            if n <= 0:
+                raise OSError(errno.EIO, f"a write of {len(data)} bytes at {offset} wrote none")
+            data, offset = data[n:], offset + n  # the system may take less at once
+
+    def read(self, into: memoryview, offset: int) -> None:
+        """Fill `into` with what is at `offset`, with the interpreter's lock released. Raises OSError."""
+        while into:
+            n = self._preadv(into, offset)
+            if n <= 0:
+                raise OSError(errno.EIO, f"the file ends {len(into)} bytes before what was written to it")
+            into, offset = into[n:], offset + n
+
+    def _pwrite(self, data: memoryview, offset: int) -> int:
+        if hasattr(os, "pwrite"):
+            return os.pwrite(self._file.fileno(), data, offset)
+        with self._lock:
+            self._file.seek(offset)
+            return self._file.write(data) or 0
+
+    def _preadv(self, into: memoryview, offset: int) -> int:
+        if hasattr(os, "preadv"):
+            return os.preadv(self._file.fileno(), [into], offset)
+        with self._lock:
+            self._file.seek(offset)
+            return self._file.readinto(into) or 0
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,59 @@
+"""Which bytes of a pool are free: best fit, lowest address first, neighbours joined at once."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+
+class Space:
+    """Pieces of `0 .. capacity_nbytes`, whose offsets and sizes are multiples of `align`. Not safe for threads: callers lock.
+
+    The capacity is rounded down to a multiple of `align`, what is taken is rounded up.
+    """
+
+    def __init__(self, capacity_nbytes: int, align: int = 512) -> None:
+        if capacity_nbytes < 0 or align < 1:
+            raise ValueError(f"a space of {capacity_nbytes} bytes in multiples of {align}")
+        self.align = align
+        self.capacity_nbytes = capacity_nbytes // align * align
+        self.used_nbytes = 0
+        self._free = [(0, self.capacity_nbytes)] if self.capacity_nbytes else []
+        """(offset, size) of every free piece, by offset; no two touch."""
+
+    @property
+    def largest_nbytes(self) -> int:
+        """The most that can be taken at once."""
+        return max((size for _, size in self._free), default=0)
+
+    def rounded(self, nbytes: int) -> int:
+        return -(-nbytes // self.align) * self.align
+
+    def take(self, nbytes: int) -> int | None:
+        """The offset of a piece of `nbytes` (at least 1), from the smallest free piece that has room; None where none has."""
+        size = self.rounded(nbytes)
+        if size <= 0:
+            raise ValueError(f"{nbytes} bytes are no piece")
+        found = min(((room, offset) for offset, room in self._free if room >= size), default=None)
+        if found is None:
+            return None
+        room, offset = found
+        i = bisect_left(self._free, (offset,))
+        self._free[i : i + 1] = [(offset + size, room - size)] if room > size else []
+        self.used_nbytes += size
+        return offset
+
+    def give(self, offset: int, nbytes: int) -> None:
+        """Give back what `take(nbytes)` answered with `offset`. Raises ValueError for bytes that are free already."""
+        size = self.rounded(nbytes)
+        end = offset + size
+        i = bisect_left(self._free, (offset,))
+        before = self._free[i - 1] if i else (0, 0)
+        after = self._free[i] if i < len(self._free) else (self.capacity_nbytes, 0)
+        if offset < 0 or size <= 0 or sum(before) > offset or end > after[0]:
+            raise ValueError(f"bytes {offset}..{end} were not taken")
+        first = i - 1 if i and sum(before) == offset else i
+        last = i + 1 if after[1] and end == after[0] else i
+        begin = before[0] if first < i else offset
+        finish = sum(after) if last > i else end
+        self._free[first:last] = [(begin, finish - begin)]
+        self.used_nbytes -= size

@@ -1,0 +1,70 @@
+"""From a device to a file and back, through two small pieces of page-locked memory: one is copied, the other written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_memopt.runtime.tiers import streams as streams_module
+from lightning_memopt.runtime.tiers.base import buffer
+from lightning_memopt.runtime.tiers.streams import HostPool, queued_on, streams_of
+
+PIECE_NBYTES = 8 << 20
+
+Move = Callable[[memoryview, int], None]
+"""Write what is in the memory, or fill it, at this many bytes into the tensor."""
+
+
+class Staging:
+    """One direction of a device's disk tier: a stream and two pieces. Only its worker calls it: one copy at a time."""
+
+    def __init__(self, device: torch.device, piece_nbytes: int = PIECE_NBYTES, streams: Any = None) -> None:
+        self.streams = streams or streams_of(device)
+        self.stream = self.streams.Stream(device)
+        self.pool = HostPool(2 * piece_nbytes, device)
+        self.pieces = self.pool.bytes[:piece_nbytes], self.pool.bytes[piece_nbytes:]
+        self.events = self.streams.Event(), self.streams.Event()
+
+    def out(self, t: Tensor, ready: Any, write: Move) -> None:
+        """Write all of `t`, when `ready` has passed. Ends when it is written."""
+        size = self.pieces[0].numel()
+        with queued_on(self.streams, self.stream):
+            self.stream.wait_event(ready)
+            starts = range(0, t.numel(), size)
+            for k, start in enumerate(starts):
+                self._take(t, k, start)
+                if k:
+                    self._write(t, k - 1, starts[k - 1], write)
+            self._write(t, len(starts) - 1, starts[-1], write)
+
+    def _take(self, t: Tensor, k: int, start: int) -> None:
+        part = t[start : start + self.pieces[0].numel()]
+        streams_module.copy(self.pieces[k % 2][: part.numel()], part)
+        self.events[k % 2].record(self.stream)
+
+    def _write(self, t: Tensor, k: int, start: int, write: Move) -> None:
+        self.events[k % 2].synchronize()
+        write(buffer(self.pieces[k % 2][: t.numel() - start]), start)
+
+    def back(self, out: Tensor, ready: Any, read: Move) -> None:
+        """Read all of `out`, whose memory is free when `ready` has passed. Ends when it is there."""
+        size = self.pieces[0].numel()
+        with queued_on(self.streams, self.stream):
+            self.stream.wait_event(ready)
+            for k, start in enumerate(range(0, out.numel(), size)):
+                if k > 1:
+                    self.events[k % 2].synchronize()  # what was in this piece has left it
+                part = out[start : start + size]
+                piece = self.pieces[k % 2][: part.numel()]
+                read(buffer(piece), start)
+                streams_module.copy(part, piece)
+                self.events[k % 2].record(self.stream)
+            for event in self.events:
+                event.synchronize()
+
+    def close(self) -> None:
+        self.pieces = self.pool.bytes[:0], self.pool.bytes[:0]
+        self.pool.close()

@@ -1,0 +1,102 @@
+"""Streams, events and page-locked memory of a device. Torch's streams and events of the CPU do nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_memopt.errors import OffloadError, UnsupportedError
+from lightning_memopt.runtime.execute import below_autograd
+from lightning_memopt.units import format_nbytes, host_memory_nbytes
+
+_MEMINFO = Path("/proc/meminfo")
+
+
+def streams_of(device: torch.device) -> Any:
+    """The module with the device's streams and events (`torch.cuda` for CUDA). Raises UnsupportedError where there are none."""
+    module = torch.get_device_module(device)
+    if not all(hasattr(module, name) for name in ("Stream", "Event", "stream", "current_stream")):
+        raise UnsupportedError(f"offloading needs streams, and torch has none for {device}")
+    return module
+
+
+def marked(streams: Any, stream: Any) -> Any:
+    """An event after all that is queued on a stream now."""
+    event = streams.Event()
+    event.record(stream)
+    return event
+
+
+@contextlib.contextmanager
+def queued_on(streams: Any, stream: Any) -> Iterator[None]:
+    """What this block does to tensors is queued on `stream`, and seen by no dispatch mode and not by autograd."""
+    with below_autograd(), streams.stream(stream):
+        yield
+
+
+def copy(to: Tensor, of: Tensor) -> None:
+    """Queue a copy on the current stream."""
+    to.copy_(of, non_blocking=True)
+
+
+class HostPool:
+    """`nbytes` of host memory, taken once, which a CUDA device copies from and to by itself while the host goes on.
+
+    The pages are registered with the driver: torch's own page-locked memory is rounded up to a power of two. Where pages cannot
+    be locked (`ulimit -l`, containers, WSL), the memory is pageable, with one warning: copies then hold up the host, numbers
+    are the same. Raises OffloadError for more than the machine has, or has left.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        room = _available_nbytes()
+        if nbytes > room:
+            raise OffloadError(
+                f"{nbytes} bytes ({format_nbytes(nbytes)}) of host memory were asked for, and {room} bytes "
+                f"({format_nbytes(room)}) are left on this machine; ask for less"
+            )
+        self.bytes = torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # whatever the default device is
+        locked = nbytes > 0 and device.type == "cuda" and _lock(self.bytes)
+        self._unlock = weakref.finalize(self, _unlock, os.getpid(), self.bytes, locked)
+
+    def close(self) -> None:
+        """Give the memory back; no copy may be on its way."""
+        self._unlock()
+        self.bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+def _lock(memory: Tensor) -> bool:
+    code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 1))  # 1: in every context
+    if code != 0:
+        nbytes = format_nbytes(memory.numel())
+        warnings.warn(
+            f"{nbytes} of host memory could not be page-locked (CUDA error {code}; see `ulimit -l`): "
+            "copies will hold up the host, and will not overlap with compute",
+            stacklevel=4,
+        )
+    return code == 0
+
+
+def _unlock(pid: int, memory: Tensor, locked: bool) -> None:
+    if locked and os.getpid() == pid:
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+
+def _available_nbytes() -> int:
+    """Bytes of host memory that are left, or that there are, where the system does not say what is left."""
+    try:
+        total = host_memory_nbytes()
+    except UnsupportedError:
+        return 1 << 62
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in _MEMINFO.read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("MemAvailable:"):
+                return min(total, int(line.split()[1]) * 1024)
+    return total
