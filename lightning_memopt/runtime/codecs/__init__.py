@@ -8,7 +8,8 @@ from lightning_memopt.runtime.codecs.bits import BOOLS, POSITIVE
 from lightning_memopt.runtime.codecs.block import RATES, Block
 from lightning_memopt.runtime.codecs.quantise import Groups
 
-_ALL: dict[str, Codec] = {c.name: c for c in (BOOLS, POSITIVE, *map(Block, RATES), Groups(8), Groups(4))}
+_EVERY: list[Codec] = [BOOLS, POSITIVE, *map(Block, RATES), Groups(8), Groups(4)]
+_ALL = {c.name: c for c in _EVERY}
 NAMES = tuple(_ALL)
 
 

@@ -24,24 +24,26 @@ LEAST_STEP = 4 * 27
 MOST_BITS = 20
 """Of one coefficient: times the mantissa of a step it is exact in float32."""
 
-# Bits that a coefficient needs less for every row and every column away from the mean, and less if it is not the mean.
+# Bits that a coefficient needs less than the mean: for each row down, for each column across, for not being the mean, for not
+# being in the first row, for not being in the first column. Chosen one by one from 200 such shapes, each time that with which
+# the error on feature maps of a convolutional net and a transformer, on noise and on random walks shrinks most.
 _SHAPES = (
-    (0.0, 0.0, 0.0),
-    (0.0, 0.0, 1.0),
-    (0.0, 0.0, 2.0),
-    (0.0, 0.0, 3.5),
-    (0.4, 0.4, 0.0),
-    (0.4, 0.4, 1.0),
-    (0.8, 0.8, 0.5),
-    (1.2, 1.2, 0.0),
-    (1.2, 1.2, 1.5),
-    (2.0, 2.0, 1.0),
-    (3.0, 3.0, 2.0),
-    (1.0, 0.2, 0.0),
-    (0.2, 1.0, 0.0),
-    (2.5, 0.6, 0.0),
-    (0.6, 2.5, 0.0),
-    (6.0, 6.0, 0.0),
+    (0.0, 0.0, 0.0, 0.0, 0.0),
+    (0.0, 0.0, 1.0, 0.0, 0.0),
+    (0.4, 0.0, 1.0, 0.0, 0.0),
+    (0.0, 0.8, 1.0, 0.0, 0.0),
+    (1.2, 0.0, 1.0, 0.0, 0.0),
+    (0.8, 0.4, 1.0, 0.0, 0.0),
+    (1.2, 1.2, 1.0, 0.0, 0.0),
+    (2.0, 1.6, 1.5, 0.0, 0.0),
+    (0.0, 0.0, 0.0, 2.5, 0.0),
+    (0.0, 0.0, 0.7, 1.5, 0.0),
+    (0.0, 0.0, 0.7, 3.5, 0.0),
+    (0.8, 0.0, 0.0, 7.0, 0.0),
+    (0.0, 0.0, 0.0, 0.0, 1.5),
+    (0.0, 0.8, 0.0, 0.0, 1.5),
+    (0.0, 0.0, 1.5, 0.0, 2.5),
+    (0.0, 0.8, 0.0, 0.0, 2.5),
 )
 MODES = len(_SHAPES)
 
@@ -78,9 +80,12 @@ def allocate(budget: int, shape: tuple[float, ...]) -> tuple[int, ...]:
 def tables(rate: int) -> Tables:
     """For blocks of `rate` bits a value."""
     every = []
-    for down, across, rest in _SHAPES:
-        shape = tuple(-(down * (i // SIDE) + across * (i % SIDE) + (rest if i else 0)) for i in range(VALUES))
-        every.append(allocate(VALUES * rate - HEADER_BITS, shape))
+    for down, across, rest, below, beside in _SHAPES:
+        shape = []
+        for i in range(VALUES):
+            row, column = divmod(i, SIDE)
+            shape.append(-(down * row + across * column + rest * (i > 0) + below * (row > 0) + beside * (column > 0)))
+        every.append(allocate(VALUES * rate - HEADER_BITS, tuple(shape)))
     at = tuple(tuple(HEADER_BITS + sum(bits[:i]) for i in range(VALUES)) for bits in every)
     reach = tuple(tuple(4 * (b - 1) - 1 if b else -5 for b in bits) for bits in every)
     return Tables(tuple(every), at, reach)
