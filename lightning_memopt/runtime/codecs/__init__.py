@@ -1,0 +1,24 @@
+"""Codecs: saved tensors in fewer bytes. `codec(name)` finds one; `NAMES` are all there are."""
+
+from __future__ import annotations
+
+from lightning_memopt.errors import ConfigError
+from lightning_memopt.runtime.codecs.base import Codec
+from lightning_memopt.runtime.codecs.bits import BOOLS, POSITIVE
+from lightning_memopt.runtime.codecs.block import RATES, Block
+from lightning_memopt.runtime.codecs.quantise import Groups
+
+_EVERY: list[Codec] = [BOOLS, POSITIVE, *map(Block, RATES), Groups(8), Groups(4)]
+_ALL = {c.name: c for c in _EVERY}
+NAMES = tuple(_ALL)
+
+
+def codec(name: str) -> Codec:
+    """The codec of this name. Raises `ConfigError` where there is none."""
+    found = _ALL.get(name)
+    if found is None:
+        raise ConfigError(f"there is no codec {name!r}; there are {', '.join(NAMES)}")
+    return found
+
+
+__all__ = ["NAMES", "Codec", "codec"]

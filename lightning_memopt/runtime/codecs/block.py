@@ -1,0 +1,285 @@
+"""Fixed-rate transform coding of feature maps: blocks of 4 x 4 values at 4 to 16 bits a value, lossy.
+
+Of the ZFP family (Lindstrom, *Fixed-rate compressed floating-point arrays*, TVCG 2014): ZFP's lifted, nearly orthogonal
+transform along both sides of a block, one scale a block, and bits that go first to coefficients of low sequency. In place of
+ZFP's embedded coding, which reads its bits one after the other, each block names one of 16 tables of bits a coefficient
+(`block_tables`) and the step that all its coefficients are rounded to: the same rate, and every value is coded on its own.
+
+Blocks are tiles of the two innermost dimensions in memory where both are multiples of 4; otherwise 16 values that follow each
+other are one. No padding but in the last block: `2 * rate` bytes for every 16 values, whatever the sizes.
+
+Arithmetic is float32 with one rounding an operation, in an order that is written down, so that devices give the same
+bits: the transform only adds, and multiplies by powers of two. A NaN or an infinity is kept as itself; finite values that
+share its block come back as 0.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from lightning_memopt.runtime.codecs import block_tables as layout
+from lightning_memopt.runtime.codecs.base import FLOATS, SLACK_NBYTES, check, flat, in_memory, largest_finite, nbytes_of
+from lightning_memopt.runtime.codecs.block_tables import HEADER_BITS, MODE_BITS, MODES, NOT_FINITE, SIDE, STEP_BITS, VALUES
+
+RATES = (4, 6, 8, 10, 12, 14, 16)
+CHUNK = 1 << 12
+"""Blocks at a time."""
+BLOCK_NBYTES = 640
+"""Of workspace, for each block of a chunk: five arrays of 16 int64 or so are alive at once."""
+SCALE = 2.0**-6
+"""Of values when they are coded: no sum of the transform overflows, and no reciprocal of a step is denormal."""
+GAIN = (15 / 4) ** 2
+"""The inverse transform's: errors of 1 in all coefficients become one of this at most."""
+_WORD = (1 << 32) - 1
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Tables on a device, `[coefficient, mode]`, and float32 `[1024]` of every step and of its reciprocal.
+
+    `merges`: how often the codes of neighbours can be joined pairwise and still have no more than 63 bits.
+    """
+
+    bits: Tensor
+    at: Tensor
+    reach: Tensor
+    modes: Tensor
+    step: Tensor
+    reciprocal: Tensor
+    merges: int
+
+
+@cache
+def constants(rate: int, device: torch.device) -> Constants:
+    tables = layout.tables(rate)
+    powers = [2.0 ** ((s >> 2) - 127) if 0 < s >> 2 < 255 else 0.0 for s in range(NOT_FINITE + 1)]
+    step = torch.tensor([p * (1 + (s & 3) / 4) for s, p in enumerate(powers)], dtype=torch.float32)
+    merges = 0
+    while 2 << merges <= VALUES and _widest(tables.bits, 2 << merges) <= 63:
+        merges += 1
+    return Constants(
+        bits=torch.tensor(tables.bits).t().contiguous().to(device),
+        at=torch.tensor(tables.at).t().contiguous().to(device),
+        reach=torch.tensor(tables.reach, dtype=torch.int16).t().contiguous().to(device),
+        modes=torch.arange(MODES, dtype=torch.int16)[:, None].to(device),
+        step=step.to(device),
+        reciprocal=step.reciprocal().where(step > 0, 0).to(device),
+        merges=merges,
+    )
+
+
+def _widest(bits: tuple[tuple[int, ...], ...], together: int) -> int:
+    return max(sum(of[i : i + together]) for of in bits for i in range(0, VALUES, together))
+
+
+@dataclass(frozen=True)
+class Block:
+    """`rate`: bits a value."""
+
+    rate: int
+    exact: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"block{self.rate}"
+
+    def accepts(self, size: tuple[int, ...], dtype: torch.dtype) -> bool:
+        return dtype in FLOATS and self.encoded_nbytes(size, dtype) < nbytes_of(size, dtype)
+
+    def encoded_nbytes(self, size: tuple[int, ...], dtype: torch.dtype) -> int:
+        return -(-math.prod(size) // VALUES) * 2 * self.rate
+
+    def workspace_nbytes(self, size: tuple[int, ...], dtype: torch.dtype) -> int:
+        return BLOCK_NBYTES * min(-(-math.prod(size) // VALUES), CHUNK) + 2 * SLACK_NBYTES
+
+    def encode(self, t: Tensor, out: Tensor) -> None:
+        check(self, t, out)
+        if (kernels := _kernels(out)) is not None:
+            return kernels.encode(self, t, out)
+        blocks = out.view(-1, 2 * self.rate)
+        for begin, tile in _tiles(t):
+            words = self._encoded(tile)
+            blocks[begin : begin + words.shape[1]].copy_(words.to(torch.int32).t().contiguous().view(torch.uint8))
+
+    def decode(self, encoded: Tensor, out: Tensor) -> None:
+        check(self, out, encoded)
+        if (kernels := _kernels(encoded)) is not None:
+            return kernels.decode(self, encoded, out)
+        blocks = encoded.view(-1, 2 * self.rate)
+        values, whole = flat(out), out.numel() // VALUES * VALUES
+        for begin, tile in _tiles(out):
+            self._decode(blocks[begin : begin + tile.shape[0] * tile.shape[2]], tile)
+            if begin * VALUES >= whole:  # the tile is a copy
+                values[whole:].copy_(tile.flatten()[: len(values) - whole])
+
+    def error_bound(self, t: Tensor) -> float:
+        """A step of the coarsest block in every coefficient, and what float32 and the dtype round."""
+        const = constants(self.rate, t.device)
+        step = lost = 0.0
+        for _, tile in _tiles(t):
+            number, _, bad = _chosen(_transformed(tile), const)
+            step = max(step, float(const.step.index_select(0, number.where(~bad, 0)).amax()))
+            if bool(bad.any()):
+                lost = max(lost, largest_finite(tile.permute(1, 3, 0, 2).reshape(VALUES, -1)[:, bad].contiguous()))
+        limits = torch.finfo(t.dtype)
+        rounding = largest_finite(t) * (limits.eps + 2.0**-20) + limits.smallest_normal * limits.eps
+        return max(lost, GAIN * step / SCALE + rounding)
+
+    def _encoded(self, tile: Tensor) -> Tensor:
+        """The words of a tile's blocks, int64 below 2^32, `[rate / 2, blocks]`."""
+        const = constants(self.rate, tile.device)
+        c = _transformed(tile)
+        number, mode, bad = _chosen(c, const)
+        q = c.mul_(const.reciprocal.index_select(0, number)).add_(0.5).floor_().to(torch.int64)
+        del c
+        bits = const.bits.index_select(1, mode)
+        ones = torch.bitwise_left_shift(1, bits).sub_(1)
+        code = torch.minimum(q, ones >> 1, out=q).bitwise_and_(ones)
+        del q, ones
+        for _ in range(const.merges):
+            code = code[::2] | (code[1::2] << bits[::2])
+            bits = bits[::2] + bits[1::2]
+        at = bits.cumsum(0).sub_(bits).add_(HEADER_BITS)
+        del bits
+        words = torch.empty((self.rate // 2, len(mode)), dtype=torch.int64, device=tile.device)
+        for w, word in enumerate(words.unbind()):
+            torch.sum(_shifted(code, at - 32 * w).bitwise_and_(_WORD), 0, out=word)
+        words[0].bitwise_or_(mode << STEP_BITS).bitwise_or_(number)
+        if bool(bad.any()):
+            self._keep_kinds(tile, bad, words)
+        return words
+
+    def _keep_kinds(self, tile: Tensor, bad: Tensor, words: Tensor) -> None:
+        """Of blocks that are `bad`: 2 bits a value after the header. 0 finite, 1 infinity, 2 its negative, 3 NaN."""
+        x = tile.permute(1, 3, 0, 2).reshape(VALUES, -1)[:, bad]
+        kind = (x == torch.inf).to(torch.int64) + 2 * (x == -torch.inf) + 3 * x.isnan()
+        at = torch.arange(HEADER_BITS, HEADER_BITS + 2 * VALUES, 2, device=x.device)
+        kinds = (kind << at[:, None]).sum(0) | NOT_FINITE
+        words[:, bad] = torch.stack((kinds & _WORD, kinds >> 32, *[torch.zeros_like(kinds)] * (len(words) - 2)))
+
+    def _decode(self, blocks: Tensor, tile: Tensor) -> None:
+        const = constants(self.rate, tile.device)
+        words = torch.zeros((self.rate // 2 + 2, len(blocks)), dtype=torch.int64, device=tile.device)
+        words[:-2].copy_(blocks.clone().view(torch.int32).t()).bitwise_and_(_WORD)
+        number, mode = words[0] & NOT_FINITE, (words[0] >> STEP_BITS) & (MODES - 1)
+        at = const.at.index_select(1, mode)
+        index = at >> 5
+        code = words.gather(0, index)
+        code.bitwise_or_(words.gather(0, index.add_(1)).bitwise_left_shift_(32)).bitwise_right_shift_(at.bitwise_and_(31))
+        del index, at
+        ones = torch.bitwise_left_shift(1, const.bits.index_select(1, mode)).sub_(1)
+        code.bitwise_and_(ones)
+        half = ones.add_(1).bitwise_right_shift_(1)
+        x = code.bitwise_xor_(half).sub_(half).to(torch.float32)
+        del code, ones, half
+        x.mul_(const.step.index_select(0, number))
+        _inverse(x.view(SIDE, SIDE, -1))
+        most = torch.finfo(tile.dtype).max
+        x.mul_(1 / SCALE).clamp_(-most, most)
+        bad = number == NOT_FINITE
+        if bool(bad.any()):
+            at = torch.arange(HEADER_BITS, HEADER_BITS + 2 * VALUES, 2, device=x.device)
+            kind = ((words[0] | (words[1] << 32)) >> at[:, None]) & 3
+            for k, value in ((1, torch.inf), (2, -torch.inf), (3, torch.nan)):
+                x.masked_fill_(bad & (kind == k), value)
+        tile.copy_(x.view(SIDE, SIDE, tile.shape[0], tile.shape[2]).permute(2, 0, 3, 1))
+
+
+def _kernels(encoded: Tensor) -> ModuleType | None:
+    """The kernels, where there is Triton, for bytes on a CUDA device that can be read as words."""
+    if not encoded.is_cuda or encoded.data_ptr() % 4 or encoded.storage_offset() % 4:
+        return None
+    return _imported()
+
+
+@cache
+def _imported() -> ModuleType | None:
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from lightning_memopt.runtime.codecs import block_triton
+
+    return block_triton
+
+
+def across(t: Tensor) -> int:
+    """How many blocks lie side by side in a strip: 1 where blocks are 16 values in a row."""
+    sizes = in_memory(t)
+    square = t.numel() > 0 and len(sizes) > 1 and sizes[-1] % SIDE == 0 and sizes[-2] % SIDE == 0
+    return sizes[-1] // SIDE if square else 1
+
+
+def _tiles(t: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """(first block, tile `[strips, 4, blocks of a strip, 4]`) of at most `CHUNK` blocks: views of `t`, but for the last block
+    where it is not full, which is a copy filled with the last value."""
+    values, wide = flat(t), across(t)
+    whole = len(values) // VALUES * VALUES
+    strips = values[:whole].view(-1, SIDE, wide, SIDE)
+    down = max(1, CHUNK // wide)
+    for row in range(0, len(strips), down):
+        for column in range(0, wide, CHUNK):
+            yield row * wide + column, strips[row : row + down, :, column : column + CHUNK]
+    if whole < len(values):
+        rest = values[-1:].repeat(VALUES)
+        rest[: len(values) - whole] = values[whole:]
+        yield whole // VALUES, rest.view(1, SIDE, 1, SIDE)
+
+
+def _transformed(tile: Tensor) -> Tensor:
+    """Coefficients of a tile's blocks, float32 `[16, blocks]`: ZFP's forward lifting down and across."""
+    c = torch.empty((SIDE, SIDE, tile.shape[0], tile.shape[2]), dtype=torch.float32, device=tile.device)
+    c.copy_(tile.permute(1, 3, 0, 2)).mul_(SCALE)
+    for dim in (0, 1):
+        x, y, z, w = c.unbind(dim)
+        x.add_(w).mul_(0.5)
+        w.sub_(x)
+        z.add_(y).mul_(0.5)
+        y.sub_(z)
+        x.add_(z).mul_(0.5)
+        z.sub_(x)
+        w.add_(y).mul_(0.5)
+        y.sub_(w)
+        w.add_(y, alpha=0.5)
+        y.sub_(w, alpha=0.5)
+    return c.view(VALUES, -1)
+
+
+def _inverse(c: Tensor) -> None:
+    """The same backwards, in place, of `[4, 4, blocks]`."""
+    for dim in (1, 0):
+        x, y, z, w = c.unbind(dim)
+        y.add_(w, alpha=0.5)
+        w.sub_(y, alpha=0.5)
+        y.add_(w)
+        w.mul_(2).sub_(y)
+        z.add_(x)
+        x.mul_(2).sub_(z)
+        y.add_(z)
+        z.mul_(2).sub_(y)
+        w.add_(x)
+        x.mul_(2).sub_(w)
+
+
+def _chosen(c: Tensor, const: Constants) -> tuple[Tensor, Tensor, Tensor]:
+    """Of blocks of coefficients: number of the step, mode, and whether there is what is not finite, `[blocks]` each."""
+    number = c.view(torch.int32).bitwise_and(0x7FFFFFFF).bitwise_right_shift_(21).to(torch.int16)
+    bad = number[0] >= 4 * 255  # then so is the mean
+    steps = number.new_empty((MODES, number.shape[1]))
+    needed = torch.empty_like(number)
+    for reach, step in zip(const.reach.split(1, dim=1), steps, strict=True):
+        torch.amax(torch.sub(number, reach, out=needed), 0, out=step)
+    steps.clamp_(layout.LEAST_STEP, NOT_FINITE).mul_(MODES).add_(const.modes)
+    chosen = steps.amin(0).to(torch.int64)  # the finest step, and of equal ones the first mode
+    return chosen >> MODE_BITS, chosen & (MODES - 1), bad
+
+
+def _shifted(code: Tensor, by: Tensor) -> Tensor:
+    """To the left, or to the right where `by` is negative. `code` is not negative."""
+    return (code << by.clamp(0, 63)).where(by >= 0, code >> by.neg().clamp_(0, 63))
