@@ -29,6 +29,17 @@ _originals: list[tuple[Any, str, bool, Any]] = []
 _busy = threading.local()
 
 
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """Where we take raw memory ourselves, in order to read it, or before anybody else knows it."""
+    before = getattr(_busy, "on", False)
+    _busy.on = True
+    try:
+        yield
+    finally:
+        _busy.on = before
+
+
 def _tell(t: torch.Tensor) -> None:
     if not getattr(_busy, "on", False):
         _busy.on = True

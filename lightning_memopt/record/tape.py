@@ -43,8 +43,8 @@ class Slot:
     `id` numbers slots in order of first sight. `stale`: a later version, with the id `next`, has overwritten it. `read`: a
     recorded op starts from it. `exposed`: its memory was handed out. `pinned`: what was saved before it was overwritten may
     be read from it. `plan`: the tensor of the plan's graph that it is, once matched. `stream`: on CUDA, the stream in whose
-    order a rebuild made or last read its bytes. `away`: a copy elsewhere or in another form; `shown`: what came back of it where
-    that has not the very bits, for autograd alone.
+    order a rebuild made or last read its bytes. `away`: a copy elsewhere or in another form; `shown`: what came back of it
+    where that has not the very bits, for autograd alone.
     """
 
     __slots__ = (

@@ -108,9 +108,7 @@ class Away:
             out = torch.empty_strided(self._size, self._stride, dtype=self._dtype, device=self._device)
             self._codec.decode(found, out)
             return out
-        return torch.empty(0, dtype=self._dtype, device=self._device).set_(
-            found.untyped_storage(), 0, self._size, self._stride
-        )
+        return torch.empty(0, dtype=self._dtype, device=self._device).set_(found.untyped_storage(), 0, self._size, self._stride)
 
     def __del__(self) -> None:
         parked = getattr(self, "_parked", None)

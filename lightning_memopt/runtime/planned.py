@@ -74,7 +74,6 @@ class PlannedEngine(Engine):
             super().overwrites(slot)
 
     def pack(self, t: torch.Tensor) -> Kept | Handle:
-        self._pass_fences()
         found = super().pack(t)
         self._pass_fences()
         return found
@@ -222,7 +221,7 @@ class PlannedEngine(Engine):
     def _let_go(self, slot: Slot) -> None:
         """A life of the slot's tensor has ended."""
         slot.shown = None
-        if slot.away is not None:
+        if slot.away is not None and slot.plan is not None:
             self._has_gone(slot)
             if slot.handles == 0 and not self.departures.astray and self.cursor >= self.program.last_back[slot.plan]:
                 slot.away = None  # A4

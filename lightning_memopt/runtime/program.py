@@ -150,7 +150,8 @@ class Program:
     @cached_property
     def tracked(self) -> frozenset[int]:
         """Tensors that the engine has to recognise: what is dropped or goes away, what ops that run again read and make,
-        and the other versions of their storages; then those whose handles tell it when a segment is to run, or when one of them is to go.
+        and the other versions of their storages; then those whose handles tell it when a segment is to run, or when one of
+        them is to go.
         """
         ops, tensors, points = self.graph.ops, self.graph.tensors, self.graph.points
         found: set[int] = set()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ortools.sat.python import cp_model
 
@@ -74,6 +75,9 @@ class _Relaxed:
                 best = found, form
         return best
 
+    def _seconds(self, t: int, price: float, out: float, back: float) -> float:
+        return self.cost(t, price, out, back)[0]
+
     def _away(self, nbytes: int, form: Form, price: float, out: float, back: float) -> float:
         codec, tier, size = codec_of(form[0]), tier_of(form[0]), form[1]
         seconds = 0.0
@@ -91,7 +95,7 @@ class _Relaxed:
         for price in (unit * p for p in _PRICES):
             for out in _LINK:
                 back = out  # both directions are as busy, where what goes out comes back
-                choice = problem.solve(price, lambda t, p=price, o=out, b=back: self.cost(t, p, o, b)[0], 1.0 - back)
+                choice = problem.solve(price, partial(self._seconds, price=price, out=out, back=back), 1.0 - back)
                 self.bounds.append((choice.value_seconds - out * self.before - back * self.after, price))
                 places = {t: self.cost(t, price, out, back)[1] for t in choice.held}
                 key = (choice.held, tuple(sorted((t, f) for t, f in places.items() if f is not None)))
@@ -175,11 +179,7 @@ def _high_points(levels: Sequence[int], budget: int, most: int = 48) -> list[int
     over = [p for p, n in enumerate(levels) if n > budget]
     if not over:
         return []
-    tops = [
-        p
-        for p in over
-        if (p == 0 or levels[p - 1] <= levels[p]) and (p + 1 == len(levels) or levels[p + 1] < levels[p])
-    ]
+    tops = [p for p in over if (p == 0 or levels[p - 1] <= levels[p]) and (p + 1 == len(levels) or levels[p + 1] < levels[p])]
     tops = sorted(tops, key=lambda p: -levels[p])[:most]
     return sorted({*tops, over[0], over[-1]})
 

@@ -1,8 +1,8 @@
 """Tensors that go away for a while: from the lives of a plan and a choice of tensors, when each leaves and comes back.
 
-A *gap* is where a held tensor is not needed: from when it may leave to when backward, or a rebuild, first reads it. A *trip* uses
-a part of it. Trips are planned as late as copies allow: bytes go when the copy out ends, and begin to come back just in time
-(Dymem, 3.2). Where the budget asks for more, they go earlier and come back later, and the step waits for the link.
+A *gap* is where a held tensor is not needed: from when it may leave to when backward, or a rebuild, first reads it. A
+*trip* uses a part of it. Trips are planned as late as copies allow: bytes go when the copy out ends, and begin to come back
+just in time (Dymem, 3.2). Where the budget asks for more, they go earlier and come back later, and the step waits for the link.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""What goes away and comes back: lives, schedule, simulator and validator agree; trips fit budgets, and wait where they must."""
+"""What goes away and comes back: lives, schedule, simulator and validator agree; trips fit budgets, waiting where they must."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import pytest
 from build import random_step
@@ -43,7 +44,8 @@ def with_random_trips(graph: Graph, lives: tuple[Life, ...], rng: random.Random)
     read = {t for op in lower(graph, lives).replayed for t in graph.ops[op].inputs}
     trips = []
     for t, gap in gaps(graph, lives).items():
-        requests = [p for s in graph.saves for p in s.unpacked_at if gap.leaves < p <= gap.needed]
+        asked = (s for s in graph.saves if s.tensor in graph.producers)
+        requests = [p for s in asked for p in s.unpacked_at if gap.leaves < p <= gap.needed]
         if rng.random() < 0.6:
             form = rng.choice(exact if t in read else (*exact, "block8", "block8@disk"))
             back = rng.choice(sorted({*requests, gap.needed}))
@@ -75,7 +77,7 @@ def chain(n: int = 12, nbytes: int = 100) -> Graph:
     """Ops of one second each, two in backward, that save what they read."""
     names = [f"x{i}" for i in range(n)]
     steps = [step(names[0], reads=["in"], nbytes=nbytes, recomputable=False)]
-    steps += [step(b, reads=[a], saves=[a], nbytes=nbytes, recomputable=False) for a, b in zip(names, names[1:], strict=False)]
+    steps += [step(b, reads=[a], saves=[a], nbytes=nbytes, recomputable=False) for a, b in pairwise(names)]
     graph = training_step(steps, inputs={"in": nbytes}, gradients=False)
     return replace(graph, ops=tuple(op if op.phase == "forward" else replace(op, seconds=2.0) for op in graph.ops))
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from lightning_memopt.errors import OffloadError
+from lightning_memopt.record import unwatched
 from lightning_memopt.runtime.tiers.space import Space
 from lightning_memopt.units import format_nbytes
 
@@ -78,7 +79,8 @@ def check_flat(t: Tensor, nbytes: int | None = None) -> None:
 
 def buffer(t: Tensor) -> memoryview:
     """The memory of a flat tensor of the CPU, not a copy."""
-    return memoryview(t.numpy())  # type: ignore[arg-type]  # numpy's arrays are buffers from Python 3.12 on, for the stubs
+    with unwatched():
+        return memoryview(t.numpy())  # type: ignore[arg-type]  # numpy's arrays are buffers from Python 3.12 on, for the stubs
 
 
 def check_process(tier: str, pid: int) -> None:
