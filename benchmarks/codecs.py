@@ -69,7 +69,8 @@ def ours(name: str, t: Tensor) -> tuple[float, int]:
 
 def zfp(t: Tensor, dims: int, rate: int) -> tuple[float, int]:
     """RMSE and bytes, its header not counted."""
-    a = t.reshape(-1, *t.shape[t.dim() - dims + 1 :]).contiguous().numpy()
+    sizes = [n for n in t.shape if n != 1]  # a dimension of 1 would be filled up to 4
+    a = t.reshape(-1, *sizes[len(sizes) - dims + 1 :]).contiguous().numpy()
     data = zfpy.compress_numpy(a, rate=rate)
     return rmse(t, torch.from_numpy(zfpy.decompress_numpy(data)).view(t.shape)), len(
         zfpy.compress_numpy(a, rate=rate, write_header=False)
@@ -87,7 +88,7 @@ def rows(model: str, maps: dict[str, Tensor]) -> Iterator[dict[str, Any]]:
         scale = float(t.double().std())
         for rate in RATES:
             error, nbytes = ours(f"block{rate}", t)
-            theirs = {d: zfp(t, d, rate) for d in (1, 2, 3, 4) if d <= t.dim()}
+            theirs = {d: zfp(t, d, rate) for d in range(1, sum(n > 1 for n in t.shape) + 1)}
             best = min(theirs.values())
             yield {
                 "model": model,
@@ -99,6 +100,7 @@ def rows(model: str, maps: dict[str, Tensor]) -> Iterator[dict[str, Any]]:
                 "zfp": {str(d): {"relative_rmse": e / scale, "nbytes": n} for d, (e, n) in theirs.items()},
                 "to_zfp": error / best[0] if best[0] else 1.0,
                 "to_zfp_2d": error / theirs[2][0] if theirs[2][0] else 1.0,
+                "nbytes_to_zfp": nbytes / best[1],
                 "larger": nbytes > min(n for _, n in theirs.values()),
             }
         for name_, bits in (("int4", 5), ("int8", 9)):
@@ -121,10 +123,26 @@ def summary(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     "to_zfp_mean": statistics.geometric_mean(row["to_zfp"] for row in of),
                     "to_zfp_worst": max(row["to_zfp"] for row in of),
                     "to_zfp_2d_mean": statistics.geometric_mean(row["to_zfp_2d"] for row in of),
+                    "nbytes_to_zfp_mean": statistics.geometric_mean(row["nbytes_to_zfp"] for row in of),
                     "larger": sum(row["larger"] for row in of),
                 }
             )
     return found
+
+
+def rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: rounded(v) for key, v in value.items()}
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def text(short: list[dict[str, Any]], table: list[dict[str, Any]]) -> str:
+    """JSON, a row a line."""
+    lines = {
+        key: ",\n".join("  " + json.dumps(rounded(row)) for row in of) for key, of in (("summary", short), ("rows", table))
+    }
+    command = json.dumps("python benchmarks/codecs.py -o benchmarks/results/codecs.json")
+    return f'{{"command": {command},\n"summary": [\n{lines["summary"]}],\n"rows": [\n{lines["rows"]}]}}\n'
 
 
 def main() -> None:
@@ -144,9 +162,7 @@ def main() -> None:
     for line in short:
         print(" ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in line.items()))
     if options.out is not None:
-        options.out.write_text(
-            json.dumps({"command": "python benchmarks/codecs.py", "summary": short, "rows": table}, indent=1) + "\n"
-        )
+        options.out.write_text(text(short, table))
 
 
 if __name__ == "__main__":

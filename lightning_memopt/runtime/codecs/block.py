@@ -51,6 +51,7 @@ class Constants:
     bits: Tensor
     at: Tensor
     reach: Tensor
+    modes: Tensor
     step: Tensor
     reciprocal: Tensor
     merges: int
@@ -68,6 +69,7 @@ def constants(rate: int, device: torch.device) -> Constants:
         bits=torch.tensor(tables.bits).t().contiguous().to(device),
         at=torch.tensor(tables.at).t().contiguous().to(device),
         reach=torch.tensor(tables.reach, dtype=torch.int16).t().contiguous().to(device),
+        modes=torch.arange(MODES, dtype=torch.int16)[:, None].to(device),
         step=step.to(device),
         reciprocal=step.reciprocal().where(step > 0, 0).to(device),
         merges=merges,
@@ -269,11 +271,12 @@ def _chosen(c: Tensor, const: Constants) -> tuple[Tensor, Tensor, Tensor]:
     """Of blocks of coefficients: number of the step, mode, and whether there is what is not finite, `[blocks]` each."""
     number = c.view(torch.int32).bitwise_and(0x7FFFFFFF).bitwise_right_shift_(21).to(torch.int16)
     bad = number[0] >= 4 * 255  # then so is the mean
-    best = torch.full_like(number[0], 32767)
-    for mode in range(MODES):  # the finest step, and of equal ones the first mode
-        step = (number - const.reach[:, mode : mode + 1]).amax(0).clamp_(layout.LEAST_STEP, NOT_FINITE)
-        torch.minimum(best, step.mul_(MODES).add_(mode), out=best)
-    chosen = best.to(torch.int64)
+    steps = number.new_empty((MODES, number.shape[1]))
+    needed = torch.empty_like(number)
+    for reach, step in zip(const.reach.split(1, dim=1), steps, strict=True):
+        torch.amax(torch.sub(number, reach, out=needed), 0, out=step)
+    steps.clamp_(layout.LEAST_STEP, NOT_FINITE).mul_(MODES).add_(const.modes)
+    chosen = steps.amin(0).to(torch.int64)  # the finest step, and of equal ones the first mode
     return chosen >> MODE_BITS, chosen & (MODES - 1), bad
 
 
