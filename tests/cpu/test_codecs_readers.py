@@ -38,7 +38,7 @@ def garbage(t: Tensor) -> Tensor:
 def decoded(t: Tensor) -> Tensor:
     """As `positive` gives it back."""
     c = codec("positive")
-    encoded = torch.empty(c.encoded_nbytes(tuple(t.shape), t.dtype), dtype=torch.uint8)
+    encoded = torch.empty(c.encoded_nbytes(tuple(t.shape), t.dtype), dtype=torch.uint8, device=t.device)
     out = torch.empty_like(t)
     c.encode(t, encoded)
     c.decode(encoded, out)
@@ -71,16 +71,19 @@ RUNS: dict[tuple[str, str], tuple[Tensor, Callable[[Tensor], Tensor]]] = {
     ("replication_pad1d_backward", "self"): (LINE, lambda x: F.pad(x, (2, 1), "replicate")),
     ("replication_pad2d_backward", "self"): (IMAGE, lambda x: F.pad(x, (2, 1, 1, 0), "replicate")),
     ("replication_pad3d_backward", "self"): (VOLUME, lambda x: F.pad(x, (2, 1, 1, 0, 1, 1), "replicate")),
-    ("nll_loss_backward", "self"): (torch.randn(2, 5), lambda x: F.nll_loss(x, LABELS)),
-    ("nll_loss2d_backward", "self"): (torch.randn(2, 5, 4, 4), lambda x: F.nll_loss(x, LABELS.view(2, 1, 1).expand(2, 4, 4))),
-    ("new_zeros", "self"): (LINE, lambda x: x.gather(2, torch.tensor([[[1, 4, 4]]]).expand(2, 3, 3))),
-    ("zeros_like", "self"): (LINE, lambda x: x.take(torch.tensor([3, 5, 5]))),
+    ("nll_loss_backward", "self"): (torch.randn(2, 5), lambda x: F.nll_loss(x, LABELS.to(x.device))),
+    ("nll_loss2d_backward", "self"): (
+        torch.randn(2, 5, 4, 4),
+        lambda x: F.nll_loss(x, LABELS.to(x.device).view(2, 1, 1).expand(2, 4, 4)),
+    ),
+    ("new_zeros", "self"): (LINE, lambda x: x.gather(2, torch.tensor([[[1, 4, 4]]], device=x.device).expand(2, 3, 3))),
+    ("zeros_like", "self"): (LINE, lambda x: x.take(torch.tensor([3, 5, 5], device=x.device))),
 }
 CHANGES = {
     ("hardtanh_backward", "self"): (IMAGE, F.relu6),
     ("leaky_relu_backward", "self"): (IMAGE, F.leaky_relu),
     ("threshold_backward", "self"): (IMAGE, lambda x: F.threshold(x, 0.5, 0.0)),
-    ("nll_loss_backward", "total_weight"): (torch.randn(2, 5), lambda x: F.nll_loss(x, LABELS)),
+    ("nll_loss_backward", "total_weight"): (torch.randn(2, 5), lambda x: F.nll_loss(x, LABELS.to(x.device))),
 }
 """Claims that would be wrong: the same check finds them."""
 
@@ -90,7 +93,7 @@ def gradient(x: Tensor, f: Callable[[Tensor], Tensor], mode: Swapping | None = N
     with torch.random.fork_rng():
         torch.manual_seed(1)
         y = f(x)
-        grad = torch.randn(y.shape)
+        grad = torch.randn(y.shape).to(y.device)
     if mode is None:
         y.backward(grad)
     else:

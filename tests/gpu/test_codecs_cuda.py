@@ -10,8 +10,10 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("there is no CUDA device", allow_module_level=True)
 
+from lightning_memopt.plan.readers import need
 from lightning_memopt.runtime.codecs import NAMES, block, codec
 from tests.cpu.harness import same_bits
+from tests.cpu.test_codecs_readers import RUNS, Swapping, decoded, garbage, gradient
 
 SIZES = [(), (1,), (3, 5), (2, 3, 8, 8), (2, 3, 7, 7), (64, 1000), (1, 4, 1 << 16), (5, 12, 4)]
 BLOCKS = [name for name in NAMES if name.startswith("block")]
@@ -65,3 +67,17 @@ def test_the_workspace_is_no_more_than_it_says(name: str) -> None:
     c.encode(t, encoded)
     c.decode(encoded, t)
     assert torch.cuda.max_memory_allocated() - before <= c.workspace_nbytes((1 << 22,), t.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("key", RUNS, ids="-".join)
+def test_what_is_not_needed_changes_nothing(key: tuple[str, str], dtype: torch.dtype) -> None:
+    x, f = RUNS[key]
+    x = x.to("cuda", dtype)
+    try:
+        plain = gradient(x, f)
+    except (NotImplementedError, RuntimeError) as error:
+        assert "not implemented for" in str(error) or "deterministic" in str(error)
+        pytest.skip(f"torch: {error}")
+    swap = decoded if need(*key) == "sign" else garbage
+    assert same_bits(plain, gradient(x, f, Swapping(*key, swap)))
