@@ -28,6 +28,8 @@ from lightning_memopt.units import format_nbytes
 Say = Callable[[str], None]
 _IN_A_ROW = 2
 """Forwards that leave the plan before it counts as drift: one that takes another branch now and then needs no other plan."""
+_LITTLE = 4
+"""What is kept beside the plan is little where as many times more was left out: no other plan is better (LayerDrop)."""
 _AGAIN = 3
 """How often a signature is observed again because of drift."""
 _WATCHED = 4
@@ -182,9 +184,11 @@ class Running:
         graph, at = self.program.graph, engine.position
         found = engine.departures
         self.departures.append(found)
+        if found.excess_nbytes > self.excess_nbytes and self.lender is None:
+            self._watch()
         self.excess_nbytes = max(self.excess_nbytes, found.excess_nbytes)
         missing = any(t in graph.saves_of for op in graph.forward[at:] if op.recomputable for t in op.outputs)
-        if not missing and not found.unplanned:
+        if not missing and not found.unplanned_nbytes:
             self.matched = True
             self.strays = 0
             return
@@ -198,7 +202,8 @@ class Running:
                 f"expects {planned}{where}, the model ran {name}. Nothing was updated. Remove plan=, or give the plan of this "
                 "model and batch size."
             )
-        self.strays += 1
+        strays = _LITTLE * found.unplanned_nbytes > engine.left_out_nbytes()
+        self.strays = self.strays + 1 if strays else 0
         self._watch()
         if self.lender is None and not self.deviated:
             warnings.warn(
@@ -258,11 +263,11 @@ class Running:
         if self.lender is not None:
             say(f"MemOpt: {text}, of a larger batch; observing this one")
             return Observing(1)
-        target = min(predicted, budget_nbytes) - max(over, 1 << 12)
-        try:
-            plan = self.frontier.plan(target)
-        except InfeasibleError as error:
-            warnings.warn(f"MemOpt: {text}, and no smaller plan exists ({error}).", stacklevel=2)
+        target = max(min(predicted, budget_nbytes) - max(over, 1 << 12), self.frontier.smallest_bytes)
+        plan = self.frontier.plan(target)
+        if plan.predicted.needed_bytes >= predicted:
+            smallest = format_nbytes(self.frontier.smallest_bytes)
+            warnings.warn(f"MemOpt: {text}, and no smaller plan exists (the smallest one peaks at {smallest}).", stacklevel=2)
             return self
         say(f"MemOpt: {text}; replanned with {format_nbytes(target)}")
         found = Running(plan, self.program.graph, self.frontier, self.replanned + 1)
