@@ -27,6 +27,11 @@ is looked for everywhere."""
 SPREAD = 20
 """Calls are numbered by the plan's op shifted by this many bits: room for unmatched ones between two matched ones."""
 
+_ADDING = ("aten::add", "aten::index_add", "aten::mul", "aten::native_layer_norm", "aten::native_batch_norm")
+"""Ops of the way past a layer: sums, and norms of them."""
+_LINKS = 64
+"""Tensors of that way that are looked at."""
+
 Made = list[tuple[Slot, torch.Tensor]]
 
 
@@ -56,6 +61,8 @@ class Places:
         """The position that most of what the op reads speaks for, of these the nearest, those ahead of `at` first."""
         best, merit = None, (0, 0, 0)
         for j in self.program.places.get(record.func._name, ()):
+            if j < at and self.program.passes(j):
+                continue  # it may have run unrecorded
             found = self._place(record, made, j, at)
             if found is None:
                 continue
@@ -86,6 +93,7 @@ class Places:
             elif planned.born_at == BEFORE or not self._replaces(slot, tensor, j):
                 return None
             else:
+                known += self._follows(tensor, slot.plan)
                 others.append((slot, tensor))
         if abs(j - at) > REACH and not parameters:
             return None
@@ -108,6 +116,23 @@ class Places:
             return False
         before = j if tensor in self.slots else self.program.graph.producers[tensor].id
         return slot.call is None or slot.call.op < number_of(before)
+
+    def _follows(self, tensor: int, before: int | None) -> bool:
+        """Whether a layer makes the plan's tensor from another one by adding to it: it follows where the layer is left out."""
+        graph, seen = self.program.graph, {tensor}
+        wanted = [tensor] if before is not None else []
+        while wanted and len(seen) < _LINKS:
+            made = wanted.pop()
+            op = graph.producers.get(made)
+            if op is None or not op.name.startswith(_ADDING):
+                continue
+            if before in op.inputs:
+                return True
+            size = graph.tensors[made].nbytes
+            links = [t for t in op.inputs if t not in seen and graph.tensors[t].nbytes == size]
+            seen.update(links)
+            wanted.extend(links)
+        return False
 
     @property
     def parameters(self) -> dict[int, int]:
