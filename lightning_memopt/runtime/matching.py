@@ -286,8 +286,8 @@ class Matcher(Recorder):
         then stays; or it is held to the end.
         """
         engine, program, slots = self.engine, self.program, self.tape.slots
-        held = False
-        if tensor in slots:
+        held, taken = False, tensor in slots
+        if taken:
             wanted = j in program.schedule.replayed
         else:
             wanted, held = tensor in program.tracked, tensor in program.holds
@@ -299,12 +299,13 @@ class Matcher(Recorder):
         if not wanted:
             return
         starts = starts_of(slot, slots)
+        lost = starts is None
         if starts is None:
             slot.call = None  # it starts from what was let go
             starts, held = {slot.id}, True
         if held and not slot.pinned:
             engine.hold(slot, self._argument(slot), tensor)
-        engine.needed.update(starts)
+        engine.guard(starts, tensor, forever=taken or lost)
 
     def _argument(self, slot: Slot) -> torch.Tensor:
         """A tensor on the slot, among the arguments of the op that is being recorded."""

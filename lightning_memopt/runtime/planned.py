@@ -58,6 +58,7 @@ class PlannedEngine(Engine):
         self.packed: set[int] = set()
         self.stands: dict[int, list[int]] = {}
         self.needed: set[int] = set()
+        self._guarded: list[tuple[int, set[int]]] = []
         self.active: set[int] = set()
         self.departures = Departures()
 
@@ -88,6 +89,21 @@ class PlannedEngine(Engine):
             slot.pinned = False  # the plan knows who reads it, what was packed before it was written over too
             slot.ok = slot.ok or slot.call is None
             self.active.add(tensor)
+
+    def guard(self, slots: set[int], tensor: int, forever: bool) -> None:
+        """These slots, by their ids, stay until backward is past the uses of the plan's tensor, or to the end."""
+        self._guarded.append((len(self.program.graph.points) if forever else self.program.wanted_until(tensor), slots))
+        self.needed |= slots
+
+    def _unguard(self) -> None:
+        """Let go of what is needed no more, and should have gone before."""
+        now = self.program.event_points[self.next_event - 1]
+        self._guarded = [(until, slots) for until, slots in self._guarded if until >= now]
+        before, self.needed = self.needed, set().union(*(slots for _, slots in self._guarded))
+        for id in before - self.needed:
+            slot = self.tape.slots[id]
+            if slot.plan in self.program.holds and not self.lives(slot) and self._may_go(slot):
+                slot.value = None
 
     def lives(self, slot: Slot) -> bool:
         """Whether the plan has the slot's bytes in memory now."""
@@ -190,6 +206,8 @@ class PlannedEngine(Engine):
         events, first = self.program.events, self.next_event
         if first < len(events) and events[first] == event:
             self.next_event += 1
+            if self._guarded and not self.departures.astray:
+                self._unguard()
             return
         at = self.program.turns.get(event, -1)
         passed = events[first : max(at, 0)]
@@ -200,6 +218,8 @@ class PlannedEngine(Engine):
             self.departures.astray = True
         if at >= first:
             self.next_event = at + 1
+            if self._guarded and not self.departures.astray:
+                self._unguard()
             for other in passed:
                 if unpack and other[0] == "unpack" and not self.departures.astray:
                     self._segment_at(other)

@@ -238,6 +238,16 @@ class Program:
         return [(p.kind, p.id, p.occurrence) for p in self.graph.points if p.kind != "op" and p.id in self._handled]
 
     @cached_property
+    def event_points(self) -> list[int]:
+        """Where on the graph's axis `events` are."""
+        return [i for i, p in enumerate(self.graph.points) if p.kind != "op" and p.id in self._handled]
+
+    def wanted_until(self, tensor: int) -> int:
+        """The last point at which a life of the tensor ends, or at which its op runs again."""
+        ends = [life.freed_at for life in self.lives if life.tensor == tensor]
+        return max([*ends, self.schedule.replayed.get(self.graph.producers[tensor].id, BEFORE)])
+
+    @cached_property
     def turns(self) -> dict[tuple[str, int, int], int]:
         """Event -> its place among `events`."""
         return {event: i for i, event in enumerate(self.events)}

@@ -24,6 +24,8 @@ from lightning_memopt.runtime.program import Program
 REACH = 256
 """How far from its position an op is looked for, where some planned ops did not run or run later; one that reads a parameter
 is looked for everywhere."""
+_NEAR = 64
+"""How far ahead of its position an op is looked for that reads nothing known."""
 SPREAD = 20
 """Calls are numbered by the plan's op shifted by this many bits: room for unmatched ones between two matched ones."""
 
@@ -68,9 +70,15 @@ class Places:
                 continue
             known, place = found
             new = (known, int(j >= at), -abs(j - at))
-            if (known or j == at) and (best is None or new > merit):
+            near = j == at or (at < j <= at + _NEAR and self._met_first(record, j))
+            if (known or near) and (best is None or new > merit):
                 best, merit = place, new
         return best
+
+    def _met_first(self, record: OpRecord, j: int) -> bool:
+        """Whether the op reads but one tensor, an activation that nobody recorded: the next of its name may be meant."""
+        first = record.reads[0] if len(record.reads) == 1 else None
+        return first is not None and first.external and self.program.graph.tensors[self.program.inputs[j][0]].born_at != BEFORE
 
     def _place(self, record: OpRecord, made: Made, j: int, at: int) -> tuple[int, Place] | None:
         """How many tensors of the plan's op `j` are known to be read, and what is read in place of the others; None where it
