@@ -14,6 +14,7 @@ from lightning_memopt.record import Slot, detached
 from lightning_memopt.runtime.execute import below_autograd, checksum, flags_of, missing, run
 from lightning_memopt.runtime.matching import Matcher
 from lightning_memopt.runtime.program import Program
+from lightning_memopt.runtime.rejoining import starts_of
 from lightning_memopt.runtime.replay import Engine, Handle, Kept
 
 
@@ -166,14 +167,17 @@ class PlannedEngine(Engine):
             self._free(event)
             return found
 
-    def _segment_at(self, event: tuple[str, int, int]) -> None:
+    def _segment_at(self, event: tuple[str, int, int], asked: bool = True) -> None:
         planned = self.program.segments.get(event[1:])
         if planned is not None and planned[0] > self.cursor:
             self.cursor = planned[0]
-            self.perform(planned[1], planned[0])
+            self.perform(planned[1], planned[0], asked)
 
-    def perform(self, steps: Segment, point: int) -> None:
-        """Run a segment. What it needs and finds missing is rebuilt on demand."""
+    def perform(self, steps: Segment, point: int, asked: bool = True) -> None:
+        """Run a segment. What it needs and finds missing is rebuilt on demand; as far as that is possible, where nobody asked, or
+        the forward was another one: what is asked for is seen to afterwards.
+        """
+        strict = asked and self.departures.first is None
         slots = self.tape.slots
         with below_autograd(), flags_of(self.tape):
             for step in steps:
@@ -187,6 +191,8 @@ class PlannedEngine(Engine):
                 if call is None or any(s.id in self.stands and not missing(s) for s in made):
                     continue  # it did not run in this step, and what stands in for its result is there
                 absent = [slots[id] for id in call.reads if missing(slots[id])]
+                if not strict and not (any(s.ok for s in made) and all(starts_of(s, slots) is not None for s in absent)):
+                    continue
                 if absent:
                     self.materialise(absent)
                 clones = {slots[t].id for t in step.clones if t in slots} | self.stands.keys() | self.needed
@@ -222,7 +228,7 @@ class PlannedEngine(Engine):
                 self._unguard()
             for other in passed:
                 if unpack and other[0] == "unpack" and not self.departures.astray:
-                    self._segment_at(other)
+                    self._segment_at(other, asked=False)
                 self._free(other, passed=True)
 
     def _free(self, event: tuple[str, int, int], passed: bool = False) -> None:
