@@ -268,8 +268,14 @@ class Matcher(Recorder):
             record.call.op = number_of(j)
         if all(slot.plan == tensor for slot, tensor in zip(record.reads, program.inputs[j], strict=True)):
             self.templates[j] = self._template(record, j)
+        again = j in program.schedule.replayed
+        if not again:  # what it reads is let go: it cannot run again, as little as by its template
+            for slot, _ in record.made:
+                if not slot.empty:
+                    slot.call, slot.ok = None, False
         for slot, t in made:
             if slot.plan in program.holds:
+                slot.call = slot.call if again else None
                 engine.hold(slot, t)
 
     def _template(self, record: OpRecord, j: int) -> Template | OpOverload | None:

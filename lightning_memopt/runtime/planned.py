@@ -174,8 +174,8 @@ class PlannedEngine(Engine):
             self.perform(planned[1], planned[0], asked)
 
     def perform(self, steps: Segment, point: int, asked: bool = True) -> None:
-        """Run a segment. What it needs and finds missing is rebuilt on demand; as far as that is possible, where nobody asked, or
-        the forward was another one: what is asked for is seen to afterwards.
+        """Run a segment. What it needs and finds missing is rebuilt on demand; as far as that is possible, where nobody asked
+        or the forward was another one: what is asked for is seen to afterwards.
         """
         strict = asked and self.departures.first is None
         slots = self.tape.slots
