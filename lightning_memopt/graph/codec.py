@@ -255,7 +255,7 @@ def _check_tensors(graph: Graph, fields: Fields) -> None:
 
 def _check_saves(graph: Graph, fields: Fields) -> None:
     for save in graph.saves:
-        producer = graph.producers.get(save.tensor)
+        producer = graph.producers.get(graph.packed(save))  # what is read may have been written over it since
         if producer is not None and producer.id > save.op:
             fields.refuse("op", save.id, f"{save.op}, but tensor {save.tensor} is made by op {producer.id}")
         last = graph.tensors[save.tensor].born_at

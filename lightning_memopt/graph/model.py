@@ -150,10 +150,12 @@ class Graph:
 
     @cached_property
     def release_after(self) -> list[int]:
-        """For every point the first one from there on at which autograd lets go of something; else the last point."""
+        """For every point the first one from there on at which autograd lets go of what an op of the step made; else the last
+        point.
+        """
         found, last = [], len(self.points) - 1
         for p in range(len(self.points) - 1, -1, -1):
-            last = p if self.points[p].kind == "release" else last
+            last = p if self.points[p].kind == "release" and self.asked_at(p) in self.producers else last
             found.append(last)
         return found[::-1]
 
@@ -167,6 +169,10 @@ class Graph:
     @cached_property
     def _written_over(self) -> dict[int, int]:
         return {new: old for op in self.ops for old, new in op.mutates}
+
+    def asked_at(self, point: int) -> int:
+        """The tensor that autograd asks for, or lets go of, at a point that is no op."""
+        return self.saves[self.points[point].id].tensor
 
     def saved_until(self, tensor: int) -> int:
         """The last point at which autograd holds the tensor in the unmodified step; `BEFORE` if it never does."""

@@ -132,5 +132,8 @@ def lower(graph: Graph, lives: Iterable[Life]) -> Schedule:
             births.setdefault(life.born_at, []).append(life.tensor)
         frees.setdefault(life.freed_at, []).append(life.tensor)
     segments = {p: segment(graph, p, births[p], resident) for p in sorted(births)}
+    for p in segments:
+        if graph.points[p].kind != "unpack" or graph.asked_at(p) not in graph.producers:
+            raise LoweringError(f"lives begin at point {p}, where autograd asks for nothing that an op of the step made")
     replayed = {step.op: p for p, steps in segments.items() for step in steps if isinstance(step, Run)}
     return Schedule(frozenset(holds), segments, {p: tuple(ts) for p, ts in frees.items()}, replayed)

@@ -122,14 +122,20 @@ class Program:
     @cached_property
     def tracked(self) -> frozenset[int]:
         """Tensors that the engine has to recognise: what is dropped, what ops that run again read and make, and the other
-        versions of their storages.
+        versions of their storages; then those whose handles tell it when a segment is to run, or when one of them is to go.
         """
-        ops, tensors, found = self.graph.ops, self.graph.tensors, set(self.drops)
+        ops, tensors, points = self.graph.ops, self.graph.tensors, self.graph.points
+        found: set[int] = set()
+        new = {*self.drops, *(self.graph.asked_at(p) for p in self.schedule.segments)}
         for op in self.schedule.replayed:
-            found.update(ops[op].inputs)
-            found.update(ops[op].outputs)
-        storages = {tensors[t].storage for t in found}
-        return frozenset(t.id for t in tensors if t.storage in storages)
+            new.update(ops[op].inputs)
+            new.update(ops[op].outputs)
+        frees = [(ts, self.graph.asked_at(p)) for p, ts in self.schedule.frees.items() if points[p].kind != "op"]
+        while not new <= found:
+            storages = {tensors[t].storage for t in found | new}
+            found = {t.id for t in tensors if t.storage in storages}
+            new = {asked for ts, asked in frees if not found.isdisjoint(ts)}
+        return frozenset(found)
 
     @cached_property
     def sized_by_data(self) -> frozenset[int]:

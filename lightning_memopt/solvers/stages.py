@@ -23,7 +23,7 @@ COARSE, FINE = 0.34, 1.0
 
 @dataclass(frozen=True, eq=False)
 class StageSpan:
-    """Forward ops `first .. last` (ids, inclusive), what enters and leaves, and what autograd saved in it."""
+    """Forward ops `first .. last` (ids, inclusive), what enters and leaves, and what autograd saved in it that ops made."""
 
     index: int
     first: int
@@ -170,7 +170,8 @@ def _spans(graph: Graph, cuts: list[int], crossings: list[frozenset[int]], given
             stage_of[c] = k
     saves: list[list[Save]] = [[] for _ in range(len(edges) - 1)]
     for save in graph.saves:
-        saves[stage_of[min(save.op, n - 1)]].append(save)
+        if save.tensor in graph.producers:  # what was there before the step is there anyway, and asked for without us
+            saves[stage_of[min(save.op, n - 1)]].append(save)
     begins = [min((p for s in group for p in s.unpacked_at), default=None) for group in saves]
     spans = []
     ends = len(graph.points) - 1

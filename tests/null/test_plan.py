@@ -162,6 +162,22 @@ def test_lives_that_cannot_begin_are_refused() -> None:
         lower(graph, [Life(tensor=a, born_at=p, freed_at=p, how="replay")])
 
 
+def test_lives_begin_where_autograd_asks_for_what_an_op_made() -> None:
+    """What was there before the step is asked for without us: nobody would run a segment there."""
+    step = Step()
+    w = step.given(kind="parameter")
+    (x,) = step.op(w, recomputable=False, saves=["out"])
+    step.op(x, saves=[w, "out"])
+    graph = step.build()
+    y = graph.forward[-1].outputs[0]
+    weight, made = (next(p for p, t in requests(graph) if t == asked) for asked in (w, y))
+    until = graph.saves_of[y][0].released_at
+    held = Life(tensor=x, born_at=graph.tensors[x].born_at, freed_at=len(graph.points) - 1, how="original")
+    assert lower(graph, (held, Life(tensor=y, born_at=made, freed_at=until, how="replay"))).segments
+    with pytest.raises(LoweringError, match="asks for nothing that an op"):
+        lower(graph, (held, Life(tensor=y, born_at=weight, freed_at=until, how="replay")))
+
+
 def test_what_there_was_before_the_step_is_gone_when_the_step_frees_it() -> None:
     step = Step()
     x = step.given(100, "input")
