@@ -29,8 +29,8 @@ class MemOptConfig:
         recompute: whether saved tensors may be dropped and rebuilt.
         offload: where saved tensors may be until backward: `"disk"` (a file, on any device), `"host"` (page-locked memory
             beside a CUDA device), `"auto"` (host where there is one), or `"none"`.
-        compress: `"none"`; `"lossless"`: masks at one bit, which their readers cannot tell; `"lossy"`, opt-in: also the inputs of
-            convolutions and linear layers at 8 bits a value, or at what a codec's name says (`"block6"`, `"int8"`).
+        compress: `"none"`; `"lossless"`: masks at one bit, which their readers cannot tell; `"lossy"`, opt-in: also the inputs
+            of convolutions and linear layers at 8 bits a value, or at what a codec's name says (`"block6"`, `"int8"`).
         objective: what a plan within the budget takes the least of: measured time (`"throughput"`) or `"flops"`.
         profile_steps: real training steps that are observed before the plan is made.
         solver_seconds: time limit of the planner.

@@ -18,11 +18,11 @@ from lightning_memopt.plan import Life, Plan
 from lightning_memopt.plan.forms import tier_of
 from lightning_memopt.plan.rates import Rates
 from lightning_memopt.plan.readers import lossy, need
+from lightning_memopt.runtime import Program
 from lightning_memopt.runtime.away import Depot
 from lightning_memopt.runtime.codecs import NAMES, codec
 from lightning_memopt.runtime.tiers import DiskTier, HostTier, Tier
 from lightning_memopt.session import costs
-from lightning_memopt.runtime import Program
 from lightning_memopt.solvers import joint
 from lightning_memopt.solvers.planner import Frontier
 from lightning_memopt.trace.link import measure
@@ -30,7 +30,6 @@ from lightning_memopt.trace.link import measure
 LEAST_NBYTES = 4096
 """What is smaller stays: a copy or a codec takes longer than it is worth."""
 LOSSY = "block8"
-_ROOM = 1.25
 _ALIGN_NBYTES = 4096
 _PROBE_NBYTES = 32 << 20
 
@@ -42,7 +41,7 @@ class Hybrid:
         self.device, self.config = device, config
         self.tier = {"none": "", "auto": "host" if device.type == "cuda" else ""}.get(config.offload, config.offload)
         self.codec = {"lossy": LOSSY, "none": "", "lossless": ""}.get(config.compress, config.compress)
-        self._depots: list[Depot] = []
+        self._depots: dict[tuple[Life, ...], Depot] = {}
 
     @property
     def wanted(self) -> bool:
@@ -84,22 +83,30 @@ class Hybrid:
         accepted = (codec(name) for name in names)
         return [(c.name, c.encoded_nbytes(tensor.size, dtype)) for c in accepted if c.accepts(tensor.size, dtype)]
 
-    def depot(self, plan: Plan) -> Depot:
-        """Tiers with room for what a plan puts there; closed with the session."""
-        tiers: dict[str, Tier] = {}
+    def depot_of(self, plan: Plan) -> Depot | None:
+        """Tiers with room for what a plan puts there, the same ones for the same plan; None where nothing goes away."""
         fetched = {life.tensor: life for life in plan.lives if life.how == "fetch"}
-        for name in {tier_of(life.form) for life in fetched.values()} - {""}:
-            nbytes = sum(-(-life.away_nbytes // _ALIGN_NBYTES) * _ALIGN_NBYTES for life in fetched.values())
-            tiers[name] = self._made(name, min(nbytes, int(_ROOM * plan.predicted.tier_bytes) + nbytes // 8))
-        self._depots.append(Depot(tiers))
-        return self._depots[-1]
+        if not fetched:
+            return None
+        found = self._depots.get(plan.lives)
+        if found is None:
+            tiers: dict[str, Tier] = {}
+            for name in {tier_of(life.form) for life in fetched.values()} - {""}:
+                there = [life.away_nbytes for life in fetched.values() if tier_of(life.form) == name]
+                tiers[name] = self._made(name, sum(-(-nbytes // _ALIGN_NBYTES) * _ALIGN_NBYTES for nbytes in there))
+            found = self._depots[plan.lives] = Depot(tiers)
+        return found
 
     def _made(self, name: str, nbytes: int) -> Tier:
         return DiskTier(nbytes, device=self.device) if name == "disk" else HostTier(nbytes, self.device)
 
+    def frontier(self, frontier: Frontier) -> Frontier:
+        """The frontier with plans that put tensors away, where any may be."""
+        return HybridFrontier.of(frontier, self) if self.wanted else frontier
+
     def close(self) -> None:
         while self._depots:
-            self._depots.pop().close()
+            self._depots.popitem()[1].close()
 
 
 @cache
@@ -135,7 +142,7 @@ def _base(op: Op) -> str:
 
 
 def _bears_errors(graph: Graph, t: int) -> bool:
-    """Whether errors in a tensor stay in the gradient of one weight: every reader is such, and it met a parameter in forward."""
+    """Whether errors in a tensor stay in the gradient of one weight: every reader is such, and met a parameter in forward."""
     found = _readers(graph, t)
     forward = [op for op in graph.consumers.get(t, ()) if op.phase == "forward" and op.heavy]
     met = all(any(graph.tensors[i].kind == "parameter" for i in op.inputs) for op in forward)
