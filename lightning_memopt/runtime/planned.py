@@ -53,6 +53,7 @@ class PlannedEngine(Engine):
         self.verify = verify
         self.depot = depot
         self.next_fence = 0
+        self._late: list[int] = []
         self.sums: dict[int, tuple[int, int]] = {}
         self.position = 0
         self.lost = False
@@ -91,12 +92,14 @@ class PlannedEngine(Engine):
 
     def _pass_fences(self) -> None:
         """Let go of what has gone away by the op that ran last; waits for copies that have not ended."""
-        fences = self.program.fences
+        fences, late = self.program.fences, self._late
         while self.next_fence < len(fences) and fences[self.next_fence][0] < self.position:
-            tensor = fences[self.next_fence][1]
+            late.append(fences[self.next_fence][1])
             self.next_fence += 1
+        for tensor in tuple(late):
             slot = self.tape.slots.get(tensor)
-            if slot is not None and slot.away is not None and slot.plan == tensor:
+            if slot is not None and slot.away is not None and slot.plan == tensor:  # else it is packed later, by the same op
+                late.remove(tensor)
                 self._has_gone(slot)
 
     def _has_gone(self, slot: Slot) -> None:
