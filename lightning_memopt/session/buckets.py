@@ -188,9 +188,6 @@ class Running:
             self._watch()
         self.excess_nbytes = max(self.excess_nbytes, found.excess_nbytes)
         missing = any(t in graph.saves_of for op in graph.forward[at:] if op.recomputable for t in op.outputs)
-        missing = missing or (
-            self.unproven and engine.left_out_nbytes() > 0
-        )  # of a plan that was given, nothing may be left out
         if not missing and not found.unplanned_nbytes:
             self.matched = True
             self.strays = 0

@@ -273,7 +273,8 @@ class Session:
                 self._meter = StepMeter(self.device, resident, gradients)
             if state.program.empty and not state.unproven:
                 return None
-            engine = PlannedEngine(state.program, verify=self.config.verify and state.verifies)
+            verify = self.config.verify and state.verifies
+            engine = PlannedEngine(state.program, verify=verify, unproven=state.unproven)
             return PlannedRecording(engine, self.model)
         return None
 
