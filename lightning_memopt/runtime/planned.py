@@ -40,18 +40,20 @@ class Departures:
 
 class PlannedEngine(Engine):
     """One forward pass under a program. `position` is the plan's op that comes next; `lost`: the last op recorded was none.
-    `depot`: where it puts what goes away.
+    `depot`: where it puts what goes away. `unproven`: the plan may be that of another model, so what is not at its turn is none
+    of its ops.
 
     Where the forward is not the observed one: `stands` says which tensors of the plan, besides its own, a slot (by id) stands
     in for, because the ops that make those did not run; `needed` are slots that the plan would let go too early, because of
     rebuilds it does not know.
     """
 
-    def __init__(self, program: Program, verify: bool = False, depot: Depot | None = None) -> None:
+    def __init__(self, program: Program, verify: bool = False, depot: Depot | None = None, unproven: bool = False) -> None:
         super().__init__()
         self.program = program
         self.verify = verify
         self.depot = depot
+        self.unproven = unproven
         self.next_fence = 0
         self._late: list[int] = []
         self.sums: dict[int, tuple[int, int]] = {}
