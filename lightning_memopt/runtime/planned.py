@@ -253,7 +253,9 @@ class PlannedEngine(Engine):
                 if call is None or any(s.id in self.stands and not missing(s) for s in made):
                     continue  # it did not run in this step, and what stands in for its result is there
                 absent = [slots[id] for id in call.reads if missing(slots[id])]
-                if not strict and not (any(s.ok for s in made) and all(starts_of(s, slots) is not None for s in absent)):
+                if not strict and not (
+                    any(s.ok or s.empty for s in made) and all(starts_of(s, slots) is not None for s in absent)
+                ):
                     continue
                 if absent:
                     self.materialise(absent)

@@ -169,7 +169,7 @@ def starts_of(slot: Slot, slots: Mapping[int, Slot]) -> set[int] | None:
     while wanted:
         s = wanted.pop()
         call = s.call
-        if call is None or not (call.repeats and s.ok):
+        if call is None or not (call.repeats and (s.ok or s.empty)):
             if s.value is None:
                 return None
             found.add(s.id)
