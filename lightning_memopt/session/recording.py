@@ -84,6 +84,7 @@ class PlannedRecording(Recording):
         recorder = engine.make_recorder()
         super().__init__(engine, recorder, own_mode=True)
         self.recorder = recorder
+        recorder.places.model = weakref.ref(model)
         self._spans = engine.program.spans_of(model)
         self._outside: nn.Module | None = None
         self._depth = 0
