@@ -6,8 +6,8 @@ direction of the link, every tensor that is held takes the cheapest place, and t
 for those prices, and a Lagrangian bound for every plan (docs/formulation.md, "Away").
 
 From the cuts, and from the plans that only recompute, come starts; what goes away so that a start fits the budget is chosen
-by CP-SAT against the link's capacity, and each result is priced by the simulator. Starts that fit as they are take part, so
-the result is never worse than recomputation alone, nor, by the starts that hold everything, than transfers alone.
+by CP-SAT against the link's capacity, and each result is priced by the simulator. Starts that fit as they are take part, and
+so do the heuristics of `transfer_baselines`: the result is never worse than recomputation alone, nor than any of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from lightning_memopt.plan.clocks import Rates
 from lightning_memopt.plan.forms import EXACT, codec_of, tier_of
 from lightning_memopt.solvers.bound import Moment
 from lightning_memopt.solvers.rollout import Rollout, keep_all, unrepeatable
-from lightning_memopt.solvers.trips import Form, Planner, send_away
+from lightning_memopt.solvers.transfer_baselines import POLICIES
+from lightning_memopt.solvers.trips import Form, Planner, Trip, send_away
 
 Forms = Mapping[int, Sequence[Form]]
 """Tensor -> the forms in which it may be away, with its bytes there."""
@@ -33,6 +34,8 @@ _PRICES = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)
 """Prices of a byte, in seconds of the whole step per byte of what is held in it."""
 _LINK = (0.0, 0.25, 0.5, 1.0)
 _STARTS = 24
+_SHARES = (1.0, 0.85, 0.7, 0.55)
+_CHOICE_SECONDS = 1.0
 _UNITS = 1 << 20
 """Bytes and seconds are counted in so many parts of the largest."""
 
@@ -196,6 +199,18 @@ def _allowed(graph: Graph, lives: Iterable[Life], forms: Forms) -> dict[int, Seq
     return {t: [f for f in found if t not in read or codec_of(f[0]) in EXACT] for t, found in forms.items()}
 
 
+def _accepted(trips: Iterable[Trip], forms: Forms) -> Iterator[Trip]:
+    """Trips in forms that are allowed: their own, or one of the same kind; what may not be away stays."""
+    for trip in trips:
+        mine = forms.get(trip.gap.tensor, ())
+        kind = bool(codec_of(trip.form)), bool(tier_of(trip.form))
+        same = [f for f in mine if (bool(codec_of(f[0])), bool(tier_of(f[0]))) == kind]
+        if (trip.form, trip.away_nbytes) in same:
+            yield trip
+        elif same:
+            yield replace(trip, form=same[0][0], away_nbytes=same[0][1])
+
+
 def solve(
     graph: Graph,
     budget_nbytes: int,
@@ -223,24 +238,46 @@ def solve(
         if best is None or predicted.seconds < best.predicted.seconds:
             best = Joint(lives, predicted, solver, 0.0, 0.0)
 
-    def extend(solver: str, lives: tuple[Life, ...], first: Mapping[int, Form] | None = None) -> None:
-        """The plan with as much away as the budget asks for."""
+    def extend(solver: str, lives: tuple[Life, ...], first: Mapping[int, Form] | None = None, share: float = 1.0) -> None:
+        """The plan with as much away as the budget asks for, or as a `share` of it would: room in which copies may lag behind."""
         consider(solver, lives)
         levels = simulate(graph, lives).nbytes
         if max(levels) <= budget_nbytes:
             return
+        target = int(share * budget_nbytes)
         planner = Planner(graph, lives, rates)
         allowed = _allowed(graph, lives, forms)
-        left = max(0.5, min(4.0, limit_seconds - (time.perf_counter() - began)))
-        for chosen in (first, _chosen(graph, planner, levels, budget_nbytes, allowed, rates, left)):
+        left = max(0.5, min(_CHOICE_SECONDS, limit_seconds - (time.perf_counter() - began)))
+        for chosen in (first, _chosen(graph, planner, levels, target, allowed, rates, left)):
             if chosen:
                 chosen = {t: f for t, f in chosen.items() if t in planner.gaps and f in allowed.get(t, ())}
                 trips = planner.within(chosen, budget_nbytes)
                 if trips is not None:
                     consider(f"{solver}, {len(trips)} away", send_away(lives, trips))
 
-    def starts() -> Iterator[tuple[str, tuple[Life, ...], Mapping[int, Form] | None]]:
-        yield "keep all", keep_all(graph), None
+    def policies() -> None:
+        """What those who decide by dependencies alone would do (`transfer_baselines`), with the forms that are allowed here."""
+        tiers = sorted({f for found in forms.values() for f, _ in found if not codec_of(f)})
+        for name, policy in POLICIES.items():
+            for tier in tiers:
+                try:
+                    lives, trips = policy(graph, rates, tier)
+                    if not trips:
+                        consider(name, lives)
+                        continue
+                    trips = list(_accepted(trips, _allowed(graph, lives, forms)))
+                    away = {trip.gap.tensor: (trip.form, trip.away_nbytes) for trip in trips}
+                    fits = Planner(graph, lives, rates).within(away, budget_nbytes, planned=trips)
+                    if fits is not None:
+                        consider(name, send_away(lives, fits))
+                except LoweringError:
+                    continue
+            if time.perf_counter() - began > limit_seconds and best is not None:
+                return
+
+    def starts() -> Iterator[tuple[str, tuple[Life, ...], Mapping[int, Form] | None, float]]:
+        for share in _SHARES:
+            yield "keep all", keep_all(graph), None, share
         if relaxed is not None:
             requests = sorted((p, s.tensor) for s in graph.saves for p in s.unpacked_at)
             problem = relaxed.moment.problem
@@ -249,15 +286,16 @@ def solve(
             for held, places in relaxed.cuts():
                 roll = Rollout(graph)
                 roll.serve(requests, (spare | held) - lost | unrepeatable(graph))
-                yield "joint cut", roll.lives(), places
+                yield "joint cut", roll.lives(), places, 1.0
         found = list(plans)
         stride = max(1, -(-len(found) // _STARTS))
         for solver, lives in [*found[::-stride], *found[:1]]:
-            yield solver, lives, None
+            yield solver, lives, None, 1.0
 
-    for solver, lives, places in starts():
+    policies()
+    for solver, lives, places, share in starts():
         try:
-            extend(solver, lives, places)
+            extend(solver, lives, places, share)
         except LoweringError:
             continue
         if time.perf_counter() - began > limit_seconds and best is not None:
