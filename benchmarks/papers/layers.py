@@ -30,7 +30,7 @@ class Map:
 
 @dataclass
 class _Node:
-    """What backward does for one forward op. `saves` are tensors in the order of packing; `ways`: inputs that need a gradient."""
+    """What backward does for one forward op. `saves` are tensors as they are packed; `ways`: inputs that need a gradient."""
 
     op: int
     name: str

@@ -1,7 +1,7 @@
 """The networks of Dymem's and FreeLunch's evaluations, layer by layer as published.
 
 Sources: AlexNet (Krizhevsky et al., 2012; one tower, with LRN: the 23 steps that Dymem counts), VGG-16 (Simonyan and
-Zisserman, 2015, D), ResNet-50/101/152 (He et al., 2016, table 1; the stride on the 3x3 convolution as in torchvision), ResNet-32
+Zisserman, 2015, D), ResNet-50/101/152 (He et al., 2016, table 1; strides on the 3x3 convolution, as in torchvision), ResNet-32
 (the same, 4.2: 3 stages of 5 basic blocks), ResNet-256 (FreeLunch names no shapes: bottlenecks 3, 8, 71, 3, which is 257
 layers), Inception V4 (Szegedy et al., 2017, figs. 3 to 9).
 """

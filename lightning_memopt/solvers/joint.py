@@ -13,6 +13,7 @@ so do the heuristics of `transfer_baselines`: the result is never worse than rec
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -62,9 +63,9 @@ class _Relaxed:
 
     def __init__(self, graph: Graph, moment: Moment, forms: Forms, rates: Rates) -> None:
         self.graph, self.moment, self.forms, self.rates = graph, moment, forms, rates
-        begins = graph.backward_begins
-        self.before = sum(op.seconds for op in graph.ops if op.at < begins)
-        self.after = sum(op.seconds for op in graph.ops if op.at >= begins)
+        first = min((p for s in graph.saves for p in s.unpacked_at), default=len(graph.points))
+        self.before = sum(op.seconds for op in graph.ops if op.at < first)
+        self.after = sum(op.seconds for op in graph.ops if op.at > first)
         self.bounds: list[tuple[float, float]] = []
         """(seconds, price of a byte): no plan takes less than the seconds less the price of the bytes there are."""
 
@@ -84,8 +85,9 @@ class _Relaxed:
     def _away(self, nbytes: int, form: Form, price: float, out: float, back: float) -> float:
         codec, tier, size = codec_of(form[0]), tier_of(form[0]), form[1]
         seconds = 0.0
-        if codec:
-            seconds += self.rates.encode_seconds(codec, nbytes) + self.rates.decode_seconds(codec, nbytes)
+        if codec:  # while the device encodes and decodes, links carry copies
+            seconds += (1 - out) * self.rates.encode_seconds(codec, nbytes)
+            seconds += (1 - back) * self.rates.decode_seconds(codec, nbytes)
         if tier:
             return seconds + out * self.rates.out_seconds(tier, size) + back * self.rates.in_seconds(tier, size)
         return seconds + price * size
@@ -239,7 +241,7 @@ def solve(
             best = Joint(lives, predicted, solver, 0.0, 0.0)
 
     def extend(solver: str, lives: tuple[Life, ...], first: Mapping[int, Form] | None = None, share: float = 1.0) -> None:
-        """The plan with as much away as the budget asks for, or as a `share` of it would: room in which copies may lag behind."""
+        """The plan with as much away as the budget asks for, or a `share` of it would: room for copies that lag behind."""
         consider(solver, lives)
         levels = simulate(graph, lives).nbytes
         if max(levels) <= budget_nbytes:
@@ -287,11 +289,14 @@ def solve(
                 roll = Rollout(graph)
                 roll.serve(requests, (spare | held) - lost | unrepeatable(graph))
                 yield "joint cut", roll.lives(), places, 1.0
-        found = list(plans)
-        stride = max(1, -(-len(found) // _STARTS))
-        for solver, lives in [*found[::-stride], *found[:1]]:
+        stride = max(1, -(-len(recomputed) // _STARTS))
+        for solver, lives in [*recomputed[::-stride], *recomputed[:1]]:
             yield solver, lives, None, 1.0
 
+    recomputed = list(plans)
+    fitting = bisect_right(recomputed, budget_nbytes, key=lambda plan: simulate(graph, plan[1]).predicted.peak_bytes)
+    if fitting:
+        consider(*recomputed[fitting - 1])
     policies()
     for solver, lives, places, share in starts():
         try:

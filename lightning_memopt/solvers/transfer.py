@@ -25,7 +25,7 @@ CONVOLUTIONS = frozenset({"convolution", "_convolution", "cudnn_convolution", "m
 STAYING = frozenset(
     {"addmm", "mm", "bmm", "linear", "_softmax", "_log_softmax", "native_dropout", "nll_loss_forward", "cross_entropy_loss"}
 )
-"""Fully connected layers, softmax and dropout hold less than a hundredth of all bytes: they are not moved (Dymem, 2.3 and 3.3.2)."""
+"""Fully connected layers, softmax and dropout hold under a hundredth of all bytes: they are not moved (Dymem, 2.3, 3.3.2)."""
 HEAVY_AHEAD = 2
 
 
@@ -49,7 +49,7 @@ def flow(graph: Graph) -> list[int]:
 
 
 def layer_of(graph: Graph, save: Save) -> Op | None:
-    """The forward op for whose backward a tensor was saved: the one that read it when it was packed, else the one that made it."""
+    """The forward op for whose backward a tensor was saved: the one that reads it when it is packed, else its maker."""
     packed = graph.packed(save)
     if save.op < len(graph.forward) and packed in graph.ops[save.op].inputs:
         return graph.ops[save.op]
@@ -72,7 +72,7 @@ def requests(graph: Graph, tensors: Iterable[int]) -> list[int]:
 
 
 def comes_back(gap: Gap, wanted: int, gone_at: int, graph: Graph, asked: list[int]) -> int:
-    """The request at which a tensor begins to come back: the first from `wanted` on at which it is away, no later than needed."""
+    """The request at which a tensor begins to come back: the first from `wanted` on at which it is away, or when needed."""
     after = max(gone_at, graph.tensors[gap.tensor].freed_at) + 1
     i = bisect_right(asked, max(wanted, after) - 1)
     return min(gap.needed, asked[i]) if i < len(asked) else gap.needed
@@ -127,7 +127,7 @@ def dymem_trips(graph: Graph, rates: Rates, tier: str = "host") -> tuple[tuple[L
 def carry_out(
     policy: Policy, graph: Graph, rates: Rates, tier: str = "host", budget_nbytes: int | None = None
 ) -> tuple[tuple[Life, ...], bool]:
-    """The lives of a policy, and whether they fit the budget: where memory runs out, the step waits for copies (Dymem, 3.2.1)."""
+    """The lives of a policy, and whether they fit the budget: where memory runs out, the step waits for copies (3.2.1)."""
     lives, trips = policy(graph, rates, tier)
     if budget_nbytes is not None:
         forms = {trip.gap.tensor: (trip.form, trip.away_nbytes) for trip in trips}

@@ -1,7 +1,7 @@
 """What to compare transfers with: the policies of the sources, as solvers of the same shape.
 
-Each is a `transfer.Policy`: a graph, the rates of a link and the tier at its other end in; lives and trips out. `SOLVERS` are the
-same as functions from a graph and rates to lives.
+Each is a `transfer.Policy`: a graph, the rates of a link and the tier at its other end in; lives and trips out. `SOLVERS` are
+the same as functions from a graph and rates to lives.
 
 Sources: Rhu et al., *vDNN* (MICRO 2016), layer by layer with a barrier; Wang et al., *SuperNeurons* (PPoPP 2018), 3.2 to 3.4;
 both as Dymem (HPDC 2020, 2.3 and 4.1) and FreeLunch (III and IV) describe and measure them. All are priced by `simulate`.
@@ -32,7 +32,7 @@ CHEAP = frozenset(
         *("native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit", "add", "add_", "cat"),
     }
 )
-"""Pooling, activation, LRN and batch normalisation run again (SuperNeurons, 3.4), and joins, of which autograd saves nothing."""
+"""Pooling, activation, LRN and normalisation run again (SuperNeurons, 3.4), and joins, of which autograd saves nothing."""
 _AHEAD = 2
 """Tensors that come back before they are read (FreeLunch, III-A: two are enough)."""
 
