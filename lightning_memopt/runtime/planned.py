@@ -40,19 +40,22 @@ class Departures:
 
 class PlannedEngine(Engine):
     """One forward pass under a program. `position` is the plan's op that comes next; `lost`: the last op recorded was none.
-    `depot`: where it puts what goes away.
+    `depot`: where it puts what goes away. `unproven`: the plan may be that of another model, so what is not at its turn is none
+    of its ops.
 
     Where the forward is not the observed one: `stands` says which tensors of the plan, besides its own, a slot (by id) stands
     in for, because the ops that make those did not run; `needed` are slots that the plan would let go too early, because of
     rebuilds it does not know.
     """
 
-    def __init__(self, program: Program, verify: bool = False, depot: Depot | None = None) -> None:
+    def __init__(self, program: Program, verify: bool = False, depot: Depot | None = None, unproven: bool = False) -> None:
         super().__init__()
         self.program = program
         self.verify = verify
         self.depot = depot
+        self.unproven = unproven
         self.next_fence = 0
+        self._late: list[int] = []
         self.sums: dict[int, tuple[int, int]] = {}
         self.position = 0
         self.lost = False
@@ -91,12 +94,14 @@ class PlannedEngine(Engine):
 
     def _pass_fences(self) -> None:
         """Let go of what has gone away by the op that ran last; waits for copies that have not ended."""
-        fences = self.program.fences
+        fences, late = self.program.fences, self._late
         while self.next_fence < len(fences) and fences[self.next_fence][0] < self.position:
-            tensor = fences[self.next_fence][1]
+            late.append(fences[self.next_fence][1])
             self.next_fence += 1
+        for tensor in tuple(late):
             slot = self.tape.slots.get(tensor)
-            if slot is not None and slot.away is not None and slot.plan == tensor:
+            if slot is not None and slot.away is not None and slot.plan == tensor:  # else it is packed later, by the same op
+                late.remove(tensor)
                 self._has_gone(slot)
 
     def _has_gone(self, slot: Slot) -> None:

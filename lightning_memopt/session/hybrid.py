@@ -12,7 +12,7 @@ from functools import cache, cached_property
 import torch
 
 from lightning_memopt.config import MemOptConfig
-from lightning_memopt.errors import InfeasibleError
+from lightning_memopt.errors import ConfigError, InfeasibleError
 from lightning_memopt.graph import BEFORE, Graph, Op, fingerprint
 from lightning_memopt.plan import Life, Plan
 from lightning_memopt.plan.forms import tier_of
@@ -24,7 +24,7 @@ from lightning_memopt.runtime.codecs import NAMES, codec
 from lightning_memopt.runtime.tiers import DiskTier, HostTier, Tier
 from lightning_memopt.session import costs
 from lightning_memopt.solvers import joint
-from lightning_memopt.solvers.planner import Frontier
+from lightning_memopt.solvers.planner import UNSEEN_NBYTES, Frontier
 from lightning_memopt.trace.link import measure
 
 LEAST_NBYTES = 4096
@@ -40,8 +40,10 @@ class Hybrid:
     def __init__(self, device: torch.device, config: MemOptConfig) -> None:
         self.device, self.config = device, config
         self.tier = {"none": "", "auto": "host" if device.type == "cuda" else ""}.get(config.offload, config.offload)
+        if self.tier == "host" and device.type == "cpu":
+            raise ConfigError("offload='host' puts bytes into the memory that the budget is about; on the CPU, use 'disk'.")
         self.codec = {"lossy": LOSSY, "none": "", "lossless": ""}.get(config.compress, config.compress)
-        self._depots: dict[tuple[Life, ...], Depot] = {}
+        self._depots: dict[int, tuple[Plan, Depot | None]] = {}
 
     @property
     def wanted(self) -> bool:
@@ -85,17 +87,20 @@ class Hybrid:
 
     def depot_of(self, plan: Plan) -> Depot | None:
         """Tiers with room for what a plan puts there, the same ones for the same plan; None where nothing goes away."""
+        known = self._depots.get(id(plan))
+        if known is None:
+            known = self._depots[id(plan)] = plan, self._new_depot(plan)
+        return known[1]
+
+    def _new_depot(self, plan: Plan) -> Depot | None:
         fetched = {life.tensor: life for life in plan.lives if life.how == "fetch"}
         if not fetched:
             return None
-        found = self._depots.get(plan.lives)
-        if found is None:
-            tiers: dict[str, Tier] = {}
-            for name in {tier_of(life.form) for life in fetched.values()} - {""}:
-                there = [life.away_nbytes for life in fetched.values() if tier_of(life.form) == name]
-                tiers[name] = self._made(name, sum(-(-nbytes // _ALIGN_NBYTES) * _ALIGN_NBYTES for nbytes in there))
-            found = self._depots[plan.lives] = Depot(tiers)
-        return found
+        tiers: dict[str, Tier] = {}
+        for name in {tier_of(life.form) for life in fetched.values()} - {""}:
+            there = [life.away_nbytes for life in fetched.values() if tier_of(life.form) == name]
+            tiers[name] = self._made(name, sum(-(-nbytes // _ALIGN_NBYTES) * _ALIGN_NBYTES for nbytes in there))
+        return Depot(tiers)
 
     def _made(self, name: str, nbytes: int) -> Tier:
         return DiskTier(nbytes, device=self.device) if name == "disk" else HostTier(nbytes, self.device)
@@ -106,7 +111,9 @@ class Hybrid:
 
     def close(self) -> None:
         while self._depots:
-            self._depots.popitem()[1].close()
+            depot = self._depots.popitem()[1][1]
+            if depot is not None:
+                depot.close()
 
 
 @cache
@@ -160,6 +167,9 @@ class HybridFrontier(Frontier):
     def of(cls, frontier: Frontier, hybrid: Hybrid) -> HybridFrontier:
         graph = frontier.graph
         fields = {name: getattr(frontier, name) for name in Frontier.__dataclass_fields__}
+        if graph.device != "cuda":  # what the allocator reserves for such plans is known when they are made
+            least = joint.least_bytes(graph, (c.lives for c in frontier.candidates), hybrid.forms(graph))
+            fields["smallest_bytes"] = min(frontier.smallest_bytes, least + UNSEEN_NBYTES)
         return cls(**fields, hybrid=hybrid, overhead=lambda lives: costs.measured(graph.device).of(Program(graph, lives)))
 
     @cached_property
