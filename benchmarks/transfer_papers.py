@@ -1,10 +1,11 @@
 """Dymem's and FreeLunch's comparisons, simulated: their networks, their card and link, their policies, beside what they report.
 
-    python benchmarks/transfer_papers.py [--joint [SECONDS]]
+    python benchmarks/transfer_papers.py [--joint [SECONDS] [--profile NAME]]
 
 Every number of ours is simulated: networks as graphs (benchmarks/papers), ops priced by the roofline of the card, copies by its
 link (`pcie3-12gb`), policies by `plan.simulate`, on which `plan.validate` agrees. `--joint` also lets the planner decide within
-budgets, against every policy (made to fit by waiting for copies); it takes up to `SECONDS` (30) for each of them.
+budgets, against every policy (made to fit by waiting for copies), on the papers' card or another; it takes up to `SECONDS`
+(30) for each of them.
 Writes benchmarks/results/transfer_papers.json.
 """
 
@@ -215,7 +216,7 @@ def claims_json(results: dict[str, Any]) -> list[dict[str, Any]]:
     return [one(claim) for claim in CLAIMS]
 
 
-def print_joint(pairs: list[dict[str, Any]]) -> None:
+def print_joint(name: str, pairs: list[dict[str, Any]]) -> None:
     rows = []
     for p in pairs:
         seconds = [
@@ -225,7 +226,7 @@ def print_joint(pairs: list[dict[str, Any]]) -> None:
             (f"{p['network']}, {p['batch']}: {p['share']:g}", f"{p['budget_mb']:.0f}", p["best_other"] or "-", *seconds)
         )
     table(
-        "extra seconds within a budget, simulated",
+        f"{name}: extra seconds within a budget, simulated",
         ("network, batch: share", "budget MB", "best other", "seconds", "joint", "bound"),
         rows,
     )
@@ -238,6 +239,7 @@ def print_joint(pairs: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--joint", nargs="?", type=float, const=30.0, metavar="SECONDS")
+    parser.add_argument("--profile", default=PROFILE, help="the card and link of --joint")
     args = parser.parse_args()
     rates = profile(PROFILE)
     before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
@@ -245,12 +247,13 @@ def main() -> None:
     for source, runs in RUNS.items():
         results["runs"][source] = {f"{name}, {batch}": simulated(name, batch, rates) for name, batch in runs}
     results["claims"] = claims_json(results)
-    results["joint"] = before.get("joint", [])
+    results["joint"] = before.get("joint", {})
     if args.joint is not None:
-        results["joint"] = [pair for name, batch in JOINT for pair in jointly(name, batch, rates, args.joint)]
+        card = profile(args.profile)
+        results["joint"][args.profile] = [pair for name, batch in JOINT for pair in jointly(name, batch, card, args.joint)]
     print_runs(results)
-    if results["joint"]:
-        print_joint(results["joint"])
+    for name, pairs in results["joint"].items():
+        print_joint(name, pairs)
     print_claims(results)
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 
