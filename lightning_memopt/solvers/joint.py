@@ -266,9 +266,10 @@ def solve(
     def extend(solver: str, lives: tuple[Life, ...], first: Mapping[int, Form] | None = None, share: float = 1.0) -> None:
         """The plan with as much away as the budget asks for, or a `share` of it would: room for copies that lag behind."""
         consider(solver, lives)
-        levels = simulate(graph, lives).nbytes
-        if max(levels) <= budget_nbytes:
-            return
+        line = simulate(graph, lives)
+        levels = line.nbytes
+        if max(levels) <= budget_nbytes or (best is not None and line.predicted.seconds >= best.predicted.seconds):
+            return  # it fits as it is, or what runs again takes too long already
         target = int(share * budget_nbytes)
         planner = Planner(graph, lives, rates)
         allowed = _allowed(graph, lives, forms)
