@@ -191,14 +191,16 @@ def print_runs(results: dict[str, Any]) -> None:
 
 
 def print_claims(results: dict[str, Any]) -> None:
-    rows, notes = [], []
+    rows, reasons = [], dict[str, list[str]]()
     for claim in CLAIMS:
         ours = claim.ours(results["runs"][claim.source])
         rows.append((f"{claim.source} {claim.where}: {claim.what}", claim.unit.format(claim.paper), claim.unit.format(ours)))
         if claim.why:
-            notes.append(f"  {claim.where}, {claim.what}: {claim.why}")
+            reasons.setdefault(claim.why, []).append(f"{claim.where}, {claim.what}")
     table("reported, and simulated", ("what", "paper", "simulated"), rows)
-    print("\nwhere the shape differs\n" + "\n".join(notes))
+    print("\nwhere the shape differs")
+    for why, where in reasons.items():
+        print(f"  {'; '.join(where)}:\n    {why}")
 
 
 def claims_json(results: dict[str, Any]) -> list[dict[str, Any]]:

@@ -121,13 +121,13 @@ def test_small_layers_stay() -> None:
 def test_lives_are_valid(name: str) -> None:
     """On random graphs with links of all speeds, and on networks of the papers."""
     away = 0
-    for seed in range(80):
+    for seed in range(50):
         rng = random.Random(seed)
         graph = named(random_step(rng), rng)
         lives = SOLVERS[name](graph, Link(rng.choice((5.0, 100.0, 5000.0))))
         price(graph, lives, Link())
         away += sum(life.how != "original" for life in lives)
-    assert away > 50 or name == "liveness"
+    assert away > 30 or name == "liveness"
     for net in ("AlexNet", "ResNet-32, no norm", "Inception V4"):
         price(network(net, 8, CARD.device, 0.7), SOLVERS[name](network(net, 8, CARD.device, 0.7), CARD), CARD)
 
@@ -163,15 +163,15 @@ def test_shape_of_dymems_comparison() -> None:
     assert rows["Dymem"].moved_bytes == pytest.approx(barriers.moved_bytes, rel=0.01)
 
 
-def every_plan(graph: Graph, forms: dict, link: Link) -> Iterator[tuple]:
-    """The lives of keep-all with every tensor here, or away for every part of its gap in every form."""
+def every_plan(graph: Graph, forms: dict, link: Link, stay: bool = True) -> Iterator[tuple]:
+    """The lives of keep-all with every tensor away for every part of its gap in every form, or, where they may `stay`, here."""
     base = keep_all(graph)
     found = gaps(graph, base)
     fences = sorted({gap.leaves for gap in found.values()})
     asked = Planner(graph, base, link)._requests(found)
     choices = []
     for t, gap in found.items():
-        mine: list[Trip | None] = [None]
+        mine: list[Trip | None] = [None] if stay or t not in forms else []
         for form, nbytes in forms.get(t, ()):
             last = max(gap.leaves, graph.tensors[t].freed_at)
             for gone in [f for f in fences if gap.leaves <= f] if form == "host" else [gap.leaves]:
@@ -182,10 +182,10 @@ def every_plan(graph: Graph, forms: dict, link: Link) -> Iterator[tuple]:
         yield send_away(base, [trip for trip in trips if trip is not None])
 
 
-def least_seconds(graph: Graph, forms: dict, link: Link) -> list[tuple[int, float]]:
+def least_seconds(graph: Graph, forms: dict, link: Link, stay: bool = True) -> list[tuple[int, float]]:
     """(peak, fewest seconds within it) of all transfers, peaks rising and seconds falling."""
     found = []
-    for lives in every_plan(graph, forms, link):
+    for lives in every_plan(graph, forms, link, stay):
         p = simulate(graph, lives, rates=link).predicted
         found.append((p.peak_bytes, p.seconds))
     best: list[tuple[int, float]] = []
@@ -202,19 +202,22 @@ def forms_of(graph: Graph, codecs: bool = True) -> dict:
 
 
 def test_dymem_beside_the_optimum() -> None:
-    """All subsets, fences and requests of small lines of layers: at Dymem's bytes, its stalls are above the fewest there are,
-    and within the whole of its copies; on a link that keeps up it is optimal."""
+    """All subsets, fences and requests of small lines of layers, in Dymem's bytes: it waits longer than the best of them, for it
+    moves what need not move; of those that move what it moves, none waits less.
+    """
     above = []
     for seed in range(2):
         rng = random.Random(seed)
-        graph = timed(layers("".join(rng.choice("ccr") for _ in range(4)), 100))
-        for rate in (30.0, 100.0, 1000.0):
+        graph = timed(layers("".join(rng.choice("ccr") for _ in range(4))))
+        for rate in (30.0, 1000.0):
             link = Link(rate)
             mine = price(graph, dymem(graph, link), link)
-            least = min(s for peak, s in least_seconds(graph, forms_of(graph, False), link) if peak <= mine.peak_bytes)
-            assert least <= mine.seconds + 1e-9 <= least + mine.copy_seconds + 1e-6
+            forms = forms_of(graph, False)
+            least = min(s for peak, s in least_seconds(graph, forms, link) if peak <= mine.peak_bytes)
+            same = min(s for peak, s in least_seconds(graph, forms, link, stay=False) if peak <= mine.peak_bytes)
+            assert least <= same and mine.seconds == pytest.approx(same)
             above.append(mine.seconds - least)
-    assert max(above) > 0.01  # it is a heuristic: it moves what need not move
+    assert max(above) > 0.01
 
 
 def solved(graph: Graph, budget: int, forms: dict, rates: object) -> joint.Joint | None:
