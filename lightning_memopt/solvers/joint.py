@@ -123,24 +123,23 @@ def _chosen(
     high = _high_points(levels, budget)
     byte = max(1, max(levels) // _UNITS)
     picks: dict[tuple[int, int], cp_model.IntVar] = {}
-    for t, gap in planner.gaps.items():
-        for i, _ in enumerate(forms.get(t, ())):
-            picks[t, i] = model.new_bool_var(f"away {t} {i}")
-        mine = [x for (u, _), x in picks.items() if u == t] if forms.get(t) else []
+    for t in planner.gaps:
+        mine = [model.new_bool_var(f"away {t} {i}") for i, _ in enumerate(forms.get(t, ()))]
+        picks |= {(t, i): x for i, x in enumerate(mine)}
         if len(mine) > 1:
             model.add_at_most_one(mine)
-        del gap
     if not picks:
         return None
     for p in high:
-        saved = []
+        saved, nbytes_saved = [], []
         for (t, i), x in picks.items():
             gap = planner.gaps[t]
             if max(gap.leaves, graph.tensors[t].freed_at) < p < gap.needed:
                 name, size = forms[t][i]
                 stays = size if codec_of(name) and not tier_of(name) else 0
-                saved.append((graph.tensors[t].nbytes - stays) // byte * x)
-        model.add(sum(saved) >= -(-(levels[p] - budget) // byte))
+                saved.append(x)
+                nbytes_saved.append((graph.tensors[t].nbytes - stays) // byte)
+        model.add(cp_model.LinearExpr.weighted_sum(saved, nbytes_saved) >= -(-(levels[p] - budget) // byte))
     step = planner.ends[-1]
     second = max(step, 1e-9) / _UNITS
     costs = []
@@ -158,18 +157,21 @@ def _chosen(
     for copies, forward in ((out, True), (back, False)):
         stall = model.new_int_var(0, _UNITS * 1000, "stall")
         costs.append(stall)
+        first = planner.ends[min((at for at, _, _ in copies), default=0)]
+        last = planner.ends[max((at for at, _, _ in copies), default=0)]
         for p in high:
             # what is gone at p was copied between the first that leaves and p; what comes back after p before it is needed
             if forward and p <= graph.backward_begins:
                 begun = [(c, x) for at, c, x in copies if at < p]
-                time_there = planner.ends[p] - planner.ends[min((at for at, _, _ in copies), default=0)]
+                time_there = planner.ends[p] - first
             elif not forward and p >= graph.backward_begins:
                 begun = [(c, x) for at, c, x in copies if at > p]
-                time_there = planner.ends[max((at for at, _, _ in copies), default=p)] - planner.ends[p]
+                time_there = last - planner.ends[p]
             else:
                 continue
-            model.add(stall >= sum(c * x for c, x in begun) - round(max(0.0, time_there) / second))
-    model.minimize(sum(costs))
+            taken = cp_model.LinearExpr.weighted_sum([x for _, x in begun], [c for c, _ in begun])
+            model.add(stall >= taken - round(max(0.0, time_there) / second))
+    model.minimize(cp_model.LinearExpr.sum(costs))
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = limit_seconds
     solver.parameters.num_workers = 1
@@ -264,7 +266,7 @@ def solve(
             best = Joint(lives, predicted, solver, 0.0, 0.0)
 
     def extend(solver: str, lives: tuple[Life, ...], first: Mapping[int, Form] | None = None, share: float = 1.0) -> None:
-        """The plan with as much away as the budget asks for, or a `share` of it would: room for copies that lag behind."""
+        """The plan with these tensors away, or as many as the budget asks for, or a `share` of it: copies lag behind."""
         consider(solver, lives)
         line = simulate(graph, lives)
         levels = line.nbytes
@@ -274,7 +276,7 @@ def solve(
         planner = Planner(graph, lives, rates)
         allowed = _allowed(graph, lives, forms)
         left = max(0.5, min(_CHOICE_SECONDS, limit_seconds - (time.perf_counter() - began)))
-        for chosen in (first, _chosen(graph, planner, levels, target, allowed, rates, left)):
+        for chosen in [first] if first is not None else [_chosen(graph, planner, levels, target, allowed, rates, left)]:
             if chosen:
                 chosen = {t: f for t, f in chosen.items() if t in planner.gaps and f in allowed.get(t, ())}
                 trips = planner.within(chosen, budget_nbytes)
@@ -309,10 +311,14 @@ def solve(
             problem = relaxed.moment.problem
             spare = {t for _, t in requests}.difference(problem.needed).union(filter(problem.given, graph.producers))
             lost = {old for op in graph.ops if op.at <= graph.last_release for old, _ in op.mutates}
+            cuts = []
             for held, places in relaxed.cuts():
                 roll = Rollout(graph)
                 roll.serve(requests, (spare | held) - lost | unrepeatable(graph))
-                yield "joint cut", roll.lives(), places, 1.0
+                cuts.append(roll.lives())
+                yield "joint cut", cuts[-1], places, 1.0
+            for lives in cuts:
+                yield "joint cut", lives, None, 1.0
         stride = max(1, -(-len(recomputed) // _STARTS))
         for solver, lives in [*recomputed[::-stride], *recomputed[:1]]:
             yield solver, lives, None, 1.0

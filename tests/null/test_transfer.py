@@ -202,7 +202,7 @@ def forms_of(graph: Graph, codecs: bool = True) -> dict:
 
 
 def test_dymem_beside_the_optimum() -> None:
-    """All subsets, fences and requests of small lines of layers, in Dymem's bytes: it waits longer than the best of them, for it
+    """All subsets, fences and requests of small lines of layers, in Dymem's bytes: it waits longer than the best of them, as it
     moves what need not move; of those that move what it moves, none waits less.
     """
     above = []
