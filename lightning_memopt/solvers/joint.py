@@ -298,7 +298,7 @@ def solve(
                     fits = Planner(graph, lives, rates).within(away, budget_nbytes, planned=trips)
                     if fits is not None:
                         consider(name, send_away(lives, fits))
-                except LoweringError:
+                except ValueError:  # its lives ask for what cannot be made in this graph
                     continue
             if time.perf_counter() - began > limit_seconds and best is not None:
                 return
