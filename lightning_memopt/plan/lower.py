@@ -3,7 +3,7 @@
 At an unpack point where lives begin, the ops that make those tensors run again, down to tensors that are in memory there;
 what is made on the way and has no life of its own is freed after its last use within the segment. An op that mutates
 runs on its input itself when nobody needs that input any more, and on a copy otherwise. What comes back from where it was
-away begins to do so before anything runs.
+away begins to do so before anything runs, what is read first before the rest: a link carries one copy after the other.
 """
 
 from __future__ import annotations
@@ -131,6 +131,18 @@ def segment(graph: Graph, point: int, births: Iterable[int], resident: Residency
     return tuple(steps)
 
 
+def _reads(graph: Graph, segments: dict[int, Segment]) -> dict[int, list[int]]:
+    """Tensor -> the points at which autograd asks for it or a segment reads it, rising."""
+    found: dict[int, list[int]] = {}
+    for save in graph.saves:
+        found.setdefault(save.tensor, []).extend(save.unpacked_at)
+    for p, steps in segments.items():
+        for step in steps:
+            for t in graph.ops[step.op].inputs if isinstance(step, Run) else ():
+                found.setdefault(t, []).append(p)
+    return {t: sorted(points) for t, points in found.items()}
+
+
 def lower(graph: Graph, lives: Iterable[Life]) -> Schedule:
     """The schedule of a set of lives. Raises LoweringError where a life cannot begin."""
     lives = tuple(lives)
@@ -146,10 +158,12 @@ def lower(graph: Graph, lives: Iterable[Life]) -> Schedule:
             (births if life.how == "replay" else fetches).setdefault(life.born_at, []).append(life.tensor)
         frees.setdefault(life.freed_at, []).append(life.tensor)
     away = {life.tensor: life.form for life in lives if life.how == "fetch"}
-    segments = {
-        p: (*map(Fetch, fetches.get(p, ())), *segment(graph, p, births.get(p, ()), resident))
-        for p in sorted({*births, *fetches})
-    }
+    segments: dict[int, Segment] = {p: segment(graph, p, births.get(p, ()), resident) for p in sorted({*births, *fetches})}
+    if fetches:
+        reads = _reads(graph, segments)
+        for p, coming in fetches.items():
+            coming.sort(key=lambda t: (next((q for q in reads.get(t, ()) if q >= p), len(graph.points)), t))
+            segments[p] = (*map(Fetch, coming), *segments[p])
     for p in segments:
         if graph.points[p].kind != "unpack" or graph.asked_at(p) not in graph.producers:
             raise LoweringError(f"lives begin at point {p}, where autograd asks for nothing that an op of the step made")

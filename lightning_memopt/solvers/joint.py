@@ -6,13 +6,14 @@ direction of the link, every tensor that is held takes the cheapest place, and t
 for those prices, and a Lagrangian bound for every plan (docs/formulation.md, "Away").
 
 From the cuts, and from the plans that only recompute, come starts; what goes away so that a start fits the budget is chosen
-by CP-SAT against the link's capacity, and each result is priced by the simulator. Starts that fit as they are take part, so
-the result is never worse than recomputation alone, nor, by the starts that hold everything, than transfers alone.
+by CP-SAT against the link's capacity, and each result is priced by the simulator. Starts that fit as they are take part, and
+so do the heuristics of `transfer_baselines`: the result is never worse than recomputation alone, nor than any of them.
 """
 
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +26,8 @@ from lightning_memopt.plan.clocks import Rates
 from lightning_memopt.plan.forms import EXACT, codec_of, tier_of
 from lightning_memopt.solvers.bound import Moment
 from lightning_memopt.solvers.rollout import Rollout, keep_all, unrepeatable
-from lightning_memopt.solvers.trips import Form, Planner, send_away
+from lightning_memopt.solvers.transfer_baselines import POLICIES
+from lightning_memopt.solvers.trips import Form, Planner, Trip, send_away
 
 Forms = Mapping[int, Sequence[Form]]
 """Tensor -> the forms in which it may be away, with its bytes there."""
@@ -33,6 +35,8 @@ _PRICES = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)
 """Prices of a byte, in seconds of the whole step per byte of what is held in it."""
 _LINK = (0.0, 0.25, 0.5, 1.0)
 _STARTS = 24
+_SHARES = (1.0, 0.85, 0.7, 0.55)
+_CHOICE_SECONDS = 1.0
 _UNITS = 1 << 20
 """Bytes and seconds are counted in so many parts of the largest."""
 
@@ -59,9 +63,9 @@ class _Relaxed:
 
     def __init__(self, graph: Graph, moment: Moment, forms: Forms, rates: Rates) -> None:
         self.graph, self.moment, self.forms, self.rates = graph, moment, forms, rates
-        begins = graph.backward_begins
-        self.before = sum(op.seconds for op in graph.ops if op.at < begins)
-        self.after = sum(op.seconds for op in graph.ops if op.at >= begins)
+        first = min((p for s in graph.saves for p in s.unpacked_at), default=len(graph.points))
+        self.before = sum(op.seconds for op in graph.ops if op.at < first)
+        self.after = sum(op.seconds for op in graph.ops if op.at > first)
         self.bounds: list[tuple[float, float]] = []
         """(seconds, price of a byte): no plan takes less than the seconds less the price of the bytes there are."""
 
@@ -81,8 +85,9 @@ class _Relaxed:
     def _away(self, nbytes: int, form: Form, price: float, out: float, back: float) -> float:
         codec, tier, size = codec_of(form[0]), tier_of(form[0]), form[1]
         seconds = 0.0
-        if codec:
-            seconds += self.rates.encode_seconds(codec, nbytes) + self.rates.decode_seconds(codec, nbytes)
+        if codec:  # while the device encodes and decodes, links carry copies
+            seconds += (1 - out) * self.rates.encode_seconds(codec, nbytes)
+            seconds += (1 - back) * self.rates.decode_seconds(codec, nbytes)
         if tier:
             return seconds + out * self.rates.out_seconds(tier, size) + back * self.rates.in_seconds(tier, size)
         return seconds + price * size
@@ -118,24 +123,23 @@ def _chosen(
     high = _high_points(levels, budget)
     byte = max(1, max(levels) // _UNITS)
     picks: dict[tuple[int, int], cp_model.IntVar] = {}
-    for t, gap in planner.gaps.items():
-        for i, _ in enumerate(forms.get(t, ())):
-            picks[t, i] = model.new_bool_var(f"away {t} {i}")
-        mine = [x for (u, _), x in picks.items() if u == t] if forms.get(t) else []
+    for t in planner.gaps:
+        mine = [model.new_bool_var(f"away {t} {i}") for i, _ in enumerate(forms.get(t, ()))]
+        picks |= {(t, i): x for i, x in enumerate(mine)}
         if len(mine) > 1:
             model.add_at_most_one(mine)
-        del gap
     if not picks:
         return None
     for p in high:
-        saved = []
+        saved, nbytes_saved = [], []
         for (t, i), x in picks.items():
             gap = planner.gaps[t]
             if max(gap.leaves, graph.tensors[t].freed_at) < p < gap.needed:
                 name, size = forms[t][i]
                 stays = size if codec_of(name) and not tier_of(name) else 0
-                saved.append((graph.tensors[t].nbytes - stays) // byte * x)
-        model.add(sum(saved) >= -(-(levels[p] - budget) // byte))
+                saved.append(x)
+                nbytes_saved.append((graph.tensors[t].nbytes - stays) // byte)
+        model.add(cp_model.LinearExpr.weighted_sum(saved, nbytes_saved) >= -(-(levels[p] - budget) // byte))
     step = planner.ends[-1]
     second = max(step, 1e-9) / _UNITS
     costs = []
@@ -153,18 +157,21 @@ def _chosen(
     for copies, forward in ((out, True), (back, False)):
         stall = model.new_int_var(0, _UNITS * 1000, "stall")
         costs.append(stall)
+        first = planner.ends[min((at for at, _, _ in copies), default=0)]
+        last = planner.ends[max((at for at, _, _ in copies), default=0)]
         for p in high:
             # what is gone at p was copied between the first that leaves and p; what comes back after p before it is needed
             if forward and p <= graph.backward_begins:
                 begun = [(c, x) for at, c, x in copies if at < p]
-                time_there = planner.ends[p] - planner.ends[min((at for at, _, _ in copies), default=0)]
+                time_there = planner.ends[p] - first
             elif not forward and p >= graph.backward_begins:
                 begun = [(c, x) for at, c, x in copies if at > p]
-                time_there = planner.ends[max((at for at, _, _ in copies), default=p)] - planner.ends[p]
+                time_there = last - planner.ends[p]
             else:
                 continue
-            model.add(stall >= sum(c * x for c, x in begun) - round(max(0.0, time_there) / second))
-    model.minimize(sum(costs))
+            taken = cp_model.LinearExpr.weighted_sum([x for _, x in begun], [c for c, _ in begun])
+            model.add(stall >= taken - round(max(0.0, time_there) / second))
+    model.minimize(cp_model.LinearExpr.sum(costs))
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = limit_seconds
     solver.parameters.num_workers = 1
@@ -194,6 +201,18 @@ def _allowed(graph: Graph, lives: Iterable[Life], forms: Forms) -> dict[int, Seq
         for t in graph.ops[step.op].inputs
     }
     return {t: [f for f in found if t not in read or codec_of(f[0]) in EXACT] for t, found in forms.items()}
+
+
+def _accepted(trips: Iterable[Trip], forms: Forms) -> Iterator[Trip]:
+    """Trips in forms that are allowed: their own, or one of the same kind; what may not be away stays."""
+    for trip in trips:
+        mine = forms.get(trip.gap.tensor, ())
+        kind = bool(codec_of(trip.form)), bool(tier_of(trip.form))
+        same = [f for f in mine if (bool(codec_of(f[0])), bool(tier_of(f[0]))) == kind]
+        if (trip.form, trip.away_nbytes) in same:
+            yield trip
+        elif same:
+            yield replace(trip, form=same[0][0], away_nbytes=same[0][1])
 
 
 class _Instant:
@@ -246,41 +265,72 @@ def solve(
         if best is None or predicted.seconds < best.predicted.seconds:
             best = Joint(lives, predicted, solver, 0.0, 0.0)
 
-    def extend(solver: str, lives: tuple[Life, ...], first: Mapping[int, Form] | None = None) -> None:
-        """The plan with as much away as the budget asks for."""
+    def extend(solver: str, lives: tuple[Life, ...], first: Mapping[int, Form] | None = None, share: float = 1.0) -> None:
+        """The plan with these tensors away, or as many as the budget asks for, or a `share` of it: copies lag behind."""
         consider(solver, lives)
-        levels = simulate(graph, lives).nbytes
-        if max(levels) <= budget_nbytes:
-            return
+        line = simulate(graph, lives)
+        levels = line.nbytes
+        if max(levels) <= budget_nbytes or (best is not None and line.predicted.seconds >= best.predicted.seconds):
+            return  # it fits as it is, or what runs again takes too long already
+        target = int(share * budget_nbytes)
         planner = Planner(graph, lives, rates)
         allowed = _allowed(graph, lives, forms)
-        left = max(0.5, min(4.0, limit_seconds - (time.perf_counter() - began)))
-        for chosen in (first, _chosen(graph, planner, levels, budget_nbytes, allowed, rates, left)):
+        left = max(0.5, min(_CHOICE_SECONDS, limit_seconds - (time.perf_counter() - began)))
+        for chosen in [first] if first is not None else [_chosen(graph, planner, levels, target, allowed, rates, left)]:
             if chosen:
                 chosen = {t: f for t, f in chosen.items() if t in planner.gaps and f in allowed.get(t, ())}
                 trips = planner.within(chosen, budget_nbytes)
                 if trips is not None:
                     consider(f"{solver}, {len(trips)} away", send_away(lives, trips))
 
-    def starts() -> Iterator[tuple[str, tuple[Life, ...], Mapping[int, Form] | None]]:
-        yield "keep all", keep_all(graph), None
+    def policies() -> None:
+        """What those who decide by dependencies alone would do (`transfer_baselines`), with the forms that are allowed here."""
+        tiers = sorted({f for found in forms.values() for f, _ in found if not codec_of(f)})
+        for name, policy in POLICIES.items():
+            for tier in tiers:
+                try:
+                    lives, trips = policy(graph, rates, tier)
+                    if not trips:
+                        consider(name, lives)
+                        continue
+                    trips = list(_accepted(trips, _allowed(graph, lives, forms)))
+                    away = {trip.gap.tensor: (trip.form, trip.away_nbytes) for trip in trips}
+                    fits = Planner(graph, lives, rates).within(away, budget_nbytes, planned=trips)
+                    if fits is not None:
+                        consider(name, send_away(lives, fits))
+                except ValueError:  # its lives ask for what cannot be made in this graph
+                    continue
+            if time.perf_counter() - began > limit_seconds and best is not None:
+                return
+
+    def starts() -> Iterator[tuple[str, tuple[Life, ...], Mapping[int, Form] | None, float]]:
+        for share in _SHARES:
+            yield "keep all", keep_all(graph), None, share
         if relaxed is not None:
             requests = sorted((p, s.tensor) for s in graph.saves for p in s.unpacked_at)
             problem = relaxed.moment.problem
             spare = {t for _, t in requests}.difference(problem.needed).union(filter(problem.given, graph.producers))
             lost = {old for op in graph.ops if op.at <= graph.last_release for old, _ in op.mutates}
+            cuts = []
             for held, places in relaxed.cuts():
                 roll = Rollout(graph)
                 roll.serve(requests, (spare | held) - lost | unrepeatable(graph))
-                yield "joint cut", roll.lives(), places
-        found = list(plans)
-        stride = max(1, -(-len(found) // _STARTS))
-        for solver, lives in [*found[::-stride], *found[:1]]:
-            yield solver, lives, None
+                cuts.append(roll.lives())
+                yield "joint cut", cuts[-1], places, 1.0
+            for lives in cuts:
+                yield "joint cut", lives, None, 1.0
+        stride = max(1, -(-len(recomputed) // _STARTS))
+        for solver, lives in [*recomputed[::-stride], *recomputed[:1]]:
+            yield solver, lives, None, 1.0
 
-    for solver, lives, places in starts():
+    recomputed = list(plans)
+    fitting = bisect_right(recomputed, budget_nbytes, key=lambda plan: simulate(graph, plan[1]).predicted.peak_bytes)
+    if fitting:
+        consider(*recomputed[fitting - 1])
+    policies()
+    for solver, lives, places, share in starts():
         try:
-            extend(solver, lives, places)
+            extend(solver, lives, places, share)
         except LoweringError:
             continue
         if time.perf_counter() - began > limit_seconds and best is not None:

@@ -131,9 +131,14 @@ class Planner:
     def _at(points: Sequence[int], i: int) -> int:
         return points[min(i, len(points) - 1)]
 
-    def within(self, forms: Mapping[int, Form], budget_nbytes: int, rounds: int = 200) -> list[Trip] | None:
-        """Trips of these tensors within the budget, where needed by waiting for the link; None where even that does not do."""
-        trips = {trip.gap.tensor: trip for trip in self.plan(forms)}
+    def within(
+        self, forms: Mapping[int, Form], budget_nbytes: int, rounds: int = 200, planned: Iterable[Trip] | None = None
+    ) -> list[Trip] | None:
+        """Trips of these tensors within the budget, where needed by waiting for the link; None where even that does not do.
+
+        `planned`: trips of the same tensors to begin with, those of `plan` without them.
+        """
+        trips = {trip.gap.tensor: trip for trip in (self.plan(forms) if planned is None else planned)}
         fences = sorted({trip.gap.leaves for trip in trips.values()})
         requests = self._requests(forms)
         for _ in range(rounds):
