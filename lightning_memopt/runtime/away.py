@@ -4,11 +4,15 @@ The bytes of a storage go away once, however often autograd saves it. What the l
 is how its bytes leave and come back. Rules of lifetimes, each with a test (tests/cpu/test_away.py):
 
 A1. The device bytes are held until the copy out has ended (`wait_gone`), whoever else lets go of them before.
-A2. What is about to be overwritten waits for its copy first.
+A2. What is about to be overwritten, or handed out as raw memory, waits for its copy first. What changed unseen before its copy
+    had ended is not read from there.
 A3. The version counter that autograd compares is that of the tensor it saved, not that of what comes back.
 A4. A copy in a tier stays until autograd has let go of every handle on it: a second backward fetches again.
-A5. What a codec gives back is shown to autograd only where it has not the very bits: no rebuild starts from it.
-A6. An exception on the way leaves nothing behind: bytes in tiers go with the last reference to this object.
+A5. What a codec gives back is shown to autograd only where it has not the very bits: no rebuild starts from it. And only to the
+    saves for which the plan has it: what another op saves, in a forward that leaves the plan, is kept as it is. It is not read
+    outside of backward; where it is lossy, not with `create_graph` either.
+A6. An exception on the way leaves nothing behind: bytes in tiers go with the last reference to this object. A copy back that
+    failed, or was not waited for to its end, is begun anew by who asks next.
 """
 
 from __future__ import annotations
@@ -63,9 +67,12 @@ class Away:
 
     def __init__(self, depot: Depot, t: torch.Tensor, form: str, what: str) -> None:
         self.exact = codec_of(form) in EXACT
+        self.gone = not tier_of(form)
+        """Whether the device bytes are not read any more: they are encoded, or their copy has ended."""
         self._depot = depot
         self._size, self._stride, self._dtype, self._device = t.size(), t.stride(), t.dtype, t.device
         self._codec = codec(codec_of(form)) if codec_of(form) else None
+        self.lossy = self._codec is not None and not self._codec.exact
         self._parked: Parked | None = None
         self._coming: torch.Tensor | None = None
         if self._codec is None:
@@ -80,12 +87,12 @@ class Away:
             depot.moved_nbytes += self._nbytes
 
     def wait_gone(self) -> None:
-        """Returns when the bytes on the device may go."""
-        if self._parked is not None and self._here is not None:
+        """Returns when the bytes on the device may go, or be overwritten: on the current stream, whoever waited before."""
+        if self._parked is not None:
             began = time.perf_counter()
             self._parked.wait_stored()
             self._depot.waited_seconds += time.perf_counter() - began
-            self._here = None
+            self._here, self.gone = None, True
 
     def begin(self) -> None:
         """Begin to bring the bytes back, where they are not on the device."""
@@ -94,15 +101,19 @@ class Away:
             self._parked.fetch(self._coming)
             self._depot.moved_nbytes += self._nbytes
 
+    def put_off(self) -> None:
+        """What has begun to come back is not wanted now."""
+        self._coming = None
+
     def value(self) -> torch.Tensor:
         """The tensor, on new memory; waits for it."""
         self.begin()
         found = self._here
         if self._parked is not None:
+            found, self._coming = self._coming, None  # where the copy fails or the wait is interrupted, it begins anew (A6)
             began = time.perf_counter()
             self._parked.wait_fetched()
             self._depot.waited_seconds += time.perf_counter() - began
-            found, self._coming = self._coming, None
         assert found is not None
         if self._codec is not None:
             out = torch.empty_strided(self._size, self._stride, dtype=self._dtype, device=self._device)

@@ -15,7 +15,7 @@ import torch
 from torch._ops import OpOverload
 
 from lightning_memopt.record import UNKNOWN, Call, OpRecord, Recorder, Slot, storage_id, tensors_in
-from lightning_memopt.record.tensors import PLAIN, device_of, generator_of, is_plain, without_history
+from lightning_memopt.record.tensors import PLAIN, detached, device_of, generator_of, is_plain, without_history
 from lightning_memopt.runtime.templates import Template, flattened, in_passing, same_constant, start_of, template_of
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ class Matcher(Recorder):
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         engine = self.engine
+        if engine.due < engine.position:
+            engine.pass_fences()
         template = self.templates[engine.position]
         if template is func and self.capturing:
             engine.position += 1
@@ -170,6 +172,20 @@ class Matcher(Recorder):
             old.value = None  # no rebuild starts from it: nothing to copy
         super()._overwrites(old)
 
+    def _replaced(self, slot: Slot, t: torch.Tensor, why: str) -> Slot:
+        if slot.away is not None and not slot.away.gone:
+            slot.away = None  # A2: it may have changed while it was copied
+        return super()._replaced(slot, t, why)
+
+    def expose(self, t: torch.Tensor) -> None:
+        slot = self.of_storage.get(storage_id(t)) if is_plain(t) else None
+        if slot is not None and slot.away is not None:
+            slot.away.wait_gone()  # A2: from now on it may change unseen
+        super().expose(t)
+        if slot is not None and slot.next is not None and (slot.handles or slot.pinned):
+            new = self.of_storage[storage_id(t)]
+            new.value, new.pinned = detached(t), True  # autograd reads what is in this memory, whatever that will be
+
     def _overwritten(self, old: Slot, t: torch.Tensor, new: Slot, call: Call | None, ok: bool) -> Slot:
         self._unread.append((new, weakref.ref(t)))
         super()._overwritten(old, t, new, call, ok)
@@ -231,7 +247,7 @@ class Matcher(Recorder):
             engine.passed(j, record.func._name)
         at = j if here else self._elsewhere(record, made)
         for slot in (*record.reads, *(new for _, new, _ in record.mutates)):
-            if slot.external and slot.plan not in program.starts:
+            if slot.external and not slot.pinned and slot.plan not in program.starts:
                 slot.value = None  # held until it is known which op this is
         if at is None:
             return

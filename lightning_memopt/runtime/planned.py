@@ -7,15 +7,18 @@ from functools import partial
 
 import torch
 
+from lightning_memopt.errors import OffloadError, UnsupportedError
 from lightning_memopt.graph import BEFORE
 from lightning_memopt.plan import Fetch, Free, Segment
+from lightning_memopt.plan.forms import EXACT, codec_of
 from lightning_memopt.record import Slot, detached
 from lightning_memopt.runtime.away import Away, Depot, whole
 from lightning_memopt.runtime.execute import below_autograd, checksum, flags_of, missing, run
 from lightning_memopt.runtime.matching import Matcher
 from lightning_memopt.runtime.program import Program
-from lightning_memopt.runtime.replay import Engine, Handle, Kept
+from lightning_memopt.runtime.replay import Engine, Handle
 
+_NEVER = 1 << 62
 _LOOK_AHEAD = 16
 """How many planned saves a pack may skip before it counts as unplanned."""
 
@@ -48,6 +51,12 @@ class PlannedEngine(Engine):
         self.verify = verify
         self.depot = depot
         self.next_fence = 0
+        self.due = program.fences[0][0] if program.fences else _NEVER
+        """When the plan's op at this position has run, bytes are to be gone."""
+        self.late: list[tuple[int, int]] = []
+        """(op, tensor): to be gone when this op has run. What is packed later than the plan has it; and what is packed for the
+        op, where the form has not the very bits.
+        """
         self.sums: dict[int, tuple[int, int]] = {}
         self.position = 0
         self.next_save = 0
@@ -73,36 +82,64 @@ class PlannedEngine(Engine):
         else:
             super().overwrites(slot)
 
-    def pack(self, t: torch.Tensor) -> Kept | Handle:
-        found = super().pack(t)
-        self._pass_fences()
-        return found
-
     def forward_ended(self) -> None:
-        self._pass_fences()
+        if self.due < self.position:
+            self.pass_fences()
         super().forward_ended()
 
-    def _pass_fences(self) -> None:
-        """Let go of what has gone away by the op that ran last; waits for copies that have not ended."""
+    def pass_fences(self) -> None:
+        """Before an op runs, and all that it saves of its inputs is packed: let go of what has gone away by the op that ran
+        last. Waits for copies that have not ended.
+        """
         fences = self.program.fences
         while self.next_fence < len(fences) and fences[self.next_fence][0] < self.position:
             tensor = fences[self.next_fence][1]
             self.next_fence += 1
-            slot = self.tape.slots.get(tensor)
-            if slot is not None and slot.away is not None:
-                self._has_gone(slot)
+            self._leaves(tensor)
+        late, self.late = self.late, []
+        for op, tensor in late:
+            if op < self.position:
+                self._leaves(tensor)
+            else:
+                self.late.append((op, tensor))
+        later = (fences[self.next_fence][0] if self.next_fence < len(fences) else _NEVER, *(op for op, _ in self.late))
+        self.due = min(later)
+
+    def _leaves_late(self, tensor: int, exact: bool) -> None:
+        """Where its fence has been passed already, or this op is in doubt: after this op."""
+        fence = self.program.fence_of.get(tensor)
+        fences = self.program.fences
+        if fence is None or (exact and self.next_fence < len(fences) and (fence, tensor) >= fences[self.next_fence]):
+            return
+        self.late.append((max(fence, self.position), tensor))
+        self.due = min(self.due, self.late[-1][0])
+
+    def _leaves(self, tensor: int) -> None:
+        """The bytes of the plan's tensor are to be gone from the device."""
+        slot = self.tape.slots.get(tensor)
+        if slot is None or slot.away is None or slot.value is None:
+            return
+        if not slot.away.exact and (self.departures.first is not None or any(t == tensor for _, t in self.late)):
+            return  # A5: who read it may not be who the plan says
+        if slot.version >= 0 and slot.value._version != slot.version and not slot.stale:
+            slot.away = None  # A2: changed by what nobody sees, perhaps while it was copied
+            return
+        self._has_gone(slot)
 
     def _has_gone(self, slot: Slot) -> None:
         """A1: not before its copy is complete."""
         assert slot.away is not None and slot.plan is not None
-        with below_autograd():
-            slot.away.wait_gone()
+        if not slot.away.gone:
+            with below_autograd():
+                slot.away.wait_gone()
         slot.value = None
         self.active.discard(slot.plan)
 
     def _goes(self, slot: Slot, t: torch.Tensor) -> None:
         """Begin to put the bytes of a slot away, as its tensor's form says; they stay until the fence."""
-        assert self.depot is not None and slot.plan is not None
+        assert slot.plan is not None
+        if self.depot is None:
+            raise OffloadError("this plan sends tensors away, and there is nowhere to put them: give the engine a depot")
         planned = self.program.graph.tensors[slot.plan]
         with below_autograd():
             slot.away = Away(self.depot, whole(t, planned.size), self.program.away[slot.plan], planned.name)
@@ -130,15 +167,29 @@ class PlannedEngine(Engine):
                 return saved[i][0]
         return BEFORE
 
-    def keeps(self, slot: Slot, t: torch.Tensor) -> bool:
+    def _expects(self, save: int) -> bool:
+        """A5: whether this is the very save for which the plan has a tensor in a form without its very bits."""
+        graph = self.program.graph
+        return save != BEFORE and self.departures.first is None and graph.saves[save].op == self.position
+
+    def keeps(self, slot: Slot, t: torch.Tensor, save: int) -> bool:
         if slot.plan is None and not slot.external:
             self.departures.unplanned = True
         if slot.external or slot.stale or slot.plan not in self.program.tracked:
             return True
-        if slot.plan in self.program.away and slot.away is None:
-            slot.value = detached(t)
-            self._goes(slot, t)
-            self.active.add(slot.plan)
+        if slot.plan in self.program.away:
+            codec = codec_of(self.program.away[slot.plan])
+            exact = codec in EXACT
+            if codec and str(t.dtype) != f"torch.{self.program.graph.tensors[slot.plan].dtype}":
+                return True  # a view of the memory as something else
+            if not exact and not self._expects(save):
+                return True
+            if slot.away is None or not exact:  # again, until it is known that this op is the plan's
+                slot.value = detached(t)
+                self.active.add(slot.plan)
+                self._leaves_late(slot.plan, exact)
+            if slot.away is None:
+                self._goes(slot, t)
         if slot.value is not None or slot.away is not None:
             return False
         if slot.plan in self.program.outdated:  # answered by what is held; by itself, where it is not written over this time
@@ -170,11 +221,25 @@ class PlannedEngine(Engine):
 
     def value_of(self, slot: Slot, handle: Handle) -> torch.Tensor:
         if slot.away is not None and not slot.away.exact and slot.value is None and not self.revive(slot, handle.guard):
-            if slot.shown is None:
+            self._may_show(slot, handle)
+            if slot.shown is None or slot.shown._version != slot.noted:
                 with below_autograd():
                     slot.shown = slot.away.value()  # A5
+                slot.noted = slot.shown._version
             return slot.shown
         return super().value_of(slot, handle)
+
+    def _may_show(self, slot: Slot, handle: Handle) -> None:
+        """A5: raise where it is not an ordinary backward that asks: its formula is what the form was chosen for."""
+        assert slot.away is not None and slot.plan is not None
+        outside = torch._C._current_graph_task_id() == -1
+        if outside or (slot.away.lossy and torch.is_grad_enabled()):
+            form, name = self.program.away[slot.plan], self.program.graph.tensors[slot.plan].name
+            raise UnsupportedError(
+                f"{name} {list(handle.view.size)} is away in the form {form!r}, which has not its very bits: "
+                + ("it cannot be read outside of backward" if outside else "create_graph=True would differentiate its errors")
+                + ". Observe such a step, so that the plan knows of it, or do without lossy compression."
+            )
 
     def perform(self, steps: Segment, point: int) -> None:
         """Run a segment. What it needs and finds missing is rebuilt on demand."""
@@ -183,7 +248,7 @@ class PlannedEngine(Engine):
             for step in steps:
                 if isinstance(step, Fetch):
                     slot = slots.get(step.tensor)
-                    if slot is not None and slot.away is not None:
+                    if slot is not None and slot.away is not None and slot.value is None:
                         slot.away.begin()
                     continue
                 if isinstance(step, Free):
@@ -222,7 +287,10 @@ class PlannedEngine(Engine):
         """A life of the slot's tensor has ended."""
         slot.shown = None
         if slot.away is not None and slot.plan is not None:
+            if not slot.away.exact and self.departures.first is not None and slot.handles:
+                return  # A5: one of them may be no reader of the plan
             self._has_gone(slot)
+            slot.away.put_off()
             if slot.handles == 0 and not self.departures.astray and self.cursor >= self.program.last_back[slot.plan]:
                 slot.away = None  # A4
         elif self._may_go(slot):

@@ -155,8 +155,8 @@ class Engine:
         self.saves += 1
         return self.saves - 1
 
-    def keeps(self, slot: Slot, t: torch.Tensor) -> bool:
-        """Whether autograd's tensor stays as it is."""
+    def keeps(self, slot: Slot, t: torch.Tensor, save: int) -> bool:
+        """Whether autograd's tensor stays as it is; `save` is what `save_of` answered."""
         raise NotImplementedError
 
     def pack(self, t: torch.Tensor) -> Kept | Handle:
@@ -165,7 +165,7 @@ class Engine:
         if slot is None:
             return Kept(t)
         save = self.save_of(slot)
-        if self.keeps(slot, t):
+        if self.keeps(slot, t, save):
             return Kept(t)
         return Handle(self, save, slot, View(slot.id, t), version_guard(t))
 
