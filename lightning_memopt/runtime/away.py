@@ -13,6 +13,8 @@ A5. What a codec gives back is shown to autograd only where it has not the very 
     outside of backward; where it is lossy, not with `create_graph` either.
 A6. An exception on the way leaves nothing behind: bytes in tiers go with the last reference to this object. A copy back that
     failed, or was not waited for to its end, is begun anew by who asks next.
+A7. What is encoded on the device goes when it is decoded for the last time, where backward takes its observed order and its
+    graph is not retained. From then on what was decoded stays until autograd has let go of every handle on it.
 """
 
 from __future__ import annotations
@@ -69,6 +71,7 @@ class Away:
         self.exact = codec_of(form) in EXACT
         self.gone = not tier_of(form)
         """Whether the device bytes are not read any more: they are encoded, or their copy has ended."""
+        self.spent = False
         self._depot = depot
         self._size, self._stride, self._dtype, self._device = t.size(), t.stride(), t.dtype, t.device
         self._codec = codec(codec_of(form)) if codec_of(form) else None
@@ -100,6 +103,11 @@ class Away:
             self._coming = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
             self._parked.fetch(self._coming)
             self._depot.moved_nbytes += self._nbytes
+
+    def spend(self) -> None:
+        """What is encoded on the device was decoded for the last time; of what is in a tier only the value is on the device."""
+        if self._parked is None:
+            self._here, self.spent = None, True
 
     def put_off(self) -> None:
         """What has begun to come back is not wanted now."""

@@ -13,7 +13,7 @@ from lightning_memopt.plan import Fetch, Free, Segment
 from lightning_memopt.plan.forms import EXACT, codec_of
 from lightning_memopt.record import Slot, detached
 from lightning_memopt.runtime.away import Away, Depot, whole
-from lightning_memopt.runtime.execute import below_autograd, checksum, flags_of, missing, run
+from lightning_memopt.runtime.execute import below_autograd, checksum, flags_of, missing, modified, run
 from lightning_memopt.runtime.matching import Matcher
 from lightning_memopt.runtime.program import Program
 from lightning_memopt.runtime.replay import Engine, Handle
@@ -220,14 +220,29 @@ class PlannedEngine(Engine):
             return found
 
     def value_of(self, slot: Slot, handle: Handle) -> torch.Tensor:
-        if slot.away is not None and not slot.away.exact and slot.value is None and not self.revive(slot, handle.guard):
+        away = slot.away
+        if away is None:
+            return super().value_of(slot, handle)
+        if away.exact or slot.value is not None or self.revive(slot, handle.guard):
+            found = super().value_of(slot, handle)
+        else:
             self._may_show(slot, handle)
-            if slot.shown is None or slot.shown._version != slot.noted:
+            if slot.shown is None or (slot.shown._version != slot.noted and not away.spent):
                 with below_autograd():
-                    slot.shown = slot.away.value()  # A5
+                    slot.shown = away.value()  # A5
                 slot.noted = slot.shown._version
-            return slot.shown
-        return super().value_of(slot, handle)
+            found = slot.shown
+            if found._version != slot.noted:
+                raise modified(f"[{found.type()} {list(handle.view.size)}]", found._version, slot.noted)
+        if not away.spent and self._for_the_last_time(slot):
+            away.spend()
+        return found
+
+    def _for_the_last_time(self, slot: Slot) -> bool:
+        """A7: whether nobody asks again for what is away once this request is answered."""
+        if self.departures.astray or slot.plan is None or self.cursor < self.program.last_back[slot.plan]:
+            return False
+        return torch._C._current_graph_task_id() != -1 and not torch._C._autograd._get_current_graph_task_keep_graph()
 
     def _may_show(self, slot: Slot, handle: Handle) -> None:
         """A5: raise where it is not an ordinary backward that asks: its formula is what the form was chosen for."""
@@ -285,10 +300,11 @@ class PlannedEngine(Engine):
 
     def _let_go(self, slot: Slot) -> None:
         """A life of the slot's tensor has ended."""
-        slot.shown = None
         if slot.away is not None and slot.plan is not None:
-            if not slot.away.exact and self.departures.first is not None and slot.handles:
-                return  # A5: one of them may be no reader of the plan
+            doubtful = not slot.away.exact and self.departures.first is not None  # A5: one may be no reader of the plan
+            if slot.handles and (doubtful or slot.away.spent):
+                return  # A7
+            slot.shown = None
             self._has_gone(slot)
             slot.away.put_off()
             if slot.handles == 0 and not self.departures.astray and self.cursor >= self.program.last_back[slot.plan]:
