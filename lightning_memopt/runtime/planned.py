@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from functools import partial
 
@@ -320,6 +321,7 @@ class PlannedEngine(Engine):
             slot = handle.slot
             event = ("release", handle.save, 0)
             self._follow(event)
-            self._free(event)
-            if slot.handles == 0 and slot.plan not in self.active:
-                self._let_go(slot)
+            with contextlib.suppress(OffloadError):  # a copy out has failed: the bytes stay, who waits for it is told
+                self._free(event)
+                if slot.handles == 0 and slot.plan not in self.active:
+                    self._let_go(slot)

@@ -7,7 +7,6 @@ Whatever `op_db` offers first for an operator, in float32 (complex64 where it ha
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -75,10 +74,38 @@ def sweep_away(op: Any, count: Count) -> None:
         break
 
 
+def sweep_module(info: Any, count: Count) -> None:
+    torch.manual_seed(3)
+    samples = list(info.module_inputs_func(info, device="cpu", dtype=torch.float32, requires_grad=True, training=True))
+    for i, sample in list(enumerate(samples))[:: max(1, -(-len(samples) // MODULE_SAMPLES))]:
+        built, given = sample.constructor_input, sample.forward_input
+        if given is None:
+            continue
+        torch.manual_seed(11)
+        module = info.module_cls(*built.args, **built.kwargs).to(torch.float32).train()
+        if info.is_lazy:
+            with torch.no_grad():
+                module(*given.args, **given.kwargs)  # makes its parameters
+
+        def call(args: Any, kwargs: Any, module: Any = module) -> Any:
+            return module(*args, **kwargs)
+
+        steps = AwaySteps(call, (given.args, given.kwargs), model=module)
+        verdict_of(steps, f"{info.name} #{i} {sample.desc}", count, ROUNDS)
+
+
 @pytest.mark.parametrize("part", range(PARTS))
 def test_p1_no_operator_differs_with_everything_away(part: int) -> None:
     count = sweep(op_db[part::PARTS], sweep_away)
     assert_none_differs(count)
     print(len(count.dropped), len(count.nothing), count.skipped)
     assert len(count.dropped) >= 60, (len(count.dropped), len(count.nothing), count.skipped)
+    assert depot().tiers["disk"].used_nbytes == 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_p1_no_module_differs_with_everything_away(part: int) -> None:
+    count = sweep(module_db[part::PARTS], sweep_module)
+    assert_none_differs(count)
+    assert len(count.dropped) >= 40 and not count.skipped, (len(count.dropped), len(count.nothing), count.skipped)
     assert depot().tiers["disk"].used_nbytes == 0  # type: ignore[attr-defined]

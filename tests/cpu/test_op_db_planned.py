@@ -31,11 +31,14 @@ PARTS = 4
 class Steps:
     """`call(*inputs)` between ops that are replayed too, as steps: plain, observed or planned."""
 
-    def __init__(self, call: Callable[..., Any], inputs: Any, device: str = "cpu") -> None:
-        self.call, self.inputs, self.model, self.device = call, inputs, nn.Module(), torch.device(device)
+    def __init__(self, call: Callable[..., Any], inputs: Any, device: str = "cpu", model: nn.Module | None = None) -> None:
+        self.call, self.inputs, self.device = call, inputs, torch.device(device)
+        self.model = nn.Module() if model is None else model
+        self.state = {name: b.clone() for name, b in self.model.state_dict().items() if isinstance(b, torch.Tensor)}
 
     def _fresh(self, turn: int) -> Any:
         scale = 1.0 - turn / 1024
+        self.model.load_state_dict(self.state, strict=False)
         return tree_map_only(
             torch.Tensor,
             lambda t: (t.detach() * scale if t.is_floating_point() else t.detach().clone()).requires_grad_(t.requires_grad),
@@ -48,12 +51,13 @@ class Steps:
 
     def _end(self, out: list[torch.Tensor], fresh: Any) -> Ran:
         roots = [t for t in out if t.requires_grad]
-        wanted = [t for t in _tensors(fresh) if t.requires_grad]
+        wanted = [t for t in (*_tensors(fresh), *self.model.parameters()) if t.requires_grad]
         grads: list[torch.Tensor | None] = []
         if roots and wanted:
             found = torch.autograd.grad(roots, wanted, [seed_of(t) for t in roots], allow_unused=True)
             grads = [None if g is None else dense(g) for g in found]
-        return Ran([t.detach() for t in out], grads, draws())
+        buffers = {f"buffer {name}": b.clone() for name, b in self.model.named_buffers()}
+        return Ran([t.detach() for t in out], grads, draws(), buffers)
 
     def plain(self, turn: int) -> Ran:
         torch.manual_seed(turn)
