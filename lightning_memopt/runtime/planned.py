@@ -12,7 +12,7 @@ from lightning_memopt.errors import OffloadError, UnsupportedError
 from lightning_memopt.graph import BEFORE
 from lightning_memopt.plan import Fetch, Free, Segment
 from lightning_memopt.plan.forms import EXACT, codec_of
-from lightning_memopt.record import Slot, detached
+from lightning_memopt.record import UNKNOWN, Slot, detached
 from lightning_memopt.runtime.away import Away, Depot, whole
 from lightning_memopt.runtime.execute import below_autograd, checksum, flags_of, missing, modified, run
 from lightning_memopt.runtime.matching import Matcher
@@ -186,7 +186,7 @@ class PlannedEngine(Engine):
             if not exact and not self._expects(save):
                 return True
             if slot.away is None or not exact:  # again, until it is known that this op is the plan's
-                slot.value = detached(t)
+                slot.value, slot.noted = detached(t), UNKNOWN
                 self.active.add(slot.plan)
                 self._leaves_late(slot.plan, exact)
             if slot.away is None:
@@ -228,7 +228,7 @@ class PlannedEngine(Engine):
             found = super().value_of(slot, handle)
         else:
             self._may_show(slot, handle)
-            if slot.shown is None or (slot.shown._version != slot.noted and not away.spent):
+            if slot.shown is None:
                 with below_autograd():
                     slot.shown = away.value()  # A5
                 slot.noted = slot.shown._version

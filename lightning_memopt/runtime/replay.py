@@ -126,7 +126,7 @@ class Engine:
     def forward_ended(self) -> None:
         """Rule 5: what is held now must be what it is when a rebuild starts from it."""
         for slot in self.tape.slots.values():
-            if slot.value is not None:
+            if slot.value is not None and slot.noted == UNKNOWN:  # else it came back, or was rebuilt, for a backward inside
                 slot.noted = slot.value._version if slot.version < 0 else slot.version
 
     # -- while the forward is recorded -------------------------------------------------------------
