@@ -70,6 +70,9 @@ class Matcher(Recorder):
         """Whether what the call reads is there or can be made again; None where it is not called as the template says."""
         if torch.is_inference_mode_enabled() or (template.writes and self._writes_known(template, args)):
             return None
+        slots = self.tape.slots
+        if any(id in slots for _, id, _ in template.made) or any(id in slots for _, id in template.mutates):
+            return None  # it ran already: an op out of its turn has led back to this position
         if template.kwargs is None:
             known = all(storage_id(values[i]) in self.of_storage for i, _ in template.mutates)
             return False if known else None
@@ -168,6 +171,8 @@ class Matcher(Recorder):
     def _overwrites(self, old: Slot) -> None:
         if old.away is not None:
             old.away.wait_gone()  # A2
+            if old.away.exact:
+                old.value = None  # else an alias of the memory that is about to change
         if old.external and old.plan is not None and old.plan not in self.program.starts:
             old.value = None  # no rebuild starts from it: nothing to copy
         super()._overwrites(old)
@@ -242,13 +247,17 @@ class Matcher(Recorder):
         engine, program = self.engine, self.program
         j = engine.position
         made = [*record.made, *((new, t) for _, new, t in record.mutates)]
-        here = j < len(program.names) and record.func._name == program.names[j] and self._same(record.reads, made, j)
+        free = j < len(program.names) and self.tape.slots.keys().isdisjoint(program.outputs[j])
+        here = free and record.func._name == program.names[j] and self._same(record.reads, made, j)
         if not here:
             engine.passed(j, record.func._name)
         at = j if here else self._elsewhere(record, made)
+        unheld = False
         for slot in (*record.reads, *(new for _, new, _ in record.mutates)):
             if slot.external and not slot.pinned and slot.plan not in program.starts:
-                slot.value = None  # held until it is known which op this is
+                slot.value, unheld = None, True  # held until it is known which op this is
+        for slot, _ in made if unheld else ():
+            slot.ok = False  # its recipe reads what is not held
         if at is None:
             return
         j = at
