@@ -71,8 +71,12 @@ class Matcher(Recorder):
         if torch.is_inference_mode_enabled() or (template.writes and self._writes_known(template, args)):
             return None
         slots = self.tape.slots
-        if any(id in slots for _, id, _ in template.made) or any(id in slots for _, id in template.mutates):
-            return None  # it ran already: an op out of its turn has led back to this position
+        for _, id, _ in template.made:
+            if id in slots:
+                return None  # it ran already: an op out of its turn has led back to this position
+        for _, id in template.mutates:
+            if id in slots:
+                return None
         if template.kwargs is None:
             known = all(storage_id(values[i]) in self.of_storage for i, _ in template.mutates)
             return False if known else None

@@ -275,9 +275,9 @@ class PlannedEngine(Engine):
                         slot.value = None
                     continue
                 outputs = [slots.get(t) for t in self.program.outputs[step.op]]
-                call = next((s.call for s in outputs if s is not None and s.call is not None), None)
-                if call is None:
-                    continue
+                call = next((s.call for s in outputs if s is not None and s.call is not None and (s.ok or s.empty)), None)
+                if call is None or not call.repeats:
+                    continue  # it cannot run again as it ran in this forward: what it made was kept
                 absent = [slots[id] for id in call.reads if missing(slots[id])]
                 if absent:
                     self.materialise(absent)

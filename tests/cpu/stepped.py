@@ -20,7 +20,7 @@ from lightning_memopt.session.recording import PlannedRecording
 from lightning_memopt.solvers.rollout import Rollout, keep_all, unrepeatable
 from lightning_memopt.solvers.trips import Form, Planner, send_away
 from lightning_memopt.trace import metered_cpu
-from tests.cpu.harness import same_bits
+from tests.cpu.harness import draws, same_bits
 
 CPU = torch.device("cpu")
 
@@ -37,9 +37,9 @@ class Free:
 class Stepped:
     """A model, one batch, and its step: plain, observed, or under a program."""
 
-    def __init__(self, model: nn.Module, loss: Callable[[], Tensor], room: int = 1 << 24) -> None:
-        self.model, self.loss = model, loss
-        self.depot = Depot({"disk": DiskTier(room)})
+    def __init__(self, model: nn.Module, loss: Callable[[], Tensor], room: int = 1 << 24, device: torch.device = CPU) -> None:
+        self.model, self.loss, self.device = model, loss, device
+        self.depot = Depot({"disk": DiskTier(room, device=device)})
         self.buffers = {n: b.clone() for n, b in model.named_buffers()}
         self.graph = self.observed()
         self.resident = resident_nbytes(self.graph)
@@ -54,7 +54,7 @@ class Stepped:
     def observed(self) -> Graph:
         for _ in range(2):
             self._begin()
-            observation = Observation(self.model, [], CPU, None, verify=False, meter=True)
+            observation = Observation(self.model, [], self.device, None, verify=False, meter=self.device == CPU)
             with observation.begin_round(()):
                 loss = self.loss()
             observation.forward_ended()
@@ -68,16 +68,14 @@ class Stepped:
         self._begin()
         if program is None:
             return self.loss()
-        self.engine = PlannedEngine(program, verify=verify, depot=self.depot)
-        with PlannedRecording(self.engine, self.model):
-            loss = self.loss()
-        self.departures = self.engine.departures
-        del self.engine
-        return loss
+        engine = PlannedEngine(program, verify=verify, depot=self.depot)
+        self.departures = engine.departures
+        with PlannedRecording(engine, self.model):
+            return self.loss()
 
     def outcome(self, loss: Tensor) -> list[Tensor]:
         grads = [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
-        return [loss.detach(), *grads, *(b.clone() for b in self.model.buffers()), torch.get_rng_state()]
+        return [loss.detach(), *grads, *(b.clone() for b in self.model.buffers()), draws()]
 
     def step(self, program: Program | None = None) -> list[Tensor]:
         loss = self.forward(program)
