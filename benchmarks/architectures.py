@@ -171,7 +171,7 @@ def _planned(ours: Training, architecture: Architecture, budget: int, expected: 
     with optimize(ours.model, ours.optimizer, budget=budget, profile_steps=OBSERVED, verbose=False) as run:
         for i, reference in enumerate(expected):
             state = run.session.current
-            if isinstance(state, Running) and state.measured_bytes is not None:
+            if isinstance(state, Running) and not state.measures:
                 found, peak = ours.metered(architecture)
                 measured.append(peak)
             else:

@@ -9,10 +9,14 @@ from typing import Literal, get_args
 import torch
 
 from lightning_memopt.errors import BudgetError, ConfigError
+from lightning_memopt.runtime.codecs import NAMES
 from lightning_memopt.solvers.planner import Objective
 from lightning_memopt.units import host_memory_nbytes, parse_budget
 
 OnExceed = Literal["replan", "warn", "raise"]
+OFFLOAD = ("none", "auto", "host", "disk")
+COMPRESS = ("none", "lossless", "lossy")
+LOSSY = tuple(name for name in NAMES if name not in ("bools", "positive"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +27,10 @@ class MemOptConfig:
         budget: bytes of the training device that a whole step may use: `"8GiB"`, `"8GB"`, `"80%"` or a float in (0, 1] of
             the device, an int of bytes, `"auto"` (90 % of the device) or `"min"` (the smallest plan there is).
         recompute: whether saved tensors may be dropped and rebuilt.
+        offload: where saved tensors may be until backward: `"disk"` (a file, on any device), `"host"` (page-locked memory
+            beside a CUDA device), `"auto"` (host where there is one), or `"none"`.
+        compress: `"none"`; `"lossless"`: masks at one bit, which their readers cannot tell; `"lossy"`, opt-in: also the inputs
+            of convolutions and linear layers at 8 bits a value, or at what a codec's name says (`"block6"`, `"int8"`).
         objective: what a plan within the budget takes the least of: measured time (`"throughput"`) or `"flops"`.
         profile_steps: real training steps that are observed before the plan is made.
         solver_seconds: time limit of the planner.
@@ -35,6 +43,8 @@ class MemOptConfig:
 
     budget: str | float | int = "auto"
     recompute: bool = True
+    offload: str = "none"
+    compress: str = "none"
     objective: Objective = "throughput"
     profile_steps: int = 3
     solver_seconds: float = 30.0
@@ -55,6 +65,14 @@ class MemOptConfig:
             raise ConfigError(f"on_exceed is {self.on_exceed!r}; use 'replan', 'warn' or 'raise'.")
         if self.objective not in get_args(Objective):
             raise ConfigError(f"objective is {self.objective!r}; use 'throughput' or 'flops'.")
+        if self.offload not in OFFLOAD:
+            raise ConfigError(f"offload is {self.offload!r}; use {', '.join(map(repr, OFFLOAD))}.")
+        if self.compress not in (*COMPRESS, *LOSSY):
+            raise ConfigError(f"compress is {self.compress!r}; use {', '.join(map(repr, (*COMPRESS, *LOSSY)))}.")
+        if self.objective == "flops" and (self.offload, self.compress) != ("none", "none"):
+            raise ConfigError(
+                "objective='flops' counts neither copies nor codecs; leave offload and compress out, or objective."
+            )
         if self.budget is None:
             raise BudgetError("The budget is None; give bytes like '8GiB', a share like '80%', 'auto' or 'min'.")
         if not self._smallest:

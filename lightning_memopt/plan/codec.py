@@ -108,7 +108,7 @@ def _lives(fields: Fields, graph: Graph) -> tuple[Life, ...]:
     freed = columns.ints("freed_at", len(tensors), 0, n - 1)
     hows = columns.chosen("how", len(tensors), _HOWS)
     named = columns.strings("forms")
-    forms = [named[i] for i in columns.ints("form", len(tensors), 0, max(0, len(named) - 1))]
+    forms = [named[i] for i in columns.ints("form", len(tensors), 0, len(named) - 1)]
     away = columns.ints("away_nbytes", len(tensors), 0, MOST)
     for i, (tensor, born_at, freed_at, how) in enumerate(zip(tensors, born, freed, hows, strict=True)):
         if freed_at < born_at:

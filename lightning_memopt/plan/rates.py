@@ -57,7 +57,9 @@ class Device:
         """Of an op that does `flops` and moves `nbytes` of the card's memory. Raises ConfigError for dtypes without a rate."""
         rate = self.flops_per_second.get(dtype)
         if rate is None:
-            raise ConfigError(f"the profile has no FLOP rate for {dtype}, only for {', '.join(sorted(self.flops_per_second))}")
+            raise ConfigError(
+                f"the profile has no FLOP rate for {dtype}; use one of {', '.join(sorted(self.flops_per_second))}"
+            )
         return max(flops / rate, nbytes / self.bytes_per_second) + self.launch_seconds
 
 
@@ -93,14 +95,14 @@ class Rates:
     def _link(self, tier: str) -> Link:
         if tier not in self.links:
             known = ", ".join(self.links) or "none"
-            raise ConfigError(f"the rates {self.name!r} have no link to a {tier} tier, only to: {known}")
+            raise ConfigError(f"the rates {self.name!r} have no link to a {tier} tier, only to: {known}; measure it")
         return self.links[tier]
 
     def _coding(self, codec: str) -> Coding:
         found = self.codecs.get(codec) or self.codecs.get(codec.rstrip("0123456789"))
         if found is None:
             known = ", ".join(self.codecs) or "none"
-            raise ConfigError(f"the rates {self.name!r} have none for the codec {codec}, only for: {known}")
+            raise ConfigError(f"the rates {self.name!r} have none for the codec {codec}, only for: {known}; measure it")
         return found
 
     def to_json(self) -> dict[str, Any]:
@@ -145,7 +147,7 @@ def profiles() -> tuple[str, ...]:
 def profile(name: str) -> Rates:
     """A profile that comes with the package. Raises ConfigError for other names."""
     if name not in profiles():
-        raise ConfigError(f"there is no profile {name!r}; there are {', '.join(profiles())}")
+        raise ConfigError(f"there is no profile {name!r}; use one of {', '.join(profiles())}")
     return Rates.read(PROFILES / f"{name}.json")
 
 

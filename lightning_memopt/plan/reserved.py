@@ -14,8 +14,9 @@ from functools import partial
 from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.plan.allocator import Allocator
 from lightning_memopt.plan.allocator_settings import Settings
-from lightning_memopt.plan.lower import Run, Schedule, lower
+from lightning_memopt.plan.lower import Fetch, Run, Schedule, lower
 from lightning_memopt.plan.model import Life
+from lightning_memopt.plan.simulate import encoded
 
 _TURNS = 2
 """Planned steps: the second one meets what the first one left cached."""
@@ -93,10 +94,16 @@ class _Step:
             if span.freed_at < last:
                 freed.setdefault(span.freed_at, []).append(span)
         ends: dict[int, list[int]] = {}
+        lives = tuple(lives)
+        encodings: dict[int, list[Action]] = {}
+        for tensor, first, end, nbytes in encoded(graph, lives):
+            encodings.setdefault(first, []).append((("encoded", tensor), nbytes))
+            encodings.setdefault(end + 1, []).insert(0, (("encoded", tensor), -1))
         for life in lives:
-            if life.how == "replay":
+            if life.how != "original":
                 ends.setdefault(life.freed_at, []).append(life.tensor)
         for p, point in enumerate(graph.points):
+            self.actions += encodings.get(p, ())
             for span in born.get(p, ()):
                 self.actions.append((span.name, span.nbytes))
             if point.kind == "op":
@@ -123,6 +130,9 @@ class _Step:
     def _segment(self, p: int) -> None:
         tensors = self.graph.tensors
         for step in self.schedule.segments.get(p, ()):
+            if isinstance(step, Fetch):
+                self._made.setdefault(step.tensor, []).append(self._make(step.tensor, tensors[step.tensor].nbytes))
+                continue
             if not isinstance(step, Run):
                 self.actions.append((self._made[step.tensor].pop(), -1))
                 continue

@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from rich.table import Table
 
+from lightning_memopt.plan import Plan
 from lightning_memopt.report.explain import items, kept, rebuilt, render
 from lightning_memopt.session import Session
 from lightning_memopt.session.buckets import Failed, Observing, Running
 from lightning_memopt.units import format_nbytes
+
+
+def _away(plan: Plan) -> str:
+    """What moved, in which forms, and what the step waits for it."""
+    tensors = {life.tensor: life.form for life in plan.lives if life.how == "fetch"}
+    forms = ", ".join(f"{list(tensors.values()).count(form)} in {form}" for form in sorted(set(tensors.values())))
+    p = plan.predicted
+    return (
+        f"{forms}; {format_nbytes(p.moved_bytes)} moved a step, both ways, {format_nbytes(p.tier_bytes)} at most in tiers; "
+        f"{1e3 * p.stall_seconds:.1f} ms of waiting, {100 * p.overlap:.0f} % of the copies' time behind compute, "
+        f"{1e3 * p.codec_seconds:.1f} ms of codecs, predicted"
+    )
 
 
 def summary(session: Session) -> str:
@@ -50,6 +63,8 @@ def summary(session: Session) -> str:
     table.add_row(
         "ops run again", f"{plan.predicted.replayed_ops}, {format_nbytes(plan.predicted.rebuilt_bytes)} rebuilt a step"
     )
+    if plan.predicted.moved_bytes or plan.predicted.codec_seconds:
+        table.add_row("away", _away(plan))
     table.add_row("rebuilt", items(rebuilt(graph, plan)))
     table.add_row("kept", items(kept(graph, plan)))
     table.add_row("plan by", f"{plan.solver}, {plan.solve_seconds:.1f} s")

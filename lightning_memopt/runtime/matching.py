@@ -1,9 +1,8 @@
-"""Recording a forward under a plan: every op is matched by position, overload, the tensors it reads and the sizes it makes,
-or, away from its position, by the last three alone.
+"""Recording a forward under a plan: every op is matched by position, overload, the tensors it reads and the sizes it makes.
+What is not at its position, or reads other tensors, is looked for (runtime/rejoining.py).
 
 Sizes that data decides on (the tokens of an expert) are free. What does not match (another branch, another shape, an extra
-op) is kept, and so is what follows from it: memory may grow, numbers cannot. Ops that meet their template are not recorded
-again (runtime/templates.py).
+op) is kept: memory may grow, numbers cannot. Ops that meet their template are not recorded again (runtime/templates.py).
 """
 
 from __future__ import annotations
@@ -16,16 +15,13 @@ from torch._ops import OpOverload
 
 from lightning_memopt.record import UNKNOWN, Call, OpRecord, Recorder, Slot, storage_id, tensors_in
 from lightning_memopt.record.tensors import PLAIN, detached, device_of, generator_of, is_plain, without_history
+from lightning_memopt.runtime.rejoining import SPREAD, Made, Place, Places, number_of, starts_of
 from lightning_memopt.runtime.templates import Template, flattened, in_passing, same_constant, start_of, template_of
 
 if TYPE_CHECKING:
     from lightning_memopt.runtime.planned import PlannedEngine
 
 _STRIDED = torch.strided
-_REACH = 256
-"""How far from its position an op is looked for, where some planned ops did not run or run later."""
-_SPREAD = 20
-"""Calls are numbered by the plan's op shifted by this many bits: room for unmatched ones between two matched ones."""
 
 
 class Matcher(Recorder):
@@ -40,13 +36,15 @@ class Matcher(Recorder):
         self._unread: list[tuple[Slot, weakref.ref[torch.Tensor]]] = []
         self._furthest = 0
         self._unknown = False
+        self._given: tuple[tuple, dict] = (), {}
+        self.places = Places(self.program, self.tape.slots)
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         engine = self.engine
-        if engine.due < engine.position:
+        if engine.fence < engine.position:
             engine.pass_fences()
         template = self.templates[engine.position]
-        if template is func and self.capturing:
+        if template is func and self.capturing and not engine.lost:
             engine.position += 1
             return func._op(*args, **kwargs) if kwargs else func._op(*args)
         if type(template) is Template and template.func is func and self.capturing:
@@ -55,10 +53,12 @@ class Matcher(Recorder):
             if startable is not None:
                 return self._repeat(template, args, kwargs, values, startable)
         self._unknown = True
+        self._given = args, kwargs or {}
         try:
             return self.record(func, args, kwargs or {})
         finally:
             self._unknown = False
+            self._given = (), {}
 
     def _starts(self) -> bool:
         """While it is not known which op of the plan runs, it may be one that rebuilds start from."""
@@ -68,18 +68,12 @@ class Matcher(Recorder):
 
     def _startable(self, template: Template, args: tuple, kwargs: dict | None, values: Any) -> bool | None:
         """Whether what the call reads is there or can be made again; None where it is not called as the template says."""
+        engine = self.engine
         if torch.is_inference_mode_enabled() or (template.writes and self._writes_known(template, args)):
             return None
-        slots = self.tape.slots
-        for _, id, _ in template.made:
-            if id in slots:
-                return None  # it ran already: an op out of its turn has led back to this position
-        for _, id in template.mutates:
-            if id in slots:
-                return None
         if template.kwargs is None:
             known = all(storage_id(values[i]) in self.of_storage for i, _ in template.mutates)
-            return False if known else None
+            return False if known and not (engine.departures.first is not None and self._named(template)) else None
         if len(values) != template.arity or torch.is_grad_enabled() is not template.grad:
             return None
         for i, constant in template.constants:
@@ -92,7 +86,9 @@ class Matcher(Recorder):
             for name, constant in template.kwargs:
                 if name not in kwargs or not same_constant(kwargs[name], constant):
                     return None
-        of_storage = self.of_storage
+        of_storage, slots = self.of_storage, self.tape.slots
+        if engine.departures.first is not None and self._named(template):
+            return None
         startable = True
         reads = template.call is not None
         for i, view in template.tensors:
@@ -106,7 +102,7 @@ class Matcher(Recorder):
                 slot = self._enters(t, view.slot)
             elif slot.version != t._version and slot is not self._current(slot, t):
                 return None
-            if slot.plan != view.slot or not view.same(t):
+            if (slot.plan != view.slot and slots.get(view.slot) is not slot) or not view.same(t):
                 return None
             if reads:
                 if slot.exposed:
@@ -117,6 +113,11 @@ class Matcher(Recorder):
                 if not (slot.ok or slot.empty or slot.value is not None):
                     startable = False
         return startable
+
+    def _named(self, template: Template) -> bool:
+        """Whether tensors that the op makes are those of the plan already: it ran before, and its results keep their names."""
+        slots = self.tape.slots
+        return any(id in slots for _, id, _ in template.made) or any(id in slots for _, id in template.mutates)
 
     def _writes_known(self, template: Template, args: tuple) -> bool:
         """Whether the op writes, where the plan expects memory that it knows nothing of, into memory that is on the tape."""
@@ -177,7 +178,7 @@ class Matcher(Recorder):
             old.away.wait_gone()  # A2
             if old.away.exact:
                 old.value = None  # else an alias of the memory that is about to change
-        if old.external and old.plan is not None and old.plan not in self.program.starts:
+        if old.external and old.plan is not None and not self._starts_from(old):
             old.value = None  # no rebuild starts from it: nothing to copy
         super()._overwrites(old)
 
@@ -245,73 +246,112 @@ class Matcher(Recorder):
     def _number(self) -> int:
         self.op += 1
         self._furthest = max(self._furthest, self.engine.position)
-        return (self._furthest << _SPREAD) + self.op
+        return (self._furthest << SPREAD) + self.op
 
     def _recorded(self, record: OpRecord) -> None:
         engine, program = self.engine, self.program
         j = engine.position
         made = [*record.made, *((new, t) for _, new, t in record.mutates)]
-        free = j < len(program.names) and self.tape.slots.keys().isdisjoint(program.outputs[j])
-        here = free and record.func._name == program.names[j] and self._same(record.reads, made, j)
-        if not here:
-            engine.passed(j, record.func._name)
-        at = j if here else self._elsewhere(record, made)
+        place: Place | None = Place(j, ())
+        at_its_turn = j < len(program.names) and record.func._name == program.names[j] and not engine.lost
+        if not (at_its_turn and self._same(record.reads, made, j)):
+            place = self.places.find(record, made, j) if not engine.unproven else None
+            if place != Place(j, ()):
+                engine.passed(j, record.func._name)
+        if place is not None:
+            for slot, tensor in zip(record.reads, program.inputs[place.position], strict=True):
+                if self._may_be(slot, tensor):
+                    self._is(slot, tensor)
+            for slot, tensor in place.others:
+                self._read_instead(slot, tensor, place.position)
         unheld = False
         for slot in (*record.reads, *(new for _, new, _ in record.mutates)):
-            if slot.external and not slot.pinned and slot.plan not in program.starts:
+            if slot.external and not slot.pinned and not self._starts_from(slot):
                 slot.value, unheld = None, True  # held until it is known which op this is
-        for slot, _ in made if unheld else ():
-            slot.ok = False  # its recipe reads what is not held
-        if at is None:
-            return
-        j = at
+        if place is not None:
+            self._placed(record, made, place)
+        elif unheld:
+            for slot, _ in made:
+                slot.ok = False  # its recipe reads what is not held
+
+    def _starts_from(self, slot: Slot) -> bool:
+        """Whether rebuilds may start from what was made outside."""
+        return slot.plan in self.program.starts or slot.id in self.engine.needed
+
+    def _placed(self, record: OpRecord, made: Made, place: Place) -> None:
+        """The op is the plan's: what it made are tensors of the plan."""
+        engine, program, slots = self.engine, self.program, self.tape.slots
+        j = place.position
         self._furthest = max(self._furthest, j)
-        engine.position = j + 1
-        slots = self.tape.slots
+        engine.position, engine.lost = j + 1, False
         for (slot, _), tensor in zip(made, program.outputs[j], strict=True):
             slot.plan = tensor
             slots[tensor] = slot
             engine.departures.excess_nbytes += max(0, slot.nbytes - program.graph.tensors[tensor].nbytes)
         if record.call is not None:
-            record.call.op = (j + 1) << _SPREAD
-        if program.passes(j):
-            self.templates[j] = in_passing(record)
-        elif j in program.schedule.replayed:
-            self.templates[j] = template_of(record, slots)
-        else:
-            self.templates[j] = start_of(record, program.tracked)
+            record.call.op = number_of(j)
+        if all(slot.plan == tensor for slot, tensor in zip(record.reads, program.inputs[j], strict=True)):
+            self.templates[j] = self._template(record, j)
+        again = j in program.schedule.replayed
+        if not again:  # what it reads is let go: it cannot run again, as little as by its template
+            for slot, _ in record.made:
+                if not slot.empty:
+                    slot.call, slot.ok = None, False
         for slot, t in made:
             if slot.plan in program.holds:
+                slot.call = slot.call if again else None
                 engine.hold(slot, t)
 
-    def _same(self, reads: tuple[Slot, ...], made: list[tuple[Slot, torch.Tensor]], j: int) -> bool:
+    def _template(self, record: OpRecord, j: int) -> Template | OpOverload | None:
+        if self.program.passes(j):
+            return in_passing(record)
+        if j in self.program.schedule.replayed:
+            return template_of(record, self.tape.slots)
+        return start_of(record, self.program.tracked)
+
+    def _read_instead(self, slot: Slot, tensor: int, j: int) -> None:
+        """The plan's op `j` read the slot where the plan has `tensor`. Where that was not made, the slot stands in for it.
+
+        What a rebuild will need is seen to: it is held as the plan holds the tensor, or is within reach of what is held, which
+        then stays; or it is held to the end.
+        """
+        engine, program, slots = self.engine, self.program, self.tape.slots
+        held, taken = False, tensor in slots
+        if taken:
+            wanted = j in program.schedule.replayed
+        else:
+            wanted, held = tensor in program.tracked, tensor in program.holds
+            if slot.plan is None:
+                self._is(slot, tensor)
+            else:
+                slots[tensor] = slot
+                engine.stands.setdefault(slot.id, []).append(tensor)
+        if not wanted:
+            return
+        starts = starts_of(slot, slots)
+        lost = starts is None
+        if starts is None:
+            slot.call = None  # it starts from what was let go
+            starts, held = {slot.id}, True
+        if held and not slot.pinned:
+            engine.hold(slot, self._argument(slot), tensor)
+        engine.guard(starts, tensor, forever=taken or lost)
+
+    def _argument(self, slot: Slot) -> torch.Tensor:
+        """A tensor on the slot, among the arguments of the op that is being recorded."""
+        args, kwargs = self._given
+        return next(t for t in tensors_in([*args, *kwargs.values()]) if self.of_storage.get(storage_id(t)) is slot)
+
+    def _same(self, reads: tuple[Slot, ...], made: Made, j: int) -> bool:
         """Whether this is the plan's op `j`. What was made before the forward is matched where it is first met."""
         inputs, outputs = self.program.inputs[j], self.program.outputs[j]
-        if len(inputs) != len(reads) or len(outputs) != len(made):
+        slots = self.tape.slots
+        if len(inputs) != len(reads) or len(outputs) != len(made) or not slots.keys().isdisjoint(outputs):
             return False
         if not all(self.program.fits(slot.nbytes, tensor) for (slot, _), tensor in zip(made, outputs, strict=True)):
             return False
-        if not all(slot.plan == tensor or self._may_be(slot, tensor) for slot, tensor in zip(reads, inputs, strict=True)):
-            return False
-        for slot, tensor in zip(reads, inputs, strict=True):
-            if slot.plan is None:
-                self._is(slot, tensor)
-        return True
-
-    def _elsewhere(self, record: OpRecord, made: list[tuple[Slot, torch.Tensor]]) -> int | None:
-        """The position of an op that comes before or after its turn: of this name, not run yet, known by what it reads.
-
-        Data tells ops apart better than order does: what reads and makes just what the plan says is that op.
-        """
-        at, slots = self.engine.position, self.tape.slots
-        known = {slot.plan for slot in record.reads if not slot.external} - {None}
-        if not known:
-            return None
-        for j in self.program.places.get(record.func._name, ()):
-            near = j != at and abs(j - at) <= _REACH and known.intersection(self.program.inputs[j])
-            if near and slots.keys().isdisjoint(self.program.outputs[j]) and self._same(record.reads, made, j):
-                return j
-        return None
+        pairs = zip(reads, inputs, strict=True)
+        return all(slots.get(tensor) is slot or self._may_be(slot, tensor) for slot, tensor in pairs)
 
     def _may_be(self, slot: Slot, tensor: int) -> bool:
         """Whether what was made before the forward may be the plan's tensor."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,11 +18,10 @@ from lightning_memopt.runtime.away import Away, Depot, whole
 from lightning_memopt.runtime.execute import below_autograd, checksum, flags_of, missing, modified, run
 from lightning_memopt.runtime.matching import Matcher
 from lightning_memopt.runtime.program import Program
-from lightning_memopt.runtime.replay import Engine, Handle
+from lightning_memopt.runtime.rejoining import starts_of
+from lightning_memopt.runtime.replay import Engine, Handle, Kept
 
 _NEVER = 1 << 62
-_LOOK_AHEAD = 16
-"""How many planned saves a pack may skip before it counts as unplanned."""
 
 
 def _among(ids: set[int], slot: Slot) -> bool:
@@ -32,27 +32,35 @@ def _among(ids: set[int], slot: Slot) -> bool:
 class Departures:
     """How a forward and its backward differ from those of the plan; it outlives the engine.
 
-    `first`: position and name of the first op that is not where the plan has it. `unplanned`: autograd saved a result that
-    the plan does not know. `excess_nbytes`: by how much tensors that were recorded are larger than those of the graph that
-    they are. `astray`: backward did not take the observed order: only a part of it, twice, or another order.
+    `first`: position and name of the first op that is not where the plan has it. `unplanned_nbytes`: of results that autograd
+    saved and that the plan does not know. `excess_nbytes`: by how much tensors that were recorded are larger than those of the
+    graph that they are. `astray`: backward did not take the observed order: only a part of it, twice, or another order.
     """
 
     first: tuple[int, str] | None = None
-    unplanned: bool = False
+    unplanned_nbytes: int = 0
     excess_nbytes: int = 0
     astray: bool = False
 
 
 class PlannedEngine(Engine):
-    """One forward pass under a program. `position` is the plan's op that comes next; `depot`: where it puts what goes away."""
+    """One forward pass under a program. `position` is the plan's op that comes next; `lost`: the last op recorded was none.
+    `depot`: where it puts what goes away. `unproven`: the plan may be that of another model, so what is not at its turn is none
+    of its ops.
 
-    def __init__(self, program: Program, verify: bool = False, depot: Depot | None = None) -> None:
+    Where the forward is not the observed one: `stands` says which tensors of the plan, besides its own, a slot (by id) stands
+    in for, because the ops that make those did not run; `needed` are slots that the plan would let go too early, because of
+    rebuilds it does not know.
+    """
+
+    def __init__(self, program: Program, verify: bool = False, depot: Depot | None = None, unproven: bool = False) -> None:
         super().__init__()
         self.program = program
         self.verify = verify
         self.depot = depot
+        self.unproven = unproven
         self.next_fence = 0
-        self.due = program.fences[0][0] if program.fences else _NEVER
+        self.fence = program.fences[0][0] if program.fences else _NEVER
         """When the plan's op at this position has run, bytes are to be gone."""
         self.late: list[tuple[int, int]] = []
         """(op, tensor): to be gone when this op has run. What is packed later than the plan has it; and what is packed for the
@@ -60,9 +68,15 @@ class PlannedEngine(Engine):
         """
         self.sums: dict[int, tuple[int, int]] = {}
         self.position = 0
-        self.next_save = 0
+        self.lost = False
         self.cursor = BEFORE
         self.next_event = 0
+        self.due: list[int] = []
+        self.labels: set[int] = set()
+        self.packed: set[int] = set()
+        self.stands: dict[int, list[int]] = {}
+        self.needed: set[int] = set()
+        self._guarded: list[tuple[int, set[int]]] = []
         self.active: set[int] = set()
         self.departures = Departures()
 
@@ -70,21 +84,22 @@ class PlannedEngine(Engine):
         return Matcher(self)
 
     def wants_state(self) -> bool:
-        return self.position in self.program.random
+        return self.lost or self.position in self.program.random
 
     def passed(self, position: int, name: str) -> None:
         """An op is not what the plan has at this position."""
+        self.lost = True
         if self.departures.first is None:
             self.departures.first = (position, name)
 
     def overwrites(self, slot: Slot) -> None:
-        if slot.plan in self.program.outdated:
+        if slot.plan in self.program.outdated and slot.id not in self.stands and slot.id not in self.needed:
             slot.value = None  # what comes is held, and read in its place
         else:
             super().overwrites(slot)
 
     def forward_ended(self) -> None:
-        if self.due < self.position:
+        if self.fence < self.position:
             self.pass_fences()
         super().forward_ended()
 
@@ -104,7 +119,7 @@ class PlannedEngine(Engine):
             else:
                 self.late.append((op, tensor))
         later = (fences[self.next_fence][0] if self.next_fence < len(fences) else _NEVER, *(op for op, _ in self.late))
-        self.due = min(later)
+        self.fence = min(later)
 
     def _leaves_late(self, tensor: int, exact: bool) -> None:
         """Where its fence has been passed already, or this op is in doubt: after this op."""
@@ -113,12 +128,12 @@ class PlannedEngine(Engine):
         if fence is None or (exact and self.next_fence < len(fences) and (fence, tensor) >= fences[self.next_fence]):
             return
         self.late.append((max(fence, self.position), tensor))
-        self.due = min(self.due, self.late[-1][0])
+        self.fence = min(self.fence, self.late[-1][0])
 
     def _leaves(self, tensor: int) -> None:
         """The bytes of the plan's tensor are to be gone from the device."""
         slot = self.tape.slots.get(tensor)
-        if slot is None or slot.away is None or slot.value is None:
+        if slot is None or slot.plan != tensor or slot.away is None or slot.value is None:
             return
         if not slot.away.exact and (self.departures.first is not None or any(t == tensor for _, t in self.late)):
             return  # A5: who read it may not be who the plan says
@@ -149,24 +164,62 @@ class PlannedEngine(Engine):
                 if self.verify and slot.id not in self.sums:
                     self.sums[slot.id] = checksum(t)
 
-    def hold(self, slot: Slot, t: torch.Tensor) -> None:
-        """The plan holds this tensor from its birth."""
-        if slot.plan in self.program.unsaved and not slot.empty and slot.away is None:
+    def hold(self, slot: Slot, t: torch.Tensor, tensor: int | None = None) -> None:
+        """The plan holds this tensor from its birth, or `tensor`, which it stands in for."""
+        if tensor is None and slot.plan in self.program.unsaved and not slot.empty and slot.away is None:
             self._goes(slot, t)
         if not slot.empty:
-            assert slot.plan is not None
+            tensor = slot.plan if tensor is None else tensor
+            assert tensor is not None
             slot.value = detached(t)
             slot.pinned = False  # the plan knows who reads it, what was packed before it was written over too
             slot.ok = slot.ok or slot.call is None
-            self.active.add(slot.plan)
+            self.active.add(tensor)
+
+    def guard(self, slots: set[int], tensor: int, forever: bool) -> None:
+        """These slots, by their ids, stay until backward is past the uses of the plan's tensor, or to the end."""
+        self._guarded.append((len(self.program.graph.points) if forever else self.program.wanted_until(tensor), slots))
+        self.needed |= slots
+
+    def _unguard(self) -> None:
+        """Let go of what is needed no more, and should have gone before."""
+        now = self.program.event_points[self.next_event - 1]
+        self._guarded = [(until, slots) for until, slots in self._guarded if until >= now]
+        before, self.needed = self.needed, set().union(*(slots for _, slots in self._guarded))
+        for id in before - self.needed:
+            slot = self.tape.slots[id]
+            if slot.plan in self.program.holds and not self.lives(slot) and self._may_go(slot):
+                slot.value = None
+
+    def lives(self, slot: Slot) -> bool:
+        """Whether the plan has the slot's bytes in memory now."""
+        if slot.id in self.stands and not self.active.isdisjoint(self.stands[slot.id]):
+            return True
+        return slot.plan in self.active
+
+    def pack(self, t: torch.Tensor) -> Kept | Handle:
+        found = super().pack(t)
+        if type(found) is Handle:
+            self.packed.add(found.save)
+        return found
 
     def save_of(self, slot: Slot) -> int:
-        saved, first = self.program.saved, self.next_save
-        for i in range(first, min(first + _LOOK_AHEAD, len(saved))):
-            if saved[i][1] == slot.plan:
-                self.next_save = i + 1
-                return saved[i][0]
-        return BEFORE
+        """Of the plan's saves of this tensor that are still to come in this step, the one nearest to the position."""
+        if slot.plan is None:
+            return BEFORE
+        at, packs, labels = self.position, self.program.packs, self.labels
+        names = (slot.plan, *self.stands.get(slot.id, ()))
+        near = [(abs(op - at), save) for name in names for op, save in packs.get(name, ()) if save not in labels]
+        if not near:
+            return BEFORE
+        save = min(near)[1]
+        labels.add(save)
+        return save
+
+    def left_out_nbytes(self) -> int:
+        """Bytes of the plan's tensors that autograd did not save in this step."""
+        tensors = self.program.graph.tensors
+        return sum(tensors[t].nbytes for save, t in self.program.saved if save not in self.labels)
 
     def _expects(self, save: int) -> bool:
         """A5: whether this is the very save for which the plan has a tensor in a form without its very bits."""
@@ -175,7 +228,7 @@ class PlannedEngine(Engine):
 
     def keeps(self, slot: Slot, t: torch.Tensor, save: int) -> bool:
         if slot.plan is None and not slot.external:
-            self.departures.unplanned = True
+            self.departures.unplanned_nbytes += slot.nbytes
         if slot.external or slot.stale or slot.plan not in self.program.tracked:
             return True
         if slot.plan in self.program.away:
@@ -207,12 +260,9 @@ class PlannedEngine(Engine):
 
     def request(self, handle: Handle) -> torch.Tensor:
         with self.lock:
-            planned = self.program.segments.get((handle.save, handle.unpacked))
-            if planned is not None and planned[0] > self.cursor:
-                self.cursor = planned[0]
-                self.perform(planned[1], planned[0])
             event = ("unpack", handle.save, handle.unpacked)
             self._follow(event)
+            self._segment_at(event)
             handle.unpacked += 1
             found = super().request(handle)
             if self.sums:  # in the first planned steps: the first rebuild
@@ -243,7 +293,8 @@ class PlannedEngine(Engine):
 
     def _for_the_last_time(self, slot: Slot) -> bool:
         """A7: whether nobody asks again for what is away once this request is answered."""
-        if self.departures.astray or slot.plan is None or self.cursor < self.program.last_back[slot.plan]:
+        left = self.departures.astray or self.departures.first is not None
+        if left or slot.plan is None or self.cursor < self.program.last_back[slot.plan]:
             return False
         return torch._C._current_graph_task_id() != -1 and not torch._C._autograd._get_current_graph_task_keep_graph()
 
@@ -259,8 +310,17 @@ class PlannedEngine(Engine):
                 + ". Observe such a step, so that the plan knows of it, or do without lossy compression."
             )
 
-    def perform(self, steps: Segment, point: int) -> None:
-        """Run a segment. What it needs and finds missing is rebuilt on demand."""
+    def _segment_at(self, event: tuple[str, int, int], asked: bool = True) -> None:
+        planned = self.program.segments.get(event[1:])
+        if planned is not None and planned[0] > self.cursor:
+            self.cursor = planned[0]
+            self.perform(planned[1], planned[0], asked)
+
+    def perform(self, steps: Segment, point: int, asked: bool = True) -> None:
+        """Run a segment. What it needs and finds missing is rebuilt on demand; as far as that is possible, where nobody asked
+        or the forward was another one: what is asked for is seen to afterwards.
+        """
+        strict = asked and self.departures.first is None
         slots = self.tape.slots
         with below_autograd(), flags_of(self.tape):
             for step in steps:
@@ -271,38 +331,74 @@ class PlannedEngine(Engine):
                     continue
                 if isinstance(step, Free):
                     slot = slots.get(step.tensor)
-                    if slot is not None and step.tensor not in self.active:
+                    if slot is not None and slot.id not in self.needed and not self.lives(slot):
                         slot.value = None
                     continue
-                outputs = [slots.get(t) for t in self.program.outputs[step.op]]
-                call = next((s.call for s in outputs if s is not None and s.call is not None and (s.ok or s.empty)), None)
-                if call is None or not call.repeats:
-                    continue  # it cannot run again as it ran in this forward: what it made was kept
+                made = [slots[t] for t in self.program.outputs[step.op] if t in slots]
+                call = next((s.call for s in made if s.call is not None), None)
+                if call is None or any(s.id in self.stands and not missing(s) for s in made):
+                    continue  # it did not run in this step, and what stands in for its result is there
                 absent = [slots[id] for id in call.reads if missing(slots[id])]
+                if not strict and not (any(s.ok for s in made) and all(starts_of(s, slots) is not None for s in absent)):
+                    continue
                 if absent:
                     self.materialise(absent)
-                clones = {slots[t].id for t in step.clones if t in slots}
+                clones = {slots[t].id for t in step.clones if t in slots} | self.stands.keys() | self.needed
                 run(call, slots, partial(_among, clones))
                 self.replayed.append(call.op)
         self.active.update(t for t in self.program.births.get(point, ()) if t in slots)
 
-    def _follow(self, event: tuple[str, int, int]) -> None:
-        """Notice when backward goes astray. From then on nothing goes that cannot be made again."""
-        events = self.program.events
-        if self.next_event < len(events) and events[self.next_event] == event:
-            self.next_event += 1
-        else:
-            self.departures.astray = True
+    def retains(self, slot: Slot) -> bool:
+        """What the plan makes again when it is asked for does not stay before; once backward is astray, no plan is followed."""
+        return slot.handles > 0 and (self.departures.astray or self.lives(slot))
 
-    def _free(self, event: tuple[str, int, int]) -> None:
-        for tensor in self.program.frees.get(event, ()):
+    def _follow(self, event: tuple[str, int, int]) -> None:
+        """Notice when backward goes astray. From then on nothing goes that cannot be made again.
+
+        Saves that were not packed in this step are passed over, as if they were asked for and let go in their turn.
+        """
+        events, first = self.program.events, self.next_event
+        if first < len(events) and events[first] == event:
+            self.next_event += 1
+            if self._guarded and not self.departures.astray:
+                self._unguard()
+            return
+        at = self.program.turns.get(event, -1)
+        passed = events[first : max(at, 0)]
+        unpack = event[0] == "unpack"
+        segments = self.program.segments
+        missed = not unpack and any(kind == "unpack" and (save, n) in segments for kind, save, n in passed)
+        if at < first or missed or any(save in self.packed for _, save, _ in passed):
+            self.departures.astray = True
+        if at >= first:
+            self.next_event = at + 1
+            if self._guarded and not self.departures.astray:
+                self._unguard()
+            for other in passed:
+                if unpack and other[0] == "unpack" and not self.departures.astray:
+                    self._segment_at(other, asked=False)
+                self._free(other, passed=True)
+
+    def _free(self, event: tuple[str, int, int], passed: bool = False) -> None:
+        """What the plan lets go at an event goes; at one that was passed over, what cannot be made again stays until autograd
+        lets go of something: until then a second backward may be meant.
+        """
+        tensors: Iterable[int] = self.program.frees.get(event, ())
+        if self.due and event[0] == "release" and not passed:
+            tensors, self.due = [*self.due, *tensors], []
+        for tensor in tensors:
             self.active.discard(tensor)
             slot = self.tape.slots.get(tensor)
-            if slot is not None:
+            if slot is None or self.lives(slot):
+                continue
+            again = slot.away is not None or (slot.call is not None and slot.ok)
+            if passed and not again and self._may_go(slot):
+                self.due.append(tensor)
+            else:
                 self._let_go(slot)
 
     def _let_go(self, slot: Slot) -> None:
-        """A life of the slot's tensor has ended."""
+        """No life of the slot's tensor goes on."""
         if slot.away is not None and slot.plan is not None:
             doubtful = not slot.away.exact and self.departures.first is not None  # A5: one may be no reader of the plan
             if slot.handles and (doubtful or slot.away.spent):
@@ -310,13 +406,16 @@ class PlannedEngine(Engine):
             slot.shown = None
             self._has_gone(slot)
             slot.away.put_off()
-            if slot.handles == 0 and not self.departures.astray and self.cursor >= self.program.last_back[slot.plan]:
+            back = self.program.last_back.get(slot.plan, BEFORE)
+            if slot.handles == 0 and not self.departures.astray and self.cursor >= back and slot.id not in self.needed:
                 slot.away = None  # A4
         elif self._may_go(slot):
             slot.value = None
 
     def _may_go(self, slot: Slot) -> bool:
-        return not slot.pinned and ((slot.call is not None and slot.ok) or not self.departures.astray)
+        if slot.pinned:
+            return False
+        return (slot.call is not None and slot.ok) or not (self.departures.astray or slot.id in self.needed)
 
     def released(self, handle: Handle) -> None:
         with self.lock:
@@ -325,5 +424,5 @@ class PlannedEngine(Engine):
             self._follow(event)
             with contextlib.suppress(OffloadError):  # a copy out has failed: the bytes stay, who waits for it is told
                 self._free(event)
-                if slot.handles == 0 and slot.plan not in self.active:
+                if slot.handles == 0 and not self.lives(slot):
                     self._let_go(slot)

@@ -245,6 +245,14 @@ class Program:
         return [(save.id, self.graph.packed(save)) for save in made]
 
     @cached_property
+    def packs(self) -> dict[int, list[tuple[int, int]]]:
+        """Tensor packed -> (position of the op during which it is packed, or of the one after it; save), of `saved`."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for save, tensor in self.saved:
+            found.setdefault(tensor, []).append((self.graph.saves[save].op, save))
+        return found
+
+    @cached_property
     def _packed(self) -> list[tuple[int, int]]:
         """(tensor packed, tensor read in its place), of every save."""
         return [(self.graph.packed(save), save.tensor) for save in self.graph.saves]
@@ -267,6 +275,21 @@ class Program:
     def events(self) -> list[tuple[str, int, int]]:
         """Requests and releases of handles, in the observed order."""
         return [(p.kind, p.id, p.occurrence) for p in self.graph.points if p.kind != "op" and p.id in self._handled]
+
+    @cached_property
+    def event_points(self) -> list[int]:
+        """Where on the graph's axis `events` are."""
+        return [i for i, p in enumerate(self.graph.points) if p.kind != "op" and p.id in self._handled]
+
+    def wanted_until(self, tensor: int) -> int:
+        """The last point at which a life of the tensor ends, or at which its op runs again."""
+        ends = [life.freed_at for life in self.lives if life.tensor == tensor]
+        return max([*ends, self.schedule.replayed.get(self.graph.producers[tensor].id, BEFORE)])
+
+    @cached_property
+    def turns(self) -> dict[tuple[str, int, int], int]:
+        """Event -> its place among `events`."""
+        return {event: i for i, event in enumerate(self.events)}
 
     @cached_property
     def random(self) -> frozenset[int]:

@@ -20,6 +20,7 @@ from lightning_memopt.plan import Plan, reserved_bytes_of
 from lightning_memopt.runtime import PlannedEngine, Program
 from lightning_memopt.runtime.planned import Departures
 from lightning_memopt.session import costs
+from lightning_memopt.session.hybrid import Hybrid
 from lightning_memopt.session.observation import common, smoothed
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.rollout import keep_all
@@ -28,6 +29,8 @@ from lightning_memopt.units import format_nbytes
 Say = Callable[[str], None]
 _IN_A_ROW = 2
 """Forwards that leave the plan before it counts as drift: one that takes another branch now and then needs no other plan."""
+_LITTLE = 4
+"""What is kept beside the plan is little where as many times more was left out: no other plan is better (LayerDrop)."""
 _AGAIN = 3
 """How often a signature is observed again because of drift."""
 _WATCHED = 4
@@ -54,7 +57,7 @@ class Observing:
     def waits(self) -> bool:
         return self.steps == 0
 
-    def observed(self, graph: Graph, limit_nbytes: int | None, config: MemOptConfig, say: Say) -> State:
+    def observed(self, graph: Graph, limit_nbytes: int | None, hybrid: Hybrid, say: Say) -> State:
         """One more step was recorded; with the last one, the plan for `limit_nbytes`, the smallest plan where that is None.
 
         Raises InfeasibleError, which names the smallest budget, where no plan fits.
@@ -66,7 +69,7 @@ class Observing:
             return self
         graphs = common(self.graphs)
         if graphs:
-            found = _solved(smoothed(graphs), limit_nbytes, config, say)
+            found = _solved(smoothed(graphs), limit_nbytes, hybrid, say)
             found.again = self.again
             return found
         say(f"MemOpt: the step changed while observing ({first_difference(self.graphs[-2], graph)})")
@@ -79,19 +82,21 @@ class Observing:
         return Failed(reason)
 
 
-def _frontier(graph: Graph, config: MemOptConfig, say: Say) -> planner.Frontier:
+def _frontier(graph: Graph, hybrid: Hybrid, say: Say) -> planner.Frontier:
     say(f"MemOpt: solving for {len(graph.ops)} ops, {len(graph.saves)} saved tensors")
-    return planner.solve(
-        graph,
-        objective=config.objective,
-        limit_seconds=config.solver_seconds,
-        say=lambda s: say(f"MemOpt:   {s}"),
-        overhead=lambda lives: costs.measured(graph.device).of(Program(graph, lives)),
+    return hybrid.frontier(
+        planner.solve(
+            graph,
+            objective=hybrid.config.objective,
+            limit_seconds=hybrid.config.solver_seconds,
+            say=lambda s: say(f"MemOpt:   {s}"),
+            overhead=lambda lives: costs.measured(graph.device).of(Program(graph, lives)),
+        )
     )
 
 
-def _solved(graph: Graph, limit_nbytes: int | None, config: MemOptConfig, say: Say) -> Running:
-    frontier = _frontier(graph, config, say)
+def _solved(graph: Graph, limit_nbytes: int | None, hybrid: Hybrid, say: Say) -> Running:
+    frontier = _frontier(graph, hybrid, say)
     limit = frontier.smallest_bytes if limit_nbytes is None else limit_nbytes
     plan = frontier.plan(limit)
     say(
@@ -103,18 +108,18 @@ def _solved(graph: Graph, limit_nbytes: int | None, config: MemOptConfig, say: S
     return Running(plan, graph, frontier)
 
 
-def refuse_infeasible(graph: Graph, budget_nbytes: int, config: MemOptConfig, say: Say) -> None:
+def refuse_infeasible(graph: Graph, budget_nbytes: int, hybrid: Hybrid, say: Say) -> None:
     """Before the first update: raise InfeasibleError where no plan of the step so far keeps the budget.
 
     Solves only where the unmodified step does not fit. What the update takes is not known yet: the budget that is named is
     the least there is hope for.
     """
-    reserve = reserved_bytes_of(graph)
+    config, reserve = hybrid.config, reserved_bytes_of(graph)
     unmodified = reserve(keep_all(graph)) if reserve is not None else max(unmodified_levels(graph), default=0)
     if unmodified <= budget_nbytes - config.headroom:
         return
     say("MemOpt: the step does not fit as it is; looking for a plan before anything is updated")
-    needed = _frontier(graph, config, say).smallest_bytes + config.headroom
+    needed = _frontier(graph, hybrid, say).smallest_bytes + config.headroom
     if needed <= budget_nbytes:
         return
     raise InfeasibleError(
@@ -182,9 +187,11 @@ class Running:
         graph, at = self.program.graph, engine.position
         found = engine.departures
         self.departures.append(found)
+        if found.excess_nbytes > self.excess_nbytes and self.lender is None:
+            self._watch()
         self.excess_nbytes = max(self.excess_nbytes, found.excess_nbytes)
         missing = any(t in graph.saves_of for op in graph.forward[at:] if op.recomputable for t in op.outputs)
-        if not missing and not found.unplanned:
+        if not missing and not found.unplanned_nbytes:
             self.matched = True
             self.strays = 0
             return
@@ -198,7 +205,8 @@ class Running:
                 f"expects {planned}{where}, the model ran {name}. Nothing was updated. Remove plan=, or give the plan of this "
                 "model and batch size."
             )
-        self.strays += 1
+        strays = _LITTLE * found.unplanned_nbytes > engine.left_out_nbytes()
+        self.strays = self.strays + 1 if strays else 0
         self._watch()
         if self.lender is None and not self.deviated:
             warnings.warn(
@@ -258,11 +266,11 @@ class Running:
         if self.lender is not None:
             say(f"MemOpt: {text}, of a larger batch; observing this one")
             return Observing(1)
-        target = min(predicted, budget_nbytes) - max(over, 1 << 12)
-        try:
-            plan = self.frontier.plan(target)
-        except InfeasibleError as error:
-            warnings.warn(f"MemOpt: {text}, and no smaller plan exists ({error}).", stacklevel=2)
+        target = max(min(predicted, budget_nbytes) - max(over, 1 << 12), self.frontier.smallest_bytes)
+        plan = self.frontier.plan(target)
+        if plan.predicted.needed_bytes >= predicted:
+            smallest = format_nbytes(self.frontier.smallest_bytes)
+            warnings.warn(f"MemOpt: {text}, and no smaller plan exists (the smallest one peaks at {smallest}).", stacklevel=2)
             return self
         say(f"MemOpt: {text}; replanned with {format_nbytes(target)}")
         found = Running(plan, self.program.graph, self.frontier, self.replanned + 1)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _get_curren
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.graph import BEFORE, Graph, Op, Tensor, fingerprint
 from lightning_memopt.record import Recorder
-from lightning_memopt.runtime import ObservingEngine, sized_by_data
+from lightning_memopt.runtime import ObservingEngine
 from lightning_memopt.session.budget import resident_tensors
 from lightning_memopt.session.recording import Recording
 from lightning_memopt.trace import AllocatorEvents, Scopes, Tracer, metered_cpu, watch_all
@@ -200,13 +200,14 @@ def common(graphs: list[Graph]) -> list[Graph]:
 
     Steps may differ by layers that are left out at random: the plan is made for all layers, because a planned step passes over
     ops that do not run. And by ops of their own that save nothing (a metric every few steps): it is made without them, because
-    it passes over ops that it does not know, too. What runs beyond the plan is kept.
+    it passes over ops that it does not know, too. What runs beyond the plan is kept. Steps that differ by sizes alone are the
+    same forward: data decides on those, whether torch knows it or not.
     """
     chosen = max(graphs, key=lambda g: (len(g.saves), -len(g.forward)))
     if not all(_within(g, chosen) or _within(chosen, g) for g in graphs):
         return []
-    same = fingerprint(chosen, sized_by_data(chosen))
-    return [g for g in graphs if fingerprint(g, sized_by_data(g)) == same]
+    same = fingerprint(chosen, range(len(chosen.tensors)))
+    return [g for g in graphs if fingerprint(g, range(len(g.tensors))) == same]
 
 
 def _within(part: Graph, whole: Graph) -> bool:

@@ -84,6 +84,7 @@ class PlannedRecording(Recording):
         recorder = engine.make_recorder()
         super().__init__(engine, recorder, own_mode=True)
         self.recorder = recorder
+        recorder.places.model = weakref.ref(model)
         self._spans = engine.program.spans_of(model)
         self._outside: nn.Module | None = None
         self._depth = 0
@@ -99,7 +100,7 @@ class PlannedRecording(Recording):
         if self._outside is not None:
             self._depth += module is self._outside and threading.get_ident() == self._thread
         elif self._spans[id(module)][1][0] == self.engine.position and self._on_top() and self.recorder.settle():
-            if self.engine.due < self.engine.position:
+            if self.engine.fence < self.engine.position:
                 self.engine.pass_fences()
             self._outside, self._depth = module, 0
             self._saving.close()

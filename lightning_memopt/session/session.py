@@ -41,6 +41,7 @@ from lightning_memopt.session.budget import (
     state_made,
     state_to_come,
 )
+from lightning_memopt.session.hybrid import Hybrid
 from lightning_memopt.session.observation import Observation, observing, take_off, with_state
 from lightning_memopt.session.recording import PlannedRecording, Recording, hooks_allowed
 from lightning_memopt.session.round import Rounds
@@ -90,6 +91,7 @@ class Session:
         self._updated: set[int] = set()
         self._idle = self._turns = 0
         self._neighbours = Neighbours(self.device, self.budget_nbytes)
+        self._hybrid = Hybrid(self.device, config)
         self._watches = self.enabled
         if self.enabled:
             if id(model) in _attached:
@@ -133,7 +135,7 @@ class Session:
             if self.budget_nbytes is not None:
                 graph = with_state(observation.so_far(), state_to_come(optimizer, self.device))
                 try:
-                    refuse_infeasible(graph, self.budget_nbytes, self.config, self.say)
+                    refuse_infeasible(graph, self.budget_nbytes, self._hybrid, self.say)
                 except BaseException:
                     self._abandon()
                     raise
@@ -183,6 +185,7 @@ class Session:
         self._updated.clear()
         self._ran.clear()
         self._close_meter()
+        self._hybrid.close()
         if self._watches:
             _attached.pop(id(self.model), None)
             take_off()
@@ -273,7 +276,8 @@ class Session:
                 self._meter = StepMeter(self.device, resident, gradients)
             if state.program.empty and not state.unproven:
                 return None
-            engine = PlannedEngine(state.program, verify=self.config.verify and state.verifies)
+            verify, depot = self.config.verify and state.verifies, self._hybrid.depot_of(state.plan)
+            engine = PlannedEngine(state.program, verify=verify, depot=depot, unproven=state.unproven)
             return PlannedRecording(engine, self.model)
         return None
 
@@ -329,7 +333,7 @@ class Session:
         if graph is None or not any(op.phase == "backward" for op in graph.ops):
             return  # no forward, or one that nothing came of (`training_step` returned None)
         graph = with_state(graph, state_made(graph, self.optimizers, self.device))
-        self._become(state, state.observed(graph, self._limit_nbytes, self.config, self.say))
+        self._become(state, state.observed(graph, self._limit_nbytes, self._hybrid, self.say))
 
     def _become(self, old: State, new: State) -> None:
         if new is not old:
@@ -347,6 +351,8 @@ class Session:
             self.device = device
             self.budget_nbytes = budget_on(device, self.config)
             self._neighbours = Neighbours(device, self.budget_nbytes)
+            self._hybrid.close()
+            self._hybrid = Hybrid(device, self.config)
             self.buckets.clear()
 
 

@@ -196,6 +196,29 @@ def _allowed(graph: Graph, lives: Iterable[Life], forms: Forms) -> dict[int, Seq
     return {t: [f for f in found if t not in read or codec_of(f[0]) in EXACT] for t, found in forms.items()}
 
 
+class _Instant:
+    """Links and codecs that take no time: what is away is away for as long as it can be."""
+
+    def out_seconds(self, tier: str, nbytes: int) -> float:
+        return 0.0
+
+    in_seconds = encode_seconds = decode_seconds = out_seconds
+
+
+def least_bytes(graph: Graph, plans: Iterable[tuple[Life, ...]], forms: Forms) -> int:
+    """The smallest peak of these plans with everything away, in its smallest form, for as long as it can be."""
+    found = []
+    for lives in (keep_all(graph), *plans):
+        planner, allowed = Planner(graph, lives, _Instant()), _allowed(graph, lives, forms)
+        chosen = {t: min(allowed[t], key=_device_nbytes) for t in planner.gaps if allowed.get(t)}
+        found.append(simulate(graph, send_away(lives, planner.plan(chosen))).predicted.peak_bytes)
+    return min(found)
+
+
+def _device_nbytes(form: Form) -> int:
+    return 0 if tier_of(form[0]) else form[1]
+
+
 def solve(
     graph: Graph,
     budget_nbytes: int,

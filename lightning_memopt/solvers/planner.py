@@ -32,7 +32,7 @@ _LEVELS = 160
 _HORIZONS = (0.3, 0.1)
 """Shares of backward for which a single-level plan keeps what it made; it keeps it for all of it, too."""
 
-_UNSEEN_NBYTES = 4096
+UNSEEN_NBYTES = 4096
 """Left free in every budget: scalars that no op makes (a loss read by Python, a counter)."""
 
 _TIE = 1e-3
@@ -58,7 +58,7 @@ class Candidate:
 
 def _needs(candidate: Candidate) -> int:
     """The smallest budget for a plan; what changes nothing needs no margin."""
-    return candidate.predicted.needed_bytes + (_UNSEEN_NBYTES if candidate.predicted.replayed_ops else 0)
+    return candidate.predicted.needed_bytes + (UNSEEN_NBYTES if candidate.predicted.replayed_ops else 0)
 
 
 def _with_reserved(candidate: Candidate, reserve: Callable[[tuple[Life, ...]], int] | None) -> Candidate:

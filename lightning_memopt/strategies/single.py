@@ -20,6 +20,8 @@ class MemOptStrategy(MemOptMixin, SingleDeviceStrategy):
     Args:
         budget: bytes of the device a whole step may use: `"8GiB"`, `"80%"`, a float in (0, 1], an int, `"auto"` or `"min"`.
         recompute: whether saved tensors may be dropped and rebuilt.
+        offload: where saved tensors may be until backward: `"none"`, `"disk"`, `"host"` or `"auto"`.
+        compress: `"none"`, `"lossless"`, `"lossy"` or a codec's name.
         objective: what the plan takes the least of within the budget: measured time (`"throughput"`) or `"flops"`.
         profile_steps: real steps to observe before the plan is made.
         solver_seconds: time limit of the planner.
@@ -37,6 +39,8 @@ class MemOptStrategy(MemOptMixin, SingleDeviceStrategy):
         self,
         budget: int | float | str = "auto",
         recompute: bool = True,
+        offload: str = "none",
+        compress: str = "none",
         objective: Objective = "throughput",
         profile_steps: int = 3,
         solver_seconds: float = 30.0,
@@ -52,6 +56,8 @@ class MemOptStrategy(MemOptMixin, SingleDeviceStrategy):
         self.memopt_config = MemOptConfig(
             budget=budget,
             recompute=recompute,
+            offload=offload,
+            compress=compress,
             objective=objective,
             profile_steps=profile_steps,
             solver_seconds=solver_seconds,

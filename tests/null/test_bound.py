@@ -222,6 +222,8 @@ class Search:
         here = self.at(point, kept | born)
         if not born:
             return here, 0.0
+        if tensor not in graph.producers:
+            return None  # nobody is told of that request
         held = set(self.members(kept))
         try:
             steps = segment(graph, point, self.members(born), lambda t, _: t in held or t not in graph.producers)

@@ -181,11 +181,12 @@ def test_p29_no_change_of_a_plan_file_raises_anything_else() -> None:
     assert 0 < passed < MUTATIONS // 2
 
 
-ALLOWED_IMPORTS = {"__init__.py", "_registration.py", "cli.py"}  # by a table, by a constant, by what the user typed
+ALLOWED_IMPORTS = {"__init__.py", "_registration.py", "cli.py", "runtime/codecs/block.py"}
+"""By a table, by a constant, by what the user typed, by a constant."""
 
 
 def test_p29_names_in_files_import_nothing() -> None:
-    """Only three files import by name, and none of them reads a plan: what they import is written there, or was typed."""
+    """Only four files import by name, and none of them reads a plan: what they import is written there, or was typed."""
     found = set()
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -247,7 +248,7 @@ def test_p34_every_message_says_what_and_what_to_do(where: str, message: str) ->
     assert REMEDY.search(message) or message in PASSED_ON, message
 
 
-PASSED_ON = {"{os.fspath(path)}: {error}"}
+PASSED_ON = {"{os.fspath(path)}: {error}", "{str(error)}"}
 """Messages that are made elsewhere, where they are checked too."""
 
 

@@ -17,7 +17,7 @@ def codec(name: str) -> Codec:
     """The codec of this name. Raises `ConfigError` where there is none."""
     found = _ALL.get(name)
     if found is None:
-        raise ConfigError(f"there is no codec {name!r}; there are {', '.join(NAMES)}")
+        raise ConfigError(f"there is no codec {name!r}; use one of {', '.join(NAMES)}")
     return found
 
 

@@ -60,7 +60,7 @@ def in_memory(t: Tensor) -> list[int]:
         for stride, n in reversed(dims):
             if stride != expected:
                 raise UnsupportedError(
-                    f"codecs take dense tensors; this one has size {tuple(t.shape)} and strides {t.stride()}"
+                    f"codecs take dense tensors; copy this one of size {tuple(t.shape)} and strides {t.stride()} first"
                 )
             expected *= n
     return [n for _, n in dims]
@@ -84,7 +84,7 @@ def check(codec: Codec, t: Tensor, encoded: Tensor) -> None:
     if encoded.dtype is not torch.uint8 or encoded.shape != (expected,) or not encoded.is_contiguous():
         raise UnsupportedError(
             f"{codec.name} holds a tensor of size {size}, {t.dtype}, in {expected} contiguous bytes; "
-            f"given were {tuple(encoded.shape)} of {encoded.dtype}"
+            f"give that many, not {tuple(encoded.shape)} of {encoded.dtype}"
         )
 
 

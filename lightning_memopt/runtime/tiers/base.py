@@ -86,11 +86,11 @@ def buffer(t: Tensor) -> memoryview:
 def check_process(tier: str, pid: int) -> None:
     """T8: raise OffloadError in a process that was forked from the tier's."""
     if os.getpid() != pid:
-        raise OffloadError(f"the {tier} tier belongs to process {pid}; a process forked from it cannot offload: open one there")
+        raise OffloadError(f"the {tier} tier belongs to process {pid}; a process forked from it cannot offload: make one there")
 
 
 def closed(tier: str, what: str) -> OffloadError:
-    return OffloadError(f"{what}: the {tier} tier is closed")
+    return OffloadError(f"{what}: the {tier} tier is closed; make another one")
 
 
 def usage(space: Space) -> str:

@@ -167,7 +167,11 @@ class _DiskParked:
         tier = self._tier
         try:
             if not tier.wanted(self):
-                raise closed(tier.name, self.what) if tier._closing else OffloadError(f"{self.what} was released")
+                raise (
+                    closed(tier.name, self.what)
+                    if tier._closing
+                    else OffloadError(f"{self.what} was released before it was stored; keep what is parked")
+                )
             if tier.staging is None:
                 tier.file.write(buffer(t), self.offset)
             else:
@@ -202,7 +206,7 @@ class _DiskParked:
         self._tier.check(self.what)
         check_flat(out, self.nbytes)
         if self.released:
-            raise OffloadError(f"{self.what}: it was released, and is not in the disk tier any more")
+            raise OffloadError(f"{self.what}: it was released, and is not in the disk tier any more; keep what is parked")
         if self.nbytes:
             copy = Copy(partial(self._read, out, self._ready()))
             self._fetches += (copy,)

@@ -94,7 +94,8 @@ class HostTier:
             raise
         except RuntimeError as error:
             raise OffloadError(
-                f"{parked.what}: copying {parked.nbytes} bytes {verb} the host tier failed ({usage(self._space)}): {error}"
+                f"{parked.what}: copying {parked.nbytes} bytes {verb} the host tier failed ({usage(self._space)}): {error}; "
+                "use offload='disk' or 'none'"
             ) from error
 
     def release(self, parked: _HostParked) -> None:
@@ -169,7 +170,7 @@ class _HostParked:
         tier.check(self.what)
         check_flat(out, self.nbytes)
         if self._released:
-            raise OffloadError(f"{self.what}: it was released, and is not in the host tier any more")
+            raise OffloadError(f"{self.what}: it was released, and is not in the host tier any more; keep what is parked")
         if not self.nbytes:
             return
         with tier.naming(self, "from"):

@@ -24,7 +24,7 @@ def streams_of(device: torch.device) -> Any:
     """The module with the device's streams and events (`torch.cuda` for CUDA). Raises UnsupportedError where there are none."""
     module = torch.get_device_module(device)
     if not all(hasattr(module, name) for name in ("Stream", "Event", "stream", "current_stream")):
-        raise UnsupportedError(f"offloading needs streams, and torch has none for {device}")
+        raise UnsupportedError(f"offloading needs streams, and torch has none for {device}; use offload='disk' or 'none'")
     return module
 
 

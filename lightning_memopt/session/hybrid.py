@@ -1,0 +1,222 @@
+"""What may be away in a session: which tensors in which forms, how fast this machine's links and codecs are, and the tiers.
+
+Nothing is measured or made before a plan is solved for a budget that the step does not fit as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+
+import torch
+
+from lightning_memopt.config import MemOptConfig
+from lightning_memopt.errors import ConfigError, InfeasibleError
+from lightning_memopt.graph import BEFORE, Graph, Op, fingerprint
+from lightning_memopt.plan import Life, Plan
+from lightning_memopt.plan.forms import tier_of
+from lightning_memopt.plan.rates import Rates
+from lightning_memopt.plan.readers import lossy, need
+from lightning_memopt.runtime import Program
+from lightning_memopt.runtime.away import Depot
+from lightning_memopt.runtime.codecs import NAMES, codec
+from lightning_memopt.runtime.tiers import DiskTier, HostTier, Tier
+from lightning_memopt.session import costs
+from lightning_memopt.solvers import joint
+from lightning_memopt.solvers.planner import UNSEEN_NBYTES, Frontier
+from lightning_memopt.trace.link import measure
+
+LEAST_NBYTES = 4096
+"""What is smaller stays: a copy or a codec takes longer than it is worth."""
+LOSSY = "block8"
+_ALIGN_NBYTES = 4096
+_PROBE_NBYTES = 32 << 20
+
+
+class Hybrid:
+    """See the module. `tier`: the name of the tier, "" without offload."""
+
+    def __init__(self, device: torch.device, config: MemOptConfig) -> None:
+        self.device, self.config = device, config
+        self.tier = {"none": "", "auto": "host" if device.type == "cuda" else ""}.get(config.offload, config.offload)
+        if self.tier == "host" and device.type == "cpu":
+            raise ConfigError("offload='host' puts bytes into the memory that the budget is about; on the CPU, use 'disk'.")
+        self.codec = {"lossy": LOSSY, "none": "", "lossless": ""}.get(config.compress, config.compress)
+        self._depots: dict[int, tuple[Plan, Depot | None]] = {}
+
+    @property
+    def wanted(self) -> bool:
+        return bool(self.tier) or self.config.compress != "none"
+
+    @cached_property
+    def rates(self) -> Rates:
+        """Measured once, in less than a second."""
+        used = {"bools", "positive", self.codec} & set(NAMES) if self.config.compress != "none" else set()
+        tiers = [self._made(self.tier, _PROBE_NBYTES)] if self.tier else []
+        try:
+            return measure(tiers, self.device, [codec(name) for name in sorted(used)])
+        finally:
+            for tier in tiers:
+                tier.close()
+
+    def forms(self, graph: Graph) -> dict[int, list[joint.Form]]:
+        """The forms in which each tensor of the forward may be away."""
+        found = {}
+        for op in graph.forward:
+            for t in op.outputs:
+                tensor = graph.tensors[t]
+                if tensor.nbytes >= LEAST_NBYTES and tensor.born_at != BEFORE:
+                    found[t] = [*([(self.tier, tensor.nbytes)] if self.tier else []), *self._codes(graph, t)]
+        return found
+
+    def _codes(self, graph: Graph, t: int) -> list[joint.Form]:
+        """The codecs that may hold a tensor: those that its readers cannot tell, or those that were asked for."""
+        tensor = graph.tensors[t]
+        if self.config.compress == "none" or not tensor.dtype:
+            return []
+        dtype, names = getattr(torch, tensor.dtype), []
+        if dtype is torch.bool:
+            names.append("bools")
+        elif graph.producers[t].name.startswith("aten::relu") and _needs(graph, t) <= {"sign", "shape"}:
+            names.append("positive")
+        elif self.codec and _bears_errors(graph, t):
+            names.append(self.codec)
+        accepted = (codec(name) for name in names)
+        return [(c.name, c.encoded_nbytes(tensor.size, dtype)) for c in accepted if c.accepts(tensor.size, dtype)]
+
+    def depot_of(self, plan: Plan) -> Depot | None:
+        """Tiers with room for what a plan puts there, the same ones for the same plan; None where nothing goes away."""
+        known = self._depots.get(id(plan))
+        if known is None:
+            known = self._depots[id(plan)] = plan, self._new_depot(plan)
+        return known[1]
+
+    def _new_depot(self, plan: Plan) -> Depot | None:
+        fetched = {life.tensor: life for life in plan.lives if life.how == "fetch"}
+        if not fetched:
+            return None
+        tiers: dict[str, Tier] = {}
+        for name in {tier_of(life.form) for life in fetched.values()} - {""}:
+            there = [life.away_nbytes for life in fetched.values() if tier_of(life.form) == name]
+            tiers[name] = self._made(name, sum(-(-nbytes // _ALIGN_NBYTES) * _ALIGN_NBYTES for nbytes in there))
+        return Depot(tiers)
+
+    def _made(self, name: str, nbytes: int) -> Tier:
+        return DiskTier(nbytes, device=self.device) if name == "disk" else HostTier(nbytes, self.device)
+
+    def frontier(self, frontier: Frontier) -> Frontier:
+        """The frontier with plans that put tensors away, where any may be."""
+        return HybridFrontier.of(frontier, self) if self.wanted else frontier
+
+    def close(self) -> None:
+        while self._depots:
+            depot = self._depots.popitem()[1][1]
+            if depot is not None:
+                depot.close()
+
+
+@cache
+def _tensor_arguments(name: str) -> tuple[str, ...] | None:
+    """Names of the arguments of an op, `aten::name.overload`, that are tensors; None where they cannot be told apart."""
+    try:
+        schema = torch._C._get_schema(*name.partition(".")[::2])
+    except RuntimeError:
+        return None
+    kinds = [(a.name, str(a.real_type)) for a in schema.arguments]
+    return None if any("Tensor[]" in kind for _, kind in kinds) else tuple(n for n, kind in kinds if "Tensor" in kind)
+
+
+def _readers(graph: Graph, t: int) -> list[tuple[Op, str]]:
+    """Backward ops that read a tensor, and as which argument: "" where that is not certain."""
+    found = []
+    for op in graph.consumers.get(t, ()):
+        if op.phase != "forward":
+            names = _tensor_arguments(op.name)
+            known = names is not None and len(names) == len(op.inputs)
+            found.append((op, names[op.inputs.index(t)] if known and names is not None else ""))
+    return found
+
+
+def _needs(graph: Graph, t: int) -> set[str]:
+    """What backward needs of the result of a ReLU."""
+    found = _readers(graph, t)
+    return {need(_base(op), argument, threshold=0.0) for op, argument in found} if found else {"value"}
+
+
+def _base(op: Op) -> str:
+    return op.name.partition("::")[2].partition(".")[0]
+
+
+def _bears_errors(graph: Graph, t: int) -> bool:
+    """Whether errors in a tensor stay in the gradient of one weight: every reader is such, and met a parameter in forward."""
+    found = _readers(graph, t)
+    forward = [op for op in graph.consumers.get(t, ()) if op.phase == "forward" and op.heavy]
+    met = all(any(graph.tensors[i].kind == "parameter" for i in op.inputs) for op in forward)
+    return bool(found and forward and met and all(lossy(_base(op), argument) for op, argument in found))
+
+
+@dataclass(frozen=True, eq=False)
+class HybridFrontier(Frontier):
+    """A frontier whose plans may put tensors away: never slower than recomputation alone."""
+
+    hybrid: Hybrid = field(kw_only=True)
+    overhead: Callable[[tuple[Life, ...]], float] = field(kw_only=True)
+
+    @classmethod
+    def of(cls, frontier: Frontier, hybrid: Hybrid) -> HybridFrontier:
+        graph = frontier.graph
+        fields = {name: getattr(frontier, name) for name in Frontier.__dataclass_fields__}
+        if graph.device != "cuda":  # what the allocator reserves for such plans is known when they are made
+            least = joint.least_bytes(graph, (c.lives for c in frontier.candidates), hybrid.forms(graph))
+            fields["smallest_bytes"] = min(frontier.smallest_bytes, least + UNSEEN_NBYTES)
+        return cls(**fields, hybrid=hybrid, overhead=lambda lives: costs.measured(graph.device).of(Program(graph, lives)))
+
+    @cached_property
+    def _forms(self) -> dict[int, list[joint.Form]]:
+        return self.hybrid.forms(self.graph)
+
+    def plan(self, budget_nbytes: int) -> Plan:
+        """The plan for a budget, with the bound of recomputation and transfers together. Raises InfeasibleError."""
+        alone: Plan | InfeasibleError
+        try:
+            alone = super().plan(budget_nbytes)
+        except InfeasibleError as error:
+            alone = error
+        if isinstance(alone, Plan) and not alone.predicted.replayed_ops:
+            return alone  # it fits as it is
+        target = budget_nbytes
+        for _ in range(4):
+            found = joint.solve(
+                self.graph,
+                target,
+                rates=self.hybrid.rates,
+                forms=self._forms,
+                plans=[(c.solver, c.lives) for c in self.candidates],
+                moment=self.moments[0] if self.moments else None,
+                limit_seconds=self.hybrid.config.solver_seconds,
+                overhead=self.overhead,
+            )
+            if found is None:
+                break
+            reserved = self.reserve(found.lives) if self.reserve is not None else 0
+            if reserved <= budget_nbytes:
+                break
+            target -= reserved - budget_nbytes
+        if found is None or reserved > budget_nbytes:
+            if isinstance(alone, InfeasibleError):
+                raise alone
+            return alone
+        if isinstance(alone, Plan) and alone.predicted.seconds <= found.predicted.seconds:
+            return replace(alone, lower_bound_seconds=min(alone.lower_bound_seconds, found.bound_seconds))
+        return Plan(
+            fingerprint=fingerprint(self.graph),
+            lives=found.lives,
+            solver=f"joint ({found.solver})",
+            budget_bytes=budget_nbytes,
+            predicted=replace(found.predicted, reserved_bytes=reserved),
+            unmodified_peak_bytes=self.unmodified_peak_bytes,
+            step_seconds=self.graph.step_seconds,
+            solve_seconds=self.seconds + found.seconds,
+            lower_bound_seconds=found.bound_seconds,
+        )

@@ -1,0 +1,147 @@
+"""`offload=` and `compress=` in a session: budgets that recomputation alone cannot keep, same bits, files gone, a table."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_memopt import optimize
+from lightning_memopt.config import MemOptConfig
+from lightning_memopt.errors import ConfigError, InfeasibleError
+from lightning_memopt.integrations.plain import Run
+from lightning_memopt.plan.forms import codec_of, tier_of
+from lightning_memopt.session.buckets import Running
+from tests.cpu.loops import QUIET, assert_same, batches, sgd, small, state, train
+
+
+def trained(model: nn.Module, count: int = 6, **options: Any) -> tuple[Run, dict[str, torch.Tensor], list[torch.Tensor]]:
+    o = sgd(model)
+    with optimize(model, o, **(QUIET | options)) as run:
+        losses = train(model, o, batches(count, size=96))
+        run.text = run.report()  # type: ignore[attr-defined]
+    return run, state(model), losses
+
+
+def plain(model: nn.Module, count: int = 6) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+    losses = train(model, sgd(model), batches(count, size=96))
+    return state(model), losses
+
+
+def wide() -> nn.Module:
+    return small(width=64, depth=6)
+
+
+@pytest.fixture(scope="module")
+def smallest() -> int:
+    """The least that recomputation alone needs."""
+    run, _, _ = trained(wide(), budget="min")
+    assert run.plan is not None
+    return run.plan.predicted_peak_bytes
+
+
+def test_below_what_recomputation_can_do(smallest: int) -> None:
+    """A budget below the smallest plan of recomputation alone: refused without offload, kept and bit-equal with it."""
+    budget = int(0.9 * smallest)
+    with pytest.raises(InfeasibleError):
+        trained(wide(), budget=budget)
+    expected, losses = plain(wide())
+    run, found, ours = trained(wide(), budget=budget, offload="disk", verify=True)
+    assert_same(expected, found)
+    assert all(torch.equal(a, b) for a, b in zip(losses, ours, strict=True))
+    main = run.session.main
+    assert isinstance(main, Running) and run.plan is not None
+    assert {tier_of(life.form) for life in run.plan.lives if life.how == "fetch"} == {"disk"}
+    assert main.measured_bytes is not None and main.measured_bytes <= budget
+    assert abs(main.measured_bytes / run.plan.predicted_peak_bytes - 1) <= 0.01
+    assert run.plan.predicted.moved_bytes > 0 and "moved" in run.text  # type: ignore[attr-defined]
+
+
+def test_never_slower_than_recomputation_alone(smallest: int) -> None:
+    """Where both fit, the plan is the one predicted to be faster."""
+    budget = int(1.3 * smallest)
+    alone, _, _ = trained(wide(), budget=budget)
+    hybrid, _, _ = trained(wide(), budget=budget, offload="disk")
+    assert alone.plan is not None and hybrid.plan is not None
+    frontier = hybrid.session.frontier
+    assert frontier is not None
+    assert hybrid.plan.predicted.seconds <= frontier.within(budget).predicted.seconds + 1e-9
+
+
+class Rectified(nn.Module):
+    """Convolutions, batch norm, ReLU and pooling: maps of which only the sign is read back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(m for n in (1, 8, 8) for m in (nn.Conv2d(n, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)))
+        )
+        self.head = nn.Linear(8 * 4 * 4, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(x).flatten(1))
+
+
+def images(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    g = torch.Generator().manual_seed(0)
+    return [(torch.randn(16, 1, 32, 32, generator=g), torch.randint(0, 24, (16,), generator=g)) for _ in range(count)]
+
+
+def classified(model: nn.Module, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def test_masks_at_one_bit_are_lossless() -> None:
+    """ReLU's maps are one bit a value where only their sign is read: bit-equal, within the budget, as predicted."""
+    torch.manual_seed(0)
+    model, twin = Rectified(), Rectified()
+    twin.load_state_dict(model.state_dict())
+    losses = train(twin, sgd(twin), images(6), classified)
+    o = sgd(model)
+    with optimize(model, o, budget="min", compress="lossless", **QUIET) as run:
+        found = train(model, o, images(6), classified)
+        main = run.session.main
+    assert isinstance(main, Running) and main.measured_bytes is not None
+    assert_same(state(twin), state(model))
+    assert all(torch.equal(a, b) for a, b in zip(losses, found, strict=True))
+    assert {codec_of(life.form) for life in main.plan.lives if life.how == "fetch"} == {"positive"}
+    assert abs(main.measured_bytes / main.plan.predicted_peak_bytes - 1) <= 0.01
+
+
+def test_nothing_is_left_behind(smallest: int) -> None:
+    """Files, threads and depots are gone when the block ends, also by an exception."""
+    import threading
+
+    before = threading.active_count()
+    model = wide()
+    with (
+        pytest.raises(ZeroDivisionError),
+        optimize(model, o := sgd(model), budget=int(0.9 * smallest), offload="disk", **QUIET),
+    ):
+        train(model, o, batches(5, size=96))
+        raise ZeroDivisionError
+    gc.collect()
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"offload": "tape"}, "offload is 'tape'"),
+        ({"compress": "zip"}, "compress is 'zip'"),
+        ({"offload": "disk", "objective": "flops"}, "objective='flops'"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        MemOptConfig(**options)
+
+
+def test_host_needs_a_device_beside_it() -> None:
+    """The CPU's memory is what is to be saved: putting bytes beside it is refused, with what to do."""
+    model = small()
+    with pytest.raises(ConfigError, match="disk"), optimize(model, sgd(model), offload="host", **QUIET):
+        pass
