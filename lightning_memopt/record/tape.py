@@ -31,6 +31,7 @@ class AwayCopy(Protocol):
     lossy: bool
     gone: bool
     spent: bool
+    noted: int
 
     def wait_gone(self) -> None: ...
     def begin(self) -> None: ...

@@ -72,6 +72,8 @@ class Away:
         self.gone = not tier_of(form)
         """Whether the device bytes are not read any more: they are encoded, or their copy has ended."""
         self.spent = False
+        self.noted = 0
+        """What the version counter of what autograd was shown must still say."""
         self._depot = depot
         self._size, self._stride, self._dtype, self._device = t.size(), t.stride(), t.dtype, t.device
         self._codec = codec(codec_of(form)) if codec_of(form) else None

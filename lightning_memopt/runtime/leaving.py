@@ -149,9 +149,10 @@ class Leaving(Engine):
 
     def _stays(self, slot: Slot) -> bool:
         """A5, A7: whether what is here of what was away must not be let go while autograd may ask for it."""
-        assert slot.away is not None
-        doubtful = not slot.away.exact and self.departures.first is not None  # who asks may be no reader of the plan
-        return slot.handles > 0 and (doubtful or slot.away.spent)
+        away = slot.away
+        if away is None or not slot.handles:
+            return False
+        return away.spent or (not away.exact and self.departures.first is not None)  # who asks may be no reader of the plan
 
     # -- in backward -------------------------------------------------------------------------------
 
@@ -166,10 +167,10 @@ class Leaving(Engine):
             if slot.shown is None:
                 with below_autograd():
                     slot.shown = away.value()  # A5
-                slot.noted = slot.shown._version
+                away.noted = slot.shown._version
             found = slot.shown
-            if found._version != slot.noted:
-                raise modified(f"[{found.type()} {list(handle.view.size)}]", found._version, slot.noted)
+            if found._version != away.noted:
+                raise modified(f"[{found.type()} {list(handle.view.size)}]", found._version, away.noted)
         if not away.spent and self._for_the_last_time(slot):
             away.spend()
         return found

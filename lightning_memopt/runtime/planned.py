@@ -89,7 +89,7 @@ class PlannedEngine(Leaving):
         before, self.needed = self.needed, set().union(*(slots for _, slots in self._guarded))
         for id in before - self.needed:
             slot = self.tape.slots[id]
-            if slot.plan in self.program.holds and not self.lives(slot) and self._may_go(slot):
+            if slot.plan in self.program.holds and not self.lives(slot) and self._may_go(slot) and not self._stays(slot):
                 slot.value = None
 
     def lives(self, slot: Slot) -> bool:
@@ -178,7 +178,7 @@ class PlannedEngine(Leaving):
                     continue
                 if isinstance(step, Free):
                     slot = slots.get(step.tensor)
-                    if slot is not None and slot.id not in self.needed and not self.lives(slot):
+                    if slot is not None and slot.id not in self.needed and not self.lives(slot) and not self._stays(slot):
                         slot.value = None
                     continue
                 made = [slots[t] for t in self.program.outputs[step.op] if t in slots]
@@ -247,10 +247,11 @@ class PlannedEngine(Leaving):
     def _let_go(self, slot: Slot) -> None:
         """No life of the slot's tensor goes on."""
         if slot.away is not None and slot.plan is not None:
-            if not self._stays(slot):
+            needed = slot.id in self.needed
+            if not self._stays(slot) and not (needed and not slot.away.exact):
                 self._has_gone(slot)
                 back = self.program.last_back.get(slot.plan, BEFORE)
-                if slot.handles == 0 and not self.departures.astray and self.cursor >= back and slot.id not in self.needed:
+                if slot.handles == 0 and not self.departures.astray and self.cursor >= back and not needed:
                     slot.away = None  # A4
         elif self._may_go(slot):
             slot.value = None
