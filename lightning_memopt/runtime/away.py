@@ -102,8 +102,9 @@ class Away:
     def begin(self) -> None:
         """Begin to bring the bytes back, where they are not on the device."""
         if self._parked is not None and self._coming is None:
-            self._coming = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
-            self._parked.fetch(self._coming)
+            coming = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
+            self._parked.fetch(coming)
+            self._coming = coming  # not before: where the tier refuses, nothing comes
             self._depot.moved_nbytes += self._nbytes
 
     def spend(self) -> None:

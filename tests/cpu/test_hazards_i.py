@@ -216,8 +216,9 @@ def test_i13_a_tier_that_is_closed_meanwhile(stepped: Stepped) -> None:
     """A graph that outlives the session's tier: a named error, no crash, and no bytes of another tensor."""
     loss = stepped.forward(stepped.away())
     stepped.depot.close()
-    with pytest.raises(OffloadError, match="closed"):
-        loss.backward()
+    for _ in range(3):  # nor by who asks again
+        with pytest.raises(OffloadError, match="closed"):
+            loss.backward(retain_graph=True)
 
 
 def test_i10_i11_what_does_not_fit_is_refused_before_bytes_are_lost(tmp_path: Path) -> None:
