@@ -169,6 +169,8 @@ class Leaving(Engine):
                     slot.shown = away.value()  # A5
                 away.noted = slot.shown._version
             found = slot.shown
+            with below_autograd():
+                away.in_order(found)
             if found._version != away.noted:
                 raise modified(f"[{found.type()} {list(handle.view.size)}]", found._version, away.noted)
         if not away.spent and self._for_the_last_time(slot):
