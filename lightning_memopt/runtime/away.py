@@ -1,14 +1,23 @@
 """Tensors that are away between forward and backward: in a tier, encoded on the device, or encoded in a tier.
 
 The bytes of a storage go away once, however often autograd saves it. What the life of a tensor is to be decides the plan; here
-is how its bytes leave and come back. Rules of lifetimes, each with a test (tests/cpu/test_away.py):
+is how its bytes leave and come back. Rules of lifetimes, each with a test (tests/cpu/test_away.py,
+test_away_changes.py, test_hazards_i.py and test_hazards_j.py; A8: tests/gpu/test_away_cuda.py):
 
 A1. The device bytes are held until the copy out has ended (`wait_gone`), whoever else lets go of them before.
-A2. What is about to be overwritten waits for its copy first.
+A2. What is about to be overwritten, or handed out as raw memory, waits for its copy first. What changed unseen before its copy
+    had ended is not read from there.
 A3. The version counter that autograd compares is that of the tensor it saved, not that of what comes back.
 A4. A copy in a tier stays until autograd has let go of every handle on it: a second backward fetches again.
-A5. What a codec gives back is shown to autograd only where it has not the very bits: no rebuild starts from it.
-A6. An exception on the way leaves nothing behind: bytes in tiers go with the last reference to this object.
+A5. What a codec gives back is shown to autograd only where it has not the very bits: no rebuild starts from it. And only to the
+    saves for which the plan has it: what another op saves, in a forward that leaves the plan, is kept as it is. It is not read
+    outside of backward; where it is lossy, not with `create_graph` either.
+A6. An exception on the way leaves nothing behind: bytes in tiers go with the last reference to this object. A copy back that
+    failed, or was not waited for to its end, is begun anew by who asks next.
+A7. What is encoded on the device goes when it is decoded for the last time, where backward takes its observed order and its
+    graph is not retained. From then on what was decoded stays until autograd has let go of every handle on it.
+A8. Streams are asked for at every step of the way: a backward node runs on the stream of its forward. Where one step is on
+    another stream than the one before, they are put in order.
 """
 
 from __future__ import annotations
@@ -17,6 +26,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -29,6 +39,10 @@ from lightning_memopt.runtime.tiers import Parked, Tier
 def _bytes_of(t: torch.Tensor) -> torch.Tensor:
     """The whole storage of `t`, flat."""
     return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
+
+
+def _stream_of(device: torch.device) -> Any:
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def whole(t: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
@@ -63,9 +77,16 @@ class Away:
 
     def __init__(self, depot: Depot, t: torch.Tensor, form: str, what: str) -> None:
         self.exact = codec_of(form) in EXACT
+        self.gone = not tier_of(form)
+        """Whether the device bytes are not read any more: they are encoded, or their copy has ended."""
+        self.spent = False
+        self.noted = 0
+        """What the version counter of what autograd was shown must still say."""
         self._depot = depot
         self._size, self._stride, self._dtype, self._device = t.size(), t.stride(), t.dtype, t.device
         self._codec = codec(codec_of(form)) if codec_of(form) else None
+        self.lossy = self._codec is not None and not self._codec.exact
+        self._stored_on = self._begun_on = self._read_on = _stream_of(t.device)
         self._parked: Parked | None = None
         self._coming: torch.Tensor | None = None
         if self._codec is None:
@@ -80,35 +101,60 @@ class Away:
             depot.moved_nbytes += self._nbytes
 
     def wait_gone(self) -> None:
-        """Returns when the bytes on the device may go."""
-        if self._parked is not None and self._here is not None:
+        """Returns when the bytes on the device may go, or be overwritten: on the current stream, whoever waited before."""
+        if self._parked is not None:
             began = time.perf_counter()
             self._parked.wait_stored()
+            if self._stored_on != (now := _stream_of(self._device)):
+                now.synchronize()  # A8: then it does not matter whose memory it is
             self._depot.waited_seconds += time.perf_counter() - began
-            self._here = None
+            self._here, self.gone = None, True
 
     def begin(self) -> None:
         """Begin to bring the bytes back, where they are not on the device."""
         if self._parked is not None and self._coming is None:
-            self._coming = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
-            self._parked.fetch(self._coming)
+            self._begun_on = _stream_of(self._device)
+            coming = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
+            self._parked.fetch(coming)
+            self._coming = coming  # not before: where the tier refuses, nothing comes
             self._depot.moved_nbytes += self._nbytes
+
+    def spend(self) -> None:
+        """What is encoded on the device was decoded for the last time; of what is in a tier only the value is on the device."""
+        if self._parked is None:
+            self._here, self.spent = None, True
+
+    def put_off(self) -> None:
+        """What has begun to come back is not wanted now."""
+        self._coming = None
 
     def value(self) -> torch.Tensor:
         """The tensor, on new memory; waits for it."""
         self.begin()
         found = self._here
         if self._parked is not None:
+            found, self._coming = self._coming, None  # where the copy fails or the wait is interrupted, it begins anew (A6)
             began = time.perf_counter()
             self._parked.wait_fetched()
             self._depot.waited_seconds += time.perf_counter() - began
-            found, self._coming = self._coming, None
         assert found is not None
+        self._read_on = now = _stream_of(self._device)
+        if self._begun_on != now:
+            now.wait_stream(self._begun_on)  # A8
+            found.record_stream(now)
         if self._codec is not None:
             out = torch.empty_strided(self._size, self._stride, dtype=self._dtype, device=self._device)
             self._codec.decode(found, out)
             return out
         return torch.empty(0, dtype=self._dtype, device=self._device).set_(found.untyped_storage(), 0, self._size, self._stride)
+
+    def in_order(self, shown: torch.Tensor) -> None:
+        """A8: the current stream may read what `value` gave, and its memory is not used again before."""
+        now = _stream_of(self._device)
+        if now != self._read_on:
+            now.wait_stream(self._read_on)
+            shown.record_stream(now)
+            self._read_on = now
 
     def __del__(self) -> None:
         parked = getattr(self, "_parked", None)

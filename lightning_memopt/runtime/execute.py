@@ -80,7 +80,7 @@ def intact(slot: Slot) -> bool:
 
 def came_back(slot: Slot) -> bool:
     """Fetch the value of a slot whose very bytes are away; whether there are such."""
-    if slot.away is None or not slot.away.exact:
+    if slot.away is None or not slot.away.exact or slot.away.spent:
         return False
     with below_autograd():
         slot.value = slot.away.value()

@@ -14,7 +14,7 @@ import torch
 from torch._ops import OpOverload
 
 from lightning_memopt.record import UNKNOWN, Call, OpRecord, Recorder, Slot, storage_id, tensors_in
-from lightning_memopt.record.tensors import PLAIN, device_of, generator_of, is_plain, without_history
+from lightning_memopt.record.tensors import PLAIN, detached, device_of, generator_of, is_plain, without_history
 from lightning_memopt.runtime.rejoining import SPREAD, Made, Place, Places, number_of, starts_of
 from lightning_memopt.runtime.templates import Template, flattened, in_passing, same_constant, start_of, template_of
 
@@ -41,6 +41,8 @@ class Matcher(Recorder):
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         engine = self.engine
+        if engine.fence < engine.position:
+            engine.pass_fences()
         template = self.templates[engine.position]
         if template is func and self.capturing and not engine.lost:
             engine.position += 1
@@ -174,9 +176,25 @@ class Matcher(Recorder):
     def _overwrites(self, old: Slot) -> None:
         if old.away is not None:
             old.away.wait_gone()  # A2
+            if old.away.exact:
+                old.value = None  # else an alias of the memory that is about to change
         if old.external and old.plan is not None and not self._starts_from(old):
             old.value = None  # no rebuild starts from it: nothing to copy
         super()._overwrites(old)
+
+    def _replaced(self, slot: Slot, t: torch.Tensor, why: str) -> Slot:
+        if slot.away is not None and not slot.away.gone:
+            slot.away = None  # A2: it may have changed while it was copied
+        return super()._replaced(slot, t, why)
+
+    def expose(self, t: torch.Tensor) -> None:
+        slot = self.of_storage.get(storage_id(t)) if is_plain(t) else None
+        if slot is not None and slot.away is not None:
+            slot.away.wait_gone()  # A2: from now on it may change unseen
+        super().expose(t)
+        if slot is not None and slot.next is not None and (slot.handles or slot.pinned):
+            new = self.of_storage[storage_id(t)]
+            new.value, new.pinned = detached(t), True  # autograd reads what is in this memory, whatever that will be
 
     def _overwritten(self, old: Slot, t: torch.Tensor, new: Slot, call: Call | None, ok: bool) -> Slot:
         self._unread.append((new, weakref.ref(t)))
@@ -246,11 +264,15 @@ class Matcher(Recorder):
                     self._is(slot, tensor)
             for slot, tensor in place.others:
                 self._read_instead(slot, tensor, place.position)
+        unheld = False
         for slot in (*record.reads, *(new for _, new, _ in record.mutates)):
-            if slot.external and not self._starts_from(slot):
-                slot.value = None  # held until it is known which op this is
+            if slot.external and not slot.pinned and not self._starts_from(slot):
+                slot.value, unheld = None, True  # held until it is known which op this is
         if place is not None:
             self._placed(record, made, place)
+        elif unheld:
+            for slot, _ in made:
+                slot.ok = False  # its recipe reads what is not held
 
     def _starts_from(self, slot: Slot) -> bool:
         """Whether rebuilds may start from what was made outside."""

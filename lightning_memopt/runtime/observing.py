@@ -64,7 +64,7 @@ class ObservingEngine(Engine):
                 slot.ok = True
         self.relieve()
 
-    def keeps(self, slot: Slot, t: torch.Tensor) -> bool:
+    def keeps(self, slot: Slot, t: torch.Tensor, save: int) -> bool:
         if slot.external or slot.stale:
             return True
         if slot.value is None:

@@ -2,43 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from lightning_memopt.errors import OffloadError
 from lightning_memopt.graph import BEFORE
 from lightning_memopt.plan import Fetch, Free, Segment
-from lightning_memopt.record import Slot, detached
-from lightning_memopt.runtime.away import Away, Depot, whole
+from lightning_memopt.record import UNKNOWN, Slot, detached
+from lightning_memopt.runtime.away import Depot
 from lightning_memopt.runtime.execute import below_autograd, checksum, flags_of, missing, run
+from lightning_memopt.runtime.leaving import Leaving
 from lightning_memopt.runtime.matching import Matcher
 from lightning_memopt.runtime.program import Program
 from lightning_memopt.runtime.rejoining import starts_of
-from lightning_memopt.runtime.replay import Engine, Handle, Kept
+from lightning_memopt.runtime.replay import Handle, Kept
 
 
 def _among(ids: set[int], slot: Slot) -> bool:
     return slot.id in ids
 
 
-@dataclass(slots=True)
-class Departures:
-    """How a forward and its backward differ from those of the plan; it outlives the engine.
-
-    `first`: position and name of the first op that is not where the plan has it. `unplanned_nbytes`: of results that autograd
-    saved and that the plan does not know. `excess_nbytes`: by how much tensors that were recorded are larger than those of the
-    graph that they are. `astray`: backward did not take the observed order: only a part of it, twice, or another order.
-    """
-
-    first: tuple[int, str] | None = None
-    unplanned_nbytes: int = 0
-    excess_nbytes: int = 0
-    astray: bool = False
-
-
-class PlannedEngine(Engine):
+class PlannedEngine(Leaving):
     """One forward pass under a program. `position` is the plan's op that comes next; `lost`: the last op recorded was none.
     `depot`: where it puts what goes away. `unproven`: the plan may be that of another model, so what is not at its turn is none
     of its ops.
@@ -49,17 +36,9 @@ class PlannedEngine(Engine):
     """
 
     def __init__(self, program: Program, verify: bool = False, depot: Depot | None = None, unproven: bool = False) -> None:
-        super().__init__()
-        self.program = program
-        self.verify = verify
-        self.depot = depot
+        super().__init__(program, verify, depot)
         self.unproven = unproven
-        self.next_fence = 0
-        self._late: list[int] = []
-        self.sums: dict[int, tuple[int, int]] = {}
-        self.position = 0
         self.lost = False
-        self.cursor = BEFORE
         self.next_event = 0
         self.due: list[int] = []
         self.labels: set[int] = set()
@@ -67,8 +46,6 @@ class PlannedEngine(Engine):
         self.stands: dict[int, list[int]] = {}
         self.needed: set[int] = set()
         self._guarded: list[tuple[int, set[int]]] = []
-        self.active: set[int] = set()
-        self.departures = Departures()
 
     def make_recorder(self) -> Matcher:
         return Matcher(self)
@@ -88,41 +65,6 @@ class PlannedEngine(Engine):
         else:
             super().overwrites(slot)
 
-    def forward_ended(self) -> None:
-        self._pass_fences()
-        super().forward_ended()
-
-    def _pass_fences(self) -> None:
-        """Let go of what has gone away by the op that ran last; waits for copies that have not ended."""
-        fences, late = self.program.fences, self._late
-        while self.next_fence < len(fences) and fences[self.next_fence][0] < self.position:
-            late.append(fences[self.next_fence][1])
-            self.next_fence += 1
-        for tensor in tuple(late):
-            slot = self.tape.slots.get(tensor)
-            if slot is not None and slot.away is not None and slot.plan == tensor:  # else it is packed later, by the same op
-                late.remove(tensor)
-                self._has_gone(slot)
-
-    def _has_gone(self, slot: Slot) -> None:
-        """A1: not before its copy is complete."""
-        assert slot.away is not None and slot.plan is not None
-        with below_autograd():
-            slot.away.wait_gone()
-        slot.value = None
-        self.active.discard(slot.plan)
-
-    def _goes(self, slot: Slot, t: torch.Tensor) -> None:
-        """Begin to put the bytes of a slot away, as its tensor's form says; they stay until the fence."""
-        assert self.depot is not None and slot.plan is not None
-        planned = self.program.graph.tensors[slot.plan]
-        with below_autograd():
-            slot.away = Away(self.depot, whole(t, planned.size), self.program.away[slot.plan], planned.name)
-            if slot.away.exact:
-                slot.ok = True
-                if self.verify and slot.id not in self.sums:
-                    self.sums[slot.id] = checksum(t)
-
     def hold(self, slot: Slot, t: torch.Tensor, tensor: int | None = None) -> None:
         """The plan holds this tensor from its birth, or `tensor`, which it stands in for."""
         if tensor is None and slot.plan in self.program.unsaved and not slot.empty and slot.away is None:
@@ -130,7 +72,7 @@ class PlannedEngine(Engine):
         if not slot.empty:
             tensor = slot.plan if tensor is None else tensor
             assert tensor is not None
-            slot.value = detached(t)
+            slot.value, slot.noted = detached(t), UNKNOWN
             slot.pinned = False  # the plan knows who reads it, what was packed before it was written over too
             slot.ok = slot.ok or slot.call is None
             self.active.add(tensor)
@@ -147,7 +89,7 @@ class PlannedEngine(Engine):
         before, self.needed = self.needed, set().union(*(slots for _, slots in self._guarded))
         for id in before - self.needed:
             slot = self.tape.slots[id]
-            if slot.plan in self.program.holds and not self.lives(slot) and self._may_go(slot):
+            if slot.plan in self.program.holds and not self.lives(slot) and self._may_go(slot) and not self._stays(slot):
                 slot.value = None
 
     def lives(self, slot: Slot) -> bool:
@@ -160,7 +102,6 @@ class PlannedEngine(Engine):
         found = super().pack(t)
         if type(found) is Handle:
             self.packed.add(found.save)
-        self._pass_fences()
         return found
 
     def save_of(self, slot: Slot) -> int:
@@ -181,15 +122,13 @@ class PlannedEngine(Engine):
         tensors = self.program.graph.tensors
         return sum(tensors[t].nbytes for save, t in self.program.saved if save not in self.labels)
 
-    def keeps(self, slot: Slot, t: torch.Tensor) -> bool:
+    def keeps(self, slot: Slot, t: torch.Tensor, save: int) -> bool:
         if slot.plan is None and not slot.external:
             self.departures.unplanned_nbytes += slot.nbytes
         if slot.external or slot.stale or slot.plan not in self.program.tracked:
             return True
-        if slot.plan in self.program.away and slot.away is None:
-            slot.value = detached(t)
-            self._goes(slot, t)
-            self.active.add(slot.plan)
+        if slot.plan in self.program.away and not self._departs(slot, t, save):
+            return True
         if slot.value is not None or slot.away is not None:
             return False
         if slot.plan in self.program.outdated:  # answered by what is held; by itself, where it is not written over this time
@@ -212,17 +151,11 @@ class PlannedEngine(Engine):
             handle.unpacked += 1
             found = super().request(handle)
             if self.sums:  # in the first planned steps: the first rebuild
-                self.compare(handle.slot, self.sums.pop(handle.slot.id, None))
+                then = self.sums.pop(handle.slot.id, None)
+                if handle.slot.next is None:  # else it was overwritten where no version counts, and autograd reads that
+                    self.compare(handle.slot, then)
             self._free(event)
             return found
-
-    def value_of(self, slot: Slot, handle: Handle) -> torch.Tensor:
-        if slot.away is not None and not slot.away.exact and slot.value is None and not self.revive(slot, handle.guard):
-            if slot.shown is None:
-                with below_autograd():
-                    slot.shown = slot.away.value()  # A5
-            return slot.shown
-        return super().value_of(slot, handle)
 
     def _segment_at(self, event: tuple[str, int, int], asked: bool = True) -> None:
         planned = self.program.segments.get(event[1:])
@@ -240,12 +173,12 @@ class PlannedEngine(Engine):
             for step in steps:
                 if isinstance(step, Fetch):
                     slot = slots.get(step.tensor)
-                    if slot is not None and slot.away is not None:
+                    if slot is not None and slot.away is not None and slot.value is None:
                         slot.away.begin()
                     continue
                 if isinstance(step, Free):
                     slot = slots.get(step.tensor)
-                    if slot is not None and slot.id not in self.needed and not self.lives(slot):
+                    if slot is not None and slot.id not in self.needed and not self.lives(slot) and not self._stays(slot):
                         slot.value = None
                     continue
                 made = [slots[t] for t in self.program.outputs[step.op] if t in slots]
@@ -315,12 +248,13 @@ class PlannedEngine(Engine):
 
     def _let_go(self, slot: Slot) -> None:
         """No life of the slot's tensor goes on."""
-        slot.shown = None
         if slot.away is not None and slot.plan is not None:
-            self._has_gone(slot)
-            back = self.program.last_back.get(slot.plan, BEFORE)
-            if slot.handles == 0 and not self.departures.astray and self.cursor >= back and slot.id not in self.needed:
-                slot.away = None  # A4
+            needed = slot.id in self.needed
+            if not self._stays(slot) and not (needed and not slot.away.exact):
+                self._has_gone(slot)
+                back = self.program.last_back.get(slot.plan, BEFORE)
+                if slot.handles == 0 and not self.departures.astray and self.cursor >= back and not needed:
+                    slot.away = None  # A4
         elif self._may_go(slot):
             slot.value = None
 
@@ -333,7 +267,8 @@ class PlannedEngine(Engine):
         with self.lock:
             slot = handle.slot
             event = ("release", handle.save, 0)
-            self._follow(event)
-            self._free(event)
-            if slot.handles == 0 and not self.lives(slot):
-                self._let_go(slot)
+            with contextlib.suppress(OffloadError):  # a copy out has failed: the bytes stay, who waits for it is told
+                self._follow(event)
+                self._free(event)
+                if slot.handles == 0 and not self.lives(slot):
+                    self._let_go(slot)

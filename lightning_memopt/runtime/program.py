@@ -124,6 +124,10 @@ class Program:
         return sorted((op, t) for op, t in at_ops if op < last and t in self.away)
 
     @cached_property
+    def fence_of(self) -> dict[int, int]:
+        return {tensor: op for op, tensor in self.fences}
+
+    @cached_property
     def last_back(self) -> dict[int, int]:
         """Tensor that goes away -> the point at which it comes back for the last time."""
         found: dict[int, int] = {}

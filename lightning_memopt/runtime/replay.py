@@ -126,7 +126,7 @@ class Engine:
     def forward_ended(self) -> None:
         """Rule 5: what is held now must be what it is when a rebuild starts from it."""
         for slot in self.tape.slots.values():
-            if slot.value is not None:
+            if slot.value is not None and slot.noted == UNKNOWN:  # else it came back, or was rebuilt, for a backward inside
                 slot.noted = slot.value._version if slot.version < 0 else slot.version
 
     # -- while the forward is recorded -------------------------------------------------------------
@@ -155,8 +155,8 @@ class Engine:
         self.saves += 1
         return self.saves - 1
 
-    def keeps(self, slot: Slot, t: torch.Tensor) -> bool:
-        """Whether autograd's tensor stays as it is."""
+    def keeps(self, slot: Slot, t: torch.Tensor, save: int) -> bool:
+        """Whether autograd's tensor stays as it is; `save` is what `save_of` answered."""
         raise NotImplementedError
 
     def pack(self, t: torch.Tensor) -> Kept | Handle:
@@ -165,7 +165,7 @@ class Engine:
         if slot is None:
             return Kept(t)
         save = self.save_of(slot)
-        if self.keeps(slot, t):
+        if self.keeps(slot, t, save):
             return Kept(t)
         return Handle(self, save, slot, View(slot.id, t), version_guard(t))
 

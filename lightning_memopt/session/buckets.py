@@ -18,7 +18,7 @@ from lightning_memopt.errors import InfeasibleError, MemOptError, PlanMismatchEr
 from lightning_memopt.graph import Graph, first_difference, resident_nbytes, unmodified_levels
 from lightning_memopt.plan import Plan, reserved_bytes_of
 from lightning_memopt.runtime import PlannedEngine, Program
-from lightning_memopt.runtime.planned import Departures
+from lightning_memopt.runtime.leaving import Departures
 from lightning_memopt.session import costs
 from lightning_memopt.session.hybrid import Hybrid
 from lightning_memopt.session.observation import common, smoothed

@@ -100,6 +100,8 @@ class PlannedRecording(Recording):
         if self._outside is not None:
             self._depth += module is self._outside and threading.get_ident() == self._thread
         elif self._spans[id(module)][1][0] == self.engine.position and self._on_top() and self.recorder.settle():
+            if self.engine.fence < self.engine.position:
+                self.engine.pass_fences()
             self._outside, self._depth = module, 0
             self._saving.close()
 

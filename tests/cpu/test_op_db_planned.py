@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from lightning_memopt.graph import Graph
 from lightning_memopt.runtime import PlannedEngine, Program
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.recording import PlannedRecording
@@ -27,14 +28,17 @@ ROUNDS = 3
 PARTS = 4
 
 
-class _Steps:
+class Steps:
     """`call(*inputs)` between ops that are replayed too, as steps: plain, observed or planned."""
 
-    def __init__(self, call: Callable[..., Any], inputs: Any, device: str = "cpu") -> None:
-        self.call, self.inputs, self.model, self.device = call, inputs, nn.Module(), torch.device(device)
+    def __init__(self, call: Callable[..., Any], inputs: Any, device: str = "cpu", model: nn.Module | None = None) -> None:
+        self.call, self.inputs, self.device = call, inputs, torch.device(device)
+        self.model = nn.Module() if model is None else model
+        self.state = {name: b.clone() for name, b in self.model.state_dict().items() if isinstance(b, torch.Tensor)}
 
     def _fresh(self, turn: int) -> Any:
         scale = 1.0 - turn / 1024
+        self.model.load_state_dict(self.state, strict=False)
         return tree_map_only(
             torch.Tensor,
             lambda t: (t.detach() * scale if t.is_floating_point() else t.detach().clone()).requires_grad_(t.requires_grad),
@@ -47,12 +51,13 @@ class _Steps:
 
     def _end(self, out: list[torch.Tensor], fresh: Any) -> Ran:
         roots = [t for t in out if t.requires_grad]
-        wanted = [t for t in _tensors(fresh) if t.requires_grad]
+        wanted = [t for t in (*_tensors(fresh), *self.model.parameters()) if t.requires_grad]
         grads: list[torch.Tensor | None] = []
         if roots and wanted:
             found = torch.autograd.grad(roots, wanted, [seed_of(t) for t in roots], allow_unused=True)
             grads = [None if g is None else dense(g) for g in found]
-        return Ran([t.detach() for t in out], grads, draws())
+        buffers = {f"buffer {name}": b.clone() for name, b in self.model.named_buffers()}
+        return Ran([t.detach() for t in out], grads, draws(), buffers)
 
     def plain(self, turn: int) -> Ran:
         torch.manual_seed(turn)
@@ -72,17 +77,26 @@ class _Steps:
         finally:
             observation.abandon()
         assert graph is not None
+        return self.program(graph)
+
+    def program(self, graph: Graph) -> Program:
         return Program(graph, recompute_everything(graph))
+
+    def engine(self, program: Program) -> PlannedEngine:
+        return PlannedEngine(program)
+
+    def rebuilt(self, engine: PlannedEngine) -> int:
+        return len(engine.replayed)
 
     def planned(self, turn: int, program: Program) -> Ran:
         torch.manual_seed(turn)
         fresh = self._fresh(turn)
-        engine = PlannedEngine(program)
+        engine = self.engine(program)
         with PlannedRecording(engine, self.model):
             out = self._forward(fresh)
         poison()
         found = self._end(out, fresh)
-        found.rebuilt = len(engine.replayed)
+        found.rebuilt = self.rebuilt(engine)
         return found
 
 
@@ -90,12 +104,12 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [t for t in tree_flatten(tree)[0] if isinstance(t, torch.Tensor)]
 
 
-def _verdict(steps: _Steps, name: str, count: Count) -> None:
+def verdict_of(steps: Steps, name: str, count: Count, rounds: int = ROUNDS) -> None:
     def planned() -> list[Ran]:
         program = steps.observed()
-        return [steps.planned(turn, program) for turn in range(ROUNDS)]
+        return [steps.planned(turn, program) for turn in range(rounds)]
 
-    judge(lambda: [steps.plain(turn) for turn in range(ROUNDS)], planned, lambda ran: bool(ran.rebuilt), name, count)
+    judge(lambda: [steps.plain(turn) for turn in range(rounds)], planned, lambda ran: bool(ran.rebuilt), name, count)
 
 
 def sweep_planned(op: Any, count: Count, device: str = "cpu", dtype: torch.dtype = torch.float32, most: int = SAMPLES) -> None:
@@ -105,7 +119,7 @@ def sweep_planned(op: Any, count: Count, device: str = "cpu", dtype: torch.dtype
     torch.manual_seed(3)
     for i, sample in zip(range(most), op.sample_inputs_func(op, device, dtype, True), strict=False):
         for suffix, call, inputs in calls(op, sample):
-            _verdict(_Steps(call, inputs, device), f"{op.name}{op.variant_test_name}{suffix} #{i}", count)
+            verdict_of(Steps(call, inputs, device), f"{op.name}{op.variant_test_name}{suffix} #{i}", count)
 
 
 @pytest.mark.parametrize("part", range(PARTS))
