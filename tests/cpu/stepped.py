@@ -69,7 +69,7 @@ class Stepped:
         if program is None:
             return self.loss()
         engine = PlannedEngine(program, verify=verify, depot=self.depot)
-        self.departures = engine.departures
+        self.departures, self.replayed = engine.departures, engine.replayed
         with PlannedRecording(engine, self.model):
             return self.loss()
 
