@@ -127,7 +127,7 @@ class Translator(nn.Module):
 
 
 def nmt(time: int = 48, batch: int = 32, width: int = 128, fused: bool = False) -> Built:
-    """LSTM translation with attention, as in Sockeye: `time` words on both sides, 1,000 words."""
+    """NMT: LSTM translation with attention, as in Sockeye; `time` words on both sides, 1,000 words."""
     words = {"source": torch.randint(0, 1000, (batch, time)), "target": torch.randint(0, 1000, (batch, time + 1))}
     model = Translator(1000, width, 0.2, fused).train()
     return model, words, lambda m: [*m.encoder, m.attention]
@@ -164,7 +164,7 @@ class Speech(nn.Module):
 
 
 def deepspeech2(frames: int = 96, batch: int = 24, width: int = 128, layers: int = 3, fused: bool = False) -> Built:
-    """DeepSpeech2 on spectrograms of 64 bands: half as many moments as `frames` reach the recurrent layers."""
+    """DeepSpeech2: spectrograms of 64 bands; half as many moments as `frames` reach the recurrent layers."""
     data = {"sound": torch.randn(batch, 1, 64, frames), "text": torch.randint(1, 29, (batch, 12))}
     model = Speech(64, 16, width, layers, 29, fused).train()
     return model, data, lambda m: [m.convolutions, *m.recurrent]
@@ -190,14 +190,14 @@ class Seq2Seq(nn.Module):
 
 
 def transformer(layers: int = 6, batch: int = 16, time: int = 64, width: int = 192) -> Built:
-    """Encoder and decoder of `layers` layers each."""
+    """Transformer: encoder and decoder of `layers` layers each."""
     words = {"source": torch.randint(0, 1000, (batch, time)), "target": torch.randint(0, 1000, (batch, time + 1))}
     model = Seq2Seq(1000, width, layers, time).train()
     return model, words, lambda m: [*m.body.encoder.layers, *m.body.decoder.layers]
 
 
 def resnet(depths: tuple[int, int, int, int] = (3, 8, 36, 3), batch: int = 32, width: int = 64) -> Built:
-    """ResNet-152 (bottleneck, 3-8-36-3) at a quarter of its width: 64 x 64 pixels."""
+    """ResNet-152, 1/4 width: bottleneck, 3-8-36-3: 64 x 64 pixels."""
     widths = [width, 2 * width, 4 * width, 8 * width]
     config = transformers.ResNetConfig(
         embedding_size=width // 4, hidden_sizes=widths, depths=list(depths), layer_type="bottleneck", num_labels=10
