@@ -45,6 +45,7 @@ class Recorder(TorchDispatchMode):
         self.op = 0
         self.next_slot = 0
         self.of_storage: dict[int, Slot] = {}
+        self._beneath: dict[int, list[Slot]] = {}
         self.thread = threading.get_ident()
 
     @classmethod
@@ -58,6 +59,7 @@ class Recorder(TorchDispatchMode):
     def forget(self) -> None:
         """Drop the map from storages: it must not outlive the forward pass."""
         self.of_storage.clear()
+        self._beneath.clear()
 
     def recognise(self, slot: Slot) -> None:
         """The slot's bytes were made again in a new storage: ops that read it read this slot."""
@@ -103,6 +105,8 @@ class Recorder(TorchDispatchMode):
         new = self.adopt(t, why)
         new.exposed = slot.exposed
         slot.next = new.id
+        earlier = self._beneath.pop(slot.id, [])
+        self._beneath[new.id] = [*earlier, slot] if slot.value is not None else earlier
         return new
 
     def packs(self, t: torch.Tensor) -> Slot | None:
@@ -280,6 +284,9 @@ class Recorder(TorchDispatchMode):
 
     def _overwrites(self, old: Slot) -> None:
         """The bytes of a slot are about to change."""
+        for earlier in self._beneath.pop(old.id, ()):  # the same bytes, if but another counter was met (that of `.data`)
+            if earlier.version < 0 or (earlier.value is not None and earlier.value._version == earlier.version):
+                self._overwrites(earlier)
         if old.call is not None and old.ok:
             old.value = None  # an alias of the memory that is about to change: its recipe makes the bytes again
         elif old.read:
@@ -299,7 +306,7 @@ class Recorder(TorchDispatchMode):
         else:
             new.ok = ok
             new.call = call
-        if (old.handles or old.pinned) and not new.ok:
+        if (old.handles or old.pinned) and not (new.ok and new.call is not None):
             # autograd reads these bytes where the version counter of what it saved does not move
             new.value = detached(t)
             new.pinned = True

@@ -183,18 +183,19 @@ class Matcher(Recorder):
         super()._overwrites(old)
 
     def _replaced(self, slot: Slot, t: torch.Tensor, why: str) -> Slot:
-        if slot.away is not None and not slot.away.gone:
+        if slot.away is not None and slot.plan is not None and not slot.away.gone:
             slot.away = None  # A2: it may have changed while it was copied
-        return super()._replaced(slot, t, why)
+            self.engine.guard({slot.id}, slot.plan, forever=True)
+        new = super()._replaced(slot, t, why)
+        if slot.handles or slot.pinned:
+            new.value, new.pinned = detached(t), True  # autograd reads what is in this memory, whatever that will be
+        return new
 
     def expose(self, t: torch.Tensor) -> None:
         slot = self.of_storage.get(storage_id(t)) if is_plain(t) else None
         if slot is not None and slot.away is not None:
             slot.away.wait_gone()  # A2: from now on it may change unseen
         super().expose(t)
-        if slot is not None and slot.next is not None and (slot.handles or slot.pinned):
-            new = self.of_storage[storage_id(t)]
-            new.value, new.pinned = detached(t), True  # autograd reads what is in this memory, whatever that will be
 
     def _overwritten(self, old: Slot, t: torch.Tensor, new: Slot, call: Call | None, ok: bool) -> Slot:
         self._unread.append((new, weakref.ref(t)))

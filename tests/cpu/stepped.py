@@ -15,6 +15,7 @@ from lightning_memopt.runtime import PlannedEngine, Program
 from lightning_memopt.runtime.away import Depot
 from lightning_memopt.runtime.codecs import codec
 from lightning_memopt.runtime.tiers import DiskTier
+from lightning_memopt.runtime.tiers.worker import Copy
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.recording import PlannedRecording
 from lightning_memopt.solvers.rollout import Rollout, keep_all, unrepeatable
@@ -122,7 +123,13 @@ class Stepped:
         return lambda t: t in self.graph.producers and self.graph.producers[t].name.startswith(f"aten::{name}")
 
     def used_nbytes(self) -> int:
-        return self.depot.tiers["disk"].used_nbytes  # type: ignore[attr-defined]
+        """Bytes in the tier, once the copies that were under way when they were let go have ended."""
+        tier = self.depot.tiers["disk"]
+        for worker in (tier._writer, tier._reader):  # type: ignore[attr-defined]
+            last = Copy(lambda: None)
+            worker.submit(last)
+            last.wait()
+        return tier.used_nbytes  # type: ignore[attr-defined]
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:

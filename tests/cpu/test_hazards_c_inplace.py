@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from tests.cpu.harness import recorded, same_bits
@@ -14,8 +15,10 @@ from tests.cpu.models import (
     exact,
     exact_everywhere,
     exact_f,
+    grads,
     in_plan,
     leaf,
+    same,
     same_error,
     squares,
     trains,
@@ -117,6 +120,52 @@ def test_c1_other_version_counter_of_the_same_memory():
         return (y * y.data).sin() + y.sin()
 
     exact_f(f)
+
+
+def test_c1_overwritten_through_another_version_counter():
+    """EXACT: rebuilds start from what was written in place; then `.data`, with a counter of its own, is overwritten."""
+
+    def saved(x, w):
+        y = (x @ w).clone().add_(1)
+        z = y.sin().exp()
+        y.data.mul_(2)
+        return z * y.cos()
+
+    def read_before(x, w):
+        y = (x @ w).clone().add_(1)
+        z = (y * 2).sin().exp() + y.data.sum()
+        y.data.mul_(2)
+        y.data.add_(1)
+        return z * z.cos()
+
+    exact_everywhere(saved)
+    exact_everywhere(read_before)
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_c1_weights_overwritten_through_another_version_counter(always):
+    """EXACT: after an optimizer step a parameter has moved its counter, its `.data` has not; in observed steps or later."""
+
+    class Rescaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(16, 16) * 0.2)
+            self.u = nn.Parameter(torch.randn(16, 16) * 0.2)
+            self.rescales = always
+
+        def forward(self, x):
+            h = (x @ self.w).sin().exp()
+            if self.rescales:
+                self.w.data.mul_(0.9)
+            return ((h @ self.u).sin() @ self.w).tanh()
+
+    found = []
+    for attach in (False, True):
+        with in_plan(Rescaled, attach=attach) as (model, _):
+            model.rescales = True
+            squares(model, BATCHES[0]).backward()
+            found.append(grads(model))
+    assert same(*found)
 
 
 def test_c1_planned_steps_raise_too():

@@ -233,6 +233,7 @@ def test_what_is_released_before_it_is_written_is_not_written(tier: Any, monkeyp
 def test_a_wait_that_is_interrupted_can_be_taken_up_again(tier: Any, monkeypatch: Any) -> None:
     """Ctrl-C while the disk is slow: the exception comes at once, nothing is lost, and closing ends."""
     interrupted = 0
+    mine = [thread for thread in threading.enumerate() if thread in (tier._writer._thread, tier._reader._thread)]
 
     def interrupt(action: Any) -> None:
         nonlocal interrupted
@@ -265,7 +266,7 @@ def test_a_wait_that_is_interrupted_can_be_taken_up_again(tier: Any, monkeypatch
     finally:
         signal.signal(signal.SIGALRM, before)
     tier.close()
-    assert not any(thread.name.startswith("memopt-io") for thread in threading.enumerate())
+    assert len(mine) == 2 and not any(thread.is_alive() for thread in mine)
 
 
 def test_closing_waits_for_what_is_being_copied_and_drops_the_rest(tier: Any, monkeypatch: Any) -> None:
