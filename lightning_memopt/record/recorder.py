@@ -104,6 +104,7 @@ class Recorder(TorchDispatchMode):
         slot.stale = True
         new = self.adopt(t, why)
         new.exposed = slot.exposed
+        new.asked = slot.asked or slot.handles > 0
         slot.next = new.id
         earlier = self._beneath.pop(slot.id, [])
         self._beneath[new.id] = [*earlier, slot] if slot.value is not None else earlier
@@ -295,6 +296,7 @@ class Recorder(TorchDispatchMode):
     def _overwritten(self, old: Slot, t: torch.Tensor, new: Slot, call: Call | None, ok: bool) -> Slot:
         """`new`, the slot of what an op has just written over `old`, through `t`."""
         new.version = UNSHARED if old.version == UNSHARED else UNKNOWN  # autograd moves the counter after the op
+        new.asked = old.asked or old.handles > 0
         old.stale = True
         old.next = new.id
         if call is None:

@@ -48,13 +48,14 @@ class Slot:
     what is held (or is held itself). `version` is what the version counter said when it was first read.
     `noted` is what that of `value` must still say: as when it was read, when the forward ended, or when it was rebuilt.
     `id` numbers slots in order of first sight. `stale`: a later version, with the id `next`, has overwritten it. `read`: a
-    recorded op starts from it. `exposed`: its memory was handed out. `pinned`: what was saved before it was overwritten may
-    be read from it. `plan`: the tensor of the plan's graph that it is, once matched. `stream`: on CUDA, the stream in whose
-    order a rebuild made or last read its bytes. `away`: a copy elsewhere or in another form; `shown`: what came back of it
-    where that has not the very bits, for autograd alone.
+    recorded op starts from it. `exposed`: its memory was handed out. `asked`: what was saved of an earlier version may be read
+    from it, where no version counter moves; `pinned`: and is, so that it stays. `plan`: the tensor of the plan's graph that it
+    is, once matched. `stream`: on CUDA, the stream in whose order a rebuild made or last read its bytes. `away`: a copy
+    elsewhere or in another form; `shown`: what came back of it where that has not the very bits, for autograd alone.
     """
 
     __slots__ = (
+        "asked",
         "away",
         "call",
         "device",
@@ -97,7 +98,7 @@ class Slot:
         self.handles = 0
         self.noted = UNKNOWN
         self.stream: Any = None
-        self.ok = self.empty = self.external = self.exposed = self.read = self.stale = self.pinned = False
+        self.ok = self.empty = self.external = self.exposed = self.read = self.stale = self.pinned = self.asked = False
         self.why = ""
 
     def alive(self) -> torch.UntypedStorage | None:

@@ -187,7 +187,7 @@ class Matcher(Recorder):
             slot.away = None  # A2: it may have changed while it was copied
             self.engine.guard({slot.id}, slot.plan, forever=True)
         new = super()._replaced(slot, t, why)
-        if slot.handles or slot.pinned:
+        if new.asked:
             new.value, new.pinned = detached(t), True  # autograd reads what is in this memory, whatever that will be
         return new
 

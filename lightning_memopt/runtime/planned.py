@@ -261,7 +261,10 @@ class PlannedEngine(Leaving):
     def _may_go(self, slot: Slot) -> bool:
         if slot.pinned:
             return False
-        return (slot.call is not None and slot.ok) or not (self.departures.astray or slot.id in self.needed)
+        if slot.call is not None and slot.ok:
+            return True
+        comes_back = slot.plan is not None and self.cursor < self.program.last_back.get(slot.plan, BEFORE)  # but did not go
+        return not (self.departures.astray or slot.id in self.needed or comes_back)
 
     def released(self, handle: Handle) -> None:
         with self.lock:
