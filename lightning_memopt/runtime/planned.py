@@ -178,7 +178,9 @@ class PlannedEngine(Leaving):
                     continue
                 if isinstance(step, Free):
                     slot = slots.get(step.tensor)
-                    if slot is not None and slot.id not in self.needed and not self.lives(slot) and not self._stays(slot):
+                    if slot is None or slot.id in self.needed or self.lives(slot) or self._stays(slot):
+                        continue
+                    if slot.away is not None or self._may_go(slot):
                         slot.value = None
                     continue
                 made = [slots[t] for t in self.program.outputs[step.op] if t in slots]
