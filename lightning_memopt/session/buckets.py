@@ -18,6 +18,7 @@ from lightning_memopt.errors import InfeasibleError, MemOptError, PlanMismatchEr
 from lightning_memopt.graph import Graph, first_difference, resident_nbytes, unmodified_levels
 from lightning_memopt.plan import Plan, reserved_bytes_of
 from lightning_memopt.runtime import PlannedEngine, Program
+from lightning_memopt.runtime.away import Depot
 from lightning_memopt.runtime.leaving import Departures
 from lightning_memopt.session import costs
 from lightning_memopt.session.hybrid import Hybrid
@@ -136,8 +137,9 @@ class Running:
     """A plan is in force; one without a frontier was given, one with a `lender` is that of a larger batch.
 
     `to_measure`: steps whose peak is to be measured, in all no more than `may_measure`. `departures`: of the forwards of this
-    step. `strays`: forwards in a row that left the plan. `again`: how often drift was answered by observing.
-    `wasted`, `proofs`: of a lender, uses by much smaller batches, and measured steps of its borrowers.
+    step. `depot`: where what goes away is, None where nothing does. `strays`: forwards in a row that left the plan. `again`:
+    how often drift was answered by observing. `wasted`, `proofs`: of a lender, uses by much smaller batches, and measured
+    steps of its borrowers.
     """
 
     def __init__(
@@ -153,6 +155,7 @@ class Running:
         self.matched = self.deviated = False
         self.to_measure, self.may_measure = 1, _MEASURED
         self.departures: list[Departures] = []
+        self.depot: Depot | None = None
 
     def lend(self) -> Running:
         """The state of a batch that is no larger and borrows this plan."""

@@ -276,8 +276,8 @@ class Session:
                 self._meter = StepMeter(self.device, resident, gradients)
             if state.program.empty and not state.unproven:
                 return None
-            verify, depot = self.config.verify and state.verifies, self._hybrid.depot_of(state.plan)
-            engine = PlannedEngine(state.program, verify=verify, depot=depot, unproven=state.unproven)
+            verify, state.depot = self.config.verify and state.verifies, self._hybrid.depot_of(state.plan)
+            engine = PlannedEngine(state.program, verify=verify, depot=state.depot, unproven=state.unproven)
             return PlannedRecording(engine, self.model)
         return None
 

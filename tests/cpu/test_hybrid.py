@@ -14,6 +14,7 @@ from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import ConfigError, InfeasibleError
 from lightning_memopt.integrations.plain import Run
 from lightning_memopt.plan.forms import codec_of, tier_of
+from lightning_memopt.report.table import _away
 from lightning_memopt.session.buckets import Running
 from tests.cpu.loops import QUIET, assert_same, batches, sgd, small, state, train
 
@@ -57,7 +58,11 @@ def test_below_what_recomputation_can_do(smallest: int) -> None:
     assert {tier_of(life.form) for life in run.plan.lives if life.how == "fetch"} == {"disk"}
     assert main.measured_bytes is not None and main.measured_bytes <= budget
     assert abs(main.measured_bytes / run.plan.predicted_peak_bytes - 1) <= 0.01
-    assert run.plan.predicted.moved_bytes > 0 and "moved" in run.text  # type: ignore[attr-defined]
+    moved = run.plan.predicted.moved_bytes
+    assert moved > 0 and "moved" in run.text  # type: ignore[attr-defined]
+    assert main.depot is not None and (main.depot.forwards, main.depot.timed) == (4, 4)
+    text = _away(run.plan, main.depot)  # as Lightning shows it: the session is over
+    assert "not measured" not in text and moved == main.depot.moved_nbytes // 4
 
 
 def test_never_slower_than_recomputation_alone(smallest: int) -> None:
