@@ -94,6 +94,7 @@ class Session:
         self._hybrid = Hybrid(self.device, config)
         self._watches = self.enabled
         if self.enabled:
+            self._hybrid.check()
             if id(model) in _attached:
                 raise AlreadyAttachedError(
                     "This model is in another run already. Leave that one first: end its optimize() block or its Trainer's fit."

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import resource
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ from torch import nn
 
 from lightning_memopt import optimize
 from lightning_memopt.config import MemOptConfig
-from lightning_memopt.errors import ConfigError, InfeasibleError
+from lightning_memopt.errors import ConfigError, InfeasibleError, OffloadError
 from lightning_memopt.integrations.plain import Run
 from lightning_memopt.plan.forms import codec_of, tier_of
 from lightning_memopt.report.table import _away
@@ -136,6 +139,9 @@ def test_nothing_is_left_behind(smallest: int) -> None:
     ("options", "said"),
     [
         ({"offload": "tape"}, "offload is 'tape'"),
+        ({"offload": "host:/tmp"}, "offload is 'host:/tmp'; .*'disk:/a/directory'"),
+        ({"offload": "disk:"}, "name a directory behind the colon"),
+        ({"offload": None}, "offload is None"),
         ({"compress": "zip"}, "compress is 'zip'"),
         ({"offload": "disk", "objective": "flops"}, "objective='flops'"),
     ],
@@ -143,6 +149,58 @@ def test_nothing_is_left_behind(smallest: int) -> None:
 def test_bad_options(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         MemOptConfig(**options)
+
+
+def test_the_disks_directory_is_the_one_that_was_named(smallest: int, tmp_path: Path, monkeypatch: Any) -> None:
+    """Of the probe and of what plans put there; the bits are those of the plain run."""
+    made: list[str] = []
+    real = tempfile.TemporaryFile
+
+    def recorded(**options: Any) -> Any:
+        made.append(options["dir"])
+        return real(**options)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", recorded)
+    expected, _ = plain(wide(), 4)
+    run, found, _ = trained(wide(), 4, budget=int(0.9 * smallest), offload=f"disk:{tmp_path}")
+    assert_same(expected, found)
+    assert run.plan is not None and any(tier_of(life.form) for life in run.plan.lives)
+    assert made == [str(tmp_path)] * 3 and not list(tmp_path.iterdir())
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert MemOptConfig(offload="disk:~/fast").offload_to == ("disk", f"{tmp_path}/fast")
+
+
+@pytest.mark.parametrize("where", ["missing", "a file", "/proc"])
+def test_a_directory_that_cannot_be_used_is_refused_before_anything_runs(tmp_path: Path, where: str) -> None:
+    (tmp_path / "a file").write_text("")
+    directory = str(tmp_path / where)
+    model = wide()
+    with pytest.raises(OffloadError, match=f"cannot make a file in '{directory}': .*offload='disk:/"):
+        with optimize(model, sgd(model), offload=f"disk:{directory}", **QUIET):
+            raise AssertionError("the block was entered")
+    with optimize(model, sgd(model), **QUIET):
+        pass  # nothing was attached
+
+
+def test_a_disk_that_is_too_small_is_named(smallest: int, tmp_path: Path) -> None:
+    """A limit on the size of files here: the step that would need more is refused, with what to do."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(OffloadError, match=f"cannot reserve .* in '{tmp_path}': .*larger budget, .*offload='disk:/"):
+            trained(wide(), 4, budget=int(0.9 * smallest), offload=f"disk:{tmp_path}")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_strategy_takes_the_same_option() -> None:
+    pytest.importorskip("lightning")
+    from lightning_memopt import MemOptStrategy
+
+    assert MemOptStrategy(offload="disk:/fast").memopt_config == MemOptConfig(offload="disk:/fast")
+    with pytest.raises(ConfigError, match="'tape:/x'"):
+        MemOptStrategy(offload="tape:/x")
 
 
 def test_host_needs_a_device_beside_it() -> None:
