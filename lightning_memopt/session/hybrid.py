@@ -62,7 +62,7 @@ class Hybrid:
         used = {"bools", "positive", self.codec} & set(NAMES) if self.config.compress != "none" else set()
         tiers = [self._made(self.tier, _PROBE_NBYTES)] if self.tier else []
         try:
-            return measure(tiers, self.device, [codec(name) for name in sorted(used)])
+            return costs.in_own_thread(lambda: measure(tiers, self.device, [codec(name) for name in sorted(used)]))
         finally:
             for tier in tiers:
                 tier.close()

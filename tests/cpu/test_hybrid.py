@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memopt import optimize
 from lightning_memopt.config import MemOptConfig
@@ -19,6 +20,7 @@ from lightning_memopt.integrations.plain import Run
 from lightning_memopt.plan.forms import codec_of, tier_of
 from lightning_memopt.report.table import _away
 from lightning_memopt.session.buckets import Running
+from lightning_memopt.session.hybrid import Hybrid
 from tests.cpu.loops import QUIET, assert_same, batches, sgd, small, state, train
 
 
@@ -192,6 +194,26 @@ def test_a_disk_that_is_too_small_is_named(smallest: int, tmp_path: Path) -> Non
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not list(tmp_path.iterdir())
+
+
+class Counting(TorchDispatchMode):
+    ops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_rates_are_measured_beside_whatever_is_entered_here(tmp_path: Path) -> None:
+    """A plan is solved where a step ends: the modes and hooks of who trains have no part in what is measured."""
+    hybrid = Hybrid(torch.device("cpu"), MemOptConfig(offload=f"disk:{tmp_path}", compress="lossy"))
+    packed: list[torch.Tensor] = []
+    with Counting() as mode, torch.autocast("cpu"), torch.inference_mode():
+        with torch.autograd.graph.saved_tensors_hooks(packed.append, lambda _: _):
+            rates = hybrid.rates
+    assert mode.ops == 0 and not packed
+    assert rates.links.keys() == {"disk"} and rates.codecs.keys() == {"bools", "positive", "block8"}
+    assert hybrid.rates is rates and not list(tmp_path.iterdir())
 
 
 def test_the_strategy_takes_the_same_option() -> None:
