@@ -36,6 +36,7 @@ from lightning_memopt.session.budget import (
     budget_on,
     read_given,
     refuse_hopeless,
+    refuse_sharded,
     resident_nbytes,
     resident_tensors,
     state_made,
@@ -94,6 +95,7 @@ class Session:
         self._hybrid = Hybrid(self.device, config)
         self._watches = self.enabled
         if self.enabled:
+            refuse_sharded(model)
             self._hybrid.check()
             if id(model) in _attached:
                 raise AlreadyAttachedError(
