@@ -18,6 +18,7 @@ from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import ConfigError, InfeasibleError, OffloadError
 from lightning_memopt.integrations.plain import Run
 from lightning_memopt.plan.forms import codec_of, tier_of
+from lightning_memopt.report.explain import explain, kept
 from lightning_memopt.report.table import _away
 from lightning_memopt.session.buckets import Running
 from lightning_memopt.session.hybrid import Hybrid
@@ -66,6 +67,9 @@ def test_below_what_recomputation_can_do(smallest: int) -> None:
     moved = run.plan.predicted.moved_bytes
     assert moved > 0 and "moved" in run.text  # type: ignore[attr-defined]
     assert main.depot is not None and (main.depot.forwards, main.depot.timed) == (4, 4)
+    away = {life.tensor for life in run.plan.lives if life.how == "fetch"}
+    assert sum(count for _, count, _ in kept(main.program.graph, run.plan)) + len(away) <= len(main.program.graph.saves_of)
+    assert "fetch from disk" in explain(run.plan, main.program.graph)
     text = _away(run.plan, main.depot)  # as Lightning shows it: the session is over
     assert "not measured" not in text and moved == main.depot.moved_nbytes // 4
 
