@@ -189,7 +189,11 @@ def test_a_device_is_timed_between_events_that_nobody_waits_for() -> None:
     watch.on = False
     with watch.running(device.stream):
         device.stream.append(1000.0)
-    assert device.made == 2002
+    watch.on = True
+    with pytest.raises(ZeroDivisionError), watch.running(device.stream):
+        device.Event.record = None  # type: ignore[method-assign, assignment]  # the device takes no more
+        raise ZeroDivisionError
+    assert device.made == 2003
     assert watch.seconds == pytest.approx(3.007) and watch.seconds == pytest.approx(3.007)
     assert not watch._pairs
 

@@ -38,14 +38,15 @@ class Stopwatch:
         try:
             yield
         finally:
+            if stream is None:
+                with self._lock:
+                    self._seconds += self._clock() - began
+        if stream is not None:  # not after a failure: a device that failed would raise here, in the place of what it was
             ended = self._mark(stream)
             with self._lock:
-                if stream is None:
-                    self._seconds += ended - began
-                else:
-                    self._pairs.append((began, ended))
-                    if len(self._pairs) > _PENDING:
-                        self._fold()
+                self._pairs.append((began, ended))
+                if len(self._pairs) > _PENDING:
+                    self._fold()
 
     @property
     def seconds(self) -> float:
