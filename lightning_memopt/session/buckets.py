@@ -137,9 +137,8 @@ class Running:
     """A plan is in force; one without a frontier was given, one with a `lender` is that of a larger batch.
 
     `to_measure`: steps whose peak is to be measured, in all no more than `may_measure`. `departures`: of the forwards of this
-    step. `depot`: where what goes away is, None where nothing does. `strays`: forwards in a row that left the plan. `again`:
-    how often drift was answered by observing. `wasted`, `proofs`: of a lender, uses by much smaller batches, and measured
-    steps of its borrowers.
+    step. `strays`: forwards in a row that left the plan. `again`: how often drift was answered by observing.
+    `wasted`, `proofs`: of a lender, uses by much smaller batches, and measured steps of its borrowers.
     """
 
     def __init__(
@@ -156,6 +155,7 @@ class Running:
         self.to_measure, self.may_measure = 1, _MEASURED
         self.departures: list[Departures] = []
         self.depot: Depot | None = None
+        """Where the plan puts what goes away; None where nothing does."""
 
     def lend(self) -> Running:
         """The state of a batch that is no larger and borrows this plan."""
