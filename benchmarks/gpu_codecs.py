@@ -53,7 +53,8 @@ def codecs(device: torch.device, size: tuple[int, ...], rounds: int = 5) -> dict
     work: dict[str, tuple[Codec, Tensor, Tensor, Tensor]] = {}
     for name in NAMES:
         c = codec(name)
-        t = values > 0 if name == "bools" else values.relu() if c.exact else values
+        rectified = c.exact or name.startswith("gated")  # codecs for results of ReLU
+        t = values > 0 if name == "bools" else values.relu() if rectified else values
         encoded = torch.empty(c.encoded_nbytes(size, t.dtype), dtype=torch.uint8, device=device)
         work[name], taken[name] = (c, t, encoded, torch.empty_like(t)), []
         rows[name] = {"bytes_ratio": t.numel() * t.element_size() / encoded.numel()}

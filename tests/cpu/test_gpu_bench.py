@@ -56,7 +56,7 @@ def test_offload_and_compress_on_a_tiny_model(tmp_path: Path, monkeypatch: Any, 
     rows = report["models"]["ResNet"]["rows"]
     assert all(row["equal"] and row.get("within_budget", True) for label, row in rows.items() if "lossy" not in label)
     lossy = rows["lossy, all that may"]
-    assert "block8" in lossy["forms"] and lossy["codec_ms"] > 0
+    assert lossy["forms"].keys() - {"bools", "positive"} and lossy["codec_ms"] > 0
     assert 0 < lossy["gradient_error"] < 0.05 and lossy["unequal"].startswith("the same loss")
     assert len(report["codecs"]) == 1 + len(NAMES) and all(row["equal"] for row in report["codecs"].values())
     assert "the same loss" in capsys.readouterr().out

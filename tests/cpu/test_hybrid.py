@@ -216,7 +216,7 @@ def test_rates_are_measured_beside_whatever_is_entered_here(tmp_path: Path) -> N
         with torch.autograd.graph.saved_tensors_hooks(packed.append, lambda _: _):
             rates = hybrid.rates
     assert mode.ops == 0 and not packed
-    assert rates.links.keys() == {"disk"} and rates.codecs.keys() == {"bools", "positive", "block8"}
+    assert rates.links.keys() == {"disk"} and rates.codecs.keys() >= {"bools", "positive", "block8"}
     assert hybrid.rates is rates and not list(tmp_path.iterdir())
 
 
