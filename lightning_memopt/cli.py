@@ -39,6 +39,25 @@ def _factory(spec: str) -> Any:
         raise ConfigError(f"{spec!r} cannot be imported: {error}. Give a module that can, and a name in it.") from error
 
 
+def _away(device: str, args: argparse.Namespace) -> Any:
+    """What may be away, on this machine: its links and codecs are measured."""
+    import torch
+
+    from lightning_memopt.config import MemOptConfig
+    from lightning_memopt.session.hybrid import Hybrid
+
+    options = {name: getattr(args, name) for name in ("offload", "compress", "objective", "solver_seconds")}
+    config = MemOptConfig(**options)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "the step was recorded on a CUDA device, and there is none here whose links could be measured. Plan it where there "
+            "is one, or leave --offload and --compress out."
+        )
+    hybrid = Hybrid(torch.device(device), config)
+    hybrid.check()
+    return hybrid
+
+
 def _plan(args: argparse.Namespace) -> int:
     from lightning_memopt.plan import read_plan, write_plan
     from lightning_memopt.solvers import planner
@@ -59,6 +78,8 @@ def _plan(args: argparse.Namespace) -> int:
     frontier = planner.solve(
         graph, objective=args.objective, limit_seconds=args.solver_seconds, say=lambda s: print(s, file=sys.stderr)
     )
+    if (args.offload, args.compress) != ("none", "none"):
+        frontier = _away(graph.device, args).frontier(frontier)
     budget = frontier.smallest_bytes if args.budget == "min" else parse_budget(args.budget, args.device_nbytes or _NO_DEVICE)
     plan = frontier.plan(budget)
     write_plan(args.output, plan, graph)
@@ -155,6 +176,12 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--objective", choices=["throughput", "flops"], default="throughput", help="what the plan takes the least of"
     )
+    plan.add_argument(
+        "--offload",
+        default="none",
+        help="none, disk, disk:/a/directory, host or auto: where saved tensors may be till backward",
+    )
+    plan.add_argument("--compress", default="none", help="none, lossless, lossy, or a codec's name")
     plan.add_argument("--solver-seconds", type=float, default=30.0)
     plan.add_argument("-o", "--output", default="plan.json")
     plan.set_defaults(run=_plan)

@@ -27,8 +27,9 @@ class MemOptConfig:
         budget: bytes of the training device that a whole step may use: `"8GiB"`, `"8GB"`, `"80%"` or a float in (0, 1] of
             the device, an int of bytes, `"auto"` (90 % of the device) or `"min"` (the smallest plan there is).
         recompute: whether saved tensors may be dropped and rebuilt.
-        offload: where saved tensors may be until backward: `"disk"` (a file, on any device), `"host"` (page-locked memory
-            beside a CUDA device), `"auto"` (host where there is one), or `"none"`.
+        offload: where saved tensors may be until backward: `"disk"` (a file, on any device; in the system's directory for
+            temporary files, or in that of `"disk:/fast/nvme"`), `"host"` (page-locked memory beside a CUDA device), `"auto"`
+            (host where there is one), or `"none"`.
         compress: `"none"`; `"lossless"`: masks at one bit, which their readers cannot tell; `"lossy"`, opt-in: also the inputs
             of convolutions and linear layers at 8 bits a value, or at what a codec's name says (`"block6"`, `"int8"`).
         objective: what a plan within the budget takes the least of: measured time (`"throughput"`) or `"flops"`.
@@ -65,8 +66,13 @@ class MemOptConfig:
             raise ConfigError(f"on_exceed is {self.on_exceed!r}; use 'replan', 'warn' or 'raise'.")
         if self.objective not in get_args(Objective):
             raise ConfigError(f"objective is {self.objective!r}; use 'throughput' or 'flops'.")
-        if self.offload not in OFFLOAD:
-            raise ConfigError(f"offload is {self.offload!r}; use {', '.join(map(repr, OFFLOAD))}.")
+        name, colon, directory = self.offload.partition(":") if isinstance(self.offload, str) else ("", "", "")
+        if name not in OFFLOAD or (colon and name != "disk"):
+            raise ConfigError(f"offload is {self.offload!r}; use {', '.join(map(repr, OFFLOAD))} or 'disk:/a/directory'.")
+        if colon and not directory:
+            raise ConfigError(
+                f"offload is {self.offload!r}; name a directory behind the colon, or use 'disk' for the system's temporary one."
+            )
         if self.compress not in (*COMPRESS, *LOSSY):
             raise ConfigError(f"compress is {self.compress!r}; use {', '.join(map(repr, (*COMPRESS, *LOSSY)))}.")
         if self.objective == "flops" and (self.offload, self.compress) != ("none", "none"):
@@ -77,6 +83,12 @@ class MemOptConfig:
             raise BudgetError("The budget is None; give bytes like '8GiB', a share like '80%', 'auto' or 'min'.")
         if not self._smallest:
             parse_budget(self.budget, 1 << 62)  # its form; its size against the device comes when the device is known
+
+    @property
+    def offload_to(self) -> tuple[str, str | None]:
+        """The tier, or `"none"` or `"auto"`, and the directory of a disk's file, where one is named."""
+        name, _, directory = self.offload.partition(":")
+        return name, os.path.expanduser(directory) or None
 
     @property
     def _smallest(self) -> bool:

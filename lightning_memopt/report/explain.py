@@ -37,7 +37,7 @@ def rebuilt(graph: Graph, plan: Plan) -> list[tuple[str, int, int]]:
 
 def kept(graph: Graph, plan: Plan) -> list[tuple[str, int, int]]:
     """(reason, tensors, bytes) of what autograd saves and the plan keeps, by bytes."""
-    dropped = {life.tensor for life in plan.lives if life.how == "replay"}
+    dropped = {life.tensor for life in plan.lives if life.how != "original"}
     count: Counter[str] = Counter()
     nbytes: Counter[str] = Counter()
     for tensor in graph.saves_of:
@@ -67,7 +67,8 @@ def explain(plan: Plan, graph: Graph) -> str:
     schedule = lower(graph, plan.lives)
     lives: dict[int, list[str]] = {}
     for life in plan.lives:
-        lives.setdefault(life.tensor, []).append(f"{life.how} {life.born_at}..{life.freed_at}")
+        how = f"{life.how} from {life.form}" if life.form else life.how
+        lives.setdefault(life.tensor, []).append(f"{how} {life.born_at}..{life.freed_at}")
     table = Table(
         title=f"Plan of {plan.solver}: peak {format_nbytes(plan.predicted_peak_bytes)}, {len(schedule.replayed)} ops run again"
     )

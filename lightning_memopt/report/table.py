@@ -5,22 +5,41 @@ from __future__ import annotations
 from rich.table import Table
 
 from lightning_memopt.plan import Plan
+from lightning_memopt.plan.forms import codec_of
 from lightning_memopt.report.explain import items, kept, rebuilt, render
+from lightning_memopt.runtime.away import Depot
 from lightning_memopt.session import Session
 from lightning_memopt.session.buckets import Failed, Observing, Running
 from lightning_memopt.units import format_nbytes
 
 
-def _away(plan: Plan) -> str:
-    """What moved, in which forms, and what the step waits for it."""
+def _away(plan: Plan, depot: Depot | None) -> str:
+    """What moved, in which forms, and what a step waits for it: as measured where it was, beside what was predicted.
+
+    A step is a planned forward and its backward.
+    """
     tensors = {life.tensor: life.form for life in plan.lives if life.how == "fetch"}
     forms = ", ".join(f"{list(tensors.values()).count(form)} in {form}" for form in sorted(set(tensors.values())))
     p = plan.predicted
-    return (
-        f"{forms}; {format_nbytes(p.moved_bytes)} moved a step, both ways, {format_nbytes(p.tier_bytes)} at most in tiers; "
-        f"{1e3 * p.stall_seconds:.1f} ms of waiting, {100 * p.overlap:.0f} % of the copies' time behind compute, "
-        f"{1e3 * p.codec_seconds:.1f} ms of codecs, predicted"
-    )
+    moved, stall, overlap, codecs = ("not measured",) * 4
+    if depot is not None and depot.forwards:
+        moved = format_nbytes(depot.moved_nbytes // depot.forwards)
+    if depot is not None and depot.timed:
+        copied, waited = depot.copied_seconds, depot.waited.seconds
+        stall = f"{1e3 * waited / depot.timed:.1f} ms"
+        overlap = f"{100 * max(0.0, 1 - waited / copied):.0f} %" if copied else overlap
+        codecs = f"{1e3 * depot.coded.seconds / depot.timed:.1f} ms"
+    parts = [forms]
+    if p.moved_bytes:
+        parts += [
+            f"moved {moved} a step, both ways (predicted {format_nbytes(p.moved_bytes)}), "
+            f"at most {format_nbytes(p.tier_bytes)} in tiers (predicted)",
+            f"stall {stall} a step (predicted {1e3 * p.stall_seconds:.1f})",
+            f"overlap {overlap} of the copies' time behind compute (predicted {100 * p.overlap:.0f} %)",
+        ]
+    if any(codec_of(form) for form in tensors.values()):
+        parts.append(f"codecs {codecs} a step (predicted {1e3 * p.codec_seconds:.1f})")
+    return "; ".join(parts)
 
 
 def summary(session: Session) -> str:
@@ -63,8 +82,8 @@ def summary(session: Session) -> str:
     table.add_row(
         "ops run again", f"{plan.predicted.replayed_ops}, {format_nbytes(plan.predicted.rebuilt_bytes)} rebuilt a step"
     )
-    if plan.predicted.moved_bytes or plan.predicted.codec_seconds:
-        table.add_row("away", _away(plan))
+    if any(life.how == "fetch" for life in plan.lives):
+        table.add_row("away", _away(plan, state.depot))
     table.add_row("rebuilt", items(rebuilt(graph, plan)))
     table.add_row("kept", items(kept(graph, plan)))
     table.add_row("plan by", f"{plan.solver}, {plan.solve_seconds:.1f} s")

@@ -23,7 +23,6 @@ A8. Streams are asked for at every step of the way: a backward node runs on the 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +32,10 @@ import torch
 from lightning_memopt.plan.forms import EXACT, codec_of, tier_of
 from lightning_memopt.record import fills
 from lightning_memopt.runtime.codecs import codec
-from lightning_memopt.runtime.tiers import Parked, Tier
+from lightning_memopt.runtime.tiers import Parked, Stopwatch, Tier
+
+_UNTIMED, _TIMED = 2, 8
+"""Where times are between events of a device: the first forwards, which are not like the others, then those that are timed."""
 
 
 def _bytes_of(t: torch.Tensor) -> torch.Tensor:
@@ -58,11 +60,32 @@ def whole(t: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
 
 @dataclass
 class Depot:
-    """The tiers of one session, and what went through them: bytes both ways, seconds that a step waited for copies."""
+    """The tiers of one plan, and what went through them.
+
+    `forwards` that began under the plan, `timed` of them; `moved_nbytes` in all of them, both ways. In those that are timed:
+    how long their steps `waited` for copies, how long codecs ran (`coded`), how long copies took. On the host's clock all
+    are timed, on a device a few: nobody waits for its events, but each of them takes time.
+    """
 
     tiers: Mapping[str, Tier] = field(default_factory=dict)
+    forwards: int = 0
+    timed: int = 0
     moved_nbytes: int = 0
-    waited_seconds: float = 0.0
+    waited: Stopwatch = field(default_factory=Stopwatch)
+    coded: Stopwatch = field(default_factory=Stopwatch)
+
+    def begins(self, device: str) -> None:
+        """A planned forward begins on a device of this type."""
+        on = device == "cpu" or _UNTIMED <= self.forwards < _UNTIMED + _TIMED
+        for watch in (self.waited, self.coded, *(tier.copied for tier in self.tiers.values())):
+            watch.on = on
+        self.forwards += 1
+        self.timed += on
+
+    @property
+    def copied_seconds(self) -> float:
+        """How long copies took: of the tier's file, or of the device."""
+        return sum(tier.copied.seconds for tier in self.tiers.values())
 
     def close(self) -> None:
         for tier in self.tiers.values():
@@ -94,7 +117,8 @@ class Away:
         else:
             nbytes = self._codec.encoded_nbytes(tuple(t.shape), t.dtype)
             self._here = torch.empty(nbytes, dtype=torch.uint8, device=t.device)
-            self._codec.encode(t, self._here)
+            with depot.coded.running(self._stored_on):
+                self._codec.encode(t, self._here)
         self._nbytes = self._here.numel()
         if tier := tier_of(form):
             self._parked = depot.tiers[tier].store(self._here, what)
@@ -103,11 +127,11 @@ class Away:
     def wait_gone(self) -> None:
         """Returns when the bytes on the device may go, or be overwritten: on the current stream, whoever waited before."""
         if self._parked is not None:
-            began = time.perf_counter()
-            self._parked.wait_stored()
-            if self._stored_on != (now := _stream_of(self._device)):
+            now = _stream_of(self._device)
+            with self._depot.waited.running(now):
+                self._parked.wait_stored()
+            if self._stored_on != now:
                 now.synchronize()  # A8: then it does not matter whose memory it is
-            self._depot.waited_seconds += time.perf_counter() - began
             self._here, self.gone = None, True
 
     def begin(self) -> None:
@@ -134,9 +158,8 @@ class Away:
         found = self._here
         if self._parked is not None:
             found, self._coming = self._coming, None  # where the copy fails or the wait is interrupted, it begins anew (A6)
-            began = time.perf_counter()
-            self._parked.wait_fetched()
-            self._depot.waited_seconds += time.perf_counter() - began
+            with self._depot.waited.running(_stream_of(self._device)):
+                self._parked.wait_fetched()
         assert found is not None
         self._read_on = now = _stream_of(self._device)
         if self._begun_on != now:
@@ -144,7 +167,8 @@ class Away:
             found.record_stream(now)
         if self._codec is not None:
             out = torch.empty_strided(self._size, self._stride, dtype=self._dtype, device=self._device)
-            self._codec.decode(found, out)
+            with self._depot.coded.running(now):
+                self._codec.decode(found, out)
             return out
         return torch.empty(0, dtype=self._dtype, device=self._device).set_(found.untyped_storage(), 0, self._size, self._stride)
 

@@ -46,6 +46,8 @@ class Leaving(Engine):
         self.program = program
         self.verify = verify
         self.depot = depot
+        if depot is not None:
+            depot.begins(program.graph.device)
         self.position = 0
         self.cursor = BEFORE
         self.active: set[int] = set()

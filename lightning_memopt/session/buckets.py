@@ -18,6 +18,7 @@ from lightning_memopt.errors import InfeasibleError, MemOptError, PlanMismatchEr
 from lightning_memopt.graph import Graph, first_difference, resident_nbytes, unmodified_levels
 from lightning_memopt.plan import Plan, reserved_bytes_of
 from lightning_memopt.runtime import PlannedEngine, Program
+from lightning_memopt.runtime.away import Depot
 from lightning_memopt.runtime.leaving import Departures
 from lightning_memopt.session import costs
 from lightning_memopt.session.hybrid import Hybrid
@@ -153,6 +154,8 @@ class Running:
         self.matched = self.deviated = False
         self.to_measure, self.may_measure = 1, _MEASURED
         self.departures: list[Departures] = []
+        self.depot: Depot | None = None
+        """Where the plan puts what goes away; None where nothing does."""
 
     def lend(self) -> Running:
         """The state of a batch that is no larger and borrows this plan."""

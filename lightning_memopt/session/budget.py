@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -12,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_memopt.config import MemOptConfig, free_nbytes
-from lightning_memopt.errors import InfeasibleError, PlanMismatchError
+from lightning_memopt.errors import InfeasibleError, PlanMismatchError, UnsupportedError
 from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.graph.model import Kind
 from lightning_memopt.plan import Plan, read_plan
@@ -113,6 +114,21 @@ def resident_nbytes(tensors: Iterable[Named], device: torch.device) -> int:
             storage = t.untyped_storage()
             seen[storage._cdata] = storage.nbytes()
     return sum(seen.values())
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Before anything runs: raise UnsupportedError for a model under FSDP.
+
+    A weight is there only while it is used, and no rebuild can start from it later.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # who has not imported it has not used it
+    kinds = tuple(getattr(fsdp, name) for name in ("FSDPModule", "FullyShardedDataParallel") if hasattr(fsdp, name))
+    for name, module in model.named_modules():
+        if isinstance(module, kinds):
+            raise UnsupportedError(
+                f"{name or 'the model'} is sharded by {type(module).__name__}: its weights are in memory only while it runs, "
+                "and rebuilds start from weights. Train it on one device without FSDP, or set MEMOPT_DISABLE=1."
+            )
 
 
 def refuse_hopeless(tensors: Iterable[Named], device: torch.device, budget_nbytes: int, headroom: int) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.recording import PlannedRecording
 from lightning_memopt.solvers.baselines import recompute_everything
 
+T = TypeVar("T")
 _LINKS = 12
 _ROUNDS = 15
 
@@ -122,17 +123,21 @@ def _planned(
 
 
 def measured(device_type: str = "cpu") -> Costs:
-    """The costs on this machine, from a chain of tiny ops and a tiny convolution; takes about 0.3 s, once a process.
-
-    In a thread of its own: modes, hooks, autocast and grad mode belong to a thread, and a step may be on its way in this one.
-    """
+    """The costs on this machine, from a chain of tiny ops and a tiny convolution; takes about 0.3 s, once a process."""
     return _once(torch.device(device_type))
 
 
 @cache
 def _once(device: torch.device) -> Costs:
+    return in_own_thread(lambda: _measured(device))
+
+
+def in_own_thread(measure: Callable[[], T]) -> T:
+    """Measure in a thread of its own: modes, hooks, autocast and grad mode belong to a thread, and a step may be on its way in
+    this one.
+    """
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_measured, device).result()
+        return thread.submit(measure).result()
 
 
 def _measured(device: torch.device) -> Costs:

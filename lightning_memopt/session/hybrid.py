@@ -22,6 +22,7 @@ from lightning_memopt.runtime import Program
 from lightning_memopt.runtime.away import Depot
 from lightning_memopt.runtime.codecs import NAMES, codec
 from lightning_memopt.runtime.tiers import DiskTier, HostTier, Tier
+from lightning_memopt.runtime.tiers.scratch import Scratch
 from lightning_memopt.session import costs
 from lightning_memopt.solvers import joint
 from lightning_memopt.solvers.planner import UNSEEN_NBYTES, Frontier
@@ -39,11 +40,17 @@ class Hybrid:
 
     def __init__(self, device: torch.device, config: MemOptConfig) -> None:
         self.device, self.config = device, config
-        self.tier = {"none": "", "auto": "host" if device.type == "cuda" else ""}.get(config.offload, config.offload)
+        name, self.directory = config.offload_to
+        self.tier = {"none": "", "auto": "host" if device.type == "cuda" else ""}.get(name, name)
         if self.tier == "host" and device.type == "cpu":
             raise ConfigError("offload='host' puts bytes into the memory that the budget is about; on the CPU, use 'disk'.")
         self.codec = {"lossy": LOSSY, "none": "", "lossless": ""}.get(config.compress, config.compress)
         self._depots: dict[int, tuple[Plan, Depot | None]] = {}
+
+    def check(self) -> None:
+        """Before anything runs: raise OffloadError where the disk's directory cannot be used."""
+        if self.tier == "disk":
+            Scratch(0, self.directory).close()
 
     @property
     def wanted(self) -> bool:
@@ -55,7 +62,7 @@ class Hybrid:
         used = {"bools", "positive", self.codec} & set(NAMES) if self.config.compress != "none" else set()
         tiers = [self._made(self.tier, _PROBE_NBYTES)] if self.tier else []
         try:
-            return measure(tiers, self.device, [codec(name) for name in sorted(used)])
+            return costs.in_own_thread(lambda: measure(tiers, self.device, [codec(name) for name in sorted(used)]))
         finally:
             for tier in tiers:
                 tier.close()
@@ -103,7 +110,7 @@ class Hybrid:
         return Depot(tiers)
 
     def _made(self, name: str, nbytes: int) -> Tier:
-        return DiskTier(nbytes, device=self.device) if name == "disk" else HostTier(nbytes, self.device)
+        return DiskTier(nbytes, self.directory, self.device) if name == "disk" else HostTier(nbytes, self.device)
 
     def frontier(self, frontier: Frontier) -> Frontier:
         """The frontier with plans that put tensors away, where any may be."""

@@ -36,6 +36,7 @@ from lightning_memopt.session.budget import (
     budget_on,
     read_given,
     refuse_hopeless,
+    refuse_sharded,
     resident_nbytes,
     resident_tensors,
     state_made,
@@ -94,6 +95,8 @@ class Session:
         self._hybrid = Hybrid(self.device, config)
         self._watches = self.enabled
         if self.enabled:
+            refuse_sharded(model)
+            self._hybrid.check()
             if id(model) in _attached:
                 raise AlreadyAttachedError(
                     "This model is in another run already. Leave that one first: end its optimize() block or its Trainer's fit."
@@ -276,8 +279,8 @@ class Session:
                 self._meter = StepMeter(self.device, resident, gradients)
             if state.program.empty and not state.unproven:
                 return None
-            verify, depot = self.config.verify and state.verifies, self._hybrid.depot_of(state.plan)
-            engine = PlannedEngine(state.program, verify=verify, depot=depot, unproven=state.unproven)
+            verify, state.depot = self.config.verify and state.verifies, self._hybrid.depot_of(state.plan)
+            engine = PlannedEngine(state.program, verify=verify, depot=state.depot, unproven=state.unproven)
             return PlannedRecording(engine, self.model)
         return None
 

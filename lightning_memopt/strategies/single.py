@@ -20,7 +20,7 @@ class MemOptStrategy(MemOptMixin, SingleDeviceStrategy):
     Args:
         budget: bytes of the device a whole step may use: `"8GiB"`, `"80%"`, a float in (0, 1], an int, `"auto"` or `"min"`.
         recompute: whether saved tensors may be dropped and rebuilt.
-        offload: where saved tensors may be until backward: `"none"`, `"disk"`, `"host"` or `"auto"`.
+        offload: where saved tensors may be until backward: `"none"`, `"disk"`, `"disk:/a/directory"`, `"host"` or `"auto"`.
         compress: `"none"`, `"lossless"`, `"lossy"` or a codec's name.
         objective: what the plan takes the least of within the budget: measured time (`"throughput"`) or `"flops"`.
         profile_steps: real steps to observe before the plan is made.

@@ -15,9 +15,10 @@ from typing import Any
 
 
 class Streams:
-    """Stands for `torch.cuda`. `broken`: waits of this function of the tier are lost."""
+    """Stands for `torch.cuda`. `broken`: waits of this function of the tier are lost. What is run takes a millisecond each."""
 
     def __init__(self, seed: int, broken: str = "") -> None:
+        self.milliseconds = 0
         self.draw = random.Random(seed)
         self.broken = broken
         self.all: list[Any] = []
@@ -26,10 +27,21 @@ class Streams:
 
         class Event:
             token: list[bool] | None = None
+            at = 0
+
+            def __init__(self, enable_timing: bool = False) -> None:
+                pass
 
             def record(self, stream: Any) -> None:
                 self.token = token = [False]
-                stream.queue.append(lambda: token.__setitem__(0, True))
+
+                def reached() -> None:
+                    token[0], self.at = True, fake.milliseconds
+
+                stream.queue.append(reached)
+
+            def elapsed_time(self, other: Any) -> float:
+                return float(other.at - self.at)
 
             def query(self) -> bool:
                 return self.token is None or self.token[0]
@@ -86,6 +98,7 @@ class Streams:
         if not able:
             assert not any(s.queue for s in self.all), "streams wait for each other"
             return False
+        self.milliseconds += 1
         action = self.draw.choice(able).queue.popleft()
         if callable(action):
             action()

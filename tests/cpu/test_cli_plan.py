@@ -45,6 +45,25 @@ def test_plan_of_a_factory_then_of_its_file(tmp_path: Path, capsys: pytest.Captu
     assert len(graph.saves) > 0
 
 
+def test_plan_with_a_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The options of a session: a smaller peak than recomputation alone, in a directory of one's own; refused as there."""
+    alone, ours = str(tmp_path / "alone.json"), str(tmp_path / "ours.json")
+    assert main(["plan", "tests.cpu.test_cli_plan:build", "--budget", "min", "-o", alone]) == 0
+    assert main(["plan", alone, "--budget", "min", "--offload", f"disk:{tmp_path}", "-o", ours]) == 0
+    (smallest, _), (plan, _) = read_plan(alone), read_plan(ours)
+    assert plan.predicted_peak_bytes < smallest.predicted_peak_bytes
+    assert {life.form for life in plan.lives if life.how == "fetch"} == {"disk"}
+    capsys.readouterr()
+    for options, said in (
+        (["--offload", f"disk:{tmp_path}/missing"], "cannot make a file in"),
+        (["--offload", "tape"], "offload is 'tape'"),
+        (["--compress", "zip"], "compress is 'zip'"),
+        (["--offload", "host"], "on the CPU, use 'disk'"),
+    ):
+        assert main(["plan", alone, "--budget", "min", *options]) == 2
+        assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("source", ["no.such.module:build", "tests.cpu.test_cli_plan:missing", "neither a file nor a factory"])
 def test_a_source_that_is_neither_file_nor_factory_is_refused(source: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", source, "--budget", "1GiB"]) == 2

@@ -12,8 +12,10 @@ import torch
 
 pytest.importorskip("transformers")
 
-from benchmarks import gpu
+from benchmarks import gpu, gpu_away, gpu_codecs, gpu_replay
+from benchmarks.gpu_bench import MIB, GpuBench, table
 from benchmarks.gpu_models import MODELS, SMOKE
+from lightning_memopt.runtime.codecs import NAMES, codec
 
 
 def test_replay_on_a_tiny_model(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
@@ -37,6 +39,43 @@ def test_replay_on_a_tiny_model(tmp_path: Path, monkeypatch: Any, capsys: Any) -
     assert last[-1].startswith("GPT-2") and "us/op" in "".join(last)
 
 
+def test_offload_and_compress_on_a_tiny_model(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """The command that is ready for a GPU: every plan bit-equal and within its budget but the lossy one, and what it moved."""
+    monkeypatch.setenv("OUT", str(tmp_path))
+    gpu.main(["offload", "compress", "ResNet", "--device", "cpu", "--small", "--rounds", "1"])
+    rows = json.loads((tmp_path / "gpu_offload_smoke.json").read_text())["models"]["ResNet"]["rows"]
+    assert {"per block", "save_on_cpu", "at per block", "at save_on_cpu", "recompute, at per block", "smallest"} <= rows.keys()
+    for row in rows.values():
+        assert row["equal"] and row["time_ratio"] > 0 and row.get("within_budget", True)
+        if "predicted_allocated_mib" in row:
+            assert row["allocated_mib"] == pytest.approx(row["predicted_allocated_mib"], rel=0.01)
+    away = rows["all away (Dymem)"]
+    assert away["moved_mib"] == pytest.approx(away["predicted_moved_mib"]) and away["forms"].keys() == {"disk"}
+    assert 0 <= away["overlap_share"] <= 1 and away["stall_ms"] >= 0 and away["copies_ms"] > 0
+    report = json.loads((tmp_path / "gpu_compress_smoke.json").read_text())
+    rows = report["models"]["ResNet"]["rows"]
+    assert all(row["equal"] and row.get("within_budget", True) for label, row in rows.items() if "lossy" not in label)
+    lossy = rows["lossy, all that may"]
+    assert lossy["forms"].keys() - {"bools", "positive"} and lossy["codec_ms"] > 0
+    assert 0 < lossy["gradient_error"] < 0.05 and lossy["unequal"].startswith("the same loss")
+    assert len(report["codecs"]) == 1 + len(NAMES) and all(row["equal"] for row in report["codecs"].values())
+    assert "the same loss" in capsys.readouterr().out
+
+
+def test_codecs_that_break_their_promise_are_found(monkeypatch: Any) -> None:
+    class Broken:
+        exact, name = False, "broken"
+
+        def error_bound(self, t: torch.Tensor) -> float:
+            return 0.25
+
+    x = torch.linspace(-1, 1, 8)
+    assert gpu_codecs.keeps(Broken(), x, x + 0.2) == (True, pytest.approx(0.8))  # type: ignore[arg-type]
+    assert not gpu_codecs.keeps(Broken(), x, x + 0.3)[0]  # type: ignore[arg-type]
+    assert not gpu_codecs.keeps(codec("positive"), x, x + 0.3)[0] and gpu_codecs.keeps(codec("positive"), x, 2 * x)[0]
+    assert not gpu_codecs.keeps(codec("bools"), x > 0, x < 0)[0]
+
+
 def test_what_does_not_fit_is_left_out_with_the_reason(monkeypatch: Any) -> None:
     def missing(device: torch.device) -> Any:
         raise ImportError("no such model")
@@ -45,29 +84,34 @@ def test_what_does_not_fit_is_left_out_with_the_reason(monkeypatch: Any) -> None
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried much.")
 
     cpu = torch.device("cpu")
-    assert gpu.run("none", missing, cpu, 60, 1, False)["left_out"] == "no such model"
-    assert gpu.run("none", full, cpu, 60, 1, False)["left_out"] == "CUDA out of memory."
-    late = gpu.run("GPT-2", SMOKE["GPT-2"], cpu, 0, 1, False)
+    assert gpu_replay.replay("none", missing, cpu, 60, 1, False)["left_out"] == "no such model"
+    assert gpu_replay.replay("none", full, cpu, 60, 1, False)["left_out"] == "CUDA out of memory."
+    late = gpu_replay.replay("GPT-2", SMOKE["GPT-2"], cpu, 0, 1, False)
     assert "observing" in late["left_out"] and "unmodified" in late["rows"]
-    assert "left out: observing" in gpu.table({"GPT-2": late})
+    assert "left out: observing" in table({"GPT-2": late}, gpu_replay.COLUMNS)
+    assert "per block" in gpu_away.offload("GPT-2", SMOKE["GPT-2"], cpu, 0, 1)["left_out"]
     with pytest.raises(SystemExit, match="unknown Lama"):
         gpu.main(["replay", "Lama", "--smoke"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="no CUDA device"):
         gpu.main(["replay"])
+    with pytest.raises(SystemExit, match="add --small"):
+        gpu.main(["offload", "--device", "cpu"])
+    with pytest.raises(SystemExit, match="unknown no command"):
+        gpu.main(["ResNet", "--smoke"])
     assert len(MODELS) == 5
 
 
 def test_peaks_and_times_on_a_gpu(monkeypatch: Any) -> None:
     """From an empty cache and reset peaks, in the second of two equal steps; times are between events, in milliseconds."""
     calls: list[str] = []
-    answers = {"max_memory_allocated": 3 * gpu.MIB, "max_memory_reserved": 5 * gpu.MIB, "get_rng_state": torch.zeros(16)}
+    answers = {"max_memory_allocated": 3 * MIB, "max_memory_reserved": 5 * MIB, "get_rng_state": torch.zeros(16)}
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats", *answers):
         monkeypatch.setattr(torch.cuda, name, lambda *a, name=name: calls.append(name) or answers.get(name))
     event = types.SimpleNamespace(record=lambda: calls.append("record"), elapsed_time=lambda other: 250.0)
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
-    monkeypatch.setattr(gpu.GpuBench, "on_gpu", True)
-    bench = gpu.GpuBench("GPT-2", SMOKE["GPT-2"], torch.device("cpu"))
+    monkeypatch.setattr(GpuBench, "on_gpu", True)
+    bench = GpuBench("GPT-2", SMOKE["GPT-2"], torch.device("cpu"))
     monkeypatch.setattr(bench, "step", lambda forward=None: (calls.append("step"), (forward or bench.forward)())[1])
     assert bench.peaks() == {"allocated_mib": 3, "reserved_mib": 5}
     assert calls[1:6] == ["empty_cache", "reset_peak_memory_stats", "step", "step", "synchronize"]
@@ -76,3 +120,4 @@ def test_peaks_and_times_on_a_gpu(monkeypatch: Any) -> None:
     assert seconds == 0.25 and 0 < host < 60
     assert calls == ["synchronize", "record", "step", "record", "synchronize"]
     assert bench.outcome()[1] is answers["get_rng_state"]
+    assert gpu_codecs.seconds(lambda: calls.append("codec"), torch.device("cuda")) == 0.25

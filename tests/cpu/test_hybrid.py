@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import gc
+import resource
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memopt import optimize
 from lightning_memopt.config import MemOptConfig
-from lightning_memopt.errors import ConfigError, InfeasibleError
+from lightning_memopt.errors import ConfigError, InfeasibleError, OffloadError
 from lightning_memopt.integrations.plain import Run
 from lightning_memopt.plan.forms import codec_of, tier_of
+from lightning_memopt.report.explain import explain, kept
+from lightning_memopt.report.table import _away
 from lightning_memopt.session.buckets import Running
+from lightning_memopt.session.hybrid import Hybrid
 from tests.cpu.loops import QUIET, assert_same, batches, sgd, small, state, train
 
 
@@ -57,7 +64,14 @@ def test_below_what_recomputation_can_do(smallest: int) -> None:
     assert {tier_of(life.form) for life in run.plan.lives if life.how == "fetch"} == {"disk"}
     assert main.measured_bytes is not None and main.measured_bytes <= budget
     assert abs(main.measured_bytes / run.plan.predicted_peak_bytes - 1) <= 0.01
-    assert run.plan.predicted.moved_bytes > 0 and "moved" in run.text  # type: ignore[attr-defined]
+    moved = run.plan.predicted.moved_bytes
+    assert moved > 0 and "moved" in run.text  # type: ignore[attr-defined]
+    assert main.depot is not None and (main.depot.forwards, main.depot.timed) == (4, 4)
+    away = {life.tensor for life in run.plan.lives if life.how == "fetch"}
+    assert sum(count for _, count, _ in kept(main.program.graph, run.plan)) + len(away) <= len(main.program.graph.saves_of)
+    assert "fetch from disk" in explain(run.plan, main.program.graph)
+    text = _away(run.plan, main.depot)  # as Lightning shows it: the session is over
+    assert "not measured" not in text and moved == main.depot.moved_nbytes // 4
 
 
 def test_never_slower_than_recomputation_alone(smallest: int) -> None:
@@ -131,6 +145,9 @@ def test_nothing_is_left_behind(smallest: int) -> None:
     ("options", "said"),
     [
         ({"offload": "tape"}, "offload is 'tape'"),
+        ({"offload": "host:/tmp"}, "offload is 'host:/tmp'; .*'disk:/a/directory'"),
+        ({"offload": "disk:"}, "name a directory behind the colon"),
+        ({"offload": None}, "offload is None"),
         ({"compress": "zip"}, "compress is 'zip'"),
         ({"offload": "disk", "objective": "flops"}, "objective='flops'"),
     ],
@@ -138,6 +155,78 @@ def test_nothing_is_left_behind(smallest: int) -> None:
 def test_bad_options(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         MemOptConfig(**options)
+
+
+def test_the_disks_directory_is_the_one_that_was_named(smallest: int, tmp_path: Path, monkeypatch: Any) -> None:
+    """Of the probe and of what plans put there; the bits are those of the plain run."""
+    made: list[str] = []
+    real = tempfile.TemporaryFile
+
+    def recorded(**options: Any) -> Any:
+        made.append(options["dir"])
+        return real(**options)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", recorded)
+    expected, _ = plain(wide(), 4)
+    run, found, _ = trained(wide(), 4, budget=int(0.9 * smallest), offload=f"disk:{tmp_path}")
+    assert_same(expected, found)
+    assert run.plan is not None and any(tier_of(life.form) for life in run.plan.lives)
+    assert made == [str(tmp_path)] * 3 and not list(tmp_path.iterdir())
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert MemOptConfig(offload="disk:~/fast").offload_to == ("disk", f"{tmp_path}/fast")
+
+
+@pytest.mark.parametrize("where", ["missing", "a file", "/proc"])
+def test_a_directory_that_cannot_be_used_is_refused_before_anything_runs(tmp_path: Path, where: str) -> None:
+    (tmp_path / "a file").write_text("")
+    directory = str(tmp_path / where)
+    model = wide()
+    with pytest.raises(OffloadError, match=f"cannot make a file in '{directory}': .*offload='disk:/"):
+        with optimize(model, sgd(model), offload=f"disk:{directory}", **QUIET):
+            raise AssertionError("the block was entered")
+    with optimize(model, sgd(model), **QUIET):
+        pass  # nothing was attached
+
+
+def test_a_disk_that_is_too_small_is_named(smallest: int, tmp_path: Path) -> None:
+    """A limit on the size of files here: the step that would need more is refused, with what to do."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(OffloadError, match=f"cannot reserve .* in '{tmp_path}': .*larger budget, .*offload='disk:/"):
+            trained(wide(), 4, budget=int(0.9 * smallest), offload=f"disk:{tmp_path}")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())
+
+
+class Counting(TorchDispatchMode):
+    ops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_rates_are_measured_beside_whatever_is_entered_here(tmp_path: Path) -> None:
+    """A plan is solved where a step ends: the modes and hooks of who trains have no part in what is measured."""
+    hybrid = Hybrid(torch.device("cpu"), MemOptConfig(offload=f"disk:{tmp_path}", compress="lossy"))
+    packed: list[torch.Tensor] = []
+    with Counting() as mode, torch.autocast("cpu"), torch.inference_mode():
+        with torch.autograd.graph.saved_tensors_hooks(packed.append, lambda _: _):
+            rates = hybrid.rates
+    assert mode.ops == 0 and not packed
+    assert rates.links.keys() == {"disk"} and rates.codecs.keys() >= {"bools", "positive", "block8"}
+    assert hybrid.rates is rates and not list(tmp_path.iterdir())
+
+
+def test_the_strategy_takes_the_same_option() -> None:
+    pytest.importorskip("lightning")
+    from lightning_memopt import MemOptStrategy
+
+    assert MemOptStrategy(offload="disk:/fast").memopt_config == MemOptConfig(offload="disk:/fast")
+    with pytest.raises(ConfigError, match="'tape:/x'"):
+        MemOptStrategy(offload="tape:/x")
 
 
 def test_host_needs_a_device_beside_it() -> None:

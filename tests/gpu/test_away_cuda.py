@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -89,3 +90,16 @@ def test_i1_another_stream_than_the_last_time(one: Stepped) -> None:
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         assert same(expected, found)
+
+
+def test_copies_and_waits_are_timed_between_events(one: Stepped) -> None:
+    """In steps 2 to 9, with the same bits; a link that has no time makes the step wait, and that is seen."""
+    expected, program = one.step(), one.away(form=one.form)  # type: ignore[attr-defined]
+    seen = []
+    for _ in range(12):
+        assert same(expected, one.step(program))
+        torch.cuda.synchronize()
+        seen.append((one.depot.timed, one.depot.copied_seconds, one.depot.waited.seconds))
+    assert [timed for timed, _, _ in seen] == [0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 8]
+    assert seen[1][1:] == (0, 0) and all(a[1] < b[1] for a, b in pairwise(seen[1:10]))
+    assert seen[9][2] > 0 and seen[9][1:] == seen[11][1:]

@@ -4,5 +4,6 @@ from lightning_memopt.runtime.tiers.base import Parked, Tier
 from lightning_memopt.runtime.tiers.disk import DiskTier
 from lightning_memopt.runtime.tiers.host import HostTier
 from lightning_memopt.runtime.tiers.space import Space
+from lightning_memopt.runtime.tiers.stopwatch import Stopwatch
 
-__all__ = ["DiskTier", "HostTier", "Parked", "Space", "Tier"]
+__all__ = ["DiskTier", "HostTier", "Parked", "Space", "Stopwatch", "Tier"]

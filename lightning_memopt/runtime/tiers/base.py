@@ -28,6 +28,7 @@ from torch import Tensor
 from lightning_memopt.errors import OffloadError
 from lightning_memopt.record import unwatched
 from lightning_memopt.runtime.tiers.space import Space
+from lightning_memopt.runtime.tiers.stopwatch import Stopwatch
 from lightning_memopt.units import format_nbytes
 
 
@@ -61,6 +62,10 @@ class Tier(Protocol):
 
     @property
     def capacity_nbytes(self) -> int: ...
+
+    @property
+    def copied(self) -> Stopwatch:
+        """How long copies take, both ways."""
 
     def store(self, t: Tensor, what: str) -> Parked:
         """Begin to copy `t`, flat uint8, a whole storage; `what` names it in errors. Raises OffloadError without room."""

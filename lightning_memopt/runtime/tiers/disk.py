@@ -23,6 +23,7 @@ from lightning_memopt.runtime.tiers.base import buffer, check_flat, check_proces
 from lightning_memopt.runtime.tiers.scratch import Scratch
 from lightning_memopt.runtime.tiers.space import Space
 from lightning_memopt.runtime.tiers.staging import Staging
+from lightning_memopt.runtime.tiers.stopwatch import Stopwatch
 from lightning_memopt.runtime.tiers.streams import marked
 from lightning_memopt.runtime.tiers.worker import Copy, Worker
 
@@ -46,6 +47,7 @@ class DiskTier:
         self._space = Space(capacity_nbytes, ALIGN_NBYTES)
         self.capacity_nbytes = self._space.capacity_nbytes
         self.file = Scratch(self.capacity_nbytes, directory)
+        self.copied = Stopwatch()
         if staging is None and self.device.type != "cpu":
             staging = Staging(self.device), Staging(self.device)
         self.staging = staging
@@ -95,6 +97,14 @@ class DiskTier:
                 raise closed(self.name, parked.what)
             parked.copies += 1
             (self._writer if out else self._reader).submit(copy)
+
+    def write(self, data: memoryview, offset: int) -> None:
+        with self.copied.running():
+            self.file.write(data, offset)
+
+    def read(self, into: memoryview, offset: int) -> None:
+        with self.copied.running():
+            self.file.read(into, offset)
 
     def ended(self, parked: _DiskParked) -> None:
         """A copy of this one has ended."""
@@ -173,9 +183,9 @@ class _DiskParked:
                     else OffloadError(f"{self.what} was released before it was stored; keep what is parked")
                 )
             if tier.staging is None:
-                tier.file.write(buffer(t), self.offset)
+                tier.write(buffer(t), self.offset)
             else:
-                tier.staging[0].out(t, ready, lambda data, at: tier.file.write(data, self.offset + at))
+                tier.staging[0].out(t, ready, lambda data, at: tier.write(data, self.offset + at))
         finally:
             tier.ended(self)
 
@@ -186,9 +196,9 @@ class _DiskParked:
             if self._store.error is not None:
                 raise tier.failed(self, self._store.error, "to")
             if tier.staging is None:
-                tier.file.read(buffer(out), self.offset)
+                tier.read(buffer(out), self.offset)
             else:
-                tier.staging[1].back(out, ready, lambda into, at: tier.file.read(into, self.offset + at))
+                tier.staging[1].back(out, ready, lambda into, at: tier.read(into, self.offset + at))
         finally:
             tier.ended(self)
 

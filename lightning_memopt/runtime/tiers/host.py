@@ -11,6 +11,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from lightning_memopt.errors import OffloadError
 from lightning_memopt.runtime.tiers import streams as streams_module
 from lightning_memopt.runtime.tiers.base import check_flat, check_process, closed, full, usage
 from lightning_memopt.runtime.tiers.space import Space
+from lightning_memopt.runtime.tiers.stopwatch import Stopwatch
 from lightning_memopt.runtime.tiers.streams import HostPool, marked, queued_on, streams_of
 
 ALIGN_NBYTES = 512
@@ -36,6 +38,8 @@ class HostTier:
     def __init__(self, capacity_nbytes: int, device: torch.device | str, *, streams: Any = None) -> None:
         self.device = torch.device(device)
         self.streams = streams or streams_of(self.device)
+        self.copied = Stopwatch(event=partial(self.streams.Event, enable_timing=True))
+        self._queues = streams is not None or self.device.type != "cpu"
         self._space = Space(capacity_nbytes, ALIGN_NBYTES)
         self.capacity_nbytes = self._space.capacity_nbytes
         self._pool = HostPool(self.capacity_nbytes, self.device)
@@ -84,6 +88,11 @@ class HostTier:
 
     def bytes_at(self, offset: int, nbytes: int) -> Tensor:
         return self._pool.bytes[offset : offset + nbytes]
+
+    def copy(self, to: Tensor, of: Tensor, stream: Any) -> None:
+        """Queue a copy on this stream, which is the current one."""
+        with self.copied.running(stream if self._queues else None):
+            streams_module.copy(to, of)
 
     @contextlib.contextmanager
     def naming(self, parked: _HostParked, verb: str) -> Iterator[None]:
@@ -146,7 +155,7 @@ class _HostParked:
             with queued_on(streams, tier.out):
                 tier.out.wait_event(produced)  # T1
                 if self.nbytes:
-                    streams_module.copy(tier.bytes_at(offset, self.nbytes), t)
+                    tier.copy(tier.bytes_at(offset, self.nbytes), t, tier.out)
                 self.done.record(tier.out)
 
     def stored(self) -> bool:
@@ -179,7 +188,7 @@ class _HostParked:
             with queued_on(streams, tier.back):
                 tier.back.wait_event(self.done)  # T3
                 tier.back.wait_event(free)  # T3
-                streams_module.copy(out, tier.bytes_at(self.offset, self.nbytes))
+                tier.copy(out, tier.bytes_at(self.offset, self.nbytes), tier.back)
             self.outs.append(out)
             self.fetched = marked(streams, tier.back)
 

@@ -32,7 +32,9 @@ class Scratch:
             self._file = tempfile.TemporaryFile(buffering=0, prefix="memopt-", dir=where)  # noqa: SIM115 (closed by close)
         except OSError as error:
             reason = error.strerror or type(error).__name__
-            raise OffloadError(f"the disk tier cannot make a file in {where!r}: {reason}; give it another directory") from error
+            raise OffloadError(
+                f"the disk tier cannot make a file in {where!r}: {reason}; give it another directory: offload='disk:/that/one'"
+            ) from error
         try:
             self._reserve(nbytes)
         except OSError as error:
@@ -40,7 +42,7 @@ class Scratch:
             reason = error.strerror or type(error).__name__
             raise OffloadError(
                 f"the disk tier cannot reserve {nbytes} bytes ({format_nbytes(nbytes)}) in {where!r}: {reason}; "
-                "give it fewer bytes, or a directory on a larger disk"
+                "give it fewer bytes by a larger budget, or a directory on a larger disk: offload='disk:/that/one'"
             ) from error
 
     def _reserve(self, nbytes: int) -> None:
