@@ -17,7 +17,8 @@ from lightning_memopt.telemetry.sources import Clock, Counter, PowerSampler, Sou
 
 _MILLI = 1e-3
 _WRAPS = (1 << 32, 1 << 64)
-"""Of the counter in mJ; bindings before 2019 give its lower 32 bits."""
+"""Of the counter in mJ; old bindings give its lower 32 bits."""
+_MOST_WATTS = 5000.0  # boards of 2026 take up to 1,400
 
 
 def uuid_of(device: torch.device) -> str:
@@ -61,7 +62,7 @@ def _source(nvml: Any, uuid: str, clock: Clock) -> Source:
     failures = (nvml.NVMLError, AttributeError, EnergyUnavailableError)
     key = f"GPU-{uuid}"
     try:
-        return Counter(key, energy, _MILLI, _WRAPS, clock, lambda: _end(nvml))
+        return Counter(key, energy, _MILLI, _WRAPS, _MOST_WATTS, clock, lambda: _end(nvml))
     except failures as error:  # before Volta: no counter
         counter = error
     try:

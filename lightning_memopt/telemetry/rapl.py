@@ -12,6 +12,7 @@ from lightning_memopt.telemetry.sources import Clock, Counter, Source
 
 DIRECTORY = Path("/sys/class/powercap")
 _MICRO = 1e-6
+_MOST_WATTS = 1500.0  # of a package; those of 2026 take up to 500
 
 
 def rapl_sources(directory: str | os.PathLike[str] = DIRECTORY, clock: Clock = time.perf_counter) -> list[Source]:
@@ -22,7 +23,7 @@ def rapl_sources(directory: str | os.PathLike[str] = DIRECTORY, clock: Clock = t
         packages = [p for p in packages if (p / "name").read_text().startswith("package")]
         if not packages:
             raise EnergyUnavailableError(f"there is no package's counter below {directory}")
-        return [Counter(p.name, partial(_count, p / "energy_uj"), _MICRO, (_range(p),), clock) for p in packages]
+        return [Counter(p.name, partial(_count, p / "energy_uj"), _MICRO, (_range(p),), _MOST_WATTS, clock) for p in packages]
     except PermissionError as error:
         raise EnergyUnavailableError(f"{error.filename} is not readable for this user; ask who administers it") from error
     except (OSError, ValueError) as error:

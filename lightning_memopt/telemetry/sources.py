@@ -12,8 +12,6 @@ from typing import Protocol
 from lightning_memopt.errors import EnergyUnavailableError
 
 Clock = Callable[[], float]
-MAX_WATTS = 5000.0
-"""More than any one board or package takes: a counter that grew faster was reset, or wrapped more than once."""
 
 
 class Source(Protocol):
@@ -33,6 +31,7 @@ class Source(Protocol):
 class Counter:
     """`read` gives a count of `unit_joules` each, which begins anew at one of `wraps` (ascending), or where it is reset.
 
+    `most_watts`: more than what is measured ever takes; a counter that grew faster was reset, or wrapped more than once.
     `finish` ends what `read` needs.
     """
 
@@ -44,12 +43,13 @@ class Counter:
         read: Callable[[], int],
         unit_joules: float,
         wraps: tuple[int, ...],
+        most_watts: float,
         clock: Clock = time.perf_counter,
         finish: Callable[[], object] = lambda: None,
     ) -> None:
         self.key = key
         self._read, self._clock = read, clock
-        self._unit_joules, self._wraps = unit_joules, wraps
+        self._unit_joules, self._wraps, self._most_watts = unit_joules, wraps, most_watts
         self._last, self._at = read(), clock()
         self._on_close = contextlib.ExitStack()
         self._on_close.callback(finish)
@@ -58,7 +58,7 @@ class Counter:
         now, at = self._read(), self._clock()
         last, seconds = self._last, at - self._at
         self._last, self._at = now, at
-        most = MAX_WATTS * (seconds + 1.0) / self._unit_joules  # a counter is behind by its period, so a second more
+        most = self._most_watts * (seconds + 1.0) / self._unit_joules  # a counter is behind by its period, so a second more
         if most >= self._wraps[-1]:
             return None  # it may have wrapped, and passed where it was
         growths = [now - last, *(now + wrap - last for wrap in self._wraps if last < wrap)]
