@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -108,8 +109,8 @@ class FakeNvml(types.ModuleType):
 
 
 def install(monkeypatch: Any, module: Any, uuids: Iterable[str] = ("a",)) -> Callable[[int], torch.device]:
-    """Make `module` what `import pynvml` gives (None: there is none), and these UUIDs those of CUDA's devices, in this order."""
+    """Make `module` what `import pynvml` gives (None: there is none), and `uuids` those of CUDA's devices, in this order."""
     found = [types.SimpleNamespace(uuid=uuid) for uuid in uuids]
-    monkeypatch.setitem(__import__("sys").modules, "pynvml", module)
+    monkeypatch.setitem(sys.modules, "pynvml", module)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found[torch.device(device).index])
     return lambda index: torch.device("cuda", index)
