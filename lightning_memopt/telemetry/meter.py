@@ -65,6 +65,7 @@ class Meter:
         self._lap = self._now = self._long = Tally()
         self._now_steady = self._long_steady = True
         self._at: float | None = None  # where the stretch began; None between `pause` and `resume`
+        self._ended = False
         self._polled = clock()
         self.resume()
 
@@ -86,7 +87,7 @@ class Meter:
 
     def resume(self) -> None:
         """Begin, or go on."""
-        if self._at is None:
+        if self._at is None and not self._ended:
             self._synchronize()
             for energy in self.energies.values():
                 energy.take()  # what was used meanwhile
@@ -106,7 +107,7 @@ class Meter:
 
     def abandon(self) -> None:
         """The end after an error: the open stretch is dropped, and the device not asked."""
-        self._at, self._now = None, Tally()
+        self._at, self._now, self._ended = None, Tally(), True
         for energy in self.energies.values():
             energy.close()
 
@@ -126,20 +127,18 @@ class Meter:
         found = self.steady
         if found.samples_per_sec is None:
             return None
-        device = found.energy.get("device", Energy())
+        # where the processors are what is trained on, their energy is the device's
+        name = "cpu" if self.device.type == "cpu" and "device" not in found.energy else "device"
+        energy = found.energy.get(name, Energy())
         return Rates(
             device=_name(self.device),
             steps=found.steps,
             samples_per_step=found.samples / found.steps if found.steps else None,
             samples_per_sec=found.samples_per_sec,
-            joules_per_sample=device.joules_per_sample,
-            approximate=device.samples > 0 and self.approximate("device"),
+            joules_per_sample=energy.joules_per_sample,
+            approximate=energy.samples > 0 and self._approximate[name],
             peak_bytes=self.peak_bytes(),
         )
-
-    def approximate(self, name: str) -> bool:
-        """Whether those joules are integrated from samples of power."""
-        return self._approximate.get(name, False)
 
     def peak_bytes(self) -> int | None:
         """The most bytes reserved on the device since its statistics were last reset; None where nobody counts."""

@@ -18,6 +18,7 @@ from lightning_memopt.telemetry.sources import Clock, Counter, PowerSampler, Sou
 _MILLI = 1e-3
 _WRAPS = (1 << 32, 1 << 64)
 """Of the counter in mJ; old bindings give its lower 32 bits."""
+_NO_ENERGY, _NO_POWER = (1 << 64) - 1, (1 << 32) - 1  # NVML_VALUE_NOT_AVAILABLE of each type
 _MOST_WATTS = 5000.0  # boards of 2026 take up to 1,400
 
 
@@ -38,7 +39,7 @@ def nvml_source(device: torch.device, clock: Clock = time.perf_counter) -> Sourc
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        raise EnergyUnavailableError(f"NVML does not begin ({error}); is NVIDIA's driver there?") from error
+        raise EnergyUnavailableError(f"NVML does not begin ({error}); check NVIDIA's driver") from error
     try:
         return _source(nvml, uuid_of(device), clock)
     except BaseException:
@@ -51,12 +52,15 @@ def _source(nvml: Any, uuid: str, clock: Clock) -> Source:
 
     def energy() -> int:
         found = int(nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
-        if found == getattr(nvml, "NVML_VALUE_NOT_AVAILABLE", -1):
+        if found == _NO_ENERGY:
             raise EnergyUnavailableError("its energy counter has no value")
         return found
 
     def power() -> float:
-        return _MILLI * nvml.nvmlDeviceGetPowerUsage(handle)
+        found = int(nvml.nvmlDeviceGetPowerUsage(handle))
+        if found == _NO_POWER:
+            raise EnergyUnavailableError("its power has no value")
+        return _MILLI * found
 
     # AttributeError: a binding that is older than the function
     failures = (nvml.NVMLError, AttributeError, EnergyUnavailableError)

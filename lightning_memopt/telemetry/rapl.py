@@ -17,10 +17,9 @@ _MOST_WATTS = 1500.0  # of a package; those of 2026 take up to 500
 
 def rapl_sources(directory: str | os.PathLike[str] = DIRECTORY, clock: Clock = time.perf_counter) -> list[Source]:
     """A counter for every package; memory counts where it is part of one. Raises EnergyUnavailableError without any."""
-    # intel-rapl:0 is a package; intel-rapl:0:0 a part of it (cores, memory), and psys a sum of it and others
-    packages = [p for p in sorted(Path(directory).glob("intel-rapl:*")) if p.name.count(":") == 1]
     try:
-        packages = [p for p in packages if (p / "name").read_text().startswith("package")]
+        # others are parts of one (core, dram), or a sum of it and more (psys)
+        packages = [p for p in sorted(Path(directory).glob("intel-rapl:*")) if (p / "name").read_text().startswith("package")]
         if not packages:
             raise EnergyUnavailableError(f"there is no package's counter below {directory}")
         return [Counter(p.name, partial(_count, p / "energy_uj"), _MICRO, (_range(p),), _MOST_WATTS, clock) for p in packages]

@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_memopt import jsonio
 from lightning_memopt.errors import PlanFileError
+from lightning_memopt.units import format_nbytes
 
 MIN_SECONDS = 1.0
 """Counters of energy are read every 20 to 100 ms by what they count: of a shorter stretch they say little."""
@@ -90,14 +91,14 @@ class Rates:
 
     def text(self) -> str:
         """One line."""
-        parts = [f"{self.steps} steps on {self.device}"]
+        parts = [f"{self.steps} steps on {self.device}"]  # no brackets: Rich would take them for markup
         if self.samples_per_sec is not None:
             parts.append(f"{self.samples_per_sec:.4g} samples/s, {self.samples_per_step or 0:.4g} a step")
         if self.joules_per_sample is not None:
             about = "about " * self.approximate
             parts.append(f"{about}{self.joules_per_sample:.4g} J/sample (the whole device, whoever uses it)")
         if self.peak_bytes is not None:
-            parts.append(f"peak {self.peak_bytes} bytes")
+            parts.append(f"{format_nbytes(self.peak_bytes)} reserved at most")
         return "; ".join(parts)
 
 

@@ -50,7 +50,6 @@ class Board:
 
 class FakeNvml(types.ModuleType):
     NVML_DEVICE_MIG_ENABLE = 1
-    NVML_VALUE_NOT_AVAILABLE = (1 << 64) - 1
 
     def __init__(self, boards: Iterable[Board] = (), slices: Iterable[str] = (), begins: str = "") -> None:
         super().__init__("pynvml")

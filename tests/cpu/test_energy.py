@@ -183,11 +183,14 @@ def test_p31_unknown_device_and_others(monkeypatch: Any, clock: Clock) -> None:
 
 
 def test_no_value_is_no_number(monkeypatch: Any, clock: Clock) -> None:
-    """NVML_VALUE_NOT_AVAILABLE is not taken for joules: power is sampled instead."""
-    board = Board("a", clock, watts=0.0, counted=FakeNvml.NVML_VALUE_NOT_AVAILABLE)
-    source = nvml_source(install(monkeypatch, FakeNvml([board]))(0), clock)
+    """NVML_VALUE_NOT_AVAILABLE is not taken for joules: power is sampled instead; nor for watts."""
+    nvml = FakeNvml([Board("a", clock, watts=0.0, counted=(1 << 64) - 1)])
+    device = install(monkeypatch, nvml)(0)
+    source = nvml_source(device, clock)
     assert source.approximate
     source.close()
+    monkeypatch.setattr(nvml, "nvmlDeviceGetPowerUsage", lambda handle: (1 << 32) - 1)
+    unavailable(lambda: [nvml_source(device, clock)], "its power has no value")
 
 
 def test_p31_lost_on_the_way(monkeypatch: Any, clock: Clock) -> None:
@@ -238,7 +241,7 @@ def test_rapl_sums_packages(tmp_path: Path, clock: Clock) -> None:
     clock.after(2)
     one.write_text("25000000\n")
     two.write_text("8000000\n")  # wrapped after 9,999,999,999
-    assert meter.take() == pytest.approx(20.0 + 10.0)
+    assert meter.take() == pytest.approx(20.0 + 10.0, rel=0, abs=1e-7)
     clock.after(1000)  # at what no processor takes it could have come around more than once
     assert meter.take() is None
     clock.after(1)
@@ -348,6 +351,13 @@ def test_only_steady_steps_count(clock: Clock) -> None:
     assert meter.total.steps == 13 and meter.total.energy["device"].total_joules == pytest.approx(100 * meter.total.seconds)
 
 
+def test_the_warm_up(clock: Clock) -> None:
+    meter = Meter(warmup=2, every=1, clock=clock)
+    for i, steps in enumerate([0, 0, 1, 2]):
+        loop(meter, clock, 1, 9.0 if i < 2 else 1.0)
+        assert (meter.steady.steps, meter.steady.seconds) == (steps, float(steps))
+
+
 def test_accumulated_batches(clock: Clock) -> None:
     with Meter(warmup=0, clock=clock) as meter:
         for _ in range(3):
@@ -377,7 +387,10 @@ def test_counters_are_read_between_edges(clock: Clock) -> None:
     meter = Meter(warmup=0, every=0, clock=clock, energies={"cpu": joules})
     loop(meter, clock, 320, 0.95)
     meter.stop()
+    meter.resume()
     assert meter.total.energy["cpu"].total_joules == pytest.approx(100 * 304.0, abs=0.1)
+    rates = meter.rates()
+    assert rates is not None and rates.joules_per_sample == pytest.approx(95.0 / 4), "what is trained on is the processors"
 
 
 def test_no_energy_where_nothing_is_measured(clock: Clock) -> None:
