@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "MemOptConfig": "lightning_memopt.config",
+    "MemOptMonitor": "lightning_memopt.callbacks",
     "MemOptStrategy": "lightning_memopt.strategies",
     "MemOptError": "lightning_memopt.errors",
     "Session": "lightning_memopt.session",
@@ -20,7 +21,16 @@ _PUBLIC = {
     "register_op": "lightning_memopt.record",
 }
 
-__all__ = ["MemOptConfig", "MemOptError", "MemOptStrategy", "Session", "__version__", "optimize", "register_op"]
+__all__ = [
+    "MemOptConfig",
+    "MemOptError",
+    "MemOptMonitor",
+    "MemOptStrategy",
+    "Session",
+    "__version__",
+    "optimize",
+    "register_op",
+]
 
 
 def __getattr__(name: str) -> Any:

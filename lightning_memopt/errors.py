@@ -58,3 +58,7 @@ class ReplayMismatchError(MemOptError, RuntimeError):
 
 class OffloadError(MemOptError, RuntimeError):
     """A tensor could not be moved to a tier, or back: no room, a failed copy, or a tier that is closed."""
+
+
+class EnergyUnavailableError(MemOptError):
+    """The energy of a device cannot be measured; a meter turns it into a warning."""

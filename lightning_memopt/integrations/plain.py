@@ -16,6 +16,7 @@ from lightning_memopt.record.calls import CALL
 from lightning_memopt.report.frontier import Row, rows
 from lightning_memopt.report.table import summary
 from lightning_memopt.session import Session
+from lightning_memopt.telemetry import Meter
 
 
 class Run:
@@ -24,6 +25,7 @@ class Run:
     def __init__(self, session: Session) -> None:
         self.session = session
         self._paused = False
+        self._meter: Meter | None = None
 
     @property
     def plan(self) -> Plan | None:
@@ -32,7 +34,13 @@ class Run:
 
     def report(self) -> str:
         """The table: budget, predicted, measured and unmodified peak, extra time, what is rebuilt, why the rest is kept."""
-        return summary(self.session)
+        return summary(self.session, self._meter)
+
+    def monitor(self, **options: Any) -> Meter:
+        """A meter for this loop, options as of `Meter`: call its `step(samples=...)` after every optimizer step, and the report
+        gains samples and joules."""
+        self._meter = Meter(self.session.device, steady=lambda: self.session.steady, **options)
+        return self._meter
 
     def frontier(self) -> list[Row]:
         """Every Pareto plan as a row: peak bytes, extra seconds, rebuilt bytes, extra FLOPs."""
@@ -41,6 +49,10 @@ class Run:
     def step(self) -> None:
         """End a step by hand, where steps are not the optimizer's."""
         self.session.step_ended()
+
+    def _measured(self, *raised: Any) -> None:
+        if self._meter is not None:
+            self._meter.__exit__(*raised)
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -121,6 +133,7 @@ def optimize(
         for _ in range(2):  # the second does nothing, unless the first was interrupted
             stack.callback(session.close)
         run = Run(session)
+        stack.push(run._measured)
         if session.enabled:  # else nothing is touched
             _attach(stack, run, model, optimizers)
         yield run

@@ -10,6 +10,7 @@ from lightning_memopt.report.explain import items, kept, rebuilt, render
 from lightning_memopt.runtime.away import Depot
 from lightning_memopt.session import Session
 from lightning_memopt.session.buckets import Failed, Observing, Running
+from lightning_memopt.telemetry import Meter, Rates
 from lightning_memopt.units import format_nbytes
 
 
@@ -42,8 +43,32 @@ def _away(plan: Plan, depot: Depot | None) -> str:
     return "; ".join(parts)
 
 
-def summary(session: Session) -> str:
-    """The table of a session; says what is still missing where there is no plan."""
+def _beside(after: float | None, before: float | None) -> str:
+    """A figure, and what it was without a plan where that was measured: in a run of its own, never from observed steps, which
+    recording slows down."""
+    if after is None:
+        return "not measured"
+    return f"{after:.4g}" + (f"; before {before:.4g}, x{after / before:.3f}" if before else "; before: not measured")
+
+
+def _gains(meter: Meter) -> list[tuple[str, str]]:
+    """Rows of what the run came to, in planned steps only."""
+    after = meter.rates()
+    if after is None:
+        return []
+    before = meter.before or Rates(device="", steps=0)
+    found = [
+        ("batch, samples a step", _beside(after.samples_per_step, before.samples_per_step)),
+        ("samples/s", _beside(after.samples_per_sec, before.samples_per_sec)),
+    ]
+    if after.joules_per_sample is not None:
+        whole = "; the whole device, whoever uses it" + ", integrated from its power" * after.approximate
+        found.append(("J/sample", _beside(after.joules_per_sample, before.joules_per_sample) + whole))
+    return found
+
+
+def summary(session: Session, meter: Meter | None = None) -> str:
+    """The table of a session, with what a meter found; says what is still missing where there is no plan."""
     state = session.main
     if not session.enabled:
         return "MemOpt: off (MEMOPT_DISABLE, recompute=False, or an untested torch); the run was the plain one."
@@ -86,5 +111,7 @@ def summary(session: Session) -> str:
         table.add_row("away", _away(plan, state.depot))
     table.add_row("rebuilt", items(rebuilt(graph, plan)))
     table.add_row("kept", items(kept(graph, plan)))
+    for row in _gains(meter) if meter is not None else ():
+        table.add_row(*row)
     table.add_row("plan by", f"{plan.solver}, {plan.solve_seconds:.1f} s")
     return render(table)

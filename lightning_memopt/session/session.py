@@ -86,7 +86,7 @@ class Session:
         self._rounds = Rounds()
         self._observation: Observation | None = None
         self._meter: StepMeter | None = None
-        self._metered = False
+        self._metered = self._slowed = False
         self._ran: list[Running] = []
         self._update_seen = False
         self._updated: set[int] = set()
@@ -157,6 +157,7 @@ class Session:
         """The step is over. May solve a plan and put it in force."""
         self._updated.clear()
         self._metered = self._meter is not None or (self._observation is not None and self._observation.meter)
+        self._slowed = self._metered or self._observation is not None
         peak_nbytes = self._close_meter()
         ran, self._ran = self._ran, []
         if ran:
@@ -210,6 +211,11 @@ class Session:
     def plan(self) -> Plan | None:
         state = self.main
         return state.plan if isinstance(state, Running) else None
+
+    @property
+    def steady(self) -> bool:
+        """Whether the last step, and what ran of the next, was as later ones will be: neither observed nor measured."""
+        return not self._slowed and self._observation is None and self._meter is None
 
     @property
     def frontier(self) -> Frontier | None:

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.report.table import summary
 from lightning_memopt.session import Session
+from lightning_memopt.telemetry import Meter
 
 CHECKPOINT_KEY = "lightning_memopt"
 
@@ -25,6 +26,8 @@ class MemOptMixin(abc.ABC):
 
     memopt_config: MemOptConfig
     session: Session | None = None
+    telemetry: Meter | None = None
+    """Set by a callback that measures; the table at the end shows what it found."""
 
     # -- lifecycle ---------------------------------------------------------------------------------
 
@@ -42,7 +45,7 @@ class MemOptMixin(abc.ABC):
             if session is not None:
                 session.close()
                 if self.memopt_config.verbose:
-                    rank_zero_info(summary(session))
+                    rank_zero_info(summary(session, self.telemetry))
         finally:
             super().teardown()  # type: ignore[misc]
 

@@ -1,0 +1,5 @@
+"""Lightning callbacks: thin adapters over what works in any loop."""
+
+from lightning_memopt.callbacks.monitor import MemOptMonitor
+
+__all__ = ["MemOptMonitor"]
