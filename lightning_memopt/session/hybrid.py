@@ -5,6 +5,7 @@ Nothing is measured or made before a plan is solved for a budget that the step d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -17,7 +18,7 @@ from lightning_memopt.graph import BEFORE, Graph, Op, fingerprint
 from lightning_memopt.plan import Life, Plan
 from lightning_memopt.plan.forms import tier_of
 from lightning_memopt.plan.rates import Rates
-from lightning_memopt.plan.readers import lossy, need
+from lightning_memopt.plan.readers import Need, lossy, need
 from lightning_memopt.runtime import Program
 from lightning_memopt.runtime.away import Depot
 from lightning_memopt.runtime.codecs import NAMES, codec
@@ -141,7 +142,15 @@ def _readers(graph: Graph, t: int) -> list[tuple[Op, str]]:
 def _needs(graph: Graph, t: int) -> set[str]:
     """What backward needs of the result of a ReLU."""
     found = _readers(graph, t)
-    return {need(_base(op), argument, threshold=0.0) for op, argument in found} if found else {"value"}
+    return {_need(graph, t, op, argument) for op, argument in found} if found else {"value"}
+
+
+def _need(graph: Graph, t: int, op: Op, argument: str) -> Need:
+    """What a backward op needs of the result of a ReLU. Where `threshold` reads it too, whose backward cannot be told from
+    ReLU's: all of it.
+    """
+    compared = any(o.phase == "forward" and _base(o).startswith("threshold") for o in graph.consumers.get(t, ()))
+    return need(_base(op), argument, threshold=math.nan if compared else 0.0)
 
 
 def _base(op: Op) -> str:
