@@ -50,10 +50,15 @@ class Hybrid:
     def wanted(self) -> bool:
         return bool(self.tier) or self.config.compress != "none"
 
+    @property
+    def _gated(self) -> str:
+        """The same for results of ReLU: it keeps what is above 0 above 0. Not every codec has such a form."""
+        return self.codec.replace("block", "gated") if self.codec.startswith("block") else ""
+
     @cached_property
     def rates(self) -> Rates:
         """Measured once, in less than a second."""
-        used = {"bools", "positive", self.codec} & set(NAMES) if self.config.compress != "none" else set()
+        used = {"bools", "positive", self.codec, self._gated} & set(NAMES) if self.config.compress != "none" else set()
         tiers = [self._made(self.tier, _PROBE_NBYTES)] if self.tier else []
         try:
             return measure(tiers, self.device, [codec(name) for name in sorted(used)])
@@ -79,10 +84,12 @@ class Hybrid:
         dtype, names = getattr(torch, tensor.dtype), []
         if dtype is torch.bool:
             names.append("bools")
-        elif graph.producers[t].name.startswith("aten::relu") and _needs(graph, t) <= {"sign", "shape"}:
+        elif (rectified := graph.producers[t].name.startswith("aten::relu")) and _needs(graph, t) <= {"sign", "shape"}:
             names.append("positive")
         elif self.codec and _bears_errors(graph, t):
             names.append(self.codec)
+        elif rectified and self._gated and _bears_errors(graph, t, gated=True):
+            names.append(self._gated)
         accepted = (codec(name) for name in names)
         return [(c.name, c.encoded_nbytes(tensor.size, dtype)) for c in accepted if c.accepts(tensor.size, dtype)]
 
@@ -157,9 +164,12 @@ def _base(op: Op) -> str:
     return op.name.partition("::")[2].partition(".")[0]
 
 
-def _bears_errors(graph: Graph, t: int) -> bool:
-    """Whether errors in a tensor stay in the gradient of one weight: every reader is such, and met a parameter in forward."""
-    found = _readers(graph, t)
+def _bears_errors(graph: Graph, t: int, gated: bool = False) -> bool:
+    """Whether errors in a tensor stay in the gradient of one weight: every reader is such, and met a parameter in forward.
+
+    `gated`: readers that ask for no more than the sign or the size are passed over, because it is kept.
+    """
+    found = [(op, arg) for op, arg in _readers(graph, t) if not gated or _need(graph, t, op, arg) == "value"]
     forward = [op for op in graph.consumers.get(t, ()) if op.phase == "forward" and op.heavy]
     met = all(any(graph.tensors[i].kind == "parameter" for i in op.inputs) for op in forward)
     return bool(found and forward and met and all(lossy(_base(op), argument) for op, argument in found))
