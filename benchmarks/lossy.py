@@ -1,6 +1,6 @@
 """Training with every eligible map really encoded: does it end where the exact run ends?
 
-    python benchmarks/lossy.py [--seeds 3] [--epochs 8] [--steps 100] [--batch-size 16] [--models digits,chargpt] [-o FILE]
+    python benchmarks/lossy.py [--seeds 3] [--epochs 8] [--steps 200] [--batch-size 16] [--models digits,chargpt] [-o FILE]
 
 The two demo trainings, each seed with the same weights, batches and dropout masks: exactly, and under plans that encode all
 that `compress=` may touch with errors, in every step and whatever a budget would choose. 5x: 6 bits a value (32 / 6 = 5.3), 8x:
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import statistics
 import sys
 import tempfile
@@ -263,18 +264,19 @@ def table(short: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def write(path: Path, rows: list[Row]) -> None:
+def write(path: Path, rows: list[Row], arguments: list[str]) -> None:
     """JSON, a row a line."""
     of = {"summary": summary(rows), "rows": [asdict(row) for row in rows]}
     parts = [f'"{key}": [\n' + ",\n".join("  " + json.dumps(v) for v in values) + "]" for key, values in of.items()]
-    path.write_text('{"command": "python benchmarks/lossy.py",\n' + ",\n".join(parts) + "}\n")
+    command = json.dumps(shlex.join(["python", "benchmarks/lossy.py", *arguments]))
+    path.write_text(f'{{"command": {command},\n' + ",\n".join(parts) + "}\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=8, help="of the digits, 11 steps each")
-    parser.add_argument("--steps", type=int, default=100, help="of the character GPT")
+    parser.add_argument("--steps", type=int, default=200, help="of the character GPT")
     parser.add_argument("--batch-size", type=int, help="of the character GPT; the demo's, where left out")
     parser.add_argument("--models", default="digits,chargpt")
     parser.add_argument("--forms", default="", help="comma-separated; all, where left out")
@@ -296,7 +298,7 @@ def main() -> None:
                 row = trained(name, form, seed, steps, settings)
                 rows.append(row)
                 print(f"{name} {form} seed {seed}: loss {row.loss:.4f}, {row.accuracy:.2f} %", file=sys.stderr, flush=True)
-                write(options.out, rows)
+                write(options.out, rows, sys.argv[1:])
     print(table(summary(rows)))
 
 
