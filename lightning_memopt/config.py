@@ -16,7 +16,7 @@ from lightning_memopt.units import host_memory_nbytes, parse_budget
 OnExceed = Literal["replan", "warn", "raise"]
 OFFLOAD = ("none", "auto", "host", "disk")
 COMPRESS = ("none", "lossless", "lossy")
-LOSSY = tuple(name for name in NAMES if name not in ("bools", "positive"))
+LOSSY = tuple(name for name in NAMES if name.startswith(("block", "int")))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ Nothing is measured or made before a plan is solved for a budget that the step d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -17,7 +18,7 @@ from lightning_memopt.graph import BEFORE, Graph, Op, fingerprint
 from lightning_memopt.plan import Life, Plan
 from lightning_memopt.plan.forms import tier_of
 from lightning_memopt.plan.rates import Rates
-from lightning_memopt.plan.readers import lossy, need
+from lightning_memopt.plan.readers import Need, lossy, need
 from lightning_memopt.runtime import Program
 from lightning_memopt.runtime.away import Depot
 from lightning_memopt.runtime.codecs import NAMES, codec
@@ -56,10 +57,15 @@ class Hybrid:
     def wanted(self) -> bool:
         return bool(self.tier) or self.config.compress != "none"
 
+    @property
+    def _gated(self) -> str:
+        """The same for results of ReLU: it keeps what is above 0 above 0. Not every codec has such a form."""
+        return self.codec.replace("block", "gated") if self.codec.startswith("block") else ""
+
     @cached_property
     def rates(self) -> Rates:
         """Measured once, in less than a second."""
-        used = {"bools", "positive", self.codec} & set(NAMES) if self.config.compress != "none" else set()
+        used = {"bools", "positive", self.codec, self._gated} & set(NAMES) if self.config.compress != "none" else set()
         tiers = [self._made(self.tier, _PROBE_NBYTES)] if self.tier else []
         try:
             return costs.in_own_thread(lambda: measure(tiers, self.device, [codec(name) for name in sorted(used)]))
@@ -85,10 +91,12 @@ class Hybrid:
         dtype, names = getattr(torch, tensor.dtype), []
         if dtype is torch.bool:
             names.append("bools")
-        elif graph.producers[t].name.startswith("aten::relu") and _needs(graph, t) <= {"sign", "shape"}:
+        elif (rectified := graph.producers[t].name.startswith("aten::relu")) and _needs(graph, t) <= {"sign", "shape"}:
             names.append("positive")
         elif self.codec and _bears_errors(graph, t):
             names.append(self.codec)
+        elif rectified and self._gated and _bears_errors(graph, t, gated=True):
+            names.append(self._gated)
         accepted = (codec(name) for name in names)
         return [(c.name, c.encoded_nbytes(tensor.size, dtype)) for c in accepted if c.accepts(tensor.size, dtype)]
 
@@ -148,16 +156,27 @@ def _readers(graph: Graph, t: int) -> list[tuple[Op, str]]:
 def _needs(graph: Graph, t: int) -> set[str]:
     """What backward needs of the result of a ReLU."""
     found = _readers(graph, t)
-    return {need(_base(op), argument, threshold=0.0) for op, argument in found} if found else {"value"}
+    return {_need(graph, t, op, argument) for op, argument in found} if found else {"value"}
+
+
+def _need(graph: Graph, t: int, op: Op, argument: str) -> Need:
+    """What a backward op needs of the result of a ReLU. Where `threshold` reads it too, whose backward cannot be told from
+    ReLU's: all of it.
+    """
+    compared = any(o.phase == "forward" and _base(o).startswith("threshold") for o in graph.consumers.get(t, ()))
+    return need(_base(op), argument, threshold=math.nan if compared else 0.0)
 
 
 def _base(op: Op) -> str:
     return op.name.partition("::")[2].partition(".")[0]
 
 
-def _bears_errors(graph: Graph, t: int) -> bool:
-    """Whether errors in a tensor stay in the gradient of one weight: every reader is such, and met a parameter in forward."""
-    found = _readers(graph, t)
+def _bears_errors(graph: Graph, t: int, gated: bool = False) -> bool:
+    """Whether errors in a tensor stay in the gradient of one weight: every reader is such, and met a parameter in forward.
+
+    `gated`: readers that ask for no more than the sign or the size are passed over, because it is kept.
+    """
+    found = [(op, arg) for op, arg in _readers(graph, t) if not gated or _need(graph, t, op, arg) == "value"]
     forward = [op for op in graph.consumers.get(t, ()) if op.phase == "forward" and op.heavy]
     met = all(any(graph.tensors[i].kind == "parameter" for i in op.inputs) for op in forward)
     return bool(found and forward and met and all(lossy(_base(op), argument) for op, argument in found))

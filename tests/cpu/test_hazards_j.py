@@ -23,7 +23,7 @@ from tests.cpu.stepped import Stepped, held, same
 
 torch.set_num_threads(1)
 SPECIAL = [0.0, -0.0, float("nan"), -float("nan"), float("inf"), -float("inf"), 1e-40, -1e-40, 1.0, -1.0, 3e38]
-LOSSY = [name for name in NAMES if not codec(name).exact]
+LOSSY = [name for name in NAMES if not codec(name).exact and not name.startswith("gated")]  # those are for ReLU's results
 
 
 class Convs(nn.Module):

@@ -23,6 +23,7 @@ from lightning_memopt.report.table import _away
 from lightning_memopt.session.buckets import Running
 from lightning_memopt.session.hybrid import Hybrid
 from tests.cpu.loops import QUIET, assert_same, batches, sgd, small, state, train
+from tests.cpu.stepped import Stepped, same
 
 
 def trained(model: nn.Module, count: int = 6, **options: Any) -> tuple[Run, dict[str, torch.Tensor], list[torch.Tensor]]:
@@ -123,6 +124,24 @@ def test_masks_at_one_bit_are_lossless() -> None:
     assert all(torch.equal(a, b) for a, b in zip(losses, found, strict=True))
     assert {codec_of(life.form) for life in main.plan.lives if life.how == "fetch"} == {"positive"}
     assert abs(main.measured_bytes / main.plan.predicted_peak_bytes - 1) <= 0.01
+
+
+def test_a_threshold_may_be_any_number() -> None:
+    """Backward of `threshold` is the op that ReLU's is: what both read is not kept as mere signs."""
+    torch.manual_seed(0)
+    layers, x = nn.ModuleList(nn.Linear(64, 64) for _ in range(3)), torch.randn(64, 64)
+
+    def loss() -> torch.Tensor:
+        h = x
+        for i, layer in enumerate(layers):
+            h = layer(h).relu()
+            h = nn.functional.threshold(h, 0.5, 0.0) if i else h + 1
+        return h.square().sum()
+
+    one = Stepped(layers, loss)
+    forms = Hybrid(one.device, MemOptConfig(budget="min", compress="lossless")).forms(one.graph)
+    program = one.away(form="positive", only=lambda t: bool(forms.get(t)))
+    assert same(one.step(), one.step(program)) and len(program.away) == 1, "that of the first layer, which no threshold reads"
 
 
 def test_nothing_is_left_behind(smallest: int) -> None:

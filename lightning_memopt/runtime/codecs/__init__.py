@@ -8,7 +8,7 @@ from lightning_memopt.runtime.codecs.bits import BOOLS, POSITIVE
 from lightning_memopt.runtime.codecs.block import RATES, Block
 from lightning_memopt.runtime.codecs.quantise import Groups
 
-_EVERY: list[Codec] = [BOOLS, POSITIVE, *map(Block, RATES), Groups(8), Groups(4)]
+_EVERY: list[Codec] = [BOOLS, POSITIVE, *map(Block, RATES), *(Block(rate, gated=True) for rate in RATES), Groups(8), Groups(4)]
 _ALL = {c.name: c for c in _EVERY}
 NAMES = tuple(_ALL)
 

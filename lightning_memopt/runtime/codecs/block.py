@@ -11,6 +11,10 @@ other are one. No padding but in the last block: `2 * rate` bytes for every 16 v
 Arithmetic is float32 with one rounding an operation, in an order that is written down, so that devices give the same
 bits: the transform only adds, and multiplies by powers of two. A NaN or an infinity is kept as itself; finite values that
 share its block come back as 0.
+
+`gated` blocks are for results of ReLU, of which its backward reads the sign. 16 of a block's bits say which values are above 0:
+those come back above 0, all others as 0, so that no gate opens or closes. What is not above 0 needs no other bits: it is
+coded as if it were the mean of the others, which takes its edges out of the spectrum.
 """
 
 from __future__ import annotations
@@ -58,8 +62,8 @@ class Constants:
 
 
 @cache
-def constants(rate: int, device: torch.device) -> Constants:
-    tables = layout.tables(rate)
+def constants(rate: int, device: torch.device, header: int = HEADER_BITS) -> Constants:
+    tables = layout.tables(rate, header)
     powers = [2.0 ** ((s >> 2) - 127) if 0 < s >> 2 < 255 else 0.0 for s in range(NOT_FINITE + 1)]
     step = torch.tensor([p * (1 + (s & 3) / 4) for s, p in enumerate(powers)], dtype=torch.float32)
     merges = 0
@@ -82,14 +86,20 @@ def _widest(bits: tuple[tuple[int, ...], ...], together: int) -> int:
 
 @dataclass(frozen=True)
 class Block:
-    """`rate`: bits a value."""
+    """`rate`: bits a value. `gated`: for what is nowhere below 0 (the module says what comes back of it)."""
 
     rate: int
+    gated: bool = False
     exact: bool = False
 
     @property
     def name(self) -> str:
-        return f"block{self.rate}"
+        return f"gated{self.rate}" if self.gated else f"block{self.rate}"
+
+    @property
+    def header(self) -> int:
+        """Bits of a block before those of its coefficients: step, mode, and gates."""
+        return HEADER_BITS + VALUES * self.gated
 
     def accepts(self, size: tuple[int, ...], dtype: torch.dtype) -> bool:
         return dtype in FLOATS and self.encoded_nbytes(size, dtype) < nbytes_of(size, dtype)
@@ -102,7 +112,7 @@ class Block:
 
     def encode(self, t: Tensor, out: Tensor) -> None:
         check(self, t, out)
-        if (kernels := _kernels(out)) is not None:
+        if not self.gated and (kernels := _kernels(out)) is not None:
             return kernels.encode(self, t, out)
         blocks = out.view(-1, 2 * self.rate)
         for begin, tile in _tiles(t):
@@ -111,7 +121,7 @@ class Block:
 
     def decode(self, encoded: Tensor, out: Tensor) -> None:
         check(self, out, encoded)
-        if (kernels := _kernels(encoded)) is not None:
+        if not self.gated and (kernels := _kernels(encoded)) is not None:
             return kernels.decode(self, encoded, out)
         blocks = encoded.view(-1, 2 * self.rate)
         values, whole = flat(out), out.numel() // VALUES * VALUES
@@ -122,21 +132,23 @@ class Block:
 
     def error_bound(self, t: Tensor) -> float:
         """A step of the coarsest block in every coefficient, and what float32 and the dtype round."""
-        const = constants(self.rate, t.device)
+        const = constants(self.rate, t.device, self.header)
         step = lost = 0.0
         for _, tile in _tiles(t):
-            number, _, bad = _chosen(_transformed(tile), const)
+            number, _, bad = _chosen(_transformed(tile, self.gated), const)
             step = max(step, float(const.step.index_select(0, number.where(~bad, 0)).amax()))
             if bool(bad.any()):
                 lost = max(lost, largest_finite(tile.permute(1, 3, 0, 2).reshape(VALUES, -1)[:, bad].contiguous()))
         limits = torch.finfo(t.dtype)
-        rounding = largest_finite(t) * (limits.eps + 2.0**-20) + limits.smallest_normal * limits.eps
+        rounding = largest_finite(t) * (limits.eps + 2.0**-20) + limits.smallest_normal * (1 if self.gated else limits.eps)
+        if self.gated and t.numel():
+            lost = max(lost, largest_finite(flat(t).clamp(max=0)))
         return max(lost, GAIN * step / SCALE + rounding)
 
     def _encoded(self, tile: Tensor) -> Tensor:
         """The words of a tile's blocks, int64 below 2^32, `[rate / 2, blocks]`."""
-        const = constants(self.rate, tile.device)
-        c = _transformed(tile)
+        const = constants(self.rate, tile.device, self.header)
+        c = _transformed(tile, self.gated)
         number, mode, bad = _chosen(c, const)
         q = c.mul_(const.reciprocal.index_select(0, number)).add_(0.5).floor_().to(torch.int64)
         del c
@@ -147,7 +159,7 @@ class Block:
         for _ in range(const.merges):
             code = code[::2] | (code[1::2] << bits[::2])
             bits = bits[::2] + bits[1::2]
-        at = bits.cumsum(0).sub_(bits).add_(HEADER_BITS)
+        at = bits.cumsum(0).sub_(bits).add_(self.header)
         del bits
         words = torch.empty((self.rate // 2, len(mode)), dtype=torch.int64, device=tile.device)
         for w, word in enumerate(words.unbind()):
@@ -155,18 +167,21 @@ class Block:
         words[0].bitwise_or_(mode << STEP_BITS).bitwise_or_(number)
         if bool(bad.any()):
             self._keep_kinds(tile, bad, words)
+        if self.gated:
+            bit = torch.arange(HEADER_BITS, self.header, device=tile.device)[:, None]
+            words[0].bitwise_or_((_open(tile) << bit).sum(0))
         return words
 
     def _keep_kinds(self, tile: Tensor, bad: Tensor, words: Tensor) -> None:
         """Of blocks that are `bad`: 2 bits a value after the header. 0 finite, 1 infinity, 2 its negative, 3 NaN."""
         x = tile.permute(1, 3, 0, 2).reshape(VALUES, -1)[:, bad]
         kind = (x == torch.inf).to(torch.int64) + 2 * (x == -torch.inf) + 3 * x.isnan()
-        at = torch.arange(HEADER_BITS, HEADER_BITS + 2 * VALUES, 2, device=x.device)
+        at = torch.arange(self.header, self.header + 2 * VALUES, 2, device=x.device)
         kinds = (kind << at[:, None]).sum(0) | NOT_FINITE
         words[:, bad] = torch.stack((kinds & _WORD, kinds >> 32, *[torch.zeros_like(kinds)] * (len(words) - 2)))
 
     def _decode(self, blocks: Tensor, tile: Tensor) -> None:
-        const = constants(self.rate, tile.device)
+        const = constants(self.rate, tile.device, self.header)
         words = torch.zeros((self.rate // 2 + 2, len(blocks)), dtype=torch.int64, device=tile.device)
         words[:-2].copy_(blocks.clone().view(torch.int32).t()).bitwise_and_(_WORD)
         number, mode = words[0] & NOT_FINITE, (words[0] >> STEP_BITS) & (MODES - 1)
@@ -183,10 +198,13 @@ class Block:
         x.mul_(const.step.index_select(0, number))
         _inverse(x.view(SIDE, SIDE, -1))
         most = torch.finfo(tile.dtype).max
-        x.mul_(1 / SCALE).clamp_(-most, most)
+        x.mul_(1 / SCALE).clamp_(torch.finfo(tile.dtype).tiny if self.gated else -most, most)
+        if self.gated:
+            bit = torch.arange(HEADER_BITS, self.header, device=x.device)[:, None]
+            x.mul_((words[0] >> bit) & 1)
         bad = number == NOT_FINITE
         if bool(bad.any()):
-            at = torch.arange(HEADER_BITS, HEADER_BITS + 2 * VALUES, 2, device=x.device)
+            at = torch.arange(self.header, self.header + 2 * VALUES, 2, device=x.device)
             kind = ((words[0] | (words[1] << 32)) >> at[:, None]) & 3
             for k, value in ((1, torch.inf), (2, -torch.inf), (3, torch.nan)):
                 x.masked_fill_(bad & (kind == k), value)
@@ -232,10 +250,32 @@ def _tiles(t: Tensor) -> Iterator[tuple[int, Tensor]]:
         yield whole // VALUES, rest.view(1, SIDE, 1, SIDE)
 
 
-def _transformed(tile: Tensor) -> Tensor:
+def _open(tile: Tensor) -> Tensor:
+    """Which values' gates are open, bool `[16, blocks]`. That of a NaN is: torch's ReLU lets its gradient pass."""
+    return (tile.permute(1, 3, 0, 2) <= 0).logical_not_().reshape(VALUES, -1)
+
+
+@cache
+def _shares(device: torch.device) -> Tensor:
+    """Reciprocals of how many values are above 0."""
+    return torch.tensor([0.0, *(1 / n for n in range(1, VALUES + 1))], device=device)
+
+
+def _filled(c: Tensor, open: Tensor) -> None:
+    """The mean of a block's values that are above 0, in place of those that are not. Added pairwise, in this order."""
+    total = c.mul_(open)
+    while len(total) > 1:
+        total = total[: len(total) // 2] + total[len(total) // 2 :]
+    total.mul_(_shares(c.device).index_select(0, open.sum(0)))
+    c.add_(open.logical_not() * total)
+
+
+def _transformed(tile: Tensor, gated: bool = False) -> Tensor:
     """Coefficients of a tile's blocks, float32 `[16, blocks]`: ZFP's forward lifting down and across."""
     c = torch.empty((SIDE, SIDE, tile.shape[0], tile.shape[2]), dtype=torch.float32, device=tile.device)
     c.copy_(tile.permute(1, 3, 0, 2)).mul_(SCALE)
+    if gated:
+        _filled(c.view(VALUES, -1), _open(tile))
     for dim in (0, 1):
         x, y, z, w = c.unbind(dim)
         x.add_(w).mul_(0.5)

@@ -77,15 +77,15 @@ def allocate(budget: int, shape: tuple[float, ...]) -> tuple[int, ...]:
 
 
 @cache
-def tables(rate: int) -> Tables:
-    """For blocks of `rate` bits a value."""
+def tables(rate: int, header: int = HEADER_BITS) -> Tables:
+    """For blocks of `rate` bits a value, of which the first `header` bits are none of a coefficient."""
     every = []
     for down, across, rest, below, beside in _SHAPES:
         shape = []
         for i in range(VALUES):
             row, column = divmod(i, SIDE)
             shape.append(-(down * row + across * column + rest * (i > 0) + below * (row > 0) + beside * (column > 0)))
-        every.append(allocate(VALUES * rate - HEADER_BITS, tuple(shape)))
-    at = tuple(tuple(HEADER_BITS + sum(bits[:i]) for i in range(VALUES)) for bits in every)
+        every.append(allocate(VALUES * rate - header, tuple(shape)))
+    at = tuple(tuple(header + sum(bits[:i]) for i in range(VALUES)) for bits in every)
     reach = tuple(tuple(4 * (b - 1) - 1 if b else -5 for b in bits) for bits in every)
     return Tables(tuple(every), at, reach)
