@@ -113,7 +113,7 @@ def forms(graph: Graph) -> dict[int, list[joint.Form]]:
             codes = (
                 [(f"block{bits}", -(-nbytes * bits // 32)) for bits in (4, 6)] if graph.tensors[t].dtype == "float32" else []
             )
-            found[t] = [("host", nbytes), *codes]
+            found[t] = [("host", nbytes), *codes, *((f"{code}@host", size) for code, size in codes)]
     return found
 
 
@@ -136,11 +136,8 @@ def jointly(name: str, batch: int, rates: Rates, limit_seconds: float) -> list[d
         if fitting:
             others["recomputation alone"] = min(fitting)
         plans = [(c.solver, c.lives) for c in frontier.candidates]
-        moment = frontier.moments[0] if frontier.moments else None
         began = time.perf_counter()
-        ours = joint.solve(
-            graph, budget, rates=rates, forms=forms(graph), plans=plans, moment=moment, limit_seconds=limit_seconds
-        )
+        ours = joint.solve(graph, budget, rates=rates, forms=forms(graph), plans=plans, limit_seconds=limit_seconds)
         best = min(others, key=others.__getitem__) if others else None
         found.append(
             {

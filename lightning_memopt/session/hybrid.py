@@ -193,7 +193,6 @@ class HybridFrontier(Frontier):
                 rates=self.hybrid.rates,
                 forms=self._forms,
                 plans=[(c.solver, c.lives) for c in self.candidates],
-                moment=self.moments[0] if self.moments else None,
                 limit_seconds=self.hybrid.config.solver_seconds,
                 overhead=self.overhead,
             )

@@ -19,7 +19,7 @@ from benchmarks.papers.networks import alexnet, network, resnet
 from lightning_memopt.graph import Graph, unmodified_levels
 from lightning_memopt.plan import Fetch, Prediction, lower, simulate, validate
 from lightning_memopt.plan.rates import profile
-from lightning_memopt.solvers import bound, joint, planner
+from lightning_memopt.solvers import joint, planner
 from lightning_memopt.solvers.rollout import keep_all
 from lightning_memopt.solvers.transfer import carry_out, dymem, flow, prefetches
 from lightning_memopt.solvers.transfer_baselines import POLICIES, SOLVERS
@@ -223,8 +223,7 @@ def test_dymem_beside_the_optimum() -> None:
 def solved(graph: Graph, budget: int, forms: dict, rates: object) -> joint.Joint | None:
     frontier = planner.solve(graph)
     plans = [(c.solver, c.lives) for c in frontier.candidates]
-    moment = frontier.moments[0] if frontier.moments else None
-    return joint.solve(graph, budget, rates=rates, forms=forms, plans=plans, moment=moment, limit_seconds=5.0)
+    return joint.solve(graph, budget, rates=rates, forms=forms, plans=plans, limit_seconds=5.0)
 
 
 def test_joint_is_never_worse() -> None:
@@ -262,10 +261,9 @@ def test_no_plan_is_below_the_bound() -> None:
         graph = replace(graph, ops=tuple(ops))
         link = Codec(rng.choice((15.0, 25.0, 40.0, 60.0)), rng.choice((1.0, 2.0, 4.0)))
         forms = {t: [*found, ("block2", 4)] for t, found in forms_of(graph, False).items()}
-        moment = bound.moments(graph)[0]
         plans = [("keep all", keep_all(graph))]
         for peak, seconds in least_seconds(graph, forms, link):
-            found = joint.solve(graph, peak, rates=link, forms=forms, plans=plans, moment=moment, limit_seconds=1.0)
+            found = joint.solve(graph, peak, rates=link, forms=forms, plans=plans, limit_seconds=1.0)
             pairs += 1
             if found is not None:
                 assert found.bound_seconds <= seconds + 1e-9, (seed, peak)
