@@ -67,7 +67,10 @@ class Hybrid:
             for t in op.outputs:
                 tensor = graph.tensors[t]
                 if tensor.nbytes >= LEAST_NBYTES and tensor.born_at != BEFORE:
-                    found[t] = [*([(self.tier, tensor.nbytes)] if self.tier else []), *self._codes(graph, t)]
+                    codes = self._codes(graph, t)
+                found[t] = codes
+                if self.tier:
+                    found[t] = [(self.tier, tensor.nbytes), *codes, *((f"{code}@{self.tier}", n) for code, n in codes)]
         return found
 
     def _codes(self, graph: Graph, t: int) -> list[joint.Form]:

@@ -5,8 +5,9 @@ there in encoded form, or in a tier, or made again later (`joint_bound`, which a
 
 From the cuts, and from the plans that only recompute, come starts; what goes away so that a start fits the budget is chosen
 by CP-SAT against the link's capacity (`joint_choice`), and each result is priced by the simulator. Starts that fit as they are
-take part, and so do the heuristics of `transfer_baselines`: the result is never worse than recomputation alone, nor than any of
-them. What is compressed *and* offloaded comes last: with it, a plan is never worse than without, where there is time for both.
+take part, and so do the heuristics of `transfer_baselines` and the best plans found that only move or only encode: the result
+is never worse than recomputation alone, nor than any of them. What is encoded *and* moved comes last: the other starts do not
+depend on it. The best plan is polished (`joint_polish`).
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from dataclasses import dataclass, replace
 from lightning_memopt.graph import Graph, unmodified_levels
 from lightning_memopt.plan import Life, LoweringError, Prediction, Run, Timeline, lower, simulate
 from lightning_memopt.plan.clocks import Rates
-from lightning_memopt.plan.forms import EXACT, codec_of, tier_of
-from lightning_memopt.solvers.joint_bound import Forms, Point, Prices, bound
+from lightning_memopt.plan.forms import EXACT, TIERS, codec_of, tier_of
+from lightning_memopt.solvers.joint_bound import Forms, Point, Prices, Relaxed, bound
 from lightning_memopt.solvers.joint_choice import chosen
+from lightning_memopt.solvers.joint_polish import polished
 from lightning_memopt.solvers.rollout import Rollout, keep_all, unrepeatable
 from lightning_memopt.solvers.transfer_baselines import POLICIES
 from lightning_memopt.solvers.trips import Form, Planner, Trip, send_away
@@ -31,9 +33,11 @@ _PRICES = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)
 _LINK = (0.0, 0.25, 0.5, 1.0)
 _STARTS = 24
 _SHARES = (1.0, 0.85, 0.7, 0.55)
-_CHOICE_SECONDS = 1.0
-_BOUND_SHARE = 0.15
-"""Of the time limit, for the bound."""
+_CHOICE_SECONDS = 0.4
+ALONE_SHARE, _BOUND_SHARE, _POLISH_SHARE = 0.15, 0.15, 0.2
+"""Of the time limit: for plans that only move, or only encode; for the bound; for what is tried on the best plan."""
+_CLOSE = 1e-3
+"""A plan this close to the bound is good enough."""
 Lives = tuple[Life, ...]
 _Plans = Sequence[tuple[str, Lives]]
 _Start = tuple[str, Lives, Mapping[int, Form] | None, float]
@@ -108,32 +112,43 @@ class _Search:
     """The best plan so far."""
 
     def __init__(
-        self, graph: Graph, budget_nbytes: int, rates: Rates, limit_seconds: float, overhead: Callable[[Lives], float]
+        self,
+        graph: Graph,
+        budget_nbytes: int,
+        rates: Rates,
+        limit_seconds: float,
+        clock: Callable[[], float],
+        overhead: Callable[[Lives], float],
     ) -> None:
         self.graph, self.budget_nbytes, self.rates, self.overhead = graph, budget_nbytes, rates, overhead
         self.limit_seconds = limit_seconds
         self.best: Joint | None = None
-        self._began = time.perf_counter()
+        self.origin: tuple[Lives, Sequence[Trip]] = (), ()
+        self.clock = clock
+        self._began = clock()
         self._seen: dict[tuple[Lives, float, int], Forms] = {}
 
     @property
     def seconds(self) -> float:
-        return time.perf_counter() - self._began
+        return self.clock() - self._began
 
     @property
     def over(self) -> bool:
         """Whether there is a plan and no time for another."""
-        return self.best is not None and self.seconds > self.limit_seconds
+        return self.best is not None and self.seconds > (1 - _POLISH_SHARE) * self.limit_seconds
 
     def _loses(self, seconds: float) -> bool:
         return self.best is not None and seconds >= self.best.predicted.seconds
 
-    def consider(self, solver: str, lives: Lives) -> Timeline:
-        line = simulate(self.graph, lives, rates=self.rates)
+    def consider(self, solver: str, lives: Lives, trips: Sequence[Trip] = ()) -> Timeline:
+        """A plan, and its trips."""
+        away = send_away(lives, trips)
+        line = simulate(self.graph, away, rates=self.rates)
         if line.predicted.peak_bytes <= self.budget_nbytes and not self._loses(line.predicted.seconds):
-            predicted = replace(line.predicted, overhead_seconds=self.overhead(lives))
+            predicted = replace(line.predicted, overhead_seconds=self.overhead(away))
             if not self._loses(predicted.seconds):
-                self.best = Joint(lives, predicted, solver, 0.0, 0.0)
+                self.best = Joint(away, predicted, solver, 0.0, 0.0)
+                self.origin = lives, trips
         return line
 
     def extend(self, start: _Start, forms: Forms) -> None:
@@ -149,16 +164,27 @@ class _Search:
             if key in self._seen:
                 return
             self._seen[key] = forms
-            left = max(0.5, min(_CHOICE_SECONDS, self.limit_seconds - self.seconds))
-            away = chosen(self.graph, planner, line.nbytes, int(share * self.budget_nbytes), allowed, self.rates, left)
+            again = line.predicted.seconds
+            below = self.best.predicted.seconds - again if self.best is not None and again else None
+            target = int(share * self.budget_nbytes)
+            away = chosen(self.graph, planner, line.nbytes, target, allowed, self.rates, _CHOICE_SECONDS, below)
         away = {t: f for t, f in (away or {}).items() if t in planner.gaps and f in allowed.get(t, ())}
         trips = planner.within(away, self.budget_nbytes) if away else None
         if trips is not None:
-            self.consider(f"{solver}, {len(trips)} away", send_away(lives, trips))
+            self.consider(f"{solver}, {len(trips)} away", lives, trips)
+
+    def polish(self, forms: Forms) -> None:
+        """The best plan so far, as long as it gets better by a change of a trip."""
+        lives, trips = self.origin
+        if self.best is not None and trips:
+            left = max(0.0, min(_POLISH_SHARE * self.limit_seconds, self.limit_seconds - self.seconds))
+            allowed = _allowed(self.graph, lives, forms)
+            better = polished(self.graph, lives, trips, self.budget_nbytes, allowed, self.rates, left, self.clock)
+            self.consider(self.best.solver, lives, better)
 
     def policies(self, forms: Forms, recompute: bool) -> None:
         """What those who decide by dependencies alone would do (`transfer_baselines`), with the forms that are allowed here."""
-        tiers = sorted({f for found in forms.values() for f, _ in found if not codec_of(f)})
+        tiers = sorted({f for found in forms.values() for f, _ in found if not codec_of(f)}) or [TIERS[0]]
         for name, policy in POLICIES.items():
             for tier in tiers:
                 try:
@@ -172,8 +198,8 @@ class _Search:
                     away = {trip.gap.tensor: (trip.form, trip.away_nbytes) for trip in trips}
                     fits = Planner(self.graph, lives, self.rates).within(away, self.budget_nbytes, planned=trips)
                     if fits is not None:
-                        self.consider(name, send_away(lives, fits))
-                except ValueError:  # its lives ask for what cannot be made in this graph
+                        self.consider(name, lives, fits)
+                except ValueError:  # its lives ask for what cannot be made in this graph, or it needs a link that there is not
                     continue
             if self.over:
                 return
@@ -196,13 +222,13 @@ class _Cuts:
         return roll.lives()
 
     def starts(self) -> Iterator[_Start]:
-        """Cuts for a grid of prices: with what they say is away, then with what is chosen anew."""
+        """Cuts for a grid of prices, with what they say is away."""
         if not self._requests:
             return
         levels = unmodified_levels(self.graph)[: self._requests[-1][0] + 1]
         point = Point(self.graph, min(self._requests[0][0], levels.index(max(levels))), self.forms, self.rates)
         unit = sum(op.seconds for op in self.graph.ops) / max(1, point.problem.total_nbytes)
-        cuts, seen = [], set()
+        seen = set()
         for price in (unit * p for p in _PRICES):
             for link in _LINK:  # both directions are as busy, where what goes out comes back
                 try:
@@ -212,10 +238,7 @@ class _Cuts:
                 key = found.held, tuple(sorted(found.away.items()))
                 if key not in seen:
                     seen.add(key)
-                    cuts.append(self.rolled(point, found.held))
-                    yield "joint cut", cuts[-1], found.away, 1.0
-        for lives in cuts:
-            yield "joint cut", lives, None, 1.0
+                    yield "joint cut", self.rolled(point, found.held), found.away, 1.0
 
 
 def _kept(graph: Graph) -> Iterator[_Start]:
@@ -237,6 +260,48 @@ def _of(forms: Forms, kinds: Iterable[tuple[bool, bool]]) -> Forms:
 _TIER, _CODEC, _BOTH = (False, True), (True, False), (True, True)
 
 
+def _search(search: _Search, forms: Forms, plans: Iterable[tuple[str, Lives]], recompute: bool) -> float:
+    """Seconds that no plan is below."""
+    graph, budget_nbytes, rates = search.graph, search.budget_nbytes, search.rates
+    recomputed = list(plans)
+    fitting = bisect_right(recomputed, budget_nbytes, key=lambda plan: simulate(graph, plan[1]).predicted.peak_bytes)
+    if fitting:
+        search.consider(*recomputed[fitting - 1])
+    plain, both = _of(forms, (_TIER, _CODEC)), _of(forms, (_TIER, _CODEC, _BOTH))
+    search.policies(plain, recompute)
+    for alone in (_of(forms, (kind,)) for kind in (_TIER, _CODEC)) if recompute else ():
+        only = _Search(graph, budget_nbytes, rates, ALONE_SHARE * search.limit_seconds, search.clock, search.overhead)
+        _search(only, alone, (), recompute=False)
+        if only.best is not None:
+            search.consider(only.best.solver, *only.origin)
+    proved, priced = 0.0, list[tuple[Point, Relaxed]]()
+    if recompute:
+        proved, priced = bound(graph, budget_nbytes, forms, rates, _BOUND_SHARE * search.limit_seconds, search.clock)
+
+    def starts() -> Iterator[tuple[_Start, Forms]]:
+        """What needs no choice comes first."""
+        later: list[tuple[_Start, Forms]] = []
+        for some in (plain, both) if both != plain else (plain,):
+            if recompute:
+                cuts = _Cuts(graph, some, rates)
+                for start in (*cuts.starts(), *(("priced cut", cuts.rolled(p, r.held), r.away, 1.0) for p, r in priced)):
+                    yield start, some
+                    later.append(((start[0], start[1], None, 1.0), some))
+                yield from ((start, some) for start in _spread(recomputed))
+            yield from ((start, some) for start in _kept(graph))
+        yield from later
+
+    for start, some in starts():
+        try:
+            search.extend(start, some)
+        except LoweringError:
+            continue
+        if search.over or (search.best is not None and search.best.predicted.seconds <= (1 + _CLOSE) * proved):
+            break
+    search.polish(forms)
+    return proved
+
+
 def solve(
     graph: Graph,
     budget_nbytes: int,
@@ -246,42 +311,14 @@ def solve(
     plans: Iterable[tuple[str, Lives]] = (),
     recompute: bool = True,
     limit_seconds: float = 30.0,
+    clock: Callable[[], float] = time.perf_counter,
     overhead: Callable[[Lives], float] = lambda _: 0.0,
 ) -> Joint | None:
     """The fastest plan found within the budget; None where none fits. `plans`: those that only recompute, by peaks rising.
-    `recompute`: without it, nothing runs again.
+    `recompute`: without it, nothing runs again, and no bound is proved. `clock`: what the limit is counted by.
     """
-    search = _Search(graph, budget_nbytes, rates, limit_seconds, overhead)
-    recomputed = list(plans)
-    fitting = bisect_right(recomputed, budget_nbytes, key=lambda plan: simulate(graph, plan[1]).predicted.peak_bytes)
-    if fitting:
-        search.consider(*recomputed[fitting - 1])
-    search.policies(forms, recompute)
-    proved, priced = bound(graph, budget_nbytes, forms, rates, _BOUND_SHARE * limit_seconds)
-
-    def starts() -> Iterator[tuple[_Start, Forms]]:
-        plain = _of(forms, (_TIER, _CODEC))
-        both = any(codec_of(f) and tier_of(f) for found in forms.values() for f, _ in found)
-        for some in (plain, forms) if both else (plain,):
-            yield from ((start, some) for start in _kept(graph))
-            if recompute:
-                cuts = _Cuts(graph, some, rates)
-                yield from ((start, some) for start in cuts.starts())
-                yield from ((start, some) for start in _spread(recomputed))
-                for point, found in priced:
-                    lives = cuts.rolled(point, found.held)
-                    yield from ((("priced cut", lives, away, 1.0), some) for away in (found.away, None))
-        for kind in (_TIER, _CODEC, _BOTH):
-            only = _of(forms, (kind,))
-            yield from ((start, only) for start in _kept(graph))
-
-    for start, some in starts():
-        try:
-            search.extend(start, some)
-        except LoweringError:
-            continue
-        if search.over:
-            break
+    search = _Search(graph, budget_nbytes, rates, limit_seconds, clock, overhead)
+    proved = _search(search, forms, plans, recompute)
     if search.best is None:
         return None
     return replace(search.best, bound_seconds=proved, seconds=search.seconds)

@@ -15,8 +15,10 @@ from lightning_memopt.solvers.trips import Form, Gap, Planner
 _UNITS = 1 << 20
 """Bytes and seconds are counted in so many parts of the largest."""
 _HIGH = 48
-_CLOSE = 2e-3
+_CLOSE = 5e-3
 """A choice is good enough where no other is better by more than such a share."""
+_SLACK = 1.1
+"""What a choice takes may be estimated so many times too high."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +60,17 @@ def _picks(graph: Graph, planner: Planner, high: Sequence[int], forms: Forms, ra
 
 
 def chosen(
-    graph: Graph, planner: Planner, levels: Sequence[int], budget: int, forms: Forms, rates: Rates, limit_seconds: float
+    graph: Graph,
+    planner: Planner,
+    levels: Sequence[int],
+    budget: int,
+    forms: Forms,
+    rates: Rates,
+    limit_seconds: float,
+    below_seconds: float | None = None,
 ) -> dict[int, Form] | None:
     """What goes away so that a plan fits: against the bytes at every high point, what it costs in codecs and in copies that
-    the link has no time for. None where nothing fits.
+    the link has no time for. None where nothing fits, or nothing is estimated to take less than `below_seconds`.
     """
     model = cp_model.CpModel()
     high = _high_points(levels, budget)
@@ -111,9 +120,12 @@ def chosen(
             if begun:
                 taken = weighted([x for _, x in begun], [c for c, _ in begun])
                 model.add(stall >= taken - round(max(0.0, time_there) / second))
-    model.minimize(weighted([x for x, _ in costs], [c for _, c in costs]))
+    objective = weighted([x for x, _ in costs], [c for _, c in costs])
+    if below_seconds is not None:
+        model.add(objective <= len(moved) + int(_SLACK * below_seconds / second))
+    model.minimize(objective)
     solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = limit_seconds
+    solver.parameters.max_deterministic_time = limit_seconds  # about seconds, however busy the machine is
     solver.parameters.relative_gap_limit = _CLOSE
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = 0

@@ -107,7 +107,7 @@ class Planner:
         """Trips of these tensors, in the order in which they leave."""
         chosen = sorted((self.gaps[t] for t in forms), key=lambda gap: (gap.leaves, gap.tensor))
         fences = sorted({gap.leaves for gap in chosen})
-        requests = self._requests(forms)
+        requests = self.requests(forms)
         out: dict[int, int] = {}
         free = 0.0
         for gap in chosen:
@@ -129,7 +129,7 @@ class Planner:
                 back[gap.tensor] = min(gap.needed, requests[max(i, first)]) if first < len(requests) else gap.needed
         return [Trip(gap, out[gap.tensor], back[gap.tensor], *forms[gap.tensor]) for gap in chosen]
 
-    def _requests(self, forms: Iterable[int]) -> list[int]:
+    def requests(self, forms: Iterable[int]) -> list[int]:
         """Unpack points at which the engine is asked: those of what is dropped or away."""
         tensors = self._dropped.union(forms)
         return sorted({p for s in self.graph.saves if s.tensor in tensors for p in s.unpacked_at})
@@ -147,7 +147,7 @@ class Planner:
         """
         trips = {trip.gap.tensor: trip for trip in (self.plan(forms) if planned is None else planned)}
         fences = sorted({trip.gap.leaves for trip in trips.values()})
-        requests = self._requests(forms)
+        requests = self.requests(forms)
         for _ in range(rounds):
             levels = self.levels(trips.values())
             over = [p for p, nbytes in enumerate(levels) if nbytes > budget_nbytes]
