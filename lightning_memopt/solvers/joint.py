@@ -31,7 +31,7 @@ from lightning_memopt.solvers.trips import Form, Planner, Trip, send_away
 _PRICES = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)
 """Prices of a byte, in seconds of the whole step per byte of what is held in it."""
 _LINK = (0.0, 0.25, 0.5, 1.0)
-_STARTS = 24
+_STARTS, _NEXT = 24, 8
 _SHARES = (1.0, 0.85, 0.7, 0.55)
 _CHOICE_SECONDS = 0.4
 ALONE_SHARE, _BOUND_SHARE, _POLISH_SHARE = 0.15, 0.15, 0.2
@@ -246,10 +246,11 @@ def _kept(graph: Graph) -> Iterator[_Start]:
         yield "keep all", keep_all(graph), None, share
 
 
-def _spread(plans: _Plans) -> list[_Start]:
-    """Some of the plans that only recompute."""
+def _spread(plans: _Plans, fitting: int) -> list[_Start]:
+    """Some of the plans that only recompute: the next ones above those that fit, which need little to go; some of all."""
     stride = max(1, -(-len(plans) // _STARTS))
-    return [(solver, lives, None, 1.0) for solver, lives in [*plans[::-stride], *plans[:1]]]
+    chosen = dict.fromkeys((*range(fitting, min(len(plans), fitting + _NEXT)), *range(len(plans) - 1, -1, -stride), 0))
+    return [(*plans[i], None, 1.0) for i in chosen if i < len(plans)]
 
 
 def _of(forms: Forms, kinds: Iterable[tuple[bool, bool]]) -> Forms:
@@ -287,7 +288,7 @@ def _search(search: _Search, forms: Forms, plans: Iterable[tuple[str, Lives]], r
                 for start in (*cuts.starts(), *(("priced cut", cuts.rolled(p, r.held), r.away, 1.0) for p, r in priced)):
                     yield start, some
                     later.append(((start[0], start[1], None, 1.0), some))
-                yield from ((start, some) for start in _spread(recomputed))
+                yield from ((start, some) for start in _spread(recomputed, fitting))
             yield from ((start, some) for start in _kept(graph))
         yield from later
 

@@ -28,11 +28,17 @@ class _Polish:
         self.planner = Planner(graph, lives, rates)
         self.forms = {t: found for t, found in forms.items() if found and t in self.planner.gaps}
         self.trips = {trip.gap.tensor: trip for trip in trips}
-        self._fences = sorted({self.planner.gaps[t].leaves for t in self.forms})
+        self._fences = frozenset(self.planner.fences(()))
         self._asked = self.planner.requests(self.forms)
 
     def seconds(self, trips: Mapping[int, Trip]) -> float:
         return simulate(self.graph, send_away(self.lives, trips.values()), rates=self.rates).predicted.seconds
+
+    def may(self, trips: Iterable[Trip]) -> bool:
+        """Whether the engine can wait where these trips say."""
+        trips = list(trips)
+        places = self._fences.union(trip.gap.leaves for trip in trips)
+        return all(trip.gone_at in places for trip in trips)
 
     def ways(self, t: int) -> list[Trip | None]:
         """How a tensor may go: as it does comes first."""
@@ -43,7 +49,8 @@ class _Polish:
             if not tier_of(form):
                 found.append(Trip(gap, gap.leaves, gap.needed, form, nbytes))
                 continue
-            gone = [p for p in self._fences if gap.leaves <= p < min(gap.needed, self.graph.backward_begins)]
+            leaves = {gap.leaves, *self._fences, *(other.gap.leaves for other in self.trips.values())}
+            gone = sorted(p for p in leaves if gap.leaves <= p < min(gap.needed, self.graph.backward_begins))
             for out in _near(gone, now.gone_at if now else gap.leaves):
                 back = [p for p in self._asked if max(out, freed_at) < p <= gap.needed]
                 found += [Trip(gap, out, p, form, nbytes) for p in _near(back, now.back_at if now else gap.needed)]
@@ -89,7 +96,11 @@ def polished(
                     tried.pop(t, None)
                     if way is not None:
                         tried[t] = way
-                if tried != polish.trips and max(polish.planner.levels(tried.values())) <= budget_nbytes:
+                if (
+                    tried != polish.trips
+                    and polish.may(tried.values())
+                    and max(polish.planner.levels(tried.values())) <= budget_nbytes
+                ):
                     seconds = polish.seconds(tried)
                     if seconds < best * (1 - 1e-9):
                         polish.trips, best, better = tried, seconds, True

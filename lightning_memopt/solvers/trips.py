@@ -106,7 +106,7 @@ class Planner:
     def plan(self, forms: Mapping[int, Form]) -> list[Trip]:
         """Trips of these tensors, in the order in which they leave."""
         chosen = sorted((self.gaps[t] for t in forms), key=lambda gap: (gap.leaves, gap.tensor))
-        fences = sorted({gap.leaves for gap in chosen})
+        fences = self.fences(forms)
         requests = self.requests(forms)
         out: dict[int, int] = {}
         free = 0.0
@@ -129,6 +129,12 @@ class Planner:
                 back[gap.tensor] = min(gap.needed, requests[max(i, first)]) if first < len(requests) else gap.needed
         return [Trip(gap, out[gap.tensor], back[gap.tensor], *forms[gap.tensor]) for gap in chosen]
 
+    def fences(self, forms: Iterable[int]) -> list[int]:
+        """Points of the forward at which the engine may wait for a copy: where it is given what goes away, or is dropped."""
+        saved = (t for t in self._dropped if t in self.graph.saves_of)
+        found = {leaves_at(self.graph, t) for t in saved}.union(self.gaps[t].leaves for t in forms)
+        return sorted(p for p in found if p < self.graph.backward_begins)
+
     def requests(self, forms: Iterable[int]) -> list[int]:
         """Unpack points at which the engine is asked: those of what is dropped or away."""
         tensors = self._dropped.union(forms)
@@ -146,7 +152,7 @@ class Planner:
         `planned`: trips of the same tensors to begin with, those of `plan` without them.
         """
         trips = {trip.gap.tensor: trip for trip in (self.plan(forms) if planned is None else planned)}
-        fences = sorted({trip.gap.leaves for trip in trips.values()})
+        fences = self.fences(trips)
         requests = self.requests(forms)
         for _ in range(rounds):
             levels = self.levels(trips.values())

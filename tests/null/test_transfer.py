@@ -180,8 +180,10 @@ def every_plan(graph: Graph, forms: dict, link: Link, stay: bool = True) -> Iter
                 for back in [p for p in asked if max(gone, last) < p <= gap.needed] if moves else [gap.needed]:
                     mine.append(Trip(gap, gone, back, form, nbytes))
         choices.append(mine)
-    for trips in product(*choices):
-        yield send_away(base, [trip for trip in trips if trip is not None])
+    for choice in product(*choices):
+        trips = [trip for trip in choice if trip is not None]
+        if {trip.gone_at for trip in trips} <= {trip.gap.leaves for trip in trips}:  # where the engine is given something
+            yield send_away(base, trips)
 
 
 def least_seconds(graph: Graph, forms: dict, link: Link, stay: bool = True) -> list[tuple[int, float]]:
