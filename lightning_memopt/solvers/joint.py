@@ -34,8 +34,8 @@ _LINK = (0.0, 0.25, 0.5, 1.0)
 _STARTS, _NEXT = 24, 8
 _SHARES = (1.0, 0.85, 0.7, 0.55)
 _CHOICE_SECONDS = 0.4
-ALONE_SHARE, _BOUND_SHARE, _POLISH_SHARE = 0.15, 0.15, 0.2
-"""Of the time limit: for plans that only move, or only encode; for the bound; for what is tried on the best plan."""
+ALONE_SHARE, _BOUND_SHARE, _POLISH_SHARE = 0.4, 0.15, 0.2
+"""Of the time limit, at most: for plans that only move, or only encode; for the bound; for what is tried on the best plan."""
 _CLOSE = 1e-3
 """A plan this close to the bound is good enough."""
 Lives = tuple[Life, ...]

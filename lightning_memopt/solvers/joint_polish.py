@@ -18,6 +18,8 @@ from lightning_memopt.solvers.trips import Planner, Trip, send_away
 
 _FEW = 6
 """Where no more places than these to leave or to come back, all of them are tried; else the nearest, the first and the last."""
+_WORK = 300_000
+"""So many points of timelines are looked at; a count, so that the result does not depend on how busy the machine is."""
 _PAIRS = 6
 """Where no more tensors than these may go away, two of them change at once."""
 
@@ -84,12 +86,13 @@ def polished(
     groups: list[tuple[int, ...]] = [(t,) for t in tensors]
     if len(tensors) <= _PAIRS:
         groups += combinations(tensors, 2)
-    better = True
+    better, tries = True, _WORK // len(graph.points)
     while better:
         better = False
         for group in groups:
             for ways in product(*map(polish.ways, group)):
-                if clock() - began > limit_seconds:
+                tries -= 1
+                if tries < 0 or clock() - began > limit_seconds:
                     return list(polish.trips.values())
                 tried = dict(polish.trips)
                 for t, way in zip(group, ways, strict=True):
