@@ -1,11 +1,9 @@
 """Dymem's and FreeLunch's comparisons, simulated: their networks, their card and link, their policies, beside what they report.
 
-    python benchmarks/transfer_papers.py [--joint [SECONDS] [--profile NAME]]
+    python benchmarks/transfer_papers.py
 
 Every number of ours is simulated: networks as graphs (benchmarks/papers), ops priced by the roofline of the card, copies by its
-link (`pcie3-12gb`), policies by `plan.simulate`, on which `plan.validate` agrees. `--joint` also lets the planner decide within
-budgets, against every policy (made to fit by waiting for copies), on the papers' card or another; it takes up to `SECONDS`
-(30) for each of them.
+link (`pcie3-12gb`), policies by `plan.simulate`, on which `plan.validate` agrees.
 Writes benchmarks/results/transfer_papers.json.
 """
 
@@ -14,17 +12,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.papers.claims import CLAIMS, Claim
 from benchmarks.papers.networks import network
-from lightning_memopt.graph import Graph, resident_nbytes, unmodified_levels
+from lightning_memopt.graph import Graph, resident_nbytes
 from lightning_memopt.plan import Life, Prediction, lower, simulate, validate
 from lightning_memopt.plan.rates import Rates, profile
-from lightning_memopt.solvers import joint, planner
 from lightning_memopt.solvers.transfer import carry_out
 from lightning_memopt.solvers.transfer_baselines import POLICIES
 
@@ -55,9 +51,6 @@ RUNS = {
         ("ResNet-256", 24),
     ),
 }
-JOINT = (*((n, b) for n, b in RUNS["Dymem"] if (n, b) != ("VGG-16", 256)), ("ResNet-256", 24))
-BUDGETS = (0.1, 0.4, 0.7)
-"""Shares of what the unmodified step's peak is above the lowest that any policy, or recomputation alone, has."""
 CAPPED = "Dymem in vDNN's bytes"
 
 
@@ -102,63 +95,6 @@ def simulated(name: str, batch: int, rates: Rates) -> dict[str, Any]:
         "unmodified_seconds": graph.step_seconds,
         "policies": rows,
     }
-
-
-def forms(graph: Graph) -> dict[int, list[joint.Form]]:
-    """The host for every map, and the rates of compression that FreeLunch uses for those of floats."""
-    found: dict[int, list[joint.Form]] = {}
-    for op in graph.forward:
-        for t in op.outputs:
-            nbytes = graph.tensors[t].nbytes
-            codes = (
-                [(f"block{bits}", -(-nbytes * bits // 32)) for bits in (4, 6)] if graph.tensors[t].dtype == "float32" else []
-            )
-            found[t] = [("host", nbytes), *codes]
-    return found
-
-
-def jointly(name: str, batch: int, rates: Rates, limit_seconds: float) -> list[dict[str, Any]]:
-    """The planner within budgets, and the best of every policy and of recomputation within the same ones."""
-    assert rates.device is not None
-    graph = network(name, batch, rates.device, EFFICIENCY)
-    frontier = planner.solve(graph)
-    peaks = [simulate(graph, carry_out(policy, graph, rates)[0]).predicted.peak_bytes for policy in POLICIES.values()]
-    least, most = min(*peaks, frontier.smallest_bytes), max(unmodified_levels(graph))
-    found = []
-    for share in BUDGETS:
-        budget = int(least + share * (most - least))
-        others = {}
-        for label, policy in POLICIES.items():
-            lives, fits = carry_out(policy, graph, rates, budget_nbytes=budget)
-            if fits:
-                others[label] = simulate(graph, lives, rates=rates).predicted.seconds
-        fitting = [c.predicted.seconds for c in frontier.candidates if c.predicted.peak_bytes <= budget]
-        if fitting:
-            others["recomputation alone"] = min(fitting)
-        plans = [(c.solver, c.lives) for c in frontier.candidates]
-        moment = frontier.moments[0] if frontier.moments else None
-        began = time.perf_counter()
-        ours = joint.solve(
-            graph, budget, rates=rates, forms=forms(graph), plans=plans, moment=moment, limit_seconds=limit_seconds
-        )
-        best = min(others, key=others.__getitem__) if others else None
-        found.append(
-            {
-                "network": name,
-                "batch": batch,
-                "share": share,
-                "budget_mb": budget / MB,
-                "best_other": best,
-                "best_other_seconds": None if best is None else others[best],
-                "joint_seconds": None if ours is None else ours.predicted.seconds,
-                "joint": None if ours is None else ours.solver,
-                "bound_seconds": None if ours is None else ours.bound_seconds,
-                "solved_seconds": time.perf_counter() - began,
-                "others": others,
-            }
-        )
-        print(f"  {name} {share}: {best} {found[-1]['best_other_seconds']}, joint {found[-1]['joint_seconds']}", flush=True)
-    return found
 
 
 def table(title: str, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
@@ -218,44 +154,15 @@ def claims_json(results: dict[str, Any]) -> list[dict[str, Any]]:
     return [one(claim) for claim in CLAIMS]
 
 
-def print_joint(name: str, pairs: list[dict[str, Any]]) -> None:
-    rows = []
-    for p in pairs:
-        seconds = [
-            "none fits" if p[k] is None else f"{p[k]:.4f}" for k in ("best_other_seconds", "joint_seconds", "bound_seconds")
-        ]
-        rows.append(
-            (f"{p['network']}, {p['batch']}: {p['share']:g}", f"{p['budget_mb']:.0f}", p["best_other"] or "-", *seconds)
-        )
-    table(
-        f"{name}: extra seconds within a budget, simulated",
-        ("network, batch: share", "budget MB", "best other", "seconds", "joint", "bound"),
-        rows,
-    )
-    fit = [p for p in pairs if p["best_other_seconds"] is not None]
-    better = sum(p["joint_seconds"] < p["best_other_seconds"] * (1 - 1e-6) for p in fit)
-    worse = sum(p["joint_seconds"] > p["best_other_seconds"] * (1 + 1e-6) for p in fit)
-    print(f"joint is strictly better on {better} of {len(fit)} pairs that any policy fits, worse on {worse}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--joint", nargs="?", type=float, const=30.0, metavar="SECONDS")
-    parser.add_argument("--profile", default=PROFILE, help="the card and link of --joint")
-    args = parser.parse_args()
+    parser.parse_args()
     rates = profile(PROFILE)
-    before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     results: dict[str, Any] = {"simulated": True, "profile": PROFILE, "efficiency": EFFICIENCY, "runs": {}}
     for source, runs in RUNS.items():
         results["runs"][source] = {f"{name}, {batch}": simulated(name, batch, rates) for name, batch in runs}
     results["claims"] = claims_json(results)
-    results["joint"] = before.get("joint", {})
-    if args.joint is not None:
-        card = profile(args.profile)
-        results["joint"][args.profile] = [pair for name, batch in JOINT for pair in jointly(name, batch, card, args.joint)]
     print_runs(results)
-    for name, pairs in results["joint"].items():
-        print_joint(name, pairs)
     print_claims(results)
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 

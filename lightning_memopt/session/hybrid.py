@@ -79,8 +79,11 @@ class Hybrid:
         for op in graph.forward:
             for t in op.outputs:
                 tensor = graph.tensors[t]
-                if tensor.nbytes >= LEAST_NBYTES and tensor.born_at != BEFORE:
-                    found[t] = [*([(self.tier, tensor.nbytes)] if self.tier else []), *self._codes(graph, t)]
+                if tensor.nbytes < LEAST_NBYTES or tensor.born_at == BEFORE:
+                    continue
+                found[t] = codes = self._codes(graph, t)
+                if self.tier:
+                    found[t] = [(self.tier, tensor.nbytes), *codes, *((f"{code}@{self.tier}", n) for code, n in codes)]
         return found
 
     def _codes(self, graph: Graph, t: int) -> list[joint.Form]:
@@ -219,7 +222,6 @@ class HybridFrontier(Frontier):
                 rates=self.hybrid.rates,
                 forms=self._forms,
                 plans=[(c.solver, c.lives) for c in self.candidates],
-                moment=self.moments[0] if self.moments else None,
                 limit_seconds=self.hybrid.config.solver_seconds,
                 overhead=self.overhead,
             )

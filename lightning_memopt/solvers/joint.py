@@ -1,13 +1,13 @@
 """Recomputation, offload and compression decided together, for one budget.
 
 Relaxed, the three are one minimum cut: at the moment at which most is held, a tensor that backward needs is on the device, or
-there in encoded form, or in a tier, or made again later. With a price for a byte on the device and one for a second of each
-direction of the link, every tensor that is held takes the cheapest place, and the cut decides which are held at all: exact
-for those prices, and a Lagrangian bound for every plan (docs/formulation.md, "Away").
+there in encoded form, or in a tier, or made again later (`joint_bound`, which also proves what no plan is below).
 
 From the cuts, and from the plans that only recompute, come starts; what goes away so that a start fits the budget is chosen
-by CP-SAT against the link's capacity, and each result is priced by the simulator. Starts that fit as they are take part, and
-so do the heuristics of `transfer_baselines`: the result is never worse than recomputation alone, nor than any of them.
+by CP-SAT against the link's capacity (`joint_choice`), and each result is priced by the simulator. Starts that fit as they are
+take part, and so do the heuristics of `transfer_baselines` and the best plans found that only move or only encode: the result
+is never worse than recomputation alone, nor than any of them. What is encoded *and* moved comes last: the other starts do not
+depend on it. The best plan is polished (`joint_polish`).
 """
 
 from __future__ import annotations
@@ -16,36 +16,39 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
-from ortools.sat.python import cp_model
-
-from lightning_memopt.graph import Graph
-from lightning_memopt.plan import Life, LoweringError, Prediction, Run, lower, simulate
+from lightning_memopt.graph import Graph, unmodified_levels
+from lightning_memopt.plan import Life, LoweringError, Prediction, Run, Timeline, lower, simulate
 from lightning_memopt.plan.clocks import Rates
-from lightning_memopt.plan.forms import EXACT, codec_of, tier_of
-from lightning_memopt.solvers.bound import Moment
+from lightning_memopt.plan.forms import EXACT, TIERS, codec_of, tier_of
+from lightning_memopt.solvers.joint_bound import Forms, Point, Prices, Relaxed, bound
+from lightning_memopt.solvers.joint_choice import chosen
+from lightning_memopt.solvers.joint_polish import polished
 from lightning_memopt.solvers.rollout import Rollout, keep_all, unrepeatable
 from lightning_memopt.solvers.transfer_baselines import POLICIES
 from lightning_memopt.solvers.trips import Form, Planner, Trip, send_away
 
-Forms = Mapping[int, Sequence[Form]]
-"""Tensor -> the forms in which it may be away, with its bytes there."""
 _PRICES = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)
 """Prices of a byte, in seconds of the whole step per byte of what is held in it."""
 _LINK = (0.0, 0.25, 0.5, 1.0)
-_STARTS = 24
+_STARTS, _NEXT = 24, 8
 _SHARES = (1.0, 0.85, 0.7, 0.55)
-_CHOICE_SECONDS = 1.0
-_UNITS = 1 << 20
-"""Bytes and seconds are counted in so many parts of the largest."""
+_CHOICE_SECONDS = 0.4
+ALONE_SHARE, _BOUND_SHARE, _POLISH_SHARE = 0.4, 0.15, 0.2
+"""Of the time limit, at most: for plans that only move, or only encode; for the bound; for what is tried on the best plan."""
+_CLOSE = 1e-3
+"""A plan this close to the bound is good enough."""
+Lives = tuple[Life, ...]
+_Plans = Sequence[tuple[str, Lives]]
+_Start = tuple[str, Lives, Mapping[int, Form] | None, float]
+"""Who made it, its lives, the forms of what of it is away (None: to be chosen), the share of the budget to choose for."""
 
 
 @dataclass(frozen=True)
 class Joint:
     """A plan, its price, and what no plan is below. `solver`: where it came from."""
 
-    lives: tuple[Life, ...]
+    lives: Lives
     predicted: Prediction
     solver: str
     bound_seconds: float
@@ -55,140 +58,7 @@ class Joint:
     def gap(self) -> float:
         """How far above the bound it may be, as a share of its own extra seconds."""
         found = self.predicted.seconds
-        return 1.0 - self.bound_seconds / found if found > 0 else 0.0
-
-
-class _Relaxed:
-    """The minimum cuts of one moment, and the bound that they prove."""
-
-    def __init__(self, graph: Graph, moment: Moment, forms: Forms, rates: Rates) -> None:
-        self.graph, self.moment, self.forms, self.rates = graph, moment, forms, rates
-        first = min((p for s in graph.saves for p in s.unpacked_at), default=len(graph.points))
-        self.before = sum(op.seconds for op in graph.ops if op.at < first)
-        self.after = sum(op.seconds for op in graph.ops if op.at > first)
-        self.bounds: list[tuple[float, float]] = []
-        """(seconds, price of a byte): no plan takes less than the seconds less the price of the bytes there are."""
-
-    def cost(self, t: int, price: float, out: float, back: float) -> tuple[float, Form | None]:
-        """The cheapest place of a tensor that is held, and what it costs."""
-        nbytes = self.graph.tensors[t].nbytes
-        best: tuple[float, Form | None] = (price * nbytes, None)
-        for form in self.forms.get(t, ()):
-            found = self._away(nbytes, form, price, out, back)
-            if found < best[0]:
-                best = found, form
-        return best
-
-    def _seconds(self, t: int, price: float, out: float, back: float) -> float:
-        return self.cost(t, price, out, back)[0]
-
-    def _away(self, nbytes: int, form: Form, price: float, out: float, back: float) -> float:
-        codec, tier, size = codec_of(form[0]), tier_of(form[0]), form[1]
-        seconds = 0.0
-        if codec:  # while the device encodes and decodes, links carry copies
-            seconds += (1 - out) * self.rates.encode_seconds(codec, nbytes)
-            seconds += (1 - back) * self.rates.decode_seconds(codec, nbytes)
-        if tier:
-            return seconds + out * self.rates.out_seconds(tier, size) + back * self.rates.in_seconds(tier, size)
-        return seconds + price * size
-
-    def cuts(self) -> Iterator[tuple[frozenset[int], dict[int, Form]]]:
-        """(what is held, the forms of what of it is away), for a grid of prices."""
-        problem = self.moment.problem
-        unit = (self.before + self.after) / max(1, problem.total_nbytes)
-        seen = set()
-        for price in (unit * p for p in _PRICES):
-            for out in _LINK:
-                back = out  # both directions are as busy, where what goes out comes back
-                choice = problem.solve(price, partial(self._seconds, price=price, out=out, back=back), 1.0 - back)
-                self.bounds.append((choice.value_seconds - out * self.before - back * self.after, price))
-                places = {t: self.cost(t, price, out, back)[1] for t in choice.held}
-                key = (choice.held, tuple(sorted((t, f) for t, f in places.items() if f is not None)))
-                if key not in seen:
-                    seen.add(key)
-                    yield choice.held, {t: f for t, f in places.items() if f is not None}
-
-    def bound_seconds(self, budget_nbytes: int) -> float:
-        room = budget_nbytes - self.moment.natural_nbytes
-        return max((value - price * room for value, price in self.bounds), default=0.0)
-
-
-def _chosen(
-    graph: Graph, planner: Planner, levels: Sequence[int], budget: int, forms: Forms, rates: Rates, limit_seconds: float
-) -> dict[int, Form] | None:
-    """What goes away so that a plan fits: against the bytes at every high point, what it costs in codecs and in copies that
-    the link has no time for. None where nothing fits.
-    """
-    model = cp_model.CpModel()
-    high = _high_points(levels, budget)
-    byte = max(1, max(levels) // _UNITS)
-    picks: dict[tuple[int, int], cp_model.IntVar] = {}
-    for t in planner.gaps:
-        mine = [model.new_bool_var(f"away {t} {i}") for i, _ in enumerate(forms.get(t, ()))]
-        picks |= {(t, i): x for i, x in enumerate(mine)}
-        if len(mine) > 1:
-            model.add_at_most_one(mine)
-    if not picks:
-        return None
-    for p in high:
-        saved, nbytes_saved = [], []
-        for (t, i), x in picks.items():
-            gap = planner.gaps[t]
-            if max(gap.leaves, graph.tensors[t].freed_at) < p < gap.needed:
-                name, size = forms[t][i]
-                stays = size if codec_of(name) and not tier_of(name) else 0
-                saved.append(x)
-                nbytes_saved.append((graph.tensors[t].nbytes - stays) // byte)
-        model.add(cp_model.LinearExpr.weighted_sum(saved, nbytes_saved) >= -(-(levels[p] - budget) // byte))
-    step = planner.ends[-1]
-    second = max(step, 1e-9) / _UNITS
-    costs = []
-    out, back = [], []
-    for (t, i), x in picks.items():
-        name, size = forms[t][i]
-        nbytes, codec, tier = graph.tensors[t].nbytes, codec_of(name), tier_of(name)
-        if codec:
-            costs.append(round((rates.encode_seconds(codec, nbytes) + rates.decode_seconds(codec, nbytes)) / second) * x)
-        if tier:
-            gap = planner.gaps[t]
-            out.append((gap.leaves, round(rates.out_seconds(tier, size) / second), x))
-            back.append((gap.needed, round(rates.in_seconds(tier, size) / second), x))
-            costs.append(x)  # of two that cost nothing, the fewer copies
-    for copies, forward in ((out, True), (back, False)):
-        stall = model.new_int_var(0, _UNITS * 1000, "stall")
-        costs.append(stall)
-        first = planner.ends[min((at for at, _, _ in copies), default=0)]
-        last = planner.ends[max((at for at, _, _ in copies), default=0)]
-        for p in high:
-            # what is gone at p was copied between the first that leaves and p; what comes back after p before it is needed
-            if forward and p <= graph.backward_begins:
-                begun = [(c, x) for at, c, x in copies if at < p]
-                time_there = planner.ends[p] - first
-            elif not forward and p >= graph.backward_begins:
-                begun = [(c, x) for at, c, x in copies if at > p]
-                time_there = last - planner.ends[p]
-            else:
-                continue
-            taken = cp_model.LinearExpr.weighted_sum([x for _, x in begun], [c for c, _ in begun])
-            model.add(stall >= taken - round(max(0.0, time_there) / second))
-    model.minimize(cp_model.LinearExpr.sum(costs))
-    solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = limit_seconds
-    solver.parameters.num_workers = 1
-    solver.parameters.random_seed = 0
-    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return None
-    return {t: forms[t][i] for (t, i), x in picks.items() if solver.value(x)}
-
-
-def _high_points(levels: Sequence[int], budget: int, most: int = 48) -> list[int]:
-    """Points above the budget: the local maxima, the highest of them where they are many, and the first and last one."""
-    over = [p for p, n in enumerate(levels) if n > budget]
-    if not over:
-        return []
-    tops = [p for p in over if (p == 0 or levels[p - 1] <= levels[p]) and (p + 1 == len(levels) or levels[p + 1] < levels[p])]
-    tops = sorted(tops, key=lambda p: -levels[p])[:most]
-    return sorted({*tops, over[0], over[-1]})
+        return max(0.0, 1.0 - self.bound_seconds / found) if found > 0 else 0.0
 
 
 def _allowed(graph: Graph, lives: Iterable[Life], forms: Forms) -> dict[int, Sequence[Form]]:
@@ -238,104 +108,218 @@ def _device_nbytes(form: Form) -> int:
     return 0 if tier_of(form[0]) else form[1]
 
 
+class _Search:
+    """The best plan so far."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        budget_nbytes: int,
+        rates: Rates,
+        limit_seconds: float,
+        clock: Callable[[], float],
+        overhead: Callable[[Lives], float],
+    ) -> None:
+        self.graph, self.budget_nbytes, self.rates, self.overhead = graph, budget_nbytes, rates, overhead
+        self.limit_seconds = limit_seconds
+        self.best: Joint | None = None
+        self.origin: tuple[Lives, Sequence[Trip]] = (), ()
+        self.clock = clock
+        self._began = clock()
+        self._seen: dict[tuple[Lives, float, int], Forms] = {}
+
+    @property
+    def seconds(self) -> float:
+        return self.clock() - self._began
+
+    @property
+    def over(self) -> bool:
+        """Whether there is a plan and no time for another."""
+        return self.best is not None and self.seconds > (1 - _POLISH_SHARE) * self.limit_seconds
+
+    def _loses(self, seconds: float) -> bool:
+        return self.best is not None and seconds >= self.best.predicted.seconds
+
+    def consider(self, solver: str, lives: Lives, trips: Sequence[Trip] = ()) -> Timeline:
+        """A plan, and its trips."""
+        away = send_away(lives, trips)
+        line = simulate(self.graph, away, rates=self.rates)
+        if line.predicted.peak_bytes <= self.budget_nbytes and not self._loses(line.predicted.seconds):
+            predicted = replace(line.predicted, overhead_seconds=self.overhead(away))
+            if not self._loses(predicted.seconds):
+                self.best = Joint(away, predicted, solver, 0.0, 0.0)
+                self.origin = lives, trips
+        return line
+
+    def extend(self, start: _Start, forms: Forms) -> None:
+        """The plan with these tensors away, or as many as the budget asks for, or a `share` of it: copies lag behind."""
+        solver, lives, first, share = start
+        line = self.consider(solver, lives)
+        if max(line.nbytes) <= self.budget_nbytes or self._loses(line.predicted.seconds):
+            return  # it fits as it is, or what runs again takes too long already
+        planner, allowed = Planner(self.graph, lives, self.rates), _allowed(self.graph, lives, forms)
+        away = first
+        if away is None:
+            key = lives, share, id(forms)
+            if key in self._seen:
+                return
+            self._seen[key] = forms
+            again = line.predicted.seconds
+            below = self.best.predicted.seconds - again if self.best is not None and again else None
+            target = int(share * self.budget_nbytes)
+            away = chosen(self.graph, planner, line.nbytes, target, allowed, self.rates, _CHOICE_SECONDS, below)
+        away = {t: f for t, f in (away or {}).items() if t in planner.gaps and f in allowed.get(t, ())}
+        trips = planner.within(away, self.budget_nbytes) if away else None
+        if trips is not None:
+            self.consider(f"{solver}, {len(trips)} away", lives, trips)
+
+    def polish(self, forms: Forms) -> None:
+        """The best plan so far, as long as it gets better by a change of a trip."""
+        lives, trips = self.origin
+        if self.best is not None and trips:
+            left = max(0.0, min(_POLISH_SHARE * self.limit_seconds, self.limit_seconds - self.seconds))
+            allowed = _allowed(self.graph, lives, forms)
+            better = polished(self.graph, lives, trips, self.budget_nbytes, allowed, self.rates, left, self.clock)
+            self.consider(self.best.solver, lives, better)
+
+    def policies(self, forms: Forms, recompute: bool) -> None:
+        """What those who decide by dependencies alone would do (`transfer_baselines`), with the forms that are allowed here."""
+        tiers = sorted({f for found in forms.values() for f, _ in found if not codec_of(f)}) or [TIERS[0]]
+        for name, policy in POLICIES.items():
+            for tier in tiers:
+                try:
+                    lives, trips = policy(self.graph, self.rates, tier)
+                    if not recompute and any(life.how == "replay" for life in lives):
+                        continue
+                    if not trips:
+                        self.consider(name, lives)
+                        continue
+                    trips = list(_accepted(trips, _allowed(self.graph, lives, forms)))
+                    away = {trip.gap.tensor: (trip.form, trip.away_nbytes) for trip in trips}
+                    fits = Planner(self.graph, lives, self.rates).within(away, self.budget_nbytes, planned=trips)
+                    if fits is not None:
+                        self.consider(name, lives, fits)
+                except ValueError:  # its lives ask for what cannot be made in this graph, or it needs a link that there is not
+                    continue
+            if self.over:
+                return
+
+
+class _Cuts:
+    """Starts from minimum cuts at one point, and at others."""
+
+    def __init__(self, graph: Graph, forms: Forms, rates: Rates) -> None:
+        self.graph, self.forms, self.rates = graph, forms, rates
+        self._requests = sorted((p, s.tensor) for s in graph.saves for p in s.unpacked_at)
+        self._lost = {old for op in graph.ops if op.at <= graph.last_release for old, _ in op.mutates}
+
+    def rolled(self, point: Point, held: Iterable[int]) -> Lives:
+        """The lives that hold this and what costs nothing there, and make the rest again when it is asked for."""
+        problem, asked = point.problem, {t for _, t in self._requests}
+        spare = asked.difference(problem.needed).union(filter(problem.given, self.graph.producers))
+        roll = Rollout(self.graph)
+        roll.serve(self._requests, spare.union(held) - self._lost | unrepeatable(self.graph))
+        return roll.lives()
+
+    def starts(self) -> Iterator[_Start]:
+        """Cuts for a grid of prices, with what they say is away."""
+        if not self._requests:
+            return
+        levels = unmodified_levels(self.graph)[: self._requests[-1][0] + 1]
+        point = Point(self.graph, min(self._requests[0][0], levels.index(max(levels))), self.forms, self.rates)
+        unit = sum(op.seconds for op in self.graph.ops) / max(1, point.problem.total_nbytes)
+        seen = set()
+        for price in (unit * p for p in _PRICES):
+            for link in _LINK:  # both directions are as busy, where what goes out comes back
+                try:
+                    found = point.cheapest(Prices(price, link, link))
+                except ValueError:  # something is needed there that nobody can make
+                    return
+                key = found.held, tuple(sorted(found.away.items()))
+                if key not in seen:
+                    seen.add(key)
+                    yield "joint cut", self.rolled(point, found.held), found.away, 1.0
+
+
+def _kept(graph: Graph) -> Iterator[_Start]:
+    for share in _SHARES:
+        yield "keep all", keep_all(graph), None, share
+
+
+def _spread(plans: _Plans, fitting: int) -> list[_Start]:
+    """Some of the plans that only recompute: the next ones above those that fit, which need little to go; some of all."""
+    stride = max(1, -(-len(plans) // _STARTS))
+    chosen = dict.fromkeys((*range(fitting, min(len(plans), fitting + _NEXT)), *range(len(plans) - 1, -1, -stride), 0))
+    return [(*plans[i], None, 1.0) for i in chosen if i < len(plans)]
+
+
+def _of(forms: Forms, kinds: Iterable[tuple[bool, bool]]) -> Forms:
+    """Those of these kinds: (with a codec, in a tier)."""
+    return {t: [f for f in found if (bool(codec_of(f[0])), bool(tier_of(f[0]))) in kinds] for t, found in forms.items()}
+
+
+_TIER, _CODEC, _BOTH = (False, True), (True, False), (True, True)
+
+
+def _search(search: _Search, forms: Forms, plans: Iterable[tuple[str, Lives]], recompute: bool) -> float:
+    """Seconds that no plan is below."""
+    graph, budget_nbytes, rates = search.graph, search.budget_nbytes, search.rates
+    recomputed = list(plans)
+    fitting = bisect_right(recomputed, budget_nbytes, key=lambda plan: simulate(graph, plan[1]).predicted.peak_bytes)
+    if fitting:
+        search.consider(*recomputed[fitting - 1])
+    plain, both = _of(forms, (_TIER, _CODEC)), _of(forms, (_TIER, _CODEC, _BOTH))
+    search.policies(plain, recompute)
+    for alone in (_of(forms, (kind,)) for kind in (_TIER, _CODEC)) if recompute else ():
+        only = _Search(graph, budget_nbytes, rates, ALONE_SHARE * search.limit_seconds, search.clock, search.overhead)
+        _search(only, alone, (), recompute=False)
+        if only.best is not None:
+            search.consider(only.best.solver, *only.origin)
+    proved, priced = 0.0, list[tuple[Point, Relaxed]]()
+    if recompute:
+        proved, priced = bound(graph, budget_nbytes, forms, rates, _BOUND_SHARE * search.limit_seconds, search.clock)
+
+    def starts() -> Iterator[tuple[_Start, Forms]]:
+        """What needs no choice comes first."""
+        later: list[tuple[_Start, Forms]] = []
+        for some in (plain, both) if both != plain else (plain,):
+            if recompute:
+                cuts = _Cuts(graph, some, rates)
+                for start in (*cuts.starts(), *(("priced cut", cuts.rolled(p, r.held), r.away, 1.0) for p, r in priced)):
+                    yield start, some
+                    later.append(((start[0], start[1], None, 1.0), some))
+                yield from ((start, some) for start in _spread(recomputed, fitting))
+            yield from ((start, some) for start in _kept(graph))
+        yield from later
+
+    for start, some in starts():
+        try:
+            search.extend(start, some)
+        except LoweringError:
+            continue
+        if search.over or (search.best is not None and search.best.predicted.seconds <= (1 + _CLOSE) * proved):
+            break
+    search.polish(forms)
+    return proved
+
+
 def solve(
     graph: Graph,
     budget_nbytes: int,
     *,
     rates: Rates,
     forms: Forms,
-    plans: Iterable[tuple[str, tuple[Life, ...]]],
-    moment: Moment | None,
+    plans: Iterable[tuple[str, Lives]] = (),
+    recompute: bool = True,
     limit_seconds: float = 30.0,
-    overhead: Callable[[tuple[Life, ...]], float] = lambda _: 0.0,
+    clock: Callable[[], float] = time.perf_counter,
+    overhead: Callable[[Lives], float] = lambda _: 0.0,
 ) -> Joint | None:
-    """The fastest plan found within the budget; None where none fits. `plans`: those that only recompute, by peaks rising."""
-    began = time.perf_counter()
-    best: Joint | None = None
-    relaxed = _Relaxed(graph, moment, forms, rates) if moment is not None else None
-
-    def consider(solver: str, lives: tuple[Life, ...]) -> None:
-        nonlocal best
-        line = simulate(graph, lives, rates=rates)
-        if line.predicted.peak_bytes > budget_nbytes:
-            return
-        if best is not None and line.predicted.seconds >= best.predicted.seconds:
-            return
-        predicted = replace(line.predicted, overhead_seconds=overhead(lives))
-        if best is None or predicted.seconds < best.predicted.seconds:
-            best = Joint(lives, predicted, solver, 0.0, 0.0)
-
-    def extend(solver: str, lives: tuple[Life, ...], first: Mapping[int, Form] | None = None, share: float = 1.0) -> None:
-        """The plan with these tensors away, or as many as the budget asks for, or a `share` of it: copies lag behind."""
-        consider(solver, lives)
-        line = simulate(graph, lives)
-        levels = line.nbytes
-        if max(levels) <= budget_nbytes or (best is not None and line.predicted.seconds >= best.predicted.seconds):
-            return  # it fits as it is, or what runs again takes too long already
-        target = int(share * budget_nbytes)
-        planner = Planner(graph, lives, rates)
-        allowed = _allowed(graph, lives, forms)
-        left = max(0.5, min(_CHOICE_SECONDS, limit_seconds - (time.perf_counter() - began)))
-        for chosen in [first] if first is not None else [_chosen(graph, planner, levels, target, allowed, rates, left)]:
-            if chosen:
-                chosen = {t: f for t, f in chosen.items() if t in planner.gaps and f in allowed.get(t, ())}
-                trips = planner.within(chosen, budget_nbytes)
-                if trips is not None:
-                    consider(f"{solver}, {len(trips)} away", send_away(lives, trips))
-
-    def policies() -> None:
-        """What those who decide by dependencies alone would do (`transfer_baselines`), with the forms that are allowed here."""
-        tiers = sorted({f for found in forms.values() for f, _ in found if not codec_of(f)})
-        for name, policy in POLICIES.items():
-            for tier in tiers:
-                try:
-                    lives, trips = policy(graph, rates, tier)
-                    if not trips:
-                        consider(name, lives)
-                        continue
-                    trips = list(_accepted(trips, _allowed(graph, lives, forms)))
-                    away = {trip.gap.tensor: (trip.form, trip.away_nbytes) for trip in trips}
-                    fits = Planner(graph, lives, rates).within(away, budget_nbytes, planned=trips)
-                    if fits is not None:
-                        consider(name, send_away(lives, fits))
-                except ValueError:  # its lives ask for what cannot be made in this graph
-                    continue
-            if time.perf_counter() - began > limit_seconds and best is not None:
-                return
-
-    def starts() -> Iterator[tuple[str, tuple[Life, ...], Mapping[int, Form] | None, float]]:
-        for share in _SHARES:
-            yield "keep all", keep_all(graph), None, share
-        if relaxed is not None:
-            requests = sorted((p, s.tensor) for s in graph.saves for p in s.unpacked_at)
-            problem = relaxed.moment.problem
-            spare = {t for _, t in requests}.difference(problem.needed).union(filter(problem.given, graph.producers))
-            lost = {old for op in graph.ops if op.at <= graph.last_release for old, _ in op.mutates}
-            cuts = []
-            for held, places in relaxed.cuts():
-                roll = Rollout(graph)
-                roll.serve(requests, (spare | held) - lost | unrepeatable(graph))
-                cuts.append(roll.lives())
-                yield "joint cut", cuts[-1], places, 1.0
-            for lives in cuts:
-                yield "joint cut", lives, None, 1.0
-        stride = max(1, -(-len(recomputed) // _STARTS))
-        for solver, lives in [*recomputed[::-stride], *recomputed[:1]]:
-            yield solver, lives, None, 1.0
-
-    recomputed = list(plans)
-    fitting = bisect_right(recomputed, budget_nbytes, key=lambda plan: simulate(graph, plan[1]).predicted.peak_bytes)
-    if fitting:
-        consider(*recomputed[fitting - 1])
-    policies()
-    for solver, lives, places, share in starts():
-        try:
-            extend(solver, lives, places, share)
-        except LoweringError:
-            continue
-        if time.perf_counter() - began > limit_seconds and best is not None:
-            break
-    if best is None:
+    """The fastest plan found within the budget; None where none fits. `plans`: those that only recompute, by peaks rising.
+    `recompute`: without it, nothing runs again, and no bound is proved. `clock`: what the limit is counted by.
+    """
+    search = _Search(graph, budget_nbytes, rates, limit_seconds, clock, overhead)
+    proved = _search(search, forms, plans, recompute)
+    if search.best is None:
         return None
-    bound = relaxed.bound_seconds(budget_nbytes) if relaxed is not None else 0.0
-    return replace(best, bound_seconds=max(0.0, bound), seconds=time.perf_counter() - began)
+    return replace(search.best, bound_seconds=proved, seconds=search.seconds)

@@ -10,12 +10,14 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 
-from lightning_memopt.graph import BEFORE, Graph
+from lightning_memopt.graph import BEFORE, Graph, Levels
 from lightning_memopt.plan import Life, Run, Schedule, lower, simulate
 from lightning_memopt.plan.clocks import Rates, leaves_at
 from lightning_memopt.plan.forms import codec_of, tier_of
+from lightning_memopt.plan.simulate import encoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +97,17 @@ class Planner:
             seconds[p] += sum(graph.ops[step.op].seconds for step in steps if isinstance(step, Run))
         self.ends = list(accumulate(seconds))
         self._dropped = {life.tensor for life in lives if life.how == "replay"}
+        self._held = {life.tensor: life for life in lives if life.how == "original"}
+
+    @cached_property
+    def _levels(self) -> tuple[int, ...]:
+        return simulate(self.graph, self.lives).nbytes
 
     def plan(self, forms: Mapping[int, Form]) -> list[Trip]:
         """Trips of these tensors, in the order in which they leave."""
         chosen = sorted((self.gaps[t] for t in forms), key=lambda gap: (gap.leaves, gap.tensor))
-        fences = sorted({gap.leaves for gap in chosen})
-        requests = self._requests(forms)
+        fences = self.fences(forms)
+        requests = self.requests(forms)
         out: dict[int, int] = {}
         free = 0.0
         for gap in chosen:
@@ -122,7 +129,13 @@ class Planner:
                 back[gap.tensor] = min(gap.needed, requests[max(i, first)]) if first < len(requests) else gap.needed
         return [Trip(gap, out[gap.tensor], back[gap.tensor], *forms[gap.tensor]) for gap in chosen]
 
-    def _requests(self, forms: Iterable[int]) -> list[int]:
+    def fences(self, forms: Iterable[int]) -> list[int]:
+        """Points of the forward at which the engine may wait for a copy: where it is given what goes away, or is dropped."""
+        saved = (t for t in self._dropped if t in self.graph.saves_of)
+        found = {leaves_at(self.graph, t) for t in saved}.union(self.gaps[t].leaves for t in forms)
+        return sorted(p for p in found if p < self.graph.backward_begins)
+
+    def requests(self, forms: Iterable[int]) -> list[int]:
         """Unpack points at which the engine is asked: those of what is dropped or away."""
         tensors = self._dropped.union(forms)
         return sorted({p for s in self.graph.saves if s.tensor in tensors for p in s.unpacked_at})
@@ -139,16 +152,28 @@ class Planner:
         `planned`: trips of the same tensors to begin with, those of `plan` without them.
         """
         trips = {trip.gap.tensor: trip for trip in (self.plan(forms) if planned is None else planned)}
-        fences = sorted({trip.gap.leaves for trip in trips.values()})
-        requests = self._requests(forms)
+        fences = self.fences(trips)
+        requests = self.requests(forms)
         for _ in range(rounds):
-            line = simulate(self.graph, send_away(self.lives, trips.values()))
-            if line.predicted.peak_bytes <= budget_nbytes:
+            levels = self.levels(trips.values())
+            over = [p for p, nbytes in enumerate(levels) if nbytes > budget_nbytes]
+            if not over:
                 return list(trips.values())
-            over = [p for p, nbytes in enumerate(line.nbytes) if nbytes > budget_nbytes]
-            if not any([self._squeeze(trips, p, fences, requests) for p in (line.peak_at, over[0], over[-1])]):
+            if not any([self._squeeze(trips, p, fences, requests) for p in (levels.index(max(levels)), over[0], over[-1])]):
                 return None
         return None
+
+    def levels(self, trips: Iterable[Trip]) -> list[int]:
+        """Bytes at every point with these trips: those that `simulate` finds, which are the plan's less what is away."""
+        trips = list(trips)
+        moved = Levels(len(self._levels))
+        for trip in trips:
+            tensor = self.graph.tensors[trip.gap.tensor]
+            moved.add(max(trip.gone_at, tensor.freed_at) + 1, trip.back_at - 1, -tensor.nbytes)
+        coded = [trip for trip in trips if codec_of(trip.form)]
+        for _, first, last, nbytes in encoded(self.graph, send_away((self._held[trip.gap.tensor] for trip in coded), coded)):
+            moved.add(first, last, nbytes)
+        return [here + more for here, more in zip(self._levels, moved.levels(), strict=True)]
 
     def _squeeze(self, trips: dict[int, Trip], p: int, fences: list[int], requests: list[int]) -> bool:
         """Take off the point `p` what waits there for the link, or came back before it had to; whether there was any."""
@@ -163,7 +188,3 @@ class Planner:
                 trips[t] = replace(trip, back_at=min(trip.gap.needed, requests[later]))
                 moved = True
         return moved
-
-
-def codec_only(form: str) -> bool:
-    return bool(codec_of(form)) and not tier_of(form)

@@ -18,6 +18,7 @@ from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import ConfigError, InfeasibleError, OffloadError
 from lightning_memopt.integrations.plain import Run
 from lightning_memopt.plan.forms import codec_of, tier_of
+from lightning_memopt.plan.rates import Coding, Link, Rates
 from lightning_memopt.report.explain import explain, kept
 from lightning_memopt.report.table import _away
 from lightning_memopt.session.buckets import Running
@@ -142,6 +143,51 @@ def test_a_threshold_may_be_any_number() -> None:
     forms = Hybrid(one.device, MemOptConfig(budget="min", compress="lossless")).forms(one.graph)
     program = one.away(form="positive", only=lambda t: bool(forms.get(t)))
     assert same(one.step(), one.step(program)) and len(program.away) == 1, "that of the first layer, which no threshold reads"
+
+
+@torch.library.custom_op("memopt_hybrid::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    """Nobody told us that it may run again."""
+    return x * 2
+
+
+twice.register_autograd(lambda ctx, grad: grad * 2)
+
+
+class Gates(nn.Module):
+    """ReLUs between ops that cannot run again: what is saved goes away, or stays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 512), nn.Linear(512, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        for _ in range(6):
+            h = torch.relu(twice(h) - 0.1)
+        return self.last(twice(torch.cat([h, h, h], 1))[:, :512])  # most is needed here, when nothing is on its way
+
+
+def test_compressed_and_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the link is slow and codecs are not, signs go to the disk at one bit: bit-equal, in the budget, as predicted."""
+    slow = Link(out_bytes_per_second=1e6, in_bytes_per_second=1e6)
+    fast = Coding(encode_bytes_per_second=1e12, decode_bytes_per_second=1e12)
+    monkeypatch.setattr(Hybrid, "rates", Rates(name="slow", links={"disk": slow}, codecs={"positive": fast}))
+    torch.manual_seed(0)
+    model, twin = Gates(), Gates()
+    twin.load_state_dict(model.state_dict())
+    data = [(torch.randn(256, 16), torch.randint(0, 24, (256,))) for _ in range(6)]
+    losses = train(twin, sgd(twin), data, classified)
+    o = sgd(model)
+    with optimize(model, o, budget="min", offload="disk", compress="lossless", **QUIET) as run:
+        found = train(model, o, data, classified)
+        main = run.session.main
+    assert isinstance(main, Running) and main.measured_bytes is not None
+    assert_same(state(twin), state(model))
+    assert all(torch.equal(a, b) for a, b in zip(losses, found, strict=True))
+    assert "positive@disk" in {life.form for life in main.plan.lives if life.how == "fetch"}
+    assert main.measured_bytes <= main.plan.budget_bytes
+    assert abs(main.measured_bytes / main.plan.predicted_peak_bytes - 1) <= 0.01
 
 
 def test_nothing_is_left_behind(smallest: int) -> None:
