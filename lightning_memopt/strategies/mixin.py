@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.report.table import summary
 from lightning_memopt.session import Session
+from lightning_memopt.strategies.in_backward import of_trainer
 
 CHECKPOINT_KEY = "lightning_memopt"
 
@@ -25,6 +26,8 @@ class MemOptMixin(abc.ABC):
 
     memopt_config: MemOptConfig
     session: Session | None = None
+    _stepping = False
+    """Whether an optimizer's step runs the closure: the backward in it is the last one."""
 
     # -- lifecycle ---------------------------------------------------------------------------------
 
@@ -35,6 +38,7 @@ class MemOptMixin(abc.ABC):
         self.session = None
         if trainer.state.fn == "fit":
             self.session = Session(self.model, self.optimizers, self.memopt_config, say=rank_zero_info)  # type: ignore[attr-defined]
+            self.session.update_in_backward(of_trainer(trainer))
 
     def teardown(self) -> None:
         session = self.session
@@ -55,7 +59,11 @@ class MemOptMixin(abc.ABC):
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         session = self.session
-        with session.backward() if session is not None else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if session is not None:
+                stack.enter_context(session.backward())
+                if self._stepping:
+                    stack.enter_context(session.last_backward())
             return super().backward(closure_loss, optimizer, *args, **kwargs)  # type: ignore[misc]
 
     def on_validation_start(self) -> None:
@@ -69,7 +77,11 @@ class MemOptMixin(abc.ABC):
             return super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
 
         def forward_and_backward() -> Any:
-            result = closure()
+            self._stepping = True
+            try:
+                result = closure()
+            finally:
+                self._stepping = False
             session.update_begins(optimizer)
             return result
 
