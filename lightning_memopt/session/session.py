@@ -132,10 +132,7 @@ class Session:
         return self._rounds.backward()
 
     def update_in_backward(self, reasons: Iterable[Reason] = ()) -> None:
-        """Do what `optimizer_in_backward` says, before anything runs. `reasons`: what the adapter knows against it.
-
-        Raises UpdatesInBackwardError with "always" and a reason.
-        """
+        """Do what `optimizer_in_backward` says (see `wanted`). `reasons`: what the adapter knows against it."""
         if self.enabled:
             self._in_backward = wanted(self.model, self.optimizers, self.config, reasons, self.say)
         if self.given is not None and self._in_backward is not None:
@@ -170,6 +167,9 @@ class Session:
 
     def update_ended(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has updated its parameters; with the last one the step is over, or when the next forward begins."""
+        for group in optimizer.param_groups if self.enabled else ():
+            if group.get("fused"):  # its kernels count no versions, by which rebuilds see that a weight is not what it was
+                torch.autograd.graph.increment_version([p for p in group["params"] if p.grad is not None])
         self._updated.add(id(optimizer))
         if torch._C._current_graph_task_id() != _NO_BACKWARD:
             return  # stepped in a hook: autograd puts modes and profilers back as they were when backward began
