@@ -10,17 +10,17 @@ nested backwards keep an update where it was. A planned step whose forward leave
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import torch
 from torch import nn
+from torch.utils.weak import TensorWeakRef
 
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import UpdatesInBackwardError
 from lightning_memopt.graph import Graph
-from lightning_memopt.record import is_plain, storage_id
+from lightning_memopt.record import is_plain
 from lightning_memopt.runtime.optimizer import EarlyUpdates, Reason, of_optimizers, refusal
 from lightning_memopt.session.finals import early_in, late
 from lightning_memopt.session.observation import Observation
@@ -71,7 +71,7 @@ class InBackward:
         self._names: dict[int, str] = {}
         self._marked = False
         self._said: set[Reason] = set()
-        self._gradients: dict[str, weakref.ref[torch.UntypedStorage]] = {}
+        self._gradients: dict[str, TensorWeakRef] = {}
 
     def adopt(self, graph: Graph) -> None:
         """A plan was given: the step of its graph says what may be updated early."""
@@ -133,9 +133,7 @@ class InBackward:
                 f"are read later or made in parts ({', '.join(sorted(set(readers) - early)[:3])}, ...)"
             )
         self._gradients = {
-            name: weakref.ref(p.grad.untyped_storage())
-            for name, p in self.model.named_parameters()
-            if name in early and p.grad is not None
+            name: TensorWeakRef(p.grad) for name, p in self.model.named_parameters() if name in early and p.grad is not None
         }
         return True
 
@@ -172,8 +170,7 @@ class InBackward:
             return self._refuse(_AUTOCAST)
         before, self._gradients = self._gradients, {}
         for name, p in self.model.named_parameters() if before else ():
-            storage = before[name]() if name in before else None
-            if storage is not None and p.grad is not None and storage_id(p.grad) == storage._cdata:
+            if name in before and p.grad is not None and before[name]() is p.grad:
                 self.late |= self.learnt
                 return self._refuse(_ZEROED)
         return True

@@ -48,7 +48,7 @@ def same_as_plain(
     budget: Any = "min",
     mode: str = "always",
 ) -> Run:
-    """The loop without us and with updates in backward: parameters and optimizer state to the bit, nothing left on the model."""
+    """The loop without us and with updates in backward: parameters and state to the bit, nothing left on the model."""
     ends = []
     for attach in (False, True):
         model = made(factory)
@@ -304,9 +304,9 @@ def test_forward_that_leaves_its_plan_updates_nothing_early(updates: list[Tensor
         def between(self, h: Tensor, i: int) -> Tensor:
             return h * torch.tanh(self.layers[-1].weight.detach().mean() + h) if self.other and i == 0 else h
 
-    def loop(model: Any, run: Run | None, optimizer: torch.optim.Optimizer, data: list[Any]) -> None:
+    def loop(model: nn.Module, run: Run | None, optimizer: torch.optim.Optimizer, data: list[Any]) -> None:
         for i, batch in enumerate(data):
-            model.other = i == 3
+            Branches.other = i == 3
             plain(model, run, optimizer, [batch])
 
     with pytest.warns(UserWarning, match="left the plan"):
