@@ -81,18 +81,22 @@ def main() -> None:
     parser.add_argument("-o", "--output", default="benchmarks/results/in_backward.json")
     arguments = parser.parse_args()
     torch.use_deterministic_algorithms(True)
-    found: list[dict[str, Any]] = []
+    output = Path(arguments.output)
+    found: list[dict[str, Any]] = json.loads(output.read_text())["rows"] if output.exists() else []  # goes on where it stopped
+    done = {tuple(row[key] for key in ("model", "batch", "optimizer", "plan")) for row in found}
     for name in arguments.models.split(","):
         for batch in map(int, arguments.batches.split(",")):
             for optimizer in OPTIMIZERS:
                 for budget in (arguments.budget, "min"):
+                    if (name, batch, optimizer, "smallest" if budget == "min" else "none") in done:
+                        continue
                     row = rows(name, batch, optimizer, budget)
                     found.append(row)
                     mib = [row[mode]["measured_nbytes"] / 2**20 for mode in ("never", "always")]
                     print(f"{name:10} {batch:3} {optimizer:5} {row['plan']:9}", *(f"{m:9.2f}" for m in mib), end=" ")
                     print(f"-{row['reduction']:.1f} % {'exact' if row['exact'] else 'WRONG'}", flush=True)
                     text = json.dumps({"paper": PAPER, "torch": torch.__version__, "rows": found}, indent=1)
-                    Path(arguments.output).write_text(text + "\n")
+                    output.write_text(text + "\n")
 
 
 if __name__ == "__main__":
