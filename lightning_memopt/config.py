@@ -15,6 +15,7 @@ from lightning_memopt.units import host_memory_nbytes, parse_budget
 
 OnExceed = Literal["replan", "warn", "raise"]
 OFFLOAD = ("none", "auto", "host", "disk")
+IN_BACKWARD = ("never", "auto", "always")
 COMPRESS = ("none", "lossless", "lossy")
 LOSSY = tuple(name for name in NAMES if name.startswith(("block", "int")))
 
@@ -33,6 +34,10 @@ class MemOptConfig:
         compress: `"none"`; `"lossless"`: masks at one bit, which their readers cannot tell; `"lossy"`, opt-in: also the inputs
             of convolutions and linear layers at 8 bits a value, or at what a codec's name says (`"block6"`, `"int8"`).
         objective: what a plan within the budget takes the least of: measured time (`"throughput"`) or `"flops"`.
+        optimizer_in_backward: whether a parameter is updated in backward, as soon as its gradient is final, which is freed at
+            once: `"never"`; `"auto"`: where it is seen to be exact, else it says why not; `"always"`: else it raises
+            UpdatesInBackwardError. Nothing may look at `p.grad` after backward. Plain loops mark the last backward before a
+            step by `with run.last_backward():`.
         profile_steps: real training steps that are observed before the plan is made.
         solver_seconds: time limit of the planner.
         headroom: bytes of the budget that the plan leaves free, for what no trace shows.
@@ -47,6 +52,7 @@ class MemOptConfig:
     offload: str = "none"
     compress: str = "none"
     objective: Objective = "throughput"
+    optimizer_in_backward: str = "never"
     profile_steps: int = 3
     solver_seconds: float = 30.0
     headroom: int = 0
@@ -75,6 +81,13 @@ class MemOptConfig:
             )
         if self.compress not in (*COMPRESS, *LOSSY):
             raise ConfigError(f"compress is {self.compress!r}; use {', '.join(map(repr, (*COMPRESS, *LOSSY)))}.")
+        if self.optimizer_in_backward not in IN_BACKWARD:
+            found = ", ".join(map(repr, IN_BACKWARD))
+            raise ConfigError(f"optimizer_in_backward is {self.optimizer_in_backward!r}; use {found}.")
+        if self.optimizer_in_backward == "always" and not self.recompute:
+            raise ConfigError(
+                "optimizer_in_backward='always' has to observe steps, and recompute=False observes none; set recompute=True."
+            )
         if self.objective == "flops" and (self.offload, self.compress) != ("none", "none"):
             raise ConfigError(
                 "objective='flops' counts neither copies nor codecs; leave offload and compress out, or objective."

@@ -48,6 +48,10 @@ class UnsupportedError(MemOptError):
     """What was asked for cannot be done safely, and is refused by name."""
 
 
+class UpdatesInBackwardError(UnsupportedError):
+    """Updating parameters in backward would be wrong, or the loop does not keep to what it needs: says what, and the fix."""
+
+
 class AlreadyAttachedError(MemOptError):
     """The model is already attached to a run: detach that one first."""
 

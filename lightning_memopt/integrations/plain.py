@@ -15,6 +15,7 @@ from lightning_memopt.plan import Plan
 from lightning_memopt.record.calls import CALL
 from lightning_memopt.report.frontier import Row, rows
 from lightning_memopt.report.table import summary
+from lightning_memopt.runtime.optimizer import Reason
 from lightning_memopt.session import Session
 from lightning_memopt.telemetry import Meter
 
@@ -53,6 +54,12 @@ class Run:
     def _measured(self, *raised: Any) -> None:
         if self._meter is not None:
             self._meter.__exit__(*raised)
+
+    def last_backward(self) -> contextlib.AbstractContextManager[None]:
+        """Around the last `backward()` before `optimizer.step()`: with `optimizer_in_backward` parameters are updated in it, as
+        soon as their gradients are final, and `step()` finds nothing left to do. It must follow. Without, this does nothing.
+        """
+        return contextlib.nullcontext() if self._paused else self.session.last_backward()
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -96,6 +103,17 @@ def _attach(stack: contextlib.ExitStack, run: Run, model: nn.Module, optimizers:
     model.__dict__[CALL] = watched
 
 
+def _readers(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> list[Reason]:
+    """What about the model and its optimizers forbids updates in backward."""
+    found = []
+    for module in model.modules():
+        if type(module).__module__.startswith(("torch.nn.parallel", "torch.distributed")):
+            found.append(Reason(f"{type(module).__name__} reduces gradients after they are final here", "Train without it"))
+    if any(o._optimizer_step_pre_hooks for o in optimizers):
+        found.append(Reason("a step pre-hook of the optimizer would see no gradients", "Remove it"))
+    return found
+
+
 def _wrapped(optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer whose hooks torch calls: Accelerate's and Lightning's wrappers are none of their own."""
     inner = getattr(optimizer, "optimizer", None)
@@ -135,5 +153,6 @@ def optimize(
         run = Run(session)
         stack.push(run._measured)
         if session.enabled:  # else nothing is touched
+            session.update_in_backward(_readers(model, optimizers))
             _attach(stack, run, model, optimizers)
         yield run

@@ -42,6 +42,8 @@ class Recorder(TorchDispatchMode):
         self.observer = observer
         self.capturing = True
         self.elsewhere = False
+        self.fixed: frozenset[int] = frozenset()
+        """Ops, by their number, that are not replayed: what they read is overwritten before a rebuild may need them."""
         self.op = 0
         self.next_slot = 0
         self.of_storage: dict[int, Slot] = {}
@@ -164,6 +166,7 @@ class Recorder(TorchDispatchMode):
             self.capturing
             and plain[0]
             and not self.elsewhere
+            and op not in self.fixed
             and rule.handling != "opaque"
             and may_replay(func, device_of((slot.device for slot in reads), kwargs).type)
         )

@@ -47,16 +47,31 @@ class Observing:
     """`steps` real steps are to be recorded; `graphs` are those recorded so far. `again`: how often drift led here.
 
     With 0 steps it waits until a plan may be made: every step is kept within the budget by eviction.
+
+    Where parameters are updated in backward, its first step is a `lesson` (in_backward.py); then it has `learnt`, and ops of
+    the forward are `fixed`.
     """
 
     steps: int
     graphs: list[Graph] = field(default_factory=list)
     restarts: int = 0
     again: int = 0
+    lesson: bool = False
+    learnt: bool = False
+    fixed: frozenset[int] = frozenset()
 
     @property
     def waits(self) -> bool:
         return self.steps == 0
+
+    def takes_lesson(self) -> None:
+        """The step being observed is a lesson. No plan is made from it: it updated all at its end."""
+        self.lesson = not self.learnt and not self.waits
+
+    def lesson_over(self, graph: Graph) -> None:
+        self.lesson, self.learnt = False, True
+        self.fixed = frozenset(op.id for op in graph.forward if not op.recomputable)
+        self.steps = max(1, self.steps - 1)
 
     def observed(self, graph: Graph, limit_nbytes: int | None, hybrid: Hybrid, say: Say) -> State:
         """One more step was recorded; with the last one, the plan for `limit_nbytes`, the smallest plan where that is None.
@@ -71,7 +86,7 @@ class Observing:
         graphs = common(self.graphs)
         if graphs:
             found = _solved(smoothed(graphs), limit_nbytes, hybrid, say)
-            found.again = self.again
+            found.again, found.learnt = self.again, self.learnt
             return found
         say(f"MemOpt: the step changed while observing ({first_difference(self.graphs[-2], graph)})")
         del self.graphs[:-1]
@@ -138,7 +153,8 @@ class Running:
 
     `to_measure`: steps whose peak is to be measured, in all no more than `may_measure`. `departures`: of the forwards of this
     step. `strays`: forwards in a row that left the plan. `again`: how often drift was answered by observing.
-    `wasted`, `proofs`: of a lender, uses by much smaller batches, and measured steps of its borrowers.
+    `wasted`, `proofs`: of a lender, uses by much smaller batches, and measured steps of its borrowers. `learnt`: it is known
+    which parameters are updated in backward.
     """
 
     def __init__(
@@ -152,6 +168,7 @@ class Running:
         self.measured_bytes: int | None = None
         self.steps = self.strays = self.again = self.wasted = self.proofs = self.excess_nbytes = 0
         self.matched = self.deviated = False
+        self.learnt: bool = lender is not None and lender.learnt
         self.to_measure, self.may_measure = 1, _MEASURED
         self.departures: list[Departures] = []
         self.depot: Depot | None = None
@@ -277,7 +294,7 @@ class Running:
             return self
         say(f"MemOpt: {text}; replanned with {format_nbytes(target)}")
         found = Running(plan, self.program.graph, self.frontier, self.replanned + 1)
-        found.again = self.again
+        found.again, found.learnt = self.again, self.learnt
         return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import statistics
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from lightning_memopt.graph import BEFORE, Graph, Op, Tensor, fingerprint
 from lightning_memopt.record import Recorder
 from lightning_memopt.runtime import ObservingEngine
 from lightning_memopt.session.budget import resident_tensors
+from lightning_memopt.session.finals import NEVER, Final, freed_early, kept
 from lightning_memopt.session.recording import Recording
 from lightning_memopt.trace import AllocatorEvents, Scopes, Tracer, metered_cpu, watch_all
 
@@ -27,7 +29,8 @@ class Observation:
     """One observed step. `begin_round` at every forward, `update_begins`, then `finish` gives the graph of the last round.
 
     The dispatch mode stays entered from the first forward to `finish`, because backward and the update are observed too.
-    `limit_nbytes`: live bytes above which packed tensors are evicted.
+    `limit_nbytes`: live bytes above which packed tensors are evicted. `finals`: where gradients became final, tensors by their
+    slots. `fixed`: ops of the forward that are not replayed, because what they read is updated in backward.
     """
 
     def __init__(
@@ -38,9 +41,11 @@ class Observation:
         limit_nbytes: int | None,
         verify: bool,
         meter: bool,
+        fixed: frozenset[int] = frozenset(),
     ) -> None:
         self.model, self.optimizers, self.device = model, optimizers, device
         self.limit_nbytes, self.verify, self.meter = limit_nbytes, verify, meter
+        self.fixed, self.finals = fixed, list[Final]()
         self.scopes = Scopes(model)
         self.events: AllocatorEvents | None = None
         self.peak_nbytes = 0
@@ -60,6 +65,8 @@ class Observation:
         engine = ObservingEngine(tracer, self._pressure if self.limit_nbytes is not None else None, self.verify)
         recorder = Recorder(engine.tape, engine, tracer)
         engine.rebuilds = recorder.recognise
+        recorder.fixed = self.fixed
+        self.finals = []
         watch_all(tracer, recorder, resident_tensors(self.model, self.optimizers, batch))
         self._round = tracer, engine, recorder
         self._ops = self._states_nbytes = 0
@@ -87,6 +94,35 @@ class Observation:
     def update_begins(self) -> None:
         if self._round is not None:
             self._round[0].phase = "update"
+
+    def final(self, p: torch.Tensor, name: str) -> None:
+        """The gradient of a parameter has been accumulated."""
+        if self._round is None:
+            return
+        tracer, _, recorder = self._round
+        assert p.grad is not None
+        # who reads the gradient later reads this slot, whoever made it
+        self.finals.append(Final(name, recorder.adopt(p).id, recorder.adopt(p.grad).id, len(tracer.points) - 1))
+
+    @contextlib.contextmanager
+    def updating(self, p: torch.Tensor) -> Iterator[None]:
+        """Around the update of a parameter in backward."""
+        if self._round is None:
+            yield
+            return
+        tracer = self._round[0]
+        before, tracer.phase = tracer.phase, "update"
+        try:
+            yield
+        finally:
+            tracer.phase = before
+            self._ungraded = [q for q in self._ungraded if q is not p]
+
+    def finals_seen(self) -> list[Final]:
+        """`finals` with the ids that tensors have in the graph."""
+        assert self._round is not None
+        ids = {slot: i for i, slot in enumerate(sorted(self._round[0].tensors))}
+        return [f._replace(parameter=ids.get(f.parameter, NEVER), gradient=ids.get(f.gradient, NEVER)) for f in self.finals]
 
     def _pressure(self) -> int:
         """Bytes by which live memory exceeds the limit, less room for what comes next: gradients, and a few of the largest
@@ -139,7 +175,7 @@ class Observation:
         if self._round is None:
             return None
         tracer, _, recorder = self._round
-        graph = tracer.graph(recorder)
+        graph = kept(tracer.graph(recorder), self.finals_seen())
         self._leave_mode()
         self._metering.close()
         self._end_round()
@@ -150,6 +186,11 @@ class Observation:
         assert self._round is not None
         tracer, _, recorder = self._round
         return self._corrected(tracer.graph(recorder))
+
+    def to_come(self) -> Graph:
+        """`so_far`, of a step that updates where gradients were seen to be final."""
+        finals = self.finals_seen()
+        return freed_early(kept(self.so_far(), finals), finals)
 
     def _corrected(self, graph: Graph) -> Graph:
         """With the workspaces that were metered, and without replays of ops that were seen to give other bits."""

@@ -29,6 +29,7 @@ from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Plan, write_plan
 from lightning_memopt.record import interrupts
 from lightning_memopt.runtime import PlannedEngine
+from lightning_memopt.runtime.optimizer import Reason
 from lightning_memopt.runtime.replay import Engine
 from lightning_memopt.session.buckets import Observing, Running, State, refuse_infeasible
 from lightning_memopt.session.budget import (
@@ -43,6 +44,7 @@ from lightning_memopt.session.budget import (
     state_to_come,
 )
 from lightning_memopt.session.hybrid import Hybrid
+from lightning_memopt.session.in_backward import InBackward, wanted
 from lightning_memopt.session.observation import Observation, observing, take_off, with_state
 from lightning_memopt.session.recording import PlannedRecording, Recording, hooks_allowed
 from lightning_memopt.session.round import Rounds
@@ -93,6 +95,8 @@ class Session:
         self._idle = self._turns = 0
         self._neighbours = Neighbours(self.device, self.budget_nbytes)
         self._hybrid = Hybrid(self.device, config)
+        self._in_backward: InBackward | None = None
+        self._entered = self._left = False
         self._watches = self.enabled
         if self.enabled:
             refuse_sharded(model)
@@ -121,6 +125,7 @@ class Session:
                 yield
         except BaseException:
             self._abandon()
+            self._entered = False
             self._close_meter()  # nobody else could measure until a next step ends
             self._ran.clear()
             raise
@@ -129,14 +134,32 @@ class Session:
         """Around a backward that runs inside a round (manual optimization): what follows it is a forward of its own."""
         return self._rounds.backward()
 
+    def update_in_backward(self, reasons: Iterable[Reason] = ()) -> None:
+        """Do what `optimizer_in_backward` says (see `wanted`). `reasons`: what the adapter knows against it."""
+        if self.enabled:
+            self._in_backward = wanted(self.model, self.optimizers, self.config, reasons, self.say)
+        if self.given is not None and self._in_backward is not None:
+            self._in_backward.adopt(self.given[1])
+
+    def last_backward(self) -> contextlib.AbstractContextManager[None]:
+        """Around the last backward before the optimizer's step: parameters may be updated in it."""
+        if self._in_backward is None:
+            return contextlib.nullcontext()
+        state = self.current if self._entered else None
+        observation = self._observation if isinstance(state, Observing) and not state.waits else None
+        armed = isinstance(state, Observing | Running) and state.learnt and not self._left
+        return self._in_backward.last_backward(observation, armed)
+
     def update_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer's update is about to run. Raises InfeasibleError where the first step shows that no plan will fit."""
         observation = self._observation
+        if self._in_backward is not None and isinstance(self.current, Observing) and self._in_backward.learn(observation):
+            self.current.takes_lesson()
         if observation is None:
             return
         if not self._update_seen and observation.has_backward:
             if self.budget_nbytes is not None:
-                graph = with_state(observation.so_far(), state_to_come(optimizer, self.device))
+                graph = with_state(observation.to_come(), state_to_come(optimizer, self.device))
                 try:
                     refuse_infeasible(graph, self.budget_nbytes, self._hybrid, self.say)
                 except BaseException:
@@ -147,6 +170,9 @@ class Session:
 
     def update_ended(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has updated its parameters; with the last one the step is over, or when the next forward begins."""
+        for group in optimizer.param_groups if self.enabled else ():
+            if group.get("fused"):  # its kernels count no versions, by which rebuilds see that a weight is not what it was
+                torch.autograd.graph.increment_version([p for p in group["params"] if p.grad is not None])
         self._updated.add(id(optimizer))
         if torch._C._current_graph_task_id() != _NO_BACKWARD:
             return  # stepped in a hook: autograd puts modes and profilers back as they were when backward began
@@ -156,6 +182,9 @@ class Session:
     def step_ended(self) -> None:
         """The step is over. May solve a plan and put it in force."""
         self._updated.clear()
+        self._entered = self._left = False
+        if self._in_backward is not None:
+            self._in_backward.step_ended()
         self._metered = self._meter is not None or (self._observation is not None and self._observation.meter)
         self._slowed = self._metered or self._observation is not None
         peak_nbytes = self._close_meter()
@@ -188,6 +217,8 @@ class Session:
             self._abandon()
         self._updated.clear()
         self._ran.clear()
+        if self._in_backward is not None:
+            self._in_backward.step_ended()
         self._close_meter()
         self._hybrid.close()
         if self._watches:
@@ -269,6 +300,7 @@ class Session:
             else:
                 self._abandon()
         self.current = state
+        self._entered = True
         if isinstance(state, Observing):
             if self._observation is None:
                 if self._blocked():
@@ -294,12 +326,14 @@ class Session:
         if self._observation is not None:
             self._observation.forward_ended()
         if isinstance(engine, PlannedEngine) and isinstance(self.current, Running):
+            self._left = self._left or engine.departures.first is not None
             self.current.compare(engine, self.config.plan)
 
     def _state_of(self, signature: Signature, batch: Any) -> State:
         if signature not in self.buckets:
             if self.given is not None and not self.buckets:
-                self.buckets[signature] = Running(*self.given, None)
+                self.buckets[signature] = given = Running(*self.given, None)
+                given.learnt = self._in_backward is not None
             elif self.budget_nbytes is not None:
                 resident = resident_tensors(self.model, self.optimizers, batch)
                 refuse_hopeless(resident, self.device, self.budget_nbytes, self.config.headroom)
@@ -316,8 +350,8 @@ class Session:
                 f"MemOpt: observing {state.steps} step{'s' * (state.steps > 1)} on {self.device}"
                 + (f" within {format_nbytes(self.budget_nbytes)}" if self.budget_nbytes else "")
             )
-        verify = self.config.verify and first
-        return Observation(self.model, self.optimizers, self.device, self._limit_nbytes, verify, meter=last or first)
+        verify, limit = self.config.verify and first and not state.learnt, self._limit_nbytes
+        return Observation(self.model, self.optimizers, self.device, limit, verify, meter=last or first, fixed=state.fixed)
 
     def _blocked(self) -> bool:
         """Whether a step of another model is being observed (a GAN's generator and discriminator): one after the other."""
@@ -341,6 +375,9 @@ class Session:
             self._abandon()
         if graph is None or not any(op.phase == "backward" for op in graph.ops):
             return  # no forward, or one that nothing came of (`training_step` returned None)
+        if state.lesson:
+            state.lesson_over(graph)
+            return
         graph = with_state(graph, state_made(graph, self.optimizers, self.device))
         self._become(state, state.observed(graph, self._limit_nbytes, self._hybrid, self.say))
 

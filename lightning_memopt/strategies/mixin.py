@@ -17,6 +17,7 @@ from lightning_memopt.config import MemOptConfig
 from lightning_memopt.report.table import summary
 from lightning_memopt.session import Session
 from lightning_memopt.telemetry import Meter
+from lightning_memopt.strategies.in_backward import of_trainer
 
 CHECKPOINT_KEY = "lightning_memopt"
 
@@ -28,6 +29,8 @@ class MemOptMixin(abc.ABC):
     session: Session | None = None
     telemetry: Meter | None = None
     """Set by a callback that measures; the table at the end shows what it found."""
+    _stepping = False
+    """Whether an optimizer's step runs the closure: the backward in it is the last one."""
 
     # -- lifecycle ---------------------------------------------------------------------------------
 
@@ -38,6 +41,7 @@ class MemOptMixin(abc.ABC):
         self.session = None
         if trainer.state.fn == "fit":
             self.session = Session(self.model, self.optimizers, self.memopt_config, say=rank_zero_info)  # type: ignore[attr-defined]
+            self.session.update_in_backward(of_trainer(trainer))
 
     def teardown(self) -> None:
         session = self.session
@@ -58,7 +62,11 @@ class MemOptMixin(abc.ABC):
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         session = self.session
-        with session.backward() if session is not None else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if session is not None:
+                stack.enter_context(session.backward())
+                if self._stepping:
+                    stack.enter_context(session.last_backward())
             return super().backward(closure_loss, optimizer, *args, **kwargs)  # type: ignore[misc]
 
     def on_validation_start(self) -> None:
@@ -72,7 +80,11 @@ class MemOptMixin(abc.ABC):
             return super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
 
         def forward_and_backward() -> Any:
-            result = closure()
+            self._stepping = True
+            try:
+                result = closure()
+            finally:
+                self._stepping = False
             session.update_begins(optimizer)
             return result
 

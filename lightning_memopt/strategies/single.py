@@ -23,6 +23,8 @@ class MemOptStrategy(MemOptMixin, SingleDeviceStrategy):
         offload: where saved tensors may be until backward: `"none"`, `"disk"`, `"disk:/a/directory"`, `"host"` or `"auto"`.
         compress: `"none"`, `"lossless"`, `"lossy"` or a codec's name.
         objective: what the plan takes the least of within the budget: measured time (`"throughput"`) or `"flops"`.
+        optimizer_in_backward: update parameters in backward, as soon as their gradients are final: `"never"`, `"auto"` or
+            `"always"`.
         profile_steps: real steps to observe before the plan is made.
         solver_seconds: time limit of the planner.
         headroom: bytes of the budget to leave free.
@@ -42,6 +44,7 @@ class MemOptStrategy(MemOptMixin, SingleDeviceStrategy):
         offload: str = "none",
         compress: str = "none",
         objective: Objective = "throughput",
+        optimizer_in_backward: str = "never",
         profile_steps: int = 3,
         solver_seconds: float = 30.0,
         headroom: int = 0,
@@ -59,6 +62,7 @@ class MemOptStrategy(MemOptMixin, SingleDeviceStrategy):
             offload=offload,
             compress=compress,
             objective=objective,
+            optimizer_in_backward=optimizer_in_backward,
             profile_steps=profile_steps,
             solver_seconds=solver_seconds,
             headroom=headroom,

@@ -77,6 +77,21 @@ def test_d5_weight_updated_before_a_rebuild_reads_it(name: str) -> None:
         assert all(map(same_bits, plain, found))
 
 
+def test_fused_update_between_forward_and_backward() -> None:
+    """REFUSE: fused kernels count no versions, and autograd lets that pass; a rebuild would start from the updated weights."""
+    model = made(Body)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, fused=True)
+    with optimize(model, optimizer, **QUIET, verify=False) as found:
+        for batch in BATCHES:
+            squares(model, batch).backward()
+            optimizer.step()
+        assert found.plan is not None and found.plan.predicted.replayed_ops > 0
+        loss = squares(model, BATCHES[0])
+        optimizer.step()
+        with pytest.raises(ModifiedError, match="modified by an inplace operation"):
+            loss.backward()
+
+
 @pytest.mark.parametrize("make", [torch.optim.SparseAdam, torch.optim.SGD])
 def test_d7_sparse_gradients(make: Any) -> None:
     """EXACT: an embedding with sparse gradients, beside layers that have dense ones."""

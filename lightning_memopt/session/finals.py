@@ -1,0 +1,73 @@
+"""Where in an observed step gradients become final, and what an update at that point means for the graph of the step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from lightning_memopt.graph import Graph
+
+NEVER = -1
+"""The tensor of what no op of the step read or made."""
+
+
+class Final(NamedTuple):
+    """The gradient of the parameter `name` was final after `point`. `parameter`, `gradient`: their tensors."""
+
+    name: str
+    parameter: int
+    gradient: int
+    point: int
+
+
+def late(graph: Graph, final: Final) -> str | None:
+    """Name of the first op between this point and the optimizer's step that reads the parameter or its gradient."""
+    watched = {final.parameter, final.gradient}
+    for op in graph.ops:
+        if op.at > final.point and op.phase == "backward" and not watched.isdisjoint(op.inputs):
+            return op.name
+    return None
+
+
+def outdating(graph: Graph, updated: Mapping[int, int]) -> frozenset[int]:
+    """Forward ops that a rebuild may need after what they read was updated. `updated`: tensor -> the point of its update."""
+    needed = {t: max((p for s in saves for p in s.unpacked_at), default=-1) for t, saves in graph.saves_of.items()}
+    found = set()
+    for op in reversed(graph.forward):
+        last = max((needed.get(t, -1) for t in op.outputs), default=-1)
+        if any(updated.get(t, last) < last for t in op.inputs):
+            found.add(op.id)
+        elif op.recomputable:
+            for t in op.inputs:
+                needed[t] = max(needed.get(t, -1), last)
+    return frozenset(found)
+
+
+def kept(graph: Graph, finals: Iterable[Final]) -> Graph:
+    """The graph for steps that update at these points: ops that would be run again on an updated parameter are not (D5)."""
+    updated: dict[int, int] = {}
+    for f in finals:
+        updated[f.parameter] = min(f.point, updated.get(f.parameter, f.point))
+    fixed = outdating(graph, updated) if updated else frozenset()
+    if not fixed:
+        return graph
+    ops = tuple(dataclasses.replace(op, recomputable=op.recomputable and op.id not in fixed) for op in graph.ops)
+    return dataclasses.replace(graph, ops=ops)
+
+
+def freed_early(graph: Graph, finals: Iterable[Final]) -> Graph:
+    """The graph of the same step in which each gradient is freed where it is final."""
+    ends = {f.gradient: f.point for f in finals}
+    tensors = tuple(
+        dataclasses.replace(t, freed_at=min(t.freed_at, max(ends[t.storage], t.born_at))) if t.storage in ends else t
+        for t in graph.tensors
+    )
+    return dataclasses.replace(graph, tensors=tensors)
+
+
+def early_in(graph: Graph) -> set[str]:
+    """Names of the parameters that the step of this graph updated before its backward was over."""
+    last = max((op.at for op in graph.ops if op.phase == "backward"), default=-1)
+    read = {t for op in graph.ops if op.phase == "update" and op.at < last for t in op.inputs}
+    return {graph.tensors[t].name for t in read if graph.tensors[t].kind == "parameter"}
