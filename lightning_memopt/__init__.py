@@ -12,15 +12,27 @@ from typing import Any
 __version__ = "0.1.0"
 
 _PUBLIC = {
+    "MemOptBatchScaler": "lightning_memopt.callbacks.batch_scaler",
     "MemOptConfig": "lightning_memopt.config",
     "MemOptStrategy": "lightning_memopt.strategies",
     "MemOptError": "lightning_memopt.errors",
     "Session": "lightning_memopt.session",
+    "find_max_batch_size": "lightning_memopt.integrations.batch_size",
     "optimize": "lightning_memopt.integrations.plain",
     "register_op": "lightning_memopt.record",
 }
 
-__all__ = ["MemOptConfig", "MemOptError", "MemOptStrategy", "Session", "__version__", "optimize", "register_op"]
+__all__ = [
+    "MemOptBatchScaler",
+    "MemOptConfig",
+    "MemOptError",
+    "MemOptStrategy",
+    "Session",
+    "__version__",
+    "find_max_batch_size",
+    "optimize",
+    "register_op",
+]
 
 
 def __getattr__(name: str) -> Any:
