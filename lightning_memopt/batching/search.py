@@ -6,6 +6,8 @@ what they were. Only a size that ran, and fitted, is ever the answer.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -268,39 +270,39 @@ class _Run:
         return None
 
     def _bisected(self, known: int) -> Found:
-        """The largest permitted size by real steps alone, to within `CLOSE`. Starts from sizes that ran, if any."""
+        """The largest permitted size by real steps alone, to within `CLOSE`: from the largest that ran, between it and the
+        smallest that did not; halved by ratio while they are far apart."""
         sizes = self.permitted(self.cap)
-        if not sizes:
-            raise self._nothing("no permitted size is within the cap")
         best: Trial | None = None
+        low, high = -1, len(sizes)
         failed = min((t.size for t in self.trials.done if not t.fits), default=None)
-        i = max((k for k, size in enumerate(sizes) if size <= known), default=0)
-        low, high, step = -1, len(sizes), 1
         if failed is not None:
-            high = next((k for k, size in enumerate(sizes) if size >= failed), high)
-        i = min(i, high - 1)
-        while low + 1 < high and i >= 0:
+            high = bisect_left(sizes, failed)
+        i = max(0, bisect_right(sizes, known) - 1)
+        while low + 1 < high:
+            i = min(max(i, low + 1), high - 1)
             try:
                 trial = self.trials.confirm(sizes[i])
             except Exhausted as short:
                 self._lower(short.there)
-                high = min(high, len(self.permitted(self.cap)))
-                i = high - 1
+                high = min(high, bisect_right(sizes, self.cap))
+                i = high - 1  # what was there may fit
                 continue
             if trial.fits:
                 best, low = trial, i
             else:
                 high = i
-            if best is not None and high < len(sizes) and sizes[high] - best.size <= max(1, CLOSE * best.size):
+            if high == len(sizes):  # nothing failed yet
+                i = bisect_left(sizes, 2 * sizes[i])
+            elif best is not None and sizes[high] - best.size <= max(1, CLOSE * best.size):
                 break
-            if high == len(sizes):
-                i, step = min(low + step, high - 1), 2 * step
             else:
-                i = (low + high) // 2 if low >= 0 else i // 2
-                if i == high:
-                    break
+                small, large = (best.size if best is not None else 1), sizes[high]
+                middle = math.isqrt(small * large) if large > 4 * small else (small + large) // 2
+                i = bisect_left(sizes, middle)
         if best is None:
-            raise self._nothing(f"the smallest permitted size is {sizes[0]}, and it does not fit")
+            smallest = f"the smallest permitted size is {sizes[0]}, and it does not fit" if sizes else "no size is permitted"
+            raise self._nothing(smallest)
         return self._answer(best, None if self.fitted is None else self.fitted.predicted(best.size))
 
     def _answer(self, trial: Trial, choice: Choice | None) -> Found:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -167,5 +166,4 @@ class Trials:
             release(error)
             self.done.append(Trial(kind, size, steps, False))
         else:
-            gc.collect()
             self.done.append(Trial(kind, size, steps, True))

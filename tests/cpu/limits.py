@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -61,7 +60,3 @@ class Device(TorchDispatchMode):
                 self.errors += 1
                 raise torch.OutOfMemoryError(f"CUDA out of memory. {live} bytes of {self.limit_nbytes} would be in use.")
         return out
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        super().__exit__(kind, error, trace)
-        gc.collect()
