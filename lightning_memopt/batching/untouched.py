@@ -115,7 +115,7 @@ class Snapshot:
     def _tensor(self, t: torch.Tensor) -> Iterable[Any]:
         if t.layout is not torch.strided or type(t) not in (torch.Tensor, nn.Parameter, nn.Buffer):
             if t.device.type != "meta":
-                self._undo.insert(0, partial(_rewrite, t.detach(), t.detach().clone()))
+                self._undo.insert(0, partial(_rewrite, t, t.detach().clone()))
             return ()
         alias = t.detach()
         storage = alias.untyped_storage()

@@ -77,6 +77,7 @@ class MemOptBatchScaler(Callback):
         if stage != "fit" or disabled() or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         self._undo.close()  # of a fit that was not torn down
+        self.found, self._set = None, {}
         self._refuse(trainer, pl_module)
         strategy: Any = trainer.strategy
         make, process, load = strategy.setup_optimizers, strategy.process_dataloader, trainer.fit_loop.setup_data
@@ -88,7 +89,6 @@ class MemOptBatchScaler(Callback):
         if stage == "fit" and self.found is not None and self.verbose:
             rank_zero_info(self.summary())
         self._undo.close()
-        self._set = {}
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._undo.close()  # teardown is not called where setup failed

@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves
 class Device(TorchDispatchMode):
     """Counts the storages that ops make while it is entered, and those of `models`; raises torch's error above `limit_nbytes`.
 
-    What replays make is made below dispatch modes and is not seen here: planned steps are measured by allocator events.
+    States of generators (bytes) are the host's, and so are copies that numpy holds. What replays make is made below dispatch
+    modes and is not seen here: planned steps are measured by allocator events.
     """
 
     @classmethod
@@ -40,7 +41,7 @@ class Device(TorchDispatchMode):
     def _add(self, tensors: Iterable[Any]) -> bool:
         found = False
         for t in tensors:
-            if isinstance(t, torch.Tensor) and t.layout is torch.strided:
+            if isinstance(t, torch.Tensor) and t.layout is torch.strided and t.dtype != torch.uint8:
                 storage = t.untyped_storage()
                 known = self._live.get(storage._cdata)
                 if storage.nbytes() and (known is None or known[0].expired() or known[1] != storage.nbytes()):

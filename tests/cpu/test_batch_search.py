@@ -49,7 +49,7 @@ class Words:
         options = {"budget": BUDGET, "start": 8, "recompute": False, **options}
         return find_max_batch_size(
             self.step,
-            source or self.make,
+            self.make if source is None else source,
             self.model,
             self.optimizer,
             keep=(self.generator, *options.pop("keep", ())),
