@@ -44,7 +44,8 @@ class Found:
 
     `predicted_peak_bytes`, `samples_per_second` and `joules_per_sample` are predictions, None where nothing could be fitted;
     `confirmed_peak_bytes` was measured, in a real step at this size, None where another profiler was running. `trials` are
-    all steps that ran; `trial_steps` those beyond the profile. `why` says why it was bisected; empty where it was not.
+    all steps that ran; `trial_steps` those beyond the profile. `why` says why the first prediction was not the answer; empty
+    where it was.
     """
 
     size: int
@@ -73,7 +74,8 @@ class Found:
 
         rate = "" if self.samples_per_second is None else f", {self.samples_per_second:.1f} samples/s predicted"
         energy = "" if self.joules_per_sample is None else f", {self.joules_per_sample:.3g} J/sample predicted"
-        how = f"bisected: {self.why}" if self.why else f"{self.trial_steps} trial steps beyond {self.profile_steps} profiled"
+        how = f"{self.trial_steps} trial steps beyond {self.profile_steps} profiled"
+        how += f", because {self.why}" if self.why else ""
         return (
             f"MemOpt: batch {self.before} -> {self.size} ({self.mode}{', with a plan' if self.planned else ''}): peak "
             f"{nbytes(self.predicted_peak_bytes)} predicted, {nbytes(self.confirmed_peak_bytes)} confirmed of "

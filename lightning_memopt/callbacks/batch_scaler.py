@@ -139,6 +139,13 @@ class MemOptBatchScaler(Callback):
                 "MemOptStrategy, or, with another strategy, to MemOptBatchScaler."
             )
 
+        given = trainer.strategy.memopt_config.plan if isinstance(trainer.strategy, MemOptMixin) else None
+        if given is not None:
+            raise ConfigError(
+                f"The plan {given} was made for one batch size, and MemOptBatchScaler chooses another. Leave plan= out, or "
+                "leave MemOptBatchScaler out."
+            )
+
     def _setup_optimizers(self, trainer: Trainer, make: Callable[[Trainer], None]) -> None:
         loop: Any = trainer.fit_loop
         if not self._set:

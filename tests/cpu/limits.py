@@ -27,7 +27,7 @@ class Device(TorchDispatchMode):
     def __init__(self, limit_nbytes: int, models: Iterable[nn.Module] = ()) -> None:
         super().__init__()
         self.limit_nbytes = limit_nbytes
-        self.peak_nbytes = self.errors = 0
+        self.peak_nbytes = self.errors = self._at_most = 0
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
         for model in models:
             self._add([*model.parameters(), *model.buffers()])
@@ -36,7 +36,8 @@ class Device(TorchDispatchMode):
         """What is alive now."""
         for key in [key for key, (ref, _) in self._live.items() if ref.expired()]:
             del self._live[key]
-        return sum(nbytes for _, nbytes in self._live.values())
+        self._at_most = sum(nbytes for _, nbytes in self._live.values())
+        return self._at_most
 
     def _add(self, tensors: Iterable[Any]) -> bool:
         found = False
@@ -46,12 +47,13 @@ class Device(TorchDispatchMode):
                 known = self._live.get(storage._cdata)
                 if storage.nbytes() and (known is None or known[0].expired() or known[1] != storage.nbytes()):
                     self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                    self._at_most += storage.nbytes()
                     found = True
         return found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func.namespace != "prim" and not func.is_view and self._add(tree_leaves(out)):
+        if not func.is_view and self._add(tree_leaves(out)) and self._at_most > min(self.peak_nbytes, self.limit_nbytes):
             live = self.live_nbytes()
             if live > self.limit_nbytes:
                 gc.collect()

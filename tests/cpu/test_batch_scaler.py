@@ -252,6 +252,8 @@ def test_what_cannot_be_done_is_refused_by_name() -> None:
         fit(Module(), scaler=scaler(budget=None))
     with pytest.raises(ConfigError, match="give the budget"):
         fit(Module(), scaler=scaler(), strategy=MemOptStrategy(budget=BUDGET))
+    with pytest.raises(ConfigError, match="made for one batch size"):
+        fit(Module(), scaler=scaler(budget=None), strategy=MemOptStrategy(budget=BUDGET, plan="plan.json"))
     with pytest.raises(ConfigError, match="budget='min'"):
         fit(Module(), scaler=scaler(budget=None), strategy=MemOptStrategy(budget="min"))
     for options, text in (({"mode": "x"}, "mode"), ({"lr_scaling": "x"}, "lr_scaling"), ({"lr_scaling": "sqrt"}, "keep_eff")):
