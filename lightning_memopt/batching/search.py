@@ -171,8 +171,9 @@ class _Run:
         return self._bisected(max(small, large))
 
     def _profiled(self) -> tuple[int, int]:
-        """Observe two sizes, at most what is used now; smaller ones where those do not fit. The largest that ran, twice."""
-        small = max(1, min(self.source.size, self.cap) // 2)
+        """Observe two sizes, at most what is used now; smaller ones where those do not fit. Not 1 if that can be: torch takes
+        other ways for dimensions of 1. Returns both."""
+        small = min(self.cap, max(2, self.source.size // 2))
         while not self._runs(self.trials.warm, small):
             if small == 1:
                 raise self._nothing("not even a batch of 1 fits")

@@ -45,7 +45,7 @@ def find_max_batch_size(
         budget: bytes of the device that a step may use, as for `optimize`.
         recompute: whether the loop will run inside `optimize` within this budget; False: as it is.
         mode: `"largest"` that fits, `"throughput"`: the most samples a second, `"energy"`: the fewest joules a sample.
-        start: the size that is used now; what is profiled is no larger. That of the loader, or 8.
+        start: the size that is used now; what is profiled is no larger (2 and 4 at least). That of the loader, or 8.
         max_size: no size is larger.
         effective: samples between two updates, where you accumulate: only sizes that divide it are chosen. Then `step` is what
             runs for one of the batches, with the update but without `zero_grad`, so that gradients are there as they will be.
