@@ -28,7 +28,7 @@ from lightning_memopt.batching.choose import largest
 from tests.cpu.limits import Device
 
 OUT = Path(__file__).parent / "results" / "batch_size.json"
-SAMPLES = 1024
+SAMPLES = 256
 LIMIT_OF = 40
 """The device holds about what a batch of this many samples takes."""
 

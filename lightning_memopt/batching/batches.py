@@ -15,18 +15,18 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_memopt.errors import ConfigError, UnsupportedError
+from lightning_memopt.errors import ConfigError, MemOptError, UnsupportedError
 from lightning_memopt.units import host_memory_nbytes
 
 _HOST_SHARE = 2
 """One part in so many of the host's memory is for batches on their way."""
 
 
-class Exhausted(Exception):
+class Exhausted(MemOptError):
     """The data gives no batch of this many samples; `there` is how many it gave."""
 
     def __init__(self, there: int) -> None:
-        super().__init__(f"the data gave {there} samples")
+        super().__init__(f"The data gave {there} samples. Ask for no more.")
         self.there = there
 
 
