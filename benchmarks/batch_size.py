@@ -28,8 +28,8 @@ from lightning_memopt.batching.choose import largest
 from tests.cpu.limits import Device
 
 OUT = Path(__file__).parent / "results" / "batch_size.json"
-SAMPLES = 256
-LIMIT_OF = 40
+SAMPLES = 192
+LIMIT_OF = 24
 """The device holds about what a batch of this many samples takes."""
 
 MODELS: dict[str, Callable[[int], Any]] = {
@@ -216,7 +216,7 @@ def _row(name: str) -> dict[str, Any]:
     for mode in ("largest", "throughput"):
         within = Plain(build, data)
         found = find_max_batch_size(
-            within.step, within.make, within.model, within.optimizer, budget=limit, mode=mode, max_size=SAMPLES
+            within.step, within.make, within.model, within.optimizer, budget=limit, mode=mode, max_size=SAMPLES, solver_seconds=5.0
         )
         row["planned"][mode] = {
             "size": found.size, "batch_multiple": found.size / bare.size,
