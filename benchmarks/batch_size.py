@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -88,7 +89,7 @@ ERRORS: list[Device] = []
 
 def _trainer(callbacks: list[pl.Callback], **options: Any) -> pl.Trainer:
     return pl.Trainer(
-        accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        default_root_dir=tempfile.gettempdir(), accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, callbacks=callbacks, **options,
     )  # fmt: skip
 
@@ -216,7 +217,14 @@ def _row(name: str) -> dict[str, Any]:
     for mode in ("largest", "throughput"):
         within = Plain(build, data)
         found = find_max_batch_size(
-            within.step, within.make, within.model, within.optimizer, budget=limit, mode=mode, max_size=SAMPLES, solver_seconds=5.0
+            within.step,
+            within.make,
+            within.model,
+            within.optimizer,
+            budget=limit,
+            mode=mode,
+            max_size=SAMPLES,
+            solver_seconds=5.0,
         )
         row["planned"][mode] = {
             "size": found.size, "batch_multiple": found.size / bare.size,

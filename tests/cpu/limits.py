@@ -61,5 +61,6 @@ class Device(TorchDispatchMode):
             self.peak_nbytes = max(self.peak_nbytes, live)
             if live > self.limit_nbytes:
                 self.errors += 1
+                del out  # what would not fit was never there, nor do the error's frames hold it
                 raise torch.OutOfMemoryError(f"CUDA out of memory. {live} bytes of {self.limit_nbytes} would be in use.")
         return out
