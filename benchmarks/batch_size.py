@@ -89,7 +89,8 @@ ERRORS: list[Device] = []
 
 def _trainer(callbacks: list[pl.Callback], **options: Any) -> pl.Trainer:
     return pl.Trainer(
-        default_root_dir=tempfile.gettempdir(), accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        default_root_dir=tempfile.gettempdir(), accelerator="cpu", max_steps=2,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, callbacks=callbacks, **options,
     )  # fmt: skip
 
