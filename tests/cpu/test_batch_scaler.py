@@ -140,12 +140,12 @@ def test_within_memopt_strategy_the_size_has_a_plan() -> None:
     fit(Module(4), scaler=plain, accumulate_grad_batches=24)
     planned, module = MemOptBatchScaler(verbose=False), Module(4)
     strategy = MemOptStrategy(budget=BUDGET, verbose=False, profile_steps=1)
-    trainer = fit(module, scaler=planned, strategy=strategy, accumulate_grad_batches=24, max_epochs=2)
+    trainer = fit(module, scaler=planned, strategy=strategy, accumulate_grad_batches=24)
     assert planned.found.size > plain.found.size and planned.found.trial_steps == 2  # type: ignore[union-attr]
     assert strategy.session.plan is not None and strategy.session.main.measured_bytes <= BUDGET  # type: ignore[union-attr]
     size = planned.found.size  # type: ignore[union-attr]
     same_size = Module(size)
-    expected = fit(same_size, accumulate_grad_batches=96 // size, max_epochs=2)
+    expected = fit(same_size, accumulate_grad_batches=96 // size)
     assert same(state(trainer), state(expected))
 
 

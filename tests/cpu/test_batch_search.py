@@ -106,7 +106,7 @@ def test_l1_the_size_is_within_2_percent_of_exhaustive_search_and_then_trains() 
     assert (found.trial_steps, found.profile_steps) == (1, 3)
     assert found.confirmed_peak_bytes == pytest.approx(found.predicted_peak_bytes, rel=0.01)
     assert found.confirmed_peak_bytes <= BUDGET
-    true = true_maximum(BUDGET, found.size - 3, found.size + 6)
+    true = true_maximum(BUDGET, found.size - 1, found.size + 4)
     assert true / 1.02 - 1 < found.size <= true
 
 
@@ -205,8 +205,8 @@ def test_what_the_fit_did_not_see_is_found_by_bisection() -> None:
             return False
         return True
 
-    true = max(size for size in range(found.size - 2, found.size + 12) if fits(size))
-    assert true < found.size + 11
+    true = max(size for size in range(found.size, found.size + 8) if fits(size))
+    assert true < found.size + 7
     assert true / 1.03 - 1 < found.size <= true
 
 
@@ -555,7 +555,7 @@ def test_l5_errors_that_do_not(error: BaseException) -> None:
     assert not is_out_of_memory(error)
 
 
-@pytest.mark.parametrize("error", OOM[:4] + OOM[-2:], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("error", (OOM[1], OOM[-2]), ids=lambda e: type(e).__name__)
 def test_l5_a_search_takes_them_for_what_they_are(error: BaseException) -> None:
     plain = Plain(Square(), lambda n: type(error)(*error.args) if n > 6 else None)
     assert plain.find(budget=1 << 30).size == 6
