@@ -312,7 +312,7 @@ def test_l3_batches_that_do_not_follow_the_size_are_refused() -> None:
             yield from ([i, i + 1, i + 2] for i in range(0, 30, 3))
 
     loader = DataLoader(TensorDataset(*batches(1, 64)[0]), batch_sampler=Stubborn(SequentialSampler(range(30)), 3, False))
-    with pytest.raises(UnsupportedError, match=r"Stubborn\) gave 3 indices with batch_size=1"):
+    with pytest.raises(UnsupportedError, match=r"Stubborn\) gave 3 indices with batch_size=2"):
         words.find(loader, start=None)
 
 
