@@ -12,22 +12,26 @@ from typing import Any
 __version__ = "0.1.0"
 
 _PUBLIC = {
+    "MemOptBatchScaler": "lightning_memopt.callbacks",
     "MemOptConfig": "lightning_memopt.config",
     "MemOptMonitor": "lightning_memopt.callbacks",
     "MemOptStrategy": "lightning_memopt.strategies",
     "MemOptError": "lightning_memopt.errors",
     "Session": "lightning_memopt.session",
+    "find_max_batch_size": "lightning_memopt.integrations.batch_size",
     "optimize": "lightning_memopt.integrations.plain",
     "register_op": "lightning_memopt.record",
 }
 
 __all__ = [
+    "MemOptBatchScaler",
     "MemOptConfig",
     "MemOptError",
     "MemOptMonitor",
     "MemOptStrategy",
     "Session",
     "__version__",
+    "find_max_batch_size",
     "optimize",
     "register_op",
 ]

@@ -8,6 +8,7 @@ a slower plan.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from bisect import bisect_right
@@ -202,6 +203,17 @@ def _smallest(graph: Graph) -> Iterator[tuple[str, tuple[Life, ...]]]:
         yield from _whole_graph(moment)
     for name, model in _chains(timeless):
         yield f"{name}, smallest", replay_chain.lives(model, dp.smallest_schedule(model.chain))
+
+
+def smallest(graph: Graph) -> Candidate:
+    """A plan for few bytes, with nothing else solved: what says quickly whether a budget can be kept at all."""
+    saves = any(s.tensor in graph.producers for s in graph.saves)
+    plans = itertools.chain([("keep all", keep_all(graph))], _smallest(graph) if saves else ())
+    pool = []
+    for solver, lives in plans:
+        with contextlib.suppress(LoweringError):
+            pool.append(Candidate(lives, simulate(graph, lives).predicted, solver))
+    return _with_reserved(min(pool, key=_needs), reserved_bytes_of(graph))
 
 
 def _priced_by_flops(graph: Graph) -> Graph:

@@ -16,8 +16,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.report.table import summary
 from lightning_memopt.session import Session
-from lightning_memopt.telemetry import Meter
 from lightning_memopt.strategies.in_backward import of_trainer
+from lightning_memopt.telemetry import Meter
 
 CHECKPOINT_KEY = "lightning_memopt"
 

@@ -1,0 +1,257 @@
+"""Batch finders on a device of so many bytes: ours, Lightning's, Accelerate's; and what a plan makes of the same bytes.
+
+`python -m benchmarks.batch_size` writes `benchmarks/results/batch_size.json`. The device is enforced op by op: torch's own
+out-of-memory error is raised when live bytes would pass the limit (`tests/cpu/limits.py`). Samples a second are *predicted*,
+from ops timed on this machine. Echo's four models at a fraction of their size; recurrent layers are loops over cells.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from accelerate.utils import find_executable_batch_size
+from lightning.pytorch.callbacks import BatchSizeFinder
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from benchmarks.recurrent import deepspeech2, nmt, resnet, transformer
+from lightning_memopt import MemOptBatchScaler, find_max_batch_size
+from lightning_memopt.batching.choose import largest
+from tests.cpu.limits import Device
+
+OUT = Path(__file__).parent / "results" / "batch_size.json"
+SAMPLES = 192
+LIMIT_OF = 24
+"""The device holds about what a batch of this many samples takes."""
+
+MODELS: dict[str, Callable[[int], Any]] = {
+    "LSTM-NMT": lambda n: nmt(time=6, batch=n, width=32),
+    "DeepSpeech2": lambda n: deepspeech2(frames=24, batch=n, width=16, layers=2),
+    "Transformer": lambda n: transformer(layers=2, batch=n, time=12, width=48),
+    "ResNet": lambda n: resnet((1, 2, 2, 1), batch=n, width=16),
+}
+
+
+class Rows(Dataset):  # type: ignore[type-arg]
+    """Samples of a batch."""
+
+    def __init__(self, batch: dict[str, Tensor]) -> None:
+        self.batch = batch
+
+    def __len__(self) -> int:
+        return len(next(iter(self.batch.values())))
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return {k: v[i] for k, v in self.batch.items()}
+
+
+class Module(pl.LightningModule):
+    """A model and its loader, with the attribute that Lightning's finder sets. `steps` counts training steps."""
+
+    def __init__(self, build: Callable[[int], Any], data: Rows) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net: nn.Module = build(2)[0]
+        self.data, self.batch_size, self.steps = data, 2, 0
+
+    def training_step(self, batch: dict[str, Tensor]) -> Tensor:
+        self.steps += 1
+        return self.net(**batch).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), 1e-3)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.data, self.batch_size, shuffle=True, drop_last=True)
+
+
+class AtStart(pl.Callback):
+    """What there is when training really starts."""
+
+    def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
+        self.steps, self.size = module.steps, trainer.train_dataloader.batch_sampler.batch_size  # type: ignore[union-attr]
+        self.weights = [p.detach().numpy().copy() for p in module.parameters()]  # not on the device
+        self.generator = torch.get_rng_state()
+        self.errors = ERRORS[0].errors if ERRORS else 0
+
+
+ERRORS: list[Device] = []
+
+
+def _trainer(callbacks: list[pl.Callback], **options: Any) -> pl.Trainer:
+    return pl.Trainer(
+        default_root_dir=tempfile.gettempdir(), accelerator="cpu", max_steps=2,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=callbacks, **options,
+    )  # fmt: skip
+
+
+def _fit(build: Any, data: Rows, limit: int, finder: pl.Callback | None) -> dict[str, Any]:
+    """Find, then train two steps at what was found, all on the device."""
+    module, start = Module(build, data), AtStart()
+    trainer = _trainer([*([finder] if finder is not None else []), start])
+    torch.manual_seed(1)
+    failed = ""
+    with Device(limit, [module]) as device:
+        ERRORS[:] = [device]
+        try:
+            trainer.fit(module)
+        except Exception as error:
+            failed = f"{type(error).__name__}: {str(error)[:80]}"
+    found: dict[str, Any] = {"out_of_memory_raised": device.errors}
+    if not hasattr(start, "size"):
+        return found | {"size": None, "failed": failed}
+    return found | {
+        "size": start.size, "training_steps_run": start.steps, "out_of_memory_raised": start.errors,
+        "out_of_memory_in_training_after": device.errors - start.errors, "failed": failed,
+        "weights": start.weights, "generator": start.generator,
+    }  # fmt: skip
+
+
+def _against(found: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
+    """With tensors replaced by whether they are those of a run without a finder."""
+    if "weights" in found:
+        weights = zip(found.pop("weights"), plain["weights"], strict=True)
+        found["weights_untouched"] = all(bool((a == b).all()) for a, b in weights)
+        found["generator_untouched"] = torch.equal(found.pop("generator"), plain["generator"])
+    return found
+
+
+def _accelerate(build: Any, data: Rows, limit: int) -> dict[str, Any]:
+    """As in its documentation: the decorated function makes the loader; here it takes two steps with it."""
+    torch.manual_seed(0)
+    model = build(2)[0]
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    before = [p.detach().clone() for p in model.parameters()]
+    steps, generator = [0], torch.get_rng_state()
+
+    @find_executable_batch_size(starting_batch_size=SAMPLES)
+    def train(batch_size: int) -> int:
+        loader = iter(DataLoader(data, batch_size, shuffle=True, drop_last=True))
+        for _ in range(2):
+            steps[0] += 1
+            model(**next(loader, None) or next(iter(DataLoader(data, batch_size)))).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return batch_size
+
+    with Device(limit, [model]) as device:
+        size = train()
+    return {
+        "size": size, "training_steps_run": steps[0], "out_of_memory_raised": device.errors,
+        "weights_untouched": all(torch.equal(a, b.detach()) for a, b in zip(before, model.parameters(), strict=True)),
+        "generator_untouched": torch.equal(generator, torch.get_rng_state()),
+    }  # fmt: skip
+
+
+class Plain:
+    """A model in a plain loop."""
+
+    def __init__(self, build: Any, data: Rows) -> None:
+        torch.manual_seed(0)
+        self.model, self.data = build(2)[0], data
+        self.optimizer = torch.optim.Adam(self.model.parameters(), 1e-3)
+
+    def make(self, size: int) -> dict[str, Tensor]:
+        return {k: v[:size].clone() for k, v in self.data.batch.items()}
+
+    def step(self, batch: dict[str, Tensor]) -> None:
+        self.model(**batch).loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def peak(self, size: int) -> int:
+        with Device(1 << 40, [self.model]) as device:
+            for _ in range(2):
+                self.step(self.make(size))
+        return device.peak_nbytes
+
+    def fits(self, size: int, limit: int) -> bool:
+        """In the steady state: the second of two steps, too."""
+        try:
+            with Device(limit, [self.model]):
+                for _ in range(2):
+                    self.step(self.make(size))
+        except torch.OutOfMemoryError:
+            self.optimizer.zero_grad()
+            return False
+        return True
+
+
+def _row(name: str) -> dict[str, Any]:
+    build = MODELS[name]
+    torch.manual_seed(2)
+    data = Rows(build(SAMPLES)[1])
+    plain = Plain(build, data)
+    plain.fits(2, 1 << 40)
+    limit = plain.peak(LIMIT_OF)
+    true = largest(lambda size: plain.fits(size, limit), 1, SAMPLES)
+    reference = _fit(build, data, 1 << 40, None)
+    row: dict[str, Any] = {"limit_bytes": limit, "true_largest": true}
+    mine = MemOptBatchScaler(budget=limit, keep_effective=False, verbose=False)
+    row["ours"] = _against(_fit(build, data, limit, mine), reference)
+    assert mine.found is not None
+    row["ours"] |= {
+        "training_steps_run": mine.found.profile_steps + mine.found.trial_steps,
+        "profile_steps": mine.found.profile_steps,
+        "trial_steps": mine.found.trial_steps,
+    }
+    for mode in ("power", "binsearch"):
+        row[f"lightning_{mode}"] = _against(_fit(build, data, limit, BatchSizeFinder(mode=mode)), reference)
+    row["accelerate"] = _accelerate(build, data, limit)
+    unmodified = Plain(build, data)
+    bare = find_max_batch_size(
+        unmodified.step,
+        unmodified.make,
+        unmodified.model,
+        unmodified.optimizer,
+        budget=limit,
+        recompute=False,
+        max_size=SAMPLES,
+    )
+    row["planned"] = {"unmodified_largest": bare.size, "unmodified_samples_per_second_predicted": bare.samples_per_second}
+    for mode in ("largest", "throughput"):
+        within = Plain(build, data)
+        found = find_max_batch_size(
+            within.step,
+            within.make,
+            within.model,
+            within.optimizer,
+            budget=limit,
+            mode=mode,
+            max_size=SAMPLES,
+            solver_seconds=5.0,
+        )
+        row["planned"][mode] = {
+            "size": found.size, "batch_multiple": found.size / bare.size,
+            "samples_per_second_predicted": found.samples_per_second,
+            "confirmed_peak_bytes": found.confirmed_peak_bytes, "predicted_peak_bytes": found.predicted_peak_bytes,
+            "profile_steps": found.profile_steps, "trial_steps": found.trial_steps, "why": found.why,
+        }  # fmt: skip
+    return row
+
+
+def main(names: list[str]) -> None:
+    """Rows of the models named, all by default; rows of others that are in the file stay."""
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    rows = json.loads(OUT.read_text())["models"] if OUT.exists() else {}
+    for name in names or list(MODELS):
+        rows[name] = _row(name)
+        print(name, json.dumps(rows[name], indent=1), flush=True)
+        versions = {"torch": torch.__version__, "lightning": pl.__version__}
+        OUT.write_text(json.dumps({"versions": versions, "models": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,148 @@
+"""Batches of any size: from a function, or from a loader's own sampler, dataset and collation, beside its iterator.
+
+A loader is asked for nothing: its sampler's indices are drawn, and its samples fetched and collated, here. What that draws from
+generators is put back by who calls this (`untouched`). A size counts only when a batch of that many samples was there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_memopt.errors import ConfigError, MemOptError, UnsupportedError
+from lightning_memopt.units import host_memory_nbytes
+
+_HOST_SHARE = 2
+"""One part in so many of the host's memory is for batches on their way."""
+
+
+class Exhausted(MemOptError):
+    """The data gives no batch of this many samples; `there` is how many it gave."""
+
+    def __init__(self, there: int) -> None:
+        super().__init__(f"The data gave {there} samples. Ask for no more.")
+        self.there = there
+
+
+def nbytes_of(batch: Any) -> int:
+    """Bytes of the tensors in a batch."""
+    return sum(t.nbytes for t in tree_leaves(batch) if isinstance(t, torch.Tensor))
+
+
+class FromFunction:
+    """Batches that `make(size)` gives."""
+
+    def __init__(self, make: Callable[[int], Any], size: int = 2) -> None:
+        self.make, self.size = make, size
+        self.cap: int | None = None
+        self.copies = 1
+
+    def batch(self, size: int) -> Any:
+        """A batch of so many samples. Raises ConfigError where nothing in it has that many."""
+        found = self.make(size)
+        tensors = [t for t in tree_leaves(found) if isinstance(t, torch.Tensor)]
+        if tensors and not any(size in t.shape for t in tensors):
+            shapes = ", ".join(str(tuple(t.shape)) for t in tensors[:4])
+            raise ConfigError(
+                f"make_batch({size}) gave tensors of {shapes}: no dimension is {size}, so it does not follow the size it is "
+                "given. Make it return that many samples."
+            )
+        return found
+
+
+class FromLoader:
+    """Batches of a DataLoader's samples. Raises UnsupportedError, by name, for loaders whose batch size cannot be set."""
+
+    def __init__(self, loader: Any) -> None:
+        refuse_loader(loader)
+        self.loader: DataLoader[Any] = loader
+        self.size: int = loader.batch_sampler.batch_size
+        self.iterable = isinstance(loader.dataset, IterableDataset)
+        self.cap: int | None = None if self.iterable else len(loader.dataset)
+        # every worker prepares some batches ahead; the one in use, the next, and pinned copies of them come on top
+        self.copies = 2 + loader.num_workers * (loader.prefetch_factor or 0)
+
+    def batch(self, size: int) -> Any:
+        """A batch as the loader would make it at this size. Raises Exhausted where the data gives fewer samples."""
+        loader = self.loader
+        sampler: Any = loader.batch_sampler
+        with sized(loader, size):
+            indices: list[Any] = next(iter(sampler), [])
+        if len(indices) != size:
+            self._short(len(indices), size)
+        if self.iterable:
+            samples = list(itertools.islice(iter(loader.dataset), size))
+            if len(samples) < size:
+                raise Exhausted(len(samples))
+        elif hasattr(loader.dataset, "__getitems__"):
+            samples = loader.dataset.__getitems__(list(indices))
+        else:
+            samples = [loader.dataset[i] for i in indices]
+        return loader.collate_fn(samples)
+
+    def _short(self, there: int, size: int) -> None:
+        if there < size:
+            raise Exhausted(there)
+        raise UnsupportedError(
+            f"The batch sampler ({type(self.loader.batch_sampler).__name__}) gave {there} indices with batch_size={size}: it "
+            "does not follow its batch_size. Set the batch size there, and leave the batch scaler out."
+        )
+
+
+def refuse_loader(loader: Any) -> None:
+    """Raise UnsupportedError where a loader's batch size cannot be set in place, naming what it is."""
+    if not isinstance(loader, DataLoader):
+        raise UnsupportedError(
+            f"The batch size of a {type(loader).__name__} cannot be set. Give a torch DataLoader, or set the batch size there "
+            "and leave the batch scaler out."
+        )
+    sampler = loader.batch_sampler
+    if sampler is None:
+        raise UnsupportedError(
+            "This DataLoader has batch_size=None: its dataset makes the batches. Set the batch size there, and leave the batch "
+            "scaler out."
+        )
+    size = getattr(sampler, "batch_size", None)
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise UnsupportedError(
+            f"The batch sampler ({type(sampler).__name__}) has no batch_size to set (it is {size!r}). Give it an attribute "
+            "batch_size that it follows, or leave the batch scaler out."
+        )
+    dataset = loader.dataset
+    if isinstance(dataset, IterableDataset):
+        if hasattr(dataset, "__len__"):
+            raise UnsupportedError(
+                f"{type(dataset).__name__} is an IterableDataset with __len__: the DataLoader divides it by the batch size it "
+                "was made with, so the number of steps would be wrong. Remove __len__, or make the DataLoader with the "
+                "size that you want."
+            )
+        if iter(dataset) is iter(dataset):
+            raise UnsupportedError(
+                f"{type(dataset).__name__} is read once: what trial steps take would be missing in training. Let __iter__ "
+                "begin anew, or leave the batch scaler out."
+            )
+
+
+@contextmanager
+def sized(loader: DataLoader[Any], size: int) -> Iterator[None]:
+    """The loader's batches have this many samples inside of this block."""
+    sampler: Any = loader.batch_sampler
+    before = sampler.batch_size
+    sampler.batch_size = size
+    try:
+        yield
+    finally:
+        sampler.batch_size = before
+
+
+def host_cap(sample_nbytes: float, copies: int) -> int | None:
+    """The largest size whose batches, as many as are prepared at once, leave most of the host's memory free."""
+    if sample_nbytes <= 0:
+        return None
+    return max(1, int(host_memory_nbytes() // _HOST_SHARE / (sample_nbytes * copies)))

@@ -1,0 +1,61 @@
+"""Which errors mean that memory ran out: by type first, then by what libraries write where they raise a plain RuntimeError."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import re
+import traceback
+from collections.abc import Iterator
+
+import torch
+
+_TYPES: tuple[type[BaseException], ...] = (torch.OutOfMemoryError, MemoryError)
+
+_TEXTS = re.compile(
+    "|".join(
+        (
+            r"out of memory",  # CUDA, HIP, XPU, MPS, NPU, "CUDA error: out of memory", NCCL's "Cuda failure 2 'out of memory'"
+            r"(CUBLAS|CUDNN|CUSPARSE|CUSOLVER|CUFFT|HIPBLAS|ROCBLAS|MIOPEN)_(STATUS_)?ALLOC_FAILED",
+            r"cuDNN error: CUDNN_STATUS_NOT_SUPPORTED\. This error may appear if you passed in a non-contiguous input",
+            r"Failed to CUDA (host )?[cm]alloc",  # NCCL
+            r"DefaultCPUAllocator: (can't allocate memory|not enough memory)",
+            r"std::bad_alloc",
+            r"UR_RESULT_ERROR_OUT_OF_(DEVICE|HOST)_MEMORY",
+        )
+    ),
+    re.IGNORECASE,
+)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error, and those it was raised from."""
+    seen: set[int] = set()
+    found: BaseException | None = error
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        yield found
+        found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether this error says that memory ran out, of the device or of the host, whoever wrapped it."""
+    return any(_says_so(e) for e in _chain(error))
+
+
+def _says_so(error: BaseException) -> bool:
+    if isinstance(error, _TYPES):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and _TEXTS.search(" ".join(map(str, error.args))) is not None
+
+
+def release(error: BaseException) -> None:
+    """Let go of the tensors that the frames of an error hold, and of what the device's allocator caches."""
+    for e in _chain(error):
+        traceback.clear_frames(e.__traceback__)
+        e.__traceback__ = None
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

@@ -1,0 +1,170 @@
+"""Leave everything as it was: what trial steps change is put back, bit by bit.
+
+Copied, each storage once, into the host's memory: every tensor that is reached from what is given, gradients included. Noted,
+and put back in place: attributes of modules, optimizers, schedulers, samplers and loaders, the dicts, lists, sets and deques in
+them, and the state of generators, those of torch, numpy and Python for everybody too. What was not there before is gone
+afterwards: state that an optimizer makes in its first update, caches, counters, torchmetrics' states.
+
+Not followed: attributes of other objects (a logger, a dataclass of the user's). They stay the objects that they were.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+_OPEN = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler, Sampler, DataLoader)
+"""Objects whose attributes are followed."""
+_MANY = 4096
+"""A container with more items is noted, and its items are not followed (a vocabulary)."""
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All of a storage as bytes, on its own memory and with a version counter of its own."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _refill(alias: torch.Tensor, kept: np.ndarray[Any, Any]) -> None:
+    _bytes_of(alias.untyped_storage()).copy_(torch.from_numpy(kept))
+
+
+def _same_tensor(t: torch.Tensor, alias: torch.Tensor) -> None:
+    """A tensor whose data was replaced (`p.data = other`) gets its own again."""
+    if t.data_ptr() != alias.data_ptr() or t.shape != alias.shape or t.stride() != alias.stride():
+        t.data = alias
+
+
+def _regrad(t: torch.Tensor, grad: torch.Tensor | None) -> None:
+    t.grad = grad
+
+
+def _rewrite(t: torch.Tensor, kept: torch.Tensor) -> None:
+    t.copy_(kept)
+
+
+def _same_dict(value: dict[Any, Any], kept: dict[Any, Any]) -> None:
+    if len(value) != len(kept) or any(k not in value or value[k] is not v for k, v in kept.items()):
+        value.clear()
+        value.update(kept)
+
+
+def _same_items(value: Any, kept: list[Any]) -> None:
+    if len(value) == len(kept) and all(a is b for a, b in zip(value, kept, strict=True)):
+        return
+    value.clear()
+    value.update(kept) if isinstance(value, set) else value.extend(kept)
+
+
+class Snapshot:
+    """What there is now; `restore` may be called once."""
+
+    def __init__(self, *roots: Any) -> None:
+        self._undo: list[Callable[[], Any]] = []
+        self._seen: dict[int, Any] = {}  # keeps them, so that an id stays theirs
+        self._storages: set[int] = set()
+        self._generators()
+        todo = list(roots)
+        while todo:
+            value = todo.pop()
+            if id(value) not in self._seen:
+                found = list(self._note(value))
+                if found or isinstance(value, (torch.Tensor, *_OPEN, dict, list, set, deque)):
+                    self._seen[id(value)] = value
+                todo.extend(found)
+
+    def restore(self) -> None:
+        """Put everything back: containers and attributes first, then tensors, then generators."""
+        with torch.no_grad():
+            while self._undo:
+                self._undo.pop()()
+
+    def _note(self, value: Any) -> Iterable[Any]:
+        """Remember one object; gives what is to be followed from it."""
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
+            self._generator(value)
+        elif isinstance(value, _OPEN):
+            return self._attributes(value)
+        elif isinstance(value, Dataset):
+            return [v for v in self._attributes(value) if not _holds_data(v)]
+        elif isinstance(value, dict):
+            self._undo.append(partial(_same_dict, value, dict(value)))
+            return value.values() if len(value) <= _MANY else ()
+        elif isinstance(value, (list, set, deque)):
+            self._undo.append(partial(_same_items, value, list(value)))
+            return value if len(value) <= _MANY else ()
+        elif isinstance(value, tuple):
+            return value
+        return ()
+
+    def _attributes(self, value: Any) -> list[Any]:
+        own = vars(value)
+        self._undo.append(partial(_same_dict, own, dict(own)))
+        return list(own.values())
+
+    def _tensor(self, t: torch.Tensor) -> Iterable[Any]:
+        if t.layout is not torch.strided or type(t) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+            if t.device.type != "meta":
+                self._undo.insert(0, partial(_rewrite, t, t.detach().clone()))
+            return ()
+        alias = t.detach()
+        storage = alias.untyped_storage()
+        if storage._cdata not in self._storages and t.device.type != "meta":
+            self._storages.add(storage._cdata)
+            kept = _bytes_of(storage).cpu().numpy()
+            # numpy's own memory: what torch's allocator of the device counts stays as it is
+            self._undo.insert(0, partial(_refill, alias, kept.copy() if t.device.type == "cpu" else kept))
+        self._undo.append(partial(_same_tensor, t, alias))
+        if not t.is_leaf:
+            return ()
+        self._undo.append(partial(_regrad, t, t.grad))
+        return () if t.grad is None else (t.grad,)
+
+    def _generators(self) -> None:
+        self._undo.append(partial(torch.set_rng_state, torch.get_rng_state()))
+        self._undo.append(partial(random.setstate, random.getstate()))
+        self._undo.append(partial(np.random.set_state, np.random.get_state()))
+        if torch.cuda.is_initialized():
+            self._undo.append(partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
+        if torch.backends.mps.is_available():
+            self._undo.append(partial(torch.mps.set_rng_state, torch.mps.get_rng_state()))
+
+    def _generator(self, value: Any) -> None:
+        if isinstance(value, torch.Generator):
+            self._undo.append(partial(value.set_state, value.get_state()))
+        elif isinstance(value, random.Random):
+            self._undo.append(partial(value.setstate, value.getstate()))
+        elif isinstance(value, np.random.Generator):
+            self._undo.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
+        else:
+            self._undo.append(partial(value.set_state, value.get_state()))
+
+
+def _holds_data(value: Any) -> bool:
+    """Whether this is what a dataset is made of, which reading does not change."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return True
+    if isinstance(value, (dict, list, tuple, set, deque)):
+        items = value.values() if isinstance(value, dict) else value
+        return len(value) > _MANY or any(isinstance(v, (torch.Tensor, np.ndarray)) for v in items)
+    return False
+
+
+@contextmanager
+def untouched(*roots: Any) -> Iterator[None]:
+    """After this block, however it is left, everything that is reached from `roots` is bit by bit what it was before."""
+    before = Snapshot(*roots)
+    try:
+        yield
+    finally:
+        before.restore()

@@ -1,0 +1,88 @@
+"""`find_max_batch_size` for plain loops: the batch size that a budget allows, and everything as it was."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_memopt.batching import Found, FromFunction, FromLoader, Mode, Search, divisors
+from lightning_memopt.config import MemOptConfig, disabled
+from lightning_memopt.errors import ConfigError
+from lightning_memopt.integrations.plain import Run, _attach, _wrapped
+from lightning_memopt.session import Session
+from lightning_memopt.session.budget import budget_on
+
+
+def find_max_batch_size(
+    step: Callable[[Any], Any],
+    batches: Any,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+    *,
+    budget: str | float | int = "auto",
+    recompute: bool = True,
+    mode: Mode = "largest",
+    start: int | None = None,
+    max_size: int | None = None,
+    effective: int | None = None,
+    watts: float | None = None,
+    keep: Iterable[Any] = (),
+    **options: Any,
+) -> Found:
+    """The batch size for a training loop, found with few real steps that leave nothing behind.
+
+    Args:
+        step: the body of the loop, `step(batch)`: forward, backward, `optimizer.step()`, `zero_grad()`. What it returns is
+            not used.
+        batches: a DataLoader, or `make_batch(size)` giving a batch of that many samples. Where samples differ in length,
+            let it give the longest.
+        model: what is trained; it is called in `step`.
+        optimizer: the optimizers that `step` updates with.
+        budget: bytes of the device that a step may use, as for `optimize`.
+        recompute: whether the loop will run inside `optimize` within this budget; False: as it is.
+        mode: `"largest"` that fits, `"throughput"`: the most samples a second, `"energy"`: the fewest joules a sample.
+        start: the size that is used now; what is profiled is no larger (2 and 4 at least). That of the loader, or 8.
+        max_size: no size is larger.
+        effective: samples between two updates, where you accumulate: only sizes that divide it are chosen. Then `step` is what
+            runs for one of the batches, with the update but without `zero_grad`, so that gradients are there as they will be.
+        watts: what the device draws while it trains; needed for `"energy"`.
+        keep: what else `step` changes: a scheduler, a GradScaler, lists.
+        options: of `MemOptConfig`, for `recompute=True`.
+
+    Raises InfeasibleError where no size fits, UnsupportedError for loaders whose batch size cannot be set. The size is that of
+    a step that ran: it is never larger than what the data gave.
+    """
+    optimizers = [_wrapped(o) for o in ([optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer)]
+    config = MemOptConfig(budget=budget, recompute=recompute, **options)
+    if isinstance(budget, str) and budget.strip().lower() == "min":
+        raise ConfigError("budget='min' fits any batch size to itself. Give the bytes that a step may use.")
+    device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    source = FromFunction(batches, start or 8) if callable(batches) else FromLoader(batches)
+    if start is not None:
+        source.size = start
+
+    def run(batch: Any, session: Session | None, whole: bool) -> None:
+        with contextlib.ExitStack() as stack:
+            if session is not None:
+                _attach(stack, Run(session), model, optimizers)
+            step(batch)
+
+    return Search(
+        step=run,
+        source=source,
+        model=model,
+        optimizers=optimizers,
+        device=device,
+        keep=(*keep, *((batches, batches.dataset) if isinstance(source, FromLoader) else ())),
+        config=config if recompute and not disabled() else None,
+        budget_nbytes=budget_on(device, config),
+        mode=mode,
+        permitted=None if effective is None else divisors(effective),
+        effective=effective,
+        max_size=max_size,
+        watts=watts,
+    ).find()
