@@ -6,7 +6,7 @@ Nothing is measured or made before a plan is solved for a budget that the step d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
@@ -16,7 +16,7 @@ from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import ConfigError, InfeasibleError
 from lightning_memopt.graph import BEFORE, Graph, Op, fingerprint
 from lightning_memopt.plan import Life, Plan
-from lightning_memopt.plan.forms import tier_of
+from lightning_memopt.plan.forms import codec_of, tier_of
 from lightning_memopt.plan.rates import Rates
 from lightning_memopt.plan.readers import Need, lossy, need
 from lightning_memopt.runtime import Program
@@ -86,6 +86,12 @@ class Hybrid:
                     found[t] = [(self.tier, tensor.nbytes), *codes, *((f"{code}@{self.tier}", n) for code, n in codes)]
         return found
 
+    def workspace_nbytes(self, graph: Graph, lives: Iterable[Life]) -> int:
+        """What the codecs of a plan allocate at their worst moment beyond what they read and make: not on the plan's account,
+        so that its budget leaves room for it.
+        """
+        return max((_workspace_nbytes(graph, life.tensor, life.form) for life in lives if life.how == "fetch"), default=0)
+
     def _codes(self, graph: Graph, t: int) -> list[joint.Form]:
         """The codecs that may hold a tensor: those that its readers cannot tell, or those that were asked for."""
         tensor = graph.tensors[t]
@@ -132,6 +138,11 @@ class Hybrid:
             depot = self._depots.popitem()[1][1]
             if depot is not None:
                 depot.close()
+
+
+def _workspace_nbytes(graph: Graph, t: int, form: str) -> int:
+    tensor, name = graph.tensors[t], codec_of(form)
+    return codec(name).workspace_nbytes(tensor.size, getattr(torch, tensor.dtype)) if name else 0
 
 
 @cache
@@ -197,7 +208,10 @@ class HybridFrontier(Frontier):
         graph = frontier.graph
         fields = {name: getattr(frontier, name) for name in Frontier.__dataclass_fields__}
         if graph.device != "cuda":  # what the allocator reserves for such plans is known when they are made
-            least = joint.least_bytes(graph, (c.lives for c in frontier.candidates), hybrid.forms(graph))
+            forms = hybrid.forms(graph)
+            least = joint.least_bytes(graph, (c.lives for c in frontier.candidates), forms) + max(
+                (_workspace_nbytes(graph, t, form) for t, found in forms.items() for form, _ in found), default=0
+            )
             fields["smallest_bytes"] = min(frontier.smallest_bytes, least + UNSEEN_NBYTES)
         return cls(**fields, hybrid=hybrid, overhead=lambda lives: costs.measured(graph.device).of(Program(graph, lives)))
 
@@ -228,10 +242,11 @@ class HybridFrontier(Frontier):
             if found is None:
                 break
             reserved = self.reserve(found.lives) if self.reserve is not None else 0
-            if reserved <= budget_nbytes:
+            needed = max(reserved, found.predicted.needed_bytes) + self.hybrid.workspace_nbytes(self.graph, found.lives)
+            if needed <= budget_nbytes:
                 break
-            target -= reserved - budget_nbytes
-        if found is None or reserved > budget_nbytes:
+            target -= needed - budget_nbytes
+        if found is None or needed > budget_nbytes:
             if isinstance(alone, InfeasibleError):
                 raise alone
             return alone
