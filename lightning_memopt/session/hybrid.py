@@ -6,16 +6,19 @@ Nothing is measured or made before a plan is solved for a budget that the step d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from typing import Any
 
 import torch
 
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import ConfigError, InfeasibleError
 from lightning_memopt.graph import BEFORE, Graph, Op, fingerprint
-from lightning_memopt.plan import Life, Plan
+from lightning_memopt.plan import Life, Plan, Prediction, simulate
+from lightning_memopt.plan.clocks import leaves_at
 from lightning_memopt.plan.forms import codec_of, tier_of
 from lightning_memopt.plan.rates import Rates
 from lightning_memopt.plan.readers import Need, lossy, need
@@ -34,6 +37,8 @@ LEAST_NBYTES = 4096
 LOSSY = "block8"
 _ALIGN_NBYTES = 4096
 _PROBE_NBYTES = 32 << 20
+_TRIES = 4
+"""Targets below the budget that are tried, where a plan needs more than joint counts."""
 
 
 class Hybrid:
@@ -86,12 +91,6 @@ class Hybrid:
                     found[t] = [(self.tier, tensor.nbytes), *codes, *((f"{code}@{self.tier}", n) for code, n in codes)]
         return found
 
-    def workspace_nbytes(self, graph: Graph, lives: Iterable[Life]) -> int:
-        """What the codecs of a plan allocate at their worst moment beyond what they read and make: not on the plan's account,
-        so that its budget leaves room for it.
-        """
-        return max((_workspace_nbytes(graph, life.tensor, life.form) for life in lives if life.how == "fetch"), default=0)
-
     def _codes(self, graph: Graph, t: int) -> list[joint.Form]:
         """The codecs that may hold a tensor: those that its readers cannot tell, or those that were asked for."""
         tensor = graph.tensors[t]
@@ -140,8 +139,20 @@ class Hybrid:
                 depot.close()
 
 
-def _workspace_nbytes(graph: Graph, t: int, form: str) -> int:
-    tensor, name = graph.tensors[t], codec_of(form)
+def peak_bytes(graph: Graph, lives: tuple[Life, ...]) -> int:
+    """The peak of a plan, with what its codecs allocate beyond what they read and make."""
+    timeline = simulate(graph, lives)
+    found = timeline.predicted.peak_bytes
+    for life in lives:
+        if life.how == "fetch" and codec_of(life.form):
+            read = next((at for at, _ in graph.reads(life.tensor) if at >= life.born_at), life.born_at)
+            there = max(timeline.nbytes[at] for at in (leaves_at(graph, life.tensor), read))
+            found = max(found, there + _workspace_nbytes(graph, life))
+    return found
+
+
+def _workspace_nbytes(graph: Graph, life: Life) -> int:
+    tensor, name = graph.tensors[life.tensor], codec_of(life.form)
     return codec(name).workspace_nbytes(tensor.size, getattr(torch, tensor.dtype)) if name else 0
 
 
@@ -202,16 +213,15 @@ class HybridFrontier(Frontier):
 
     hybrid: Hybrid = field(kw_only=True)
     overhead: Callable[[tuple[Life, ...]], float] = field(kw_only=True)
+    least: tuple[Life, ...] | None = field(kw_only=True, default=None)
 
     @classmethod
     def of(cls, frontier: Frontier, hybrid: Hybrid) -> HybridFrontier:
         graph = frontier.graph
-        fields = {name: getattr(frontier, name) for name in Frontier.__dataclass_fields__}
+        fields: dict[str, Any] = {name: getattr(frontier, name) for name in Frontier.__dataclass_fields__}
         if graph.device != "cuda":  # what the allocator reserves for such plans is known when they are made
-            forms = hybrid.forms(graph)
-            least = joint.least_bytes(graph, (c.lives for c in frontier.candidates), forms) + max(
-                (_workspace_nbytes(graph, t, form) for t, found in forms.items() for form, _ in found), default=0
-            )
+            plans = (c.lives for c in frontier.candidates)
+            least, fields["least"] = joint.least(graph, plans, hybrid.forms(graph), lambda lives: peak_bytes(graph, lives))
             fields["smallest_bytes"] = min(frontier.smallest_bytes, least + UNSEEN_NBYTES)
         return cls(**fields, hybrid=hybrid, overhead=lambda lives: costs.measured(graph.device).of(Program(graph, lives)))
 
@@ -228,8 +238,29 @@ class HybridFrontier(Frontier):
             alone = error
         if isinstance(alone, Plan) and not alone.predicted.replayed_ops:
             return alone  # it fits as it is
-        target = budget_nbytes
-        for _ in range(4):
+        found = self._joint(budget_nbytes)
+        if found is None:
+            if isinstance(alone, InfeasibleError):
+                raise alone
+            return alone
+        if isinstance(alone, Plan) and alone.predicted.seconds <= found.predicted.seconds:
+            return replace(alone, lower_bound_seconds=min(alone.lower_bound_seconds, found.bound_seconds))
+        return Plan(
+            fingerprint=fingerprint(self.graph),
+            lives=found.lives,
+            solver=f"joint ({found.solver})",
+            budget_bytes=budget_nbytes,
+            predicted=found.predicted,
+            unmodified_peak_bytes=self.unmodified_peak_bytes,
+            step_seconds=self.graph.step_seconds,
+            solve_seconds=self.seconds + found.seconds,
+            lower_bound_seconds=found.bound_seconds,
+        )
+
+    def _joint(self, budget_nbytes: int) -> joint.Joint | None:
+        """What joint finds that needs no more than the budget; it knows neither workspaces of codecs nor what is reserved."""
+        target, began = budget_nbytes, time.perf_counter()
+        for _ in range(_TRIES):
             found = joint.solve(
                 self.graph,
                 target,
@@ -241,25 +272,20 @@ class HybridFrontier(Frontier):
             )
             if found is None:
                 break
-            reserved = self.reserve(found.lives) if self.reserve is not None else 0
-            needed = max(reserved, found.predicted.needed_bytes) + self.hybrid.workspace_nbytes(self.graph, found.lives)
-            if needed <= budget_nbytes:
-                break
-            target -= needed - budget_nbytes
-        if found is None or needed > budget_nbytes:
-            if isinstance(alone, InfeasibleError):
-                raise alone
-            return alone
-        if isinstance(alone, Plan) and alone.predicted.seconds <= found.predicted.seconds:
-            return replace(alone, lower_bound_seconds=min(alone.lower_bound_seconds, found.bound_seconds))
-        return Plan(
-            fingerprint=fingerprint(self.graph),
-            lives=found.lives,
-            solver=f"joint ({found.solver})",
-            budget_bytes=budget_nbytes,
-            predicted=replace(found.predicted, reserved_bytes=reserved),
-            unmodified_peak_bytes=self.unmodified_peak_bytes,
-            step_seconds=self.graph.step_seconds,
-            solve_seconds=self.seconds + found.seconds,
-            lower_bound_seconds=found.bound_seconds,
-        )
+            found = replace(found, predicted=self._predicted(found.lives, found.predicted))
+            if found.predicted.needed_bytes <= budget_nbytes:
+                return found
+            target -= found.predicted.needed_bytes - budget_nbytes
+        if self.least is None:
+            return None
+        predicted = simulate(self.graph, self.least, rates=self.hybrid.rates).predicted
+        predicted = self._predicted(self.least, replace(predicted, overhead_seconds=self.overhead(self.least)))
+        if predicted.needed_bytes + UNSEEN_NBYTES > budget_nbytes:
+            return None
+        return joint.Joint(self.least, predicted, "smallest", 0.0, time.perf_counter() - began)
+
+    def _predicted(self, lives: tuple[Life, ...], predicted: Prediction) -> Prediction:
+        """With what codecs allocate, and what the device reserves."""
+        peak = peak_bytes(self.graph, lives)
+        reserved = self.reserve(lives) + peak - predicted.peak_bytes if self.reserve is not None else 0
+        return replace(predicted, peak_bytes=peak, reserved_bytes=reserved)

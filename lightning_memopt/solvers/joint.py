@@ -94,14 +94,20 @@ class _Instant:
     in_seconds = encode_seconds = decode_seconds = out_seconds
 
 
-def least_bytes(graph: Graph, plans: Iterable[tuple[Life, ...]], forms: Forms) -> int:
-    """The smallest peak of these plans with everything away, in its smallest form, for as long as it can be."""
+def least(
+    graph: Graph, plans: Iterable[Lives], forms: Forms, needed: Callable[[Lives], int] | None = None
+) -> tuple[int, Lives]:
+    """Of these plans with everything away, in its smallest form, for as long as it can be, the one that needs the fewest bytes,
+    and those. `needed`: what a plan needs; its peak by default.
+    """
+    needed = needed or (lambda lives: simulate(graph, lives).predicted.peak_bytes)
     found = []
     for lives in (keep_all(graph), *plans):
         planner, allowed = Planner(graph, lives, _Instant()), _allowed(graph, lives, forms)
         chosen = {t: min(allowed[t], key=_device_nbytes) for t in planner.gaps if allowed.get(t)}
-        found.append(simulate(graph, send_away(lives, planner.plan(chosen))).predicted.peak_bytes)
-    return min(found)
+        sent = send_away(lives, planner.plan(chosen))
+        found.append((needed(sent), sent))
+    return min(found, key=lambda one: one[0])
 
 
 def _device_nbytes(form: Form) -> int:

@@ -314,7 +314,7 @@ def test_the_bound_of_random_steps() -> None:
         graph = timed(random_step(rng, 12))
         link = Codec(rng.choice((0.2, 1.0, 5.0)), rng.choice((0.2, 1.0)))
         forms = with_both(forms_of(graph, rng.random() < 0.5))
-        most, least = max(unmodified_levels(graph)), joint.least_bytes(graph, (), forms)
+        most, least = max(unmodified_levels(graph)), joint.least(graph, (), forms)[0]
         for budget in {least + (most - least) * i // 3 for i in range(3)}:
             found = joint.solve(graph, budget, rates=link, forms=forms, limit_seconds=1.0)
             if found is None:

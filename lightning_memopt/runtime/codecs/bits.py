@@ -37,7 +37,7 @@ class Bits:
         return -(-math.prod(size) // 8)
 
     def workspace_nbytes(self, size: tuple[int, ...], dtype: torch.dtype) -> int:
-        return 2 * min(math.prod(size) + 8, CHUNK) + SLACK_NBYTES
+        return min(-(-math.prod(size) // 8) * 8, 2 * CHUNK) + SLACK_NBYTES  # a chunk's, while that of the one before is there
 
     def encode(self, t: Tensor, out: Tensor) -> None:
         check(self, t, out)
