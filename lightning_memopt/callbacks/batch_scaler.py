@@ -138,7 +138,6 @@ class MemOptBatchScaler(Callback):
                 f"The budget is {self.budget!r} and the strategy is {type(trainer.strategy).__name__}: give the budget to "
                 "MemOptStrategy, or, with another strategy, to MemOptBatchScaler."
             )
-
         given = trainer.strategy.memopt_config.plan if isinstance(trainer.strategy, MemOptMixin) else None
         if given is not None:
             raise ConfigError(
@@ -274,7 +273,7 @@ def _training_loader(trainer: Trainer) -> Any:
     """The loader that training will use. Raises UnsupportedError where there are several, or none."""
     source = trainer.fit_loop._data_source
     if not source.is_defined():
-        raise UnsupportedError("There is no training loader. Pass one to fit, or define train_dataloader.")
+        raise UnsupportedError("There is no training loader. Give one to fit, or define train_dataloader.")
     found = source.dataloader()
     combined = found if isinstance(found, CombinedLoader) else CombinedLoader(found, "max_size_cycle")
     if len(combined.flattened) != 1:

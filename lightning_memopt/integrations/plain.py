@@ -153,6 +153,6 @@ def optimize(
         run = Run(session)
         stack.push(run._measured)
         if session.enabled:  # else nothing is touched
-            session.update_in_backward(_readers(model, optimizers))
+            session.update_in_backward(lambda: _readers(model, optimizers))
             _attach(stack, run, model, optimizers)
         yield run

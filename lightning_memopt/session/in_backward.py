@@ -42,7 +42,7 @@ def wanted(
     model: nn.Module,
     optimizers: list[torch.optim.Optimizer],
     config: MemOptConfig,
-    reasons: Iterable[Reason],
+    reasons: Callable[[], Iterable[Reason]],
     say: Callable[[str], None],
 ) -> InBackward | None:
     """Updates in backward where the config wants them and nothing forbids them; `reasons`: what the adapter knows against it.
@@ -52,7 +52,7 @@ def wanted(
     if config.optimizer_in_backward == "never":
         return None
     always = config.optimizer_in_backward == "always"
-    for reason in [*reasons, *of_optimizers(optimizers)]:
+    for reason in [*reasons(), *of_optimizers(optimizers)]:
         if always:
             raise refusal(reason)
         say(f"MemOpt: parameters are updated after backward, as usual: {reason.what}. {reason.fix}.")

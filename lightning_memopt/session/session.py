@@ -134,8 +134,8 @@ class Session:
         """Around a backward that runs inside a round (manual optimization): what follows it is a forward of its own."""
         return self._rounds.backward()
 
-    def update_in_backward(self, reasons: Iterable[Reason] = ()) -> None:
-        """Do what `optimizer_in_backward` says (see `wanted`). `reasons`: what the adapter knows against it."""
+    def update_in_backward(self, reasons: Callable[[], Iterable[Reason]] = tuple) -> None:
+        """Do what `optimizer_in_backward` says (see `wanted`). `reasons`: what the adapter has against it."""
         if self.enabled:
             self._in_backward = wanted(self.model, self.optimizers, self.config, reasons, self.say)
         if self.given is not None and self._in_backward is not None:

@@ -41,7 +41,7 @@ class MemOptMixin(abc.ABC):
         self.session = None
         if trainer.state.fn == "fit":
             self.session = Session(self.model, self.optimizers, self.memopt_config, say=rank_zero_info)  # type: ignore[attr-defined]
-            self.session.update_in_backward(of_trainer(trainer))
+            self.session.update_in_backward(lambda: of_trainer(trainer))
 
     def teardown(self) -> None:
         session = self.session

@@ -31,7 +31,9 @@ def uuid_of(device: torch.device) -> str:
 def nvml_source(device: torch.device, clock: Clock = time.perf_counter) -> Source:
     """Raises EnergyUnavailableError, which says why, where the device's energy cannot be had."""
     if device.type != "cuda" or torch.version.hip is not None:
-        raise EnergyUnavailableError("it is no NVIDIA GPU; only the energy of those is read")
+        raise EnergyUnavailableError(
+            "it is no NVIDIA GPU; only the energy of those is read. Leave energy out, or use cpu=True for the processor's"
+        )
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError as error:
@@ -53,13 +55,13 @@ def _source(nvml: Any, uuid: str, clock: Clock) -> Source:
     def energy() -> int:
         found = int(nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
         if found == _NO_ENERGY:
-            raise EnergyUnavailableError("its energy counter has no value")
+            raise EnergyUnavailableError("its energy counter has no value; check NVIDIA's driver")
         return found
 
     def power() -> float:
         found = int(nvml.nvmlDeviceGetPowerUsage(handle))
         if found == _NO_POWER:
-            raise EnergyUnavailableError("its power has no value")
+            raise EnergyUnavailableError("its power has no value; check NVIDIA's driver")
         return _MILLI * found
 
     # AttributeError: a binding that is older than the function
@@ -72,19 +74,23 @@ def _source(nvml: Any, uuid: str, clock: Clock) -> Source:
     try:
         return PowerSampler(key, power, clock, finish=lambda: _end(nvml))
     except failures as error:
-        raise EnergyUnavailableError(f"NVML gives neither its energy ({counter}) nor its power ({error})") from error
+        raise EnergyUnavailableError(
+            f"NVML gives neither its energy ({counter}) nor its power ({error}); check NVIDIA's driver"
+        ) from error
 
 
 def _handle(nvml: Any, uuid: str) -> Any:
     """Of the device with this UUID, whatever its number. Raises where it is a slice, or has slices."""
-    sliced = EnergyUnavailableError("it is a slice of a board (MIG), of which NVML measures neither energy nor power")
+    sliced = EnergyUnavailableError(
+        "it is a slice of a board (MIG), of which NVML measures neither energy nor power; measure on a whole one"
+    )
     try:
         handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
     except nvml.NVMLError as error:
         try:
             nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
         except nvml.NVMLError:
-            raise EnergyUnavailableError(f"NVML knows no device GPU-{uuid} ({error})") from error
+            raise EnergyUnavailableError(f"NVML knows no device GPU-{uuid} ({error}); check NVIDIA's driver") from error
         raise sliced from None
     try:
         current, _ = nvml.nvmlDeviceGetMigMode(handle)

@@ -21,12 +21,12 @@ def rapl_sources(directory: str | os.PathLike[str] = DIRECTORY, clock: Clock = t
         # others are parts of one (core, dram), or a sum of it and more (psys)
         packages = [p for p in sorted(Path(directory).glob("intel-rapl:*")) if (p / "name").read_text().startswith("package")]
         if not packages:
-            raise EnergyUnavailableError(f"there is no package's counter below {directory}")
+            raise EnergyUnavailableError(f"there is no package's counter below {directory}; leave cpu=True out")
         return [Counter(p.name, partial(_count, p / "energy_uj"), _MICRO, (_range(p),), _MOST_WATTS, clock) for p in packages]
     except PermissionError as error:
         raise EnergyUnavailableError(f"{error.filename} is not readable for this user; ask who administers it") from error
     except (OSError, ValueError) as error:
-        raise EnergyUnavailableError(f"a counter below {directory} cannot be read ({error})") from error
+        raise EnergyUnavailableError(f"a counter below {directory} cannot be read ({error}); leave cpu=True out") from error
 
 
 def _range(package: Path) -> int:

@@ -109,7 +109,7 @@ class PowerSampler:
 
     def take(self) -> float | None:
         if self._error is not None:
-            raise EnergyUnavailableError(f"its power cannot be read any more ({self._error})")
+            raise EnergyUnavailableError(f"its power cannot be read any more ({self._error}); check the driver")
         self.sample()
         with self._lock:
             joules, self._joules = self._joules, 0.0
