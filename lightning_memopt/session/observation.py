@@ -73,6 +73,7 @@ class Observation:
         self._ungraded = [p for p in self.model.parameters() if p.requires_grad and p.grad is None]
         self.opaque_ops = engine.opaque_ops
         self._metering = contextlib.ExitStack()
+        self.events = None
         if self.meter and self.device.type == "cpu":
             self.events = self._metering.enter_context(metered_cpu())
             if self.events.available:
@@ -91,7 +92,14 @@ class Observation:
         if self._round is not None:
             self._round[0].forward_over = True
 
+    def stop_metering(self) -> None:
+        """Before an optimizer's step that has forward and backward inside: those are metered anew."""
+        self._metering.close()
+
     def update_begins(self) -> None:
+        self.meter = (
+            False  # torch's span around the step has begun under this profiler: none may follow inside (trace/memory.py)
+        )
         if self._round is not None:
             self._round[0].phase = "update"
 

@@ -150,6 +150,11 @@ class Session:
         armed = isinstance(state, Observing | Running) and state.learnt and not self._left
         return self._in_backward.last_backward(observation, armed)
 
+    def closure_begins(self) -> None:
+        """An optimizer's step is about to run, with forward and backward inside of it."""
+        if self._observation is not None:
+            self._observation.stop_metering()
+
     def update_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer's update is about to run. Raises InfeasibleError where the first step shows that no plan will fit."""
         observation = self._observation

@@ -88,6 +88,7 @@ class MemOptMixin(abc.ABC):
             session.update_begins(optimizer)
             return result
 
+        session.closure_begins()
         try:
             result = super().optimizer_step(optimizer, forward_and_backward, model, **kwargs)  # type: ignore[misc]
         except BaseException:

@@ -68,8 +68,16 @@ class CudaOps:
 
 @contextlib.contextmanager
 def metered_cpu() -> Iterator[AllocatorEvents]:
-    """Measure the CPU allocator in this block. Where another profiler is running, nothing is measured (`available`)."""
+    """Measure the CPU allocator in this block. Where another profiler is running, nothing is measured (`available`).
+
+    A span that torch began in this block (`record_function`: every `Optimizer.step`, every node of backward) and that ends
+    after it, while a later such block runs, writes to memory that is no longer there: none may begin before it has ended.
+    """
     found = AllocatorEvents()
+    if torch.autograd._profiler_enabled():  # torch would start a second one without a word, and end the first
+        found.available = False
+        yield found
+        return
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False)
     try:
         profiler.__enter__()
