@@ -25,7 +25,7 @@ from lightning_memopt.callbacks.learning_rate import FACTORS, scale
 from lightning_memopt.config import MemOptConfig, disabled
 from lightning_memopt.errors import ConfigError, UnsupportedError
 from lightning_memopt.session import Session
-from lightning_memopt.session.budget import budget_on
+from lightning_memopt.session.budget import bytes_on
 from lightning_memopt.strategies import MemOptMixin
 
 LrScaling = Literal["none", "linear", "sqrt"]
@@ -203,10 +203,7 @@ class MemOptBatchScaler(Callback):
     def _budget(self, strategy: Any) -> tuple[MemOptConfig | None, int]:
         planned = isinstance(strategy, MemOptMixin)
         config = strategy.memopt_config if planned else MemOptConfig(budget=self.budget)  # type: ignore[arg-type]
-        nbytes = budget_on(strategy.root_device, config)
-        if nbytes is None:
-            raise ConfigError("budget='min' fits any batch size to itself. Give the bytes that a step may use.")
-        return (config if planned and config.recompute else None), nbytes
+        return (config if planned and config.recompute else None), bytes_on(strategy.root_device, config)
 
     def _say(self, trainer: Trainer, source: FromLoader) -> None:
         rank_zero_info(self.summary())

@@ -11,10 +11,9 @@ from torch import nn
 
 from lightning_memopt.batching import Found, FromFunction, FromLoader, Mode, Search, divisors
 from lightning_memopt.config import MemOptConfig, disabled
-from lightning_memopt.errors import ConfigError
 from lightning_memopt.integrations.plain import Run, _attach, _wrapped
 from lightning_memopt.session import Session
-from lightning_memopt.session.budget import budget_on
+from lightning_memopt.session.budget import bytes_on, device_of
 
 
 def find_max_batch_size(
@@ -58,9 +57,8 @@ def find_max_batch_size(
     """
     optimizers = [_wrapped(o) for o in ([optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer)]
     config = MemOptConfig(budget=budget, recompute=recompute, **options)
-    if isinstance(budget, str) and budget.strip().lower() == "min":
-        raise ConfigError("budget='min' fits any batch size to itself. Give the bytes that a step may use.")
-    device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    device = device_of(model)
+    nbytes = bytes_on(device, config)
     source = FromFunction(batches, start or 8) if callable(batches) else FromLoader(batches)
     if start is not None:
         source.size = start
@@ -79,7 +77,7 @@ def find_max_batch_size(
         device=device,
         keep=(*keep, *((batches, batches.dataset) if isinstance(source, FromLoader) else ())),
         config=config if recompute and not disabled() else None,
-        budget_nbytes=budget_on(device, config),
+        budget_nbytes=nbytes,
         mode=mode,
         permitted=None if effective is None else divisors(effective),
         effective=effective,

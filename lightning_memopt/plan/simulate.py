@@ -99,6 +99,11 @@ def simulate(
     return Timeline(tuple(nbytes), predicted)
 
 
+def first_read(graph: Graph, life: Life) -> int:
+    """The point at which autograd first asks for the tensor in this life; that of its birth where it does not."""
+    return next((at for at, _ in graph.reads(life.tensor) if at >= life.born_at), life.born_at)
+
+
 def encoded(graph: Graph, lives: Iterable[Life]) -> Iterator[tuple[int, int, int, int]]:
     """(tensor, first point, last point, bytes) of what is on the device in encoded form.
 
@@ -110,7 +115,7 @@ def encoded(graph: Graph, lives: Iterable[Life]) -> Iterator[tuple[int, int, int
     for life in sorted(lives, key=lambda life: (life.tensor, life.born_at)):
         if life.how == "fetch" and codec_of(life.form):
             leaves = leaves_at(graph, life.tensor)
-            read = next((a for a, _ in graph.reads(life.tensor) if a >= life.born_at), life.born_at)
+            read = first_read(graph, life)
             if not tier_of(life.form):
                 spans[life.tensor] = (leaves, read, life.away_nbytes)
             else:

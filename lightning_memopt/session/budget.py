@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_memopt.config import MemOptConfig, free_nbytes
-from lightning_memopt.errors import InfeasibleError, PlanMismatchError, UnsupportedError
+from lightning_memopt.errors import ConfigError, InfeasibleError, PlanMismatchError, UnsupportedError
 from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.graph.model import Kind
 from lightning_memopt.plan import Plan, read_plan
@@ -34,6 +34,19 @@ def budget_on(device: torch.device, config: MemOptConfig) -> int | None:
         stacklevel=2,
     )
     return free
+
+
+def bytes_on(device: torch.device, config: MemOptConfig) -> int:
+    """`budget_on` for who chooses a batch size by it. Raises ConfigError for "min"."""
+    nbytes = budget_on(device, config)
+    if nbytes is None:
+        raise ConfigError("budget='min' fits any batch size to itself. Give the bytes that a step may use.")
+    return nbytes
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """That of the model's parameters and buffers; the CPU for one without any."""
+    return next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
 
 
 EVERY = 16

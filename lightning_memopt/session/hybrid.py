@@ -22,6 +22,7 @@ from lightning_memopt.plan.clocks import leaves_at
 from lightning_memopt.plan.forms import codec_of, tier_of
 from lightning_memopt.plan.rates import Rates
 from lightning_memopt.plan.readers import Need, lossy, need
+from lightning_memopt.plan.simulate import first_read
 from lightning_memopt.runtime import Program
 from lightning_memopt.runtime.away import Depot
 from lightning_memopt.runtime.codecs import NAMES, codec
@@ -145,8 +146,7 @@ def peak_bytes(graph: Graph, lives: tuple[Life, ...]) -> int:
     found = timeline.predicted.peak_bytes
     for life in lives:
         if life.how == "fetch" and codec_of(life.form):
-            read = next((at for at, _ in graph.reads(life.tensor) if at >= life.born_at), life.born_at)
-            there = max(timeline.nbytes[at] for at in (leaves_at(graph, life.tensor), read))
+            there = max(timeline.nbytes[at] for at in (leaves_at(graph, life.tensor), first_read(graph, life)))
             found = max(found, there + _workspace_nbytes(graph, life))
     return found
 

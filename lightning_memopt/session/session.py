@@ -35,6 +35,7 @@ from lightning_memopt.session.buckets import Observing, Running, State, refuse_i
 from lightning_memopt.session.budget import (
     Neighbours,
     budget_on,
+    device_of,
     read_given,
     refuse_hopeless,
     refuse_sharded,
@@ -76,7 +77,7 @@ class Session:
         self.model = model
         self.optimizers = list(optimizers)
         self.config = config
-        self.device = _device_of(model)
+        self.device = device_of(model)
         self.enabled = not disabled() and config.recompute and supported()
         self.say: Callable[[str], None] = (say or print) if config.verbose else (lambda _: None)
         self.budget_nbytes = budget_on(self.device, config) if self.enabled else None
@@ -397,7 +398,7 @@ class Session:
         return meter.close() if meter is not None else None
 
     def _same_device(self) -> None:
-        device = _device_of(self.model)
+        device = device_of(self.model)
         if device != self.device:
             self.device = device
             self.budget_nbytes = budget_on(device, self.config)
@@ -405,9 +406,3 @@ class Session:
             self._hybrid.close()
             self._hybrid = Hybrid(device, self.config)
             self.buckets.clear()
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    for t in [*model.parameters(), *model.buffers()]:
-        return t.device
-    return torch.device("cpu")
