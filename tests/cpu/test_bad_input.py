@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_memopt import MemOptConfig, MemOptStrategy, Session, optimize
 from lightning_memopt.config import device_nbytes
 from lightning_memopt.errors import BudgetError, ConfigError, InfeasibleError, MemOptError, PlanFileError
-from lightning_memopt.session.session import _device_of
+from lightning_memopt.session.budget import device_of
 from tests.cpu.harness import same_bits
 from tests.cpu.loops import batches, installed, leaves_nothing, loss_of, sgd, small, state, train
 
@@ -61,7 +61,7 @@ def test_unreadable_budget(front: Front, budget: Any) -> None:
 @FRONTS
 def test_budget_above_the_device(front: Front) -> None:
     """A budget above the device is refused before the first forward, and the message has both numbers."""
-    device = device_nbytes(_device_of(small()))
+    device = device_nbytes(device_of(small()))
     with pytest.raises(BudgetError, match=rf"{device + 1} bytes.*{device} bytes"):
         front(budget=device + 1)
 
@@ -91,8 +91,8 @@ def test_bad_options(front: Front, options: dict[str, Any]) -> None:
 
 def test_budget_words() -> None:
     """'min' and 'auto' are read like units: in any case."""
-    assert MemOptConfig(budget=" MIN ").budget_nbytes(_device_of(small())) is None
-    assert MemOptConfig(budget="Auto").budget_nbytes(_device_of(small())) == device_nbytes(_device_of(small())) * 9 // 10
+    assert MemOptConfig(budget=" MIN ").budget_nbytes(device_of(small())) is None
+    assert MemOptConfig(budget="Auto").budget_nbytes(device_of(small())) == device_nbytes(device_of(small())) * 9 // 10
 
 
 def test_no_plan_to_save(tmp_path: Path) -> None:
