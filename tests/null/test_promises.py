@@ -93,28 +93,6 @@ def test_p29_no_change_of_a_plan_file_raises_anything_else() -> None:
     assert 0 < passed < MUTATIONS // 2
 
 
-ALLOWED_IMPORTS = {
-    "__init__.py",  # by a table
-    "_registration.py",  # by a constant, as all that have no other remark
-    "callbacks/monitor.py",  # from the package that the user's Trainer is of
-    "cli.py",  # by what the user typed
-    "runtime/codecs/block.py",
-    "telemetry/nvml.py",
-}
-
-
-def test_p29_names_in_files_import_nothing() -> None:
-    """Few files import by name, and none of them reads a plan: what they import is written there, or was typed."""
-    found = set()
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            name = ast.unparse(node) if isinstance(node, ast.Name | ast.Attribute) else ""
-            if name.startswith("importlib.") and name.endswith(("import_module", "find_spec", "spec_from_file_location")):
-                found.add(str(path.relative_to(PACKAGE)))
-            assert not name.endswith(("runpy.run_path", "imp.load_source", "pydoc.locate", "pkgutil.resolve_name")), path
-    assert found == ALLOWED_IMPORTS
-
-
 # -- P34: messages ---------------------------------------------------------------------------------------
 
 REMEDY = re.compile(
