@@ -24,7 +24,7 @@ SETUP = Setup(
     optimizer=_adam,
     batch=None,
 )
-PRICE = Price(flops_per_second=1e9, bytes_per_second=1e8, launch_seconds=5e-6)
+PRICE = Price(flops_per_second=1e8, bytes_per_second=1e8, launch_seconds=5e-6)
 
 
 @cache
@@ -68,7 +68,7 @@ def _op(**options: object) -> Op:
 
 def test_what_an_op_takes() -> None:
     hidden, free = replace(PRICE, hidden=True), replace(PRICE, adds_free=True)
-    assert PRICE.seconds(_op(), 2000, 100, True) == pytest.approx(7e-6)  # compute-bound
+    assert PRICE.seconds(_op(), 200, 100, True) == pytest.approx(7e-6)  # compute-bound
     assert PRICE.seconds(_op(), 100, 200, True) == pytest.approx(7e-6)  # bound by the memory
     assert hidden.seconds(_op(), 100, 200, True) == pytest.approx(5e-6)
     assert hidden.seconds(_op(), 100, 2000, True) == pytest.approx(20e-6)
@@ -99,7 +99,7 @@ def test_how_far_a_plan_goes() -> None:
         exact = largest(fits, 1, 200)
         assert not plan.again.any() or exact - 1 <= plan.most <= exact
         found.append(plan.most)
-    assert max(found) > 20
+    assert max(found) > 14
 
 
 def test_more_seconds_again_and_no_sample_for_free() -> None:
