@@ -1,6 +1,6 @@
 """What freed memory buys on a card that is not here, predicted: batch and samples/s at equal budget (Echo, ISCA 2020, VI).
 
-    python benchmarks/throughput.py [--traces DIR] [--only NAME,NAME] [--profile NAME]
+    python benchmarks/throughput.py [--traces DIR] [--only NAME,NAME] [--card] [--profile NAME]
 
 Echo's four models at its widths and depths (`throughput_models`): real steps recorded on this CPU at two small batch sizes, all
 others fitted, every op priced at that size by the roofline of the profile's card (`priced`). Not one second is measured.
@@ -196,15 +196,16 @@ def assumptions(price: Price) -> dict[str, tuple[Price, float]]:
     }
 
 
-def predicted(name: str, traces: Path | None, device: Device) -> dict[str, Any]:
-    """Every row of one model."""
+def predicted(name: str, traces: Path | None, device: Device, card: bool = False) -> dict[str, Any]:
+    """Every row of one model, within its own budget or, `card`, all of the card's."""
     from benchmarks.throughput_models import SETUPS, observe  # torch and transformers
 
     setup = SETUPS[name]
     price = Price.of(device, EFFICIENCY)
     fit = priced(recorded(partial(observe, setup), name, setup.sizes, traces), setup.sizes, price)
     whole = Model(fit, device.nbytes)
-    budget = device.nbytes if setup.batch is None else min(device.nbytes, unmodified_peak(fit.at(setup.batch)))
+    own = None if card else setup.batch
+    budget = device.nbytes if own is None else min(device.nbytes, unmodified_peak(fit.at(own)))
     model = Model(fit, budget)
     bare = model.unmodified()
     plain = Pooled("keep all", keep_all(fit.at(bare)), np.zeros(len(fit.small.ops)), bare)
@@ -279,14 +280,15 @@ def main() -> None:
     parser.add_argument("--profile", default=PROFILE, help="the card")
     parser.add_argument("--traces", type=Path, help="where recorded steps are kept between runs")
     parser.add_argument("--only", help="names, separated by commas")
+    parser.add_argument("--card", action="store_true", help="all of the card for every model, in rows of its own")
     args = parser.parse_args()
     device = profile(args.profile).device
     assert device is not None
-    for name in args.only.split(",") if args.only else ("nmt", "deepspeech2", "transformer", "resnet152"):
-        found = predicted(name, args.traces, device)
+    for name in args.only.split(",") if args.only else ("nmt", "nmt_100", "deepspeech2", "transformer", "resnet152"):
+        found = predicted(name, args.traces, device, args.card)
         results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
         results |= {"predicted": True, "profile": args.profile, "efficiency": EFFICIENCY, "watts": WATTS}
-        results.setdefault("models", {})[name] = found
+        results.setdefault("models", {})[f"{name}, card" if args.card else name] = found
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     show(json.loads(RESULTS.read_text()))
 

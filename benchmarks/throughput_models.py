@@ -67,15 +67,20 @@ def _images(size: int) -> Batch:
     return {"pixel_values": torch.randn(size, 3, 224, 224), "labels": torch.randint(0, 10, (size,))}
 
 
-SETUPS = {
-    "nmt": Setup(
-        title="NMT, 2 + 2 LSTM layers of 512",
+def _nmt(time: int, below: str = "") -> Setup:
+    return Setup(
+        title=f"NMT, 2 + 2 LSTM layers of 512, {time} words",
         build=lambda: recurrent.Translator(7709, 512, 0.2, fused=False),
-        data=_words(7709, 50),
+        data=_words(7709, time),
         optimizer=_adam,
         batch=128,
-        below="50 words a sentence (Sockeye's buckets go to 100)",
-    ),
+        below=below,
+    )
+
+
+SETUPS = {
+    "nmt": _nmt(50, "50 words a sentence (Sockeye's buckets go to 100)"),
+    "nmt_100": _nmt(100),
     "deepspeech2": Setup(
         title="DeepSpeech2, 7 GRU layers of 1760, both ways",
         build=lambda: recurrent.Speech(160, 32, 1760, 7, 29, fused=False),
