@@ -18,8 +18,8 @@ from lightning_memopt.batching.fit import StepFit, fit
 from lightning_memopt.graph import Graph, Op, graph_from_json, graph_to_json
 from lightning_memopt.plan.rates import Device
 
-KEPT = 24
-"""Graphs of a fitted step that are kept, each some ten MiB."""
+KEPT = 8
+"""Graphs of a fitted step that are kept, each some hundred MiB."""
 _NO_KERNEL = ("aten::empty", "aten::new_empty")
 _ADDS = ("aten::add", "aten::add_")
 
