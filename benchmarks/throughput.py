@@ -191,7 +191,7 @@ def assumptions(price: Price) -> dict[str, tuple[Price, float]]:
         "launch 10 us": (launch(10e-6), 0.0),
         "launches hidden": (replace(price, hidden=True), 0.0),
         "gradients accumulate for free": (replace(price, adds_free=True), 0.0),
-        "and launches hidden": (replace(price, hidden=True, adds_free=True), 0.0),
+        "gradients for free, launches hidden": (replace(price, hidden=True, adds_free=True), 0.0),
         "our recorder's host time": (price, RECORDER_SECONDS),
     }
 
