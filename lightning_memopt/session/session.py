@@ -212,9 +212,10 @@ class Session:
             self._become(state, after)
 
     def evaluating(self) -> None:
-        """Evaluation begins: nothing of it is observed."""
+        """Evaluation begins: nothing of it is observed, or measured as part of a step that goes on after it (accumulation)."""
         self._settle()
         self._abandon()
+        self._metering.close()
 
     def close(self) -> None:
         """Leave everything that may still be entered."""
