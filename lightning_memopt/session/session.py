@@ -161,8 +161,10 @@ class Session:
         """An optimizer's update is about to run. Raises InfeasibleError where the first step shows that no plan will fit."""
         observation = self._observation
         self._metering.span_begins(optimizer, observation)
-        if self._in_backward is not None and isinstance(self.current, Observing) and self._in_backward.learn(observation):
-            self.current.takes_lesson()
+        if self._in_backward is not None:
+            self._in_backward.update_begins()
+            if isinstance(self.current, Observing) and self._in_backward.learn(observation):
+                self.current.takes_lesson()
         if observation is None:
             return
         if not self._update_seen and observation.has_backward:
