@@ -87,6 +87,11 @@ class Depot:
         """How long copies took: of the tier's file, or of the device."""
         return sum(tier.copied.seconds for tier in self.tiers.values())
 
+    @property
+    def used_nbytes(self) -> int:
+        """What is away in the tiers now."""
+        return sum(tier.used_nbytes for tier in self.tiers.values())
+
     def close(self) -> None:
         for tier in self.tiers.values():
             tier.close()

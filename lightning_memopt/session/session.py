@@ -325,7 +325,8 @@ class Session:
                 self._metering.begin(self.device, resident, self.model.parameters())
             if state.program.empty and not state.unproven:
                 return None
-            verify, state.depot = self.config.verify and state.verifies, self._hybrid.depot_of(state.plan)
+            in_force = (s.plan for s in self.buckets.values() if isinstance(s, Running))
+            verify, state.depot = self.config.verify and state.verifies, self._hybrid.depot_of(state.plan, in_force)
             engine = PlannedEngine(state.program, verify=verify, depot=state.depot, unproven=state.unproven)
             return PlannedRecording(engine, self.model)
         return None

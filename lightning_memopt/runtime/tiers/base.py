@@ -64,6 +64,10 @@ class Tier(Protocol):
     def capacity_nbytes(self) -> int: ...
 
     @property
+    def used_nbytes(self) -> int:
+        """Bytes that are taken, rounded up."""
+
+    @property
     def copied(self) -> Stopwatch:
         """How long copies take, both ways."""
 
