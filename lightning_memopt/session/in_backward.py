@@ -24,6 +24,7 @@ from lightning_memopt.record import is_plain
 from lightning_memopt.runtime.optimizer import EarlyUpdates, Reason, of_optimizers, refusal
 from lightning_memopt.session.finals import early_in, late
 from lightning_memopt.session.observation import Observation
+from lightning_memopt.session.step import in_compiled_code
 
 _UNMARKED = Reason(
     "the loop does not say which backward is the last one before optimizer.step()",
@@ -40,6 +41,7 @@ _SCHEDULED = Reason(
     "learning rates, or other options of the optimizer, are set between backward and optimizer.step()",
     "Set them before backward(), or after the step",
 )
+_COMPILED = Reason("the optimizer's step is compiled, and rounds otherwise", "Step without torch.compile")
 
 
 def wanted(
@@ -135,10 +137,11 @@ class InBackward:
         graph, finals = observation.so_far(), observation.finals_seen()
         if not finals:
             return False
-        if self.updates.options_changed():
+        reason = _SCHEDULED if self.updates.options_changed() else _COMPILED if in_compiled_code() else None
+        if reason is not None:
             self.late |= {f.name for f in finals}
             observation.finals = []
-            self._refuse(_SCHEDULED)
+            self._refuse(reason)
             return False
         names = [f.name for f in finals]
         readers = {f.name: late(graph, f) for f in finals}

@@ -50,7 +50,7 @@ from lightning_memopt.session.observation import Observation, observing, take_of
 from lightning_memopt.session.recording import PlannedRecording, Recording, hooks_allowed
 from lightning_memopt.session.round import Rounds
 from lightning_memopt.session.signatures import Buckets, Signature, signature_of
-from lightning_memopt.session.step import Metering
+from lightning_memopt.session.step import Metering, in_compiled_code
 from lightning_memopt.solvers.planner import Frontier
 from lightning_memopt.units import format_nbytes
 from lightning_memopt.versions import supported
@@ -184,8 +184,8 @@ class Session:
             count_versions(optimizer)
         self._metering.span_ends(optimizer)
         self._updated.add(id(optimizer))
-        if torch._C._current_graph_task_id() != _NO_BACKWARD:
-            return  # stepped in a hook: autograd puts modes and profilers back as they were when backward began
+        if torch._C._current_graph_task_id() != _NO_BACKWARD or in_compiled_code():
+            return  # stepped in a hook: autograd puts modes and profilers back as they were when backward began; dynamo, too
         if all(id(o) in self._updated for o in self.optimizers):
             self.step_ended()
 
