@@ -127,11 +127,12 @@ class Hybrid:
         fetched = {life.tensor: life for life in plan.lives if life.how == "fetch"}
         if not fetched:
             return None
-        tiers: dict[str, Tier] = {}
-        for name in {tier_of(life.form) for life in fetched.values()} - {""}:
-            there = [life.away_nbytes for life in fetched.values() if tier_of(life.form) == name]
-            tiers[name] = self._made(name, sum(-(-nbytes // _ALIGN_NBYTES) * _ALIGN_NBYTES for nbytes in there))
-        return Depot(tiers)
+        nbytes: dict[str, int] = {}
+        for life in fetched.values():
+            if name := tier_of(life.form):
+                nbytes[name] = nbytes.get(name, 0) + -(-life.away_nbytes // _ALIGN_NBYTES) * _ALIGN_NBYTES
+        more = lambda name: self._made(name, nbytes[name])  # noqa: E731
+        return Depot({name: more(name) for name in nbytes}, more=more)
 
     def _made(self, name: str, nbytes: int) -> Tier:
         return DiskTier(nbytes, self.directory, self.device) if name == "disk" else HostTier(nbytes, self.device)

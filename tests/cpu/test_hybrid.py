@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import resource
 import tempfile
@@ -70,6 +71,25 @@ def test_tiers_of_plans_that_are_no_longer_in_force(monkeypatch: pytest.MonkeyPa
         del held
         train(model, o, batches(2, size=64))
         assert len(run.session._hybrid._depots) == 2
+
+
+def test_two_forwards_before_one_backward() -> None:
+    """EXACT: tiers have room for one forward; the second one finds more, instead of ending training."""
+    ends = []
+    for options in (None, {"budget": "min", "offload": "disk", "profile_steps": 1}):
+        model = small(width=64, depth=6)
+        o = sgd(model)
+        with optimize(model, o, **(QUIET | options)) if options else contextlib.nullcontext() as run:
+            train(model, o, batches(2, size=64))
+            torch.manual_seed(5)
+            losses = [loss_of(model, batch) for batch in batches(3, size=64)]
+            if run is not None:
+                (_, depot), *_ = run.session._hybrid._depots.values()
+                assert depot is not None and depot.used_nbytes == 3 * depot.tiers["disk"].capacity_nbytes
+            sum(losses).backward()  # type: ignore[union-attr]
+            o.step()
+        ends.append(state(model))
+    assert_same(*ends)
 
 
 def test_below_what_recomputation_can_do(smallest: int) -> None:
