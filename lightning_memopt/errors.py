@@ -64,5 +64,9 @@ class OffloadError(MemOptError, RuntimeError):
     """A tensor could not be moved to a tier, or back: no room, a failed copy, or a tier that is closed."""
 
 
+class TierFullError(OffloadError):
+    """A tier has no room for a tensor."""
+
+
 class EnergyUnavailableError(MemOptError):
     """The energy of a device cannot be measured; a meter turns it into a warning."""

@@ -93,8 +93,9 @@ def _attach(stack: contextlib.ExitStack, run: Run, model: nn.Module, optimizers:
         if any(optimizer is o for o in optimizers):
             session.update_ended(optimizer)
 
-    stack.callback(register_optimizer_step_pre_hook(before).remove)
-    stack.callback(register_optimizer_step_post_hook(after).remove)
+    # a step that is compiled runs them as they are: dynamo would trace what they enter and leave
+    stack.callback(register_optimizer_step_pre_hook(torch.compiler.disable(before)).remove)
+    stack.callback(register_optimizer_step_post_hook(torch.compiler.disable(after)).remove)
     if own is None:
         stack.callback(model.__dict__.pop, CALL, None)
     else:

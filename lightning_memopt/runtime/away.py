@@ -23,12 +23,13 @@ A8. Streams are asked for at every step of the way: a backward node runs on the 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from lightning_memopt.errors import TierFullError
 from lightning_memopt.plan.forms import EXACT, codec_of, tier_of
 from lightning_memopt.record import fills
 from lightning_memopt.runtime.codecs import codec
@@ -60,7 +61,8 @@ def whole(t: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
 
 @dataclass
 class Depot:
-    """The tiers of one plan, and what went through them.
+    """The tiers of one plan, and what went through them. They have room for one forward; `more(name)` makes another tier, for
+    forwards that begin before the backward of the ones before.
 
     `forwards` that began under the plan, `timed` of them; `moved_nbytes` in all of them, both ways. In those that are timed:
     how long their steps `waited` for copies, how long codecs ran (`coded`), how long copies took. On the host's clock all
@@ -73,11 +75,28 @@ class Depot:
     moved_nbytes: int = 0
     waited: Stopwatch = field(default_factory=Stopwatch)
     coded: Stopwatch = field(default_factory=Stopwatch)
+    more: Callable[[str], Tier] | None = None
+    others: list[tuple[str, Tier]] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[Tier]:
+        return iter((*self.tiers.values(), *(tier for _, tier in self.others)))
+
+    def store(self, name: str, t: torch.Tensor, what: str) -> Parked:
+        """In a tier of this name, a further one where those there are full. Raises OffloadError."""
+        for tier in (self.tiers[name], *(tier for other, tier in self.others if other == name)):
+            try:
+                return tier.store(t, what)
+            except TierFullError:
+                if self.more is None:
+                    raise
+        assert self.more is not None
+        self.others.append((name, self.more(name)))
+        return self.others[-1][1].store(t, what)
 
     def begins(self, device: str) -> None:
         """A planned forward begins on a device of this type."""
         on = device == "cpu" or _UNTIMED <= self.forwards < _UNTIMED + _TIMED
-        for watch in (self.waited, self.coded, *(tier.copied for tier in self.tiers.values())):
+        for watch in (self.waited, self.coded, *(tier.copied for tier in self)):
             watch.on = on
         self.forwards += 1
         self.timed += on
@@ -85,10 +104,15 @@ class Depot:
     @property
     def copied_seconds(self) -> float:
         """How long copies took: of the tier's file, or of the device."""
-        return sum(tier.copied.seconds for tier in self.tiers.values())
+        return sum(tier.copied.seconds for tier in self)
+
+    @property
+    def used_nbytes(self) -> int:
+        """What is away in the tiers now."""
+        return sum(tier.used_nbytes for tier in self)
 
     def close(self) -> None:
-        for tier in self.tiers.values():
+        for tier in self:
             tier.close()
 
 
@@ -121,7 +145,7 @@ class Away:
                 self._codec.encode(t, self._here)
         self._nbytes = self._here.numel()
         if tier := tier_of(form):
-            self._parked = depot.tiers[tier].store(self._here, what)
+            self._parked = depot.store(tier, self._here, what)
             depot.moved_nbytes += self._nbytes
 
     def wait_gone(self) -> None:

@@ -53,6 +53,19 @@ def count_versions(optimizer: optim.Optimizer) -> None:
             torch.autograd.graph.increment_version([p for p in group["params"] if p.grad is not None])
 
 
+Options = list[dict[str, tuple[Any, int]]]
+"""What each group of an optimizer says, with the version of what is a tensor."""
+
+
+def _options_of(optimizer: optim.Optimizer) -> Options:
+    versions = lambda v: v._version if isinstance(v, torch.Tensor) else 0  # noqa: E731
+    return [{k: (v, versions(v)) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def _same(a: tuple[Any, int], b: tuple[Any, int]) -> bool:
+    return a[1] == b[1] and (a[0] is b[0] or (not isinstance(a[0], torch.Tensor) and bool(a[0] == b[0])))
+
+
 def of_optimizers(optimizers: Sequence[optim.Optimizer]) -> list[Reason]:
     """What about the optimizers forbids it."""
     if len(optimizers) != 1:
@@ -96,6 +109,7 @@ class EarlyUpdates:
         self._lock = threading.RLock()
         self._handles: list[Any] = []
         self._groups: dict[int, dict[str, Any]] = {}
+        self._options: Options = []
         self._final: Callable[[torch.Tensor], contextlib.AbstractContextManager[None] | None] | None = None
 
     @contextlib.contextmanager
@@ -106,6 +120,7 @@ class EarlyUpdates:
         """
         self.step_ended()
         self._groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
+        self._options = _options_of(self.optimizer)
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
         # now, not once and for all: after hooks of the user's, which see the gradient; and never on a model that is copied
         self._handles = [p.register_post_accumulate_grad_hook(self._hook) for p in params if p.requires_grad and p.is_leaf]
@@ -124,16 +139,26 @@ class EarlyUpdates:
         finally:
             self._final = None
 
+    def options_changed(self) -> bool:
+        """Whether groups that there were when the last backward began say something else now (a learning rate)."""
+        groups = zip(self._options, _options_of(self.optimizer), strict=False)
+        return any(a.keys() != b.keys() or not all(_same(a[k], b[k]) for k in a) for a, b in groups)
+
+    def given(self) -> bool:
+        """Whether a parameter that was updated has a gradient again, which no backward made."""
+        return any(id(p) in self.updated and p.grad is not None for g in self.optimizer.param_groups for p in g["params"])
+
     def step_ended(self) -> None:
         """The optimizer has stepped: nothing is left on the parameters."""
         while self._handles:
             self._handles.pop().remove()
         self.updated.clear()
-        self._groups = {}
+        self._groups, self._options = {}, []
 
     def _hook(self, p: torch.Tensor) -> None:
         with self._lock:
             if id(p) in self.updated:
+                p.grad = None  # whoever catches this must not step it a second time
                 raise UpdatesInBackwardError(
                     f"A parameter of size {list(p.shape)} that was updated in this backward gets another gradient: "
                     f"{len(self.updated)} parameters are updated already, so this step cannot be put right. Mark only the last "

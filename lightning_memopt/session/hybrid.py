@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
@@ -109,10 +109,17 @@ class Hybrid:
         accepted = (codec(name) for name in names)
         return [(c.name, c.encoded_nbytes(tensor.size, dtype)) for c in accepted if c.accepts(tensor.size, dtype)]
 
-    def depot_of(self, plan: Plan) -> Depot | None:
-        """Tiers with room for what a plan puts there, the same ones for the same plan; None where nothing goes away."""
+    def depot_of(self, plan: Plan, in_force: Iterable[Plan]) -> Depot | None:
+        """Tiers with room for what a plan puts there, the same ones for the same plan; None where nothing goes away.
+
+        Those of plans that are not `in_force` any more end here, unless something is still away there.
+        """
         known = self._depots.get(id(plan))
         if known is None:
+            stay = {id(p) for p in in_force}
+            for key, (_, depot) in list(self._depots.items()):
+                if key not in stay and (depot is None or not depot.used_nbytes):
+                    self._end(key)
             known = self._depots[id(plan)] = plan, self._new_depot(plan)
         return known[1]
 
@@ -120,11 +127,12 @@ class Hybrid:
         fetched = {life.tensor: life for life in plan.lives if life.how == "fetch"}
         if not fetched:
             return None
-        tiers: dict[str, Tier] = {}
-        for name in {tier_of(life.form) for life in fetched.values()} - {""}:
-            there = [life.away_nbytes for life in fetched.values() if tier_of(life.form) == name]
-            tiers[name] = self._made(name, sum(-(-nbytes // _ALIGN_NBYTES) * _ALIGN_NBYTES for nbytes in there))
-        return Depot(tiers)
+        nbytes: dict[str, int] = {}
+        for life in fetched.values():
+            if name := tier_of(life.form):
+                nbytes[name] = nbytes.get(name, 0) + -(-life.away_nbytes // _ALIGN_NBYTES) * _ALIGN_NBYTES
+        more = lambda name: self._made(name, nbytes[name])  # noqa: E731
+        return Depot({name: more(name) for name in nbytes}, more=more)
 
     def _made(self, name: str, nbytes: int) -> Tier:
         return DiskTier(nbytes, self.directory, self.device) if name == "disk" else HostTier(nbytes, self.device)
@@ -134,10 +142,13 @@ class Hybrid:
         return HybridFrontier.of(frontier, self) if self.wanted else frontier
 
     def close(self) -> None:
-        while self._depots:
-            depot = self._depots.popitem()[1][1]
-            if depot is not None:
-                depot.close()
+        for key in list(self._depots):
+            self._end(key)
+
+    def _end(self, key: int) -> None:
+        _, depot = self._depots.pop(key)
+        if depot is not None:
+            depot.close()
 
 
 def peak_bytes(graph: Graph, lives: tuple[Life, ...]) -> int:

@@ -24,6 +24,7 @@ from lightning_memopt.record import is_plain
 from lightning_memopt.runtime.optimizer import EarlyUpdates, Reason, of_optimizers, refusal
 from lightning_memopt.session.finals import early_in, late
 from lightning_memopt.session.observation import Observation
+from lightning_memopt.session.step import in_compiled_code
 
 _UNMARKED = Reason(
     "the loop does not say which backward is the last one before optimizer.step()",
@@ -36,6 +37,11 @@ _AUTOCAST = Reason("backward runs under autocast, and the update would", "Call b
 _ZEROED = Reason(
     "gradients are kept from one step to the next, or set to zero in place", "Use optimizer.zero_grad(set_to_none=True)"
 )
+_SCHEDULED = Reason(
+    "learning rates, or other options of the optimizer, are set between backward and optimizer.step()",
+    "Set them before backward(), or after the step",
+)
+_COMPILED = Reason("the optimizer's step is compiled, and rounds otherwise", "Step without torch.compile")
 
 
 def wanted(
@@ -99,6 +105,25 @@ class InBackward:
         with self.updates.backward(partial(self._final, observation, armed)):
             yield
 
+    def update_begins(self) -> None:
+        """The optimizer is about to step. Raises UpdatesInBackwardError where what was updated in backward would have been
+        updated with something else by now.
+        """
+        count = len(self.updates.updated)
+        if not count:
+            return
+        if self.updates.options_changed():
+            what, fix = _SCHEDULED
+        elif self.updates.given():
+            what, fix = "gradients are set between backward and optimizer.step()", "Set none"
+        else:
+            return
+        self.updates.step_ended()
+        raise UpdatesInBackwardError(
+            f"{count} parameters were updated in backward already, but {what}: this step cannot be put right. {fix}, or set "
+            "optimizer_in_backward='never'."
+        )
+
     def learn(self, observation: Observation | None) -> bool:
         """The optimizer is about to step: whether the observed step so far was a lesson.
 
@@ -111,6 +136,12 @@ class InBackward:
             return False
         graph, finals = observation.so_far(), observation.finals_seen()
         if not finals:
+            return False
+        reason = _SCHEDULED if self.updates.options_changed() else _COMPILED if in_compiled_code() else None
+        if reason is not None:
+            self.late |= {f.name for f in finals}
+            observation.finals = []
+            self._refuse(reason)
             return False
         names = [f.name for f in finals]
         readers = {f.name: late(graph, f) for f in finals}

@@ -53,6 +53,7 @@ class Observation:
         self._round: tuple[Tracer, ObservingEngine, Recorder] | None = None
         self._ungraded: list[nn.Parameter] = []
         self._ops = self._states_nbytes = 0
+        self._in_span = False
         self._contexts = contextlib.ExitStack()
         self._metering = contextlib.ExitStack()
 
@@ -74,7 +75,7 @@ class Observation:
         self.opaque_ops = engine.opaque_ops
         self._metering = contextlib.ExitStack()
         self.events = None
-        if self.meter and self.device.type == "cpu":
+        if self.meter and not self._in_span and self.device.type == "cpu":
             self.events = self._metering.enter_context(metered_cpu())
             if self.events.available:
                 tracer.marks = AllocatorEvents.mark
@@ -97,7 +98,7 @@ class Observation:
         self._metering.close()
 
     def update_begins(self) -> None:
-        self.meter = False  # torch's span around the step has begun under this profiler: none may follow inside of it
+        self._in_span = True  # torch's, around the step, has begun under this profiler: none may follow inside of it
         if self._round is not None:
             self._round[0].phase = "update"
 

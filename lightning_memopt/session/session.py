@@ -50,7 +50,7 @@ from lightning_memopt.session.observation import Observation, observing, take_of
 from lightning_memopt.session.recording import PlannedRecording, Recording, hooks_allowed
 from lightning_memopt.session.round import Rounds
 from lightning_memopt.session.signatures import Buckets, Signature, signature_of
-from lightning_memopt.session.step import Metering
+from lightning_memopt.session.step import Metering, in_compiled_code
 from lightning_memopt.solvers.planner import Frontier
 from lightning_memopt.units import format_nbytes
 from lightning_memopt.versions import supported
@@ -161,8 +161,10 @@ class Session:
         """An optimizer's update is about to run. Raises InfeasibleError where the first step shows that no plan will fit."""
         observation = self._observation
         self._metering.span_begins(optimizer, observation)
-        if self._in_backward is not None and isinstance(self.current, Observing) and self._in_backward.learn(observation):
-            self.current.takes_lesson()
+        if self._in_backward is not None:
+            self._in_backward.update_begins()
+            if isinstance(self.current, Observing) and self._in_backward.learn(observation):
+                self.current.takes_lesson()
         if observation is None:
             return
         if not self._update_seen and observation.has_backward:
@@ -182,8 +184,8 @@ class Session:
             count_versions(optimizer)
         self._metering.span_ends(optimizer)
         self._updated.add(id(optimizer))
-        if torch._C._current_graph_task_id() != _NO_BACKWARD:
-            return  # stepped in a hook: autograd puts modes and profilers back as they were when backward began
+        if torch._C._current_graph_task_id() != _NO_BACKWARD or in_compiled_code():
+            return  # stepped in a hook: autograd puts modes and profilers back as they were when backward began; dynamo, too
         if all(id(o) in self._updated for o in self.optimizers):
             self.step_ended()
 
@@ -212,9 +214,10 @@ class Session:
             self._become(state, after)
 
     def evaluating(self) -> None:
-        """Evaluation begins: nothing of it is observed."""
+        """Evaluation begins: nothing of it is observed, or measured as part of a step that goes on after it (accumulation)."""
         self._settle()
         self._abandon()
+        self._metering.close()
 
     def close(self) -> None:
         """Leave everything that may still be entered."""
@@ -322,7 +325,8 @@ class Session:
                 self._metering.begin(self.device, resident, self.model.parameters())
             if state.program.empty and not state.unproven:
                 return None
-            verify, state.depot = self.config.verify and state.verifies, self._hybrid.depot_of(state.plan)
+            in_force = (s.plan for s in self.buckets.values() if isinstance(s, Running))
+            verify, state.depot = self.config.verify and state.verifies, self._hybrid.depot_of(state.plan, in_force)
             engine = PlannedEngine(state.program, verify=verify, depot=state.depot, unproven=state.unproven)
             return PlannedRecording(engine, self.model)
         return None

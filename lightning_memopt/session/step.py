@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import weakref
 from collections.abc import Iterable
 
@@ -11,6 +12,16 @@ from torch import nn
 
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.trace import AllocatorEvents, metered_cpu
+
+
+def in_compiled_code() -> bool:
+    """Whether a function of torch.compile's runs: when it ends, dynamo puts dispatch keys back as they were when it began."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "compile_wrapper" and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame":
+            return True
+        frame = frame.f_back
+    return False
 
 
 class StepMeter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import resource
 import tempfile
@@ -21,9 +22,10 @@ from lightning_memopt.plan.forms import codec_of, tier_of
 from lightning_memopt.plan.rates import Coding, Link, Rates
 from lightning_memopt.report.explain import explain, kept
 from lightning_memopt.report.table import _away
+from lightning_memopt.session import signatures
 from lightning_memopt.session.buckets import Running
 from lightning_memopt.session.hybrid import Hybrid
-from tests.cpu.loops import QUIET, assert_same, batches, sgd, small, state, train
+from tests.cpu.loops import QUIET, assert_same, batches, loss_of, sgd, small, state, train
 from tests.cpu.stepped import Stepped, same
 
 
@@ -50,6 +52,44 @@ def smallest() -> int:
     run, _, _ = trained(wide(), budget="min")
     assert run.plan is not None
     return run.plan.predicted_peak_bytes
+
+
+def test_tiers_of_plans_that_are_no_longer_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They end, and with them files and threads: else a run with batches of ever other sizes would fill the disk. Not while a
+    graph that was retained still has something there.
+    """
+    monkeypatch.setattr(signatures, "PLANS", 2)
+    monkeypatch.setattr(signatures, "_STEPS_A_PLAN", 1)
+    model = small(width=64, depth=6)
+    o = sgd(model)
+    with optimize(model, o, **(QUIET | {"budget": "min", "offload": "disk", "profile_steps": 1})) as run:
+        train(model, o, batches(2, size=32))
+        held = loss_of(model, batches(1, size=32)[0])
+        for size in (40, 48, 56):
+            train(model, o, batches(2, size=size))
+        assert [bool(depot.used_nbytes) for _, depot in run.session._hybrid._depots.values() if depot] == [True, False, False]
+        del held
+        train(model, o, batches(2, size=64))
+        assert len(run.session._hybrid._depots) == 2
+
+
+def test_two_forwards_before_one_backward() -> None:
+    """EXACT: tiers have room for one forward; the second one finds more, instead of ending training."""
+    ends = []
+    for options in (None, {"budget": "min", "offload": "disk", "profile_steps": 1}):
+        model = small(width=64, depth=6)
+        o = sgd(model)
+        with optimize(model, o, **(QUIET | options)) if options else contextlib.nullcontext() as run:
+            train(model, o, batches(2, size=64))
+            torch.manual_seed(5)
+            losses = [loss_of(model, batch) for batch in batches(3, size=64)]
+            if run is not None:
+                (_, depot), *_ = run.session._hybrid._depots.values()
+                assert depot is not None and depot.used_nbytes == 3 * depot.tiers["disk"].capacity_nbytes
+            sum(losses).backward()  # type: ignore[union-attr]
+            o.step()
+        ends.append(state(model))
+    assert_same(*ends)
 
 
 def test_below_what_recomputation_can_do(smallest: int) -> None:

@@ -58,10 +58,11 @@ def test_accumulation_in_lightning(spans: Spans) -> None:
     assert ends_where_it_began(spans)
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["first", "second"])
 @pytest.mark.parametrize("inside", [BATCH // 2, BATCH], ids=["planned", "new"])
-def test_a_closure_with_another_batch(inside: int, spans: Spans) -> None:
+def test_a_closure_with_another_batch(inside: int, late: bool, spans: Spans) -> None:
     """A batch that is observed before the span; inside of it one that is to be measured, or observed, until another optimizer
-    has stepped too."""
+    has stepped too, or after another one has."""
 
     def both(model: nn.Module) -> list[torch.optim.Optimizer]:
         first, *others = model.parameters()
@@ -78,8 +79,9 @@ def test_a_closure_with_another_batch(inside: int, spans: Spans) -> None:
 
             model.zero_grad()
             closure(size)
-            two[0].step(closure if k else None)  # type: ignore[arg-type]
-            two[1].step()
+            closures = [None, closure if k else None]
+            for optimizer, of in zip(two, closures if late else reversed(closures), strict=True):
+                optimizer.step(of)  # type: ignore[arg-type]
 
     run = agrees(run_all, make=both, profile_steps=1)
     assert any(began is not None for began, _ in spans) and run.plan is not None

@@ -25,7 +25,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightning_memopt.errors import OffloadError
+from lightning_memopt.errors import OffloadError, TierFullError
 from lightning_memopt.record import unwatched
 from lightning_memopt.runtime.tiers.space import Space
 from lightning_memopt.runtime.tiers.stopwatch import Stopwatch
@@ -62,6 +62,10 @@ class Tier(Protocol):
 
     @property
     def capacity_nbytes(self) -> int: ...
+
+    @property
+    def used_nbytes(self) -> int:
+        """Bytes that are taken, rounded up."""
 
     @property
     def copied(self) -> Stopwatch:
@@ -103,8 +107,8 @@ def usage(space: Space) -> str:
     return f"{used} of {capacity} in use, largest free piece {format_nbytes(space.largest_nbytes)}"
 
 
-def full(tier: str, what: str, nbytes: int, space: Space) -> OffloadError:
-    return OffloadError(
+def full(tier: str, what: str, nbytes: int, space: Space) -> TierFullError:
+    return TierFullError(
         f"{what}: the {tier} tier has no room for {nbytes} bytes ({format_nbytes(nbytes)}): {usage(space)}. "
         "Nothing is lost, it is still on the device; give the tier more bytes, or offload less"
     )
