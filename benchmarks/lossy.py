@@ -175,7 +175,7 @@ def trained(name: str, form: str, seed: int, steps: int, settings: Any) -> Row:
         planned: Any = nullcontext()
         if forms:
             write_plan(path, plan_of(graph, everything_away(graph, forms)), graph)
-            planned = optimize(model, optimizer, plan=path, budget="auto", verbose=False, verify=False)
+            planned = optimize(model, optimizer, plan=path, budget="auto", compress=form, verbose=False, verify=False)
         torch.manual_seed(seed)
         with planned as run:
             while len(losses) < steps:

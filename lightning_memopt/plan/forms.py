@@ -9,6 +9,8 @@ from __future__ import annotations
 TIERS = ("host", "disk")
 EXACT = frozenset({"", "bools"})
 """Codecs that give back the very bits; what comes back of others only autograd may read, no replay."""
+LOSSLESS = EXACT | {"positive"}
+"""Codecs that change no gradient, where a plan has them for what readers cannot tell apart."""
 
 
 def codec_of(form: str) -> str:

@@ -17,6 +17,7 @@ from lightning_memopt.errors import ConfigError, InfeasibleError, PlanMismatchEr
 from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.graph.model import Kind
 from lightning_memopt.plan import Plan, read_plan
+from lightning_memopt.plan.forms import LOSSLESS, codec_of
 from lightning_memopt.units import format_nbytes
 
 Named = tuple[torch.Tensor, Kind, str]
@@ -81,7 +82,9 @@ class Neighbours:
 def read_given(
     path: str | os.PathLike[str], device: torch.device, budget_nbytes: int | None, config: MemOptConfig
 ) -> tuple[Plan, Graph]:
-    """The plan of a file. Raises PlanMismatchError for another device, InfeasibleError above the budget."""
+    """The plan of a file. Raises PlanMismatchError for another device, InfeasibleError above the budget, ConfigError where it
+    encodes with errors and nobody asked for that.
+    """
     plan, graph = read_plan(path)
     if graph.device != device.type:
         raise PlanMismatchError(
@@ -93,6 +96,12 @@ def read_given(
             "budget, or leave plan= out.",
             smallest_nbytes=plan.predicted.needed_bytes,
             budget_nbytes=budget_nbytes,
+        )
+    lossy = {codec_of(life.form) for life in plan.lives if life.how == "fetch"} - LOSSLESS
+    if lossy and config.compress in ("none", "lossless"):
+        raise ConfigError(
+            f"The plan {path} keeps tensors encoded with errors ({', '.join(sorted(lossy))}), and compress is "
+            f"{config.compress!r}. Set compress='lossy' to allow it, or leave plan= out."
         )
     return plan, graph
 

@@ -150,8 +150,12 @@ def classified(model: nn.Module, batch: Any) -> torch.Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
-def test_masks_at_one_bit_are_lossless() -> None:
+FAST = Coding(encode_bytes_per_second=1e12, decode_bytes_per_second=1e12)
+
+
+def test_masks_at_one_bit_are_lossless(monkeypatch: pytest.MonkeyPatch) -> None:
     """ReLU's maps are one bit a value where only their sign is read: bit-equal, within the budget, as predicted."""
+    monkeypatch.setattr(Hybrid, "rates", Rates(name="fast", codecs={"positive": FAST}))
     torch.manual_seed(0)
     model, twin = Rectified(), Rectified()
     twin.load_state_dict(model.state_dict())
@@ -214,8 +218,7 @@ class Gates(nn.Module):
 def test_compressed_and_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the link is slow and codecs are not, signs go to the disk at one bit: bit-equal, in the budget, as predicted."""
     slow = Link(out_bytes_per_second=1e6, in_bytes_per_second=1e6)
-    fast = Coding(encode_bytes_per_second=1e12, decode_bytes_per_second=1e12)
-    monkeypatch.setattr(Hybrid, "rates", Rates(name="slow", links={"disk": slow}, codecs={"positive": fast}))
+    monkeypatch.setattr(Hybrid, "rates", Rates(name="slow", links={"disk": slow}, codecs={"positive": FAST}))
     torch.manual_seed(0)
     model, twin = Gates(wide=True), Gates(wide=True)
     twin.load_state_dict(model.state_dict())

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.lossy import counting, eligible, everything_away, observed, summary, trained
+from benchmarks.lossy import counting, eligible, everything_away, observed, plan_of, summary, trained
+from lightning_memopt import optimize
 from lightning_memopt.demo import chargpt, digits
+from lightning_memopt.errors import ConfigError
+from lightning_memopt.plan import write_plan
 from lightning_memopt.plan.forms import codec_of
 from tests.cpu.harness import same_bits
 from tests.cpu.stepped import Stepped
@@ -39,6 +44,21 @@ def test_every_eligible_map_is_encoded_in_every_step() -> None:
     assert exact.loss != lossy.loss and abs(lossy.last_losses / exact.last_losses - 1) < 0.1
     short = summary([exact, lossy])
     assert [row["form"] for row in short] == ["exact", "block4"] and all(row["all_encoded"] for row in short)
+
+
+@pytest.mark.parametrize("compress", ["none", "lossless"])
+def test_errors_come_from_no_file_alone(compress: str, tmp_path: Path) -> None:
+    """A file whose plan encodes with errors is refused before anything runs, where nobody asked for errors."""
+    workload = digits.build(0, RESNET)
+    graph = observed(digits, RESNET)
+    path = tmp_path / "plan.json"
+    write_plan(path, plan_of(graph, everything_away(graph, eligible(graph, "block4"))), graph)
+    options = dict(budget="auto", plan=path, verbose=False)
+    optimizer = workload.make_optimizer(workload.model)
+    with pytest.raises(ConfigError, match="block4, gated4"), optimize(workload.model, optimizer, compress=compress, **options):
+        pass
+    with optimize(workload.model, optimizer, compress="block4", **options):
+        pass
 
 
 @pytest.mark.parametrize("name", ["block6", "int4"])
