@@ -4,7 +4,8 @@ The first observed step of an input signature updates nothing early. It is the *
 and its trace shows who reads what afterwards. In the steps that come a parameter is updated early where its gradient was made
 in one piece, and where no op between that and the optimizer's step read the parameter or its gradient. So what clips by the
 global norm, a GradScaler, a logged gradient, a checkpointed region that runs again with the weight (D5), or tied weights in
-nested backwards keep an update where it was. A planned step whose forward leaves its plan updates nothing early.
+nested backwards keep an update where it was. A planned step whose forward leaves its plan, by more than a metric or a log,
+updates nothing early.
 """
 
 from __future__ import annotations

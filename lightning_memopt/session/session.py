@@ -332,7 +332,7 @@ class Session:
         if self._observation is not None:
             self._observation.forward_ended()
         if isinstance(engine, PlannedEngine) and isinstance(self.current, Running):
-            self._left = self._left or engine.departures.first is not None
+            self._left = self._left or not engine.departures.aside
             self.current.compare(engine, self.config.plan)
 
     def _state_of(self, signature: Signature, batch: Any) -> State:
