@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ Make = Callable[..., torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
     "sgd": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=1e-2),
     "adam": lambda p: torch.optim.Adam(p, 1e-2, amsgrad=True),
+    "adam foreach": lambda p: torch.optim.Adam(p, 1e-2, foreach=True),
+    "adam fused": lambda p: torch.optim.Adam(p, 1e-2, fused=True),
     "adamw": lambda p: torch.optim.AdamW(p, 1e-2),
     "adamw foreach": lambda p: torch.optim.AdamW(p, 1e-2, foreach=True),
     "adamw fused": lambda p: torch.optim.AdamW(p, 1e-2, fused=True),
@@ -23,6 +26,7 @@ OPTIMIZERS: dict[str, Make] = {
     "adafactor": lambda p: torch.optim.Adafactor(p, 1e-2),
     "muon": lambda p: torch.optim.Muon(p, 1e-2),
 }
+ALWAYS: dict[str, Any] = dict(optimizer_in_backward="always", profile_steps=1)
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
