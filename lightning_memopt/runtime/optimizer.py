@@ -40,6 +40,9 @@ class Reason(NamedTuple):
     fix: str
 
 
+REDUCED = Reason("gradients are reduced over several processes after the hooks", "Train in one process")
+
+
 def refusal(reason: Reason) -> UpdatesInBackwardError:
     return UpdatesInBackwardError(
         f"optimizer_in_backward='always' would be wrong: {reason.what}. {reason.fix}, or set optimizer_in_backward='never'."
@@ -70,9 +73,13 @@ def of_optimizers(optimizers: Sequence[optim.Optimizer]) -> list[Reason]:
         found.append(Reason("a parameter is in its group twice, and stepped twice", "Give each parameter once"))
     if any(type(p.data).__name__ == "DTensor" for p in params):
         found.append(Reason("parameters are distributed tensors", "Train on one device"))
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        found.append(Reason("gradients are reduced over several processes after the hooks", "Train in one process"))
+    if several_processes():
+        found.append(REDUCED)
     return found
+
+
+def several_processes() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
 
 
 class EarlyUpdates:

@@ -22,7 +22,7 @@ from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import UpdatesInBackwardError
 from lightning_memopt.graph import Graph
 from lightning_memopt.record import is_plain
-from lightning_memopt.runtime.optimizer import EarlyUpdates, Reason, of_optimizers, refusal
+from lightning_memopt.runtime.optimizer import REDUCED, EarlyUpdates, Reason, of_optimizers, refusal, several_processes
 from lightning_memopt.session.finals import early_in, late
 from lightning_memopt.session.observation import Observation
 
@@ -167,6 +167,8 @@ class InBackward:
         kinds = {p.device.type for p in self.model.parameters()}
         if torch.is_anomaly_enabled():
             return self._refuse(_ANOMALY)
+        if several_processes():  # since the run began
+            return self._refuse(REDUCED)
         if any(torch.is_autocast_enabled(kind) for kind in kinds):
             return self._refuse(_AUTOCAST)
         before, self._gradients = self._gradients, {}
