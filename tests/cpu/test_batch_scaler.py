@@ -20,7 +20,7 @@ from lightning_memopt.errors import ConfigError, InfeasibleError, UnsupportedErr
 from tests.cpu.harness import same_bits
 from tests.cpu.limits import Device
 from tests.cpu.loops import batches, loss_of, small
-from tests.cpu.test_batch_search import Stream
+from tests.cpu.searches import Stream
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BUDGET = 500_000
