@@ -34,6 +34,7 @@ _ANOMALY = Reason(
     "anomaly detection stops at the first NaN, which must find the model as it was before the step", "Switch it off"
 )
 _AUTOCAST = Reason("backward runs under autocast, and the update would", "Call backward() outside of autocast")
+_CLOSURE = Reason("optimizer.step(closure) runs backward inside of the step", "Call backward() before optimizer.step()")
 _ZEROED = Reason(
     "gradients are kept from one step to the next, or set to zero in place", "Use optimizer.zero_grad(set_to_none=True)"
 )
@@ -137,6 +138,10 @@ class InBackward:
             name: TensorWeakRef(p.grad) for name, p in self.model.named_parameters() if name in early and p.grad is not None
         }
         return True
+
+    def refuse_closure(self) -> None:
+        """The optimizer's step has been given a closure. Raises UpdatesInBackwardError with "always"."""
+        self._refuse(_CLOSURE)
 
     @property
     def early(self) -> set[str]:

@@ -156,9 +156,14 @@ class Session:
         if self._observation is not None:
             self._observation.stop_metering()
 
-    def update_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer's update is about to run. Raises InfeasibleError where the first step shows that no plan will fit."""
+    def update_begins(self, optimizer: torch.optim.Optimizer, closure: bool = False) -> None:
+        """An optimizer's update is about to run. Raises InfeasibleError where the first step shows that no plan will fit.
+
+        `closure`: forward and backward are still to come, inside of it.
+        """
         observation = self._observation
+        if closure and self._in_backward is not None:
+            self._in_backward.refuse_closure()
         if self._in_backward is not None and isinstance(self.current, Observing) and self._in_backward.learn(observation):
             self.current.takes_lesson()
         if observation is None:

@@ -51,7 +51,7 @@ def plain(model: nn.Module, run: Run | None, optimizer: torch.optim.Optimizer, b
             loss = squares(model, batch)
             with run.last_backward() if run is not None and i == backwards - 1 else contextlib.nullcontext():
                 loss.backward()
-        optimizer.step()
+        optimizer.step(None)  # as Accelerate does: no closure
         optimizer.zero_grad()
 
 

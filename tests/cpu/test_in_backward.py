@@ -55,6 +55,10 @@ class Sub(torch.optim.SGD): ...
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "f2 clipping by norm": ({"gradient_clip_val": 0.1}, "gradient_clip_val=0.1"),
+    "f2 clipping by value": (
+        {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
+        "gradient_clip_val=0.1",
+    ),
     "f2 own clipping": ({"cls": Clipping}, "configure_gradient_clipping"),
     "f3 GradScaler": ({"plugins": lambda: [Scaled()]}, "GradScaler"),
     "f6 own backward": ({"cls": Backward}, "Backward.backward"),

@@ -50,6 +50,28 @@ def in_place(model: nn.Module, run: Run | None, optimizer: torch.optim.Optimizer
         optimizer.step()
 
 
+def clipped_by_value(model: nn.Module, run: Run | None, optimizer: torch.optim.Optimizer, data: list[Any]) -> None:
+    for batch in data:
+        loss = squares(model, batch)
+        with run.last_backward() if run is not None else contextlib.nullcontext():
+            loss.backward()
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def closure(model: nn.Module, run: Run | None, optimizer: torch.optim.Optimizer, data: list[Any]) -> None:
+    def forward_and_backward() -> Tensor:
+        optimizer.zero_grad()
+        loss = squares(model, batch)
+        with run.last_backward() if run is not None else contextlib.nullcontext():
+            loss.backward()
+        return loss
+
+    for batch in data:  # noqa: B007
+        optimizer.step(forward_and_backward)
+
+
 def unmarked(model: nn.Module, run: Run | None, optimizer: torch.optim.Optimizer, data: list[Any]) -> None:
     plain(model, None, optimizer, data)
 
@@ -66,10 +88,12 @@ def anomaly(*args: Any) -> None:
 
 LOOPS = {
     "f2": (clipped, "_foreach_norm|linalg_vector_norm"),
+    "f2 by value": (clipped_by_value, "_foreach_clamp"),
     "f3": (scaled, "_amp_foreach_non_finite_check"),
     "f6": (unmarked, "which backward is the last"),
     "f8": (in_place, "set to zero in place"),
     "f9": (autocast, "autocast"),
+    "f9 closure": (closure, "closure"),
     "f12": (anomaly, "anomaly"),
 }
 
