@@ -86,12 +86,13 @@ class EarlyUpdates:
     """Steps parameters of `optimizer` in the backward that runs in `backward`. Obeys.
 
     `updated`: the parameters, by identity, that this step has updated already. A gradient for one of those is refused: it can
-    only come from a backward that should not have followed.
+    only come from a backward that should not have followed. `halfway`: how many there were when a step raised.
     """
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self.optimizer = optimizer
         self.updated: set[int] = set()
+        self.halfway = 0
         self._raw: Callable[..., Any] = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]  # without step hooks
         self._lock = threading.RLock()
         self._handles: list[Any] = []
@@ -119,10 +120,15 @@ class EarlyUpdates:
                     "The model is in the middle of a step: restore a checkpoint before training goes on.",
                     stacklevel=2,
                 )
-            self.step_ended()
+            self.given_up()
             raise
         finally:
             self._final = None
+
+    def given_up(self) -> None:
+        """The step will not end: what was updated stays updated."""
+        self.halfway = self.halfway or len(self.updated)
+        self.step_ended()
 
     def step_ended(self) -> None:
         """The optimizer has stepped: nothing is left on the parameters."""

@@ -229,7 +229,7 @@ class Session:
         self._updated.clear()
         self._ran.clear()
         if self._in_backward is not None:
-            self._in_backward.step_ended()
+            self._in_backward.updates.given_up()
         self._close_meter()
         self._hybrid.close()
         if self._watches:
@@ -263,6 +263,11 @@ class Session:
     def frontier(self) -> Frontier | None:
         state = self.main
         return state.frontier if isinstance(state, Running) else None
+
+    @property
+    def halfway(self) -> int:
+        """Parameters that were updated in a step that raised before the others were."""
+        return 0 if self._in_backward is None else self._in_backward.updates.halfway
 
     def save_plan(self, path: str) -> None:
         """Write the plan in force, with its graph, as JSON."""

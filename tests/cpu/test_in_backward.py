@@ -4,6 +4,8 @@ they are."""
 from __future__ import annotations
 
 import contextlib
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_memopt.errors import UpdatesInBackwardError
+from lightning_memopt.strategies.mixin import CHECKPOINT_KEY
 from tests.cpu.early import ALWAYS, counted
 from tests.cpu.fits import Manual, Task, assert_same_tree, fit, loader, memopt, outcome
 
@@ -101,3 +104,32 @@ def test_f1_f9_user_skips_steps(updates: list[Tensor]) -> None:
             ends.append(outcome(fit(strategy, Skips, max_epochs=3, data=lambda: loader(count=80, size=16))))
     assert_same_tree(*ends)
     assert updates
+
+
+class Fails(Task):
+    """Raises in the backward of one step, when the gradient of a layer is there."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_step == 5:
+            self.net.layers[1].weight.register_hook(self.fails)
+        return self.loss(batch)
+
+    def fails(self, _: Tensor) -> None:
+        raise MemoryError("in backward")
+
+
+def test_f7_a_checkpoint_of_half_a_step_says_so(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """What is saved on an exception is marked where parameters had been updated, and who resumes from it is told."""
+    for raises, marked in (({"cls": Task, "task": {"fault": MemoryError}}, False), ({"cls": Fails}, True)):
+        saved = tmp_path / str(marked) / "on_exception.ckpt"  # each its own: a Trainer goes on from what it finds
+        with torch.random.fork_rng(), pytest.raises(MemoryError):
+            saves = partial(lambda folder: [pl.callbacks.OnExceptionCheckpoint(folder)], saved.parent)
+            fit(memopt(**ALWAYS), callbacks=saves, enable_checkpointing=True, **raises)
+        mark = torch.load(saved, weights_only=True)[CHECKPOINT_KEY]
+        assert mark["fingerprint"] and ("mid_step" in mark) is marked
+        if marked:
+            assert 0 < mark["mid_step"] < len(list(Task().parameters()))
+        recwarn.clear()
+        with torch.random.fork_rng():
+            fit(memopt(), max_epochs=1, resume=saved)
+        assert any("in the middle" in str(w.message) for w in recwarn) is marked
