@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -220,11 +219,6 @@ def test_l2_where_nothing_fits_the_run_is_refused_and_everything_put_back() -> N
     assert loader.batch_sampler.batch_size == 4 and not {"log", "log_dict"} & set(vars(module))  # type: ignore[union-attr]
     assert not {"setup_optimizers", "process_dataloader"} & set(vars(module.trainer.strategy))
     fit(module, loader)  # and trains
-
-
-def test_l7_several_devices_are_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match="this Trainer has 2"):
-        scaler()._refuse(SimpleNamespace(world_size=2), Module())  # type: ignore[arg-type]
 
 
 def test_what_cannot_be_done_is_refused_by_name() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,22 +24,48 @@ def updates(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return counted(monkeypatch)
 
 
-def clipped(model: nn.Module, run: Run | None, optimizer: torch.optim.Optimizer, data: list[Any], scaler: Any = None) -> None:
-    for batch in data:
-        loss = squares(model, batch)
-        with run.last_backward() if run is not None else contextlib.nullcontext():
-            (scaler.scale(loss) if scaler else loss).backward()
-        if scaler is None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
-            scaler.update()
-        optimizer.zero_grad()
+def looking(look: Callable[[nn.Module], Any], scaler: Any = None) -> Callable[..., None]:
+    """A loop that calls `look` between backward and the step, and leaves the step out where that says False."""
+
+    def loop(model: nn.Module, run: Run | None, optimizer: torch.optim.Optimizer, data: list[Any]) -> None:
+        for batch in data:
+            loss = squares(model, batch)
+            with run.last_backward() if run is not None else contextlib.nullcontext():
+                (scaler.scale(loss) if scaler else loss).backward()
+            if look(model) is not False:
+                scaler.step(optimizer) if scaler else optimizer.step()
+            if scaler:
+                scaler.update()
+            optimizer.zero_grad()
+
+    return loop
 
 
 def scaled(*args: Any) -> None:
-    clipped(*args, scaler=torch.amp.GradScaler("cpu"))
+    looking(lambda model: None, torch.amp.GradScaler("cpu"))(*args)
+
+
+def norms(model: nn.Module) -> list[float]:
+    return [p.grad.norm().item() for p in model.parameters() if p.grad is not None]
+
+
+def sharpness_aware(model: nn.Module, run: Run | None, optimizer: torch.optim.Optimizer, data: list[Any]) -> None:
+    """SAM: the gradient of weights that were moved along their gradient, and are moved back before the step."""
+    for batch in data:
+        squares(model, batch).backward()
+        with torch.no_grad():
+            moved = [(p, 1e-3 * p.grad) for p in model.parameters() if p.grad is not None]
+            for p, by in moved:
+                p.add_(by)
+        optimizer.zero_grad()
+        loss = squares(model, batch)
+        with run.last_backward() if run is not None else contextlib.nullcontext():
+            loss.backward()
+        with torch.no_grad():
+            for p, by in moved:
+                p.sub_(by)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def in_place(model: nn.Module, run: Run | None, optimizer: torch.optim.Optimizer, data: list[Any]) -> None:
@@ -48,16 +75,6 @@ def in_place(model: nn.Module, run: Run | None, optimizer: torch.optim.Optimizer
         with run.last_backward() if run is not None else contextlib.nullcontext():
             loss.backward()
         optimizer.step()
-
-
-def clipped_by_value(model: nn.Module, run: Run | None, optimizer: torch.optim.Optimizer, data: list[Any]) -> None:
-    for batch in data:
-        loss = squares(model, batch)
-        with run.last_backward() if run is not None else contextlib.nullcontext():
-            loss.backward()
-        torch.nn.utils.clip_grad_value_(model.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def closure(model: nn.Module, run: Run | None, optimizer: torch.optim.Optimizer, data: list[Any]) -> None:
@@ -86,15 +103,19 @@ def anomaly(*args: Any) -> None:
         plain(*args)
 
 
+LOOKS = "reads gradients or weights between backward and optimizer.step"
 LOOPS = {
-    "f2": (clipped, "_foreach_norm|linalg_vector_norm"),
-    "f2 by value": (clipped_by_value, "_foreach_clamp"),
+    "f2": (looking(lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1)), "_foreach_norm|linalg_vector_norm"),
+    "f2 by value": (looking(lambda m: torch.nn.utils.clip_grad_value_(m.parameters(), 0.1)), "_foreach_clamp"),
     "f3": (scaled, "_amp_foreach_non_finite_check"),
     "f6": (unmarked, "which backward is the last"),
     "f8": (in_place, "set to zero in place"),
+    "f8 norms": (looking(norms), LOOKS),
     "f9": (autocast, "autocast"),
     "f9 closure": (closure, "closure"),
+    "f9 SAM": (sharpness_aware, LOOKS),
     "f12": (anomaly, "anomaly"),
+    "f12 guard": (looking(lambda model: norms(model)[2] > 1e-3), LOOKS),
 }
 
 
