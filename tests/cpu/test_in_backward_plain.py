@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from lightning_memopt.integrations.plain import Run
 from lightning_memopt.session.finals import early_in
 from tests.cpu.early import OPTIMIZERS, WIDE, Make, counted, plain, same_as_plain
 from tests.cpu.harness import same_bits
-from tests.cpu.models import Body, data, made
+from tests.cpu.models import Body, data, made, squares
 
 
 @pytest.fixture
@@ -74,6 +75,28 @@ def test_gradients_end_early_and_peak_is_predicted() -> None:
     weights = 6 * 128 * 128 * 4
     for budget in ("1GiB", "min"):
         assert peaks["always", budget] < peaks["never", budget] - 0.7 * weights
+
+
+def test_gradients_of_the_lesson_are_not_there_later() -> None:
+    """A loop that lets go of gradients after the forward, as Lightning does: those of the first step, which updates nothing
+    early, are in the observed one and in no other. Predicted and measured peak agree within 1 %.
+    """
+
+    def loop(model: nn.Module, run: Run | None, optimizer: torch.optim.Optimizer, batches: list[Any]) -> None:
+        for batch in batches:
+            loss = squares(model, batch)
+            optimizer.zero_grad()
+            with contextlib.nullcontext() if run is None else run.last_backward():
+                loss.backward()
+            optimizer.step()
+
+    class Deep(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(*(m for _ in range(6) for m in (nn.Linear(128, 128), nn.Tanh())))
+
+    run = same_as_plain(Deep, OPTIMIZERS["sgd"], [data(32, 128, seed=s) for s in range(5)], loop)
+    state = run.session.main
+    assert abs(state.plan.predicted_peak_bytes / state.measured_bytes - 1) < 0.01
 
 
 class Detached(Body):
