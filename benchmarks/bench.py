@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.models import MODELS
 from lightning_memopt.graph import Graph
 from lightning_memopt.runtime import PlannedEngine, Program
+from lightning_memopt.runtime.away import Depot
 from lightning_memopt.session.observation import Observation, smoothed
 from lightning_memopt.session.recording import PlannedRecording
 from lightning_memopt.trace import metered_cpu
@@ -69,11 +70,11 @@ class Bench:
         loss: torch.Tensor = self.model(**self.batch).loss
         return loss
 
-    def planned(self, program: Program) -> Forward:
-        """The forward pass under a plan."""
+    def planned(self, program: Program, depot: Depot | None = None) -> Forward:
+        """The forward pass under a plan. `depot`: where it puts what goes away."""
 
         def forward() -> torch.Tensor:
-            engine = PlannedEngine(program)
+            engine = PlannedEngine(program, depot=depot)
             with PlannedRecording(engine, self.model):
                 return self.forward()
 

@@ -2,10 +2,10 @@
 
     python benchmarks/gpu.py COMMAND ... [NAME ...] [--seconds 400] [--device cuda] [--small]
 
-Commands: `replay` (benchmarks/gpu_replay.py), `offload`, `compress` (gpu_away.py, gpu_codecs.py); several run one after the
-other and share the time, within a command its models do. What does not fit in is left out, with the reason. Writes
-gpu_COMMAND.json to $OUT, else to benchmarks/results; tables come last. `--device cpu --small`, or `--smoke`: tiny models on the
-CPU, the same code, with a disk in the place of page-locked memory.
+Commands: `replay` (benchmarks/gpu_replay.py), `offload`, `compress` (gpu_away.py, gpu_codecs.py), `batch` (gpu_batch.py).
+Several run one after the other and share the time, within a command its models do. What does not fit in is left out, with the
+reason. Writes gpu_COMMAND.json to $OUT, else to benchmarks/results; tables come last. `--device cpu --small`, or `--smoke`:
+tiny models on the CPU, the same code, with a disk in the place of page-locked memory.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA begin
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from benchmarks import gpu_away, gpu_codecs, gpu_replay
+from benchmarks import gpu_away, gpu_batch, gpu_codecs, gpu_replay
 from benchmarks.gpu_bench import table
 from benchmarks.gpu_models import MODELS, SMOKE
 
-COMMANDS = ("replay", "offload", "compress")
+COMMANDS = ("replay", "offload", "compress", "batch")
 _RUNS = 5
 _AWAY = {False: ["GPT-2 medium", "ResNet-152"], True: ["GPT-2", "ResNet"]}
 """By default, models whose maps are away: without dropout's masks there would be little for codecs."""
@@ -36,13 +36,15 @@ _AWAY = {False: ["GPT-2 medium", "ResNet-152"], True: ["GPT-2", "ResNet"]}
 def _results(command: str, names: list[str], device: torch.device, seconds: float, args: Any) -> dict[str, Any]:
     """All models of one command, each within an equal share of the time that is left."""
     models = SMOKE if args.small else MODELS
-    chosen = names or (list(models) if command == "replay" else _AWAY[args.small])
+    chosen = names or (_AWAY[args.small] if command in ("offload", "compress") else list(models))
     end = time.perf_counter() + seconds
     results: dict[str, Any] = {}
     for i, name in enumerate(chosen):
         share = (end - time.perf_counter()) / (len(chosen) - i)
         if command == "replay":
             results[name] = gpu_replay.replay(name, models[name], device, share, args.rounds, args.compile)
+        elif command == "batch":
+            results[name] = gpu_batch.batch(name, models[name], device, share, args.rounds)
         else:
             one = gpu_away.offload if command == "offload" else gpu_away.compress
             results[name] = one(name, models[name], device, share, args.rounds)
@@ -69,7 +71,7 @@ def _run(commands: list[str], names: list[str], device: torch.device, args: Any)
         report["models"] = _results(command, names, device, share - (time.perf_counter() - began), args)
         suffix = "" if on_gpu and not args.small else "_smoke"
         (out / f"gpu_{command}{suffix}.json").write_text(json.dumps(report, indent=1) + "\n")
-        columns = gpu_replay.COLUMNS if command == "replay" else gpu_away.COLUMNS
+        columns = {"replay": gpu_replay.COLUMNS, "batch": gpu_batch.COLUMNS}.get(command, gpu_away.COLUMNS)
         tables.append(table(report["models"], columns))
     print("\n\n".join(tables))
 

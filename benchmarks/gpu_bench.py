@@ -215,7 +215,8 @@ def table(results: dict[str, Any], columns: dict[str, str]) -> str:
             cells = ""
             for key in columns.values():
                 value = row.get(key)
-                digits = 2 if key.endswith(("ratio", "op", "share")) else 0 if (value or 0) >= 1000 else 1
+                whole = isinstance(value, int) or (value or 0) >= 1000
+                digits = 2 if key.endswith(("ratio", "op", "share")) else 0 if whole else 1
                 shown = value is not None and (value or not key.endswith("mib"))
                 cells += f"{value:>10.{digits}f}" if shown else f"{'':>10}"
             note = "" if "equal" not in row else "  yes" if row["equal"] else f"  {row.get('unequal', 'NO')}"

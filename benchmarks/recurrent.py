@@ -173,12 +173,12 @@ def deepspeech2(frames: int = 96, batch: int = 24, width: int = 128, layers: int
 class Seq2Seq(nn.Module):
     """`torch.nn.Transformer` with learned positions, dropout in its attention too."""
 
-    def __init__(self, words: int, width: int, layers: int, time: int) -> None:
+    def __init__(self, words: int, width: int, layers: int, time: int, heads: int | None = None) -> None:
         super().__init__()
         self.source, self.target = nn.Embedding(words, width), nn.Embedding(words, width)
         self.positions = nn.Parameter(0.02 * torch.randn(time, width))
         self.dropout = nn.Dropout(0.1)
-        self.body = nn.Transformer(width, max(2, width // 48), layers, layers, 4 * width, batch_first=True)
+        self.body = nn.Transformer(width, heads or max(2, width // 48), layers, layers, 4 * width, batch_first=True)
         self.output = nn.Linear(width, words)
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(time), persistent=False)
 

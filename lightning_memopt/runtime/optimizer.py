@@ -49,6 +49,13 @@ def refusal(reason: Reason) -> UpdatesInBackwardError:
     )
 
 
+def count_versions(optimizer: optim.Optimizer) -> None:
+    """After its step: fused kernels count no versions, by which rebuilds see that a weight is not what it was."""
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            torch.autograd.graph.increment_version([p for p in group["params"] if p.grad is not None])
+
+
 def of_optimizers(optimizers: Sequence[optim.Optimizer]) -> list[Reason]:
     """What about the optimizers forbids it."""
     if len(optimizers) != 1:

@@ -97,9 +97,7 @@ class Observation:
         self._metering.close()
 
     def update_begins(self) -> None:
-        self.meter = (
-            False  # torch's span around the step has begun under this profiler: none may follow inside (trace/memory.py)
-        )
+        self.meter = False  # torch's span around the step has begun under this profiler: none may follow inside of it
         if self._round is not None:
             self._round[0].phase = "update"
 

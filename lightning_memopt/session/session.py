@@ -29,7 +29,7 @@ from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Plan, write_plan
 from lightning_memopt.record import interrupts
 from lightning_memopt.runtime import PlannedEngine
-from lightning_memopt.runtime.optimizer import Reason
+from lightning_memopt.runtime.optimizer import Reason, count_versions
 from lightning_memopt.runtime.replay import Engine
 from lightning_memopt.session.buckets import Observing, Running, State, refuse_infeasible
 from lightning_memopt.session.budget import (
@@ -50,7 +50,7 @@ from lightning_memopt.session.observation import Observation, observing, take_of
 from lightning_memopt.session.recording import PlannedRecording, Recording, hooks_allowed
 from lightning_memopt.session.round import Rounds
 from lightning_memopt.session.signatures import Buckets, Signature, signature_of
-from lightning_memopt.session.step import StepMeter
+from lightning_memopt.session.step import Metering
 from lightning_memopt.solvers.planner import Frontier
 from lightning_memopt.units import format_nbytes
 from lightning_memopt.versions import supported
@@ -88,8 +88,8 @@ class Session:
             self.given = read_given(config.plan, self.device, self.budget_nbytes, config)
         self._rounds = Rounds()
         self._observation: Observation | None = None
-        self._meter: StepMeter | None = None
-        self._metered = self._slowed = False
+        self._metering = Metering()
+        self._slowed = False
         self._ran: list[Running] = []
         self._update_seen = False
         self._updated: set[int] = set()
@@ -127,7 +127,7 @@ class Session:
         except BaseException:
             self._abandon()
             self._entered = False
-            self._close_meter()  # nobody else could measure until a next step ends
+            self._metering.close()  # nobody else could measure until a next step ends
             self._ran.clear()
             raise
 
@@ -151,19 +151,20 @@ class Session:
         armed = isinstance(state, Observing | Running) and state.learnt and not self._left
         return self._in_backward.last_backward(observation, armed)
 
-    def closure_begins(self) -> None:
+    def closure_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer's step is about to run, with forward and backward inside of it."""
         if self._observation is not None:
             self._observation.stop_metering()
+        self._metering.span_begins(optimizer)
 
     def update_begins(self, optimizer: torch.optim.Optimizer, closure: bool = False) -> None:
-        """An optimizer's update is about to run. Raises InfeasibleError where the first step shows that no plan will fit.
-
-        `closure`: forward and backward are still to come, inside of it.
+        """An optimizer's update is about to run; `closure`: with forward and backward inside of it. Raises InfeasibleError
+        where the first step shows that no plan will fit.
         """
         observation = self._observation
         if closure and self._in_backward is not None:
             self._in_backward.refuse_closure()
+        self._metering.span_begins(optimizer, observation)
         if self._in_backward is not None and isinstance(self.current, Observing) and self._in_backward.learn(observation):
             self.current.takes_lesson()
         if observation is None:
@@ -181,9 +182,9 @@ class Session:
 
     def update_ended(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has updated its parameters; with the last one the step is over, or when the next forward begins."""
-        for group in optimizer.param_groups if self.enabled else ():
-            if group.get("fused"):  # its kernels count no versions, by which rebuilds see that a weight is not what it was
-                torch.autograd.graph.increment_version([p for p in group["params"] if p.grad is not None])
+        if self.enabled:
+            count_versions(optimizer)
+        self._metering.span_ends(optimizer)
         self._updated.add(id(optimizer))
         if torch._C._current_graph_task_id() != _NO_BACKWARD:
             return  # stepped in a hook: autograd puts modes and profilers back as they were when backward began
@@ -196,9 +197,8 @@ class Session:
         self._entered = self._left = False
         if self._in_backward is not None:
             self._in_backward.step_ended()
-        self._metered = self._meter is not None or (self._observation is not None and self._observation.meter)
-        self._slowed = self._metered or self._observation is not None
-        peak_nbytes = self._close_meter()
+        self._slowed = self._metering.running or self._observation is not None
+        peak_nbytes = self._metering.close(self._observation)
         ran, self._ran = self._ran, []
         if ran:
             self._neighbours.step()
@@ -230,7 +230,7 @@ class Session:
         self._ran.clear()
         if self._in_backward is not None:
             self._in_backward.updates.given_up()
-        self._close_meter()
+        self._metering.close()
         self._hybrid.close()
         if self._watches:
             _attached.pop(id(self.model), None)
@@ -257,7 +257,7 @@ class Session:
     @property
     def steady(self) -> bool:
         """Whether the last step, and what ran of the next, was as later ones will be: neither observed nor measured."""
-        return not self._slowed and self._observation is None and self._meter is None
+        return not self._slowed and self._observation is None and not self._metering.running
 
     @property
     def frontier(self) -> Frontier | None:
@@ -326,11 +326,9 @@ class Session:
         if isinstance(state, Running):
             if state not in self._ran:
                 self._ran.append(state)
-            if state.measures and self._meter is None:
+            if state.measures and self._metering.possible:
                 resident = resident_nbytes(resident_tensors(self.model, self.optimizers, batch), self.device)
-                # the profiler reports the end of what it saw being allocated, so of gradients made in a metered step
-                gradients = [] if self._metered else [p.grad for p in self.model.parameters() if p.grad is not None]
-                self._meter = StepMeter(self.device, resident, gradients)
+                self._metering.begin(self.device, resident, self.model.parameters())
             if state.program.empty and not state.unproven:
                 return None
             verify, state.depot = self.config.verify and state.verifies, self._hybrid.depot_of(state.plan)
@@ -367,7 +365,8 @@ class Session:
                 + (f" within {format_nbytes(self.budget_nbytes)}" if self.budget_nbytes else "")
             )
         verify, limit = self.config.verify and first and not state.learnt, self._limit_nbytes
-        return Observation(self.model, self.optimizers, self.device, limit, verify, meter=last or first, fixed=state.fixed)
+        meter = (last or first) and self._metering.possible
+        return Observation(self.model, self.optimizers, self.device, limit, verify, meter, fixed=state.fixed)
 
     def _blocked(self) -> bool:
         """Whether a step of another model is being observed (a GAN's generator and discriminator): one after the other."""
@@ -401,11 +400,6 @@ class Session:
         if new is not old:
             self.buckets.replace(old, new)
             self.current = new if self.current is old else self.current
-
-    def _close_meter(self) -> int | None:
-        """The peak in bytes of the step, where it was metered."""
-        meter, self._meter = self._meter, None
-        return meter.close() if meter is not None else None
 
     def _same_device(self) -> None:
         device = device_of(self.model)

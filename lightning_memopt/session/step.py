@@ -7,7 +7,9 @@ import weakref
 from collections.abc import Iterable
 
 import torch
+from torch import nn
 
+from lightning_memopt.session.observation import Observation
 from lightning_memopt.trace import AllocatorEvents, metered_cpu
 
 
@@ -40,3 +42,44 @@ class StepMeter:
             return None
         freed = sum(nbytes for gradient, nbytes in self._gradients if gradient() is None)
         return self.resident_nbytes - freed + self._events.peak_nbytes
+
+
+class Metering:
+    """Which steps are measured, and by one meter at a time.
+
+    torch puts a span around every `Optimizer.step`. One that began while something was metered ends in that profiler's memory:
+    until then, no other meter begins (`metered_cpu`).
+    """
+
+    def __init__(self) -> None:
+        self._meter: StepMeter | None = None
+        self._metered = False
+        self._spans: set[int] = set()
+
+    @property
+    def running(self) -> bool:
+        return self._meter is not None
+
+    @property
+    def possible(self) -> bool:
+        """Whether a meter may begin here."""
+        return self._meter is None and not self._spans
+
+    def begin(self, device: torch.device, resident_nbytes: int, parameters: Iterable[nn.Parameter]) -> None:
+        # the profiler reports the end of what it saw being allocated, so of gradients made in a metered step
+        gradients = [] if self._metered else [p.grad for p in parameters if p.grad is not None]
+        self._meter = StepMeter(device, resident_nbytes, gradients)
+
+    def close(self, observation: Observation | None = None) -> int | None:
+        """The peak in bytes of the step, where it was metered. `observation`: of this step."""
+        meter, self._meter = self._meter, None
+        self._metered = meter is not None or (observation is not None and observation.meter)
+        return meter.close() if meter is not None else None
+
+    def span_begins(self, optimizer: torch.optim.Optimizer, observation: Observation | None = None) -> None:
+        """An optimizer's step begins, or has begun; `observation`: which that is part of."""
+        if self.running or (observation is not None and observation.meter):
+            self._spans.add(id(optimizer))
+
+    def span_ends(self, optimizer: torch.optim.Optimizer) -> None:
+        self._spans.discard(id(optimizer))

@@ -88,7 +88,7 @@ class MemOptMixin(abc.ABC):
             session.update_begins(optimizer)
             return result
 
-        session.closure_begins()
+        session.closure_begins(optimizer)
         try:
             result = super().optimizer_step(optimizer, forward_and_backward, model, **kwargs)  # type: ignore[misc]
         except BaseException:

@@ -1,4 +1,4 @@
-"""The CUDA kernels of `block`, run by Triton's interpreter: the bits of `block.py`. Skipped where Triton is not installed."""
+"""The CUDA kernels of `block` and `gated`, run by Triton's interpreter: the bits of `block.py`. Skipped without Triton."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ ODD, STRIPS, EMPTY = ((3, 5, 7), (0, 1, 2)), ((2, 8, 12), (0, 2, 1)), ((0, 4), (
 CASES = [(name, ODD, torch.float32, 0) for name in ("block4", "block10", "block16")]
 CASES += [("block8", ODD, torch.bfloat16, 0), ("block4", STRIPS, torch.float16, 0), ("block4", EMPTY, torch.float32, 0)]
 CASES += [("block6", STRIPS, torch.float32, 100), ("block4", STRIPS, torch.bfloat16, -110)]
+CASES += [("gated4", ODD, torch.float32, 0), ("gated6", STRIPS, torch.float32, 0), ("gated16", ODD, torch.bfloat16, 0)]
+CASES += [("gated6", STRIPS, torch.float16, 0), ("gated4", STRIPS, torch.float32, -124), ("gated8", EMPTY, torch.float32, 0)]
 for name, (size, order), dtype, exponent in CASES:
     c = codec(name)
     t = torch.randn([size[d] for d in order], generator=torch.Generator().manual_seed(exponent + 200))
-    t = (t * 2.0**exponent).to(dtype).permute(order)
+    t = ((t.relu() if c.gated else t) * 2.0**exponent).to(dtype).permute(order)
     assert t.shape == size
     if t.numel() > 20 and exponent == 0:
         t[0, 0], t[-1, -1], t[1, 1], t[0, 1] = math.nan, -math.inf, math.inf, torch.finfo(dtype).max

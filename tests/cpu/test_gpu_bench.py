@@ -62,6 +62,18 @@ def test_offload_and_compress_on_a_tiny_model(tmp_path: Path, monkeypatch: Any, 
     assert "the same loss" in capsys.readouterr().out
 
 
+def test_batches_on_a_tiny_model(tmp_path: Path, monkeypatch: Any) -> None:
+    """What fits unmodified in the bytes of the model's own batch, and with plans: sizes, rates, peaks within these bytes."""
+    monkeypatch.setenv("OUT", str(tmp_path))
+    gpu.main(["batch", "ResNet", "--smoke", "--rounds", "1"])
+    rows = json.loads((tmp_path / "gpu_batch_smoke.json").read_text())["models"]["ResNet"]["rows"]
+    plain, largest = rows["unmodified, largest"], rows["planned, largest"]
+    assert plain["size"] >= 7 and plain["rate_ratio"] == 1 and largest["size_ratio"] > 1
+    for row in rows.values():
+        assert row["within_budget"] and row["trial_steps"] <= 2 and row["steps"] >= 5
+        assert row["samples_per_sec"] > 0 and row["joules_per_sample"] is None, "nobody counts joules on this device"
+
+
 def test_codecs_that_break_their_promise_are_found(monkeypatch: Any) -> None:
     class Broken:
         exact, name = False, "broken"

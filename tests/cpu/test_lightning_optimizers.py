@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,10 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memopt.session import observation, step
 from lightning_memopt.session.buckets import Running
-from lightning_memopt.trace import AllocatorEvents, metered_cpu
-from tests.cpu.fits import Manual, Task, assert_planned, both, fit, memopt, plans_of, session_of
+from tests.cpu.fits import Manual, Task, assert_planned, both, plans_of, session_of
 from tests.cpu.loops import small
 
 
@@ -141,36 +137,6 @@ def test_accumulation_that_does_not_divide() -> None:
     _, planned = both(accumulate_grad_batches=3, max_epochs=3)
     assert_planned(planned)
     assert planned.global_step == 9
-
-
-def test_no_meter_begins_in_a_span_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch ends a span in the memory of the profiler under which it began: with another one running, that crashes."""
-    running: list[object] = []
-    spans: list[tuple[Any, Any]] = []
-
-    @contextlib.contextmanager
-    def metered() -> Iterator[AllocatorEvents]:
-        with metered_cpu() as events:
-            running.append(events)
-            yield events
-        running.remove(events)
-
-    class Span(torch.autograd.profiler.record_function):
-        def __enter__(self) -> Any:
-            self.began = running[-1] if running else None
-            return super().__enter__()
-
-        def __exit__(self, *raised: Any) -> None:
-            if self.name.startswith("Optimizer.step"):
-                spans.append((self.began, running[-1] if running else None))
-            super().__exit__(*raised)
-
-    for module in (observation, step):
-        monkeypatch.setattr(module, "metered_cpu", metered)
-    monkeypatch.setattr(torch.autograd.profiler, "record_function", Span)
-    fit(memopt(profile_steps=2), accumulate_grad_batches=2, max_epochs=2)
-    assert any(ended is not None for _, ended in spans)
-    assert all(began is None or ended is None or began is ended for began, ended in spans)
 
 
 class Scheduled(Task):

@@ -16,7 +16,7 @@ from tests.cpu.harness import same_bits
 from tests.cpu.test_codecs_readers import RUNS, Swapping, decoded, garbage, gradient
 
 SIZES = [(), (1,), (3, 5), (2, 3, 8, 8), (2, 3, 7, 7), (64, 1000), (1, 4, 1 << 16), (5, 12, 4)]
-BLOCKS = [name for name in NAMES if name.startswith("block")]
+KERNELS = [name for name in NAMES if name.startswith(("block", "gated"))]
 
 
 def values(size: tuple[int, ...], dtype: torch.dtype, last: bool) -> torch.Tensor:
@@ -34,7 +34,7 @@ def values(size: tuple[int, ...], dtype: torch.dtype, last: bool) -> torch.Tenso
 def test_the_bits_of_the_cpu(name: str, kernels: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     if not kernels:
         monkeypatch.setattr(block, "_kernels", lambda encoded: None)
-    elif name in BLOCKS and block._imported() is None:
+    elif name in KERNELS and block._imported() is None:
         pytest.skip("Triton is not installed")
     c = codec(name)
     for size in SIZES:

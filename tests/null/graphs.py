@@ -219,3 +219,9 @@ def lstm_steps(count: int, nbytes: int = 1 << 16) -> list[Step]:
         steps.append(step(f"s{t}", reads=[f"b{t}"], saves=[f"b{t}"], nbytes=nbytes // 16, heavy=True, seconds=2e-4))
         t += 1
     return steps
+
+
+def graph_of(seed: int, steps: int = 14) -> Graph:
+    """A random step with tensors of up to 4 MiB: a plan must save more than the margin that it leaves."""
+    graph = training_step(random_steps(random.Random(seed), steps))
+    return replace(graph, tensors=tuple(replace(t, nbytes=t.nbytes << 16) for t in graph.tensors))

@@ -76,7 +76,7 @@ def test_what_bytes_are_for() -> None:
 
 def test_the_command_prints_bytes_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    graph = training_step(lstm_steps(200), inputs={"input": 1})
+    graph = training_step(lstm_steps(40), inputs={"input": 1})
     lives = echo(graph)
     predicted = simulate(graph, lives).predicted
     plan = Plan(

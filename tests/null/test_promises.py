@@ -1,4 +1,4 @@
-"""Promises that need no torch: frontiers, files, messages. Others are kept in the files they belong to, by id."""
+"""Promises that need no torch: files, messages. Others are kept in the files they belong to, by id."""
 
 from __future__ import annotations
 
@@ -6,108 +6,20 @@ import ast
 import json
 import random
 import re
-import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from graphs import random_steps, training_step
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from graphs import graph_of
 from test_plan_file import VALUES, mutate
 
 import lightning_memopt
 from lightning_memopt import jsonio
-from lightning_memopt.errors import InfeasibleError, MemOptError, PlanFileError
-from lightning_memopt.graph import Graph
-from lightning_memopt.plan import lower, plan_from_json, plan_to_json, simulate, validate
+from lightning_memopt.errors import MemOptError, PlanFileError
+from lightning_memopt.plan import lower, plan_from_json, plan_to_json
 from lightning_memopt.solvers import planner
 
 PACKAGE = Path(next(iter(lightning_memopt.__path__)))
-
-
-def graph_of(seed: int, steps: int = 14) -> Graph:
-    """A random step with tensors of up to 4 MiB: a plan must save more than the margin that it leaves."""
-    graph = training_step(random_steps(random.Random(seed), steps))
-    return replace(graph, tensors=tuple(replace(t, nbytes=t.nbytes << 16) for t in graph.tensors))
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.integers(0, 10**6), st.lists(st.floats(0, 1.2), min_size=2, max_size=8), st.sampled_from(["throughput", "flops"]))
-def test_p7_a_lower_budget_never_gives_a_higher_peak(seed: int, shares: list[float], objective: planner.Objective) -> None:
-    """Nor a faster plan; every plan keeps its budget, is valid, and is as long as it says."""
-    graph = graph_of(seed)
-    frontier = planner.solve(graph, objective=objective)
-    peaks, costs = [], []
-    for budget in sorted(int(share * frontier.unmodified_peak_bytes) for share in shares):
-        try:
-            plan = frontier.plan(budget)
-        except InfeasibleError as error:
-            assert not peaks and error.smallest_nbytes is not None and error.smallest_nbytes > budget
-            continue
-        p = plan.predicted
-        assert p.peak_bytes <= budget and validate(graph, plan.lives, lower(graph, plan.lives)).ok
-        assert simulate(graph, plan.lives).predicted.peak_bytes == p.peak_bytes
-        peaks.append(p.peak_bytes)
-        costs.append((p.extra_flops, p.seconds) if objective == "flops" else p.seconds)
-    assert peaks == sorted(peaks)
-    assert costs == sorted(costs, reverse=True)
-
-
-@settings(max_examples=15, deadline=None)
-@given(st.integers(0, 10**6))
-def test_p8_nothing_is_run_again_where_the_budget_has_room(seed: int) -> None:
-    """From the unmodified peak on the plan is the unmodified step, and no plan has a peak above it."""
-    frontier = planner.solve(graph_of(seed))
-    for budget in (frontier.unmodified_peak_bytes, 2 * frontier.unmodified_peak_bytes):
-        assert frontier.plan(budget).predicted.replayed_ops == 0
-    assert all(c.predicted.peak_bytes <= frontier.unmodified_peak_bytes for c in frontier.candidates)
-
-
-class Clock:
-    """A clock that goes on by `tick` seconds whenever it is read."""
-
-    def __init__(self, tick: float) -> None:
-        self.now, self.tick = 0.0, tick
-
-    def perf_counter(self) -> float:
-        self.now += self.tick
-        return self.now
-
-
-@pytest.mark.parametrize("tick", [0.0, 0.1, 0.4, 1.5, 1e9])
-def test_p32_time_limit_gives_a_valid_plan_or_the_unmodified_step(tick: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However slow the solvers are, wherever the limit falls: what is given is valid and keeps its budget."""
-    monkeypatch.setattr(planner, "time", Clock(tick))
-    for seed in range(4):
-        graph = graph_of(seed, 25)
-        said: list[str] = []
-        frontier = planner.solve(graph, limit_seconds=30.0, say=said.append)
-        stopped = any("time limit" in line for line in said)
-        assert stopped or tick < 1e9
-        assert tick or not stopped
-        plans = [frontier.plan(frontier.smallest_bytes), frontier.plan(1 << 60)]
-        for plan in plans:
-            assert plan.predicted_peak_bytes <= plan.budget_bytes
-            assert validate(graph, plan.lives, lower(graph, plan.lives)).ok
-        assert plans[1].predicted.replayed_ops == 0 or plans[1].predicted.seconds < 0
-        assert tick < 1e9 or plans[0].predicted.replayed_ops == 0, "there was no time for anything but the unmodified step"
-
-
-def test_p32_a_solver_that_never_ends_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A solver that would give plans for ever is left at the limit, by the wall clock."""
-
-    def endless(graph: Graph) -> Iterator[tuple[str, object]]:
-        while True:
-            time.sleep(0.01)
-            yield "slow", planner.keep_all(graph)
-
-    monkeypatch.setattr(planner, "_smallest", endless)
-    began = time.perf_counter()
-    frontier = planner.solve(graph_of(0), limit_seconds=0.2)
-    assert time.perf_counter() - began < 60
-    assert frontier.plan(frontier.unmodified_peak_bytes).predicted.replayed_ops == 0
 
 
 # -- P29: files are data ---------------------------------------------------------------------------------
@@ -179,28 +91,6 @@ def test_p29_no_change_of_a_plan_file_raises_anything_else() -> None:
         passed += 1
         assert lower(graph, plan.lives) is not None
     assert 0 < passed < MUTATIONS // 2
-
-
-ALLOWED_IMPORTS = {
-    "__init__.py",  # by a table
-    "_registration.py",  # by a constant, as all that have no other remark
-    "callbacks/monitor.py",  # from the package that the user's Trainer is of
-    "cli.py",  # by what the user typed
-    "runtime/codecs/block.py",
-    "telemetry/nvml.py",
-}
-
-
-def test_p29_names_in_files_import_nothing() -> None:
-    """Few files import by name, and none of them reads a plan: what they import is written there, or was typed."""
-    found = set()
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            name = ast.unparse(node) if isinstance(node, ast.Name | ast.Attribute) else ""
-            if name.startswith("importlib.") and name.endswith(("import_module", "find_spec", "spec_from_file_location")):
-                found.add(str(path.relative_to(PACKAGE)))
-            assert not name.endswith(("runpy.run_path", "imp.load_source", "pydoc.locate", "pkgutil.resolve_name")), path
-    assert found == ALLOWED_IMPORTS
 
 
 # -- P34: messages ---------------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ class Block:
 
     def encode(self, t: Tensor, out: Tensor) -> None:
         check(self, t, out)
-        if not self.gated and (kernels := _kernels(out)) is not None:
+        if (kernels := _kernels(out)) is not None:
             return kernels.encode(self, t, out)
         blocks = out.view(-1, 2 * self.rate)
         for begin, tile in _tiles(t):
@@ -121,7 +121,7 @@ class Block:
 
     def decode(self, encoded: Tensor, out: Tensor) -> None:
         check(self, out, encoded)
-        if not self.gated and (kernels := _kernels(encoded)) is not None:
+        if (kernels := _kernels(encoded)) is not None:
             return kernels.decode(self, encoded, out)
         blocks = encoded.view(-1, 2 * self.rate)
         values, whole = flat(out), out.numel() // VALUES * VALUES
@@ -256,7 +256,7 @@ def _open(tile: Tensor) -> Tensor:
 
 
 @cache
-def _shares(device: torch.device) -> Tensor:
+def shares(device: torch.device) -> Tensor:
     """Reciprocals of how many values are above 0."""
     return torch.tensor([0.0, *(1 / n for n in range(1, VALUES + 1))], device=device)
 
@@ -266,7 +266,7 @@ def _filled(c: Tensor, open: Tensor) -> None:
     total = c.mul_(open)
     while len(total) > 1:
         total = total[: len(total) // 2] + total[len(total) // 2 :]
-    total.mul_(_shares(c.device).index_select(0, open.sum(0)))
+    total.mul_(shares(c.device).index_select(0, open.sum(0)))
     c.add_(open.logical_not() * total)
 
 

@@ -1,4 +1,5 @@
-"""`block` on CUDA: one kernel to encode and one to decode, with the same bits out as `block.py`, which says what they do.
+"""`block` and `gated` on CUDA: a kernel to encode and one to decode, with the same bits out as `block.py`, which says what
+they do.
 
 Imported where there is a CUDA tensor and Triton. The one product that is added to must not become a fused
 multiply-add, which rounds once instead of twice: `enable_fp_fusion=False`. All others are exact.
@@ -12,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_memopt.runtime.codecs.base import flat
-from lightning_memopt.runtime.codecs.block import SCALE, Block, across, constants
+from lightning_memopt.runtime.codecs.block import SCALE, Block, across, constants, shares
 from lightning_memopt.runtime.codecs.block_tables import HEADER_BITS, LEAST_STEP, MODES, NOT_FINITE, STEP_BITS
 
 _BLOCKS = 64
@@ -33,7 +34,7 @@ def _launch(kernel: triton.JITFunction, codec: Block, t: Tensor, encoded: Tensor
     count = encoded.numel() // (2 * codec.rate)
     if not count:
         return
-    const = constants(codec.rate, t.device)
+    const = constants(codec.rate, t.device, codec.header)
     with torch.cuda.device_of(t):
         kernel[(triton.cdiv(count, _BLOCKS),)](
             flat(t),
@@ -43,18 +44,22 @@ def _launch(kernel: triton.JITFunction, codec: Block, t: Tensor, encoded: Tensor
             const.reach,
             const.step,
             const.reciprocal,
+            shares(t.device),
             count,
             t.numel(),
             across(t),
             WORDS=codec.rate // 2,
             BLOCKS=_BLOCKS,
             MODES=MODES,
-            HEADER=HEADER_BITS,
+            GATED=codec.gated,
+            GATES=HEADER_BITS,
+            HEADER=codec.header,
             STEP_BITS=STEP_BITS,
             LEAST=LEAST_STEP,
             NOT_FINITE=NOT_FINITE,
             SCALE=SCALE,
-            MOST=torch.finfo(t.dtype).max,
+            AT_LEAST=torch.finfo(t.dtype).tiny if codec.gated else -torch.finfo(t.dtype).max,
+            AT_MOST=torch.finfo(t.dtype).max,
             enable_fp_fusion=False,
         )
 
@@ -116,6 +121,22 @@ def _addresses(block, count, total, across, BLOCKS: tl.constexpr):  # type: igno
 
 
 @triton.jit
+def _folded(c, BLOCKS: tl.constexpr, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The first half of [BLOCKS, 2 * HALF] plus the second."""
+    first, second = tl.split(tl.permute(tl.reshape(c, [BLOCKS, 2, HALF]), [0, 2, 1]))
+    return first + second
+
+
+@triton.jit
+def _filled(c, open, shares_table, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The mean of the values of [BLOCKS, 16] whose gates are open (1.0), in place of the others. In `block.py`'s order."""
+    c = c * open
+    total = _folded(_folded(_folded(_folded(c, BLOCKS, 8), BLOCKS, 4), BLOCKS, 2), BLOCKS, 1)
+    share = tl.load(shares_table + tl.sum(open.to(tl.int32), 1))
+    return c + (1.0 - open) * (total * tl.expand_dims(share, 1))
+
+
+@triton.jit
 def _encode(  # type: ignore[no-untyped-def]
     values,
     words,
@@ -124,28 +145,40 @@ def _encode(  # type: ignore[no-untyped-def]
     reach_table,
     step_table,
     reciprocal_table,
+    shares_table,
     count,
     total,
     across,
     WORDS: tl.constexpr,
     BLOCKS: tl.constexpr,
     MODES: tl.constexpr,
+    GATED: tl.constexpr,
+    GATES: tl.constexpr,
     HEADER: tl.constexpr,
     STEP_BITS: tl.constexpr,
     LEAST: tl.constexpr,
     NOT_FINITE: tl.constexpr,
     SCALE: tl.constexpr,
-    MOST: tl.constexpr,
+    AT_LEAST: tl.constexpr,
+    AT_MOST: tl.constexpr,
 ):
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     at, _ = _addresses(block, count, total, across, BLOCKS)
     raw = tl.load(values + at).to(tl.float32)
-    c = tl.permute(_forward(tl.permute(raw * SCALE, [0, 2, 1]), BLOCKS), [0, 2, 1])
+    each = tl.arange(0, 16)
+    x = tl.reshape(raw, [BLOCKS, 16])
+    c = x * SCALE
+    gates = tl.zeros([BLOCKS], tl.int64)
+    if GATED:
+        open = tl.where(x <= 0, 0, 1)  # a NaN's is
+        gates = tl.sum(open.to(tl.int64) << (GATES + each[None, :]).to(tl.int64), 1)
+        c = _filled(c, open.to(tl.float32), shares_table, BLOCKS)
+    c = tl.reshape(c, [BLOCKS, 4, 4])
+    c = tl.permute(_forward(tl.permute(c, [0, 2, 1]), BLOCKS), [0, 2, 1])
     c = tl.reshape(_forward(c, BLOCKS), [BLOCKS, 16])
     number = (c.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >> 21
     bad = tl.max(number, 1) >= 1020
 
-    each = tl.arange(0, 16)
     best = tl.full([BLOCKS], 32767, tl.int32)
     for mode in tl.static_range(MODES):
         reach = tl.load(reach_table + each * MODES + mode).to(tl.int32)
@@ -163,7 +196,6 @@ def _encode(  # type: ignore[no-untyped-def]
     code = tl.minimum(q, ones >> 1) & ones
     place = tl.load(at_table + entry)
 
-    x = tl.reshape(raw, [BLOCKS, 16])
     infinite = float("inf")
     kind = tl.where(x == infinite, 1, tl.where(x == -infinite, 2, tl.where(x != x, 3, 0))).to(tl.int64)
     kinds = tl.sum(kind << (HEADER + 2 * each[None, :]).to(tl.int64), 1) | NOT_FINITE
@@ -173,7 +205,7 @@ def _encode(  # type: ignore[no-untyped-def]
         right = code >> tl.minimum(tl.maximum(-by, 0), 63)
         word = tl.sum(tl.where(by >= 0, left, right) & 0xFFFFFFFF, 1)
         if w == 0:
-            word = tl.where(bad, kinds, word | chosen | (mode << STEP_BITS))
+            word = tl.where(bad, kinds, word | chosen | (mode << STEP_BITS)) | gates
         elif w == 1:
             word = tl.where(bad, kinds >> 32, word)
         else:
@@ -190,18 +222,22 @@ def _decode(  # type: ignore[no-untyped-def]
     reach_table,
     step_table,
     reciprocal_table,
+    shares_table,
     count,
     total,
     across,
     WORDS: tl.constexpr,
     BLOCKS: tl.constexpr,
     MODES: tl.constexpr,
+    GATED: tl.constexpr,
+    GATES: tl.constexpr,
     HEADER: tl.constexpr,
     STEP_BITS: tl.constexpr,
     LEAST: tl.constexpr,
     NOT_FINITE: tl.constexpr,
     SCALE: tl.constexpr,
-    MOST: tl.constexpr,
+    AT_LEAST: tl.constexpr,
+    AT_MOST: tl.constexpr,
 ):
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     here = block < count
@@ -224,7 +260,10 @@ def _decode(  # type: ignore[no-untyped-def]
 
     c = _inverse(tl.reshape(x, [BLOCKS, 4, 4]), BLOCKS)
     c = tl.permute(_inverse(tl.permute(c, [0, 2, 1]), BLOCKS), [0, 2, 1]) * (1 / SCALE)
-    c = tl.minimum(tl.maximum(c, -MOST), MOST)
+    c = tl.minimum(tl.maximum(c, AT_LEAST), AT_MOST)
+    if GATED:
+        open = (first[:, None] >> (GATES + each[None, :]).to(tl.int64)) & 1
+        c = c * tl.reshape(open, [BLOCKS, 4, 4]).to(tl.float32)
     kind = ((first | (second << 32))[:, None] >> (HEADER + 2 * each[None, :]).to(tl.int64)) & 3
     kind = tl.where((chosen == NOT_FINITE)[:, None], kind, 0)
     kind = tl.reshape(kind, [BLOCKS, 4, 4])
