@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from lightning_memopt.batching import Found, FromFunction, FromLoader, Mode, Search, divisors
 from lightning_memopt.config import MemOptConfig, disabled
+from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.integrations.plain import Run, _attach, _wrapped
+from lightning_memopt.runtime.optimizer import several_processes
 from lightning_memopt.session import Session
 from lightning_memopt.session.budget import bytes_on, device_of
 
@@ -52,9 +54,15 @@ def find_max_batch_size(
         keep: what else `step` changes: a scheduler, a GradScaler, lists.
         options: of `MemOptConfig`, for `recompute=True`.
 
-    Raises InfeasibleError where no size fits, UnsupportedError for loaders whose batch size cannot be set. The size is that of
-    a step that ran: it is never larger than what the data gave.
+    Raises InfeasibleError where no size fits, UnsupportedError for loaders whose batch size cannot be set and in one of several
+    processes. The size is that of a step that ran: it is never larger than what the data gave.
     """
+    if several_processes():
+        raise UnsupportedError(
+            f"find_max_batch_size searches in one process, and this is rank {distributed.get_rank()} of "
+            f"{distributed.get_world_size()}: each would come to a size of its own. Search before init_process_group, in one "
+            "process, and give that size to all ranks."
+        )
     optimizers = [_wrapped(o) for o in ([optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer)]
     config = MemOptConfig(budget=budget, recompute=recompute, **options)
     device = device_of(model)

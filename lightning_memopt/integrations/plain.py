@@ -87,7 +87,8 @@ def _attach(stack: contextlib.ExitStack, run: Run, model: nn.Module, optimizers:
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(optimizer is o for o in optimizers):
-            session.update_begins(optimizer)
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")
+            session.update_begins(optimizer, closure is not None)
 
     def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(optimizer is o for o in optimizers):

@@ -24,12 +24,14 @@ _NEVER = 1 << 62
 class Departures:
     """How a forward and its backward differ from those of the plan; it outlives the engine.
 
-    `first`: position and name of the first op that is not where the plan has it. `unplanned_nbytes`: of results that autograd
+    `first`: position and name of the first op that is not where the plan has it. `aside`: all such ops are none of the plan's,
+    and read neither weights nor what has a gradient (a metric, a log). `unplanned_nbytes`: of results that autograd
     saved and that the plan does not know. `excess_nbytes`: by how much tensors that were recorded are larger than those of the
     graph that they are. `astray`: backward did not take the observed order: only a part of it, twice, or another order.
     """
 
     first: tuple[int, str] | None = None
+    aside: bool = True
     unplanned_nbytes: int = 0
     excess_nbytes: int = 0
     astray: bool = False

@@ -258,7 +258,7 @@ class Matcher(Recorder):
         if not (at_its_turn and self._same(record.reads, made, j)):
             place = self.places.find(record, made, j) if not engine.unproven else None
             if place != Place(j, ()):
-                engine.passed(j, record.func._name)
+                engine.passed(j, record.func._name, aside=self._aside(record, place))
         if place is not None:
             for slot, tensor in zip(record.reads, program.inputs[place.position], strict=True):
                 if self._may_be(slot, tensor):
@@ -274,6 +274,20 @@ class Matcher(Recorder):
         elif unheld:
             for slot, _ in made:
                 slot.ok = False  # its recipe reads what is not held
+
+    def _aside(self, record: OpRecord, place: Place | None) -> bool:
+        """Whether the op that is being recorded has to do with neither weights, nor gradients, nor memory of the plan that it
+        would change, and leaves out only such ops: backward is what it is without it.
+        """
+        if place is not None:
+            others = range(self.engine.position, place.position + bool(place.others))
+            if not self.program.aside.issuperset(others):
+                return False
+        args, kwargs = self._given
+        read = tensors_in([*args, *kwargs.values()])
+        if any(t.requires_grad or (is_plain(t) and storage_id(t) in self.places.parameters) for t in read):
+            return False
+        return all(old.plan is None for old, _, _ in record.mutates)
 
     def _starts_from(self, slot: Slot) -> bool:
         """Whether rebuilds may start from what was made outside."""

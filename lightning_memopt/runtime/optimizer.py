@@ -40,6 +40,9 @@ class Reason(NamedTuple):
     fix: str
 
 
+REDUCED = Reason("gradients are reduced over several processes after the hooks", "Train in one process")
+
+
 def refusal(reason: Reason) -> UpdatesInBackwardError:
     return UpdatesInBackwardError(
         f"optimizer_in_backward='always' would be wrong: {reason.what}. {reason.fix}, or set optimizer_in_backward='never'."
@@ -90,21 +93,26 @@ def of_optimizers(optimizers: Sequence[optim.Optimizer]) -> list[Reason]:
         found.append(Reason("a parameter is in its group twice, and stepped twice", "Give each parameter once"))
     if any(type(p.data).__name__ == "DTensor" for p in params):
         found.append(Reason("parameters are distributed tensors", "Train on one device"))
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        found.append(Reason("gradients are reduced over several processes after the hooks", "Train in one process"))
+    if several_processes():
+        found.append(REDUCED)
     return found
+
+
+def several_processes() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
 
 
 class EarlyUpdates:
     """Steps parameters of `optimizer` in the backward that runs in `backward`. Obeys.
 
     `updated`: the parameters, by identity, that this step has updated already. A gradient for one of those is refused: it can
-    only come from a backward that should not have followed.
+    only come from a backward that should not have followed. `halfway`: how many there were when a step raised.
     """
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self.optimizer = optimizer
         self.updated: set[int] = set()
+        self.halfway = 0
         self._raw: Callable[..., Any] = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]  # without step hooks
         self._lock = threading.RLock()
         self._handles: list[Any] = []
@@ -134,7 +142,7 @@ class EarlyUpdates:
                     "The model is in the middle of a step: restore a checkpoint before training goes on.",
                     stacklevel=2,
                 )
-            self.step_ended()
+            self.given_up()
             raise
         finally:
             self._final = None
@@ -147,6 +155,11 @@ class EarlyUpdates:
     def given(self) -> bool:
         """Whether a parameter that was updated has a gradient again, which no backward made."""
         return any(id(p) in self.updated and p.grad is not None for g in self.optimizer.param_groups for p in g["params"])
+
+    def given_up(self) -> None:
+        """The step will not end: what was updated stays updated."""
+        self.halfway = self.halfway or len(self.updated)
+        self.step_ended()
 
     def step_ended(self) -> None:
         """The optimizer has stepped: nothing is left on the parameters."""

@@ -53,9 +53,10 @@ class PlannedEngine(Leaving):
     def wants_state(self) -> bool:
         return self.lost or self.position in self.program.random
 
-    def passed(self, position: int, name: str) -> None:
-        """An op is not what the plan has at this position."""
+    def passed(self, position: int, name: str, aside: bool = False) -> None:
+        """An op is not what the plan has at this position; `aside`: see `Departures`."""
         self.lost = True
+        self.departures.aside = self.departures.aside and aside
         if self.departures.first is None:
             self.departures.first = (position, name)
 

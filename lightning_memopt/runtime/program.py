@@ -192,6 +192,14 @@ class Program:
         return op not in self.schedule.replayed and self.tracked.isdisjoint(tensors)
 
     @cached_property
+    def aside(self) -> frozenset[int]:
+        """Ops that pass, for which autograd saves nothing, and that read no weight: a metric, a log."""
+        saving = {s.op for s in self.graph.saves}
+        weights = {t.id for t in self.graph.tensors if t.kind == "parameter"}
+        free = (op for op in self.graph.forward if op.id not in saving and weights.isdisjoint(op.inputs))
+        return frozenset(op.id for op in free if self.passes(op.id))
+
+    @cached_property
     def _starts_nbytes(self) -> frozenset[int]:
         """Sizes of what was there before the step and is no parameter, where a rebuild starts from it."""
         ops, tensors = self.graph.ops, self.graph.tensors

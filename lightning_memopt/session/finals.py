@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from lightning_memopt.graph import Graph
+from lightning_memopt.graph import BEFORE, Graph
 
 NEVER = -1
 """The tensor of what no op of the step read or made."""
@@ -61,6 +61,21 @@ def freed_early(graph: Graph, finals: Iterable[Final]) -> Graph:
     ends = {f.gradient: f.point for f in finals}
     tensors = tuple(
         dataclasses.replace(t, freed_at=min(t.freed_at, max(ends[t.storage], t.born_at))) if t.storage in ends else t
+        for t in graph.tensors
+    )
+    return dataclasses.replace(graph, tensors=tensors)
+
+
+def settled(graph: Graph, finals: Iterable[Final]) -> Graph:
+    """The graph of a step without the gradients that were left of the one before it, which had updated nothing early: where
+    they are let go in the middle of the step, as Lightning does it, those that come have none.
+    """
+    finals = list(finals)
+    names, own = {f"{f.name}.grad" for f in finals}, {f.gradient for f in finals}
+    tensors = tuple(
+        dataclasses.replace(t, nbytes=0)
+        if t.kind == "gradient" and t.born_at == BEFORE and t.name in names and t.id not in own
+        else t
         for t in graph.tensors
     )
     return dataclasses.replace(graph, tensors=tensors)

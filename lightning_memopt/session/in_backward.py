@@ -4,7 +4,8 @@ The first observed step of an input signature updates nothing early. It is the *
 and its trace shows who reads what afterwards. In the steps that come a parameter is updated early where its gradient was made
 in one piece, and where no op between that and the optimizer's step read the parameter or its gradient. So what clips by the
 global norm, a GradScaler, a logged gradient, a checkpointed region that runs again with the weight (D5), or tied weights in
-nested backwards keep an update where it was. A planned step whose forward leaves its plan updates nothing early.
+nested backwards keep an update where it was. A planned step whose forward leaves its plan, by more than a metric or a log,
+updates nothing early.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import UpdatesInBackwardError
 from lightning_memopt.graph import Graph
 from lightning_memopt.record import is_plain
-from lightning_memopt.runtime.optimizer import EarlyUpdates, Reason, of_optimizers, refusal
+from lightning_memopt.runtime.optimizer import REDUCED, EarlyUpdates, Reason, of_optimizers, refusal, several_processes
 from lightning_memopt.session.finals import early_in, late
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.step import in_compiled_code
@@ -34,6 +35,7 @@ _ANOMALY = Reason(
     "anomaly detection stops at the first NaN, which must find the model as it was before the step", "Switch it off"
 )
 _AUTOCAST = Reason("backward runs under autocast, and the update would", "Call backward() outside of autocast")
+_CLOSURE = Reason("optimizer.step(closure) runs backward inside of the step", "Call backward() before optimizer.step()")
 _ZEROED = Reason(
     "gradients are kept from one step to the next, or set to zero in place", "Use optimizer.zero_grad(set_to_none=True)"
 )
@@ -168,6 +170,10 @@ class InBackward:
         }
         return True
 
+    def refuse_closure(self) -> None:
+        """The optimizer's step has been given a closure. Raises UpdatesInBackwardError with "always"."""
+        self._refuse(_CLOSURE)
+
     @property
     def early(self) -> set[str]:
         """Names of the parameters that are updated in backward."""
@@ -197,6 +203,8 @@ class InBackward:
         kinds = {p.device.type for p in self.model.parameters()}
         if torch.is_anomaly_enabled():
             return self._refuse(_ANOMALY)
+        if several_processes():  # since the run began
+            return self._refuse(REDUCED)
         if any(torch.is_autocast_enabled(kind) for kind in kinds):
             return self._refuse(_AUTOCAST)
         before, self._gradients = self._gradients, {}

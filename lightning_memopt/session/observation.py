@@ -17,7 +17,7 @@ from lightning_memopt.graph import BEFORE, Graph, Op, Tensor, fingerprint
 from lightning_memopt.record import Recorder
 from lightning_memopt.runtime import ObservingEngine
 from lightning_memopt.session.budget import resident_tensors
-from lightning_memopt.session.finals import NEVER, Final, freed_early, kept
+from lightning_memopt.session.finals import NEVER, Final, freed_early, kept, settled
 from lightning_memopt.session.recording import Recording
 from lightning_memopt.trace import AllocatorEvents, Scopes, Tracer, metered_cpu, watch_all
 
@@ -182,7 +182,8 @@ class Observation:
         if self._round is None:
             return None
         tracer, _, recorder = self._round
-        graph = kept(tracer.graph(recorder), self.finals_seen())
+        finals = self.finals_seen()
+        graph = settled(kept(tracer.graph(recorder), finals), finals)
         self._leave_mode()
         self._metering.close()
         self._end_round()

@@ -157,9 +157,13 @@ class Session:
             self._observation.stop_metering()
         self._metering.span_begins(optimizer)
 
-    def update_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer's update is about to run. Raises InfeasibleError where the first step shows that no plan will fit."""
+    def update_begins(self, optimizer: torch.optim.Optimizer, closure: bool = False) -> None:
+        """An optimizer's update is about to run; `closure`: with forward and backward inside of it. Raises InfeasibleError
+        where the first step shows that no plan will fit.
+        """
         observation = self._observation
+        if closure and self._in_backward is not None:
+            self._in_backward.refuse_closure()
         self._metering.span_begins(optimizer, observation)
         if self._in_backward is not None:
             self._in_backward.update_begins()
@@ -228,7 +232,7 @@ class Session:
         self._updated.clear()
         self._ran.clear()
         if self._in_backward is not None:
-            self._in_backward.step_ended()
+            self._in_backward.updates.given_up()
         self._metering.close()
         self._hybrid.close()
         if self._watches:
@@ -262,6 +266,11 @@ class Session:
     def frontier(self) -> Frontier | None:
         state = self.main
         return state.frontier if isinstance(state, Running) else None
+
+    @property
+    def halfway(self) -> int:
+        """Parameters that were updated in a step that raised before the others were."""
+        return 0 if self._in_backward is None else self._in_backward.updates.halfway
 
     def save_plan(self, path: str) -> None:
         """Write the plan in force, with its graph, as JSON."""
@@ -335,7 +344,7 @@ class Session:
         if self._observation is not None:
             self._observation.forward_ended()
         if isinstance(engine, PlannedEngine) and isinstance(self.current, Running):
-            self._left = self._left or engine.departures.first is not None
+            self._left = self._left or not engine.departures.aside
             self.current.compare(engine, self.config.plan)
 
     def _state_of(self, signature: Signature, batch: Any) -> State:

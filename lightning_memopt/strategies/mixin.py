@@ -11,7 +11,7 @@ import contextlib
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.report.table import summary
@@ -101,13 +101,23 @@ class MemOptMixin(abc.ABC):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         plan = self.session.plan if self.session is not None else None
+        halfway = self.session.halfway if self.session is not None else 0
+        found: dict[str, Any] = {"mid_step": halfway} if halfway else {}
         if plan is not None:
+            found["fingerprint"] = plan.fingerprint
+            found["budget_bytes"] = plan.budget_bytes
+            found["predicted_peak_bytes"] = plan.predicted_peak_bytes
+        if found:
             # primitives only, so that the checkpoint loads with weights_only=True and in a plain Trainer
-            checkpoint = checkpoint | {
-                CHECKPOINT_KEY: {
-                    "fingerprint": plan.fingerprint,
-                    "budget_bytes": plan.budget_bytes,
-                    "predicted_peak_bytes": plan.predicted_peak_bytes,
-                }
-            }
+            checkpoint = checkpoint | {CHECKPOINT_KEY: found}
         super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        halfway = (checkpoint.get(CHECKPOINT_KEY) or {}).get("mid_step", 0)
+        if halfway:
+            rank_zero_warn(
+                f"MemOpt: this checkpoint was saved after a step had raised in the middle: {halfway} parameters were updated "
+                "in its backward, and the others were not. Go on from an earlier one."
+            )
+        return checkpoint

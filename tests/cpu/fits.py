@@ -83,8 +83,9 @@ def memopt(**options: Any) -> MemOptStrategy:
 
 
 def trainer_of(strategy: Any, **options: Any) -> pl.Trainer:
-    quiet = dict(accelerator="cpu", devices=1, enable_progress_bar=False, enable_model_summary=False)
-    usual = dict(max_epochs=2, limit_val_batches=0, num_sanity_val_steps=0, logger=False, enable_checkpointing=False)
+    quiet = dict(enable_progress_bar=False, enable_model_summary=False)
+    usual = dict(accelerator="cpu", devices=1, max_epochs=2)
+    usual |= dict(limit_val_batches=0, num_sanity_val_steps=0, logger=False, enable_checkpointing=False)
     return pl.Trainer(**(usual | options), strategy=strategy, **quiet)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,23 @@ class Free:
         return 0.0
 
     in_seconds = encode_seconds = decode_seconds = out_seconds
+
+
+class Masked(nn.Module):
+    """Layers whose masks are saved as bools."""
+
+    def __init__(self, depth: int = 4, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(depth))
+        self.x, self.dropout = torch.randn(32, 64), dropout
+
+    def forward(self) -> Tensor:
+        h = self.x
+        for layer in self.layers:
+            h = torch.tanh(layer(h))
+            h = torch.where(h > 0.1, h.sin(), h * 2)
+        return nn.functional.dropout(h, self.dropout).square().mean()
 
 
 class Stepped:
@@ -83,6 +101,13 @@ class Stepped:
         loss.backward()
         return self.outcome(loss)
 
+    def agrees(self, program: Program, times: int = 2) -> None:
+        """Steps under the program are the plain one, to the bit, and leave nothing in the tier."""
+        expected = self.step()
+        for _ in range(times):
+            assert same(expected, self.step(program))
+            assert self.used_nbytes() == 0
+
     def peak_nbytes(self, program: Program) -> int:
         self.model.zero_grad(set_to_none=True)
         gc.collect()
@@ -130,6 +155,16 @@ class Stepped:
             worker.submit(last)
             last.wait()
         return tier.used_nbytes  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def stepped(model: nn.Module) -> Iterator[Stepped]:
+    """A model that is called without a batch and returns its loss."""
+    one = Stepped(model, model)
+    try:
+        yield one
+    finally:
+        one.depot.close()
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from lightning_memopt.plan import Plan
 from lightning_memopt.plan.model import Prediction
@@ -21,7 +20,7 @@ from lightning_memopt.runtime.tiers import DiskTier, HostTier, Stopwatch
 from lightning_memopt.runtime.tiers import streams as streams_module
 from lightning_memopt.solvers.rollout import keep_all
 from tests.cpu.fake_streams import Streams
-from tests.cpu.stepped import Stepped, held
+from tests.cpu.stepped import Masked, Stepped, held, stepped
 from tests.cpu.test_tiers_disk import Gate
 
 torch.set_num_threads(1)
@@ -37,52 +36,33 @@ class Ticks(threading.local):
         return self.now
 
 
-class Masked(nn.Module):
-    """Layers whose masks are saved as bools."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
-        self.x = torch.randn(32, 64)
-
-    def forward(self) -> Tensor:
-        h = self.x
-        for layer in self.layers:
-            h = torch.tanh(layer(h))
-            h = torch.where(h > 0.1, h.sin(), h * 2)
-        return h.square().mean()
-
-
 @pytest.fixture
-def stepped() -> Iterator[Stepped]:
-    model = Masked()
-    found = Stepped(model, model)
-    found.depot.waited, found.depot.coded = Stopwatch(Ticks()), Stopwatch(Ticks())
-    found.depot.tiers["disk"].copied = Stopwatch(Ticks())  # type: ignore[misc]
-    yield found
-    found.depot.close()
+def masked() -> Iterator[Stepped]:
+    with stepped(Masked()) as found:
+        found.depot.waited, found.depot.coded = Stopwatch(Ticks()), Stopwatch(Ticks())
+        found.depot.tiers["disk"].copied = Stopwatch(Ticks())  # type: ignore[misc]
+        yield found
 
 
 @pytest.mark.parametrize("form", ["disk", "bools", "bools@disk"])
 @pytest.mark.parametrize("every", [0, 3])
-def test_each_copy_wait_and_codec_is_timed_once(stepped: Stepped, form: str, every: int) -> None:
+def test_each_copy_wait_and_codec_is_timed_once(masked: Stepped, form: str, every: int) -> None:
     """What goes away is copied out and back, and waited for twice; a codec encodes it and decodes it."""
-    program = stepped.away(held(stepped.graph, every) if every else None, form=form, least=1)
-    depot, steps = stepped.depot, 3
+    program = masked.away(held(masked.graph, every) if every else None, form=form, least=1)
+    depot, steps = masked.depot, 3
     for _ in range(steps):
-        stepped.step(program)
-        stepped.used_nbytes()  # the last copy has ended
+        masked.step(program)
+        masked.used_nbytes()  # the last copy has ended
     trips = 2 * steps * len(program.away)
     assert depot.forwards == depot.timed == steps
     assert depot.copied_seconds == depot.waited.seconds == (trips if "disk" in form else 0)
     assert depot.coded.seconds == (trips if "bools" in form else 0)
 
 
-def test_nothing_is_timed_where_nothing_moves(stepped: Stepped) -> None:
+def test_nothing_is_timed_where_nothing_moves(masked: Stepped) -> None:
     """A plan without trips asks no clock."""
-    stepped.step(Program(stepped.graph, keep_all(stepped.graph)))
-    depot = stepped.depot
+    masked.step(Program(masked.graph, keep_all(masked.graph)))
+    depot = masked.depot
     assert depot.forwards == 1
     for watch in (depot.waited, depot.coded, depot.tiers["disk"].copied):
         assert watch.seconds == 0 and watch._clock.now == 0  # type: ignore[attr-defined]
@@ -230,8 +210,8 @@ def test_on_a_device_a_few_forwards_are_timed(tmp_path: Path) -> None:
 # -- the table -------------------------------------------------------------------------------------------
 
 
-def test_what_was_measured_stands_beside_what_was_predicted(stepped: Stepped) -> None:
-    lives = stepped.away(form="bools@disk", least=1).lives
+def test_what_was_measured_stands_beside_what_was_predicted(masked: Stepped) -> None:
+    lives = masked.away(form="bools@disk", least=1).lives
     predicted = Prediction(
         peak_bytes=1, extra_seconds=0, extra_flops=0, rebuilt_bytes=0, replayed_ops=0,
         moved_bytes=4096, copy_seconds=0.2, stall_seconds=0.010, codec_seconds=0.001, tier_bytes=2048,
@@ -242,7 +222,7 @@ def test_what_was_measured_stands_beside_what_was_predicted(stepped: Stepped) ->
         assert "stall not measured a step (predicted 10.0)" in text and "overlap not measured" in text
         assert "moved not measured a step, both ways (predicted 4.00 KiB)" in text
         assert "codecs not measured a step (predicted 1.0)" in text
-    depot = stepped.depot
+    depot = masked.depot
     depot.forwards, depot.timed, depot.moved_nbytes = 10, 4, 10 * 5120
     for watch, seconds in ((depot.waited, 0.048), (depot.coded, 0.006), (depot.tiers["disk"].copied, 0.8)):
         watch._seconds = seconds

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,7 +19,7 @@ from lightning_memopt.errors import ConfigError, InfeasibleError, UnsupportedErr
 from tests.cpu.harness import same_bits
 from tests.cpu.limits import Device
 from tests.cpu.loops import batches, loss_of, small
-from tests.cpu.test_batch_search import Stream
+from tests.cpu.searches import Stream
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BUDGET = 500_000
@@ -220,11 +219,6 @@ def test_l2_where_nothing_fits_the_run_is_refused_and_everything_put_back() -> N
     assert loader.batch_sampler.batch_size == 4 and not {"log", "log_dict"} & set(vars(module))  # type: ignore[union-attr]
     assert not {"setup_optimizers", "process_dataloader"} & set(vars(module.trainer.strategy))
     fit(module, loader)  # and trains
-
-
-def test_l7_several_devices_are_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match="this Trainer has 2"):
-        scaler()._refuse(SimpleNamespace(world_size=2), Module())  # type: ignore[arg-type]
 
 
 def test_what_cannot_be_done_is_refused_by_name() -> None:

@@ -19,7 +19,7 @@ from lightning_memopt.plan.forms import codec_of
 from lightning_memopt.runtime.codecs import NAMES, codec
 from lightning_memopt.solvers.rollout import keep_all
 from tests.cpu.harness import same_bits
-from tests.cpu.stepped import Stepped, held, same
+from tests.cpu.stepped import Masked, Stepped, held, same, stepped
 
 torch.set_num_threads(1)
 SPECIAL = [0.0, -0.0, float("nan"), -float("nan"), float("inf"), -float("inf"), 1e-40, -1e-40, 1.0, -1.0, 3e38]
@@ -63,43 +63,22 @@ class Relus(nn.Module):
 @pytest.mark.parametrize("form", ["positive", "positive@disk"])
 def test_j1_a_mask_gives_the_gradient_of_relu(form: str) -> None:
     """EXACT: NaN passes its gradient, -0.0 and 0.0 do not; a bit an element is all that is kept."""
-    model = Relus()
-    one = Stepped(model, model)
-    program = one.away(form=form, least=1, only=one.made_by("relu"))
-    assert len(program.away) == 3 and all(life.away_nbytes == 17 for life in program.lives if life.how == "fetch")
-    expected = one.step()
-    assert any(g.isnan().any() for g in expected[:1]) and all(same(expected, one.step(program)) for _ in range(2))
-    assert one.used_nbytes() == 0
-    one.depot.close()
+    with stepped(Relus()) as one:
+        program = one.away(form=form, least=1, only=one.made_by("relu"))
+        assert len(program.away) == 3 and all(life.away_nbytes == 17 for life in program.lives if life.how == "fetch")
+        assert one.step()[0].isnan().any()
+        one.agrees(program)
 
 
 def test_j6_bools_are_bits() -> None:
     """EXACT: masks of dropout, 8 in a byte; rebuilds may start from them."""
 
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(1)
-            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
-            self.x = torch.randn(32, 64)
-
-        def forward(self) -> Tensor:
-            h = self.x
-            for layer in self.layers:
-                h = torch.tanh(layer(h))
-                h = torch.where(h > 0.1, h.sin(), h * 2)
-            return F.dropout(h, 0.5).mean()
-
     for form in ("bools", "bools@disk"):
-        model = Masked()
-        one = Stepped(model, model)
-        expected = one.step()
-        for base in (keep_all(one.graph), held(one.graph, 1)):
-            program = one.away(base, form=form, least=1)
-            assert all(one.graph.tensors[t].dtype == "bool" for t in program.away)
-            assert all(same(expected, one.step(program)) for _ in range(2))
-        assert one.used_nbytes() == 0
-        one.depot.close()
+        with stepped(Masked(depth=3, dropout=0.5)) as one:
+            for base in (keep_all(one.graph), held(one.graph, 1)):
+                program = one.away(base, form=form, least=1)
+                assert all(one.graph.tensors[t].dtype == "bool" for t in program.away)
+                one.agrees(program)
 
 
 def lossy_step(one: Stepped, form: str) -> tuple[list[Tensor], list[Tensor]]:
@@ -118,27 +97,23 @@ def lossy_step(one: Stepped, form: str) -> tuple[list[Tensor], list[Tensor]]:
 @pytest.mark.parametrize("name", LOSSY)
 def test_j9_errors_stay_in_the_gradients_of_weights(name: str, tier: str) -> None:
     """P17, P18: loss, biases and every gradient that is not of a weight are exact; those of weights are close."""
-    model = Convs(dropout=True)
-    one = Stepped(model, model)
-    plain, found = lossy_step(one, name + tier)
+    with stepped(Convs(dropout=True)) as one:
+        plain, found = lossy_step(one, name + tier)
     weights = {1 + 2 * i for i in range(1, 3)}  # loss, then weight and bias of each; the first reads the input
     for i, (a, b) in enumerate(zip(plain, found, strict=True)):
         if i in weights:
             assert not torch.equal(a, b) and F.cosine_similarity(a.flatten(), b.flatten(), 0) > 0.97, (i, name)
         else:
             assert same_bits(a, b), i
-    one.depot.close()
 
 
 @pytest.mark.parametrize("name", LOSSY)
 def test_j2_what_is_not_finite_stays_where_it_was(name: str) -> None:
     """A gradient that is finite plainly is finite with compression, and one that is not is not."""
-    model = Convs(special=True)
-    one = Stepped(model, model)
-    plain, found = lossy_step(one, name)
+    with stepped(Convs(special=True)) as one:
+        plain, found = lossy_step(one, name)
     for a, b in zip(plain[:-1], found[:-1], strict=True):
         assert torch.equal(a.isfinite(), b.isfinite())
-    one.depot.close()
 
 
 @pytest.mark.parametrize("name", LOSSY)
@@ -154,18 +129,16 @@ def test_j11_no_rebuild_starts_from_lossy_values() -> None:
     """P18: a plan whose rebuilds would is refused, or they start elsewhere; checksums compare what they made."""
     ran = refused = 0
     for form in ("block8", "int4@disk"):
-        model = Convs()
-        one = Stepped(model, model)
-        for every in (2, 3, 4, 5):
-            try:
-                program = one.away(held(one.graph, every), form=form, least=1)
-            except LoweringError:
-                refused += 1
-                continue
-            lossy = {t for t in program.away if any(t in one.graph.ops[op].inputs for op in program.schedule.replayed)}
-            one.step(program)
-            ran += bool(lossy)
-        one.depot.close()
+        with stepped(Convs()) as one:
+            for every in (2, 3, 4, 5):
+                try:
+                    program = one.away(held(one.graph, every), form=form, least=1)
+                except LoweringError:
+                    refused += 1
+                    continue
+                lossy = {t for t in program.away if any(t in one.graph.ops[op].inputs for op in program.schedule.replayed)}
+                one.step(program)
+                ran += bool(lossy)
     assert ran + refused > 2, (ran, refused)
 
 
@@ -198,15 +171,14 @@ def test_c9_what_backward_changes_in_place_is_refused() -> None:
 
     for form in ("disk", "block8", "block8@disk"):
         model = Net()
-        one = Stepped(model, model)
-        model.rude = True
-        read = {t for op in one.graph.forward if "conv" in op.name for t in op.inputs}
-        program = one.away(form=form, least=1, only=lambda t, read=read: t in read)  # type: ignore[misc]
-        for p in (None, program):
-            loss = one.forward(p)
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                loss.backward()
-            del loss
-            gc.collect()
-            assert one.used_nbytes() == 0
-        one.depot.close()
+        with stepped(model) as one:
+            model.rude = True
+            read = {t for op in one.graph.forward if "conv" in op.name for t in op.inputs}
+            program = one.away(form=form, least=1, only=lambda t, read=read: t in read)  # type: ignore[misc]
+            for p in (None, program):
+                loss = one.forward(p)
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    loss.backward()
+                del loss
+                gc.collect()
+                assert one.used_nbytes() == 0

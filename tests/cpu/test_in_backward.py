@@ -1,108 +1,27 @@
-"""Updates in backward: the parameters of the unmodified run, to the bit; refused by name where that cannot be (F, D5, D7, P19).
-
-Each optimizer meets each feature, in two fits: one with none of them, one with all at once (not the cross product).
-"""
+"""Updates in backward in a Trainer: refused by name where they cannot be exact (F, D7); test_in_backward_matrix.py has where
+they are."""
 
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_memopt.errors import UpdatesInBackwardError
-from tests.cpu.early import OPTIMIZERS, counted
-from tests.cpu.fits import Manual, Task, assert_same_tree, fit, loader, memopt, outcome, session_of
-
-
-class Net(nn.Module):
-    """Matrices alone, which all optimizers take. The head is tied with the embedding; one matrix is used on some batches."""
-
-    def __init__(self, tied: bool) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(24, 16)
-        self.layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(3))
-        self.seldom = nn.Linear(16, 16, bias=False)
-        self.head = nn.Linear(16, 24, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.embed(x)
-        for layer in self.layers:
-            h = h + nn.functional.dropout(nn.functional.gelu(layer(h)), 0.1)
-        return self.head(h if len(x) > 16 else self.seldom(h))
-
-
-class Learner(Task):
-    """`name`: of the optimizer; two groups, one learning rate each; step hooks are counted."""
-
-    def __init__(self, name: str, tied: bool = False, cycle: bool = False) -> None:
-        super().__init__()
-        self.net = Net(tied)  # type: ignore[assignment]
-        self.name, self.cycle, self.steps = name, cycle, 0
-
-    def configure_optimizers(self) -> Any:
-        *most, last = self.parameters()
-        optimizer = OPTIMIZERS[self.name]([{"params": most}, {"params": [last], "lr": 3e-3}])
-        optimizer.register_step_post_hook(self.stepped)
-        if not self.cycle:
-            return optimizer
-        beta = {"cycle_momentum": self.name in ("sgd", "adam", "adamw")}
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, [1e-2, 2e-2], total_steps=40, **beta)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    def stepped(self, *_: Any) -> None:
-        self.steps += 1
-
-
-def ema() -> list[pl.Callback]:
-    found = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging").EMAWeightAveraging
-    return [found(decay=0.9)]
-
-
-ALL: dict[str, Any] = {
-    "precision": "bf16-mixed",
-    "accumulate_grad_batches": 2,
-    "task": {"cycle": True, "tied": True},
-    "callbacks": ema,
-    "resume": True,
-}
-ALWAYS: dict[str, Any] = dict(optimizer_in_backward="always", profile_steps=1)
+from lightning_memopt.strategies.mixin import CHECKPOINT_KEY
+from tests.cpu.early import ALWAYS, counted
+from tests.cpu.fits import Manual, Task, assert_same_tree, fit, loader, memopt, outcome
 
 
 @pytest.fixture
 def updates(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return counted(monkeypatch)
-
-
-def learn(strategy: Any, name: str, saved: Path, **options: Any) -> tuple[pl.Trainer, dict[str, Any]]:
-    """The fit and what it leaves; `resume`: from what the plain Trainer saved after its first epoch."""
-    options["task"] = {"name": name} | options.get("task", {})
-    options |= dict(cls=Learner, data=lambda: loader(count=80, size=24))  # 3 batches and a smaller one, which uses `seldom`
-    with torch.random.fork_rng():
-        if options.pop("resume", False):
-            if strategy == "auto":
-                fit(strategy, max_epochs=1, **options).save_checkpoint(saved)
-            options["resume"] = saved
-        trainer = fit(strategy, max_epochs=3, **options)
-        return trainer, outcome(trainer) | {"hooks": trainer.lightning_module.steps}  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("options", [{}, ALL], ids=["plain", "bf16, accumulating, cycle, ema, tied, resumed"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_p19_exact(name: str, options: dict[str, Any], tmp_path: Path, updates: list[Tensor]) -> None:
-    """Weights, optimizer state, rates, metrics, steps and generator of the plain Trainer; with the smallest plan in force."""
-    _, plain = learn("auto", name, tmp_path / "saved.ckpt", **options)
-    trainer, found = learn(memopt(**ALWAYS), name, tmp_path / "saved.ckpt", **options)
-    assert_same_tree(plain, found)
-    session, params = session_of(trainer), dict(trainer.lightning_module.named_parameters())  # type: ignore[union-attr]
-    assert session.plan is not None and session.plan.predicted.replayed_ops > 0
-    assert not session._in_backward.late and len(updates) >= len(params)
 
 
 class Hooked(Task):
@@ -139,6 +58,10 @@ class Sub(torch.optim.SGD): ...
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "f2 clipping by norm": ({"gradient_clip_val": 0.1}, "gradient_clip_val=0.1"),
+    "f2 clipping by value": (
+        {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
+        "gradient_clip_val=0.1",
+    ),
     "f2 own clipping": ({"cls": Clipping}, "configure_gradient_clipping"),
     "f3 GradScaler": ({"plugins": lambda: [Scaled()]}, "GradScaler"),
     "f6 own backward": ({"cls": Backward}, "Backward.backward"),
@@ -181,3 +104,32 @@ def test_f1_f9_user_skips_steps(updates: list[Tensor]) -> None:
             ends.append(outcome(fit(strategy, Skips, max_epochs=3, data=lambda: loader(count=80, size=16))))
     assert_same_tree(*ends)
     assert updates
+
+
+class Fails(Task):
+    """Raises in the backward of one step, when the gradient of a layer is there."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_step == 5:
+            self.net.layers[1].weight.register_hook(self.fails)
+        return self.loss(batch)
+
+    def fails(self, _: Tensor) -> None:
+        raise MemoryError("in backward")
+
+
+def test_f7_a_checkpoint_of_half_a_step_says_so(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """What is saved on an exception is marked where parameters had been updated, and who resumes from it is told."""
+    for raises, marked in (({"cls": Task, "task": {"fault": MemoryError}}, False), ({"cls": Fails}, True)):
+        saved = tmp_path / str(marked) / "on_exception.ckpt"  # each its own: a Trainer goes on from what it finds
+        with torch.random.fork_rng(), pytest.raises(MemoryError):
+            saves = partial(lambda folder: [pl.callbacks.OnExceptionCheckpoint(folder)], saved.parent)
+            fit(memopt(**ALWAYS), callbacks=saves, enable_checkpointing=True, **raises)
+        mark = torch.load(saved, weights_only=True)[CHECKPOINT_KEY]
+        assert mark["fingerprint"] and ("mid_step" in mark) is marked
+        if marked:
+            assert 0 < mark["mid_step"] < len(list(Task().parameters()))
+        recwarn.clear()
+        with torch.random.fork_rng():
+            fit(memopt(), max_epochs=1, resume=saved)
+        assert any("in the middle" in str(w.message) for w in recwarn) is marked
