@@ -109,16 +109,16 @@ class Hybrid:
         accepted = (codec(name) for name in names)
         return [(c.name, c.encoded_nbytes(tensor.size, dtype)) for c in accepted if c.accepts(tensor.size, dtype)]
 
-    def depot_of(self, plan: Plan, in_force: Iterable[Plan]) -> Depot | None:
+    def depot_of(self, plan: Plan, in_force: Iterable[Plan] | None = None) -> Depot | None:
         """Tiers with room for what a plan puts there, the same ones for the same plan; None where nothing goes away.
 
-        Those of plans that are not `in_force` any more end here, unless something is still away there.
+        Those of plans that are not `in_force` any more end here, unless something is still away there. None: all stay.
         """
         known = self._depots.get(id(plan))
         if known is None:
-            stay = {id(p) for p in in_force}
+            stay = None if in_force is None else {id(p) for p in in_force}
             for key, (_, depot) in list(self._depots.items()):
-                if key not in stay and (depot is None or not depot.used_nbytes):
+                if stay is not None and key not in stay and (depot is None or not depot.used_nbytes):
                     self._end(key)
             known = self._depots[id(plan)] = plan, self._new_depot(plan)
         return known[1]
