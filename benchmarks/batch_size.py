@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.recurrent import deepspeech2, nmt, resnet, transformer
 from lightning_memopt import MemOptBatchScaler, find_max_batch_size
-from lightning_memopt.batching.choose import largest
+from lightning_memopt.batching.plans import largest
 from tests.cpu.limits import Device
 
 OUT = Path(__file__).parent / "results" / "batch_size.json"
