@@ -111,11 +111,16 @@ class AwayPlans(Plans):
         self._frontiers: dict[int, planner.Frontier] = {}
 
     def needs(self, size: int, lives: Lives) -> int:
-        """Of a plan that was solved at any size: what is away takes other bytes at this one."""
-        graph = self.fit.at(size)
-        nbytes = {(t, form): n for t, forms in self.hybrid.forms(graph).items() for form, n in forms}
-        away = (replace(life, away_nbytes=nbytes.get((life.tensor, life.form), life.away_nbytes)) for life in lives)
-        return _needs(graph, tuple(a if a.how == "fetch" else life for a, life in zip(away, lives, strict=True)))
+        return _needs(self.fit.at(size), self.resized(size, lives))
+
+    def resized(self, size: int, lives: Lives) -> Lives:
+        """Lives that were found at any size, with the bytes that what is away takes at this one."""
+        forms = self.hybrid.forms(self.fit.at(size))
+
+        def nbytes(life: Life) -> int:
+            return dict(forms.get(life.tensor, ())).get(life.form, life.away_nbytes)
+
+        return tuple(replace(life, away_nbytes=nbytes(life)) if life.how == "fetch" else life for life in lives)
 
     def smallest(self, size: int) -> Lives:
         frontier, graph = self._frontier(size), self.fit.at(size)
