@@ -211,6 +211,27 @@ def test_l1_no_oom_on_a_device_of_the_budget() -> None:
     assert device.errors == 0 and device.peak_nbytes > 0.6 * BUDGET
 
 
+def test_l1_the_size_is_the_largest_that_a_trainer_can_do() -> None:
+    """By exhaustion, steps in the steady state. A plain loop can do more: Lightning frees gradients after the forward."""
+
+    def fits(size: int) -> bool:
+        module = Module(size, schedule=False)
+        try:
+            with Device(BUDGET, [module]):
+                fit(module, max_steps=3)
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    mine, module = scaler(keep_effective=False), Module(4, schedule=False)
+    with Device(BUDGET, [module]) as device:
+        fit(module, scaler=mine, max_steps=3)
+    assert device.errors == 0 and mine.found is not None and mine.found.trial_steps == 1
+    true = max(size for size in range(mine.found.size, mine.found.size + 4) if fits(size))
+    assert true < mine.found.size + 3, "the device was never full: the test tests nothing"
+    assert true / 1.02 - 1 < mine.found.size <= true
+
+
 def test_l2_where_nothing_fits_the_run_is_refused_and_everything_put_back() -> None:
     loader, module = DataLoader(DATA, batch_size=4), Module(4)
     before = {k: v.clone() for k, v in module.state_dict().items()}
