@@ -4,7 +4,7 @@ from lightning_memopt.batching.batches import FromFunction, FromLoader, refuse_l
 from lightning_memopt.batching.choose import MODES, Mode
 from lightning_memopt.batching.found import Found
 from lightning_memopt.batching.oom import is_out_of_memory
-from lightning_memopt.batching.search import Search, divisors
+from lightning_memopt.batching.search import Search
 from lightning_memopt.batching.untouched import Snapshot, untouched
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "Mode",
     "Search",
     "Snapshot",
-    "divisors",
     "is_out_of_memory",
     "refuse_loader",
     "untouched",

@@ -13,7 +13,8 @@ from lightning_memopt.units import format_nbytes
 class Found:
     """The batch size that was found, and how.
 
-    `predicted_peak_bytes`, `samples_per_second` and `joules_per_sample` are predictions, None where nothing could be fitted;
+    `predicted_peak_bytes`, `samples_per_second`, `before_samples_per_second` (of the size before, where it fits as it is) and
+    `joules_per_sample` are predictions, None where nothing could be fitted;
     `confirmed_peak_bytes` was measured, in a real step at this size, None where another profiler was running;
     `measured_joules_per_sample` in steps like it, where the device's energy is read. `energy_source` says where joules come
     from. `planned`: whether tensors are rebuilt, or away. `trials` are all steps that ran: `profile_steps`, `trial_steps` and
@@ -23,10 +24,11 @@ class Found:
     size: int
     before: int
     mode: Mode
-    budget_bytes: int | None
+    budget_bytes: int
     predicted_peak_bytes: int | None
     confirmed_peak_bytes: int | None
     samples_per_second: float | None
+    before_samples_per_second: float | None
     joules_per_sample: float | None
     planned: bool
     trials: tuple[Trial, ...]
@@ -54,10 +56,12 @@ class Found:
         plan = ", with a plan" if self.planned else ""
         parts = [
             f"MemOpt: batch {self.before} -> {self.size} ({self.mode}{plan}): peak {_text(self.predicted_peak_bytes)} "
-            f"predicted, {_text(self.confirmed_peak_bytes)} confirmed of {_text(self.budget_bytes)}"
+            f"predicted, {_text(self.confirmed_peak_bytes)} confirmed of {format_nbytes(self.budget_bytes)}"
         ]
         if self.samples_per_second is not None:
-            parts.append(f"{self.samples_per_second:.1f} samples/s predicted")
+            before = self.before_samples_per_second
+            instead = "" if before is None else f" instead of {before:.1f}"
+            parts.append(f"{self.samples_per_second:.1f} samples/s predicted{instead}")
         if self.joules_per_sample is not None:
             parts.append(f"{self.joules_per_sample:.3g} J/sample predicted {self.energy_source}")
         if self.measured_joules_per_sample is not None:

@@ -88,7 +88,7 @@ class Trials:
         self.cap = min(cap, source.cap or cap)
         self.done: list[Trial] = []
         self.spent: Spent | None = None
-        """Of the last trial, where it fitted, was all samples of its update, and energy is measured."""
+        """Of the size that was last confirmed, where that was asked for."""
         self.energy: StepEnergy | None = None
         self._step, self._begun = step, 0
         self._unmetered: list[weakref.ref[Any]] = []
@@ -119,17 +119,19 @@ class Trials:
             found = state.graphs[-1] if isinstance(state, Observing) and state.graphs else None
         return found if trial.fits else None
 
-    def confirm(self, size: int) -> Trial | None:
+    def confirm(self, size: int, spend: bool = False) -> Trial | None:
         """Real steps of the run to come at this size, measured: one; with plans an observed and a planned one. None: the data
-        has no such batch."""
+        has no such batch. `spend`: where they fit, and a batch is an update, `spent` is filled from more of them.
+        """
         before, self.spent = len(self.done), None
+        spend = spend and self._whole(size)
         if self.config is not None:
-            self._planned(size, self.config)
-        else:
-            self._unplanned(size)
+            self._planned(size, self.config, spend)
+        elif self._unplanned(size) and spend:
+            self.spent = self.spend(size)
         return next((t for t in self.done[before:] if t.kind == "trial"), None)
 
-    def _unplanned(self, size: int) -> None:
+    def _unplanned(self, size: int) -> bool:
         with self._running("trial", size) as trial:
             batch = self.source.batch(size)
             resident = resident_nbytes(resident_tensors(self.model, self.optimizers, batch), self.device)
@@ -141,10 +143,9 @@ class Trials:
                 del batch
             finally:
                 trial.peak_nbytes = meter.close()
-        if trial.fits and self._whole(size):
-            self.spent = self.spend(size)
+        return trial.fits
 
-    def _planned(self, size: int, config: MemOptConfig) -> None:
+    def _planned(self, size: int, config: MemOptConfig, spend: bool) -> None:
         quiet = dataclasses.replace(config, profile_steps=1, plan=None, on_exceed="warn", verify=False, verbose=False)
         with self._running("trial", size) as trial, self._session(quiet) as session, warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -153,7 +154,7 @@ class Trials:
                 session.step_ended()
             state = session.main
             trial.peak_nbytes = state.measured_bytes if isinstance(state, Running) else None
-            if not self._over(trial.peak_nbytes) and self._whole(size):
+            if spend and not self._over(trial.peak_nbytes):
                 self.spent = self.spend(size, session)
 
     def spend(self, size: int, session: Session | None = None) -> Spent | None:
