@@ -10,6 +10,9 @@ from lightning_memopt.batching.trials import Trials
 from lightning_memopt.graph import Graph
 from lightning_memopt.session.observation import smoothed
 
+_FAR = 4
+"""A size that is more than so many times the recorded ones is far from them."""
+
 
 @dataclass(frozen=True)
 class Profile:
@@ -63,3 +66,17 @@ def _fitted(trials: Trials, small: Graph, large: Graph, sizes: tuple[int, int]) 
     cap = host_cap((nbytes[1] - nbytes[0]) / (sizes[1] - sizes[0]), trials.source.copies)
     trials.cap = min(trials.cap, cap or trials.cap)
     return Profile(sizes[1], step)
+
+
+def sharpened(trials: Trials, step: StepFit, plain: int) -> StepFit:
+    """The step, recorded once more at half of `plain`, the largest size that is predicted to fit as it is, where that is far
+    from what was recorded: what libraries take on their way, and how long ops take, is on no line that two tiny batches show.
+    """
+    half = plain // 2
+    graph = trials.observe(half) if half > _FAR * step.sizes[1] else None
+    if graph is None:
+        return step
+    try:
+        return fit(step.small, smoothed([graph]), (step.sizes[0], half))
+    except FitError:
+        return step

@@ -21,7 +21,7 @@ from lightning_memopt.batching.energy import Joules, StepEnergy, fitted, given
 from lightning_memopt.batching.fit import StepFit
 from lightning_memopt.batching.found import Found
 from lightning_memopt.batching.plans import AwayPlans, Plans
-from lightning_memopt.batching.profile import profile
+from lightning_memopt.batching.profile import profile, sharpened
 from lightning_memopt.batching.trials import Source, Step, Trial, Trials
 from lightning_memopt.batching.untouched import untouched
 from lightning_memopt.config import MemOptConfig, disabled
@@ -144,7 +144,11 @@ class _Run:
 
     def _predicted(self, step: StepFit) -> Found | None:
         """Predict and confirm; again, with what the trial before measured, where it did not fit. None: bisect."""
+        step = sharpened(self.trials, step, self._chooser(step, None, self.limit).largest_unmodified(self.trials.cap))
         plans, limit = self._plans(step), self.limit
+        if self.trials.energy is not None:
+            plain = self._chooser(step, None, limit).largest_unmodified(self.trials.cap)
+            self.joules = self._joules(plain, self.trials.energy)
         for _ in range(_ATTEMPTS):
             self.chooser = self._chooser(step, plans, limit)
             choice = self.chooser.choose(self.search.mode, self.permitted, self.trials.cap)
@@ -179,11 +183,7 @@ class _Run:
 
     def _chooser(self, step: StepFit, plans: Plans | None, limit: int) -> Chooser:
         room = limit - (self.config.headroom if self.config is not None else 0)
-        found = Chooser(step, room, plans, self.search.effective, self.search.spare_nbytes)
-        if self.joules is None and self.trials.energy is not None:
-            self.joules = self._joules(found.largest_unmodified(self.trials.cap), self.trials.energy)
-        found.joules = self.joules
-        return found
+        return Chooser(step, room, plans, self.search.effective, self.search.spare_nbytes, self.joules)
 
     def _joules(self, plain: int, energy: StepEnergy) -> Joules | None:
         """Measured at two sizes well below the largest that needs no plan; None where every size needs one."""

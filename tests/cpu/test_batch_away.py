@@ -63,6 +63,7 @@ def test_a_size_that_needs_the_disk_is_found_confirmed_and_trained_at() -> None:
     alone, away = found(), found(offload="disk")
     assert away.size > 1.15 * alone.size and away.planned and not away.why
     assert (away.profile_steps, away.trial_steps) == (3, 2)
+    assert away.before == 8 and away.before_samples_per_second is not None and " instead of " in str(away)
     assert away.confirmed_peak_bytes is not None and away.confirmed_peak_bytes <= BUDGET
     assert away.confirmed_peak_bytes == pytest.approx(away.predicted_peak_bytes, rel=0.02)
     expected, losses, _ = trained(away.size)
@@ -107,6 +108,8 @@ def test_what_is_away_takes_other_bytes_at_another_size(options: dict[str, Any])
     assert away.needs(40, lives) == pytest.approx(needs, rel=0.005)  # workspaces are the libraries'
     assert away.resized(40, lives) == tuple(map(at_40, lives)) != lives
     assert away.resized(12, lives) == lives
+    wrong = tuple(replace(life, away_nbytes=1 << 40) if life.how == "fetch" else life for life in lives)
+    assert away.needs(40, wrong) == away.needs(40, lives)
 
 
 def test_modes_choose_among_plans_that_put_tensors_away() -> None:

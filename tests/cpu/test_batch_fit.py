@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 from lightning_memopt.batching.choose import Chooser, unmodified_peak
 from lightning_memopt.batching.fit import FitError, StepFit, fit, itemsize
 from lightning_memopt.batching.plans import Plans, largest
+from lightning_memopt.batching.profile import sharpened
 from lightning_memopt.graph import Graph, unmodified_levels
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.solvers import planner
@@ -185,6 +187,20 @@ def rate(chooser: Chooser, size: int) -> float:
     choice = chooser.predicted(size)
     assert choice is not None
     return choice.samples_per_second
+
+
+@pytest.mark.parametrize(("plain", "asked"), [(80, [40]), (72, [])])
+def test_a_step_is_recorded_again_where_two_sizes_are_far_from_what_fits(plain: int, asked: list[int]) -> None:
+    """At half of what fits; another step there, or one that does not fit, leaves what there was."""
+    sizes: list[int] = []
+    small = replace(fitted("words"), sizes=(6, 9))  # 40 is far from 9, 36 is not
+    again = lambda size: (sizes.append(size), recorded("words")[size])[1]  # noqa: E731
+    found = sharpened(SimpleNamespace(observe=again), small, plain)  # type: ignore[arg-type]
+    assert sizes == asked and found.sizes == ((6, 40) if asked else (6, 9))
+    if asked:
+        assert [op.workspace_nbytes for op in found.at(40).ops] == [op.workspace_nbytes for op in recorded("words")[40].ops]
+        assert sharpened(SimpleNamespace(observe=lambda size: None), small, plain) is small  # type: ignore[arg-type]
+        assert sharpened(SimpleNamespace(observe=lambda size: recorded("images")[40]), small, plain) is small  # type: ignore[arg-type]
 
 
 def test_modes_choose_by_what_they_say() -> None:
