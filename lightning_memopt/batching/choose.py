@@ -63,9 +63,9 @@ class Chooser:
         """The largest size whose step fits as it is."""
         found = largest(lambda size: self.peak(size) <= self.budget_nbytes, 1, cap)
         whole = self.effective or 0
-        return whole if found < whole <= cap and self.fits(whole) else found
+        return whole if found < whole <= cap and self._fits(whole) else found
 
-    def fits(self, size: int) -> bool:
+    def _fits(self, size: int) -> bool:
         """Whether a step fits as it is."""
         return self.peak(size) <= self.budget_nbytes + (self.spare_nbytes if size == self.effective else 0)
 
@@ -84,10 +84,14 @@ class Chooser:
 
     def predicted(self, size: int) -> Choice | None:
         """What this size would do: as it is where that fits or there are no plans, else under the fastest; None without one."""
-        if self.plans is None or self.fits(size):
-            return self._priced(size, self.peak(size), 0.0, False)
+        if self.plans is None or self._fits(size):
+            return self.unmodified(size)
         found = self.plans.fastest(size, self.budget_nbytes)
         return None if found is None else self._priced(size, found[1], found[0], True)
+
+    def unmodified(self, size: int) -> Choice:
+        """What this size would do as it is, whether that fits or not."""
+        return self._priced(size, self.peak(size), 0.0, False)
 
     def _priced(self, size: int, peak_nbytes: int, extra_seconds: float, planned: bool) -> Choice:
         """An update is shared by the batches that it is accumulated over."""

@@ -13,7 +13,7 @@ from lightning_memopt.units import format_nbytes
 class Found:
     """The batch size that was found, and how.
 
-    `predicted_peak_bytes`, `samples_per_second`, `before_samples_per_second` (of the size before, where it fits as it is) and
+    `predicted_peak_bytes`, `samples_per_second`, `before_samples_per_second` (of the size before, as it is) and
     `joules_per_sample` are predictions, None where nothing could be fitted;
     `confirmed_peak_bytes` was measured, in a real step at this size, None where another profiler was running;
     `measured_joules_per_sample` in steps like it, where the device's energy is read. `energy_source` says where joules come

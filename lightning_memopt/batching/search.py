@@ -195,10 +195,7 @@ class _Run:
         return None
 
     def _answer(self, trial: Trial, choice: Choice | None) -> Found:
-        spent, before, rate = self.trials.spent, self.search.source.size, None
-        if self.chooser is not None and self.chooser.fits(before):
-            was = self.chooser.predicted(before)
-            rate = was.samples_per_second if was is not None else None
+        spent, before = self.trials.spent, self.search.source.size
         return Found(
             size=trial.size,
             before=before,
@@ -207,7 +204,7 @@ class _Run:
             predicted_peak_bytes=choice.peak_nbytes if choice is not None else None,
             confirmed_peak_bytes=trial.peak_nbytes,
             samples_per_second=choice.samples_per_second if choice is not None else None,
-            before_samples_per_second=rate,
+            before_samples_per_second=self.chooser.unmodified(before).samples_per_second if self.chooser is not None else None,
             joules_per_sample=choice.joules_per_sample if choice is not None else None,
             measured_joules_per_sample=spent.each / spent.size if spent is not None else None,
             energy_source=self.joules.source if self.joules is not None else "",
