@@ -293,7 +293,7 @@ def _in_plain_loop(build: Any, data: Rows, limit: int) -> dict[str, Any]:
     row["true_largest_of_device"] = _largest(lambda size: plain.fits(size, limit), bare.size)
     row["accelerate"] = _accelerate(build, data, limit)
     for mode in ("largest", "throughput"):
-        found = Plain(build, data).find(limit, bare.size, mode=mode, solver_seconds=5.0)
+        found = Plain(build, data).find(limit, bare.size, mode=mode, solver_seconds=2.0)
         row[f"planned_{mode}"] = {
             "size": found.size, "batch_multiple": found.size / bare.size,
             "samples_per_second_predicted": found.samples_per_second,
