@@ -2,8 +2,9 @@
 
 from lightning_memopt.batching.batches import FromFunction, FromLoader, refuse_loader
 from lightning_memopt.batching.choose import MODES, Mode
+from lightning_memopt.batching.found import Found
 from lightning_memopt.batching.oom import is_out_of_memory
-from lightning_memopt.batching.search import Found, Search, divisors
+from lightning_memopt.batching.search import Search
 from lightning_memopt.batching.untouched import Snapshot, untouched
 
 __all__ = [
@@ -14,7 +15,6 @@ __all__ = [
     "Mode",
     "Search",
     "Snapshot",
-    "divisors",
     "is_out_of_memory",
     "refuse_loader",
     "untouched",

@@ -6,81 +6,35 @@ what they were. Only a size that ran, and fitted, is ever the answer.
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_memopt.batching.batches import Exhausted, host_cap, nbytes_of
+from lightning_memopt.batching.bisection import bisected
 from lightning_memopt.batching.choose import MODES, Choice, Chooser, Mode
-from lightning_memopt.batching.fit import FitError, StepFit, fit
+from lightning_memopt.batching.energy import Joules, StepEnergy, fitted, given
+from lightning_memopt.batching.fit import StepFit
+from lightning_memopt.batching.found import Found
+from lightning_memopt.batching.plans import AwayPlans, Plans
+from lightning_memopt.batching.profile import profile, sharpened
 from lightning_memopt.batching.trials import Source, Step, Trial, Trials
 from lightning_memopt.batching.untouched import untouched
-from lightning_memopt.config import MemOptConfig, device_nbytes, disabled
+from lightning_memopt.config import MemOptConfig, disabled
 from lightning_memopt.errors import ConfigError, InfeasibleError
-from lightning_memopt.graph import Graph
-from lightning_memopt.runtime import Program
-from lightning_memopt.session import costs
-from lightning_memopt.session.observation import smoothed
-from lightning_memopt.solvers import planner
+from lightning_memopt.session.buckets import frontier_of
+from lightning_memopt.session.hybrid import Hybrid
+from lightning_memopt.telemetry.sources import Clock
 from lightning_memopt.units import format_nbytes
 from lightning_memopt.versions import supported
 
-Permitted = Callable[[int], Sequence[int]]
-"""The sizes that may be chosen, up to a limit, rising."""
-
-CLOSE = 0.02
-"""Bisection ends where the smallest size that failed is this share above the largest one that ran."""
+_ATTEMPTS = 3
+"""Predictions that are tried before bisection."""
 _UNLIMITED = 1 << 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """The batch size that was found, and how.
-
-    `predicted_peak_bytes`, `samples_per_second` and `joules_per_sample` are predictions, None where nothing could be fitted;
-    `confirmed_peak_bytes` was measured, in a real step at this size, None where another profiler was running. `trials` are
-    all steps that ran; `trial_steps` those beyond the profile. `why` says why the first prediction was not the answer; empty
-    where it was.
-    """
-
-    size: int
-    before: int
-    mode: Mode
-    budget_bytes: int | None
-    predicted_peak_bytes: int | None
-    confirmed_peak_bytes: int | None
-    samples_per_second: float | None
-    joules_per_sample: float | None
-    planned: bool
-    trials: tuple[Trial, ...]
-    why: str = ""
-
-    @property
-    def trial_steps(self) -> int:
-        return sum(t.steps for t in self.trials if t.kind == "trial")
-
-    @property
-    def profile_steps(self) -> int:
-        return sum(t.steps for t in self.trials if t.kind != "trial")
-
-    def __str__(self) -> str:
-        def nbytes(n: int | None) -> str:
-            return "unknown" if n is None else format_nbytes(n)
-
-        rate = "" if self.samples_per_second is None else f", {self.samples_per_second:.1f} samples/s predicted"
-        energy = "" if self.joules_per_sample is None else f", {self.joules_per_sample:.3g} J/sample predicted"
-        how = f"{self.trial_steps} trial steps beyond {self.profile_steps} profiled"
-        how += f", because {self.why}" if self.why else ""
-        return (
-            f"MemOpt: batch {self.before} -> {self.size} ({self.mode}{', with a plan' if self.planned else ''}): peak "
-            f"{nbytes(self.predicted_peak_bytes)} predicted, {nbytes(self.confirmed_peak_bytes)} confirmed of "
-            f"{nbytes(self.budget_bytes)}{rate}{energy}; {how}"
-        )
 
 
 @dataclass(kw_only=True)
@@ -93,13 +47,14 @@ class Search:
         model, optimizers: what the step trains.
         keep: whatever else a step may change: a datamodule, schedulers, a precision plugin, the loader.
         config: how the run will plan; None for a run without plans.
-        budget_nbytes: what a step may take of the device; None for all of it.
-        mode: "largest", "throughput", or "energy", which needs `watts`.
-        permitted: the sizes that may be chosen; all by default.
-        effective: samples between two updates where they are accumulated over batches; `step` is told when one batch is all.
+        budget_nbytes: what a step may take of the device.
+        mode: "largest", "throughput", or "energy", which needs a device whose energy can be read, or `watts`.
+        effective: samples between two updates, where they are accumulated over batches: only sizes that divide them are chosen,
+            and `step` is told when one batch is all.
         spare_nbytes: what a batch of all samples of an update does without at best: the gradients of others before it.
         max_size: no size is larger.
-        watts: what the device draws while it trains.
+        watts: what the device draws while it trains; None: it is measured where it is needed.
+        clock: seconds, for energy.
     """
 
     step: Step
@@ -107,35 +62,33 @@ class Search:
     model: nn.Module
     optimizers: list[torch.optim.Optimizer]
     device: torch.device
+    budget_nbytes: int
     keep: Sequence[Any] = ()
     config: MemOptConfig | None = None
-    budget_nbytes: int | None = None
     mode: Mode = "largest"
-    permitted: Permitted | None = None
     effective: int | None = None
     spare_nbytes: int = 0
     max_size: int | None = None
     watts: float | None = None
+    clock: Clock = time.perf_counter
 
     def find(self) -> Found:
         """Search. Raises InfeasibleError where no permitted size fits, ConfigError for options that contradict each other."""
         self._check()
-        config = self.config if not disabled() and supported() else None
-        limit = self.budget_nbytes if self.budget_nbytes is not None else device_nbytes(self.device)
-        trials = Trials(self.step, self.source, self.model, self.optimizers, self.device, limit, config, self.effective)
-        with untouched(self.model, self.optimizers, *self.keep):
-            return _Run(self, trials, limit).found()
+        with ExitStack() as stack:
+            energy: StepEnergy | None = None
+            if self.mode == "energy" and self.watts is None:
+                energy = stack.enter_context(closing(StepEnergy(self.device, self.clock)))
+            stack.enter_context(untouched(self.model, self.optimizers, *self.keep))
+            return _Run(self, energy).found()
 
     def _check(self) -> None:
         if self.mode not in MODES:
             raise ConfigError(f"mode is {self.mode!r}; use {', '.join(map(repr, MODES))}.")
         if self.max_size is not None and (not isinstance(self.max_size, int) or self.max_size < 1):
             raise ConfigError(f"max_size is {self.max_size!r}; give the largest batch size as an int, 1 or more.")
-        if self.mode == "energy" and self.watts is None:
-            raise ConfigError(
-                "mode='energy' needs the power that the device draws, which nothing here knows. Give watts=, or use "
-                "mode='throughput'."
-            )
+        if self.effective is not None and (not isinstance(self.effective, int) or self.effective < 1):
+            raise ConfigError(f"effective is {self.effective!r}; give the samples between two updates, 1 or more.")
         if self.watts is not None and not self.watts > 0:
             raise ConfigError(f"watts is {self.watts!r}; give the power that the device draws in training, above 0.")
         if any(nn.parameter.is_lazy(p) for p in self.model.parameters()):
@@ -145,122 +98,70 @@ class Search:
 class _Run:
     """One search, from profile to answer."""
 
-    def __init__(self, search: Search, trials: Trials, limit: int) -> None:
-        self.search, self.trials, self.limit = search, trials, limit
-        self.source = trials.source
-        self.cap = search.max_size or _UNLIMITED
-        self.fitted: Chooser | None = None
+    def __init__(self, search: Search, energy: StepEnergy | None) -> None:
+        self.search = search
+        self.config = search.config if not disabled() and supported() else None
+        self.limit = search.budget_nbytes
+        self.trials = Trials(
+            search.step,
+            search.source,
+            search.model,
+            search.optimizers,
+            search.device,
+            self.limit,
+            self.config,
+            search.effective,
+            search.max_size or _UNLIMITED,
+        )
+        self.trials.energy = energy
+        self.joules: Joules | None = None if search.watts is None else given(search.watts)
+        self.chooser: Chooser | None = None
         self.why = ""
-        self._lower(self.source.cap)
-
-    def _lower(self, cap: int | None) -> None:
-        self.cap = min(self.cap, cap or self.cap)
 
     def permitted(self, limit: int) -> Sequence[int]:
-        limit = min(limit, self.cap)
-        return self.search.permitted(limit) if self.search.permitted is not None else range(1, limit + 1)
-
-    # -- the two sizes -----------------------------------------------------------------------------
+        """The sizes that may be chosen, up to a limit, rising."""
+        limit, effective = min(limit, self.trials.cap), self.search.effective
+        if effective is None:
+            return range(1, limit + 1)
+        return [size for size in range(1, min(limit, effective) + 1) if effective % size == 0]
 
     def found(self) -> Found:
-        small, large = self._profiled()
-        if self.fitted is not None:
-            choice = self._chosen()
-            if choice is not None:
-                return choice
-        return self._bisected(max(small, large))
+        profiled = profile(self.trials)
+        if profiled is None:
+            raise self._nothing("not even a batch of 1 fits")
+        self.why = profiled.why
+        answer = None if profiled.step is None else self._predicted(profiled.step)
+        if answer is not None:
+            return answer
+        best = bisected(self.trials, self.permitted, profiled.largest)
+        if best is None:
+            sizes = self.permitted(self.trials.cap)
+            smallest = f"the smallest permitted size is {sizes[0]}, and it does not fit" if sizes else "no size is permitted"
+            raise self._nothing(smallest)
+        if self.trials.energy is not None:
+            best = self.trials.confirm(best.size, spend=True) or best
+        return self._answer(best, None if self.chooser is None else self.chooser.predicted(best.size))
 
-    def _profiled(self) -> tuple[int, int]:
-        """Observe two sizes, at most what is used now; smaller ones where those do not fit. Not 1 if that can be: torch takes
-        other ways for dimensions of 1. Returns both."""
-        small = min(self.cap, max(2, self.source.size // 2))
-        while not self._runs(self.trials.warm, small):
-            if small == 1:
-                raise self._nothing("not even a batch of 1 fits")
-            small = max(1, min(small // 2, self.cap))
-        first = self._observed(small)
-        large = min(2 * small, self.cap)
-        if first is None or large <= small:
-            self.why = "one step could not be recorded" if first is None else "there is only one size to profile"
-            return small, small
-        second = self._observed(large)
-        if second is None and large > self.cap >= small:  # the data ended
-            large = self.cap
-            second = self._observed(large) if large > small else None
-        if second is None and small > 1:  # the larger one does not fit: the smaller is the larger of two
-            small, large = small // 2, small
-            first, second = self._observed(small), first
-        if first is None or second is None:
-            self.why = "the larger of two sizes did not fit"
-            return small, small
-        self._fit(first, second, (small, large))
-        return small, large
-
-    def _runs(self, trial: Callable[[int], bool], size: int) -> bool:
-        try:
-            return trial(size)
-        except Exhausted as short:
-            self._lower(short.there)
-            if short.there < 1:
-                raise ConfigError("The data gave no sample. Give a loader with data.") from None
-            return False
-
-    def _observed(self, size: int) -> Graph | None:
-        found: list[Graph] = []
-
-        def observe(size: int) -> bool:
-            graph = self.trials.observe(size)
-            if graph is not None:
-                found.append(smoothed([graph]))
-            return graph is not None
-
-        self._runs(observe, size)
-        return found[0] if found else None
-
-    def _fit(self, first: Graph, second: Graph, sizes: tuple[int, int]) -> None:
-        try:
-            fitted = fit(first, second, sizes)
-        except FitError as error:
-            self.why = str(error)
-            return
-        nbytes = [nbytes_of(self.source.batch(size)) for size in sizes]
-        self._lower(host_cap((nbytes[1] - nbytes[0]) / (sizes[1] - sizes[0]), self.source.copies))
-        self.fitted = self._chooser(fitted, self.limit)
-
-    def _chooser(self, fitted: StepFit, limit: int) -> Chooser:
-        config = self.trials.config
-        room = limit - (config.headroom if config is not None else 0)
-        return Chooser(fitted, room, config is not None, self.search.effective, self.search.spare_nbytes, self._solve)
-
-    def _solve(self, graph: Graph) -> planner.Frontier:
-        assert self.trials.config is not None
-        kind = costs.measured(graph.device)
-        return planner.solve(
-            graph,
-            objective=self.trials.config.objective,
-            limit_seconds=self.trials.config.solver_seconds,
-            overhead=lambda lives: kind.of(Program(graph, lives)),
-        )
-
-    # -- the answer --------------------------------------------------------------------------------
-
-    def _chosen(self) -> Found | None:
+    def _predicted(self, step: StepFit) -> Found | None:
         """Predict and confirm; again, with what the trial before measured, where it did not fit. None: bisect."""
-        assert self.fitted is not None
-        for _ in range(3):
-            choice = self.fitted.choose(self.search.mode, self.permitted, self.cap)
+        step = sharpened(self.trials, step, self._chooser(step, None, self.limit).largest_unmodified(self.trials.cap))
+        plans, limit = self._plans(step), self.limit
+        if self.trials.energy is not None:
+            plain = self._chooser(step, None, limit).largest_unmodified(self.trials.cap)
+            self.joules = self._joules(plain, self.trials.energy)
+        for _ in range(_ATTEMPTS):
+            self.chooser = self._chooser(step, plans, limit)
+            choice = self.chooser.choose(self.search.mode, self.permitted, self.trials.cap)
             if choice is None:
                 self.why = "no permitted size was predicted to fit"
                 return None
-            try:
-                trial = self.trials.confirm(choice.size)
-            except Exhausted as short:  # nothing ran
-                self._lower(short.there)
+            trial = self.trials.confirm(choice.size, spend=True)
+            if trial is None:  # nothing ran: the data gave less
                 continue
             if trial.fits:
                 return self._answer(trial, choice)
             if choice.size == self.search.effective:  # it was hoped for
-                self._lower(choice.size - 1)
+                self.trials.cap = choice.size - 1
                 continue
             self.why = "a trial step ran out of memory"
             if trial.peak_nbytes is None:
@@ -269,58 +170,45 @@ class _Run:
             if trial.peak_nbytes <= choice.peak_nbytes:
                 return None
             # what the prediction lacks, it lacks in proportion
-            self.fitted = self._chooser(self.fitted.fit, self.limit * choice.peak_nbytes // trial.peak_nbytes)
+            limit = self.limit * choice.peak_nbytes // trial.peak_nbytes
         return None
 
-    def _bisected(self, known: int) -> Found:
-        """The largest permitted size by real steps alone, to within `CLOSE`: from the largest that ran, between it and the
-        smallest that did not; halved by ratio while they are far apart."""
-        sizes = self.permitted(self.cap)
-        best: Trial | None = None
-        low, high = -1, len(sizes)
-        failed = min((t.size for t in self.trials.done if not t.fits), default=None)
-        if failed is not None:
-            high = bisect_left(sizes, failed)
-        i = max(0, bisect_right(sizes, known) - 1)
-        while low + 1 < high:
-            i = min(max(i, low + 1), high - 1)
-            try:
-                trial = self.trials.confirm(sizes[i])
-            except Exhausted as short:
-                self._lower(short.there)
-                high = min(high, bisect_right(sizes, self.cap))
-                i = high - 1  # what was there may fit
-                continue
-            if trial.fits:
-                best, low = trial, i
-            else:
-                high = i
-            if high == len(sizes):  # nothing failed yet
-                i = bisect_left(sizes, 2 * sizes[i])
-            elif best is not None and sizes[high] - best.size <= max(1, CLOSE * best.size):
-                break
-            else:
-                small, large = (best.size if best is not None else 1), sizes[high]
-                middle = math.isqrt(small * large) if large > 4 * small else (small + large) // 2
-                i = bisect_left(sizes, middle)
-        if best is None:
-            smallest = f"the smallest permitted size is {sizes[0]}, and it does not fit" if sizes else "no size is permitted"
-            raise self._nothing(smallest)
-        return self._answer(best, None if self.fitted is None else self.fitted.predicted(best.size))
+    def _plans(self, step: StepFit) -> Plans | None:
+        """Plans as a session of this run will make them."""
+        if self.config is None:
+            return None
+        hybrid = Hybrid(self.search.device, self.config)  # no plan is carried out here: nothing to close
+        solve = lambda graph: frontier_of(graph, hybrid, lambda _: None)  # noqa: E731
+        return AwayPlans(step, solve, hybrid) if hybrid.wanted else Plans(step, solve)
+
+    def _chooser(self, step: StepFit, plans: Plans | None, limit: int) -> Chooser:
+        room = limit - (self.config.headroom if self.config is not None else 0)
+        return Chooser(step, room, plans, self.search.effective, self.search.spare_nbytes, self.joules)
+
+    def _joules(self, plain: int, energy: StepEnergy) -> Joules | None:
+        """Measured at two sizes well below the largest that needs no plan; None where every size needs one."""
+        sizes = sorted({max(1, plain // 8), max(1, plain // 2)}) if plain else []
+        spent = [one for one in map(self.trials.spend, sizes) if one is not None]
+        if spent:
+            return fitted(spent[0] if len(spent) > 1 else None, spent[-1], energy.approximate)
+        self.why = "no size fits without a plan, so that no energy was measured before: the fastest one was taken"
+        return None
 
     def _answer(self, trial: Trial, choice: Choice | None) -> Found:
-        rate = choice.samples_per_second if choice is not None else None
-        watts = self.search.watts
+        spent, before = self.trials.spent, self.search.source.size
         return Found(
             size=trial.size,
-            before=self.source.size,
+            before=before,
             mode=self.search.mode,
             budget_bytes=self.search.budget_nbytes,
             predicted_peak_bytes=choice.peak_nbytes if choice is not None else None,
             confirmed_peak_bytes=trial.peak_nbytes,
-            samples_per_second=rate,
-            joules_per_sample=watts / rate if watts is not None and rate else None,
-            planned=choice.planned if choice is not None else self.trials.config is not None,
+            samples_per_second=choice.samples_per_second if choice is not None else None,
+            before_samples_per_second=self.chooser.unmodified(before).samples_per_second if self.chooser is not None else None,
+            joules_per_sample=choice.joules_per_sample if choice is not None else None,
+            measured_joules_per_sample=spent.each / spent.size if spent is not None else None,
+            energy_source=self.joules.source if self.joules is not None else "",
+            planned=choice.planned if choice is not None else self.config is not None,
             trials=tuple(self.trials.done),
             why=self.why,
         )
@@ -332,11 +220,3 @@ class _Run:
             "its optimizer and the batch size are as they were. Raise the budget, or make the model or the samples smaller.",
             budget_nbytes=self.limit,
         )
-
-
-def divisors(effective: int) -> Permitted:
-    """The sizes that give `effective` samples an update by accumulating whole batches."""
-    if not isinstance(effective, int) or effective < 1:
-        raise ConfigError(f"effective is {effective!r}; give the samples between two updates, 1 or more.")
-    found = [size for size in range(1, effective + 1) if effective % size == 0]
-    return lambda limit: [size for size in found if size <= limit]

@@ -11,11 +11,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from lightning_memopt.batching.batches import Exhausted
+from lightning_memopt.batching.energy import Spent, StepEnergy
 from lightning_memopt.batching.oom import is_out_of_memory, release
 from lightning_memopt.config import MemOptConfig
-from lightning_memopt.errors import InfeasibleError
+from lightning_memopt.errors import ConfigError, InfeasibleError
 from lightning_memopt.graph import Graph
 from lightning_memopt.session import Session
 from lightning_memopt.session.buckets import Observing, Running
@@ -43,7 +45,8 @@ and updates. `whole`: the batch is all samples of its update; else gradients of 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """A step that ran, or did not: `fits`, and the peak where it was measured. `kind`: what it was run for."""
+    """Steps that ran, or did not: `fits`, and the peak where it was measured. `kind`: what they were run for, "warm-up",
+    "profile", "trial" or "energy"."""
 
     kind: str
     size: int
@@ -52,11 +55,20 @@ class Trial:
     peak_nbytes: int | None = None
 
 
+@dataclasses.dataclass
+class _Outcome:
+    """What a trial comes to; `fits` is known when it is over."""
+
+    peak_nbytes: int | None = None
+    fits: bool = False
+
+
 class Trials:
     """Runs steps, counts them, and says which did not fit.
 
     `config`: how the run will plan, where it does; None for a run without plans. `budget_nbytes` is what a step may take.
-    `effective`: samples an update, where they are accumulated; None: every batch has its update.
+    `effective`: samples an update, where they are accumulated; None: every batch has its update. `cap`: no size is larger, as
+    asked for or as the data is seen to give.
     """
 
     def __init__(
@@ -66,15 +78,22 @@ class Trials:
         model: nn.Module,
         optimizers: list[torch.optim.Optimizer],
         device: torch.device,
-        budget_nbytes: int | None,
+        budget_nbytes: int,
         config: MemOptConfig | None,
-        effective: int | None = None,
+        effective: int | None,
+        cap: int,
     ) -> None:
-        self.effective = effective
-        self.step, self.source, self.model, self.optimizers = step, source, model, optimizers
+        self.source, self.model, self.optimizers, self.effective = source, model, optimizers, effective
         self.device, self.budget_nbytes, self.config = device, budget_nbytes, config
+        self.cap = min(cap, source.cap or cap)
         self.done: list[Trial] = []
+        self.spent: Spent | None = None
+        """Of the size that was last confirmed, where that was asked for."""
+        self.energy: StepEnergy | None = None
+        self._step, self._begun = step, 0
         self._unmetered: list[weakref.ref[Any]] = []
+
+    # -- three kinds of steps ----------------------------------------------------------------------
 
     def warm(self, size: int) -> bool:
         """An unwatched step, which makes what a first step makes: optimizer state, gradients, a library's workspaces.
@@ -83,40 +102,83 @@ class Trials:
         """
         if self.config is not None:
             return self.observe(size, "warm-up") is not None
-        with self._running("warm-up", size):
-            self.step(self.source.batch(size), None, self.effective is None)
+        with self._running("warm-up", size) as trial:
+            self._run(self.source.batch(size), None, self.effective is None)
         self._unmetered = [weakref.ref(g.untyped_storage()) for g in self._gradients()]
-        return self.done[-1].fits
+        return trial.fits
 
     def observe(self, size: int, kind: str = "profile") -> Graph | None:
-        """The graph of one step at this size, update included; None where it does not fit."""
+        """The graph of one step at this size, update included; None where it does not fit, or the data has no such batch."""
         config = self.config or MemOptConfig(budget="min")
         quiet = dataclasses.replace(config, profile_steps=_OBSERVED, plan=None, verify=False, verbose=False)
         found: Graph | None = None
-        with self._running(kind, size), self._session(quiet) as session:
-            self.step(self.source.batch(size), session, self.effective is None)
+        with self._running(kind, size) as trial, self._session(quiet) as session:
+            self._run(self.source.batch(size), session, self.effective is None)
             session.step_ended()
             state = session.current
             found = state.graphs[-1] if isinstance(state, Observing) and state.graphs else None
-        return found if self.done[-1].fits else None
+        return found if trial.fits else None
 
-    def confirm(self, size: int) -> Trial:
-        """Real steps of the run to come at this size, measured: one; with plans an observed and a planned one."""
+    def confirm(self, size: int, spend: bool = False) -> Trial | None:
+        """Real steps of the run to come at this size, measured: one; with plans an observed and a planned one. None: the data
+        has no such batch. `spend`: where they fit, and a batch is an update, `spent` is filled from more of them.
+        """
+        before, self.spent = len(self.done), None
+        spend = spend and self._whole(size)
         if self.config is not None:
-            return self._planned(size, self.config)
-        peak: int | None = None
-        with self._running("trial", size):
+            self._planned(size, self.config, spend)
+        elif self._unplanned(size) and spend:
+            self.spent = self.spend(size)
+        return next((t for t in self.done[before:] if t.kind == "trial"), None)
+
+    def _unplanned(self, size: int) -> bool:
+        with self._running("trial", size) as trial:
             batch = self.source.batch(size)
             resident = resident_nbytes(resident_tensors(self.model, self.optimizers, batch), self.device)
             unseen = {id(ref()) for ref in self._unmetered}
             gradients = [g for g in self._gradients() if id(g.untyped_storage()) in unseen]
             meter = StepMeter(self.device, resident, gradients)
             try:
-                self.step(batch, None, self._whole(size))
+                self._run(batch, None, self._whole(size))
                 del batch
             finally:
-                peak = meter.close()
-        return self._judged(peak)
+                trial.peak_nbytes = meter.close()
+        return trial.fits
+
+    def _planned(self, size: int, config: MemOptConfig, spend: bool) -> None:
+        quiet = dataclasses.replace(config, profile_steps=1, plan=None, on_exceed="warn", verify=False, verbose=False)
+        with self._running("trial", size) as trial, self._session(quiet) as session, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(2):
+                self._run(self.source.batch(size), session, self._whole(size))
+                session.step_ended()
+            state = session.main
+            trial.peak_nbytes = state.measured_bytes if isinstance(state, Running) else None
+            if spend and not self._over(trial.peak_nbytes):
+                self.spent = self.spend(size, session)
+
+    def spend(self, size: int, session: Session | None = None) -> Spent | None:
+        """Steps at a size that fits, repeated while energy is read; None where it is not, or the data has no such batch."""
+        if self.energy is None:
+            return None
+        found: Spent | None = None
+        with self._running("energy", size):
+            batch = self.source.batch(size)
+
+            def again() -> None:
+                self._run(tree_map(lambda t: t, batch), session, self._whole(size))  # dicts and lists of its own, to take from
+                if session is not None:
+                    session.step_ended()
+
+            again()  # what only a first step at this size does is not measured
+            found = self.energy.measure(again, size)
+        return found
+
+    # -- around them -------------------------------------------------------------------------------
+
+    def _run(self, batch: Any, session: Session | None, whole: bool) -> None:
+        self._begun += 1
+        self._step(batch, session, whole)
 
     def _whole(self, size: int) -> bool:
         return self.effective is None or size == self.effective
@@ -124,24 +186,8 @@ class Trials:
     def _gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self.model.parameters() if p.grad is not None]
 
-    def _planned(self, size: int, config: MemOptConfig) -> Trial:
-        quiet = dataclasses.replace(config, profile_steps=1, plan=None, on_exceed="warn", verify=False, verbose=False)
-        peak: int | None = None
-        with self._running("trial", size, steps=2), self._session(quiet) as session, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for _ in range(2):
-                self.step(self.source.batch(size), session, self._whole(size))
-                session.step_ended()
-            state = session.main
-            peak = state.measured_bytes if isinstance(state, Running) else None
-        return self._judged(peak)
-
-    def _judged(self, peak: int | None) -> Trial:
-        """The last trial, with what was measured: a step above the budget does not fit."""
-        last = self.done[-1]
-        over = peak is not None and self.budget_nbytes is not None and peak > self.budget_nbytes
-        self.done[-1] = dataclasses.replace(last, fits=last.fits and not over, peak_nbytes=peak if last.fits else None)
-        return self.done[-1]
+    def _over(self, peak_nbytes: int | None) -> bool:
+        return peak_nbytes is not None and peak_nbytes > self.budget_nbytes
 
     @contextlib.contextmanager
     def _session(self, config: MemOptConfig) -> Iterator[Session]:
@@ -152,18 +198,25 @@ class Trials:
             session.close()
 
     @contextlib.contextmanager
-    def _running(self, kind: str, size: int, steps: int = 1) -> Iterator[None]:
-        """Around the steps of a trial: running out of memory, of the device or of plans, is its result."""
+    def _running(self, kind: str, size: int) -> Iterator[_Outcome]:
+        """Around the steps of a trial: running out of memory, of the device or of plans, is its result, and so is a peak above
+        the budget. Where the data has no such batch, nothing ran, and `cap` is lowered. Trials may be nested."""
+        at, begun, ran = len(self.done), self._begun, False
+        outcome = _Outcome()
         try:
-            yield
-        except Exhausted:
-            raise
+            yield outcome
+        except Exhausted as short:
+            if short.there < 1:
+                raise ConfigError("The data gave no sample. Give a loader with data.") from None
+            self.cap = min(self.cap, short.there)
+            return
         except Exception as error:
             if not isinstance(error, InfeasibleError) and not is_out_of_memory(error):
                 raise
             for p in self.model.parameters():
                 p.grad = None  # of a backward that did not end
             release(error)
-            self.done.append(Trial(kind, size, steps, False))
         else:
-            self.done.append(Trial(kind, size, steps, True))
+            ran, outcome.fits = True, not self._over(outcome.peak_nbytes)
+        steps = self._begun - begun - sum(t.steps for t in self.done[at:])
+        self.done.insert(at, Trial(kind, size, steps, outcome.fits, outcome.peak_nbytes if ran else None))

@@ -10,21 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any, Literal
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.utilities import CombinedLoader, rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_memopt.batching import MODES, Found, FromLoader, Mode, Search, divisors, refuse_loader, untouched
+from lightning_memopt.batching import MODES, Found, FromLoader, Mode, Search, refuse_loader, untouched
+from lightning_memopt.callbacks import probe
 from lightning_memopt.callbacks.learning_rate import FACTORS, scale
 from lightning_memopt.config import MemOptConfig, disabled
 from lightning_memopt.errors import ConfigError, UnsupportedError
-from lightning_memopt.session import Session
 from lightning_memopt.session.budget import bytes_on
 from lightning_memopt.strategies import MemOptMixin
 
@@ -41,7 +39,7 @@ class MemOptBatchScaler(Callback):
         keep_effective: keep the samples between two updates as they are, by changing `accumulate_grad_batches`: only sizes
             that divide them are chosen. False: every batch may grow, and updates with it.
         lr_scaling: of learning rates where `keep_effective=False`: by nothing, the ratio of samples an update, or its root.
-        watts: what the device draws while it trains; needed for `"energy"`.
+        watts: what the device draws while it trains, for `"energy"`; by default it is measured, on NVIDIA GPUs.
         verbose: say what was chosen, and at the end what came of it.
     """
 
@@ -163,17 +161,17 @@ class MemOptBatchScaler(Callback):
         module, strategy = trainer.lightning_module, trainer.strategy
         data = () if trainer.datamodule is None else (vars(trainer.datamodule),)  # type: ignore[attr-defined]
         accumulate = trainer.accumulate_grad_batches
-        with untouched(module, *data, vars(strategy.precision_plugin)), self._quiet(trainer):
+        with untouched(module, *data, vars(strategy.precision_plugin)), probe.quiet(trainer):
             make(trainer)
             trainer.fit_loop._combined_loader = None
-            loader = _training_loader(trainer)
+            loader = probe.training_loader(trainer)
             source = FromLoader(loader)
             config, budget = self._budget(strategy)
             effective = source.size * accumulate
             alone = self.keep_effective or accumulate == 1
             gradients = sum(p.nbytes for p in module.parameters() if p.requires_grad)
             self.found = Search(
-                step=lambda batch, session, whole: _step(trainer, batch, session, whole and alone),
+                step=lambda batch, session, whole: probe.step(trainer, batch, session, whole and alone),
                 source=source,
                 model=strategy.model or module,
                 optimizers=strategy.optimizers,
@@ -182,7 +180,6 @@ class MemOptBatchScaler(Callback):
                 config=config,
                 budget_nbytes=budget,
                 mode=self.mode,
-                permitted=divisors(effective) if self.keep_effective else None,
                 effective=effective if self.keep_effective else None,
                 spare_nbytes=gradients,
                 max_size=self.max_size,
@@ -223,21 +220,6 @@ class MemOptBatchScaler(Callback):
         if source.loader.drop_last:
             rank_zero_warn(f"MemOpt: drop_last=True now drops up to {size - 1} samples an epoch, {source.size - 1} before.")
 
-    @contextlib.contextmanager
-    def _quiet(self, trainer: Trainer) -> Iterator[None]:
-        """Steps inside this block reach no callback and no logger, and log nothing."""
-        module, state = trainer.lightning_module, trainer.state
-        before = trainer.callbacks, trainer.loggers, state.stage  # type: ignore[attr-defined]
-        trainer.callbacks = []  # type: ignore[attr-defined]
-        trainer.loggers = [DummyLogger()] if before[1] else []
-        trainer.training = True
-        for name in ("log", "log_dict"):
-            module.__dict__[name] = _log_nothing  # `untouched` takes it off
-        try:
-            yield
-        finally:
-            trainer.callbacks, trainer.loggers, state.stage = before  # type: ignore[attr-defined]
-
     # -- the loader --------------------------------------------------------------------------------
 
     def _load(self, load: Callable[[], None]) -> None:
@@ -260,52 +242,3 @@ class MemOptBatchScaler(Callback):
     def _patch(self, holder: Any, name: str, with_this: Callable[..., Any]) -> None:
         setattr(holder, name, with_this)
         self._undo.callback(vars(holder).pop, name, None)
-
-
-def _log_nothing(*args: Any, **kwargs: Any) -> None:
-    """In the place of `LightningModule.log` while there is no loop."""
-
-
-def _training_loader(trainer: Trainer) -> Any:
-    """The loader that training will use. Raises UnsupportedError where there are several, or none."""
-    source = trainer.fit_loop._data_source
-    if not source.is_defined():
-        raise UnsupportedError("There is no training loader. Give one to fit, or define train_dataloader.")
-    found = source.dataloader()
-    combined = found if isinstance(found, CombinedLoader) else CombinedLoader(found, "max_size_cycle")
-    if len(combined.flattened) != 1:
-        raise UnsupportedError(
-            f"There are {len(combined.flattened)} training loaders, so there is no one batch size. Give one, or leave "
-            "MemOptBatchScaler out."
-        )
-    return combined.flattened[0]
-
-
-def _step(trainer: Trainer, batch: Any, session: Session | None, whole: bool) -> None:
-    """One step as Lightning's loop for automatic optimization does it, without the loop. Not `whole`: one that accumulates."""
-    module, strategy = trainer.lightning_module, trainer.strategy
-    batch = strategy.precision_plugin.convert_input(batch)
-    batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
-    batch = strategy.batch_to_device(batch, dataloader_idx=0)
-    names = inspect.signature(module.training_step).parameters
-    args = (batch, 0) if "batch_idx" in names or len(names) > 1 else (batch,)
-    optimizer = strategy.optimizers[0]
-    nothing = contextlib.nullcontext
-
-    def closure() -> torch.Tensor | None:
-        with session.round((args, {})) if session is not None else nothing():
-            out: Any = strategy.training_step(*args)
-        loss = out["loss"] if isinstance(out, Mapping) else out
-        if loss is None:
-            return None
-        if whole:
-            module.optimizer_zero_grad(trainer.current_epoch, 0, optimizer)
-        with session.backward() if session is not None else nothing():
-            strategy.backward(loss / trainer.accumulate_grad_batches, optimizer)
-        if session is not None:
-            session.update_begins(optimizer)
-        return loss.detach()
-
-    module.optimizer_step(trainer.current_epoch, 0, strategy._lightning_optimizers[0], closure)
-    if session is not None:
-        session.update_ended(optimizer)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
-from lightning_memopt.batching import Found, FromFunction, FromLoader, Mode, Search, divisors
-from lightning_memopt.config import MemOptConfig, disabled
+from lightning_memopt.batching import Found, FromFunction, FromLoader, Mode, Search
+from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.integrations.plain import Run, _attach, _wrapped
 from lightning_memopt.runtime.optimizer import several_processes
@@ -50,12 +50,18 @@ def find_max_batch_size(
         max_size: no size is larger.
         effective: samples between two updates, where you accumulate: only sizes that divide it are chosen. Then `step` is what
             runs for one of the batches, with the update but without `zero_grad`, so that gradients are there as they will be.
-        watts: what the device draws while it trains; needed for `"energy"`.
+        watts: what the device draws while it trains, for `"energy"`; by default it is measured, on NVIDIA GPUs.
         keep: what else `step` changes: a scheduler, a GradScaler, lists.
         options: of `MemOptConfig`, for `recompute=True`.
 
+<<<<<<< HEAD
     Raises InfeasibleError where no size fits, UnsupportedError for loaders whose batch size cannot be set and in one of several
     processes. The size is that of a step that ran: it is never larger than what the data gave.
+=======
+    Raises InfeasibleError where no size fits, UnsupportedError for loaders whose batch size cannot be set, ConfigError for
+    `"energy"` where the device's cannot be read and no watts are given; then nothing has run. The size is that of
+    a step that ran: it is never larger than what the data gave.
+>>>>>>> help-scaler
     """
     if several_processes():
         raise UnsupportedError(
@@ -84,10 +90,9 @@ def find_max_batch_size(
         optimizers=optimizers,
         device=device,
         keep=(*keep, *((batches, batches.dataset) if isinstance(source, FromLoader) else ())),
-        config=config if recompute and not disabled() else None,
+        config=config if recompute else None,
         budget_nbytes=nbytes,
         mode=mode,
-        permitted=None if effective is None else divisors(effective),
         effective=effective,
         max_size=max_size,
         watts=watts,

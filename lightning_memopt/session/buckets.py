@@ -98,7 +98,7 @@ class Observing:
         return Failed(reason)
 
 
-def _frontier(graph: Graph, hybrid: Hybrid, say: Say) -> planner.Frontier:
+def frontier_of(graph: Graph, hybrid: Hybrid, say: Say) -> planner.Frontier:
     say(f"MemOpt: solving for {len(graph.ops)} ops, {len(graph.saves)} saved tensors")
     return hybrid.frontier(
         planner.solve(
@@ -112,7 +112,7 @@ def _frontier(graph: Graph, hybrid: Hybrid, say: Say) -> planner.Frontier:
 
 
 def _solved(graph: Graph, limit_nbytes: int | None, hybrid: Hybrid, say: Say) -> Running:
-    frontier = _frontier(graph, hybrid, say)
+    frontier = frontier_of(graph, hybrid, say)
     limit = frontier.smallest_bytes if limit_nbytes is None else limit_nbytes
     plan = frontier.plan(limit)
     say(
@@ -135,7 +135,7 @@ def refuse_infeasible(graph: Graph, budget_nbytes: int, hybrid: Hybrid, say: Say
     if unmodified <= budget_nbytes - config.headroom:
         return
     say("MemOpt: the step does not fit as it is; looking for a plan before anything is updated")
-    needed = _frontier(graph, hybrid, say).smallest_bytes + config.headroom
+    needed = frontier_of(graph, hybrid, say).smallest_bytes + config.headroom
     if needed <= budget_nbytes:
         return
     raise InfeasibleError(

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_memopt.batching.choose import Chooser, largest, unmodified_peak
+from lightning_memopt.batching.choose import Chooser, unmodified_peak
 from lightning_memopt.batching.fit import FitError, StepFit, fit, itemsize
+from lightning_memopt.batching.plans import Plans, largest
+from lightning_memopt.batching.profile import sharpened
 from lightning_memopt.graph import Graph, unmodified_levels
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.solvers import planner
@@ -172,41 +175,57 @@ def test_the_largest_planned_size_is_that_of_all_sizes_tried() -> None:
     """Every size solved for itself: within 2 %, and never above."""
     found = fitted("images")
     budget = int(1.3 * unmodified_peak(found.at(12)))
-    chooser = Chooser(found, budget, plans=True)
+    unmodified = Chooser(found, budget).largest_unmodified(1 << 20)
     fits = [size for size in range(10, 41) if planner.solve(found.at(size)).smallest_bytes <= budget]
-    got = chooser.largest_planned(1 << 20)
-    assert got > chooser.largest_unmodified(1 << 20)
+    got = Plans(found, planner.solve).largest(unmodified, 1 << 20, budget)
+    assert got > unmodified
     assert fits[-1] < 40
     assert fits[-1] / 1.02 <= got <= fits[-1]
+
+
+def rate(chooser: Chooser, size: int) -> float:
+    choice = chooser.predicted(size)
+    assert choice is not None
+    return choice.samples_per_second
+
+
+@pytest.mark.parametrize(("plain", "asked"), [(80, [40]), (72, [])])
+def test_a_step_is_recorded_again_where_two_sizes_are_far_from_what_fits(plain: int, asked: list[int]) -> None:
+    """At half of what fits; another step there, or one that does not fit, leaves what there was."""
+    sizes: list[int] = []
+    small = replace(fitted("words"), sizes=(6, 9))  # 40 is far from 9, 36 is not
+    again = lambda size: (sizes.append(size), recorded("words")[size])[1]  # noqa: E731
+    found = sharpened(SimpleNamespace(observe=again), small, plain)  # type: ignore[arg-type]
+    assert sizes == asked and found.sizes == ((6, 40) if asked else (6, 9))
+    if asked:
+        assert [op.workspace_nbytes for op in found.at(40).ops] == [op.workspace_nbytes for op in recorded("words")[40].ops]
+        assert sharpened(SimpleNamespace(observe=lambda size: None), small, plain) is small  # type: ignore[arg-type]
+        assert sharpened(SimpleNamespace(observe=lambda size: recorded("images")[40]), small, plain) is small  # type: ignore[arg-type]
 
 
 def test_modes_choose_by_what_they_say() -> None:
     """An op that is slow per sample beyond 24 samples a batch makes larger batches the slower ones."""
     found = fitted("words")
     everything = lambda limit: range(1, limit + 1)  # noqa: E731
-    chooser = Chooser(found, unmodified_peak(found.at(30)), plans=False)
+    chooser = Chooser(found, unmodified_peak(found.at(30)))
     largest_one = chooser.choose("largest", everything, 1 << 20)
     assert largest_one is not None and largest_one.size == 30 and not largest_one.planned
     assert largest_one.peak_nbytes == unmodified_peak(found.at(30))
     fastest = chooser.choose("throughput", everything, 1 << 20)
     assert fastest is not None
-    assert fastest.samples_per_second == max(chooser.predicted(size).samples_per_second for size in (1, 2, 8, 30, fastest.size))
+    assert fastest.samples_per_second == max(rate(chooser, size) for size in (1, 2, 8, 30, fastest.size))
     assert chooser.choose("largest", lambda limit: [s for s in (64, 128) if s <= limit], 1 << 20) is None
     divisors = lambda limit: [s for s in (1, 2, 4, 8, 16, 32, 64) if s <= limit]  # noqa: E731
-    kept = Chooser(found, unmodified_peak(found.at(30)), plans=False, effective=64).choose("largest", divisors, 1 << 20)
+    kept = Chooser(found, unmodified_peak(found.at(30)), effective=64).choose("largest", divisors, 1 << 20)
     assert kept is not None and kept.size == 16
-    one, kept_one = chooser.predicted(16).samples_per_second, kept.samples_per_second
+    one, kept_one = rate(chooser, 16), kept.samples_per_second
     assert kept_one > one, "an update is shared by the batches that it is accumulated over"
 
 
 def test_a_whole_update_in_one_batch_has_no_gradients_of_others() -> None:
     found = fitted("words")
     below = unmodified_peak(found.at(32)) - 1000
-    plain = Chooser(found, below, plans=False, effective=32)
+    plain = Chooser(found, below, effective=32)
     assert plain.largest_unmodified(64) < 32
-    assert replace_spare(plain, 1000).largest_unmodified(64) == 32
-    assert replace_spare(plain, 999).largest_unmodified(64) < 32
-
-
-def replace_spare(chooser: Chooser, nbytes: int) -> Chooser:
-    return Chooser(chooser.fit, chooser.budget_nbytes, chooser.plans, chooser.effective, nbytes)
+    assert replace(plain, spare_nbytes=1000).largest_unmodified(64) == 32
+    assert replace(plain, spare_nbytes=999).largest_unmodified(64) < 32

@@ -210,6 +210,35 @@ def test_l1_no_oom_on_a_device_of_the_budget() -> None:
     assert device.errors == 0 and device.peak_nbytes > 0.6 * BUDGET
 
 
+def test_l1_the_size_is_the_largest_that_a_trainer_can_do() -> None:
+    """By exhaustion, steps in the steady state. Gradients are most of the difference to a plain loop, which would do more:
+    Lightning frees them after the forward.
+    """
+    budget = 1_300_000
+
+    def heavy(size: int) -> Module:
+        module = Module(size, schedule=False)
+        module.net = small(width=96)
+        return module
+
+    def fits(size: int) -> bool:
+        module = heavy(size)
+        try:
+            with Device(budget, [module]):
+                fit(module, max_steps=3)
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    mine, module = scaler(keep_effective=False, budget=budget), heavy(4)
+    with Device(budget, [module]) as device:
+        fit(module, scaler=mine, max_steps=3)
+    assert device.errors == 0 and mine.found is not None and mine.found.trial_steps == 1
+    true = max(size for size in range(mine.found.size, mine.found.size + 4) if fits(size))
+    assert true < mine.found.size + 3, "the device was never full: the test tests nothing"
+    assert true / 1.02 - 1 < mine.found.size <= true
+
+
 def test_l2_where_nothing_fits_the_run_is_refused_and_everything_put_back() -> None:
     loader, module = DataLoader(DATA, batch_size=4), Module(4)
     before = {k: v.clone() for k, v in module.state_dict().items()}

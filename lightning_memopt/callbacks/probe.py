@@ -1,0 +1,81 @@
+"""A Trainer's training step without its loop: what `MemOptBatchScaler` runs before training starts."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities import CombinedLoader
+
+from lightning_memopt.errors import UnsupportedError
+from lightning_memopt.session import Session
+
+
+def training_loader(trainer: Trainer) -> Any:
+    """The loader that training will use. Raises UnsupportedError where there are several, or none."""
+    source = trainer.fit_loop._data_source
+    if not source.is_defined():
+        raise UnsupportedError("There is no training loader. Give one to fit, or define train_dataloader.")
+    found = source.dataloader()
+    combined = found if isinstance(found, CombinedLoader) else CombinedLoader(found, "max_size_cycle")
+    if len(combined.flattened) != 1:
+        raise UnsupportedError(
+            f"There are {len(combined.flattened)} training loaders, so there is no one batch size. Give one, or leave "
+            "MemOptBatchScaler out."
+        )
+    return combined.flattened[0]
+
+
+@contextlib.contextmanager
+def quiet(trainer: Trainer) -> Iterator[None]:
+    """Steps inside this block reach no callback and no logger. `untouched`, around it, puts the module's attributes back."""
+    module, state = trainer.lightning_module, trainer.state
+    before = trainer.callbacks, trainer.loggers, state.stage  # type: ignore[attr-defined]
+    trainer.callbacks = []  # type: ignore[attr-defined]
+    trainer.loggers = [DummyLogger()] if before[1] else []
+    trainer.training = True
+    for name in ("log", "log_dict"):
+        module.__dict__[name] = _log_nothing
+    try:
+        yield
+    finally:
+        trainer.callbacks, trainer.loggers, state.stage = before  # type: ignore[attr-defined]
+
+
+def _log_nothing(*args: Any, **kwargs: Any) -> None:
+    """In the place of `LightningModule.log` while there is no loop."""
+
+
+def step(trainer: Trainer, batch: Any, session: Session | None, whole: bool) -> None:
+    """One step as Lightning's loop for automatic optimization does it. Not `whole`: one that accumulates."""
+    module, strategy = trainer.lightning_module, trainer.strategy
+    batch = strategy.precision_plugin.convert_input(batch)
+    batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+    batch = strategy.batch_to_device(batch, dataloader_idx=0)
+    names = inspect.signature(module.training_step).parameters
+    args = (batch, 0) if "batch_idx" in names or len(names) > 1 else (batch,)
+    optimizer = strategy.optimizers[0]
+    nothing = contextlib.nullcontext
+
+    def closure() -> torch.Tensor | None:
+        with session.round((args, {})) if session is not None else nothing():
+            out: Any = strategy.training_step(*args)
+        loss = out["loss"] if isinstance(out, Mapping) else out
+        if loss is None:
+            return None
+        if whole:  # after the forward: gradients of the update before are there in it, as they will be in training
+            module.optimizer_zero_grad(trainer.current_epoch, 0, optimizer)
+        with session.backward() if session is not None else nothing():
+            strategy.backward(loss / trainer.accumulate_grad_batches, optimizer)
+        if session is not None:
+            session.update_begins(optimizer)
+        return loss.detach()
+
+    module.optimizer_step(trainer.current_epoch, 0, strategy._lightning_optimizers[0], closure)
+    if session is not None:
+        session.update_ended(optimizer)
