@@ -36,32 +36,27 @@ def find_max_batch_size(
 ) -> Found:
     """The batch size for a training loop, found with few real steps that leave nothing behind.
 
-        Args:
-            step: the body of the loop, `step(batch)`: forward, backward, `optimizer.step()`, `zero_grad()`. What it returns is
-                not used.
-            batches: a DataLoader, or `make_batch(size)` giving a batch of that many samples. Where samples differ in length,
-                let it give the longest.
-            model: what is trained; it is called in `step`.
-            optimizer: the optimizers that `step` updates with.
-            budget: bytes of the device that a step may use, as for `optimize`.
-            recompute: whether the loop will run inside `optimize` within this budget; False: as it is.
-            mode: `"largest"` that fits, `"throughput"`: the most samples a second, `"energy"`: the fewest joules a sample.
-            start: the size that is used now; what is profiled is no larger (2 and 4 at least). That of the loader, or 8.
-            max_size: no size is larger.
-            effective: samples between two updates, where you accumulate: only sizes that divide it are chosen. Then `step` is what
-                runs for one of the batches, with the update but without `zero_grad`, so that gradients are there as they will be.
-            watts: what the device draws while it trains, for `"energy"`; by default it is measured, on NVIDIA GPUs.
-            keep: what else `step` changes: a scheduler, a GradScaler, lists.
-            options: of `MemOptConfig`, for `recompute=True`.
+    Args:
+        step: the body of the loop, `step(batch)`: forward, backward, `optimizer.step()`, `zero_grad()`. What it returns is
+            not used.
+        batches: a DataLoader, or `make_batch(size)` giving a batch of that many samples. Where samples differ in length,
+            let it give the longest.
+        model: what is trained; it is called in `step`.
+        optimizer: the optimizers that `step` updates with.
+        budget: bytes of the device that a step may use, as for `optimize`.
+        recompute: whether the loop will run inside `optimize` within this budget; False: as it is.
+        mode: `"largest"` that fits, `"throughput"`: the most samples a second, `"energy"`: the fewest joules a sample.
+        start: the size that is used now; what is profiled is no larger (2 and 4 at least). That of the loader, or 8.
+        max_size: no size is larger.
+        effective: samples between two updates, where you accumulate: only sizes that divide it are chosen. Then `step` is what
+            runs for one of the batches, with the update but without `zero_grad`, so that gradients are there as they will be.
+        watts: what the device draws while it trains, for `"energy"`; by default it is measured, on NVIDIA GPUs.
+        keep: what else `step` changes: a scheduler, a GradScaler, lists.
+        options: of `MemOptConfig`, for `recompute=True`.
 
-    <<<<<<< HEAD
-        Raises InfeasibleError where no size fits, UnsupportedError for loaders whose batch size cannot be set and in one of several
-        processes. The size is that of a step that ran: it is never larger than what the data gave.
-    =======
-        Raises InfeasibleError where no size fits, UnsupportedError for loaders whose batch size cannot be set, ConfigError for
-        `"energy"` where the device's cannot be read and no watts are given; then nothing has run. The size is that of
-        a step that ran: it is never larger than what the data gave.
-    >>>>>>> help-scaler
+    Raises InfeasibleError where no size fits, UnsupportedError for loaders whose batch size cannot be set and in one of several
+    processes, ConfigError for `"energy"` where the device's cannot be read and no watts are given; then nothing has run. The
+    size is that of a step that ran: it is never larger than what the data gave.
     """
     if several_processes():
         raise UnsupportedError(
