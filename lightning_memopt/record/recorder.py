@@ -94,7 +94,8 @@ class Recorder(TorchDispatchMode):
         if slot.version == UNKNOWN:
             slot.version = t._version
             if slot.value is not None:
-                slot.value = without_history(t)  # with the counter that was read
+                # with the counter that was read; never the user's own tensor: when that is let go would not be seen
+                slot.value = without_history(t) if slot.external else detached(t)
         elif slot.version != t._version and slot.version != UNSHARED and self.capturing:
             return self._replaced(slot, t, "changed by what the recorder does not see")
         return slot
