@@ -15,10 +15,8 @@ from benchmarks.bench import MIB, Bench
 from benchmarks.gpu_models import Build
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Plan, reserved
-from lightning_memopt.runtime import PlannedEngine, Program
-from lightning_memopt.runtime.away import Depot
+from lightning_memopt.runtime import Program
 from lightning_memopt.session import costs
-from lightning_memopt.session.recording import PlannedRecording
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.planner import Frontier
 from lightning_memopt.trace import metered_cpu
@@ -44,15 +42,6 @@ class GpuBench(Bench):
     def synchronize(self) -> None:
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
-
-    def planned(self, program: Program, depot: Depot | None = None) -> Callable[[], Any]:
-        """The forward pass under a plan; `depot` is where it puts what goes away."""
-
-        def forward() -> Any:
-            with PlannedRecording(PlannedEngine(program, depot=depot), self.model):
-                return self.forward()
-
-        return forward
 
     def outcome(self) -> tuple[list[Any], torch.Tensor]:
         """Gradients and buffers, on the host, and the generator's state."""

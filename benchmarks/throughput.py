@@ -29,10 +29,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.chain import print_table
 from benchmarks.joint import EFFICIENCY
 from benchmarks.priced import Price, PricedFit, priced, recorded
-from lightning_memopt.batching.choose import largest, unmodified_peak
+from lightning_memopt.batching.plans import largest
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life, LoweringError, Run, lower, simulate
 from lightning_memopt.plan.rates import Device, profile
+from lightning_memopt.session.buckets import unmodified_peak
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.dataflow import echo
 from lightning_memopt.solvers.rollout import keep_all

@@ -10,9 +10,7 @@ from typing import Literal
 from lightning_memopt.batching.energy import Joules
 from lightning_memopt.batching.fit import StepFit
 from lightning_memopt.batching.plans import Plans, largest
-from lightning_memopt.graph import Graph, unmodified_levels
-from lightning_memopt.plan import reserved_bytes_of
-from lightning_memopt.solvers.rollout import keep_all
+from lightning_memopt.session.buckets import unmodified_peak
 
 Mode = Literal["largest", "throughput", "energy"]
 MODES = ("largest", "throughput", "energy")
@@ -31,12 +29,6 @@ class Choice:
     samples_per_second: float
     planned: bool
     joules_per_sample: float | None = None
-
-
-def unmodified_peak(graph: Graph) -> int:
-    """What a budget is compared with, without a plan."""
-    reserve = reserved_bytes_of(graph)
-    return reserve(keep_all(graph)) if reserve is not None else max(unmodified_levels(graph), default=0)
 
 
 @dataclass(eq=False)

@@ -63,11 +63,8 @@ class Plans:
         return found
 
     def needs(self, size: int, lives: Lives) -> int:
-        """The smallest budget for a plan at this size."""
-        graph = self.fit.at(size)
-        reserve = reserved_bytes_of(graph)
-        nbytes = reserve(lives) if reserve is not None else simulate(graph, lives).predicted.peak_bytes
-        return nbytes + planner.UNSEEN_NBYTES
+        """The smallest budget for a plan, at this size."""
+        return _needs(self.fit.at(size), lives)
 
     def smallest(self, size: int) -> Lives:
         """A plan for few bytes."""
@@ -145,7 +142,7 @@ class AwayPlans(Plans):
 
 
 def _needs(graph: Graph, lives: Lives) -> int:
-    """The smallest budget for a plan that puts tensors away."""
+    """The smallest budget for a plan."""
     peak, reserve = peak_bytes(graph, lives), reserved_bytes_of(graph)
     if reserve is not None:  # it knows nothing of what codecs allocate beside what they read and make
         peak += reserve(lives) - simulate(graph, lives).predicted.peak_bytes

@@ -124,15 +124,20 @@ def _solved(graph: Graph, limit_nbytes: int | None, hybrid: Hybrid, say: Say) ->
     return Running(plan, graph, frontier)
 
 
+def unmodified_peak(graph: Graph) -> int:
+    """What a budget is compared with, without a plan."""
+    reserve = reserved_bytes_of(graph)
+    return reserve(keep_all(graph)) if reserve is not None else max(unmodified_levels(graph), default=0)
+
+
 def refuse_infeasible(graph: Graph, budget_nbytes: int, hybrid: Hybrid, say: Say) -> None:
     """Before the first update: raise InfeasibleError where no plan of the step so far keeps the budget.
 
     Solves only where the unmodified step does not fit. What the update takes is not known yet: the budget that is named is
     the least there is hope for.
     """
-    config, reserve = hybrid.config, reserved_bytes_of(graph)
-    unmodified = reserve(keep_all(graph)) if reserve is not None else max(unmodified_levels(graph), default=0)
-    if unmodified <= budget_nbytes - config.headroom:
+    config = hybrid.config
+    if unmodified_peak(graph) <= budget_nbytes - config.headroom:
         return
     say("MemOpt: the step does not fit as it is; looking for a plan before anything is updated")
     needed = frontier_of(graph, hybrid, say).smallest_bytes + config.headroom

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_memopt.batching.choose import Chooser, unmodified_peak
+from lightning_memopt.batching.choose import Chooser
 from lightning_memopt.batching.fit import FitError, StepFit, fit, itemsize
 from lightning_memopt.batching.plans import Plans, largest
 from lightning_memopt.batching.profile import sharpened
 from lightning_memopt.graph import Graph, unmodified_levels
+from lightning_memopt.session.buckets import unmodified_peak
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.solvers import planner
 from tests.cpu.loops import CLASSES, LENGTH, WORDS, loss_of, small

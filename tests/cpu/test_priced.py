@@ -13,9 +13,10 @@ from benchmarks import recurrent
 from benchmarks.priced import Price, PricedFit, priced
 from benchmarks.throughput import Model, ours
 from benchmarks.throughput_models import Setup, _adam, _words, observe
-from lightning_memopt.batching.choose import largest, unmodified_peak
+from lightning_memopt.batching.plans import largest
 from lightning_memopt.graph import Op
 from lightning_memopt.plan import LoweringError, simulate
+from lightning_memopt.session.buckets import unmodified_peak
 
 SETUP = Setup(
     title="tiny",
