@@ -53,12 +53,13 @@ class Observation:
         self._round: tuple[Tracer, ObservingEngine, Recorder] | None = None
         self._ungraded: list[nn.Parameter] = []
         self._ops = self._states_nbytes = 0
-        self._in_span = False
         self._contexts = contextlib.ExitStack()
         self._metering = contextlib.ExitStack()
 
-    def begin_round(self, batch: Any) -> Recording:
-        """A forward begins: a fresh tape and trace. Returns the contexts to enter around it."""
+    def begin_round(self, batch: Any, may_meter: bool = True) -> Recording:
+        """A forward begins: a fresh tape and trace. Returns the contexts to enter around it. `may_meter`: no other meter is in
+        the way.
+        """
         self._leave_mode()
         self._metering.close()
         self._end_round()
@@ -75,7 +76,7 @@ class Observation:
         self.opaque_ops = engine.opaque_ops
         self._metering = contextlib.ExitStack()
         self.events = None
-        if self.meter and not self._in_span and self.device.type == "cpu":
+        if self.meter and may_meter and self.device.type == "cpu":
             self.events = self._metering.enter_context(metered_cpu())
             if self.events.available:
                 tracer.marks = AllocatorEvents.mark
@@ -89,6 +90,11 @@ class Observation:
         """Whether a backward was seen since the last forward."""
         return self._round is not None and self._round[0].phase != "forward"
 
+    @property
+    def metered(self) -> bool:
+        """Whether the step is metered since its last forward began."""
+        return self.events is not None
+
     def forward_ended(self) -> None:
         if self._round is not None:
             self._round[0].forward_over = True
@@ -98,7 +104,6 @@ class Observation:
         self._metering.close()
 
     def update_begins(self) -> None:
-        self._in_span = True  # torch's, around the step, has begun under this profiler: none may follow inside of it
         if self._round is not None:
             self._round[0].phase = "update"
 

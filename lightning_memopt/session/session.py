@@ -14,7 +14,6 @@ where a forward begins and ends.
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -46,22 +45,19 @@ from lightning_memopt.session.budget import (
 )
 from lightning_memopt.session.hybrid import Hybrid
 from lightning_memopt.session.in_backward import InBackward, wanted
-from lightning_memopt.session.observation import Observation, observing, take_off, with_state
+from lightning_memopt.session.observation import Observation, take_off, with_state
 from lightning_memopt.session.recording import PlannedRecording, Recording, hooks_allowed
 from lightning_memopt.session.round import Rounds
 from lightning_memopt.session.signatures import Buckets, Signature, signature_of
 from lightning_memopt.session.step import Metering, in_compiled_code
+from lightning_memopt.session.watch import Watch
 from lightning_memopt.solvers.planner import Frontier
 from lightning_memopt.units import format_nbytes
 from lightning_memopt.versions import supported
 
 _attached: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
 """The open session of a model, by its identity: every front asks here."""
-_TURNS = 50
-"""Forwards that wait for another model's observed step before a warning says so."""
 _NO_BACKWARD = -1
-_IDLE = 3
-"""Forward passes in evaluation after which a step that began to be observed is given up."""
 
 
 class Session:
@@ -87,13 +83,12 @@ class Session:
         if config.plan is not None and self.enabled:
             self.given = read_given(config.plan, self.device, self.budget_nbytes, config)
         self._rounds = Rounds()
-        self._observation: Observation | None = None
+        self._watch = Watch()
         self._metering = Metering()
         self._slowed = False
         self._ran: list[Running] = []
         self._update_seen = False
         self._updated: set[int] = set()
-        self._idle = self._turns = 0
         self._neighbours = Neighbours(self.device, self.budget_nbytes)
         self._hybrid = Hybrid(self.device, config)
         self._in_backward: InBackward | None = None
@@ -120,12 +115,12 @@ class Session:
         if not self._applies():
             yield
             return
-        self._idle = 0
+        self._watch.trains()
         try:
             with self._rounds.around(partial(self._begin_round, batch), self._round_ended):
                 yield
         except BaseException:
-            self._abandon()
+            self._watch.abandon()
             self._entered = False
             self._metering.close()  # nobody else could measure until a next step ends
             self._ran.clear()
@@ -147,21 +142,21 @@ class Session:
         if self._in_backward is None:
             return contextlib.nullcontext()
         state = self.current if self._entered else None
-        observation = self._observation if isinstance(state, Observing) and not state.waits else None
+        observation = self._watch.now if isinstance(state, Observing) and not state.waits else None
         armed = isinstance(state, Observing | Running) and state.learnt and not self._left
         return self._in_backward.last_backward(observation, armed)
 
     def closure_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer's step is about to run, with forward and backward inside of it."""
-        if self._observation is not None:
-            self._observation.stop_metering()
+        if self._watch.now is not None:
+            self._watch.now.stop_metering()
         self._metering.span_begins(optimizer)
 
     def update_begins(self, optimizer: torch.optim.Optimizer, closure: bool = False) -> None:
         """An optimizer's update is about to run; `closure`: with forward and backward inside of it. Raises InfeasibleError
         where the first step shows that no plan will fit.
         """
-        observation = self._observation
+        observation = self._watch.now
         if closure and self._in_backward is not None:
             self._in_backward.refuse_closure()
         self._metering.span_begins(optimizer, observation)
@@ -177,7 +172,7 @@ class Session:
                 try:
                     refuse_infeasible(graph, self.budget_nbytes, self._hybrid, self.say)
                 except BaseException:
-                    self._abandon()
+                    self._watch.abandon()
                     raise
             self._update_seen = True
         observation.update_begins()
@@ -199,8 +194,8 @@ class Session:
         self._entered = self._left = False
         if self._in_backward is not None:
             self._in_backward.step_ended()
-        self._slowed = self._metering.running or self._observation is not None
-        peak_nbytes = self._metering.close(self._observation)
+        self._slowed = self._metering.running or self._watch.now is not None
+        peak_nbytes = self._metering.close(self._watch.now)
         ran, self._ran = self._ran, []
         if ran:
             self._neighbours.step()
@@ -220,7 +215,7 @@ class Session:
     def evaluating(self) -> None:
         """Evaluation begins: nothing of it is observed, or measured as part of a step that goes on after it (accumulation)."""
         self._settle()
-        self._abandon()
+        self._watch.abandon()
         self._metering.close()
 
     def close(self) -> None:
@@ -228,7 +223,7 @@ class Session:
         try:
             self._rounds.leave()
         finally:
-            self._abandon()
+            self._watch.abandon()
         self._updated.clear()
         self._ran.clear()
         if self._in_backward is not None:
@@ -260,7 +255,7 @@ class Session:
     @property
     def steady(self) -> bool:
         """Whether the last step, and what ran of the next, was as later ones will be: neither observed nor measured."""
-        return not self._slowed and self._observation is None and not self._metering.running
+        return not self._slowed and self._watch.now is None and not self._metering.running
 
     @property
     def frontier(self) -> Frontier | None:
@@ -296,15 +291,8 @@ class Session:
         """End the step whose last update was awaited; leave one that is observed while only evaluation goes on."""
         if self._updated:
             self.step_ended()
-        if self._observation is not None and not self.model.training:
-            self._idle += 1
-            if self._idle > _IDLE:
-                self._abandon()
-
-    def _abandon(self) -> None:
-        observation, self._observation = self._observation, None
-        if observation is not None:
-            observation.abandon()
+        if not self.model.training:
+            self._watch.evaluates()
 
     def _begin_round(self, batch: Any, part: int) -> Recording | None:
         if self._updated:
@@ -313,19 +301,19 @@ class Session:
         trained = tuple(p.requires_grad for p in self.model.parameters())  # unfrozen layers save more: another plan
         state = self._state_of(signature_of(part, trained, batch), batch)
         before = self.current
-        if state is not before and self._observation is not None:
-            if isinstance(before, Observing) and self._observation.has_backward:
+        if state is not before and self._watch.now is not None:
+            if isinstance(before, Observing) and self._watch.now.has_backward:
                 self._observed(before)  # the step goes on with another signature
             else:
-                self._abandon()
+                self._watch.abandon()
         self.current = state
         self._entered = True
         if isinstance(state, Observing):
-            if self._observation is None:
-                if self._blocked():
+            if self._watch.now is None:
+                if self._watch.blocked():
                     return None
-                self._observation = self._observe(state)
-            return self._observation.begin_round(batch)
+                self._watch.now = self._observe(state)
+            return self._watch.now.begin_round(batch, self._metering.possible)
         if isinstance(state, Running):
             if state not in self._ran:
                 self._ran.append(state)
@@ -341,8 +329,8 @@ class Session:
         return None
 
     def _round_ended(self, engine: Engine) -> None:
-        if self._observation is not None:
-            self._observation.forward_ended()
+        if self._watch.now is not None:
+            self._watch.now.forward_ended()
         if isinstance(engine, PlannedEngine) and isinstance(self.current, Running):
             self._left = self._left or not engine.departures.aside
             self.current.compare(engine, self.config.plan)
@@ -369,31 +357,14 @@ class Session:
                 + (f" within {format_nbytes(self.budget_nbytes)}" if self.budget_nbytes else "")
             )
         verify, limit = self.config.verify and first and not state.learnt, self._limit_nbytes
-        meter = (last or first) and self._metering.possible
-        return Observation(self.model, self.optimizers, self.device, limit, verify, meter=meter, fixed=state.fixed)
-
-    def _blocked(self) -> bool:
-        """Whether a step of another model is being observed (a GAN's generator and discriminator): one after the other."""
-        if not observing():
-            return False
-        self._turns += 1
-        if self._turns == _TURNS:
-            warnings.warn(
-                f"MemOpt: {_TURNS} forwards of this model ran as they are, because a step of another model is being observed "
-                "and has not ended: does its optimizer step?",
-                stacklevel=2,
-            )
-        return True
+        return Observation(self.model, self.optimizers, self.device, limit, verify, meter=last or first, fixed=state.fixed)
 
     # -- steps -------------------------------------------------------------------------------------
 
     def _observed(self, state: Observing) -> None:
-        try:
-            graph = self._observation.finish() if self._observation is not None else None
-        finally:
-            self._abandon()
-        if graph is None or not any(op.phase == "backward" for op in graph.ops):
-            return  # no forward, or one that nothing came of (`training_step` returned None)
+        graph = self._watch.finish()
+        if graph is None:
+            return
         if state.lesson:
             state.lesson_over(graph)
             return

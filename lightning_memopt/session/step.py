@@ -84,12 +84,12 @@ class Metering:
     def close(self, observation: Observation | None = None) -> int | None:
         """The peak in bytes of the step, where it was metered. `observation`: of this step."""
         meter, self._meter = self._meter, None
-        self._metered = meter is not None or (observation is not None and observation.meter)
+        self._metered = meter is not None or (observation is not None and observation.metered)
         return meter.close() if meter is not None else None
 
     def span_begins(self, optimizer: torch.optim.Optimizer, observation: Observation | None = None) -> None:
         """An optimizer's step begins, or has begun; `observation`: which that is part of."""
-        if self.running or (observation is not None and observation.meter):
+        if self.running or (observation is not None and observation.metered):
             self._spans.add(id(optimizer))
 
     def span_ends(self, optimizer: torch.optim.Optimizer) -> None:
