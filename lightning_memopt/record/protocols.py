@@ -33,6 +33,15 @@ class OpRecord:
     call: Call | None
     replayable: bool
 
+    @property
+    def startable(self) -> bool:
+        """Whether the call can run again: all that it reads is there, or can be made."""
+        return self.call is not None and self.call.repeats and all(s.ok or s.value is not None for s in self.reads)
+
+    def remakes(self, slot: Slot) -> bool:
+        """Whether the bytes of this new slot are made by running the call again."""
+        return not slot.empty and slot.index < self.rule.makes
+
 
 class Observer(Protocol):
     """Who watches a step being recorded (the tracer). `end` is given the real arguments and results too."""

@@ -193,8 +193,7 @@ class Recorder(TorchDispatchMode):
             like = {"dtype": out.dtype, "device": out.device}
             record.call = Call(op, _EMPTY_STRIDED, (out.size(), out.stride()), like, (), False)
             record.replayable = True
-        startable = record.call is not None and record.call.repeats and all(s.ok or s.value is not None for s in reads)
-        record.made = self._outputs(out, record, startable)
+        record.made = self._outputs(out, record)
         targets = [t for t, (id, _) in zip(targets, before, strict=True) if storage_id(t) == id]  # `set_` writes no bytes
         mutates = self._mutated(targets, record, reads) if self.capturing else []
         if rule.rewrite is None:  # else running statistics: written once, by the user's own pass, and no replay reads them
@@ -318,9 +317,9 @@ class Recorder(TorchDispatchMode):
             new.pinned = True
         return new
 
-    def _outputs(self, out: Any, record: OpRecord, startable: bool) -> list[tuple[Slot, torch.Tensor]]:
-        """Slots for the new storages among the results. `startable`: all that the call reads is there, or can be made."""
-        rule, call = record.rule, record.call
+    def _outputs(self, out: Any, record: OpRecord) -> list[tuple[Slot, torch.Tensor]]:
+        """Slots for the new storages among the results."""
+        rule, call, startable = record.rule, record.call, record.startable
         made = []
         for index, t in enumerate((out,) if isinstance(out, torch.Tensor) else tensors_in(out)):
             if not is_plain(t):
@@ -334,7 +333,7 @@ class Recorder(TorchDispatchMode):
             slot.index = index
             slot.empty = rule.handling == "empty"
             if call is not None:
-                slot.ok = startable and not slot.empty and index < rule.makes
+                slot.ok = startable and record.remakes(slot)
                 slot.call = call
                 call.made = (*call.made, (index, slot.id))
             else:

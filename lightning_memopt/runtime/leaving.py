@@ -52,7 +52,7 @@ class Leaving(Engine):
             depot.begins(program.graph.device)
         self.position = 0
         self.cursor = BEFORE
-        self.active: set[int] = set()
+        self.active = set(program.outlasting)
         self.departures = Departures()
         self.sums: dict[int, tuple[int, int]] = {}
         self.fence = program.fences[0][0] if program.fences else _NEVER

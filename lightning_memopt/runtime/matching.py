@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._ops import OpOverload
 
+from lightning_memopt.graph import BEFORE
 from lightning_memopt.record import UNKNOWN, Call, OpRecord, Recorder, Slot, storage_id, tensors_in
 from lightning_memopt.record.tensors import PLAIN, detached, device_of, generator_of, is_plain, without_history
 from lightning_memopt.runtime.rejoining import SPREAD, Made, Place, Places, number_of, starts_of
@@ -265,6 +266,9 @@ class Matcher(Recorder):
                     self._is(slot, tensor)
             for slot, tensor in place.others:
                 self._read_instead(slot, tensor, place.position)
+            if place.others and record.startable:  # what it reads instead is held now
+                for slot, _ in record.made:
+                    slot.ok = record.remakes(slot)
         unheld = False
         for slot in (*record.reads, *(new for _, new, _ in record.mutates)):
             if slot.external and not slot.pinned and not self._starts_from(slot):
@@ -374,5 +378,10 @@ class Matcher(Recorder):
         return free and self.program.fits(slot.nbytes, tensor)
 
     def _is(self, slot: Slot, tensor: int) -> None:
+        """What was made before the forward is the plan's tensor. Where ops of the plan that did not run make that, it stays for
+        as long as rebuilds may start from it, however often the plan lets the tensor go: nothing makes this one again.
+        """
         slot.plan = tensor
         self.tape.slots[tensor] = slot
+        if tensor in self.program.starts and self.program.graph.tensors[tensor].born_at != BEFORE:
+            self.engine.guard({slot.id}, tensor, forever=False)

@@ -207,7 +207,8 @@ class PlannedEngine(Leaving):
     def _follow(self, event: tuple[str, int, int]) -> None:
         """Notice when backward goes astray. From then on nothing goes that cannot be made again.
 
-        Saves that were not packed in this step are passed over, as if they were asked for and let go in their turn.
+        Saves that were not packed in this step are passed over, as if they were asked for and let go in their turn. What was
+        packed, and is still to come, lets go of nothing before.
         """
         events, first = self.program.events, self.next_event
         if first < len(events) and events[first] == event:
@@ -227,6 +228,8 @@ class PlannedEngine(Leaving):
             if self._guarded and not self.departures.astray:
                 self._unguard()
             for other in passed:
+                if other[1] in self.packed:
+                    continue  # it comes later
                 if unpack and other[0] == "unpack" and not self.departures.astray:
                     self._segment_at(other, asked=False)
                 self._free(other, passed=True)

@@ -185,6 +185,12 @@ class Program:
         """What ops that run again read."""
         return frozenset(t for op in self.schedule.replayed for t in self.graph.ops[op].inputs)
 
+    @cached_property
+    def outlasting(self) -> frozenset[int]:
+        """What rebuilds start from that was there before the step and has no life: it is in memory, whatever the plan says."""
+        living = {life.tensor for life in self.lives}
+        return frozenset(t for t in self.starts - living if self.graph.tensors[t].born_at == BEFORE)
+
     def passes(self, op: int) -> bool:
         """A forward op that nothing of the plan depends on: it need not be recorded."""
         made = self.graph.ops[op]

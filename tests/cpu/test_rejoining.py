@@ -4,7 +4,10 @@ budget, with the bits of the plain run.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_memopt import optimize
+from lightning_memopt.graph import Graph, Op
 from lightning_memopt.runtime.rejoining import Places
+from lightning_memopt.session import buckets
 from lightning_memopt.session.buckets import Running
+from lightning_memopt.session.costs import Costs
 from lightning_memopt.trace import metered_cpu
 from tests.cpu.loops import QUIET, assert_same, sgd, state
 
@@ -182,6 +188,25 @@ def test_layers_that_are_left_out_keep_the_budget(share: float, first: bool, dra
     hidden = TOKENS * WIDTH * 4  # falls short by less than one hidden state where norms come first: 51 KB of 4 MB
     assert max(peaks) <= above + hidden * first, f"{peaks} measured, {above} allowed"
     assert found.again == 0
+
+
+@pytest.mark.parametrize(("share", "seed"), [(0.5, 10), (0.4, 22)])
+def test_left_out_layers_under_other_plans(share: float, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prices drawn at random give other plans: these rebuild what reads a tensor that nothing of the plan was to read."""
+    rng, plan_of = random.Random(seed), buckets._solved
+
+    def priced(graph: Graph, *rest: Any) -> Running:
+        def seconds(op: Op) -> float:
+            nbytes = sum(graph.tensors[t].nbytes for t in (*op.inputs, *op.outputs))
+            return 1e-9 * (1000 + nbytes) * rng.lognormvariate(0, 1)
+
+        ops = tuple(replace(op, seconds=seconds(op)) for op in graph.ops)
+        return plan_of(replace(graph, ops=ops, step_seconds=sum(op.seconds for op in ops)), *rest)
+
+    monkeypatch.setattr(buckets, "_solved", priced)
+    monkeypatch.setattr(Costs, "of", lambda *_: 0.0)
+    peaks, above, _ = kept(lambda: Layers(SKIPS, True, False), len(SKIPS), share)
+    assert max(peaks) <= above, f"{peaks} measured, {above} allowed"
 
 
 def test_without_a_way_back_the_budget_is_exceeded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from build import Step, random_step
+from random_plans import disjoint, random_lives, requests
 
 from lightning_memopt.graph import BEFORE, Graph, unmodified_levels
 from lightning_memopt.plan import Free, Life, LoweringError, Run, Schedule, lower, simulate, validate
 from lightning_memopt.solvers.rollout import Rollout, keep_all
-
-
-def requests(graph: Graph) -> list[tuple[int, int]]:
-    return sorted((p, save.tensor) for save in graph.saves for p in save.unpacked_at)
 
 
 def served(graph: Graph, *held: int) -> tuple[Life, ...]:
@@ -189,24 +185,6 @@ def test_what_there_was_before_the_step_is_gone_when_the_step_frees_it() -> None
     held = (Life(tensor=x, born_at=BEFORE, freed_at=freed.saves[0].released_at, how="original"),)
     assert segments(freed, held) == []
     assert simulate(freed, held).predicted.peak_bytes == max(unmodified_levels(freed))
-
-
-def random_lives(graph: Graph, rng: random.Random) -> tuple[Life, ...]:
-    """Lives of a random choice of what is held, and of what is forgotten after which request."""
-    anchors = {t for op in graph.forward if not op.recomputable for t in op.outputs}
-    makes = {t for op in graph.forward for t in op.outputs} - graph.overwritten
-    have = anchors | {t for t in sorted(makes) if rng.random() < 0.4}
-    forget = rng.choice((0.0, 0.3))
-    roll = Rollout(graph)
-    for p, tensor in requests(graph):
-        roll.serve([(p, tensor)], have)
-        used = {save.tensor for save in graph.saves if save.unpacked_at[0] <= p < save.released_at}
-        have -= {t for t in sorted(have - anchors - used) if rng.random() < forget}
-    return roll.lives()
-
-
-def disjoint(lives: tuple[Life, ...]) -> bool:
-    return all(a.tensor != b.tensor or a.freed_at < b.born_at for a, b in pairwise(lives))
 
 
 def random_plans(seeds: range) -> list[tuple[Graph, tuple[Life, ...]]]:

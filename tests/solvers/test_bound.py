@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 from build import Step, random_step
-from test_plan import disjoint, random_lives
+from random_plans import disjoint, random_lives
 
 from lightning_memopt.graph import BEFORE, Graph, Op, Point, base_levels, unmodified_levels, workspaces
 from lightning_memopt.plan import Life, LoweringError, Run, lower, simulate, validate
