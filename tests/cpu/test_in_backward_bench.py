@@ -52,10 +52,10 @@ def test_row(budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_bit_shows(bit: int, exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row with a parameter that is not the unmodified loop's says so."""
 
-    def train(name: str, batch: int, optimizer: str, **options: Any) -> tuple[list[torch.Tensor], Any]:
+    def train(name: str, batch: int, optimizer: str, steps: int = 4, **options: Any) -> tuple[list[torch.Tensor], Any, int]:
         peak = {"never": 100, "always": 75}.get(options.get("optimizer_in_backward", ""), 0)
         plan = SimpleNamespace(predicted_peak_bytes=peak, predicted=SimpleNamespace(replayed_ops=0))
-        return [torch.tensor([1, bit if peak == 75 else 0])], SimpleNamespace(measured_bytes=peak, plan=plan)
+        return [torch.tensor([1, bit if peak == 75 else 0])], SimpleNamespace(measured_bytes=peak, plan=plan), steps
 
     monkeypatch.setattr(in_backward, "train", train)
     row = rows("any", 1, "sgd", "1GiB")
