@@ -41,6 +41,7 @@ def test_row(budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
     row = rows("small", 2, "sgd", budget)
     assert row["exact"]
     for mode in ("never", "always"):
+        assert "left_plan" not in row[mode]
         assert row[mode]["measured_nbytes"] == pytest.approx(row[mode]["predicted_nbytes"], abs=256)
     layer = small()[0].body.encoder.layers[0]
     gained = row["never"]["measured_nbytes"] - row["always"]["measured_nbytes"]
@@ -60,3 +61,4 @@ def test_one_bit_shows(bit: int, exact: bool, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(in_backward, "train", train)
     row = rows("any", 1, "sgd", "1GiB")
     assert (row["exact"], row["reduction"]) == (exact, 25.0)
+    assert row["always"]["left_plan"], "no plan was in force"
