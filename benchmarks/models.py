@@ -1,5 +1,7 @@
 """The models of the benchmarks: name -> builder of (model, batch, blocks). To add some, add their dict to `MODELS`.
 
+Every builder takes `batch=`, the number of samples, and where texts are long, their lengths; defaults: the benchmarks' sizes.
+
 Here those that nobody here wrote: `transformers` configurations with random weights, small widths, no downloads.
 `model(**batch).loss` is the training loss, `blocks(model)` the modules that per-block checkpointing would wrap.
 """
@@ -22,16 +24,16 @@ def _words(batch: int, length: int, vocabulary: int = 1024) -> torch.Tensor:
     return torch.randint(2, vocabulary, (batch, length))
 
 
-def gpt2(layers: int = 8) -> Built:
+def gpt2(layers: int = 8, batch: int = 8, length: int = 256) -> Built:
     """GPT-2, 8 layers: batch 8, 256 tokens, width 256, dropout on."""
     config = transformers.GPT2Config(
         n_layer=layers, n_embd=256, n_head=4, vocab_size=1024, n_positions=256, use_cache=False, bos_token_id=0, eos_token_id=0
     )
-    x = torch.randint(0, 1024, (8, 256))
+    x = torch.randint(0, 1024, (batch, length))
     return transformers.GPT2LMHeadModel(config).train(), {"input_ids": x, "labels": x}, lambda m: list(m.transformer.h)
 
 
-def llama(layers: int = 8) -> Built:
+def llama(layers: int = 8, batch: int = 8, length: int = 256) -> Built:
     """Llama, 8 layers: batch 8, 256 tokens, width 256, grouped-query attention, attention dropout on."""
     config = transformers.LlamaConfig(
         num_hidden_layers=layers,
@@ -43,21 +45,21 @@ def llama(layers: int = 8) -> Built:
         use_cache=False,
         attention_dropout=0.1,
     )
-    x = torch.randint(0, 1024, (8, 256))
+    x = torch.randint(0, 1024, (batch, length))
     return transformers.LlamaForCausalLM(config).train(), {"input_ids": x, "labels": x}, lambda m: list(m.model.layers)
 
 
-def resnet50() -> Built:
+def resnet50(batch: int = 32) -> Built:
     """ResNet-50, 1/8 width: bottleneck, 3-4-6-3, batch 32, 64 x 64 pixels."""
     config = transformers.ResNetConfig(
         embedding_size=16, hidden_sizes=[32, 64, 128, 256], depths=[3, 4, 6, 3], layer_type="bottleneck", num_labels=10
     )
-    batch = {"pixel_values": torch.randn(32, 3, 64, 64), "labels": torch.randint(0, 10, (32,))}
+    images = {"pixel_values": torch.randn(batch, 3, 64, 64), "labels": torch.randint(0, 10, (batch,))}
     model: Any = transformers.ResNetForImageClassification(config).train()
-    return model, batch, lambda m: [layer for stage in m.resnet.encoder.stages for layer in stage.layers]
+    return model, images, lambda m: [layer for stage in m.resnet.encoder.stages for layer in stage.layers]
 
 
-def t5() -> Built:
+def t5(batch: int = 8, source: int = 128, target: int = 96) -> Built:
     """T5, 4 + 4 layers: batch 8, 128 and 96 tokens, width 192, dropout on; all layers of a side share one position bias."""
     config = transformers.T5Config(
         d_model=192,
@@ -70,11 +72,11 @@ def t5() -> Built:
         use_cache=False,
         decoder_start_token_id=0,
     )
-    batch = {"input_ids": _words(8, 128), "labels": _words(8, 96)}
-    return transformers.T5ForConditionalGeneration(config).train(), batch, lambda m: [*m.encoder.block, *m.decoder.block]
+    words = {"input_ids": _words(batch, source), "labels": _words(batch, target)}
+    return transformers.T5ForConditionalGeneration(config).train(), words, lambda m: [*m.encoder.block, *m.decoder.block]
 
 
-def bert() -> Built:
+def bert(batch: int = 8, length: int = 160) -> Built:
     """BERT, 6 layers: masked words, batch 8, 160 tokens of which some are padding, width 192, dropout on."""
     config = transformers.BertConfig(
         vocab_size=1024,
@@ -84,13 +86,13 @@ def bert() -> Built:
         intermediate_size=768,
         max_position_embeddings=160,
     )
-    x, seen = _words(8, 160), torch.ones(8, 160, dtype=torch.long)
+    x, seen = _words(batch, length), torch.ones(batch, length, dtype=torch.long)
     seen[::2, 120:] = 0
-    batch = {"input_ids": x, "attention_mask": seen, "labels": x}
-    return transformers.BertForMaskedLM(config).train(), batch, lambda m: list(m.bert.encoder.layer)
+    words = {"input_ids": x, "attention_mask": seen, "labels": x}
+    return transformers.BertForMaskedLM(config).train(), words, lambda m: list(m.bert.encoder.layer)
 
 
-def vit() -> Built:
+def vit(batch: int = 24) -> Built:
     """ViT, 8 layers: batch 24, 64 x 64 pixels in patches of 8, width 192, dropout on."""
     config = transformers.ViTConfig(
         hidden_size=192,
@@ -103,11 +105,11 @@ def vit() -> Built:
         attention_probs_dropout_prob=0.1,
         num_labels=10,
     )
-    batch = {"pixel_values": torch.randn(24, 3, 64, 64), "labels": torch.randint(0, 10, (24,))}
-    return transformers.ViTForImageClassification(config).train(), batch, lambda m: list(m.vit.layers)
+    images = {"pixel_values": torch.randn(batch, 3, 64, 64), "labels": torch.randint(0, 10, (batch,))}
+    return transformers.ViTForImageClassification(config).train(), images, lambda m: list(m.vit.layers)
 
 
-def whisper() -> Built:
+def whisper(batch: int = 8) -> Built:
     """Whisper, 4 + 4 layers: two convolutions in front, batch 8, 300 frames, 64 tokens, width 192, dropout on."""
     config = transformers.WhisperConfig(
         vocab_size=1024,
@@ -130,12 +132,12 @@ def whisper() -> Built:
         decoder_start_token_id=1,
         use_cache=False,
     )
-    batch = {"input_features": torch.randn(8, 40, 300), "labels": _words(8, 64)}
+    sounds = {"input_features": torch.randn(batch, 40, 300), "labels": _words(batch, 64)}
     model = transformers.WhisperForConditionalGeneration(config).train()
-    return model, batch, lambda m: [*m.model.encoder.layers, *m.model.decoder.layers]
+    return model, sounds, lambda m: [*m.model.encoder.layers, *m.model.decoder.layers]
 
 
-def mixtral() -> Built:
+def mixtral(batch: int = 8, length: int = 160) -> Built:
     """Mixtral, 4 layers of 4 experts: batch 8, 160 tokens, width 192; noise in the routing: sizes vary from step to step."""
     config = transformers.MixtralConfig(
         vocab_size=1024,
@@ -152,11 +154,11 @@ def mixtral() -> Built:
         use_cache=False,
         experts_implementation="eager",
     )
-    x = _words(8, 160)
+    x = _words(batch, length)
     return transformers.MixtralForCausalLM(config).train(), {"input_ids": x, "labels": x}, lambda m: list(m.model.layers)
 
 
-MODELS: dict[str, Callable[[], Built]] = {
+MODELS: dict[str, Callable[..., Built]] = {
     "gpt2": gpt2,
     "llama": llama,
     "resnet50": resnet50,

@@ -170,22 +170,22 @@ def _images(batch: int, pixels: int, classes: int) -> dict[str, Tensor]:
     return {"image": torch.randn(batch, 3, pixels, pixels), "label": torch.randint(0, classes, (batch,))}
 
 
-def unet() -> Built:
+def unet(batch: int = 8) -> Built:
     """U-Net, 4 steps down: batch 8, 64 x 64 pixels, 16 channels at the top."""
-    data = {"image": torch.randn(8, 3, 64, 64), "mask": torch.randint(0, 8, (8, 64, 64))}
+    data = {"image": torch.randn(batch, 3, 64, 64), "mask": torch.randint(0, 8, (batch, 64, 64))}
     return UNet(16, 4, 8).train(), data, lambda m: [*m.down, *m.up]
 
 
-def densenet() -> Built:
+def densenet(batch: int = 16) -> Built:
     """DenseNet-BC, 28 layers: 8 + 12 + 8, growth 12, batch 16, 32 x 32 pixels; layers are checkpointed, as in torchvision."""
     model = DenseNet(12, (8, 12, 8), 0.1, 10).train()
-    return model, _images(16, 32, 10), lambda m: [*(layer for block in m.blocks for layer in block), *m.transitions]
+    return model, _images(batch, 32, 10), lambda m: [*(layer for block in m.blocks for layer in block), *m.transitions]
 
 
-def inception() -> Built:
+def inception(batch: int = 16) -> Built:
     """Inception, 9 modules: 3 + 4 + 2, batch 16, 32 x 32 pixels."""
     model = Inception(16, (3, 4, 2), 10).train()
-    return model, _images(16, 32, 10), lambda m: [m.stem, *(module for group in m.groups for module in group)]
+    return model, _images(batch, 32, 10), lambda m: [m.stem, *(module for group in m.groups for module in group)]
 
 
 MODELS = {"unet": unet, "densenet": densenet, "inception": inception}

@@ -81,6 +81,7 @@ class Tracer:
         self._began = 0.0
         self._watched: dict[int, weakref.ref[Any]] = {}
         self._storages: dict[int, list[int]] = {}
+        self._adopted: dict[int, int] = {}
         self._ours: dict[int, Slot] = {}
         self._slots: dict[int, list[Slot]] = {}
         self._cuda = CudaOps(device) if device.type == "cuda" else None
@@ -111,9 +112,7 @@ class Tracer:
         now = len(self.points) - 1
         scope = self.scope() if self.phase == "forward" else ""
         name = func._name
-        for slot in reads:
-            if slot.id not in self.tensors:
-                self.adopt(slot, "input" if self.phase == "forward" else "temporary")
+        read = tuple(dict.fromkeys(map(self._reads, reads)))
         for slot, t in made:
             self._birth(slot, f"{scope}:{name}", now)
             if fills(t):
@@ -139,7 +138,7 @@ class Tracer:
             dict(
                 name=name,
                 phase=self.phase,
-                inputs=tuple(slot.id for slot in reads),
+                inputs=read,
                 outputs=tuple(outputs),
                 mutates=tuple((old.id, new.id) for old, new, _ in mutates),
                 seconds=self._seconds,
@@ -153,8 +152,19 @@ class Tracer:
             )
         )
 
+    def _reads(self, slot: Slot) -> int:
+        """The tensor that an op finds in a slot. Backward reads running statistics, of whose update the graph says nothing:
+        they are the buffer that was there before the step, and count once.
+        """
+        if slot.id not in self.tensors:
+            if slot.weak in self._adopted and self.phase != "forward":
+                return self._storages[self._adopted[slot.weak]][-1]
+            self.adopt(slot, "input" if self.phase == "forward" else "temporary")
+        return slot.id
+
     def adopt(self, slot: Slot, kind: Kind, name: str = "") -> None:
         """A storage that was there before anything was recorded."""
+        self._adopted.setdefault(slot.weak, slot.id)
         self._birth(slot, name or kind, BEFORE, kind=kind)
 
     def adopt_unseen(self, nbytes: int) -> None:

@@ -9,8 +9,10 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from lightning_memopt import optimize
+from lightning_memopt.graph import resident_nbytes
 from tests.cpu.harness import dropping, same_bits
 from tests.cpu.models import Body, data, exact, made, same_error, squares, stock_is_wrong, train, trains, verified
+from tests.cpu.stepped import Stepped
 
 torch.set_num_threads(1)
 X = data(8, 16)
@@ -63,6 +65,18 @@ def test_b1_batch_norm_in_evaluation_reads_its_statistics():
 
     exact(Frozen, lambda m: squares(m.train(), X))
     trains(Frozen, loss=lambda m, x: squares(m.train(), x))
+
+
+def test_b1_statistics_count_once():
+    """Backward reads what the forward has updated in place: it is the buffer that was there, not bytes beside it."""
+    model = Norm()
+    model.add_module("again", model.norms[0])  # one norm under two names, and twice in a forward
+    graph = Stepped(model, lambda: model.again(squares(model, X) + X).square().sum()).graph
+    held = [*model.parameters(), *model.buffers(), X]
+    assert resident_nbytes(graph) == sum(t.nbytes for t in held)
+    before = {t.name: t.id for t in graph.tensors if t.kind == "buffer"}
+    read = {t for op in graph.ops if op.phase == "backward" for t in op.inputs}
+    assert all(before[f"norms.{i}.running_mean"] in read for i in range(3))
 
 
 class Average(Body):
