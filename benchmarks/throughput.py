@@ -209,7 +209,7 @@ def with_host(model: Model, plans: HostPlans, bare: int, alone: tuple[int, int])
     """Rows with plans that put tensors away. `alone`: the fastest and the largest batch with recomputation alone."""
     most = plans.largest(alone[1], _RANGE * bare)
     twice = [2 * bare] if most >= 2 * bare else []
-    sizes = {"fastest": plans.fastest([alone[0], alone[1], *twice], bare, most)}
+    sizes = {"fastest": plans.fastest([alone[0], *twice], bare, most)}
     sizes |= dict.fromkeys(("twice the batch",) if twice else (), 2 * bare) | {"largest": most}
     found = []
     for which, size in sizes.items():
@@ -260,6 +260,7 @@ def predicted(name: str, traces: Path | None, rates: Rates, card: bool = False) 
     alone = next(row.batch for row in rows if row.policy == "ours, fastest"), rows[-1].batch
     host = HostPlans(fit, budget, rates, [(p.solver, p.lives) for p in pools["ours"]])
     rows += with_host(model, host, bare, alone)
+    fastest = next(row.batch for row in rows if row.policy == f"{HOST}, fastest")
     found = []
     for label, assumed in assumptions(price).items():
         other, recorder = assumed.price, assumed.recorder_seconds
@@ -268,7 +269,7 @@ def predicted(name: str, traces: Path | None, rates: Rates, card: bool = False) 
         for policy, pool in pools.items():
             plan, size = model.fastest(pool, sizes[policy], other, recorder)
             line[policy] = {"batch": size, "throughput_ratio": model.rate(plan, size, other, recorder)[0] / before}
-        size, samples = host.best(assumed)
+        size, samples = host.best(assumed, fastest)
         away = {"batch": size, "throughput_ratio": samples / before}
         line[HOST] = max(away, line["ours"], key=lambda one: one["throughput_ratio"])  # planned at that price, it is no slower
         found.append(line)

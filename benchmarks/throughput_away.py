@@ -28,7 +28,7 @@ from lightning_memopt.session.buckets import unmodified_peak
 from lightning_memopt.session.hybrid import Hybrid, HybridFrontier, peak_bytes
 from lightning_memopt.solvers import planner
 
-_SIZES = 5
+_SIZES = 4
 """Batch sizes that are solved, from the unmodified one to the largest, before those beside the best of them."""
 
 
@@ -113,17 +113,22 @@ class HostPlans:
         ratio = (most / bare) ** (1 / (_SIZES - 1))
         for size in {*sizes, *(round(bare * ratio**i) for i in range(_SIZES))}:
             self.solved(size)
-        best = self.best(Assumed(price=self.fit.price))[0]
+        assumed = Assumed(price=self.fit.price)
+        best = self.best(assumed)[0]
         for low, high in pairwise(self.sizes):
             if best in (low, high):
                 self.solved(round(math.sqrt(low * high)))
-        return self.best(Assumed(price=self.fit.price))[0]
+        return self.best(assumed)[0]
 
-    def best(self, assumed: Assumed) -> tuple[int, float]:
-        """The size with the most samples a second, of those that were solved, and how many these are."""
+    def best(self, assumed: Assumed, near: int | None = None) -> tuple[int, float]:
+        """The size with the most samples a second, of those that were solved, and how many these are. `near`: only that one
+        and its neighbours."""
         fit = self.fit if assumed.price == self.fit.price else replace(self.fit, price=assumed.price)
-        found = [(self.rate(size, assumed, fit.at(size)), -size) for size in self.sizes]
-        rate, size = max(found)
+        sizes = self.sizes
+        if near is not None:
+            i = sizes.index(near)
+            sizes = sizes[max(0, i - 1) : i + 2]
+        rate, size = max((self.rate(size, assumed, fit.at(size)), -size) for size in sizes)
         return -size, rate
 
     def rate(self, size: int, assumed: Assumed, graph: Graph) -> float:
