@@ -30,6 +30,8 @@ from lightning_memopt.solvers import planner
 
 _SIZES = 4
 """Batch sizes that are solved, from the unmodified one to the largest, before those beside the best of them."""
+_APART = 0.15
+"""None that is closer to another one than this share of it is solved, unless it was asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,16 +110,22 @@ class HostPlans:
         return most
 
     def fastest(self, sizes: Iterable[int], bare: int, most: int) -> int:
-        """Solves these sizes, some between the unmodified batch and the largest, and those halfway from the best to its
-        neighbours: the one with the most samples a second."""
-        ratio = (most / bare) ** (1 / (_SIZES - 1))
-        for size in {*sizes, *(round(bare * ratio**i) for i in range(_SIZES))}:
+        """Solves these sizes and the largest, some between the unmodified batch and that, and those halfway from the best to
+        its neighbours: the one with the most samples a second."""
+
+        def between(size: int) -> None:
+            if all(abs(math.log(size / other)) > _APART for other in self._solved):
+                self.solved(size)
+
+        for size in (*sizes, most):
             self.solved(size)
+        for i in range(_SIZES - 1):
+            between(round(bare * (most / bare) ** (i / (_SIZES - 1))))
         assumed = Assumed(price=self.fit.price)
         best = self.best(assumed)[0]
         for low, high in pairwise(self.sizes):
             if best in (low, high):
-                self.solved(round(math.sqrt(low * high)))
+                between(round(math.sqrt(low * high)))
         return self.best(assumed)[0]
 
     def best(self, assumed: Assumed, near: int | None = None) -> tuple[int, float]:

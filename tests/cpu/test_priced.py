@@ -163,7 +163,7 @@ def test_a_host_that_takes_no_time_never_slows_a_step_down(size: int) -> None:
 
 @pytest.mark.parametrize("size", MORE)
 def test_a_host_that_takes_forever_is_left_alone(size: int) -> None:
-    plans = host(1e-2)
+    plans = host(1e-9)
     assert all(life.how != "fetch" for life in checked(plans, size).lives)
     assert plans.rate(size, Assumed(price=PRICE), fitted().at(size)) == pytest.approx(rate_alone(size))
 
