@@ -304,8 +304,8 @@ def show(results: dict[str, Any]) -> None:
                     "samples/s": f"{r['samples_per_second']:.1f}",
                     "ratio": f"x{r['throughput_ratio']:.3f}",
                     "again": f"{r['extra_percent']:.1f} %",
-                    "waits": f"{r['waits_percent']:.1f} %",
-                    "in the host": f"{r['host_bytes'] / 2**30:.2f} GiB",
+                    "waits": f"{r.get('waits_percent', 0.0):.1f} %",
+                    "in the host": f"{r.get('host_bytes', 0) / 2**30:.2f} GiB",
                     "J/sample": f"{r['joules_per_sample']:.3f}",
                     "energy": f"{100 * r['energy_ratio']:.0f} %",
                     "plan": r["solver"],
@@ -316,7 +316,7 @@ def show(results: dict[str, Any]) -> None:
         print_table(
             [
                 {"assumed": a["assumption"], "unmodified/s": f"{a['unmodified_samples_per_second']:.1f}"}
-                | {p: f"{a[p]['batch']}, x{a[p]['throughput_ratio']:.3f}" for p in ("Echo", "ours", HOST)}
+                | {p: f"{a[p]['batch']}, x{a[p]['throughput_ratio']:.3f}" for p in ("Echo", "ours", HOST) if p in a}
                 for a in found["assumptions"]
             ]
         )
