@@ -4,10 +4,11 @@
 
 Echo's four models at its widths and depths (`throughput_models`): real steps recorded on this CPU at two small batch sizes, all
 others fitted, every op priced at that size by the roofline of the profile's card (`priced`). Not one second is measured.
-For every model: the largest batch that the unmodified step holds within the budget; with recomputation planned, and with Echo's
-plan alone, the batch with the most samples per second, twice the unmodified batch, and the largest; the first of these again
-under other assumptions about launches, for they decide. Energy is the board's power for as long as the step takes: its ratio is
-the inverse of that of throughput. The same traces give the same numbers: the planner has no time limit here.
+For every model: the largest batch that the unmodified step holds within the budget; with recomputation planned, with Echo's
+plan alone, and with the host's memory and lossless codecs beside recomputation (`throughput_away`), the batch with the most
+samples per second, twice the unmodified batch, and the largest; the first of these again under other assumptions about launches
+and the link, for they decide. Energy is the board's power for as long as the step takes: its ratio is the inverse of that of
+throughput. The same traces give the same numbers: the planners have no time limit here.
 Writes benchmarks/results/throughput.json, model by model.
 """
 
@@ -29,10 +30,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.chain import print_table
 from benchmarks.joint import EFFICIENCY
 from benchmarks.priced import Price, PricedFit, priced, recorded
+from benchmarks.throughput_away import Assumed, HostPlans
 from lightning_memopt.batching.plans import largest
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life, LoweringError, Run, lower, simulate
-from lightning_memopt.plan.rates import Device, profile
+from lightning_memopt.plan.rates import Rates, profile
 from lightning_memopt.session.buckets import unmodified_peak
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.dataflow import echo
@@ -40,6 +42,7 @@ from lightning_memopt.solvers.rollout import keep_all
 
 RESULTS = Path(__file__).parent / "results" / "throughput.json"
 PROFILE = "pcie3-11gb"
+HOST = "ours, with host memory"
 WATTS = 250.0
 """Of the board: its thermal design power, as Echo VI-B quotes the vendor."""
 RECORDER_SECONDS = 28e-6
@@ -66,7 +69,8 @@ class Pooled:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One policy at one batch size."""
+    """One policy at one batch size. Of the unmodified step there: `extra_percent` of its seconds for what runs again, and
+    `waits_percent` for copies that it waits for and for codecs. `host_bytes`: the most that is in the host's memory."""
 
     policy: str
     batch: int
@@ -74,6 +78,9 @@ class Row:
     samples_per_second: float
     extra_percent: float
     solver: str
+    waits_percent: float = 0.0
+    moved_bytes: int = 0
+    host_bytes: int = 0
 
     def json(self, base: Row) -> dict[str, Any]:
         return self.__dict__ | {
@@ -180,28 +187,57 @@ def echo_alone(graph: Graph) -> list[tuple[str, tuple[Life, ...]]]:
     return [("Echo", echo(graph)), ("keep all", keep_all(graph))]
 
 
-def assumptions(price: Price) -> dict[str, tuple[Price, float]]:
-    """Other prices, by what they assume, and the recorder's seconds an op."""
+def assumptions(price: Price) -> dict[str, Assumed]:
+    """Other prices, by what they assume."""
 
-    def launch(seconds: float) -> Price:
-        return replace(price, launch_seconds=seconds)
+    def other(**changed: Any) -> Assumed:
+        return Assumed(price=replace(price, **changed))
 
     return {
-        "as the profile": (price, 0.0),
-        "launch 2.5 us": (launch(2.5e-6), 0.0),
-        "launch 10 us": (launch(10e-6), 0.0),
-        "launches hidden": (replace(price, hidden=True), 0.0),
-        "gradients accumulate for free": (replace(price, adds_free=True), 0.0),
-        "gradients for free, launches hidden": (replace(price, hidden=True, adds_free=True), 0.0),
-        "our recorder's host time": (price, RECORDER_SECONDS),
+        "as the profile": Assumed(price=price),
+        "launch 2.5 us": other(launch_seconds=2.5e-6),
+        "launch 10 us": other(launch_seconds=10e-6),
+        "launches hidden": other(hidden=True),
+        "gradients accumulate for free": other(adds_free=True),
+        "gradients for free, launches hidden": other(hidden=True, adds_free=True),
+        "our recorder's host time": Assumed(price=price, recorder_seconds=RECORDER_SECONDS),
+        "half the link": Assumed(price=price, link=0.5),
     }
 
 
-def predicted(name: str, traces: Path | None, device: Device, card: bool = False) -> dict[str, Any]:
-    """Every row of one model, within its own budget or, `card`, all of the card's."""
-    from benchmarks.throughput_models import SETUPS, observe  # torch and transformers
+def with_host(model: Model, plans: HostPlans, bare: int, alone: tuple[int, int]) -> list[Row]:
+    """Rows with plans that put tensors away. `alone`: the fastest and the largest batch with recomputation alone."""
+    most = plans.largest(alone[1], _RANGE * bare)
+    twice = [2 * bare] if most >= 2 * bare else []
+    sizes = {"fastest": plans.fastest([alone[0], *twice], bare, most)}
+    sizes |= dict.fromkeys(("twice the batch",) if twice else (), 2 * bare) | {"largest": most}
+    found = []
+    for which, size in sizes.items():
+        predicted, step = plans.predicted(size), model.fit.at(size).step_seconds
+        if predicted.peak_bytes > model.budget_nbytes:
+            raise RuntimeError(f"{HOST} at {size} takes {predicted.peak_bytes} of {model.budget_nbytes} bytes")
+        found.append(
+            Row(
+                policy=f"{HOST}, {which}",
+                batch=size,
+                peak_bytes=predicted.peak_bytes,
+                samples_per_second=size / (step + predicted.seconds),
+                extra_percent=100 * predicted.extra_seconds / step,
+                solver=plans.plan(size).solver,
+                waits_percent=100 * (predicted.stall_seconds + predicted.codec_seconds) / step,
+                moved_bytes=predicted.moved_bytes,
+                host_bytes=predicted.tier_bytes,
+            )
+        )
+    return found
 
-    setup = SETUPS[name]
+
+def predicted(name: str, traces: Path | None, rates: Rates, card: bool = False) -> dict[str, Any]:
+    """Every row of one model, within its own budget or, `card`, all of the card's."""
+    from benchmarks.throughput_models import SETUPS, observe  # transformers
+
+    setup, device = SETUPS[name], rates.device
+    assert device is not None
     price = Price.of(device, EFFICIENCY)
     fit = priced(recorded(partial(observe, setup), name, setup.sizes, traces), setup.sizes, price)
     whole = Model(fit, device.nbytes)
@@ -221,13 +257,21 @@ def predicted(name: str, traces: Path | None, device: Device, card: bool = False
         if most >= 2 * bare:
             rows.append(model.row(f"{policy}, twice the batch", *model.fastest(pool, [2 * bare], price), price))
         rows.append(model.row(f"{policy}, largest", *model.fastest(pool, [most], price), price))
+    alone = next(row.batch for row in rows if row.policy == "ours, fastest"), rows[-1].batch
+    host = HostPlans(fit, budget, rates, [(p.solver, p.lives) for p in pools["ours"]])
+    rows += with_host(model, host, bare, alone)
+    fastest = next(row.batch for row in rows if row.policy == f"{HOST}, fastest")
     found = []
-    for label, (other, recorder) in assumptions(price).items():
+    for label, assumed in assumptions(price).items():
+        other, recorder = assumed.price, assumed.recorder_seconds
         before = model.rate(plain, bare, other)[0]
         line: dict[str, Any] = {"assumption": label, "unmodified_samples_per_second": before}
         for policy, pool in pools.items():
             plan, size = model.fastest(pool, sizes[policy], other, recorder)
             line[policy] = {"batch": size, "throughput_ratio": model.rate(plan, size, other, recorder)[0] / before}
+        size, samples = host.best(assumed, fastest)
+        away = {"batch": size, "throughput_ratio": samples / before}
+        line[HOST] = max(away, line["ours"], key=lambda one: one["throughput_ratio"])  # planned at that price, it is no slower
         found.append(line)
     took = model.seconds(price, bare)
     kernels = int(np.count_nonzero(took))
@@ -260,6 +304,8 @@ def show(results: dict[str, Any]) -> None:
                     "samples/s": f"{r['samples_per_second']:.1f}",
                     "ratio": f"x{r['throughput_ratio']:.3f}",
                     "again": f"{r['extra_percent']:.1f} %",
+                    "waits": f"{r.get('waits_percent', 0.0):.1f} %",
+                    "in the host": f"{r.get('host_bytes', 0) / 2**30:.2f} GiB",
                     "J/sample": f"{r['joules_per_sample']:.3f}",
                     "energy": f"{100 * r['energy_ratio']:.0f} %",
                     "plan": r["solver"],
@@ -270,7 +316,7 @@ def show(results: dict[str, Any]) -> None:
         print_table(
             [
                 {"assumed": a["assumption"], "unmodified/s": f"{a['unmodified_samples_per_second']:.1f}"}
-                | {p: f"{a[p]['batch']}, x{a[p]['throughput_ratio']:.3f}" for p in ("Echo", "ours")}
+                | {p: f"{a[p]['batch']}, x{a[p]['throughput_ratio']:.3f}" for p in ("Echo", "ours", HOST) if p in a}
                 for a in found["assumptions"]
             ]
         )
@@ -283,10 +329,9 @@ def main() -> None:
     parser.add_argument("--only", help="names, separated by commas")
     parser.add_argument("--card", action="store_true", help="all of the card for every model, in rows of its own")
     args = parser.parse_args()
-    device = profile(args.profile).device
-    assert device is not None
+    rates = profile(args.profile)
     for name in args.only.split(",") if args.only else ("nmt", "nmt_100", "deepspeech2", "transformer", "resnet152"):
-        found = predicted(name, args.traces, device, args.card)
+        found = predicted(name, args.traces, rates, args.card)
         results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
         results |= {"predicted": True, "profile": args.profile, "efficiency": EFFICIENCY, "watts": WATTS}
         results.setdefault("models", {})[f"{name}, card" if args.card else name] = found

@@ -104,10 +104,14 @@ def transfers(graph: Graph, lives: Iterable[Life], schedule: Schedule, rates: Ra
     for t in schedule.away:
         leaving.setdefault(leaves_at(graph, t), []).append(t)
     in_tiers = Levels(len(graph.points))
+    last: dict[int, int] = {}
+    ends: dict[int, int] = {}
+    for life in fetched:
+        last[life.tensor] = max(life.born_at, last.get(life.tensor, 0))
+        ends[life.tensor] = max(life.freed_at, ends.get(life.tensor, 0))
     for t, form in schedule.away.items():
         if tier_of(form):
-            in_tiers.add(leaves_at(graph, t), max(life.freed_at for life in fetched if life.tensor == t), nbytes[t])
-    last = {t: max(life.born_at for life in fetched if life.tensor == t) for t in schedule.away}
+            in_tiers.add(leaves_at(graph, t), ends[t], nbytes[t])
     clocks = _Clocks(graph, rates)
     coming: set[int] = set()
 

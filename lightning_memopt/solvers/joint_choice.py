@@ -14,6 +14,8 @@ from lightning_memopt.solvers.trips import Form, Gap, Planner
 
 _UNITS = 1 << 20
 """Bytes and seconds are counted in so many parts of the largest."""
+_FOREVER = 1000 * _UNITS
+"""No longer stall, copy or codec is told from this one: CP-SAT counts in 64 bits."""
 _HIGH = 48
 _CLOSE = 5e-3
 """A choice is good enough where no other is better by more than such a share."""
@@ -76,6 +78,10 @@ def chosen(
     high = _high_points(levels, budget)
     byte = max(1, max(levels) // _UNITS)
     second = max(planner.ends[-1], 1e-9) / _UNITS
+
+    def units(seconds: float) -> int:
+        return round(min(seconds / second, _FOREVER))
+
     picks: list[tuple[_Pick, cp_model.IntVar]] = []
     for found in _picks(graph, planner, high, forms, rates):
         mine = [model.new_bool_var(pick.name) for pick in found]
@@ -93,17 +99,15 @@ def chosen(
         model.add(weighted([picks[i][1] for i in there], [picks[i][0].nbytes // byte for i in there]) >= nbytes)
     costs: list[tuple[cp_model.IntVar, int]] = []
     for pick, x in picks:
-        codec = round((pick.place.encode + pick.place.decode) / second)
+        codec = units(pick.place.encode + pick.place.decode)
         costs.append((x, codec + bool(pick.place.out or pick.place.back)))  # of two that cost nothing, the fewer copies
     moved = [(pick, x) for pick, x in picks if pick.place.out or pick.place.back]
     for forward in (True, False):
         copies = [
-            (pick.gap.leaves, round(pick.place.out / second), x)
-            if forward
-            else (pick.gap.needed, round(pick.place.back / second), x)
+            (pick.gap.leaves, units(pick.place.out), x) if forward else (pick.gap.needed, units(pick.place.back), x)
             for pick, x in moved
         ]
-        stall = model.new_int_var(0, _UNITS * 1000, "stall")
+        stall = model.new_int_var(0, _FOREVER, "stall")
         costs.append((stall, 1))
         first = planner.ends[min((at for at, _, _ in copies), default=0)]
         last = planner.ends[max((at for at, _, _ in copies), default=0)]
@@ -119,10 +123,10 @@ def chosen(
                 continue
             if begun:
                 taken = weighted([x for _, x in begun], [c for c, _ in begun])
-                model.add(stall >= taken - round(max(0.0, time_there) / second))
+                model.add(stall >= taken - units(max(0.0, time_there)))
     objective = weighted([x for x, _ in costs], [c for _, c in costs])
     if below_seconds is not None:
-        model.add(objective <= len(moved) + int(_SLACK * below_seconds / second))
+        model.add(objective <= len(moved) + units(_SLACK * below_seconds))
     model.minimize(objective)
     solver = cp_model.CpSolver()
     solver.parameters.max_deterministic_time = limit_seconds  # about seconds, however busy the machine is

@@ -9,13 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import recurrent
+from benchmarks import recurrent, throughput_away
 from benchmarks.priced import Price, PricedFit, priced
-from benchmarks.throughput import Model, ours
+from benchmarks.throughput import Model, ours, with_host
+from benchmarks.throughput_away import Assumed, HostPlans
 from benchmarks.throughput_models import Setup, _adam, _words, observe
 from lightning_memopt.batching.plans import largest
 from lightning_memopt.graph import Op
-from lightning_memopt.plan import LoweringError, simulate
+from lightning_memopt.plan import LoweringError, Plan, lower, simulate, validate
+from lightning_memopt.plan.rates import Coding, Link, Rates
 from lightning_memopt.session.buckets import unmodified_peak
 
 SETUP = Setup(
@@ -115,3 +117,83 @@ def test_more_seconds_again_and_no_sample_for_free() -> None:
     assert row.samples_per_second == pytest.approx(size / (graph.step_seconds + again))
     assert row.extra_percent == pytest.approx(100 * again / graph.step_seconds)
     assert model.rate(plan, size, PRICE, recorder_seconds=1.0)[0] < row.samples_per_second or not plan.again.any()
+
+
+BARE, MORE = 100, (120, 160)
+"""With these batches, tensors of the tiny model are large enough to go away."""
+
+
+@cache
+def alone() -> tuple[Model, tuple]:
+    """Within what the unmodified step takes at `BARE`: plans that only recompute."""
+    fit = fitted()
+    model = Model(fit, unmodified_peak(fit.at(BARE)))
+    return model, tuple(model.pool(ours, BARE))
+
+
+def host(bytes_per_second: float) -> HostPlans:
+    """The same with a host, codecs as fast as its link."""
+    model, pool = alone()
+    rate = Coding(encode_bytes_per_second=bytes_per_second, decode_bytes_per_second=bytes_per_second)
+    link = Link(out_bytes_per_second=bytes_per_second, in_bytes_per_second=bytes_per_second)
+    rates = Rates(name="test", links={"host": link}, codecs={"bools": rate, "positive": rate})
+    return HostPlans(model.fit, model.budget_nbytes, rates, [(p.solver, p.lives) for p in pool])
+
+
+def rate_alone(size: int) -> float:
+    """The most samples a second of the plans that only recompute."""
+    model, pool = alone()
+    return max(model.rate(p, size, PRICE)[0] for p in pool if p.most >= size)
+
+
+def checked(plans: HostPlans, size: int) -> Plan:
+    """A plan that the validator, which counts on its own, finds right and within the budget."""
+    graph, plan = fitted().at(size), plans.plan(size)
+    report = validate(graph, plan.lives, lower(graph, plan.lives))
+    assert report.ok and report.peak_bytes <= plans.budget_nbytes
+    return plan
+
+
+@pytest.mark.parametrize("size", MORE)
+def test_a_host_that_takes_no_time_never_slows_a_step_down(size: int) -> None:
+    plans = host(1e15)
+    assert any(life.how == "fetch" for life in checked(plans, size).lives)
+    assert plans.rate(size, Assumed(price=PRICE), fitted().at(size)) > rate_alone(size)
+
+
+@pytest.mark.parametrize("size", MORE)
+def test_a_host_that_takes_forever_is_left_alone(size: int) -> None:
+    plans = host(1e-9)
+    assert all(life.how != "fetch" for life in checked(plans, size).lives)
+    assert plans.rate(size, Assumed(price=PRICE), fitted().at(size)) == pytest.approx(rate_alone(size))
+
+
+def test_no_copy_is_for_free() -> None:
+    """No step is shorter than its ops, and what its copies take in either direction, as far as they can overlap with them."""
+    plans, size = host(1e6), MORE[1]
+    graph, plan = fitted().at(size), checked(plans, MORE[1])
+    moved = sum(life.away_nbytes for life in plan.lives if life.how == "fetch" and "host" in life.form)
+    assert moved
+    price = Assumed(price=PRICE)
+    for link in (1.0, 0.01, 0.0001):
+        took = size / plans.rate(size, replace(price, link=link), graph)
+        assert took >= max(graph.step_seconds, 2 * moved / (1e6 * link))  # nothing is back before it is gone
+    assert took > graph.step_seconds * 10
+    slow = size / plans.rate(size, replace(price, recorder_seconds=1.0), graph)
+    assert slow > len(graph.forward)
+
+
+def test_rows_with_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(throughput_away, "_SIZES", 2)
+    model, pool = alone()
+    plans, most = host(1e7), max(p.most for p in pool)
+    rows = {row.policy.rpartition(", ")[2]: row for row in with_host(model, plans, BARE, (BARE, most))}
+    assert all(row.peak_bytes <= model.budget_nbytes for row in rows.values())
+    assert rows["largest"].batch >= most
+    fastest = rows["fastest"]
+    assert fastest.samples_per_second >= max(rate_alone(size) for size in (BARE, *MORE)) * (1 - 1e-9)
+    predicted, graph = plans.predicted(fastest.batch), fitted().at(fastest.batch)
+    beyond = predicted.extra_seconds + predicted.stall_seconds + predicted.codec_seconds
+    assert fastest.samples_per_second == pytest.approx(fastest.batch / (graph.step_seconds + beyond))
+    again = host(1e7)
+    assert again.plan(fastest.batch).lives == plans.plan(fastest.batch).lives

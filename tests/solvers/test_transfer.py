@@ -255,6 +255,19 @@ def test_joint_is_never_worse() -> None:
     assert pairs > 30 and better > pairs / 3
 
 
+def test_a_link_that_takes_forever() -> None:
+    """Counts of its seconds do not fit 64 bits: nothing goes away where ops can run again, and else it is waited for."""
+    graph, forever = timed(named(random_step(random.Random(3), 12), random.Random(3))), Link(1e-20)
+    alone = planner.solve(graph)
+    for budget in {c.predicted.peak_bytes for c in alone.candidates}:
+        found = solved(graph, budget, forms_of(graph), forever)
+        assert found is not None and found.predicted.seconds == pytest.approx(alone.within(budget + 4096).predicted.seconds)
+    least = joint.least(graph, [c.lives for c in alone.candidates], forms_of(graph))[0]
+    assert least < alone.candidates[0].predicted.peak_bytes
+    found = solved(graph, least, forms_of(graph), forever)
+    assert found is not None and found.predicted.stall_seconds + found.predicted.codec_seconds > 1e20
+
+
 def lines(seed: int, count: int = 2) -> tuple[Graph, Codec, dict]:
     """A line of layers of all lengths, none of which can run again, where codecs and copies hide behind ops."""
     rng = random.Random(seed)
