@@ -39,7 +39,7 @@ class MemOptConfig:
             UpdatesInBackwardError. Nothing may look at `p.grad` after backward. Plain loops mark the last backward before a
             step by `with run.last_backward():`.
         profile_steps: real training steps that are observed before the plan is made.
-        solver_seconds: time limit of the planner.
+        solver_seconds: time limit of the planner, in seconds of CPU: a busy machine has the same plans.
         headroom: bytes of the budget that the plan leaves free, for what no trace shows.
         on_exceed: what to do when a planned step was measured above the budget.
         plan: path of a plan file to use instead of observing and solving.

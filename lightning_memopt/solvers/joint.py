@@ -318,7 +318,7 @@ def solve(
     plans: Iterable[tuple[str, Lives]] = (),
     recompute: bool = True,
     limit_seconds: float = 30.0,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Callable[[], float] = time.process_time,
     overhead: Callable[[Lives], float] = lambda _: 0.0,
 ) -> Joint | None:
     """The fastest plan found within the budget; None where none fits. `plans`: those that only recompute, by peaks rising.
