@@ -269,8 +269,11 @@ class HybridFrontier(Frontier):
         )
 
     def _joint(self, budget_nbytes: int) -> joint.Joint | None:
-        """What joint finds that needs no more than the budget; it knows neither workspaces of codecs nor what is reserved."""
-        target, began = budget_nbytes, time.perf_counter()
+        """What joint finds that needs no more than the budget; it knows neither workspaces of codecs nor what is reserved,
+        so it is asked for less until that fits. What bounds all plans is its bound for the most that it was asked for.
+        """
+        room, began, bound = budget_nbytes - UNSEEN_NBYTES, time.perf_counter(), math.inf
+        target = room
         for _ in range(_TRIES):
             found = joint.solve(
                 self.graph,
@@ -283,15 +286,16 @@ class HybridFrontier(Frontier):
             )
             if found is None:
                 break
-            found = replace(found, predicted=self._predicted(found.lives, found.predicted))
-            if found.predicted.needed_bytes <= budget_nbytes:
+            bound = min(bound, found.bound_seconds)
+            found = replace(found, predicted=self._predicted(found.lives, found.predicted), bound_seconds=bound)
+            if found.predicted.needed_bytes <= room:
                 return found
-            target -= found.predicted.needed_bytes - budget_nbytes
+            target -= found.predicted.needed_bytes - room
         if self.least is None:
             return None
         predicted = simulate(self.graph, self.least, rates=self.hybrid.rates).predicted
         predicted = self._predicted(self.least, replace(predicted, overhead_seconds=self.overhead(self.least)))
-        if predicted.needed_bytes + UNSEEN_NBYTES > budget_nbytes:
+        if predicted.needed_bytes > room:
             return None
         return joint.Joint(self.least, predicted, "smallest", 0.0, time.perf_counter() - began)
 
