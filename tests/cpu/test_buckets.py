@@ -95,9 +95,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     def made(self: Observation, *args: Any, **options: Any) -> None:
         init(self, *args, **(options | {"meter": True}))
 
-    def begun(self: Observation, batch: Any) -> Any:
+    def begun(self: Observation, batch: Any, *rest: Any) -> Any:
         self.base = resident_on(resident_tensors(self.model, self.optimizers, batch), self.device)  # type: ignore[attr-defined]
-        return begin(self, batch)
+        return begin(self, batch, *rest)
 
     def finished(self: Observation) -> Any:
         graph = finish(self)

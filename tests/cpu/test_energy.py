@@ -95,7 +95,7 @@ def test_power_is_integrated(clock: Clock) -> None:
 
 def test_the_sampling_thread(clock: Clock) -> None:
     """It samples, ends when closed or forgotten, and an error in it reaches who asks, not the thread's stderr."""
-    sampled = threading.Event()
+    sampled, seen = threading.Event(), threading.Event()
 
     def watts() -> float:
         if threading.current_thread().name == "memopt-power":
@@ -105,6 +105,7 @@ def test_the_sampling_thread(clock: Clock) -> None:
     def fails() -> float:
         if threading.current_thread().name == "memopt-power":
             sampled.set()
+            assert seen.wait(60)
             raise RuntimeError("gone")
         return 1.0
 
@@ -124,6 +125,7 @@ def test_the_sampling_thread(clock: Clock) -> None:
     sampled.clear()
     sampler = PowerSampler("a", fails, clock, period=1e-3)
     (thread,) = sampling()
+    seen.set()
     thread.join(60)
     with pytest.raises(EnergyUnavailableError, match="gone"):
         sampler.take()

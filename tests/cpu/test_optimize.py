@@ -96,9 +96,9 @@ def observed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int | None]]:
     found: list[tuple[int, int | None]] = []
     begin, finish = Observation.begin_round, Observation.finish
 
-    def begin_round(self: Observation, batch: Any) -> Any:
+    def begin_round(self: Observation, batch: Any, *rest: Any) -> Any:
         self.base = resident_nbytes(resident_tensors(self.model, self.optimizers, batch), self.device)  # type: ignore[attr-defined]
-        return begin(self, batch)
+        return begin(self, batch, *rest)
 
     def finished(self: Observation) -> Any:
         graph = finish(self)
