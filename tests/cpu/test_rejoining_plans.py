@@ -43,10 +43,8 @@ def first(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(params=["silent", "drawn"])
 def step(request: pytest.FixtureRequest, first: bool) -> Iterator[Stepped]:
-    model = Once(first, request.param == "drawn")
-    one = Stepped(model, model)
-    yield one
-    one.depot.close()
+    with stepped(Once(first, request.param == "drawn")) as one:
+        yield one
 
 
 def draw(rng: random.Random) -> Skips:
