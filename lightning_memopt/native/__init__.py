@@ -4,6 +4,6 @@
 torch's profiler is asked instead (trace/memory.py).
 """
 
-from lightning_memopt.native.counter import Counter, Window, counter, install
+from lightning_memopt.native.counting import Counter, Window, counter, install
 
 __all__ = ["Counter", "Window", "counter", "install"]

@@ -19,13 +19,15 @@ from pathlib import Path
 
 import torch
 
+from lightning_memopt.errors import MemOptError
+
 _SOURCE = Path(__file__).with_name("counter.cpp")
 _LIBRARY, _CHECKSUM = "counter.so", "counter.sha256"
 _LIMIT_SECONDS = 120
 """A build takes 2 seconds of a CPU; on a busy machine more."""
 
 
-class BuildError(Exception):
+class BuildError(MemOptError):
     """The library cannot be built here; the message says why. Never leaves this package."""
 
 

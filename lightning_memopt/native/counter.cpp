@@ -96,9 +96,9 @@ class Table {
 
 Spin guard;  // of all that follows
 Table& table = *new Table;
-int64_t live = 0, own = 0;
-int64_t lowest = kNone;  // of the peaks of open windows: most allocations compare with this alone
-int64_t peaks[kWindows];
+int64_t live[2] = {0, 0};            // all bytes, and all but our own
+int64_t lowest[2] = {kNone, kNone};  // of the peaks of open windows: most allocations compare with these alone
+int64_t peaks[2][kWindows];
 thread_local int hidden = 0;
 c10::Allocator* inner = nullptr;
 
@@ -107,28 +107,30 @@ struct Locked {
   ~Locked() { guard.unlock(); }
 };
 
-void raise() {
-  lowest = kNone;
-  for (int64_t& peak : peaks) {
-    if (peak != kNone && live > peak) peak = live;
-    if (peak < lowest) lowest = peak;
+void raise(int kind) {
+  lowest[kind] = kNone;
+  for (int64_t& peak : peaks[kind]) {
+    if (peak != kNone && live[kind] > peak) peak = live[kind];
+    if (peak < lowest[kind]) lowest[kind] = peak;
   }
 }
 
 void subtract(Entry* entry) {
-  live -= entry->nbytes;
-  if (entry->own) own -= entry->nbytes;
+  live[0] -= entry->nbytes;
+  if (!entry->own) live[1] -= entry->nbytes;
   table.remove(entry);
 }
 
 bool add(void* context, int64_t nbytes, c10::DeleterFnPtr deleter) {
   const Locked locked;
   if (Entry* before = table.find(context)) subtract(before);  // somebody freed it without us
-  const Entry entry{context, nbytes, deleter, hidden > 0};
-  if (!table.add(entry)) return false;
-  live += nbytes;
-  if (entry.own) own += nbytes;
-  if (live > lowest) raise();
+  const bool own = hidden > 0;
+  if (!table.add({context, nbytes, deleter, own})) return false;
+  live[0] += nbytes;
+  if (live[0] > lowest[0]) raise(0);
+  if (own) return true;
+  live[1] += nbytes;
+  if (live[1] > lowest[1]) raise(1);
   return true;
 }
 
@@ -172,7 +174,8 @@ int memopt_installed() { return inner != nullptr && c10::GetAllocator(c10::kCPU)
 // Puts the allocator around the one that is set, with the lowest priority that is enough: who sets one later still can.
 int memopt_install() {
   if (inner != nullptr) return memopt_installed();
-  for (int64_t& peak : peaks) peak = kNone;
+  for (auto& kind : peaks)
+    for (int64_t& peak : kind) peak = kNone;
   inner = c10::GetAllocator(c10::kCPU);
   for (int priority = 0; priority < 256 && !memopt_installed(); ++priority)
     c10::SetAllocator(c10::kCPU, &counting, static_cast<uint8_t>(priority));
@@ -182,49 +185,44 @@ int memopt_install() {
   return memopt_installed();
 }
 
-int64_t memopt_live() {
+// `kind` 0: all bytes; 1: all but our own.
+int64_t memopt_live(int kind) {
   const Locked locked;
-  return live;
-}
-
-// Of those, what was allocated while this was hidden.
-int64_t memopt_own() {
-  const Locked locked;
-  return own;
+  return live[kind];
 }
 
 // What this thread allocates from now on is our own, until `memopt_hide(-1)`.
 void memopt_hide(int by) { hidden += by; }
 
 // Opens a window whose peak begins at what is alive. Returns its number, -1 where all are open.
-int memopt_open() {
+int memopt_open(int kind) {
   const Locked locked;
   for (int i = 0; i < kWindows; ++i)
-    if (peaks[i] == kNone) {
-      peaks[i] = live;
-      raise();
+    if (peaks[kind][i] == kNone) {
+      peaks[kind][i] = live[kind];
+      raise(kind);
       return i;
     }
   return -1;
 }
 
-int64_t memopt_peak(int window) {
+int64_t memopt_peak(int kind, int window) {
   const Locked locked;
-  return peaks[window];
+  return peaks[kind][window];
 }
 
 // The window begins again. Returns what is alive.
-int64_t memopt_reset(int window) {
+int64_t memopt_reset(int kind, int window) {
   const Locked locked;
-  peaks[window] = live;
-  raise();
-  return live;
+  peaks[kind][window] = live[kind];
+  raise(kind);
+  return live[kind];
 }
 
-void memopt_close(int window) {
+void memopt_close(int kind, int window) {
   const Locked locked;
-  peaks[window] = kNone;
-  raise();
+  peaks[kind][window] = kNone;
+  raise(kind);
 }
 
 // Counts the bytes of a storage (a `c10::StorageImpl`) that was made before us from now on, their end too. Returns whether they
@@ -241,6 +239,13 @@ int memopt_adopt(void* storage) {
   (void)data.compare_exchange_deleter(deleter, &release);
   if (impl->allocator() == inner) impl->set_allocator(&counting);
   return 1;
+}
+
+// The bytes of a storage as they are counted, -1 where they are not.
+int64_t memopt_nbytes(void* storage) {
+  const Locked locked;
+  const Entry* const entry = table.find(static_cast<c10::StorageImpl*>(storage)->_mutable_data_ptr_no_checks().get_context());
+  return entry == nullptr ? -1 : entry->nbytes;
 }
 
 // Nanoseconds are measured around this: allocations and frees through the allocator within, or through ours.
