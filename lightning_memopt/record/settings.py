@@ -1,7 +1,7 @@
 """Settings that change the bits an op returns (Rule 6): read, put back, and the functions that set them.
 
-The list is every setter of `torch._C` in the supported versions that a kernel may look at, with its getter. Those of no use here
-are named in tests/cpu/test_settings.py, with the reason; a setter of a new version that is in neither fails there.
+The list is every setter of `torch._C` in the supported versions that a kernel may look at, with its getter. Those of no use
+here are named in tests/cpu/test_settings.py, with the reason; a setter of a new version that is in neither fails there.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ _matmul, _deterministic, _warn_only = (
 _threads, _default_dtype = torch.get_num_threads, torch.get_default_dtype
 _precision, _set_precision = _C._get_fp32_precision_getter, _C._set_fp32_precision_setter
 _set_matmul_precision, _set_default_dtype = _C._set_float32_matmul_precision, _C._set_default_dtype
-_set_deterministic, _set_threads, _set_denormal = _C._set_deterministic_algorithms, torch.set_num_threads, torch.set_flush_denormal
+_set_deterministic = _C._set_deterministic_algorithms
+_set_threads, _set_denormal = torch.set_num_threads, torch.set_flush_denormal
 
 
 def _matmul_precision() -> str | None:
