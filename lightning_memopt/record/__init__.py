@@ -1,7 +1,7 @@
 """What ran: ops, storages and their versions, as they happen."""
 
 from lightning_memopt.record.calls import around_calls, eager_modules
-from lightning_memopt.record.exposure import unwatched, watching
+from lightning_memopt.record.exposure import unwatched, watching, watching_sizes
 from lightning_memopt.record.levels import around_dual_levels, in_dual_level, in_transform
 from lightning_memopt.record.protocols import Observer, OpRecord, Owner
 from lightning_memopt.record.recorder import Recorder
@@ -39,4 +39,5 @@ __all__ = [
     "tensors_in",
     "unwatched",
     "watching",
+    "watching_sizes",
 ]

@@ -6,6 +6,7 @@ It decides nothing: its `Owner` and its `Observer` are told (record/protocols.py
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,6 +41,8 @@ class Recorder(TorchDispatchMode):
         self.tape = tape
         self.owner = owner
         self.observer = observer
+        self.writes: Callable[[torch.Tensor], None] | None = None
+        """Told of a tensor whose memory an op is about to write, also after the forward."""
         self.capturing = True
         self.elsewhere = False
         self.fixed: frozenset[int] = frozenset()
@@ -179,6 +182,9 @@ class Recorder(TorchDispatchMode):
         if self.capturing:
             for t in targets:
                 self._overwrites(self.of_storage[storage_id(t)])
+        if self.writes is not None:
+            for t in targets:
+                self.writes(t)
         before = [(storage_id(t), t._version) for t in targets]
         if observer is None:
             out = run(*args, **kwargs)
@@ -353,6 +359,24 @@ class Recorder(TorchDispatchMode):
         if not self._begun:
             self.tape.flags = numeric_flags()
         self.elsewhere = numeric_flags() != self.tape.flags
+
+    def resizing(self, t: torch.Tensor) -> None:
+        """The storage of `t` is about to get another size: what it holds goes, and may be put back unseen (Rule 4)."""
+        if self.writes is not None:
+            self.writes(t)
+        slot = self.of_storage.get(storage_id(t)) if self.capturing else None
+        if slot is not None:
+            self.owner.resizes(slot)
+            self._overwrites(slot)
+            new = self._replaced(slot, t, "its storage was resized")
+            new.exposed = True
+            new.version = UNKNOWN
+
+    def resized(self, t: torch.Tensor) -> None:
+        """The storage of `t` has another size now."""
+        slot = self.of_storage.get(storage_id(t))
+        if slot is not None:
+            slot.nbytes = t.untyped_storage().nbytes()
 
     def expose(self, t: torch.Tensor) -> None:
         """Somebody takes the raw memory of `t`: from now on it may change unseen, so no replay starts from it (Rule 4).

@@ -13,9 +13,11 @@ from typing import Protocol
 
 import torch
 
+from lightning_memopt.errors import ModifiedError, UnsupportedError
 from lightning_memopt.record import OpRecord, Slot, detached
 from lightning_memopt.runtime.execute import below_autograd, checksum, flags_of, run
 from lightning_memopt.runtime.replay import Engine, Handle
+from lightning_memopt.runtime.starts import Starts
 
 
 class SaveEvents(Protocol):
@@ -47,6 +49,7 @@ class ObservingEngine(Engine):
         self.verify = verify
         self.verified: set[int] = set()
         self.opaque_ops: dict[str, str] = {}
+        self.starts = Starts(self.tape)
         self.evictable: dict[int, Slot] = {}
         self.sums: dict[int, tuple[int, int]] = {}
         self.evictions = 0
@@ -58,6 +61,9 @@ class ObservingEngine(Engine):
 
     def recorded(self, record: OpRecord) -> None:
         self.clock += 1
+        if record.func.name() in self.opaque_ops:
+            for slot in (*(slot for slot, _ in record.made), *(new for _, new, _ in record.mutates)):
+                slot.call, slot.ok, slot.why = None, False, self.opaque_ops[record.func.name()]
         for slot, t in [*record.made, *((new, t) for _, new, t in record.mutates)]:
             if slot.call is None and not slot.empty:
                 slot.value = detached(t)  # Rule 4: recipes may start from it
@@ -82,6 +88,37 @@ class ObservingEngine(Engine):
     def rebuilt_nbytes(self) -> int:
         """Bytes of what was rebuilt: the tracer does not see them."""
         return sum(slot.nbytes for slot in self.rebuilt.values() if slot.value is not None)
+
+    # -- what rebuilds start from ------------------------------------------------------------------
+
+    def forward_ended(self) -> None:
+        super().forward_ended()
+        self.starts.note()
+
+    def writes(self, t: torch.Tensor) -> None:
+        """The memory of `t` is about to change, and the forward is over: what rebuilds start from is copied before."""
+        with self.lock:
+            for slot in self.starts.taken(t):
+                if slot.call is not None and slot.ok:
+                    slot.value = None  # its recipe makes the bytes again
+                elif slot.value is not None:
+                    self.overwrites(slot)
+                    slot.noted = slot.version
+                    self.rebuilt[slot.id] = slot
+                if slot.handles > 0 and slot.next is None:
+                    self._shows(slot, t)
+
+    def resizes(self, slot: Slot) -> None:
+        if slot.handles > 0 or not (slot.call is not None and slot.ok):
+            self.starts.lose(slot)
+
+    def _shows(self, slot: Slot, t: torch.Tensor) -> None:
+        """Autograd, which saved the slot, reads the bytes that come; whether it may, the version of what it saved says."""
+        later = Slot(-1 - slot.id, t, self.tape)
+        later.value = detached(t)
+        later.why = "written over after the forward"
+        self.tape.slots[later.id] = later
+        slot.next = later.id
 
     # -- eviction ----------------------------------------------------------------------------------
 
@@ -139,7 +176,11 @@ class ObservingEngine(Engine):
                 self.compare(slot, self.sums.get(slot.id))
                 self.relieve(spare=slot)
             elif self.verify and slot.ok and slot.call is not None and slot.id not in self.verified:
-                self._verify(slot)
+                try:
+                    self._verify(slot)
+                except (ModifiedError, UnsupportedError):  # it cannot be made again, and is here: nothing is wrong
+                    self.starts.changed_unseen()
+                    self.evictable.clear()
             return super().request(handle)
 
     def materialise(self, targets: list[Slot]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import statistics
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import (
 
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.graph import BEFORE, Graph, Op, Tensor, fingerprint
-from lightning_memopt.record import Recorder, around_dual_levels
+from lightning_memopt.record import Recorder, around_dual_levels, watching_sizes
 from lightning_memopt.runtime import ObservingEngine
 from lightning_memopt.session.budget import resident_tensors
 from lightning_memopt.session.finals import NEVER, Final, freed_early, kept, settled
@@ -35,7 +36,8 @@ class Observation:
 
     The dispatch mode stays entered from the first forward to `finish`, because backward and the update are observed too.
     `limit_nbytes`: live bytes above which packed tensors are evicted. `finals`: where gradients became final, tensors by their
-    slots. `fixed`: ops of the forward that are not replayed, because what they read is updated in backward.
+    slots. `fixed`: ops of the forward that are not replayed, because what they read is updated in backward. `opaque_ops`: names
+    of ops that were seen to give other bits when they ran again; what is seen here is added.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Observation:
         verify: bool,
         meter: bool,
         fixed: frozenset[int] = frozenset(),
+        opaque_ops: dict[str, str] | None = None,
     ) -> None:
         self.model, self.optimizers, self.device = model, optimizers, device
         self.limit_nbytes, self.verify, self.meter = limit_nbytes, verify, meter
@@ -54,7 +57,9 @@ class Observation:
         self.scopes = Scopes(model)
         self.events: AllocatorEvents | None = None
         self.peak_nbytes = 0
-        self.opaque_ops: dict[str, str] = {}
+        self.opaque_ops: dict[str, str] = {} if opaque_ops is None else opaque_ops
+        self._lost: set[int] = set()
+        self._engines: list[weakref.ref[ObservingEngine]] = []
         self._round: tuple[Tracer, ObservingEngine, Recorder] | None = None
         self._aside: Recorder | None = None
         self._ungraded: list[nn.Parameter] = []
@@ -74,12 +79,15 @@ class Observation:
         recorder = Recorder(engine.tape, engine, tracer)
         engine.rebuilds = recorder.recognise
         recorder.fixed = self.fixed
+        recorder.writes = self._writes
+        engine.starts.lost = self._lost
+        self._engines = [*(ref for ref in self._engines if ref() is not None), weakref.ref(engine)]
         self.finals = []
         watch_all(tracer, recorder, resident_tensors(self.model, self.optimizers, batch))
         self._round = tracer, engine, recorder
         self._ops = self._states_nbytes = 0
         self._ungraded = [p for p in self.model.parameters() if p.requires_grad and p.grad is None]
-        self.opaque_ops = engine.opaque_ops
+        engine.opaque_ops = self.opaque_ops
         self._metering = contextlib.ExitStack()
         self.events = None
         if self.meter and may_meter and self.device.type == "cpu":
@@ -88,6 +96,7 @@ class Observation:
                 tracer.marks = AllocatorEvents.mark
         self._contexts = contextlib.ExitStack()
         self._contexts.enter_context(self.scopes.watching())
+        self._contexts.enter_context(watching_sizes(recorder.resizing, recorder.resized))
         self._contexts.enter_context(recorder)
         self._contexts.callback(self._level_ends)
         self._contexts.enter_context(around_dual_levels(self._level_begins, self._level_ends))
@@ -171,6 +180,13 @@ class Observation:
         """Bytes that this backward will add: the gradients of parameters that have none yet."""
         return sum(p.nbytes for p in self._ungraded if p.grad is None)
 
+    def _writes(self, t: torch.Tensor) -> None:
+        """Memory is about to be written: the forwards of this step that are over may have read it."""
+        for ref in self._engines:
+            engine = ref()
+            if engine is not None:
+                engine.writes(t)
+
     def _leave_mode(self) -> None:
         if self._round is not None:
             recorder = self._round[2]
@@ -191,7 +207,7 @@ class Observation:
             engine.rebuilds = _nothing
             tracer.close()
             recorder.forget()
-            recorder.observer = None
+            recorder.observer = recorder.writes = None
 
     def abandon(self) -> None:
         """Leave everything, whatever state the step is in."""
@@ -225,13 +241,15 @@ class Observation:
         return freed_early(kept(self.so_far(), finals), finals)
 
     def _corrected(self, graph: Graph) -> Graph:
-        """With the workspaces that were metered, and without replays of ops that were seen to give other bits."""
+        """With the workspaces that were metered, and without replays of ops that were seen to give other bits, or that read, in
+        any forward of the step, what was written over before backward was done with it.
+        """
         metered = self.events.workspaces if self.events is not None and self.events.available else None
         opaque = {name.replace("::", ".") for name in self.opaque_ops}
 
         def corrected(op: Op) -> Op:
             workspace = op.workspace_nbytes if metered is None else metered.get(op.id, 0)
-            again = op.recomputable and op.name.replace("::", ".") not in opaque
+            again = op.recomputable and op.id not in self._lost and op.name.replace("::", ".") not in opaque
             return dataclasses.replace(op, workspace_nbytes=workspace, recomputable=again)
 
         return dataclasses.replace(graph, ops=tuple(map(corrected, graph.ops)))
@@ -289,9 +307,17 @@ def _within(part: Graph, whole: Graph) -> bool:
     return all(op.name in names for op in part.forward)
 
 
+def repeatable(graphs: list[Graph]) -> Graph:
+    """The last graph; of its forward, what could not run again in one of the steps observed is not run again in any."""
+    graph = graphs[-1]
+    again = [all(ops) for ops in zip(*([op.recomputable for op in g.forward] for g in graphs), strict=True)]
+    ops = [dataclasses.replace(op, recomputable=ok) for op, ok in zip(graph.forward, again, strict=True)]
+    return dataclasses.replace(graph, ops=(*ops, *graph.ops[len(ops) :]))
+
+
 def roomy(graphs: list[Graph]) -> Graph:
     """The last graph with room for what data decides on: per result the largest size over the steps observed."""
-    graph = graphs[-1]
+    graph = repeatable(graphs)
     steps = [[op for op in g.ops if op.phase != "update"] for g in graphs]
     nbytes: dict[int, int] = {}
     workspaces: dict[int, int] = {}

@@ -357,7 +357,8 @@ class Session:
                 + (f" within {format_nbytes(self.budget_nbytes)}" if self.budget_nbytes else "")
             )
         verify, limit = self.config.verify and first and not state.learnt, self._limit_nbytes
-        return Observation(self.model, self.optimizers, self.device, limit, verify, meter=last or first, fixed=state.fixed)
+        opaque = self._watch.opaque_ops
+        return Observation(self.model, self.optimizers, self.device, limit, verify, last or first, state.fixed, opaque)
 
     # -- steps -------------------------------------------------------------------------------------
 

@@ -14,10 +14,11 @@ _IDLE = 3
 
 
 class Watch:
-    """`now`: what is observed."""
+    """`now`: what is observed. `opaque_ops`: names of ops that gave other bits when they ran again, in any observed step."""
 
     def __init__(self) -> None:
         self.now: Observation | None = None
+        self.opaque_ops: dict[str, str] = {}
         self._idle = self._turns = 0
 
     def blocked(self) -> bool:
