@@ -5,6 +5,7 @@ It decides nothing: its `Owner` and its `Observer` are told (record/protocols.py
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -47,6 +48,8 @@ class Recorder(TorchDispatchMode):
         self.elsewhere = False
         self.fixed: frozenset[int] = frozenset()
         """Ops, by their number, that are not replayed: what they read is overwritten before a rebuild may need them."""
+        self.hidden: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        """Around what is allocated for a rebuild, and the step alone would not."""
         self.op = 0
         self.next_slot = 0
         self.of_storage: dict[int, Slot] = {}
@@ -273,7 +276,8 @@ class Recorder(TorchDispatchMode):
                 generator = generator or generator_of(device_of((slot.device for slot in reads), kwargs))
                 if generator is None:
                     return None
-                call.rng = (generator, generator.get_state())
+                with self.hidden():
+                    call.rng = (generator, generator.get_state())
         return call
 
     def _mutated(

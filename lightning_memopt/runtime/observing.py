@@ -7,6 +7,7 @@ keeps, it verifies: every recipe is run once in backward and compared, bit by bi
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Protocol
@@ -56,6 +57,8 @@ class ObservingEngine(Engine):
         self.clock = 0
         self.rebuilt: dict[int, Slot] = {}
         self.rebuilds: Callable[[Slot], None] = lambda _: None
+        self.hidden: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        """Around what is allocated for rebuilds: the step alone would not."""
         self._room = 0
         self._retained: dict[int, bool] = {}
 
@@ -158,7 +161,7 @@ class ObservingEngine(Engine):
         if value is None:
             return
         if slot.id not in self.sums:
-            with below_autograd():
+            with below_autograd(), self.hidden():
                 self.sums[slot.id] = checksum(value)
         slot.value = None
         self.evictions += 1
@@ -172,12 +175,14 @@ class ObservingEngine(Engine):
                 self.events.unpacked(handle.save)
             if slot.value is None and not self.revive(slot, handle.guard):
                 self.relieve()
-                self.materialise([slot])
-                self.compare(slot, self.sums.get(slot.id))
+                with self.hidden():
+                    self.materialise([slot])
+                    self.compare(slot, self.sums.get(slot.id))
                 self.relieve(spare=slot)
             elif self.verify and slot.ok and slot.call is not None and slot.id not in self.verified:
                 try:
-                    self._verify(slot)
+                    with self.hidden():
+                        self._verify(slot)
                 except (ModifiedError, UnsupportedError):  # it cannot be made again, and is here: nothing is wrong
                     self.starts.changed_unseen()
                     self.evictable.clear()

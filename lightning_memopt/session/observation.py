@@ -20,12 +20,13 @@ from torch.utils._python_dispatch import (
 
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.graph import BEFORE, Graph, Op, Tensor, fingerprint
+from lightning_memopt.native import counter
 from lightning_memopt.record import Recorder, around_dual_levels, watching_sizes
 from lightning_memopt.runtime import ObservingEngine
 from lightning_memopt.session.budget import resident_tensors
 from lightning_memopt.session.finals import NEVER, Final, freed_early, kept, settled
 from lightning_memopt.session.recording import Recording, hooks_allowed
-from lightning_memopt.trace import AllocatorEvents, Scopes, Tracer, metered_cpu, watch_all
+from lightning_memopt.trace import AllocatorEvents, Ledger, Scopes, Tracer, metered_cpu, watch_all
 
 _ROOM = 4
 """How many of the largest tensors so far an observed step leaves room for."""
@@ -83,6 +84,10 @@ class Observation:
         engine.starts.lost = self._lost
         self._engines = [*(ref for ref in self._engines if ref() is not None), weakref.ref(engine)]
         self.finals = []
+        counts = counter() if self.meter and self.device.type == "cpu" else None
+        if counts is not None:
+            tracer.ledger = Ledger(counts)
+            recorder.hidden = engine.hidden = counts.hidden
         watch_all(tracer, recorder, resident_tensors(self.model, self.optimizers, batch))
         self._round = tracer, engine, recorder
         self._ops = self._states_nbytes = 0
@@ -93,7 +98,7 @@ class Observation:
         if self.meter and may_meter and self.device.type == "cpu":
             self.events = self._metering.enter_context(metered_cpu())
             if self.events.available:
-                tracer.marks = AllocatorEvents.mark
+                tracer.marks = self.events.mark
         self._contexts = contextlib.ExitStack()
         self._contexts.enter_context(self.scopes.watching())
         self._contexts.enter_context(watching_sizes(recorder.resizing, recorder.resized))
@@ -120,8 +125,8 @@ class Observation:
 
     @property
     def metered(self) -> bool:
-        """Whether the step is metered since its last forward began."""
-        return self.events is not None
+        """Whether the step is metered by a profiler since its last forward began."""
+        return self.events is not None and self.events.profiled
 
     def forward_ended(self) -> None:
         if self._round is not None:

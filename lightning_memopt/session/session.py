@@ -30,7 +30,7 @@ from lightning_memopt.record import interrupts
 from lightning_memopt.runtime import PlannedEngine
 from lightning_memopt.runtime.optimizer import Reason, count_versions
 from lightning_memopt.runtime.replay import Engine
-from lightning_memopt.session.buckets import Observing, Running, State, refuse_infeasible
+from lightning_memopt.session.buckets import Failed, Observing, Running, State, refuse_infeasible
 from lightning_memopt.session.budget import (
     Neighbours,
     budget_on,
@@ -38,7 +38,6 @@ from lightning_memopt.session.budget import (
     read_given,
     refuse_hopeless,
     refuse_sharded,
-    resident_nbytes,
     resident_tensors,
     state_made,
     state_to_come,
@@ -52,6 +51,7 @@ from lightning_memopt.session.signatures import Buckets, Signature, signature_of
 from lightning_memopt.session.step import Metering, in_compiled_code
 from lightning_memopt.session.watch import Watch
 from lightning_memopt.solvers.planner import Frontier
+from lightning_memopt.trace import count_all
 from lightning_memopt.units import format_nbytes
 from lightning_memopt.versions import supported
 
@@ -103,6 +103,8 @@ class Session:
                 )
             _attached[id(model)] = self
             interrupts.watch(self)
+            if self.device.type == "cpu":
+                count_all(self.say)
 
     # -- what adapters call ------------------------------------------------------------------------
 
@@ -194,8 +196,8 @@ class Session:
         self._entered = self._left = False
         if self._in_backward is not None:
             self._in_backward.step_ended()
-        self._slowed = self._metering.running or self._watch.now is not None
-        peak_nbytes = self._metering.close(self._watch.now)
+        self._slowed = self._metering.profiling or self._watch.now is not None
+        measured = self._metering.close(self._watch.now)
         ran, self._ran = self._ran, []
         if ran:
             self._neighbours.step()
@@ -205,12 +207,14 @@ class Session:
         largest = max(ran, key=lambda state: state.plan.predicted_peak_bytes, default=None)
         for state in ran:
             after = state.step_ended(self.say)
-            if after is state and peak_nbytes is not None:
+            if after is state and measured is not None:
                 if state is largest:
-                    after = state.measured(peak_nbytes, self.budget_nbytes, self.config, self.say)
+                    after = state.measured(*measured, self.budget_nbytes, self.config, self.say)
                 else:
                     state.was_metered()
             self._become(state, after)
+        if measured is not None and isinstance(self.current, Failed) and not ran:
+            self.current.measured(measured.peak_nbytes, self.budget_nbytes)
 
     def evaluating(self) -> None:
         """Evaluation begins: nothing of it is observed, or measured as part of a step that goes on after it (accumulation)."""
@@ -255,7 +259,7 @@ class Session:
     @property
     def steady(self) -> bool:
         """Whether the last step, and what ran of the next, was as later ones will be: neither observed nor measured."""
-        return not self._slowed and self._watch.now is None and not self._metering.running
+        return not self._slowed and self._watch.now is None and not self._metering.profiling
 
     @property
     def frontier(self) -> Frontier | None:
@@ -313,13 +317,13 @@ class Session:
                 if self._watch.blocked():
                     return None
                 self._watch.now = self._observe(state)
+            self._metering.observing()
             return self._watch.now.begin_round(batch, self._metering.possible)
+        wanted = isinstance(state, Running) and state.measures
+        self._metering.begin(self.model, self.optimizers, batch, self.device, wanted)
         if isinstance(state, Running):
             if state not in self._ran:
                 self._ran.append(state)
-            if state.measures and self._metering.possible:
-                resident = resident_nbytes(resident_tensors(self.model, self.optimizers, batch), self.device)
-                self._metering.begin(self.device, resident, self.model.parameters())
             if state.program.empty and not state.unproven:
                 return None
             in_force = (s.plan for s in self.buckets.values() if isinstance(s, Running))

@@ -7,9 +7,10 @@ holds is found by polling the storage's use count at every op (that is how long 
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,12 +21,14 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_memopt.graph import BEFORE, Graph, Op, Point, Save, Tensor
 from lightning_memopt.graph.model import Kind, Phase
-from lightning_memopt.record import OpRecord, Recorder, Slot, fills, is_plain, storage_id
-from lightning_memopt.trace.memory import CudaOps, requested_nbytes
+from lightning_memopt.record import OpRecord, Recorder, Slot, fills, storage_id
+from lightning_memopt.trace.counted import Ledger
+from lightning_memopt.trace.memory import CudaOps
 
 _CUDA_ROUND = 512
 _UNSEEN = -1
 """Slots count from 0."""
+_OUTSIDE, _UNRECORDED = "held outside of the step", "made by what is not recorded"
 
 
 def _own_count() -> int:
@@ -85,11 +88,16 @@ class Tracer:
         self._ours: dict[int, Slot] = {}
         self._slots: dict[int, list[Slot]] = {}
         self._cuda = CudaOps(device) if device.type == "cuda" else None
+        self.ledger: Ledger | None = None
+        self._bystanders: dict[int, int] = {}
+        self._numbers = itertools.count(_UNSEEN - 1, -1)
 
     # -- told by the recorder ----------------------------------------------------------------------
 
     def begin(self, func: OpOverload) -> None:
         self.poll()
+        if self.ledger is not None:
+            self.ledger.note(len(self.points) - 1)
         index = len(self.ops)
         self.points.append(Point("op", index))
         if self._cuda is not None:
@@ -164,14 +172,36 @@ class Tracer:
 
     def adopt(self, slot: Slot, kind: Kind, name: str = "") -> None:
         """A storage that was there before anything was recorded."""
+        self._joins(self._bystanders.pop(slot.weak, _UNSEEN))
         self._adopted.setdefault(slot.weak, slot.id)
         self._birth(slot, name or kind, BEFORE, kind=kind)
 
     def adopt_unseen(self, nbytes: int) -> None:
         """Bytes on the device that belong to nothing of this step: a library's workspace, another model."""
         nbytes = self._rounded(nbytes)
-        self.tensors[_UNSEEN] = _Tensor("held outside of the step", nbytes, "temporary", _UNSEEN, BEFORE)
+        self.tensors[_UNSEEN] = _Tensor(_OUTSIDE, nbytes, "temporary", _UNSEEN, BEFORE)
         self.live_nbytes += nbytes
+
+    def stands_by(self, storage: torch.UntypedStorage) -> None:
+        """A storage that is held by what the step does not know (the step before, another model), until it ends."""
+        id = next(self._numbers)
+        self._bystanders[storage._cdata] = id
+        self.tensors[id] = _Tensor(_OUTSIDE, storage.nbytes(), "temporary", id, BEFORE)
+        self._storages[id] = [id]
+        self._counts(id, storage)
+
+    def _joins(self, id: int) -> None:
+        """What stood by is part of the step. One that has ended is another one, though its address was the same."""
+        if id in self._watched:
+            self._death(id)
+            del self.tensors[id], self._storages[id]
+
+    def _counts(self, key: int, storage: torch.UntypedStorage) -> None:
+        """From now on a storage is in the ledger, until it ends."""
+        self.live_nbytes += self.tensors[key].nbytes
+        if self.ledger is not None:
+            self.ledger.born(key, storage)
+        self._watched[key] = weakref.ref(storage, partial(self._on_death, key))
 
     def _birth(self, slot: Slot, name: str, at: int, kind: Kind | None = None, version_of: Slot | None = None) -> None:
         counted = slot.device.type == self.device.type
@@ -188,11 +218,12 @@ class Tracer:
             self._ours[slot.id] = slot
             self._slots.setdefault(storage, []).append(slot)
         if version_of is None:
-            self.live_nbytes += nbytes
             self.largest_nbytes = max(self.largest_nbytes, nbytes if at >= 0 else 0)
             alive = slot.alive()
             if alive is not None:
-                self._watched[storage] = weakref.ref(alive, partial(self._on_death, storage))
+                self._counts(storage, alive)
+            else:
+                self.live_nbytes += nbytes
 
     def _rounded(self, nbytes: int) -> int:
         """What the device's allocator makes of a request."""
@@ -204,6 +235,8 @@ class Tracer:
     def _death(self, storage: int) -> None:
         now = len(self.points) - 1
         self._watched.pop(storage, None)
+        if self.ledger is not None:
+            self.ledger.died(storage)
         for id in self._storages[storage]:
             t = self.tensors[id]
             self._ours.pop(id, None)
@@ -271,7 +304,8 @@ class Tracer:
         """What was observed so far. Ids are made dense; slots that no op met are left out."""
         self.poll()
         end = len(self.points) - 1
-        ids = {slot: i for i, slot in enumerate(sorted(self.tensors))}
+        known = self.tensors | self._unrecorded()
+        ids = {slot: i for i, slot in enumerate(sorted(known))}
         saves = {save: i for i, save in enumerate(sorted(self.saves))}
         written = {old: (new, op["at"]) for op in self.ops for old, new in op["mutates"]}
         seconds = [op["seconds"] for op in self.ops] if self._cuda is None else self._cuda.seconds(len(self.ops))
@@ -300,7 +334,7 @@ class Tracer:
                 dtype=t.dtype,
                 size=t.size,
             )
-            for id, t in sorted(self.tensors.items())
+            for id, t in sorted(known.items())
         )
         points = tuple(p if p.kind == "op" else p._replace(id=saves[p.id]) for p in self.points)
 
@@ -330,6 +364,11 @@ class Tracer:
             step_seconds=sum(op.seconds for op in ops),
         )
 
+    def _unrecorded(self) -> dict[int, _Tensor]:
+        """What was made during the step by what the recorder does not see."""
+        unseen = enumerate(self.ledger.unseen() if self.ledger is not None else (), max(self.tensors, default=0) + 1)
+        return {i: _Tensor(_UNRECORDED, u.nbytes, "temporary", i, u.born_at, u.freed_at) for i, u in unseen}
+
     def _kept(self, end: int, written: Collection[int]) -> dict[int, int]:
         """Tensor -> the last point at which autograd holds it, for what it saves and never asks for (a head without a loss):
         no plan says anything about those, so they stay. `written`: tensors that were written over.
@@ -343,20 +382,3 @@ class Tracer:
 
 
 _KIND: dict[Phase, Kind] = {"forward": "activation", "backward": "gradient", "update": "temporary"}
-
-
-def watch_all(tracer: Tracer, recorder: Recorder, tensors: Iterable[tuple[torch.Tensor, Kind, str]]) -> None:
-    """Enter everything that is in memory before the forward begins: parameters, buffers, gradients, optimizer state, batch."""
-    recorder.capturing = False
-    for t, kind, name in tensors:
-        if not is_plain(t):  # sparse, nested, made in inference mode: the recorder leaves it alone
-            continue
-        slot = recorder.of_storage.get(storage_id(t))
-        if slot is None:
-            slot = recorder.adopt(t)
-            recorder.tape.slots[slot.id] = slot
-            tracer.adopt(slot, kind, name)
-    if tracer.device.type == "cuda":
-        known = sum(slot.nbytes for slot in recorder.tape.slots.values() if slot.device.type == "cuda")
-        tracer.adopt_unseen(max(0, requested_nbytes(tracer.device)[0] - known))
-    recorder.capturing = True
