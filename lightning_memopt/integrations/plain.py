@@ -65,10 +65,11 @@ class Run:
     def pause(self) -> Iterator[None]:
         """The plain model inside this block."""
         before, self._paused = self._paused, True
+        self.session.silence.paused = True
         try:
             yield
         finally:
-            self._paused = before
+            self._paused = self.session.silence.paused = before
 
 
 def _attach(stack: contextlib.ExitStack, run: Run, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:

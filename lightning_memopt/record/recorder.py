@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memopt.record.protocols import Observer, OpRecord, Owner
-from lightning_memopt.record.rules import Rule, may_replay, rule_of, trains_statistics
+from lightning_memopt.record.rules import may_replay, rule_of, written_by
 from lightning_memopt.record.settings import numeric_flags
 from lightning_memopt.record.tape import UNKNOWN, UNSHARED, Call, Slot, Tape, View, storage_id
 from lightning_memopt.record.tensors import (
@@ -168,7 +168,7 @@ class Recorder(TorchDispatchMode):
         plain = [True]
         held_args = tuple([self._capture(a, reads, plain) for a in args])
         held_kwargs = {k: self._capture(v, reads, plain) for k, v in kwargs.items()} if kwargs else {}
-        targets = self._targets(func, rule, args, kwargs)
+        targets = written_by(func, rule, args, kwargs)
         replayable = (
             self.capturing
             and plain[0]
@@ -228,15 +228,6 @@ class Recorder(TorchDispatchMode):
         if slot is not None and slot.value is not None and slot.call is None and not slot.external:
             slot.value = detached(out)  # it has a version counter of its own: the one that the user's tensor has
         return out
-
-    def _targets(self, func: OpOverload, rule: Rule, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-        if not rule.writes or (rule.rewrite is not None and not trains_statistics(func, args, kwargs)):
-            return []
-        found: list[torch.Tensor] = []
-        for where in rule.writes:
-            value = kwargs.get(where) if isinstance(where, str) else (args[where] if where < len(args) else None)
-            found.extend(t for t in tensors_in(value) if is_plain(t))
-        return found
 
     @staticmethod
     def _moved(targets: list[torch.Tensor], before: list[tuple[int, int]]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Protocol
 
@@ -17,7 +18,7 @@ import torch
 from lightning_memopt.errors import ModifiedError, UnsupportedError
 from lightning_memopt.record import OpRecord, Slot, detached
 from lightning_memopt.runtime.execute import below_autograd, checksum, flags_of, run
-from lightning_memopt.runtime.replay import Engine, Handle
+from lightning_memopt.runtime.replay import Engine, Handle, Kept
 from lightning_memopt.runtime.starts import Starts
 
 
@@ -27,6 +28,7 @@ class SaveEvents(Protocol):
     def packed(self, save: int, slot: Slot) -> None: ...
     def unpacked(self, save: int) -> None: ...
     def released(self, save: int) -> None: ...
+    def autograd_asked(self) -> None: ...
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -36,6 +38,22 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
         return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
 
     return torch.equal(bits(a), bits(b))
+
+
+class _Told(Kept):
+    """What autograd keeps by itself. Whoever watches the step is told when autograd asks for it: that is a backward, too."""
+
+    __slots__ = ("_engine",)
+
+    def __init__(self, t: torch.Tensor, engine: ObservingEngine) -> None:
+        super().__init__(t)
+        self._engine = weakref.ref(engine)  # a tape dies with its handles, and this is none
+
+    def get(self) -> torch.Tensor:
+        engine = self._engine()
+        if engine is not None and engine.events is not None:
+            engine.events.autograd_asked()
+        return super().get()
 
 
 class ObservingEngine(Engine):
@@ -54,6 +72,7 @@ class ObservingEngine(Engine):
         self.evictable: dict[int, Slot] = {}
         self.sums: dict[int, tuple[int, int]] = {}
         self.evictions = 0
+        self.packs = False
         self.clock = 0
         self.rebuilt: dict[int, Slot] = {}
         self.rebuilds: Callable[[Slot], None] = lambda _: None
@@ -84,8 +103,12 @@ class ObservingEngine(Engine):
 
     def pack(self, t: torch.Tensor) -> object:  # type: ignore[override]
         packed = super().pack(t)
-        if isinstance(packed, Handle) and self.events is not None:
-            self.events.packed(packed.save, packed.slot)
+        self.packs = True
+        if self.events is None:
+            return packed
+        if isinstance(packed, Kept):
+            return _Told(t, self)
+        self.events.packed(packed.save, packed.slot)
         return packed
 
     def rebuilt_nbytes(self) -> int:

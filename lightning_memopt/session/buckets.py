@@ -13,6 +13,8 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
+
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import InfeasibleError, MemOptError, PlanMismatchError
 from lightning_memopt.graph import Graph, first_difference, resident_nbytes, unmodified_levels
@@ -70,6 +72,11 @@ class Observing:
     @property
     def waits(self) -> bool:
         return self.steps == 0
+
+    def announce(self, device: torch.device, budget_nbytes: int | None, say: Say) -> None:
+        """Say what begins."""
+        within = f" within {format_nbytes(budget_nbytes)}" if budget_nbytes else ""
+        say(f"MemOpt: observing {self.steps} step{'s' * (self.steps > 1)} on {device}{within}")
 
     def takes_lesson(self) -> None:
         """The step being observed is a lesson. No plan is made from it: it updated all at its end."""

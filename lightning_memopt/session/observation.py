@@ -120,8 +120,11 @@ class Observation:
 
     @property
     def has_backward(self) -> bool:
-        """Whether a backward was seen since the last forward."""
-        return self._round is not None and self._round[0].phase != "forward"
+        """Whether a backward of the last forward was seen. Where that saved nothing, any backward is taken for its own."""
+        if self._round is None:
+            return False
+        tracer, engine, _ = self._round
+        return tracer.asked or (tracer.backward_ran and not engine.packs)
 
     @property
     def metered(self) -> bool:
@@ -136,9 +139,19 @@ class Observation:
         """Before an optimizer's step that has forward and backward inside: those are metered anew."""
         self._metering.close()
 
+    @property
+    def written(self) -> bool:
+        """Whether an op after backward wrote to a parameter, outside of any optimizer's step."""
+        return self._round is not None and self._round[0].written
+
     def update_begins(self) -> None:
         if self._round is not None:
             self._round[0].phase = "update"
+
+    def update_ended(self) -> None:
+        """The step goes on after an optimizer's update: what comes is as what came before, but no op of it is the forward's."""
+        if self._round is not None and self._round[0].phase == "update":
+            self._round[0].phase = "backward"
 
     def final(self, p: torch.Tensor, name: str) -> None:
         """The gradient of a parameter has been accumulated."""
@@ -282,12 +295,30 @@ def with_state(graph: Graph, nbytes: int) -> Graph:
     """The graph of the steps that come: they begin with `nbytes` of optimizer state that the update of this one makes."""
     if not nbytes:
         return graph
-    update = next((op.at for op in graph.ops if op.phase == "update"), len(graph.points))
-    id = len(graph.tensors)  # freed where the update of this step makes it: it is counted once
-    made = Tensor(
-        id=id, name="made by update", nbytes=nbytes, kind="optimizer_state", storage=id, born_at=BEFORE, freed_at=update - 1
-    )
-    return dataclasses.replace(graph, tensors=(*graph.tensors, made))
+    updates = _updates(graph)
+    shares: list[tuple[int, int]] = []
+    for first, last in updates[:-1]:  # of each but the last update: what it makes and leaves
+        left = [t.nbytes for t in graph.tensors if first <= t.born_at <= last and t.freed_at == len(graph.points) - 1]
+        shares.append((min(sum(left), nbytes - sum(share for share, _ in shares)), first))
+    shares.append((nbytes - sum(share for share, _ in shares), updates[-1][0] if updates else len(graph.points)))
+    made = [
+        # freed where the update of this step makes it: it is counted once
+        Tensor(id=id, name="made by update", nbytes=share, kind="optimizer_state", storage=id, born_at=BEFORE, freed_at=at - 1)
+        for id, (share, at) in enumerate(((s, at) for s, at in shares if s), len(graph.tensors))
+    ]
+    return dataclasses.replace(graph, tensors=(*graph.tensors, *made))
+
+
+def _updates(graph: Graph) -> list[tuple[int, int]]:
+    """The first and the last point of every run of update ops: a step may have several (a GAN's two optimizers)."""
+    found: list[tuple[int, int]] = []
+    before = None
+    for op in graph.ops:
+        if op.phase == "update":
+            first = found.pop()[0] if before == "update" else op.at
+            found.append((first, op.at))
+        before = op.phase
+    return found
 
 
 def common(graphs: list[Graph]) -> list[Graph]:
