@@ -59,12 +59,12 @@ class Foresight:
         """The graph of an observed step, with the state that its update made, and with what later updates take: they may do
         something else than the first one. `early`: parameters are updated in backward, where the step showed it.
         """
-        graph = with_state(graph, state_made(graph, self.optimizers, device))
+        made = state_made(graph, self.optimizers, device)
         if self.update is None or early:
-            return graph
+            return with_state(graph, made)
         grows = [o for o in self.optimizers if type(o) is torch.optim.LBFGS]
         more = sum(rehearse(o, [], device, _rounded(device)).state_nbytes for o in grows)
-        return with_update(graph, self.update._replace(state_nbytes=more))
+        return with_update(with_state(graph, made), self.update._replace(state_nbytes=more), made)
 
     def _rehearsed(self, device: torch.device) -> Update:
         found = Update()
@@ -89,16 +89,24 @@ def _rounded(device: torch.device) -> Rounded:
     return (lambda nbytes: nbytes) if device.type != "cuda" else lambda nbytes: -(-nbytes // _CUDA_ROUND) * _CUDA_ROUND
 
 
-def with_update(graph: Graph, update: Update) -> Graph:
-    """The graph of the same step with an update at its end, as one op that reads nothing, and with its state from the start."""
+def with_update(graph: Graph, update: Update, made_nbytes: int = 0) -> Graph:
+    """The graph of the same step with an update at its end, as one op that reads nothing, and with its state from the start.
+    `made_nbytes`: of state that ops of the step's own update made.
+    """
     end = len(graph.points)
     last = end - 1
-    tensors = [dataclasses.replace(t, freed_at=end) if t.freed_at == last else t for t in graph.tensors]
-    for name, nbytes in (("made by update", update.state_nbytes), ("held by update", update.throughout_nbytes)):
+    begins = next((op.at for op in graph.ops if op.phase == "update"), end)
+    # what the step's own update made was for a moment, or it is state
+    tensors = [dataclasses.replace(t, freed_at=end) if t.freed_at == last and t.born_at < begins else t for t in graph.tensors]
+    for name, nbytes, born_at in (
+        ("made by update", update.state_nbytes, BEFORE),
+        ("made by update", made_nbytes, end),
+        ("held by update", update.throughout_nbytes, BEFORE),
+    ):
         if nbytes:
             id = len(tensors)
             tensors.append(
-                Tensor(id=id, name=name, nbytes=nbytes, kind="optimizer_state", storage=id, born_at=BEFORE, freed_at=end)
+                Tensor(id=id, name=name, nbytes=nbytes, kind="optimizer_state", storage=id, born_at=born_at, freed_at=end)
             )
     op = Op(
         id=len(graph.ops),
