@@ -31,7 +31,7 @@ from lightning_memopt.record import interrupts
 from lightning_memopt.runtime import PlannedEngine
 from lightning_memopt.runtime.optimizer import Reason, count_versions
 from lightning_memopt.runtime.replay import Engine
-from lightning_memopt.session.buckets import Failed, Observing, Running, State, refuse_infeasible
+from lightning_memopt.session.buckets import Failed, Observing, Running, State
 from lightning_memopt.session.budget import (
     Neighbours,
     budget_on,
@@ -40,13 +40,12 @@ from lightning_memopt.session.budget import (
     refuse_hopeless,
     refuse_sharded,
     resident_tensors,
-    state_made,
-    state_to_come,
 )
 from lightning_memopt.session.ends import Ends
+from lightning_memopt.session.foresight import Foresight
 from lightning_memopt.session.hybrid import Hybrid
 from lightning_memopt.session.in_backward import InBackward, wanted
-from lightning_memopt.session.observation import Observation, take_off, with_state
+from lightning_memopt.session.observation import Observation, take_off
 from lightning_memopt.session.recording import PlannedRecording, Recording
 from lightning_memopt.session.round import Rounds
 from lightning_memopt.session.signatures import Buckets, Signature, signature_of
@@ -88,7 +87,7 @@ class Session:
         self._metering = Metering()
         self._slowed = False
         self._ran: list[Running] = []
-        self._update_seen = False
+        self._foresight = Foresight(self.optimizers)
         self._ends = Ends(model, self.optimizers)
         self.silence = Silence(config.profile_steps)
         self._neighbours = Neighbours(self.device, self.budget_nbytes)
@@ -173,16 +172,20 @@ class Session:
                 self.current.takes_lesson()
         if observation is None:
             return
-        if not self._update_seen and observation.has_backward:
-            if self.budget_nbytes is not None:
-                graph = with_state(observation.to_come(), state_to_come(optimizer, self.device))
-                try:
-                    refuse_infeasible(graph, self.budget_nbytes, self._hybrid, self.say)
-                except BaseException:
-                    self._watch.abandon()
-                    raise
-            self._update_seen = True
+        self._look_ahead(observation)
         observation.update_begins()
+
+    def closure_ran(self) -> None:
+        """A forward and backward inside of an optimizer's step are over. Raises InfeasibleError as `update_begins` does."""
+        if self._watch.now is not None:
+            self._look_ahead(self._watch.now)
+
+    def _look_ahead(self, observation: Observation) -> None:
+        try:
+            self._foresight.look(observation, self.budget_nbytes, self._hybrid, self.say)
+        except BaseException:
+            self._watch.abandon()
+            raise
 
     def update_ended(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has updated its parameters; with the last one the step is over, or when the next forward begins."""
@@ -381,7 +384,7 @@ class Session:
         if state.lesson:
             state.lesson_over(graph)
             return
-        graph = with_state(graph, state_made(graph, self.optimizers, self.device))
+        graph = self._foresight.complete(graph, self.device, early=self._in_backward is not None)
         self._become(state, state.observed(graph, self._limit_nbytes, self._hybrid, self.say))
 
     def _become(self, old: State, new: State) -> None:
