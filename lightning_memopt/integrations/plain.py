@@ -65,10 +65,11 @@ class Run:
     def pause(self) -> Iterator[None]:
         """The plain model inside this block."""
         before, self._paused = self._paused, True
+        self.session.silence.paused = True
         try:
             yield
         finally:
-            self._paused = before
+            self._paused = self.session.silence.paused = before
 
 
 def _attach(stack: contextlib.ExitStack, run: Run, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
@@ -85,10 +86,20 @@ def _attach(stack: contextlib.ExitStack, run: Run, model: nn.Module, optimizers:
         with contextlib.nullcontext() if run._paused else session.round((args, kwargs)):
             return call(*args, **kwargs)
 
-    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if any(optimizer is o for o in optimizers):
-            closure = args[1] if len(args) > 1 else kwargs.get("closure")
-            session.update_begins(optimizer, closure is not None)
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        if not any(optimizer is o for o in optimizers):
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        session.update_begins(optimizer, closure is not None)
+        if closure is None:
+            return None
+
+        def forward_and_backward() -> Any:
+            result = closure()
+            session.closure_ran()
+            return result
+
+        return (optimizer, forward_and_backward, *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
 
     def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(optimizer is o for o in optimizers):

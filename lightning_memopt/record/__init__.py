@@ -1,10 +1,11 @@
 """What ran: ops, storages and their versions, as they happen."""
 
-from lightning_memopt.record.calls import around_calls, eager_modules
-from lightning_memopt.record.exposure import unwatched, watching
+from lightning_memopt.record.calls import around_calls, compiled_modules, eager_modules
+from lightning_memopt.record.exposure import unwatched, watching, watching_sizes
+from lightning_memopt.record.levels import around_dual_levels, in_dual_level, in_transform
 from lightning_memopt.record.protocols import Observer, OpRecord, Owner
 from lightning_memopt.record.recorder import Recorder
-from lightning_memopt.record.rules import Rule, is_norm, register_op, rule_of, rules_generation
+from lightning_memopt.record.rules import Rule, is_norm, register_op, rule_of, rules_generation, written_by
 from lightning_memopt.record.settings import numeric_flags, set_numeric_flags
 from lightning_memopt.record.tape import UNKNOWN, Call, Slot, Tape, View, storage_id
 from lightning_memopt.record.tensors import detached, fills, is_plain, tensors_in
@@ -21,9 +22,13 @@ __all__ = [
     "Tape",
     "View",
     "around_calls",
+    "around_dual_levels",
+    "compiled_modules",
     "detached",
     "eager_modules",
     "fills",
+    "in_dual_level",
+    "in_transform",
     "is_norm",
     "is_plain",
     "numeric_flags",
@@ -35,4 +40,6 @@ __all__ = [
     "tensors_in",
     "unwatched",
     "watching",
+    "watching_sizes",
+    "written_by",
 ]

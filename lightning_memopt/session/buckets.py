@@ -13,10 +13,12 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
+
 from lightning_memopt.config import MemOptConfig
-from lightning_memopt.errors import InfeasibleError, MemOptError, PlanMismatchError
-from lightning_memopt.graph import Graph, first_difference, resident_nbytes, unmodified_levels
-from lightning_memopt.plan import Plan, reserved_bytes_of
+from lightning_memopt.errors import MemOptError, PlanMismatchError
+from lightning_memopt.graph import Graph, first_difference, resident_nbytes
+from lightning_memopt.plan import Plan
 from lightning_memopt.runtime import PlannedEngine, Program
 from lightning_memopt.runtime.away import Depot
 from lightning_memopt.runtime.leaving import Departures
@@ -25,7 +27,6 @@ from lightning_memopt.session.held import beside, with_held
 from lightning_memopt.session.hybrid import Hybrid
 from lightning_memopt.session.observation import common, smoothed
 from lightning_memopt.solvers import planner
-from lightning_memopt.solvers.rollout import keep_all
 from lightning_memopt.units import format_nbytes
 
 Say = Callable[[str], None]
@@ -70,6 +71,11 @@ class Observing:
     @property
     def waits(self) -> bool:
         return self.steps == 0
+
+    def announce(self, device: torch.device, budget_nbytes: int | None, say: Say) -> None:
+        """Say what begins."""
+        within = f" within {format_nbytes(budget_nbytes)}" if budget_nbytes else ""
+        say(f"MemOpt: observing {self.steps} step{'s' * (self.steps > 1)} on {device}{within}")
 
     def takes_lesson(self) -> None:
         """The step being observed is a lesson. No plan is made from it: it updated all at its end."""
@@ -129,35 +135,6 @@ def _solved(graph: Graph, limit_nbytes: int | None, hybrid: Hybrid, say: Say) ->
         f"solved in {frontier.seconds:.1f} s"
     )
     return Running(plan, graph, frontier)
-
-
-def unmodified_peak(graph: Graph) -> int:
-    """What a budget is compared with, without a plan."""
-    reserve = reserved_bytes_of(graph)
-    return reserve(keep_all(graph)) if reserve is not None else max(unmodified_levels(graph), default=0)
-
-
-def refuse_infeasible(graph: Graph, budget_nbytes: int, hybrid: Hybrid, say: Say) -> None:
-    """Before the first update: raise InfeasibleError where no plan of the step so far keeps the budget.
-
-    Solves only where the unmodified step does not fit. What the update takes is not known yet: the budget that is named is
-    the least there is hope for.
-    """
-    config = hybrid.config
-    if unmodified_peak(graph) <= budget_nbytes - config.headroom:
-        return
-    say("MemOpt: the step does not fit as it is; looking for a plan before anything is updated")
-    needed = frontier_of(graph, hybrid, say).smallest_bytes + config.headroom
-    if needed <= budget_nbytes:
-        return
-    raise InfeasibleError(
-        f"No plan of this model fits {budget_nbytes} bytes ({format_nbytes(budget_nbytes)}): the smallest one needs at least "
-        f"{needed} bytes ({format_nbytes(needed)}), of which {format_nbytes(resident_nbytes(graph))} are parameters, optimizer "
-        f"state and the batch, and {format_nbytes(config.headroom)} are headroom; what the update takes beside them is not "
-        f"known yet. Nothing was updated. Set budget={needed} or more, or make the batch smaller.",
-        smallest_nbytes=needed,
-        budget_nbytes=budget_nbytes,
-    )
 
 
 class Running:

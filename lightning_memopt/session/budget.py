@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -192,26 +192,6 @@ _RESIDENT: dict[Kind, str] = {
     "optimizer_state": "optimizer state",
     "input": "the batch",
 }
-
-_MOMENTS: dict[type[torch.optim.Optimizer], Callable[[dict[str, Any]], int]] = {
-    torch.optim.SGD: lambda group: int(group["momentum"] != 0),
-    torch.optim.Adam: lambda group: 2 + group["amsgrad"],
-    torch.optim.AdamW: lambda group: 2 + group["amsgrad"],
-}
-"""How many tensors like the parameter the first update makes and keeps; of other classes, subclasses too, nothing is known."""
-
-
-def state_to_come(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
-    """Bytes of the state that this optimizer's first update will make for the gradients there are; 0 where not certain."""
-    moments = _MOMENTS.get(type(optimizer))
-    if moments is None:
-        return 0
-    return sum(
-        moments(group) * p.nbytes
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if p.device.type == device.type and p.grad is not None and not p.grad.is_sparse and not optimizer.state.get(p)
-    )
 
 
 def state_made(graph: Graph, optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> int:

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_memopt.graph import BEFORE, Graph, Op, Point, Save, Tensor
 from lightning_memopt.graph.model import Kind, Phase
-from lightning_memopt.record import OpRecord, Recorder, Slot, fills, storage_id
+from lightning_memopt.record import OpRecord, Recorder, Slot, fills, storage_id, written_by
 from lightning_memopt.trace.counted import Ledger
 from lightning_memopt.trace.memory import CudaOps
 
@@ -39,6 +39,12 @@ def _own_count() -> int:
 
 
 _OWN_COUNT = _own_count()
+_NO_BACKWARD = -1
+
+
+def backward_runs() -> bool:
+    """Whether autograd runs a backward in this thread."""
+    return bool(torch._C._current_graph_task_id() != _NO_BACKWARD)
 
 
 @dataclass(slots=True)
@@ -64,15 +70,18 @@ class _Save:
 class Tracer:
     """Builds the graph of one round: a recorded forward, its backward, and the update where there is one.
 
-    `phase` and `forward_over` are set by who delimits the step; backward begins when autograd first asks. `live_nbytes`
-    is the ledger: bytes of all storages known to be in memory.
+    `phase` and `forward_over` are set by who delimits the step; backward begins with the first op that autograd runs, or when
+    it first asks. `live_nbytes` is the ledger: bytes of all storages known to be in memory.
+
+    `backward_ran`: autograd ran an op after the forward, maybe for another model (a GAN's discriminator). `asked`: it asked
+    for what this forward saved. `written`: an op after that wrote to a parameter, outside of any optimizer's step.
     """
 
     def __init__(self, device: torch.device, scope: Callable[[], str] = lambda: "") -> None:
         self.device = device
         self.scope = scope
         self.phase: Phase = "forward"
-        self.forward_over = False
+        self.forward_over = self.backward_ran = self.asked = self.written = False
         self.largest_nbytes = 0
         self.points: list[Point] = []
         self.ops: list[dict[str, Any]] = []
@@ -98,6 +107,9 @@ class Tracer:
         self.poll()
         if self.ledger is not None:
             self.ledger.note(len(self.points) - 1)
+        if self.forward_over and backward_runs():
+            self.backward_ran = True
+            self._backward_begins()
         index = len(self.ops)
         self.points.append(Point("op", index))
         if self._cuda is not None:
@@ -121,6 +133,8 @@ class Tracer:
         scope = self.scope() if self.phase == "forward" else ""
         name = func._name
         read = tuple(dict.fromkeys(map(self._reads, reads)))
+        if self.phase == "backward" and not backward_runs() and self._writes_parameter(record, args, kwargs):
+            self.written = True
         for slot, t in made:
             self._birth(slot, f"{scope}:{name}", now)
             if fills(t):
@@ -169,6 +183,11 @@ class Tracer:
                 return self._storages[self._adopted[slot.weak]][-1]
             self.adopt(slot, "input" if self.phase == "forward" else "temporary")
         return slot.id
+
+    def _writes_parameter(self, record: OpRecord, args: tuple, kwargs: dict) -> bool:
+        """Whether an op overwrites memory of a parameter: an update without an optimizer (`p.data.add_`)."""
+        slots = (self._adopted.get(storage_id(t)) for t in written_by(record.func, record.rule, args, kwargs))
+        return any(id is not None and self.tensors[id].kind == "parameter" for id in slots)
 
     def adopt(self, slot: Slot, kind: Kind, name: str = "") -> None:
         """A storage that was there before anything was recorded."""
@@ -275,11 +294,16 @@ class Tracer:
 
     def unpacked(self, save: int) -> None:
         found = self.saves.get(save)
+        self.autograd_asked()
         if found is not None:
-            self._backward_begins()
             self.poll()
             found.unpacked_at.append(len(self.points))
             self.points.append(Point("unpack", save, len(found.unpacked_at) - 1))
+
+    def autograd_asked(self) -> None:
+        """Autograd reads something that the forward saved, kept or not: this is the backward of this forward."""
+        self.asked = self.asked or self.forward_over
+        self._backward_begins()
 
     def _backward_begins(self) -> None:
         if self.forward_over and self.phase == "forward":
@@ -288,7 +312,8 @@ class Tracer:
     def released(self, save: int) -> None:
         found = self.saves.get(save)
         if found is not None and found.released_at is None:
-            self._backward_begins()
+            if backward_runs():  # else nobody needs the outputs of the forward any more: it has no backward
+                self.autograd_asked()
             found.released_at = len(self.points)
             self.points.append(Point("release", save))
 
