@@ -1,6 +1,6 @@
 """What ran: ops, storages and their versions, as they happen."""
 
-from lightning_memopt.record.calls import around_calls, eager_modules
+from lightning_memopt.record.calls import around_calls, drop_seams, eager_modules, instead_of_calls, keep_seams, unwatched_call
 from lightning_memopt.record.exposure import unwatched, watching
 from lightning_memopt.record.protocols import Observer, OpRecord, Owner
 from lightning_memopt.record.recorder import Recorder
@@ -22,10 +22,13 @@ __all__ = [
     "View",
     "around_calls",
     "detached",
+    "drop_seams",
     "eager_modules",
     "fills",
+    "instead_of_calls",
     "is_norm",
     "is_plain",
+    "keep_seams",
     "numeric_flags",
     "register_op",
     "rule_of",
@@ -34,5 +37,6 @@ __all__ = [
     "storage_id",
     "tensors_in",
     "unwatched",
+    "unwatched_call",
     "watching",
 ]

@@ -26,7 +26,7 @@ from lightning_memopt.config import MemOptConfig, disabled
 from lightning_memopt.errors import AlreadyAttachedError, ConfigError
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Plan, write_plan
-from lightning_memopt.record import interrupts
+from lightning_memopt.record import drop_seams, interrupts, keep_seams
 from lightning_memopt.runtime import PlannedEngine
 from lightning_memopt.runtime.optimizer import Reason, count_versions
 from lightning_memopt.runtime.replay import Engine
@@ -103,6 +103,7 @@ class Session:
                 )
             _attached[id(model)] = self
             interrupts.watch(self)
+            keep_seams(self)
 
     # -- what adapters call ------------------------------------------------------------------------
 
@@ -234,6 +235,7 @@ class Session:
             _attached.pop(id(self.model), None)
             take_off()
             interrupts.unwatch(self)
+            drop_seams(self)
             self._watches = False
             interrupts.settle()
 
