@@ -57,7 +57,7 @@ _SEAM = _Seam()
 def unwatched_call(module: nn.Module) -> Callable[..., Any]:
     """What a call of the module runs when nobody watches it."""
     own = module.__dict__.get(CALL)
-    return module._call_impl if own is None else own  # type: ignore[no-any-return]
+    return module._call_impl if own is None else own
 
 
 def _watch(module: nn.Module, call: Callable[..., Any]) -> None:

@@ -158,8 +158,10 @@ class Session:
         where the first step shows that no plan will fit.
         """
         observation = self._watch.now
-        if closure and self._in_backward is not None:
-            self._in_backward.refuse_closure()
+        if self._in_backward is not None:
+            self._in_backward.updates.stop_reading()
+            if closure:
+                self._in_backward.refuse_closure()
         self._metering.span_begins(optimizer, observation)
         if self._in_backward is not None:
             self._in_backward.update_begins()
@@ -299,6 +301,8 @@ class Session:
     def _begin_round(self, batch: Any, part: int) -> Recording | None:
         if self._updated:
             self.step_ended()
+        if self._in_backward is not None:
+            self._in_backward.updates.stop_reading()
         self._same_device()
         trained = tuple(p.requires_grad for p in self.model.parameters())  # unfrozen layers save more: another plan
         state = self._state_of(signature_of(part, trained, batch), batch)
