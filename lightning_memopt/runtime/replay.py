@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from lightning_memopt.errors import ModifiedError, UnsupportedError
-from lightning_memopt.record import UNKNOWN, Call, OpRecord, Recorder, Slot, Tape, View, is_plain
+from lightning_memopt.record import UNKNOWN, Call, OpRecord, Recorder, Slot, Tape, View, in_transform, is_plain
 from lightning_memopt.record.interrupts import raise_deferred
 from lightning_memopt.runtime.execute import (
     StartChangedError,
@@ -176,7 +176,7 @@ class Engine:
 
     def pack(self, t: torch.Tensor) -> Kept | Handle:
         recorder = self._recorder
-        slot = recorder.packs(t) if recorder is not None else None
+        slot = recorder.packs(t) if recorder is not None and not in_transform() else None
         if slot is None:
             return Kept(t, self.about(slot))
         save = self.save_of(slot)
