@@ -19,8 +19,9 @@ from lightning_memopt import optimize
 from lightning_memopt.errors import ModifiedError, ReplayMismatchError
 from lightning_memopt.integrations.plain import Run
 from lightning_memopt.runtime import execute
+from lightning_memopt.session.observation import Observation
 from tests.cpu.harness import same_bits
-from tests.cpu.models import Body, assert_drops, data, made, sgd, squares
+from tests.cpu.models import Body, X, assert_drops, data, made, sgd, squares
 
 torch.set_num_threads(1)
 
@@ -194,6 +195,7 @@ def agrees(factory: Callable[[], nn.Module], loss: Loss, **options: Any) -> Run:
         warnings.simplefilter("error")
         with optimize(model, optimizer, **({"verbose": False} | options)) as run:
             found = train(model, optimizer, loss)
+    assert "resize_" not in vars(torch.UntypedStorage), "nothing is left of what watches sizes"
     assert len(expected) == len(found) and all(map(same_bits, expected, found))
     for name, value in plain.state_dict().items():
         assert same_bits(model.state_dict()[name], value), name
@@ -389,3 +391,31 @@ def test_the_error_of_a_saved_tensor_names_it(planned: bool) -> None:
     text = str(error.value)
     assert f"[torch.FloatTensor [{SIZE}, 16]]" in text and "made by aten::mul" in text
     assert line_of(Saving.between, 2) in text
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_what_was_evicted_already_is_rebuilt_from_the_bytes_that_were_read(name: str) -> None:
+    """EXACT: one observed step in which everything that may be evicted is, in every forward, before the write comes."""
+    factory, loss = LOOPS[name]
+    plain, model = made(factory), made(factory)
+    loss(plain, X).backward()
+    observation = Observation(model, [], torch.device("cpu"), limit_nbytes=0, verify=True, meter=False)
+    forward, engines = model.forward, []
+
+    def observed(x: Tensor) -> Tensor:
+        with observation.begin_round((x,)) as recording:
+            engines.append(recording.engine)
+            return forward(x)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "forward", observed)
+        value = loss(model, X)
+        observation.forward_ended()
+        value.backward()
+    graph = observation.finish()
+    assert graph is not None and all(engine.evictions > 0 for engine in engines)
+    for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert same_bits(p.grad, q.grad), name
+    lost = engines[-1].starts.lost
+    assert bool(lost) is (loss not in (refilled_between_steps, squares)), "what was written over is not run again by a plan"
+    assert not any(graph.ops[i].recomputable for i in lost)
