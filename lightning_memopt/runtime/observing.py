@@ -18,11 +18,12 @@ import torch
 from lightning_memopt.errors import ModifiedError, UnsupportedError
 from lightning_memopt.record import OpRecord, Slot, detached
 from lightning_memopt.runtime.execute import below_autograd, checksum, flags_of, run
+from lightning_memopt.runtime.naming import Names
 from lightning_memopt.runtime.replay import Engine, Handle, Kept
 from lightning_memopt.runtime.starts import Starts
 
 
-class SaveEvents(Protocol):
+class SaveEvents(Names, Protocol):
     """Who is told what autograd packs, asks for and lets go (the tracer)."""
 
     def packed(self, save: int, slot: Slot) -> None: ...
@@ -110,6 +111,13 @@ class ObservingEngine(Engine):
             return _Told(t, self)
         self.events.packed(packed.save, packed.slot)
         return packed
+
+    @property
+    def names(self) -> Names | None:
+        return self.events
+
+    def about(self, slot: Slot | None) -> tuple[Names, int] | None:
+        return None if slot is None or self.events is None else (self.events, slot.id)
 
     def rebuilt_nbytes(self) -> int:
         """Bytes of what was rebuilt: the tracer does not see them."""

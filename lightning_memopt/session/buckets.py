@@ -171,6 +171,12 @@ class Running:
         return Running(self.plan, self.program.graph, self.frontier, self.replanned, lender=self)
 
     @property
+    def overtaken(self) -> frozenset[int]:
+        """Ops that the plan runs again although a step has changed what they read before backward needed it (which raised)."""
+        changed = {t for found in self.departures for t in found.changed}
+        return frozenset(op.id for op in self.program.graph.forward if changed and not changed.isdisjoint(op.inputs))
+
+    @property
     def unproven(self) -> bool:
         """A plan that was given, before the forward it is to be compared with."""
         return self.frontier is None and self.lender is None and not self.matched
@@ -242,6 +248,8 @@ class Running:
     def step_ended(self, say: Say) -> State:
         """A step is over: where the plan is no longer that of the forward, the state that observes again."""
         self.steps += 1
+        if self.overtaken:
+            return self.observed_again()
         if any(found.astray for found in self.departures):
             self._watch()
         self.departures.clear()
@@ -257,6 +265,10 @@ class Running:
             return self
         say(f"MemOpt: {self.strays} forwards in a row left the plan; observing again ({self.again + 1} of {_AGAIN})")
         return Observing(1, again=self.again + 1)
+
+    def observed_again(self) -> Observing:
+        """The state after a step that changed what rebuilds start from: what is made from it is kept. Its error said so."""
+        return Observing(1, again=self.again, fixed=self.overtaken)
 
     def measured(
         self,
