@@ -46,8 +46,8 @@ class _Told(Kept):
 
     __slots__ = ("_engine",)
 
-    def __init__(self, t: torch.Tensor, engine: ObservingEngine) -> None:
-        super().__init__(t)
+    def __init__(self, t: torch.Tensor, about: tuple[Names, int] | None, engine: ObservingEngine) -> None:
+        super().__init__(t, about)
         self._engine = weakref.ref(engine)  # a tape dies with its handles, and this is none
 
     def get(self) -> torch.Tensor:
@@ -108,7 +108,7 @@ class ObservingEngine(Engine):
         if self.events is None:
             return packed
         if isinstance(packed, Kept):
-            return _Told(t, self)
+            return _Told(t, packed.about, self)
         self.events.packed(packed.save, packed.slot)
         return packed
 
