@@ -17,14 +17,15 @@ import torch
 
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import InfeasibleError, MemOptError, PlanMismatchError
-from lightning_memopt.graph import Graph, first_difference, resident_nbytes, unmodified_levels
+from lightning_memopt.graph import Graph, resident_nbytes, unmodified_levels
 from lightning_memopt.plan import Plan, reserved_bytes_of
 from lightning_memopt.runtime import PlannedEngine, Program
 from lightning_memopt.runtime.away import Depot
 from lightning_memopt.runtime.leaving import Departures
 from lightning_memopt.session import costs
+from lightning_memopt.session.advice import advice
 from lightning_memopt.session.hybrid import Hybrid
-from lightning_memopt.session.observation import common, smoothed
+from lightning_memopt.session.observation import common, difference, smoothed
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.rollout import keep_all
 from lightning_memopt.units import format_nbytes
@@ -95,7 +96,7 @@ class Observing:
             found = _solved(smoothed(graphs), limit_nbytes, hybrid, say)
             found.again, found.learnt = self.again, self.learnt
             return found
-        say(f"MemOpt: the step changed while observing ({first_difference(self.graphs[-2], graph)})")
+        say(f"MemOpt: the step changed while observing ({difference(self.graphs)})")
         del self.graphs[:-1]
         self.restarts += 1
         if self.restarts <= 3:
@@ -128,6 +129,8 @@ def _solved(graph: Graph, limit_nbytes: int | None, hybrid: Hybrid, say: Say) ->
         f"{1e3 * plan.predicted.seconds:.1f} ms a step, no plan below {1e3 * plan.lower_bound_seconds:.1f} ms; "
         f"solved in {frontier.seconds:.1f} s"
     )
+    if frontier.smallest_bytes >= unmodified_peak(graph):
+        say(f"MemOpt: no plan is smaller than the unmodified step. {advice(graph, plan.lives, hybrid.config)}")
     return Running(plan, graph, frontier)
 
 
@@ -302,7 +305,8 @@ class Running:
         plan = self.frontier.plan(target)
         if plan.predicted.needed_bytes >= predicted:
             smallest = format_nbytes(self.frontier.smallest_bytes)
-            warnings.warn(f"MemOpt: {text}, and no smaller plan exists (the smallest one peaks at {smallest}).", stacklevel=2)
+            why = advice(self.program.graph, self.plan.lives, config)
+            warnings.warn(f"MemOpt: {text}, and no smaller plan exists (the smallest is {smallest}). {why}", stacklevel=2)
             return self
         say(f"MemOpt: {text}; replanned with {format_nbytes(target)}")
         found = Running(plan, self.program.graph, self.frontier, self.replanned + 1)
