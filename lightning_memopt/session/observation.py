@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import (
 )
 
 from lightning_memopt.errors import UnsupportedError
-from lightning_memopt.graph import BEFORE, Graph, Op, Tensor, fingerprint
+from lightning_memopt.graph import BEFORE, Graph, Op, Tensor, fingerprint, first_difference
 from lightning_memopt.native import counter
 from lightning_memopt.record import Recorder, around_dual_levels, watching_sizes
 from lightning_memopt.runtime import ObservingEngine
@@ -330,11 +330,22 @@ def common(graphs: list[Graph]) -> list[Graph]:
     it passes over ops that it does not know, too. What runs beyond the plan is kept. Steps that differ by sizes alone are the
     same forward: data decides on those, whether torch knows it or not.
     """
-    chosen = max(graphs, key=lambda g: (len(g.saves), -len(g.forward)))
+    chosen = _chosen(graphs)
     if not all(_within(g, chosen) or _within(chosen, g) for g in graphs):
         return []
     same = fingerprint(chosen, range(len(chosen.tensors)))
     return [g for g in graphs if fingerprint(g, range(len(g.tensors))) == same]
+
+
+def difference(graphs: list[Graph]) -> str:
+    """What keeps these graphs from being steps of one forward (see `common`): the first op in which two of them differ."""
+    chosen = _chosen(graphs)
+    other = next(g for g in graphs if not _within(g, chosen) and not _within(chosen, g))
+    return str(first_difference(chosen, other))
+
+
+def _chosen(graphs: list[Graph]) -> Graph:
+    return max(graphs, key=lambda g: (len(g.saves), -len(g.forward)))
 
 
 def _within(part: Graph, whole: Graph) -> bool:
