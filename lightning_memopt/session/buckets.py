@@ -140,7 +140,7 @@ def refuse_infeasible(graph: Graph, budget_nbytes: int, hybrid: Hybrid, say: Say
     if unmodified_peak(graph) <= budget_nbytes - config.headroom:
         return
     say("MemOpt: the step does not fit as it is; looking for a plan before anything is updated")
-    needed = frontier_of(graph, hybrid, say).smallest_bytes + config.headroom
+    needed = frontier_of(smoothed([graph]), hybrid, say).smallest_bytes + config.headroom
     if needed <= budget_nbytes:
         return
     raise InfeasibleError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import statistics
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.graph import BEFORE, Graph, Op, Tensor, fingerprint
 from lightning_memopt.record import Recorder
 from lightning_memopt.runtime import ObservingEngine
+from lightning_memopt.session import times
 from lightning_memopt.session.budget import resident_tensors
 from lightning_memopt.session.finals import NEVER, Final, freed_early, kept, settled
 from lightning_memopt.session.recording import Recording
@@ -290,19 +290,8 @@ def roomy(graphs: list[Graph]) -> Graph:
 
 
 def smoothed(graphs: list[Graph]) -> Graph:
-    """The last graph with robust times: per op the least over the steps observed, then the median over alike ops.
-
-    Alike: same name, same sizes in and out. Identical layers get identical times, whatever the machine did meanwhile.
-    """
+    """The last graph, with room for the steps observed and the times that plans are chosen by (times.py)."""
     graph = roomy(graphs)
-    matching = [g.ops for g in graphs if len(g.ops) == len(graph.ops)]
-    alike: dict[tuple[Any, ...], list[float]] = {}
-    keys = []
-    for same in zip(*matching, strict=True):
-        op = same[-1]
-        sizes = (tuple(graph.tensors[t].nbytes for t in ids) for ids in (op.inputs, op.outputs))
-        keys.append((op.name, op.phase, *sizes))
-        alike.setdefault(keys[-1], []).append(min(op.seconds for op in same))
-    medians = {key: statistics.median(values) for key, values in alike.items()}
-    ops = tuple(dataclasses.replace(op, seconds=medians[key]) for op, key in zip(graph.ops, keys, strict=True))
-    return dataclasses.replace(graph, ops=ops, step_seconds=sum(op.seconds for op in ops))
+    seconds = times.current.of_ops(graph, graphs)
+    ops = tuple(dataclasses.replace(op, seconds=took) for op, took in zip(graph.ops, seconds, strict=True))
+    return dataclasses.replace(graph, ops=ops, step_seconds=sum(seconds))
