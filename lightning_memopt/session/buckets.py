@@ -319,7 +319,8 @@ class Running:
         plan = beside(self.frontier.plan(target - held), held)
         if not by_growth and plan.predicted.needed_bytes >= predicted:
             why = advice(self.program.graph, self.plan.lives, config)
-            return self._exceeds(peak_nbytes, f"{text}, and no smaller plan exists (the smallest is {format_nbytes(least)}). {why}")
+            smallest = f"and no smaller plan exists (the smallest is {format_nbytes(least)})"
+            return self._exceeds(peak_nbytes, f"{text}, {smallest}. {why}")
         say(f"MemOpt: {text}; replanned with {format_nbytes(target)}")
         graph = with_held(self.program.graph, held - self.held_nbytes)
         found = Running(plan, graph, self.frontier, self.replanned + (not by_growth))
