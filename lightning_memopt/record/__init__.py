@@ -2,6 +2,7 @@
 
 from lightning_memopt.record.calls import around_calls, eager_modules
 from lightning_memopt.record.exposure import unwatched, watching
+from lightning_memopt.record.levels import around_dual_levels, in_dual_level, in_transform
 from lightning_memopt.record.protocols import Observer, OpRecord, Owner
 from lightning_memopt.record.recorder import Recorder
 from lightning_memopt.record.rules import Rule, is_norm, register_op, rule_of, rules_generation
@@ -21,9 +22,12 @@ __all__ = [
     "Tape",
     "View",
     "around_calls",
+    "around_dual_levels",
     "detached",
     "eager_modules",
     "fills",
+    "in_dual_level",
+    "in_transform",
     "is_norm",
     "is_plain",
     "numeric_flags",

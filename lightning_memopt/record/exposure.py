@@ -104,9 +104,9 @@ def _install() -> None:
         _replace(torch.UntypedStorage, name, _of_storage)
     for module in (torch, torch.utils.dlpack):
         _replace(module, "to_dlpack", _of_tensor)
-    for module, name in SETTERS:
-        if hasattr(module, name):  # not every version of torch has all of them
-            _replace(module, name, _setting)
+    for owner, name in SETTERS:
+        if hasattr(owner, name):  # not every version of torch has all of them
+            _replace(owner, name, _setting)
     _replace(torch._C._autograd, "_saved_tensors_hooks_disable", _forbidding)
 
 

@@ -17,7 +17,7 @@ def is_plain(t: torch.Tensor) -> bool:
     return (
         type(t) in PLAIN
         and t.layout is torch.strided
-        and not (t.is_quantized or t.is_nested or t.is_inference())
+        and not (t.is_quantized or t.is_nested or t.is_inference() or t._is_zerotensor())  # zeros of tangents have no bytes
         and t.device.type != "meta"
     )
 

@@ -12,11 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.table import Table
-
 from lightning_memopt.graph import BEFORE, Graph, Tensor
 from lightning_memopt.plan import Life, Run, Schedule, lower, simulate
-from lightning_memopt.report.explain import render
+from lightning_memopt.report.text import Table, render
 from lightning_memopt.units import format_nbytes
 
 STRUCTURES = (

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from rich.table import Table
-
 from lightning_memopt.plan import Plan
 from lightning_memopt.plan.forms import codec_of
-from lightning_memopt.report.explain import items, kept, rebuilt, render
+from lightning_memopt.report.explain import items, kept, rebuilt
+from lightning_memopt.report.text import Table, render
 from lightning_memopt.runtime.away import Depot
 from lightning_memopt.session import Session
 from lightning_memopt.session.buckets import Failed, Observing, Running

@@ -11,25 +11,29 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from lightning_memopt.errors import ModifiedError, ReplayMismatchError
-from lightning_memopt.record import UNKNOWN, Call, Slot, Tape, View, numeric_flags, set_numeric_flags, tensors_in
+from lightning_memopt.record import UNKNOWN, Call, Slot, Tape, View, in_transform, numeric_flags, set_numeric_flags, tensors_in
 
-_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
-    torch._C.DispatchKey.AutocastCUDA
+_ABOVE = (
+    torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+    | torch._C.DispatchKeySet(torch._C._dispatch_key_parse("VmapMode"))  # of `autograd.grad(is_grads_batched=True)`: no draws
 )
 
 
 @contextlib.contextmanager
 def below_autograd() -> Iterator[None]:
-    """Where replays run: no modes, no autograd, no autocast, no saved-tensor hooks (they live above autograd).
+    """Where replays run: no modes, no autograd, no autocast, no functorch, no saved-tensor hooks (they live above autograd).
 
     Calls run in it under their own grad mode; that of the caller is put back.
     """
     grad = torch.is_grad_enabled()
-    with torch._C._DisableTorchDispatch(), torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+    with torch._C._DisableTorchDispatch(), torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_ABOVE):
         try:
-            yield
+            with temporarily_clear_interpreter_stack() if in_transform() else contextlib.nullcontext():
+                yield
         finally:
             torch._C._set_grad_enabled(grad)
 

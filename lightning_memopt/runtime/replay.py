@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from lightning_memopt.errors import UnsupportedError
-from lightning_memopt.record import UNKNOWN, Call, OpRecord, Recorder, Slot, Tape, View, is_plain
+from lightning_memopt.record import UNKNOWN, Call, OpRecord, Recorder, Slot, Tape, View, in_transform, is_plain
 from lightning_memopt.record.interrupts import raise_deferred
 from lightning_memopt.runtime.execute import (
     below_autograd,
@@ -161,7 +161,7 @@ class Engine:
 
     def pack(self, t: torch.Tensor) -> Kept | Handle:
         recorder = self._recorder
-        slot = recorder.packs(t) if recorder is not None else None
+        slot = recorder.packs(t) if recorder is not None and not in_transform() else None
         if slot is None:
             return Kept(t)
         save = self.save_of(slot)

@@ -10,15 +10,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode, _get_current_dispatch_mode_stack, _pop_mode
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.graph import BEFORE, Graph, Op, Tensor, fingerprint
-from lightning_memopt.record import Recorder
+from lightning_memopt.record import Recorder, around_dual_levels
 from lightning_memopt.runtime import ObservingEngine
 from lightning_memopt.session.budget import resident_tensors
 from lightning_memopt.session.finals import NEVER, Final, freed_early, kept, settled
-from lightning_memopt.session.recording import Recording
+from lightning_memopt.session.recording import Recording, hooks_allowed
 from lightning_memopt.trace import AllocatorEvents, Scopes, Tracer, metered_cpu, watch_all
 
 _ROOM = 4
@@ -51,6 +56,7 @@ class Observation:
         self.peak_nbytes = 0
         self.opaque_ops: dict[str, str] = {}
         self._round: tuple[Tracer, ObservingEngine, Recorder] | None = None
+        self._aside: Recorder | None = None
         self._ungraded: list[nn.Parameter] = []
         self._ops = self._states_nbytes = 0
         self._contexts = contextlib.ExitStack()
@@ -83,7 +89,20 @@ class Observation:
         self._contexts = contextlib.ExitStack()
         self._contexts.enter_context(self.scopes.watching())
         self._contexts.enter_context(recorder)
+        self._contexts.callback(self._level_ends)
+        self._contexts.enter_context(around_dual_levels(self._level_begins, self._level_ends))
         return Recording(engine, recorder, own_mode=False)
+
+    def _level_begins(self) -> None:
+        """What runs on a level of forward-mode AD runs as if nobody observed (record/levels.py)."""
+        if self._round is not None and hooks_allowed() and _get_current_dispatch_mode() is self._round[2]:
+            _pop_mode()
+            self._aside = self._round[2]
+
+    def _level_ends(self) -> None:
+        recorder, self._aside = self._aside, None
+        if recorder is not None:
+            _push_mode(recorder)
 
     @property
     def has_backward(self) -> bool:

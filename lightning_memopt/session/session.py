@@ -102,7 +102,7 @@ class Session:
                     "This model is in another run already. Leave that one first: end its optimize() block or its Trainer's fit."
                 )
             _attached[id(model)] = self
-            interrupts.watch()
+            interrupts.watch(self)
 
     # -- what adapters call ------------------------------------------------------------------------
 
@@ -233,7 +233,7 @@ class Session:
         if self._watches:
             _attached.pop(id(self.model), None)
             take_off()
-            interrupts.unwatch()
+            interrupts.unwatch(self)
             self._watches = False
             interrupts.settle()
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.fuzzing.plans import random_lives
 from lightning_memopt.plan import simulate
 from lightning_memopt.runtime import Program
 from tests.cpu.stepped import Stepped, same, stepped
 from tests.cpu.test_rejoining import DEPTH, TOKENS, WIDTH, Layers, Skips, Stack, Twice
-from tests.null.random_plans import random_lives
 
 HIDDEN = TOKENS * WIDTH * 4
 PLANS = 6
