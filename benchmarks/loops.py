@@ -44,7 +44,6 @@ def work() -> None:
     """Read names, answer each with a line of JSON."""
     from benchmarks.loops_run import forked
 
-    importlib.import_module("torch._dynamo")  # optimizers import it when they are made
     for line in sys.stdin:
         script = LOOPS[line.strip()]
         for need in script.needs:

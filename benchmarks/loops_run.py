@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch._dynamo  # optimizers import it when they are made: once, not in every run
 from torch import Tensor, nn
 
 from benchmarks.loops_count import live_nbytes, true_peak

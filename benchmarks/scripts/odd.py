@@ -82,16 +82,23 @@ def checkpointed(watch: Watch, log: Log, steps: int) -> dict[str, Any]:
     return _train(Checkpointed(), watch, log, steps)
 
 
+class Centred(Tower):
+    """Its first op saves nothing of the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward((x - 0.1) / 1.1)
+
+
 @script("A static batch: refilled in place before backward has run")
 def static_batch(watch: Watch, log: Log, steps: int) -> dict[str, Any]:
-    model = Tower()
+    model = Centred()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     data = list(rows(steps + 1, 64, 48))
     x = data[0].clone()
     with watch(model, optimizer):
         for after in data[1:]:
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(x * 1.0), x[:, :4].argmax(1))
+            loss = F.cross_entropy(model(x), x[:, :4].argmax(1))
             x.copy_(after)
             loss.backward()
             optimizer.step()

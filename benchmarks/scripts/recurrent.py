@@ -36,7 +36,7 @@ class Waves(nn.Module):
 
 @script("Time series in double precision, LBFGS with a closure", steps=12)
 def waves(watch: Watch, log: Log, steps: int) -> dict[str, Any]:
-    at = torch.arange(20)[None] + torch.randint(-80, 80, (24, 1))
+    at = torch.arange(9)[None] + torch.randint(-80, 80, (24, 1))
     series = torch.sin(at / 5.0).double()
     model = Waves().double()
     criterion = nn.MSELoss()
@@ -133,11 +133,11 @@ class Translator(nn.Module):
         return self.out(torch.cat((said, match @ told), -1))
 
 
-@script("Translation: padded to another length in every batch", steps=24)
+@script("Translation: padded to another length in every batch", steps=20)
 def translation(watch: Watch, log: Log, steps: int) -> dict[str, Any]:
     model = Translator()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.9, 0.98), eps=1e-9)
-    lengths = torch.randint(5, 17, (steps, 2), generator=torch.Generator().manual_seed(3)).tolist()
+    lengths = torch.randint(4, 11, (steps, 2), generator=torch.Generator().manual_seed(3)).tolist()
     with watch(model, optimizer):
         for n, m in lengths:
             source, target = torch.randint(1, WORDS, (16, n)), torch.randint(1, WORDS, (16, m + 1))
