@@ -18,7 +18,9 @@ import json
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ from benchmarks.loops_judge import BUDGETS, examine, why_no_plan
 from benchmarks.scripts import LOOPS
 
 RESULTS = Path(__file__).parent / "results" / "loops.json"
+Row = dict[str, Any]
+Done = Callable[[str, Row], None]
 _HEAD = ("loop", "resident", "peak", "exact", "kept", "plan", "refusals", "solves", "peak, predicted / measured")
 
 
@@ -52,11 +56,11 @@ def work() -> None:
 
 
 class Worker(threading.Thread):
-    """Feeds a process, which counts allocations, with the names that are left."""
+    """Feeds a process, which counts allocations, with the names that are left; `done` is told of every row."""
 
-    def __init__(self, names: list[str], rows: dict[str, dict[str, Any]]) -> None:
+    def __init__(self, names: list[str], done: Done) -> None:
         super().__init__(daemon=True)
-        self.names, self.rows = names, rows
+        self.names, self.done = names, done
 
     def run(self) -> None:
         with subprocess.Popen(
@@ -69,24 +73,26 @@ class Worker(threading.Thread):
                 process.stdin.write(f"{name}\n")
                 process.stdin.flush()
                 answer = process.stdout.readline()
-                row = json.loads(answer) if answer else {"status": "the benchmark's process ended", "runs": {}}
-                self.rows[name] = row
-                print(line_of(name, row), flush=True)
+                self.done(name, json.loads(answer) if answer else {"status": "the benchmark's process ended", "runs": {}})
+                if not answer:
+                    return
             process.stdin.close()
 
 
-def measured(names: list[str], jobs: int) -> dict[str, dict[str, Any]]:
-    """The rows of these scripts."""
-    rows = {name: {"status": f"not installed: {package}", "runs": {}} for name in names if (package := missing(name))}
-    for name, row in rows.items():
-        print(line_of(name, row))
-    left = [name for name in names if name not in rows]
-    workers = [Worker(left, rows) for _ in range(jobs)]
+def measure(names: list[str], jobs: int, done: Done) -> None:
+    """Run these scripts."""
+    left = []
+    for name in names:
+        package = missing(name)
+        if package is None:
+            left.append(name)
+        else:
+            done(name, {"status": f"not installed: {package}", "runs": {}})
+    workers = [Worker(left, done) for _ in range(jobs)]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
-    return {name: rows[name] for name in names}
 
 
 # -- what is printed and written --------------------------------------------------------------------------
@@ -113,7 +119,9 @@ def _plan(run: dict[str, Any]) -> str:
         return f"**{', '.join(run['faults'])}**: {run['error'][:80]}"
     if not run["planned_steps"]:
         return f"none: {why_no_plan(run)[:100]}" if "silent" not in run["faults"] else "**none, silent**"
-    return f"rebuilds {_kib(run['dropped'])}" if run["dropped"] else "keeps all"
+    what = f"rebuilds {_kib(run['dropped'])}" if run["dropped"] else "keeps all"
+    steps, planned = run["steps"], run["planned_steps"]
+    return what if 2 * planned > steps else f"{what}, in {planned} of {steps} steps"
 
 
 def _refusals(run: dict[str, Any]) -> str:
@@ -128,7 +136,7 @@ def _peaks(run: dict[str, Any]) -> str:
     return f"{_kib(run.get('predicted'))} / {_kib(run.get('measured'))}"
 
 
-def cells(name: str, row: dict[str, Any]) -> list[str]:
+def cells(name: str, row: Row) -> list[str]:
     """Bytes in KiB. A cell has the three budgets' in turn, or one where they agree."""
     if not row["runs"]:
         return [name, "", "", "", "", row["status"], "", "", ""]
@@ -139,7 +147,7 @@ def cells(name: str, row: dict[str, Any]) -> list[str]:
     return found
 
 
-def line_of(name: str, row: dict[str, Any]) -> str:
+def line_of(name: str, row: Row) -> str:
     if not row["runs"]:
         return f"{name:24} {row['status']} {row.get('error', '')}"
     parts = []
@@ -149,7 +157,7 @@ def line_of(name: str, row: dict[str, Any]) -> str:
     return f"{name:24} " + " | ".join(parts)
 
 
-def summary(rows: dict[str, dict[str, Any]]) -> str:
+def summary(rows: dict[str, Row]) -> str:
     """How many loops and runs there were, and how many of each fault."""
     ran = [row for row in rows.values() if row["runs"]]
     runs = [run for row in ran for run in row["runs"].values()]
@@ -174,7 +182,7 @@ def page(results: dict[str, Any]) -> str:
         "plain run's bit by bit. *Kept*: the peak of every step in which a plan was in force is within the budget (`min`: "
         "within what the plan predicts), by a count of torch's allocator that is no part of this package (preloaded around "
         "`c10::alloc_cpu`). *Refusals*: how often a budget was refused; the run was repeated within the number that was named. "
-        "Bytes are in KiB.",
+        "Bytes are in KiB; seconds of solving are those of a shared machine.",
         "",
         summary(rows) + ".",
         "",
@@ -206,18 +214,24 @@ def main(arguments: list[str] | None = None) -> None:
         return
     if unknown := [name for name in options.names if name not in LOOPS]:
         parser.error(f"no such script: {', '.join(unknown)}; --list says which there are")
-    rows = measured(options.names or list(LOOPS), options.jobs)
+    rows: dict[str, Row] = {}
     if options.json is not None and options.names and options.json.exists():  # the other scripts' rows stay
-        rows = json.loads(options.json.read_text())["loops"] | rows
-    import torch
+        rows = json.loads(options.json.read_text())["loops"]
+    results: dict[str, Any] = {"torch": version("torch").partition("+")[0], "loops": rows}
+    turns = threading.Lock()
 
-    ordered = {name: rows[name] for name in LOOPS if name in rows}
-    results = {"torch": torch.__version__.partition("+")[0], "loops": ordered}
-    if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    def done(name: str, row: Row) -> None:
+        with turns:
+            print(line_of(name, row), flush=True)
+            rows[name] = row
+            results["loops"] = {name: rows[name] for name in LOOPS if name in rows}
+            if options.json is not None:
+                options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+    measure(options.names or list(LOOPS), options.jobs, done)
     if options.table is not None:
         options.table.write_text(page(results))
-    print(summary(ordered))
+    print(summary(results["loops"]))
 
 
 if __name__ == "__main__":

@@ -100,7 +100,8 @@ def judge(plain: Outcome, ours: Outcome, tried: list[int | str]) -> dict[str, An
         "seconds": round(ours["seconds"], 2),
         "noise": [line for line in ours["output"] if line not in plain["output"]][:3],
         "report": [report.splitlines()[0] if report.startswith("MemOpt: ") else "a table" for report in ours["reports"]],
-        "steps": [[step["peak"], step["predicted"]] for step in ours["steps"]],
+        "steps": len(ours["steps"]),
+        "peaks": " ".join(f"{step['peak']}/{step['predicted']}" for step in ours["steps"]),
     }
     if unequal:
         faults.append("not exact")
