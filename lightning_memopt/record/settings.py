@@ -101,7 +101,7 @@ _set_threads, _set_denormal = torch.set_num_threads, torch.set_flush_denormal
 
 def _matmul_precision() -> str | None:
     try:
-        return _matmul()  # type: ignore[no-any-return]
+        return _matmul()
     except RuntimeError:  # the user set precisions per backend: torch refuses to put them into this one word
         return None
 

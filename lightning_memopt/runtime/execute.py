@@ -97,7 +97,7 @@ def missing(slot: Slot) -> bool:
     """Whether a rebuild that reads the slot must make it first. What was changed is let go (Rule 7) or refused (Rule 5)."""
     if slot.value is None:
         return not came_back(slot)
-    if intact(slot):
+    if intact(slot) and slot.value.untyped_storage().nbytes() >= slot.nbytes:
         return False
     if slot.call is None or not slot.ok:
         what = f"a tensor of {slot.nbytes} bytes that a rebuild starts from"

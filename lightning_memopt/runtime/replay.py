@@ -150,6 +150,9 @@ class Engine:
                 slot.value = copy.set_(bytes_, 0, (bytes_.nbytes() // copy.element_size(),), (1,))
             slot.version = slot.value._version
 
+    def resizes(self, slot: Slot) -> None:
+        """The storage of a slot is about to get another size; what is read of it next is another slot."""
+
     def save_of(self, slot: Slot) -> int:
         """The number of the save that is being packed."""
         self.saves += 1

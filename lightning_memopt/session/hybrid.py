@@ -148,7 +148,7 @@ class Hybrid:
     def _end(self, key: int) -> None:
         _, depot = self._depots.pop(key)
         if depot is not None:
-            depot.close()
+            depot.retire()  # whoever holds a handle may still ask, also when the block has been left
 
 
 def peak_bytes(graph: Graph, lives: tuple[Life, ...]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import statistics
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,12 +20,13 @@ from torch.utils._python_dispatch import (
 
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.graph import BEFORE, Graph, Op, Tensor, fingerprint
-from lightning_memopt.record import Recorder, around_dual_levels
+from lightning_memopt.native import counter
+from lightning_memopt.record import Recorder, around_dual_levels, watching_sizes
 from lightning_memopt.runtime import ObservingEngine
 from lightning_memopt.session.budget import resident_tensors
 from lightning_memopt.session.finals import NEVER, Final, freed_early, kept, settled
 from lightning_memopt.session.recording import Recording, hooks_allowed
-from lightning_memopt.trace import AllocatorEvents, Scopes, Tracer, metered_cpu, watch_all
+from lightning_memopt.trace import AllocatorEvents, Ledger, Scopes, Tracer, metered_cpu, watch_all
 
 _ROOM = 4
 """How many of the largest tensors so far an observed step leaves room for."""
@@ -35,7 +37,8 @@ class Observation:
 
     The dispatch mode stays entered from the first forward to `finish`, because backward and the update are observed too.
     `limit_nbytes`: live bytes above which packed tensors are evicted. `finals`: where gradients became final, tensors by their
-    slots. `fixed`: ops of the forward that are not replayed, because what they read is updated in backward.
+    slots. `fixed`: ops of the forward that are not replayed, because what they read is updated in backward. `opaque_ops`: names
+    of ops that were seen to give other bits when they ran again; what is seen here is added.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class Observation:
         verify: bool,
         meter: bool,
         fixed: frozenset[int] = frozenset(),
+        opaque_ops: dict[str, str] | None = None,
     ) -> None:
         self.model, self.optimizers, self.device = model, optimizers, device
         self.limit_nbytes, self.verify, self.meter = limit_nbytes, verify, meter
@@ -54,7 +58,9 @@ class Observation:
         self.scopes = Scopes(model)
         self.events: AllocatorEvents | None = None
         self.peak_nbytes = 0
-        self.opaque_ops: dict[str, str] = {}
+        self.opaque_ops: dict[str, str] = {} if opaque_ops is None else opaque_ops
+        self._lost: set[int] = set()
+        self._engines: list[weakref.ref[ObservingEngine]] = []
         self._round: tuple[Tracer, ObservingEngine, Recorder] | None = None
         self._aside: Recorder | None = None
         self._ungraded: list[nn.Parameter] = []
@@ -74,20 +80,28 @@ class Observation:
         recorder = Recorder(engine.tape, engine, tracer)
         engine.rebuilds = recorder.recognise
         recorder.fixed = self.fixed
+        recorder.writes = self._writes
+        engine.starts.lost = self._lost
+        self._engines = [*(ref for ref in self._engines if ref() is not None), weakref.ref(engine)]
         self.finals = []
+        counts = counter() if self.meter and self.device.type == "cpu" else None
+        if counts is not None:
+            tracer.ledger = Ledger(counts)
+            recorder.hidden = engine.hidden = counts.hidden
         watch_all(tracer, recorder, resident_tensors(self.model, self.optimizers, batch))
         self._round = tracer, engine, recorder
         self._ops = self._states_nbytes = 0
         self._ungraded = [p for p in self.model.parameters() if p.requires_grad and p.grad is None]
-        self.opaque_ops = engine.opaque_ops
+        engine.opaque_ops = self.opaque_ops
         self._metering = contextlib.ExitStack()
         self.events = None
         if self.meter and may_meter and self.device.type == "cpu":
             self.events = self._metering.enter_context(metered_cpu())
             if self.events.available:
-                tracer.marks = AllocatorEvents.mark
+                tracer.marks = self.events.mark
         self._contexts = contextlib.ExitStack()
         self._contexts.enter_context(self.scopes.watching())
+        self._contexts.enter_context(watching_sizes(recorder.resizing, recorder.resized))
         self._contexts.enter_context(recorder)
         self._contexts.callback(self._level_ends)
         self._contexts.enter_context(around_dual_levels(self._level_begins, self._level_ends))
@@ -106,13 +120,16 @@ class Observation:
 
     @property
     def has_backward(self) -> bool:
-        """Whether a backward was seen since the last forward."""
-        return self._round is not None and self._round[0].phase != "forward"
+        """Whether a backward of the last forward was seen. Where that saved nothing, any backward is taken for its own."""
+        if self._round is None:
+            return False
+        tracer, engine, _ = self._round
+        return tracer.asked or (tracer.backward_ran and not engine.packs)
 
     @property
     def metered(self) -> bool:
-        """Whether the step is metered since its last forward began."""
-        return self.events is not None
+        """Whether the step is metered by a profiler since its last forward began."""
+        return self.events is not None and self.events.profiled
 
     def forward_ended(self) -> None:
         if self._round is not None:
@@ -122,9 +139,19 @@ class Observation:
         """Before an optimizer's step that has forward and backward inside: those are metered anew."""
         self._metering.close()
 
+    @property
+    def written(self) -> bool:
+        """Whether an op after backward wrote to a parameter, outside of any optimizer's step."""
+        return self._round is not None and self._round[0].written
+
     def update_begins(self) -> None:
         if self._round is not None:
             self._round[0].phase = "update"
+
+    def update_ended(self) -> None:
+        """The step goes on after an optimizer's update: what comes is as what came before, but no op of it is the forward's."""
+        if self._round is not None and self._round[0].phase == "update":
+            self._round[0].phase = "backward"
 
     def final(self, p: torch.Tensor, name: str) -> None:
         """The gradient of a parameter has been accumulated."""
@@ -171,6 +198,13 @@ class Observation:
         """Bytes that this backward will add: the gradients of parameters that have none yet."""
         return sum(p.nbytes for p in self._ungraded if p.grad is None)
 
+    def _writes(self, t: torch.Tensor) -> None:
+        """Memory is about to be written: the forwards of this step that are over may have read it."""
+        for ref in self._engines:
+            engine = ref()
+            if engine is not None:
+                engine.writes(t)
+
     def _leave_mode(self) -> None:
         if self._round is not None:
             recorder = self._round[2]
@@ -191,7 +225,7 @@ class Observation:
             engine.rebuilds = _nothing
             tracer.close()
             recorder.forget()
-            recorder.observer = None
+            recorder.observer = recorder.writes = None
 
     def abandon(self) -> None:
         """Leave everything, whatever state the step is in."""
@@ -225,13 +259,15 @@ class Observation:
         return freed_early(kept(self.so_far(), finals), finals)
 
     def _corrected(self, graph: Graph) -> Graph:
-        """With the workspaces that were metered, and without replays of ops that were seen to give other bits."""
+        """With the workspaces that were metered, and without replays of ops that were seen to give other bits, or that read, in
+        any forward of the step, what was written over before backward was done with it.
+        """
         metered = self.events.workspaces if self.events is not None and self.events.available else None
         opaque = {name.replace("::", ".") for name in self.opaque_ops}
 
         def corrected(op: Op) -> Op:
             workspace = op.workspace_nbytes if metered is None else metered.get(op.id, 0)
-            again = op.recomputable and op.name.replace("::", ".") not in opaque
+            again = op.recomputable and op.id not in self._lost and op.name.replace("::", ".") not in opaque
             return dataclasses.replace(op, workspace_nbytes=workspace, recomputable=again)
 
         return dataclasses.replace(graph, ops=tuple(map(corrected, graph.ops)))
@@ -259,12 +295,30 @@ def with_state(graph: Graph, nbytes: int) -> Graph:
     """The graph of the steps that come: they begin with `nbytes` of optimizer state that the update of this one makes."""
     if not nbytes:
         return graph
-    update = next((op.at for op in graph.ops if op.phase == "update"), len(graph.points))
-    id = len(graph.tensors)  # freed where the update of this step makes it: it is counted once
-    made = Tensor(
-        id=id, name="made by update", nbytes=nbytes, kind="optimizer_state", storage=id, born_at=BEFORE, freed_at=update - 1
-    )
-    return dataclasses.replace(graph, tensors=(*graph.tensors, made))
+    updates = _updates(graph)
+    shares: list[tuple[int, int]] = []
+    for first, last in updates[:-1]:  # of each but the last update: what it makes and leaves
+        left = [t.nbytes for t in graph.tensors if first <= t.born_at <= last and t.freed_at == len(graph.points) - 1]
+        shares.append((min(sum(left), nbytes - sum(share for share, _ in shares)), first))
+    shares.append((nbytes - sum(share for share, _ in shares), updates[-1][0] if updates else len(graph.points)))
+    made = [
+        # freed where the update of this step makes it: it is counted once
+        Tensor(id=id, name="made by update", nbytes=share, kind="optimizer_state", storage=id, born_at=BEFORE, freed_at=at - 1)
+        for id, (share, at) in enumerate(((s, at) for s, at in shares if s), len(graph.tensors))
+    ]
+    return dataclasses.replace(graph, tensors=(*graph.tensors, *made))
+
+
+def _updates(graph: Graph) -> list[tuple[int, int]]:
+    """The first and the last point of every run of update ops: a step may have several (a GAN's two optimizers)."""
+    found: list[tuple[int, int]] = []
+    before = None
+    for op in graph.ops:
+        if op.phase == "update":
+            first = found.pop()[0] if before == "update" else op.at
+            found.append((first, op.at))
+        before = op.phase
+    return found
 
 
 def common(graphs: list[Graph]) -> list[Graph]:
@@ -289,9 +343,17 @@ def _within(part: Graph, whole: Graph) -> bool:
     return all(op.name in names for op in part.forward)
 
 
+def repeatable(graphs: list[Graph]) -> Graph:
+    """The last graph; of its forward, what could not run again in one of the steps observed is not run again in any."""
+    graph = graphs[-1]
+    again = [all(ops) for ops in zip(*([op.recomputable for op in g.forward] for g in graphs), strict=True)]
+    ops = [dataclasses.replace(op, recomputable=ok) for op, ok in zip(graph.forward, again, strict=True)]
+    return dataclasses.replace(graph, ops=(*ops, *graph.ops[len(ops) :]))
+
+
 def roomy(graphs: list[Graph]) -> Graph:
     """The last graph with room for what data decides on: per result the largest size over the steps observed."""
-    graph = graphs[-1]
+    graph = repeatable(graphs)
     steps = [[op for op in g.ops if op.phase != "update"] for g in graphs]
     nbytes: dict[int, int] = {}
     workspaces: dict[int, int] = {}

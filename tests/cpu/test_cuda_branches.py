@@ -210,7 +210,7 @@ def test_what_an_allocator_reserves_decides_is_shown_and_is_kept_in_the_file(mon
     assert isinstance(state, Running)
     budget = frontier.unmodified_peak_bytes
     above = Running(frontier.plan(frontier.unmodified_peak_bytes + more), state.program.graph, frontier)
-    found = above.measured(budget + 5000, budget, MemOptConfig(verbose=False), lambda text: None)
+    found = above.measured(budget + 5000, None, budget, MemOptConfig(verbose=False), lambda text: None)
     assert found is not above and found.plan.predicted.reserved_bytes <= budget - 5000
 
 
