@@ -1,6 +1,14 @@
 """What ran: ops, storages and their versions, as they happen."""
 
-from lightning_memopt.record.calls import around_calls, compiled_modules, eager_modules
+from lightning_memopt.record.calls import (
+    around_calls,
+    compiled_modules,
+    drop_seams,
+    eager_modules,
+    instead_of_calls,
+    keep_seams,
+    unwatched_call,
+)
 from lightning_memopt.record.exposure import unwatched, watching, watching_sizes
 from lightning_memopt.record.levels import around_dual_levels, in_dual_level, in_transform
 from lightning_memopt.record.protocols import Observer, OpRecord, Owner
@@ -25,12 +33,15 @@ __all__ = [
     "around_dual_levels",
     "compiled_modules",
     "detached",
+    "drop_seams",
     "eager_modules",
     "fills",
     "in_dual_level",
     "in_transform",
+    "instead_of_calls",
     "is_norm",
     "is_plain",
+    "keep_seams",
     "numeric_flags",
     "register_op",
     "rule_of",
@@ -39,6 +50,7 @@ __all__ = [
     "storage_id",
     "tensors_in",
     "unwatched",
+    "unwatched_call",
     "watching",
     "watching_sizes",
     "written_by",

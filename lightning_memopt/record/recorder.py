@@ -21,6 +21,7 @@ from lightning_memopt.record.tape import UNKNOWN, UNSHARED, Call, Slot, Tape, Vi
 from lightning_memopt.record.tensors import (
     PLAIN,
     conjugating,
+    count_versions,
     covers,
     detached,
     device_of,
@@ -196,7 +197,7 @@ class Recorder(TorchDispatchMode):
             out = run(*args, **kwargs)
             observer.ran()
         if targets and func._name.startswith("aten::_foreach_"):
-            self._moved(targets, before)
+            count_versions(targets, [v for _, v in before])
         if rule.handling == "empty" and self.capturing and isinstance(out, torch.Tensor) and is_plain(out):
             # it reads no bytes: the replay needs the form of the result, not what the form was taken from
             like = {"dtype": out.dtype, "device": out.device}
@@ -228,11 +229,6 @@ class Recorder(TorchDispatchMode):
         if slot is not None and slot.value is not None and slot.call is None and not slot.external:
             slot.value = detached(out)  # it has a version counter of its own: the one that the user's tensor has
         return out
-
-    @staticmethod
-    def _moved(targets: list[torch.Tensor], before: list[tuple[int, int]]) -> None:
-        """Under a dispatch mode torch does not count the versions of what `_foreach_` ops overwrite."""
-        torch.autograd.graph.increment_version([t for t, (_, v) in zip(targets, before, strict=True) if t._version == v])
 
     def _call(
         self, op: int, record: OpRecord, args: tuple, kwargs: dict, reads: list[Slot], targets: list[torch.Tensor]

@@ -27,7 +27,7 @@ from lightning_memopt.config import MemOptConfig, disabled
 from lightning_memopt.errors import AlreadyAttachedError, ConfigError
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Plan, write_plan
-from lightning_memopt.record import interrupts
+from lightning_memopt.record import drop_seams, interrupts, keep_seams
 from lightning_memopt.runtime import PlannedEngine
 from lightning_memopt.runtime.optimizer import Reason, count_versions
 from lightning_memopt.runtime.replay import Engine
@@ -104,6 +104,7 @@ class Session:
                 )
             _attached[id(model)] = self
             interrupts.watch(self)
+            keep_seams(self)
             if self.device.type == "cpu":
                 count_all(self.say)
 
@@ -160,8 +161,10 @@ class Session:
         where the first step shows that no plan will fit.
         """
         observation = self._watch.now
-        if closure and self._in_backward is not None:
-            self._in_backward.refuse_closure()
+        if self._in_backward is not None:
+            self._in_backward.updates.stop_reading()
+            if closure:
+                self._in_backward.refuse_closure()
         self._metering.span_begins(optimizer, observation)
         if not self._ends.owns(optimizer):
             self._watch.update_begins()
@@ -250,6 +253,7 @@ class Session:
             _attached.pop(id(self.model), None)
             take_off()
             interrupts.unwatch(self)
+            drop_seams(self)
             self._watches = False
             interrupts.settle()
 
@@ -302,10 +306,12 @@ class Session:
         if self._ends.awaited or (self._entered and self._ends.written_by_hand(self._watch.now)):
             self.step_ended()
         if not self.model.training:
-            self._watch.evaluates()
+            self._watch.evaluates(self.silence)
 
     def _begin_round(self, batch: Any, part: int) -> Recording | None:
         self._settle()
+        if self._in_backward is not None:
+            self._in_backward.updates.stop_reading()
         self._same_device()
         trained = tuple(p.requires_grad for p in self.model.parameters())  # unfrozen layers save more: another plan
         state = self._state_of(signature_of(part, trained, batch), batch)

@@ -25,10 +25,11 @@ class SeenTensor:
 
 @dataclass(slots=True)
 class SeenSave:
-    """`released_at`: None until autograd lets it go."""
+    """`line`: of the user's code. `released_at`: None until autograd lets it go."""
 
     tensor: int
     op: int
+    line: str
     unpacked_at: list[int] = field(default_factory=list)
     released_at: int | None = None
 

@@ -22,6 +22,7 @@ from lightning_memopt.graph import BEFORE, Graph, Op, Point, Save, Tensor
 from lightning_memopt.graph.model import Kind, Phase
 from lightning_memopt.record import OpRecord, Recorder, Slot, fills, storage_id, written_by
 from lightning_memopt.trace.counted import Ledger
+from lightning_memopt.trace.lines import user_line
 from lightning_memopt.trace.memory import CudaOps
 from lightning_memopt.trace.seen import OWN_COUNT, SeenSave, SeenTensor
 
@@ -57,6 +58,7 @@ class Tracer:
         self.ops: list[dict[str, Any]] = []
         self.tensors: dict[int, SeenTensor] = {}
         self.saves: dict[int, SeenSave] = {}
+        self.lines: dict[int, str] = {}
         self.live_nbytes = 0
         self.marks: Callable[[int], Any] | None = None
         self._open: Any = None
@@ -101,6 +103,8 @@ class Tracer:
         func, reads, made, mutates = record.func, record.reads, record.made, record.mutates
         now = len(self.points) - 1
         scope = self.scope() if self.phase == "forward" else ""
+        if record.replayable and self.phase == "forward":  # rebuilds read nothing else
+            self.lines[len(self.ops)] = user_line()
         name = func._name
         read = tuple(dict.fromkeys(map(self._reads, reads)))
         if self.phase == "backward" and not backward_runs() and self._writes_parameter(record, args, kwargs):
@@ -260,7 +264,21 @@ class Tracer:
     # -- told by the engine ------------------------------------------------------------------------
 
     def packed(self, save: int, slot: Slot) -> None:
-        self.saves[save] = SeenSave(slot.id, len(self.ops))
+        self.saves[save] = SeenSave(slot.id, len(self.ops), user_line())
+
+    def name_of(self, slot: Slot) -> str:
+        t = self.tensors.get(slot.id)
+        return "" if t is None else t.name
+
+    def line_of(self, save: int) -> str:
+        return self.saves[save].line if save in self.saves else ""
+
+    def reader_of(self, slot: Slot) -> tuple[str, str]:
+        op = next((i for i, op in enumerate(self.ops) if slot.id in op["inputs"]), None)
+        return ("", "") if op is None else (self.ops[op]["name"], self.lines.get(op, ""))
+
+    def kept(self, where: int, t: torch.Tensor) -> tuple[str, str]:
+        return (self.tensors[where].name, "") if where in self.tensors else ("", "")
 
     def unpacked(self, save: int) -> None:
         found = self.saves.get(save)
@@ -357,6 +375,8 @@ class Tracer:
             points=points,
             device=self.device.type,
             step_seconds=sum(op.seconds for op in ops),
+            lines=dict(self.lines),
+            save_lines={saves[i]: s.line for i, s in self.saves.items()},
         )
 
     def _unrecorded(self) -> dict[int, SeenTensor]:

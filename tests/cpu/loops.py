@@ -145,6 +145,7 @@ def installed() -> list[object]:
         _registries(),
         methods,
         nn.Module.__dict__["__call__"],
+        "grad" in vars(nn.Parameter),
         torch.get_rng_state().shape,
     ]
 
