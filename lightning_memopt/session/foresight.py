@@ -114,7 +114,7 @@ def with_update(graph: Graph, update: Update, made_nbytes: int = 0) -> Graph:
         name="optimizer update",
         phase="update",
         inputs=(),
-        outputs=(),
+        outputs=tuple(t.id for t in tensors if t.born_at == end),
         workspace_nbytes=update.beside_nbytes,
         at=end,
     )

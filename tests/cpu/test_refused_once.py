@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 from lightning_memopt import optimize
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import BEFORE
+from lightning_memopt.plan import write_plan
 from lightning_memopt.session.buckets import Running
 from lightning_memopt.session.budget import resident_nbytes, resident_tensors
 from tests.cpu.harness import same_bits
@@ -119,11 +121,13 @@ def test_the_budget_that_is_named_works(build: Any, optimizer: str, profile_step
 
 @pytest.mark.parametrize("optimizer", ["Adadelta foreach", "RAdam"])
 @pytest.mark.parametrize("profile_steps", [1, 2])
-def test_the_number_that_min_reports_can_be_set(optimizer: str, profile_steps: int) -> None:
+def test_the_number_that_min_reports_can_be_set(optimizer: str, profile_steps: int, tmp_path: Path) -> None:
     """The smallest plan keeps the budget of its own number, with what the first update takes."""
     loop = Loop(Digits, MAKERS[optimizer])
     state = loop.run("min", profile_steps)
     assert state is not None
+    path = str(tmp_path / "plan.json")
+    write_plan(path, state.plan, state.program.graph)  # what was foreseen can be written down
     again = loop.run(state.plan.budget_bytes, profile_steps)
     assert again is not None and again.plan.budget_bytes == state.plan.budget_bytes
 
