@@ -17,7 +17,7 @@ def is_plain(t: torch.Tensor) -> bool:
     return (
         type(t) in PLAIN
         and t.layout is torch.strided
-        and not (t.is_quantized or t.is_nested or t.is_inference())
+        and not (t.is_quantized or t.is_nested or t.is_inference() or t._is_zerotensor())  # zeros of tangents have no bytes
         and t.device.type != "meta"
     )
 
@@ -53,6 +53,11 @@ def conjugating(func: Callable[..., Any]) -> Callable[..., Any]:
             return func(*args, **kwargs)
 
     return run
+
+
+def count_versions(targets: list[torch.Tensor], before: list[int]) -> None:
+    """Under a dispatch mode torch does not count the versions of what `_foreach_` ops overwrite."""
+    torch.autograd.graph.increment_version([t for t, v in zip(targets, before, strict=True) if t._version == v])
 
 
 def covers(t: torch.Tensor) -> bool:

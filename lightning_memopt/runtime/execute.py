@@ -11,25 +11,29 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from lightning_memopt.errors import ModifiedError, ReplayMismatchError
-from lightning_memopt.record import UNKNOWN, Call, Slot, Tape, View, numeric_flags, set_numeric_flags, tensors_in
+from lightning_memopt.record import UNKNOWN, Call, Slot, Tape, View, in_transform, numeric_flags, set_numeric_flags, tensors_in
 
-_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
-    torch._C.DispatchKey.AutocastCUDA
+_ABOVE = (
+    torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+    | torch._C.DispatchKeySet(torch._C._dispatch_key_parse("VmapMode"))  # of `autograd.grad(is_grads_batched=True)`: no draws
 )
 
 
 @contextlib.contextmanager
 def below_autograd() -> Iterator[None]:
-    """Where replays run: no modes, no autograd, no autocast, no saved-tensor hooks (they live above autograd).
+    """Where replays run: no modes, no autograd, no autocast, no functorch, no saved-tensor hooks (they live above autograd).
 
     Calls run in it under their own grad mode; that of the caller is put back.
     """
     grad = torch.is_grad_enabled()
-    with torch._C._DisableTorchDispatch(), torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+    with torch._C._DisableTorchDispatch(), torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_ABOVE):
         try:
-            yield
+            with temporarily_clear_interpreter_stack() if in_transform() else contextlib.nullcontext():
+                yield
         finally:
             torch._C._set_grad_enabled(grad)
 
@@ -48,13 +52,12 @@ def flags_of(tape: Tape) -> Iterator[None]:
         set_numeric_flags(now)
 
 
-def modified(what: str, now: int, then: int) -> ModifiedError:
-    """The error that autograd raises for a saved tensor that was changed in place, in its words."""
-    return ModifiedError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"{what} is at version {now}; expected version {then} instead. Do not change it between forward and backward, "
-        "or work on a clone."
-    )
+class StartChangedError(ModifiedError):
+    """A rebuild would start from a slot that was changed after the forward; who knows the step names it."""
+
+    def __init__(self, slot: Slot) -> None:
+        super().__init__(f"a tensor of {slot.nbytes} bytes that a rebuild starts from was changed after the forward")
+        self.slot = slot
 
 
 def checksum(t: torch.Tensor) -> tuple[int, int]:
@@ -93,11 +96,10 @@ def missing(slot: Slot) -> bool:
     """Whether a rebuild that reads the slot must make it first. What was changed is let go (Rule 7) or refused (Rule 5)."""
     if slot.value is None:
         return not came_back(slot)
-    if intact(slot):
+    if intact(slot) and slot.value.untyped_storage().nbytes() >= slot.nbytes:
         return False
     if slot.call is None or not slot.ok:
-        what = f"a tensor of {slot.nbytes} bytes that a rebuild starts from"
-        raise modified(what, slot.value._version, slot.noted)
+        raise StartChangedError(slot)
     slot.value = None
     return True
 

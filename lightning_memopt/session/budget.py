@@ -16,8 +16,10 @@ from lightning_memopt.config import MemOptConfig, free_nbytes
 from lightning_memopt.errors import ConfigError, InfeasibleError, PlanMismatchError, UnsupportedError
 from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.graph.model import Kind
+from lightning_memopt.native import Counter
 from lightning_memopt.plan import Plan, read_plan
 from lightning_memopt.plan.forms import LOSSLESS, codec_of
+from lightning_memopt.record import is_plain
 from lightning_memopt.units import format_nbytes
 
 Named = tuple[torch.Tensor, Kind, str]
@@ -135,6 +137,17 @@ def resident_nbytes(tensors: Iterable[Named], device: torch.device) -> int:
         if t.device.type == device.type and t.layout is torch.strided:
             storage = t.untyped_storage()
             seen[storage._cdata] = storage.nbytes()
+    return sum(seen.values())
+
+
+def foreign_nbytes(tensors: Iterable[Named], counts: Counter) -> int:
+    """Bytes of the distinct storages among them on the CPU that are not of torch's allocator: numpy's, shared, of a file."""
+    seen = {}
+    for t, _, _ in tensors:
+        if t.device.type == "cpu" and is_plain(t):
+            storage = t.untyped_storage()
+            if not counts.counts(storage):
+                seen[storage._cdata] = storage.nbytes()
     return sum(seen.values())
 
 

@@ -19,7 +19,7 @@ from lightning_memopt.plan import reserved_bytes_of
 from lightning_memopt.session.budget import state_made
 from lightning_memopt.session.finals import Final
 from lightning_memopt.session.hybrid import Hybrid
-from lightning_memopt.session.observation import Observation, with_state
+from lightning_memopt.session.observation import Observation, smoothed, with_state
 from lightning_memopt.session.rehearsal import Rounded, Update, rehearse, with_gradients
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.rollout import keep_all
@@ -182,4 +182,4 @@ def refuse_infeasible(graph: Graph, budget_nbytes: int, hybrid: Hybrid, say: Say
 def _smallest_nbytes(graph: Graph, hybrid: Hybrid) -> int:
     if not hybrid.wanted:
         return planner.smallest_nbytes(graph)
-    return hybrid.frontier(planner.solve(graph, limit_seconds=hybrid.config.solver_seconds)).smallest_bytes
+    return hybrid.frontier(planner.solve(smoothed([graph]), limit_seconds=hybrid.config.solver_seconds)).smallest_bytes
