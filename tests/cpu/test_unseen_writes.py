@@ -1,4 +1,4 @@
-"""Bytes that change where no op of the forward is seen to write them: rebuilds start from those that the op read, or not at all."""
+"""Bytes that change where no op is seen to write them: rebuilds start from those that the op read, or not at all."""
 
 from __future__ import annotations
 
