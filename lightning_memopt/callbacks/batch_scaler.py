@@ -29,6 +29,19 @@ from lightning_memopt.strategies import MemOptMixin
 LrScaling = Literal["none", "linear", "sqrt"]
 
 
+class _Instead:
+    """In the place of the method `name` of `holder`. A copy of the holder has its own method back."""
+
+    def __init__(self, holder: Any, name: str, call: Callable[..., Any]) -> None:
+        self._holder, self._name, self._call = holder, name, call
+
+    def __call__(self, *args: Any) -> Any:
+        return self._call(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._holder, self._name)  # asked of the copy before it has attributes of its own
+
+
 class MemOptBatchScaler(Callback):
     """Choose the training batch size before training starts; with few real steps, which leave nothing behind.
 
@@ -68,6 +81,10 @@ class MemOptBatchScaler(Callback):
         self._set: dict[str, Any] = {}
         self._undo = contextlib.ExitStack()
         self._training = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy or pickle has nothing to put back: what it was attached to is the original's."""
+        return vars(self) | {"_undo": contextlib.ExitStack(), "_training": False}
 
     # -- Lightning's hooks -------------------------------------------------------------------------
 
@@ -240,5 +257,5 @@ class MemOptBatchScaler(Callback):
         return loader
 
     def _patch(self, holder: Any, name: str, with_this: Callable[..., Any]) -> None:
-        setattr(holder, name, with_this)
+        setattr(holder, name, _Instead(holder, name, with_this))
         self._undo.callback(vars(holder).pop, name, None)

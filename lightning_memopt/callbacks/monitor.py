@@ -66,6 +66,10 @@ class MemOptMonitor(Callback):
         self._profile_seconds: float | None = None
         self._warned: set[str] = set()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy or pickle is a monitor that has measured nothing: counters of devices belong to their process."""
+        return vars(self) | {"meter": None, "_reduction": None}
+
     # -- Lightning's hooks -------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

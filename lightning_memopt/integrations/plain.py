@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.plan import Plan
-from lightning_memopt.record.calls import CALL
+from lightning_memopt.record import instead_of_calls, unwatched_call
 from lightning_memopt.report.frontier import Row, rows
 from lightning_memopt.report.table import summary
 from lightning_memopt.runtime.optimizer import Reason
@@ -65,30 +65,39 @@ class Run:
     def pause(self) -> Iterator[None]:
         """The plain model inside this block."""
         before, self._paused = self._paused, True
+        self.session.silence.paused = True
         try:
             yield
         finally:
-            self._paused = before
+            self._paused = self.session.silence.paused = before
 
 
 def _attach(stack: contextlib.ExitStack, run: Run, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
     """Watch the model's calls and the optimizers' updates until the stack is closed.
 
-    Calls go through the instance's `_compiled_call_impl`, torch's own seam for replacing them: it is left on every kind of
-    exit (a forward hook is not told of KeyboardInterrupt), and `Module.__getstate__` keeps it out of copies and pickles.
+    Calls go through torch's own seam for replacing them (record/calls.py): it is left on every kind of exit (a forward hook is
+    not told of KeyboardInterrupt), and no copy or pickle of the model sees it.
     """
     session = run.session
-    own = model.__dict__.get(CALL)
-    call = own or model._call_impl
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         with contextlib.nullcontext() if run._paused else session.round((args, kwargs)):
-            return call(*args, **kwargs)
+            return unwatched_call(model)(*args, **kwargs)
 
-    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if any(optimizer is o for o in optimizers):
-            closure = args[1] if len(args) > 1 else kwargs.get("closure")
-            session.update_begins(optimizer, closure is not None)
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        if not any(optimizer is o for o in optimizers):
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        session.update_begins(optimizer, closure is not None)
+        if closure is None:
+            return None
+
+        def forward_and_backward() -> Any:
+            result = closure()
+            session.closure_ran()
+            return result
+
+        return (optimizer, forward_and_backward, *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
 
     def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(optimizer is o for o in optimizers):
@@ -97,12 +106,7 @@ def _attach(stack: contextlib.ExitStack, run: Run, model: nn.Module, optimizers:
     # a step that is compiled runs them as they are: dynamo would trace what they enter and leave
     stack.callback(register_optimizer_step_pre_hook(torch.compiler.disable(before)).remove)
     stack.callback(register_optimizer_step_post_hook(torch.compiler.disable(after)).remove)
-    if own is None:
-        stack.callback(model.__dict__.pop, CALL, None)
-    else:
-        stack.callback(model.__dict__.__setitem__, CALL, own)
-    watched.compiled = own is not None  # type: ignore[attr-defined]  # what is inside runs compiled
-    model.__dict__[CALL] = watched
+    stack.enter_context(instead_of_calls(model, watched))
 
 
 def _readers(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> list[Reason]:

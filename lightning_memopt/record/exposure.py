@@ -3,6 +3,8 @@
 Raw memory: numpy, ctypes and dlpack can write where no dispatch mode sees it. While a recorder is active, what hands out the
 memory of a `torch.Tensor` or of its storage tells it first.
 
+Sizes of storages: a storage that is resized loses what it held, and torch tells no dispatch mode.
+
 Settings that change bits: rebuilds run under those that the forward began with; ops that run under others are not replayed.
 
 Saved-tensor hooks: `torch.func` and others forbid them, and torch refuses to while any are entered. Ours step aside.
@@ -25,7 +27,9 @@ _STORAGE = ("data_ptr", "__setitem__", "fill_", "copy_")
 _lock = threading.Lock()
 _watchers: list[Watcher] = []
 _listeners: list[Callable[[], None]] = []
+_resized: list[tuple[Watcher, Watcher]] = []
 _originals: list[tuple[Any, str, bool, Any]] = []
+_sizes: list[tuple[Any, str, bool, Any]] = []
 _busy = threading.local()
 
 
@@ -65,10 +69,27 @@ def _of_storage(original: Any) -> Any:
 
     def method(self: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
         if not getattr(_busy, "on", False):
-            with torch._C._DisableTorchDispatch():
-                t = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self)
-            _tell(t, address)
+            _tell(_on(self), address)
         return original(self, *args, **kwargs)
+
+    return method
+
+
+def _on(storage: torch.UntypedStorage) -> torch.Tensor:
+    with torch._C._DisableTorchDispatch():
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _resizing(original: Any) -> Any:
+    def method(self: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+        told = tuple(_resized)
+        for before, _ in told:
+            before(_on(self))
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            for _, after in told:
+                after(_on(self))
 
     return method
 
@@ -94,10 +115,10 @@ def _forbidding(original: Any) -> Any:
     return disable
 
 
-def _replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+def _replace(owner: Any, name: str, wrap: Callable[[Any], Any], originals: list[Any] = _originals) -> None:
     original = getattr(owner, name)
     wrapped = wrap(original)
-    _originals.append((owner, name, name in vars(owner), original))
+    originals.append((owner, name, name in vars(owner), original))
     setattr(owner, name, wrapped)
 
 
@@ -108,20 +129,20 @@ def _install() -> None:
         _replace(torch.UntypedStorage, name, _of_storage)
     for module in (torch, torch.utils.dlpack):
         _replace(module, "to_dlpack", _of_tensor)
-    for module, name in SETTERS:
-        if hasattr(module, name):  # not every version of torch has all of them
-            _replace(module, name, _setting)
+    for owner, name in SETTERS:
+        if hasattr(owner, name):  # not every version of torch has all of them
+            _replace(owner, name, _setting)
     _replace(torch._C._autograd, "_saved_tensors_hooks_disable", _forbidding)
 
 
-def _restore() -> None:
-    while _originals:
-        owner, name, own, original = _originals[-1]
+def _restore(originals: list[Any] = _originals) -> None:
+    while originals:
+        owner, name, own, original = originals[-1]
         if own:
             setattr(owner, name, original)
         elif name in vars(owner):
             delattr(owner, name)
-        _originals.pop()
+        originals.pop()
 
 
 @contextlib.contextmanager
@@ -147,3 +168,26 @@ def watching(watcher: Watcher, listener: Callable[[], None]) -> Iterator[None]:
                     _restore()
                 finally:
                     _restore()  # does nothing, unless the first was interrupted
+
+
+@contextlib.contextmanager
+def watching_sizes(before: Watcher, after: Watcher) -> Iterator[None]:
+    """Call `before(t)` and `after(t)` around every resize of a storage, with a tensor on it. Everything is put back when nobody
+    watches.
+    """
+    told = (before, after)
+    try:
+        with _lock:
+            _resized.append(told)
+            if len(_resized) == 1:
+                _replace(torch.UntypedStorage, "resize_", _resizing, _sizes)
+        yield
+    finally:
+        with _lock:
+            if told in _resized:
+                _resized.remove(told)
+            if not _resized:
+                try:
+                    _restore(_sizes)
+                finally:
+                    _restore(_sizes)  # does nothing, unless the first was interrupted

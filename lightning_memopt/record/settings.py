@@ -1,4 +1,8 @@
-"""Settings that change the bits an op returns (Rule 6): read, put back, and the functions that set them."""
+"""Settings that change the bits an op returns (Rule 6): read, put back, and the functions that set them.
+
+The list is every setter of `torch._C` in the supported versions that a kernel may look at, with its getter. Those of no use
+here are named in tests/cpu/test_settings.py, with the reason; a setter of a new version that is in neither fails there.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from typing import Any
 
 import torch
 
+_C: Any = torch._C
 _PRECISIONS = (
     ("generic", "all"),
     ("cuda", "all"),
@@ -17,83 +22,120 @@ _PRECISIONS = (
     ("mkldnn", "conv"),
     ("mkldnn", "rnn"),
 )
-_REDUCED = tuple(
-    name
-    for name in (
-        "cublas_allow_fp16_reduced_precision_reduction",
-        "cublas_allow_bf16_reduced_precision_reduction",
-        "cublas_allow_fp16_accumulation",
-    )
-    if hasattr(torch._C, f"_set_{name}")
+_NAMED = (
+    "mkldnn_enabled",
+    "mkldnn_deterministic",
+    "onednn_allow_tf32",
+    "nnpack_enabled",
+    "cpu_allow_fp16_reduced_precision_reduction",
+    "deterministic_fill_uninitialized_memory",
+    "qengine",
+    "cudnn_enabled",
+    "cudnn_benchmark",
+    "cudnn_deterministic",
+    "cudnn_depthwise_kernel",
+    "cublas_allow_fp16_reduced_precision_reduction",
+    "cublas_allow_bf16_reduced_precision_reduction",
+    "cublas_allow_fp16_accumulation",
+    "cublaslt_prefer_grouped_gemm",
+    "math_sdp_allow_fp16_bf16_reduction",
+    "sdp_priority_order",
+    "sm_carveout_experimental",
+    "miopen_immediate",
+    "native_aot_enabled",
+    "native_aot_unconditional_masked",
 )
+"""Read by `torch._C._get_NAME()`, set by `torch._C._set_NAME(value)`, or `(*value)` where it is a tuple."""
+_PAIRS = (
+    *((f"_get_{name}", f"_set_{name}") for name in _NAMED),
+    ("_get_flash_sdp_enabled", "_set_sdp_use_flash"),
+    ("_get_mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
+    ("_get_math_sdp_enabled", "_set_sdp_use_math"),
+    ("_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
+    ("_get_overrideable_sdp_enabled", "_set_sdp_use_overrideable"),
+    ("_get_fa3_sdp_enabled", "_set_sdp_use_fa3"),
+    ("_get_fa4_sdp_enabled", "_set_sdp_use_fa4"),
+    ("_cuda_get_cudnn_benchmark_limit", "_cuda_set_cudnn_benchmark_limit"),
+    ("_cuda_tunableop_is_enabled", "_cuda_tunableop_enable"),
+    ("_cuda_tunableop_tuning_is_enabled", "_cuda_tunableop_tuning_enable"),
+)
+if torch.version.cuda or torch.version.hip:  # reading these takes ten times as long as the others
+    _PAIRS = (
+        *_PAIRS,
+        ("_get_blas_preferred_backend", "_set_blas_preferred_backend"),
+        ("_get_linalg_preferred_backend", "_set_linalg_preferred_backend"),
+    )
+if torch.version.hip:
+    _PAIRS = (*_PAIRS, ("_get_rocm_fa_preferred_backend", "_set_rocm_fa_preferred_backend"))
+_PAIRS = tuple((get, put) for get, put in _PAIRS if hasattr(_C, get) and hasattr(_C, put))  # no version has all of them
+_GETTERS = tuple(getattr(_C, get) for get, _ in _PAIRS)
+_PUTTERS = tuple(getattr(_C, put) for _, put in _PAIRS)  # as torch has them: what tells listeners is put in their place later
+
 SETTERS = (
-    (torch._C, "_set_mkldnn_enabled"),
-    (torch._C, "_set_cudnn_enabled"),
-    (torch._C, "_set_cudnn_benchmark"),
-    (torch._C, "_set_cudnn_deterministic"),
+    *((torch._C, put) for _, put in _PAIRS),
+    # what these set is read under other names: precisions, and the default dtype
     (torch._C, "_set_cudnn_allow_tf32"),
     (torch._C, "_set_cublas_allow_tf32"),
-    *((torch._C, f"_set_{name}") for name in _REDUCED),
-    (torch._C, "_set_deterministic_algorithms"),
     (torch._C, "_set_float32_matmul_precision"),
     (torch._C, "_set_fp32_precision_setter"),
+    (torch._C, "_set_deterministic_algorithms"),
     (torch._C, "_set_default_dtype"),
+    (torch._C, "_set_default_tensor_type"),
     (torch, "set_num_threads"),
     (torch, "set_flush_denormal"),
+    (torch.backends.ContextProp, "__set__"),  # of `torch.backends.mkldnn.enabled = ...`: it keeps setters of its own
 )
-"""What sets one of them: module and name. Not every version of torch has all of them."""
+"""What sets one of them: owner and name."""
 _DENORMAL = 5e-324
+_matmul, _deterministic, _warn_only = (
+    _C._get_float32_matmul_precision,
+    _C._get_deterministic_algorithms,
+    _C._get_deterministic_algorithms_warn_only,
+)
+_threads, _default_dtype = torch.get_num_threads, torch.get_default_dtype
+_precision, _set_precision = _C._get_fp32_precision_getter, _C._set_fp32_precision_setter
+_set_matmul_precision, _set_default_dtype = _C._set_float32_matmul_precision, _C._set_default_dtype
+_set_deterministic = _C._set_deterministic_algorithms
+_set_threads, _set_denormal = torch.set_num_threads, torch.set_flush_denormal
 
 
 def _matmul_precision() -> str | None:
     try:
-        return torch.get_float32_matmul_precision()
+        return _matmul()
     except RuntimeError:  # the user set precisions per backend: torch refuses to put them into this one word
         return None
 
 
 def numeric_flags() -> tuple[Any, ...]:
     """Settings that change the bits an op returns (Rule 6): a replay runs under those of the forward pass."""
-    c: Any = torch._C
     return (
-        (_matmul_precision(), *(c._get_fp32_precision_getter(*where) for where in _PRECISIONS)),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        c._get_cudnn_enabled(),
-        c._get_cudnn_benchmark(),
-        c._get_cudnn_deterministic(),
-        c._get_mkldnn_enabled(),
-        torch.get_num_threads(),
-        torch.get_default_dtype(),
+        (_matmul_precision(), *[_precision(backend, op) for backend, op in _PRECISIONS]),
+        (_deterministic(), _warn_only()),
+        _threads(),
+        _default_dtype(),
         _DENORMAL * 1.0 == 0.0,  # torch has no getter: ask the processor
-        tuple(getattr(c, f"_get_{name}")() for name in _REDUCED),
+        tuple([get() for get in _GETTERS]),
     )
 
 
 def set_numeric_flags(flags: tuple[Any, ...]) -> None:
     """Make `numeric_flags` what they were. Only what differs is touched."""
     now = numeric_flags()
-    precisions, deterministic, warn, cudnn, benchmark, cudnn_deterministic, mkldnn, threads, dtype, flush, reduced = flags
-    c: Any = torch._C
+    precisions, deterministic, threads, dtype, flush, values = flags
     if precisions != now[0]:
         if precisions[0] is not None:
-            torch.set_float32_matmul_precision(precisions[0])
+            _set_matmul_precision(precisions[0])
         for where, then in zip(_PRECISIONS, precisions[1:], strict=True):
-            if c._get_fp32_precision_getter(*where) != then:  # some follow from those before
-                c._set_fp32_precision_setter(*where, then)
-    if (deterministic, warn) != now[1:3]:
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn)
-    if (cudnn, benchmark, cudnn_deterministic, mkldnn) != now[3:7]:
-        c._set_cudnn_enabled(cudnn)
-        c._set_cudnn_benchmark(benchmark)
-        c._set_cudnn_deterministic(cudnn_deterministic)
-        c._set_mkldnn_enabled(mkldnn)
-    if threads != now[7]:
-        torch.set_num_threads(threads)
-    if dtype != now[8]:
-        torch.set_default_dtype(dtype)
-    if flush != now[9]:
-        torch.set_flush_denormal(flush)
-    for name, value, found in zip(_REDUCED, reduced, now[10], strict=True):
-        if value != found:
-            getattr(c, f"_set_{name}")(*(value if isinstance(value, tuple) else (value,)))
+            if _precision(*where) != then:  # some follow from those before
+                _set_precision(*where, then)
+    if deterministic != now[1]:
+        _set_deterministic(deterministic[0], warn_only=deterministic[1])
+    if threads != now[2]:
+        _set_threads(threads)
+    if dtype != now[3]:
+        _set_default_dtype(dtype)
+    if flush != now[4]:
+        _set_denormal(flush)
+    for put, value, before in zip(_PUTTERS, values, now[5], strict=True):
+        if value != before:
+            put(*value) if isinstance(value, tuple) else put(value)

@@ -58,6 +58,11 @@ def conjugating(func: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def count_versions(targets: list[torch.Tensor], before: list[int]) -> None:
+    """Under a dispatch mode torch does not count the versions of what `_foreach_` ops overwrite."""
+    torch.autograd.graph.increment_version([t for t, v in zip(targets, before, strict=True) if t._version == v])
+
+
 def covers(t: torch.Tensor) -> bool:
     """Whether `t` is all of its storage, in order."""
     return t.numel() * t.element_size() == t.untyped_storage().nbytes() and t.is_contiguous()

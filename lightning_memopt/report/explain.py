@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from collections import Counter
-
-from rich.console import Console
-from rich.table import Table
 
 from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.plan import Plan, lower
+from lightning_memopt.report.text import Table, render
 from lightning_memopt.units import format_nbytes
-
-
-def render(table: Table, width: int = 110) -> str:
-    out = io.StringIO()
-    Console(file=out, width=width, force_terminal=False).print(table)
-    return out.getvalue().rstrip()
 
 
 def _operator(name: str) -> str:

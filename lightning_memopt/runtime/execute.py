@@ -73,13 +73,12 @@ def flags_of(tape: Tape) -> Iterator[None]:
         set_numeric_flags(now)
 
 
-def modified(what: str, now: int, then: int) -> ModifiedError:
-    """The error that autograd raises for a saved tensor that was changed in place, in its words."""
-    return ModifiedError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"{what} is at version {now}; expected version {then} instead. Do not change it between forward and backward, "
-        "or work on a clone."
-    )
+class StartChangedError(ModifiedError):
+    """A rebuild would start from a slot that was changed after the forward; who knows the step names it."""
+
+    def __init__(self, slot: Slot) -> None:
+        super().__init__(f"a tensor of {slot.nbytes} bytes that a rebuild starts from was changed after the forward")
+        self.slot = slot
 
 
 def checksum(t: torch.Tensor) -> tuple[int, int]:
@@ -125,11 +124,10 @@ def missing(slot: Slot) -> bool:
     """Whether a rebuild that reads the slot must make it first. What was changed is let go (Rule 7) or refused (Rule 5)."""
     if slot.value is None:
         return not came_back(slot)
-    if intact(slot):
+    if intact(slot) and slot.value.untyped_storage().nbytes() >= slot.nbytes:
         return False
     if slot.call is None or not slot.ok:
-        what = f"a tensor of {slot.nbytes} bytes that a rebuild starts from"
-        raise modified(what, slot.value._version, slot.noted)
+        raise StartChangedError(slot)
     slot.value = None
     return True
 

@@ -13,12 +13,14 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import optim
 
 from lightning_memopt.errors import UpdatesInBackwardError
+from lightning_memopt.runtime.gradients import Told, reads_of_gradients
 
 ALLOWED: tuple[type[optim.Optimizer], ...] = (
     optim.SGD,
@@ -119,12 +121,16 @@ class EarlyUpdates:
         self._groups: dict[int, dict[str, Any]] = {}
         self._options: Options = []
         self._final: Callable[[torch.Tensor], contextlib.AbstractContextManager[None] | None] | None = None
+        self._reading = contextlib.ExitStack()
 
     @contextlib.contextmanager
-    def backward(self, final: Callable[[torch.Tensor], contextlib.AbstractContextManager[None] | None]) -> Iterator[None]:
+    def backward(
+        self, final: Callable[[torch.Tensor], contextlib.AbstractContextManager[None] | None], read: Told
+    ) -> Iterator[None]:
         """Around the last backward before the optimizer's step.
 
-        `final(p)` is told that the gradient of `p` is there; where it answers with a context, `p` is updated in it.
+        `final(p)` is told that the gradient of `p` is there; where it answers with a context, `p` is updated in it. `read(p)`
+        is told that somebody reads the gradient of `p` after this backward and before the step, where `p` is not updated yet.
         """
         self.step_ended()
         self._groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
@@ -146,6 +152,24 @@ class EarlyUpdates:
             raise
         finally:
             self._final = None
+        self._reading.enter_context(reads_of_gradients(partial(self._read, read)))
+
+    def _read(self, read: Told, p: torch.Tensor) -> None:
+        if id(p) not in self.updated:
+            read(p)
+            return
+        count = len(self.updated)
+        self.step_ended()
+        raise UpdatesInBackwardError(
+            f"The gradient of a parameter of size {list(p.shape)} is read between backward and optimizer.step(), but {count} "
+            "parameters were updated in backward already, because no gradient was read in the first steps: this step cannot be "
+            "put right. Clip or log gradients from the first step on: then updates are left to optimizer.step(). Or set "
+            "optimizer_in_backward='never'."
+        )
+
+    def stop_reading(self) -> None:
+        """Whoever reads gradients from now on may."""
+        self._reading.close()
 
     def options_changed(self) -> bool:
         """Whether groups that there were when the last backward began say something else now (a learning rate)."""
@@ -163,6 +187,7 @@ class EarlyUpdates:
 
     def step_ended(self) -> None:
         """The optimizer has stepped: nothing is left on the parameters."""
+        self.stop_reading()
         while self._handles:
             self._handles.pop().remove()
         self.updated.clear()

@@ -22,7 +22,7 @@ from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import UpdatesInBackwardError
 from lightning_memopt.graph import Graph
 from lightning_memopt.record import is_plain
-from lightning_memopt.runtime.optimizer import REDUCED, EarlyUpdates, Reason, of_optimizers, refusal, several_processes
+from lightning_memopt.runtime.optimizer import EarlyUpdates, Reason, of_optimizers, refusal
 from lightning_memopt.session.finals import early_in, late
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.step import in_compiled_code
@@ -65,14 +65,23 @@ def wanted(
             raise refusal(reason)
         say(f"MemOpt: parameters are updated after backward, as usual: {reason.what}. {reason.fix}.")
         return None
-    return InBackward(model, optimizers[0], always, say)
+    return InBackward(model, optimizers[0], always, say, reasons)
 
 
 class InBackward:
-    """Updates in backward for one model and its one optimizer. `always`: raise where they are not possible; else `say` so."""
+    """Updates in backward for one model and its one optimizer. `always`: raise where they are not possible; else `say` so.
+    `reasons`: what the adapter has against them, asked again before every step.
+    """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, always: bool, say: Callable[[str], None]) -> None:
-        self.model, self.always, self.say = model, always, say
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        always: bool,
+        say: Callable[[str], None],
+        reasons: Callable[[], Iterable[Reason]] = tuple,
+    ) -> None:
+        self.model, self.always, self.say, self._reasons = model, always, say, reasons
         self.updates = EarlyUpdates(optimizer)
         self.learnt: set[str] = set()
         self.late: set[str] = set()
@@ -80,6 +89,7 @@ class InBackward:
         self._marked = False
         self._said: set[Reason] = set()
         self._gradients: dict[str, TensorWeakRef] = {}
+        self._read_names: set[str] = set()
 
     def adopt(self, graph: Graph) -> None:
         """A plan was given: the step of its graph says what may be updated early."""
@@ -104,8 +114,15 @@ class InBackward:
         if observation is None and not armed:
             yield
             return
-        with self.updates.backward(partial(self._final, observation, armed)):
+        with self.updates.backward(partial(self._final, observation, armed), self._read):
             yield
+
+    def _read(self, p: torch.Tensor) -> None:
+        """Somebody reads the gradient of `p` before the step: it has to be there in every step to come."""
+        name = self._names.get(id(p))
+        if name is not None:
+            self.late.add(name)
+            self._read_names.add(name)
 
     def update_begins(self) -> None:
         """The optimizer is about to step. Raises UpdatesInBackwardError where what was updated in backward would have been
@@ -147,12 +164,12 @@ class InBackward:
             return False
         names = [f.name for f in finals]
         readers = {f.name: late(graph, f) for f in finals}
-        early = {n for n, reader in readers.items() if reader is None and names.count(n) == 1}
+        early = {n for n, reader in readers.items() if reader is None and names.count(n) == 1 and n not in self._read_names}
         self.learnt |= early
         self.late |= set(names) - early
         observation.finals = [f for f, n in zip(observation.finals, names, strict=True) if n in self.early]
         if not early:
-            reader = next((r for r in readers.values() if r), "a second backward")
+            reader = next((r for r in readers.values() if r), "Python code" if self._read_names else "a second backward")
             self._refuse(
                 Reason(
                     f"{reader} reads gradients or weights between backward and optimizer.step()",
@@ -203,8 +220,9 @@ class InBackward:
         kinds = {p.device.type for p in self.model.parameters()}
         if torch.is_anomaly_enabled():
             return self._refuse(_ANOMALY)
-        if several_processes():  # since the run began
-            return self._refuse(REDUCED)
+        reasons = [*self._reasons(), *of_optimizers([self.updates.optimizer])]  # since the run began
+        if reasons:
+            return self._refuse(reasons[0])
         if any(torch.is_autocast_enabled(kind) for kind in kinds):
             return self._refuse(_AUTOCAST)
         before, self._gradients = self._gradients, {}

@@ -12,7 +12,15 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from lightning_memopt.record import Recorder, around_calls, around_dual_levels, in_dual_level, in_transform, watching
+from lightning_memopt.record import (
+    Recorder,
+    around_calls,
+    around_dual_levels,
+    in_dual_level,
+    in_transform,
+    watching,
+    watching_sizes,
+)
 from lightning_memopt.runtime import Engine, PlannedEngine
 from lightning_memopt.runtime.matching import Matcher
 
@@ -59,6 +67,8 @@ class Recording:
 
     def _watch(self) -> None:
         self._stack.enter_context(watching(self.recorder.expose, self.recorder.settings_changed))
+        if self._own_mode:  # else whoever holds it watches to the end of the step
+            self._stack.enter_context(watching_sizes(self.recorder.resizing, self.recorder.resized))
         self._stack.enter_context(around_dual_levels(self._level_begins, self._level_ends))
 
     def _level_begins(self) -> None:

@@ -53,6 +53,11 @@ class MemOptMixin(abc.ABC):
         finally:
             super().teardown()  # type: ignore[misc]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy or pickle of the strategy, or of its Trainer, has not been set up: the session stays where it is."""
+        state: Any = super().__getstate__()
+        return {name: value for name, value in state.items() if name not in ("session", "telemetry")}
+
     # -- a step ------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

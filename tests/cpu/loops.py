@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from lightning_memopt import optimize
 from lightning_memopt.graph import resident_nbytes
 from lightning_memopt.integrations.plain import Run
+from lightning_memopt.native.counting import process
 
 WORDS, CLASSES, LENGTH, BATCH = 24, 24, 8, 48
 EXPOSING = ("data_ptr", "numpy", "__array__", "__dlpack__")
@@ -90,6 +92,12 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         assert torch.equal(t, other[name]), name
 
 
+def without_counter(patch: pytest.MonkeyPatch) -> None:
+    """As where no compiler is: torch's profiler measures."""
+    patch.setattr(process, "tried", True)
+    patch.setattr(process, "counter", None)
+
+
 QUIET: dict[str, Any] = dict(verbose=False, profile_steps=2)
 
 
@@ -137,6 +145,7 @@ def installed() -> list[object]:
         _registries(),
         methods,
         nn.Module.__dict__["__call__"],
+        "grad" in vars(nn.Parameter),
         torch.get_rng_state().shape,
     ]
 

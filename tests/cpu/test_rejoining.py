@@ -4,10 +4,7 @@ budget, with the bits of the plain run.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -15,13 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_memopt import optimize
-from lightning_memopt.graph import Graph, Op
 from lightning_memopt.runtime.rejoining import Places
-from lightning_memopt.session import buckets
 from lightning_memopt.session.buckets import Running
-from lightning_memopt.session.costs import Costs
 from lightning_memopt.trace import metered_cpu
 from tests.cpu.loops import QUIET, assert_same, sgd, state
+from tests.cpu.times import Drawn, given
 
 pytestmark = pytest.mark.filterwarnings("ignore:MemOpt. the forward left the plan")
 
@@ -192,19 +187,8 @@ def test_layers_that_are_left_out_keep_the_budget(share: float, first: bool, dra
 
 @pytest.mark.parametrize(("share", "seed"), [(0.5, 10), (0.4, 22)])
 def test_left_out_layers_under_other_plans(share: float, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prices drawn at random give other plans: these rebuild what reads a tensor that nothing of the plan was to read."""
-    rng, plan_of = random.Random(seed), buckets._solved
-
-    def priced(graph: Graph, *rest: Any) -> Running:
-        def seconds(op: Op) -> float:
-            nbytes = sum(graph.tensors[t].nbytes for t in (*op.inputs, *op.outputs))
-            return 1e-9 * (1000 + nbytes) * rng.lognormvariate(0, 1)
-
-        ops = tuple(replace(op, seconds=seconds(op)) for op in graph.ops)
-        return plan_of(replace(graph, ops=ops, step_seconds=sum(op.seconds for op in ops)), *rest)
-
-    monkeypatch.setattr(buckets, "_solved", priced)
-    monkeypatch.setattr(Costs, "of", lambda *_: 0.0)
+    """Times drawn at random give other plans: these rebuild what reads a tensor that nothing of the plan was to read."""
+    given(monkeypatch, Drawn(seed))
     peaks, above, _ = kept(lambda: Layers(SKIPS, True, False), len(SKIPS), share)
     assert max(peaks) <= above, f"{peaks} measured, {above} allowed"
 
@@ -224,8 +208,11 @@ def test_sizes_that_python_decides_on_keep_the_budget(share: float) -> None:
     assert not found.deviated
 
 
-def test_experts_without_tokens_keep_the_budget() -> None:
-    """One that gets none does not run; the others have more tokens then, so the budget has room."""
+@pytest.mark.parametrize("seed", [None, 71, 90])
+def test_experts_without_tokens_keep_the_budget(seed: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that gets none does not run; the others have more tokens then, for which the plan has room."""
+    if seed is not None:
+        given(monkeypatch, Drawn(seed))  # these plans hold the results of some experts, and not of those that do not run
     skips: Skips = [set(), set(), set(), set(), {0}, {5}, set(), {2}]
     peaks, above, _ = kept(lambda: Stack(*(Hit(skips) for _ in range(3))), len(skips), 0.6)
     assert max(peaks) <= above, f"{peaks} measured, {above} allowed"

@@ -1,0 +1,52 @@
+"""Tables as text. `rich` draws them: it is loaded with the first table, because importing it draws from Python's `random`."""
+
+from __future__ import annotations
+
+import functools
+import io
+import random
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Justify = Literal["left", "right"]
+
+
+@functools.cache
+def _rich() -> tuple[Any, Any]:
+    """The classes that are used. The numbers that the user's program draws next are those it would draw without us."""
+    state = random.getstate()
+    try:
+        from rich.console import Console
+        from rich.table import Table as Drawn
+    finally:
+        random.setstate(state)
+    return Console, Drawn
+
+
+@dataclass
+class Table:
+    """Rows of text under `title`."""
+
+    title: str
+    show_header: bool = True
+    _columns: list[tuple[str, Justify]] = field(default_factory=list)
+    _rows: list[tuple[str, ...]] = field(default_factory=list)
+
+    def add_column(self, header: str = "", justify: Justify = "left") -> None:
+        self._columns.append((header, justify))
+
+    def add_row(self, *cells: str) -> None:
+        self._rows.append(cells)
+
+
+def render(table: Table, width: int = 110) -> str:
+    """The table as lines of at most `width` characters."""
+    console, drawn = _rich()
+    grid = drawn(title=table.title, show_header=table.show_header)
+    for header, justify in table._columns:
+        grid.add_column(header, justify=justify)
+    for row in table._rows:
+        grid.add_row(*row)
+    out = io.StringIO()
+    console(file=out, width=width, force_terminal=False).print(grid)
+    return out.getvalue().rstrip()

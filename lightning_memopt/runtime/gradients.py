@@ -1,0 +1,59 @@
+"""Be told who reads gradients of parameters, for a while: clipping, logging, whatever Python code does it.
+
+`Parameter.grad` is a property for that while; autograd and kernels, which do not ask Python, are not seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+Told = Callable[[torch.Tensor], None]
+_GRAD: Any = torch.Tensor.grad
+_lock = threading.RLock()
+_listeners: list[Told] = []
+
+
+def _read(p: torch.Tensor) -> torch.Tensor | None:
+    for told in tuple(_listeners):
+        told(p)
+    return _GRAD.__get__(p)
+
+
+def _write(p: torch.Tensor, value: torch.Tensor | None) -> None:
+    _GRAD.__set__(p, value)
+
+
+def _delete(p: torch.Tensor) -> None:
+    _GRAD.__delete__(p)
+
+
+_SEAM = property(_read, _write, _delete)
+
+
+def _settle() -> None:
+    with _lock:
+        if _listeners:
+            nn.Parameter.grad = _SEAM  # type: ignore[assignment]
+        elif vars(nn.Parameter).get("grad") is _SEAM:
+            del nn.Parameter.grad
+
+
+@contextlib.contextmanager
+def reads_of_gradients(told: Told) -> Iterator[None]:
+    """Call `told(p)` before the gradient of a parameter is read, whoever's it is; what it raises, the reader gets."""
+    try:
+        _listeners.append(told)
+        _settle()
+        yield
+    finally:
+        try:
+            if told in _listeners:
+                _listeners.remove(told)
+        finally:
+            _settle()
