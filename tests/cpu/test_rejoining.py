@@ -5,6 +5,7 @@ budget, with the bits of the plain run.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from lightning_memopt import optimize
 from lightning_memopt.runtime.rejoining import Places
 from lightning_memopt.session.buckets import Running
 from lightning_memopt.trace import metered_cpu
-from tests.cpu.loops import QUIET, assert_same, sgd, state
+from tests.cpu.loops import QUIET, assert_same, counted_nbytes, sgd, state
 from tests.cpu.times import Drawn, given
 
 pytestmark = pytest.mark.filterwarnings("ignore:MemOpt. the forward left the plan")
@@ -125,9 +126,12 @@ def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
 Build = Callable[[], nn.Module]
 
 
-def trained(build: Build, steps: int, budget: int | None, retained: int = 1 << 30) -> tuple[list[int], dict, Running | None]:
+def trained(
+    build: Build, steps: int, above: int | Literal["min"] | None, retained: int = 1 << 30
+) -> tuple[list[int], dict, Running | None]:
     """Peaks of the steps above what is resident, what they end with, and the state of the session. From step `retained` on,
-    each has two backwards.
+    each has two backwards. `above`: what the budget allows above what is resident, or "min"; None: no
+    session.
     """
     torch.manual_seed(0)
     model = build()
@@ -149,9 +153,12 @@ def trained(build: Build, steps: int, budget: int | None, retained: int = 1 << 3
             peaks.append(events.peak_nbytes)
             del loss
 
-    if budget is None:
+    if above is None:
         loop()
         return peaks, state(model), None
+    budget: int | str = above
+    if isinstance(above, int):
+        budget = above + counted_nbytes() + sum(p.nbytes for p in model.parameters())  # their momentum is to come
     with optimize(model, optimizer, budget=budget, **QUIET) as run:
         loop()
     found = run.session.main
@@ -159,16 +166,11 @@ def trained(build: Build, steps: int, budget: int | None, retained: int = 1 << 3
     return peaks, state(model), found
 
 
-def resident(model: nn.Module) -> int:
-    """Parameters, their momentum, and the batch."""
-    return 2 * sum(p.nbytes for p in model.parameters()) + TOKENS * WIDTH * 4
-
-
 def kept(build: Build, steps: int, share: float, planned: int = 2) -> tuple[list[int], int, Running]:
     """Peaks of the planned steps, and what the budget allows above what is resident; the bits are those of the plain run."""
     plain, expected, _ = trained(build, steps, None)
     above = int(share * max(plain))
-    peaks, got, found = trained(build, steps, resident(build()) + above)
+    peaks, got, found = trained(build, steps, above)
     assert_same(expected, got)
     assert found is not None and found.plan.predicted.replayed_ops
     return peaks[planned:], above, found
@@ -222,9 +224,8 @@ def test_experts_without_tokens_keep_the_budget(seed: int | None, monkeypatch: p
 def test_a_second_backward_of_a_step_that_leaves_out_layers(first: bool) -> None:
     """Nothing that it needs was let go, although parts of the plan were passed over."""
     _, expected, _ = trained(lambda: Layers(SKIPS, first, False), len(SKIPS), None, retained=4)
-    model = Layers(SKIPS, first, False)
     plain, _, _ = trained(lambda: Layers(SKIPS, first, False), len(SKIPS), None)
-    _, got, _ = trained(lambda: Layers(SKIPS, first, False), len(SKIPS), resident(model) + int(0.5 * max(plain)), retained=4)
+    _, got, _ = trained(lambda: Layers(SKIPS, first, False), len(SKIPS), int(0.5 * max(plain)), retained=4)
     assert_same(expected, got)
 
 
@@ -256,5 +257,5 @@ def test_a_name_is_given_once_a_step() -> None:
     calls = {3, 5}
     build = lambda: Stack(*(Twice(calls) for _ in range(4)))  # noqa: E731
     _, expected, _ = trained(build, 8, None)
-    _, got, _ = trained(build, 8, "min")  # type: ignore[arg-type]
+    _, got, _ = trained(build, 8, "min")
     assert_same(expected, got)
