@@ -9,6 +9,7 @@ whole blocks, which torch counts as allocated, may be larger by up to 1 MiB each
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import warnings
@@ -16,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -121,6 +123,7 @@ def _profiled() -> Iterator[AllocatorEvents]:
         return
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False)
     _ours.add(profiler)
+    quiet = contextlib.ExitStack()
     try:
         profiler.__enter__()
     except RuntimeError:
@@ -128,9 +131,11 @@ def _profiled() -> Iterator[AllocatorEvents]:
         yield found
         return
     try:
+        quiet.enter_context(_warnings_off())
         yield found
     finally:
         try:
+            quiet.close()
             profiler.__exit__(None, None, None)
             _read(profiler, found)
         finally:
@@ -141,6 +146,26 @@ def _profiled() -> Iterator[AllocatorEvents]:
                 profiler.profiler = None
 
 
+@contextlib.contextmanager
+def _warnings_off() -> Iterator[None]:
+    """torch's log says of memory from before the profiler that its end is not seen: so it is meant, and it would be said in
+    nearly every run.
+    """
+    try:
+        home = Path(torch.__file__).parent / "lib"
+        level = ctypes.c_int.in_dll(ctypes.CDLL(str(next(home.glob("libc10.*")))), "FLAGS_caffe2_log_level")
+    except (OSError, ValueError, StopIteration):
+        yield
+        return
+    before = level.value
+    level.value = max(before, _LOG_ERRORS)
+    try:
+        yield
+    finally:
+        level.value = before
+
+
+_LOG_ERRORS = 2
 _PROFILERS = {torch.profiler.profiler._KinetoProfile, torch.autograd.profiler.profile}
 _ours: weakref.WeakSet[Any] = weakref.WeakSet()
 """Profilers that were made here, until the collector meets them."""

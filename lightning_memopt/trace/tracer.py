@@ -11,7 +11,6 @@ import itertools
 import time
 import weakref
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,48 +24,18 @@ from lightning_memopt.record import OpRecord, Recorder, Slot, fills, storage_id,
 from lightning_memopt.trace.counted import Ledger
 from lightning_memopt.trace.lines import user_line
 from lightning_memopt.trace.memory import CudaOps
+from lightning_memopt.trace.seen import OWN_COUNT, SeenSave, SeenTensor
 
 _CUDA_ROUND = 512
 _UNSEEN = -1
 """Slots count from 0."""
 _OUTSIDE, _UNRECORDED = "held outside of the step", "made by what is not recorded"
-
-
-def _own_count() -> int:
-    """What a storage whose Python object was once made counts by itself; it differs between versions of torch."""
-    t = torch.empty(1)
-    cdata = t.untyped_storage()._cdata
-    return torch._C._storage_Use_Count(cdata) - 1
-
-
-_OWN_COUNT = _own_count()
 _NO_BACKWARD = -1
 
 
 def backward_runs() -> bool:
     """Whether autograd runs a backward in this thread."""
     return bool(torch._C._current_graph_task_id() != _NO_BACKWARD)
-
-
-@dataclass(slots=True)
-class _Tensor:
-    name: str
-    nbytes: int
-    kind: Kind
-    storage: int
-    born_at: int
-    freed_at: int | None = None
-    dtype: str = ""
-    size: tuple[int, ...] = ()
-
-
-@dataclass(slots=True)
-class _Save:
-    tensor: int
-    op: int
-    line: str
-    unpacked_at: list[int] = field(default_factory=list)
-    released_at: int | None = None
 
 
 class Tracer:
@@ -87,8 +56,8 @@ class Tracer:
         self.largest_nbytes = 0
         self.points: list[Point] = []
         self.ops: list[dict[str, Any]] = []
-        self.tensors: dict[int, _Tensor] = {}
-        self.saves: dict[int, _Save] = {}
+        self.tensors: dict[int, SeenTensor] = {}
+        self.saves: dict[int, SeenSave] = {}
         self.lines: dict[int, str] = {}
         self.live_nbytes = 0
         self.marks: Callable[[int], Any] | None = None
@@ -203,14 +172,14 @@ class Tracer:
     def adopt_unseen(self, nbytes: int) -> None:
         """Bytes on the device that belong to nothing of this step: a library's workspace, another model."""
         nbytes = self._rounded(nbytes)
-        self.tensors[_UNSEEN] = _Tensor(_OUTSIDE, nbytes, "temporary", _UNSEEN, BEFORE)
+        self.tensors[_UNSEEN] = SeenTensor(_OUTSIDE, nbytes, "temporary", _UNSEEN, BEFORE)
         self.live_nbytes += nbytes
 
     def stands_by(self, storage: torch.UntypedStorage) -> None:
         """A storage that is held by what the step does not know (the step before, another model), until it ends."""
         id = next(self._numbers)
         self._bystanders[storage._cdata] = id
-        self.tensors[id] = _Tensor(_OUTSIDE, storage.nbytes(), "temporary", id, BEFORE)
+        self.tensors[id] = SeenTensor(_OUTSIDE, storage.nbytes(), "temporary", id, BEFORE)
         self._storages[id] = [id]
         self._counts(id, storage)
 
@@ -235,7 +204,7 @@ class Tracer:
             before = self.tensors[version_of.id]
             storage = before.storage
             kind = kind or before.kind
-        self.tensors[slot.id] = _Tensor(name, nbytes, kind or _KIND[self.phase], storage, at)
+        self.tensors[slot.id] = SeenTensor(name, nbytes, kind or _KIND[self.phase], storage, at)
         versions = self._storages.setdefault(storage, [])
         versions.append(slot.id)
         if self.phase == "forward":
@@ -281,7 +250,7 @@ class Tracer:
                 gone.append(id)
             elif slot.value is None or slot.external:
                 continue
-            elif torch._C._storage_Use_Count(slot.weak) <= self._held(slot.value, t.storage) + _OWN_COUNT:
+            elif torch._C._storage_Use_Count(slot.weak) <= self._held(slot.value, t.storage) + OWN_COUNT:
                 t.freed_at = now
                 gone.append(id)
         for id in gone:
@@ -295,7 +264,7 @@ class Tracer:
     # -- told by the engine ------------------------------------------------------------------------
 
     def packed(self, save: int, slot: Slot) -> None:
-        self.saves[save] = _Save(slot.id, len(self.ops), user_line())
+        self.saves[save] = SeenSave(slot.id, len(self.ops), user_line())
 
     def name_of(self, slot: Slot) -> str:
         t = self.tensors.get(slot.id)
@@ -382,7 +351,7 @@ class Tracer:
         )
         points = tuple(p if p.kind == "op" else p._replace(id=saves[p.id]) for p in self.points)
 
-        def read(save: _Save) -> int:
+        def read(save: SeenSave) -> int:
             """What autograd finds where it saved: the bytes that are there when it first asks, or lets go."""
             tensor = save.tensor
             until = save.unpacked_at[0] if save.unpacked_at else end if save.released_at is None else save.released_at
@@ -410,10 +379,10 @@ class Tracer:
             save_lines={saves[i]: s.line for i, s in self.saves.items()},
         )
 
-    def _unrecorded(self) -> dict[int, _Tensor]:
+    def _unrecorded(self) -> dict[int, SeenTensor]:
         """What was made during the step by what the recorder does not see."""
         unseen = enumerate(self.ledger.unseen() if self.ledger is not None else (), max(self.tensors, default=0) + 1)
-        return {i: _Tensor(_UNRECORDED, u.nbytes, "temporary", i, u.born_at, u.freed_at) for i, u in unseen}
+        return {i: SeenTensor(_UNRECORDED, u.nbytes, "temporary", i, u.born_at, u.freed_at) for i, u in unseen}
 
     def _kept(self, end: int, written: Collection[int]) -> dict[int, int]:
         """Tensor -> the last point at which autograd holds it, for what it saves and never asks for (a head without a loss):
