@@ -18,8 +18,9 @@ from lightning_memopt.graph import BEFORE, Graph, Op, Point, Tensor, resident_nb
 from lightning_memopt.plan import reserved_bytes_of
 from lightning_memopt.session.budget import state_made
 from lightning_memopt.session.finals import Final
+from lightning_memopt.session.graphs import smoothed, with_state
 from lightning_memopt.session.hybrid import Hybrid
-from lightning_memopt.session.observation import Observation, smoothed, with_state
+from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.rehearsal import Rounded, Update, rehearse, with_gradients
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.rollout import keep_all

@@ -14,7 +14,8 @@ from lightning_memopt.graph import fingerprint, resident_nbytes, unmodified_leve
 from lightning_memopt.runtime import Program
 from lightning_memopt.runtime.rejoining import Places
 from lightning_memopt.session.buckets import Running
-from lightning_memopt.session.observation import Observation, common, roomy
+from lightning_memopt.session.graphs import common, roomy
+from lightning_memopt.session.observation import Observation
 from lightning_memopt.trace import metered_cpu
 from tests.cpu.loops import QUIET, assert_same, counted_nbytes, sgd, state
 
