@@ -135,8 +135,12 @@ class Observation:
             self._round[0].forward_over = True
 
     def stop_metering(self) -> None:
-        """Before an optimizer's step that has forward and backward inside: those are metered anew."""
+        """Before an optimizer's step that has forward and backward inside: those are metered anew. And before the graph is read
+        in the middle of a step: what its later ops take is not known then.
+        """
         self._metering.close()
+        if self._round is not None:
+            self._round[0].marks = None  # they would read a window that is closed
 
     @property
     def written(self) -> bool:
