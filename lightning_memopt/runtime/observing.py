@@ -18,11 +18,12 @@ import torch
 from lightning_memopt.errors import ModifiedError, UnsupportedError
 from lightning_memopt.record import OpRecord, Slot, detached
 from lightning_memopt.runtime.execute import below_autograd, checksum, flags_of, run
+from lightning_memopt.runtime.naming import Names
 from lightning_memopt.runtime.replay import Engine, Handle, Kept
 from lightning_memopt.runtime.starts import Starts
 
 
-class SaveEvents(Protocol):
+class SaveEvents(Names, Protocol):
     """Who is told what autograd packs, asks for and lets go (the tracer)."""
 
     def packed(self, save: int, slot: Slot) -> None: ...
@@ -45,8 +46,8 @@ class _Told(Kept):
 
     __slots__ = ("_engine",)
 
-    def __init__(self, t: torch.Tensor, engine: ObservingEngine) -> None:
-        super().__init__(t)
+    def __init__(self, t: torch.Tensor, about: tuple[Names, int] | None, engine: ObservingEngine) -> None:
+        super().__init__(t, about)
         self._engine = weakref.ref(engine)  # a tape dies with its handles, and this is none
 
     def get(self) -> torch.Tensor:
@@ -107,9 +108,16 @@ class ObservingEngine(Engine):
         if self.events is None:
             return packed
         if isinstance(packed, Kept):
-            return _Told(t, self)
+            return _Told(t, packed.about, self)
         self.events.packed(packed.save, packed.slot)
         return packed
+
+    @property
+    def names(self) -> Names | None:
+        return self.events
+
+    def about(self, slot: Slot | None) -> tuple[Names, int] | None:
+        return None if slot is None or self.events is None else (self.events, slot.id)
 
     def rebuilt_nbytes(self) -> int:
         """Bytes of what was rebuilt: the tracer does not see them."""

@@ -17,15 +17,17 @@ import torch
 
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import MemOptError, PlanMismatchError
-from lightning_memopt.graph import Graph, first_difference, resident_nbytes
+from lightning_memopt.graph import Graph, resident_nbytes
 from lightning_memopt.plan import Plan
 from lightning_memopt.runtime import PlannedEngine, Program
 from lightning_memopt.runtime.away import Depot
 from lightning_memopt.runtime.leaving import Departures
 from lightning_memopt.session import costs
+from lightning_memopt.session.advice import advice
+from lightning_memopt.session.foresight import unmodified_peak
 from lightning_memopt.session.held import beside, with_held
 from lightning_memopt.session.hybrid import Hybrid
-from lightning_memopt.session.observation import common, smoothed
+from lightning_memopt.session.observation import common, difference, smoothed
 from lightning_memopt.solvers import planner
 from lightning_memopt.units import format_nbytes
 
@@ -101,7 +103,7 @@ class Observing:
             found = _solved(smoothed(graphs), limit_nbytes, hybrid, say)
             found.again, found.learnt = self.again, self.learnt
             return found
-        say(f"MemOpt: the step changed while observing ({first_difference(self.graphs[-2], graph)})")
+        say(f"MemOpt: the step changed while observing ({difference(self.graphs)})")
         del self.graphs[:-1]
         self.restarts += 1
         if self.restarts <= 3:
@@ -134,6 +136,8 @@ def _solved(graph: Graph, limit_nbytes: int | None, hybrid: Hybrid, say: Say) ->
         f"{1e3 * plan.predicted.seconds:.1f} ms a step, no plan below {1e3 * plan.lower_bound_seconds:.1f} ms; "
         f"solved in {frontier.seconds:.1f} s"
     )
+    if frontier.smallest_bytes >= unmodified_peak(graph):
+        say(f"MemOpt: no plan is smaller than the unmodified step. {advice(graph, plan.lives, hybrid.config)}")
     return Running(plan, graph, frontier)
 
 
@@ -169,6 +173,12 @@ class Running:
     def lend(self) -> Running:
         """The state of a batch that is no larger and borrows this plan."""
         return Running(self.plan, self.program.graph, self.frontier, self.replanned, lender=self)
+
+    @property
+    def overtaken(self) -> frozenset[int]:
+        """Ops that the plan runs again although a step has changed what they read before backward needed it (which raised)."""
+        changed = {t for found in self.departures for t in found.changed}
+        return frozenset(op.id for op in self.program.graph.forward if changed and not changed.isdisjoint(op.inputs))
 
     @property
     def unproven(self) -> bool:
@@ -242,6 +252,8 @@ class Running:
     def step_ended(self, say: Say) -> State:
         """A step is over: where the plan is no longer that of the forward, the state that observes again."""
         self.steps += 1
+        if self.overtaken:
+            return self.observed_again()
         if any(found.astray for found in self.departures):
             self._watch()
         self.departures.clear()
@@ -257,6 +269,10 @@ class Running:
             return self
         say(f"MemOpt: {self.strays} forwards in a row left the plan; observing again ({self.again + 1} of {_AGAIN})")
         return Observing(1, again=self.again + 1)
+
+    def observed_again(self) -> Observing:
+        """The state after a step that changed what rebuilds start from: what is made from it is kept. Its error said so."""
+        return Observing(1, again=self.again, fixed=self.overtaken)
 
     def measured(
         self,
@@ -281,7 +297,7 @@ class Running:
         if config.on_exceed == "raise":
             raise MemOptError(f"{text}. Raise the budget, or set on_exceed='replan'.")
         if config.on_exceed == "warn" or self.frontier is None:
-            return self._exceeds(peak_nbytes, text)
+            return self._exceeds(peak_nbytes, f"{text}.")
         if self.lender is not None:
             say(f"MemOpt: {text}, of a larger batch; observing this one")
             return Observing(1)
@@ -292,7 +308,7 @@ class Running:
             return Observing(1, again=self.again + 1)
         by_growth = grown > 0 and self.regrown < _REGROWN
         if self.replanned >= 3 and not by_growth:
-            return self._exceeds(peak_nbytes, text)
+            return self._exceeds(peak_nbytes, f"{text}.")
         held = self.held_nbytes + (grown if by_growth else 0)
         least = self.frontier.smallest_bytes + held
         if by_growth:  # and by what the prediction does not explain
@@ -302,8 +318,9 @@ class Running:
         target = max(target, least)
         plan = beside(self.frontier.plan(target - held), held)
         if not by_growth and plan.predicted.needed_bytes >= predicted:
-            smallest = format_nbytes(least)
-            return self._exceeds(peak_nbytes, f"{text}, and no smaller plan exists (the smallest one peaks at {smallest})")
+            why = advice(self.program.graph, self.plan.lives, config)
+            smallest = f"and no smaller plan exists (the smallest is {format_nbytes(least)})"
+            return self._exceeds(peak_nbytes, f"{text}, {smallest}. {why}")
         say(f"MemOpt: {text}; replanned with {format_nbytes(target)}")
         graph = with_held(self.program.graph, held - self.held_nbytes)
         found = Running(plan, graph, self.frontier, self.replanned + (not by_growth))
@@ -314,7 +331,7 @@ class Running:
         """Nothing can be done: said once, and again where it has become clearly more."""
         if peak_nbytes > _MORE * self.said_bytes:
             self.said_bytes = peak_nbytes
-            warnings.warn(f"MemOpt: {text}.", stacklevel=3)
+            warnings.warn(f"MemOpt: {text}", stacklevel=3)
         return self
 
 

@@ -16,7 +16,7 @@ from lightning_memopt.config import MemOptConfig, free_nbytes
 from lightning_memopt.errors import ConfigError, InfeasibleError, PlanMismatchError, UnsupportedError
 from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.graph.model import Kind
-from lightning_memopt.native import Counter
+from lightning_memopt.native import counter
 from lightning_memopt.plan import Plan, read_plan
 from lightning_memopt.plan.forms import LOSSLESS, codec_of
 from lightning_memopt.record import is_plain
@@ -140,9 +140,13 @@ def resident_nbytes(tensors: Iterable[Named], device: torch.device) -> int:
     return sum(seen.values())
 
 
-def foreign_nbytes(tensors: Iterable[Named], counts: Counter) -> int:
-    """Bytes of the distinct storages among them on the CPU that are not of torch's allocator: numpy's, shared, of a file."""
-    seen = {}
+def foreign_nbytes(tensors: Iterable[Named]) -> int:
+    """Bytes of the distinct storages among them on the CPU that are not of torch's allocator: numpy's, shared, of a file. 0
+    without the native counter.
+    """
+    seen, counts = {}, counter()
+    if counts is None:
+        return 0
     for t, _, _ in tensors:
         if t.device.type == "cpu" and is_plain(t):
             storage = t.untyped_storage()
@@ -170,7 +174,7 @@ def refuse_hopeless(tensors: Iterable[Named], device: torch.device, budget_nbyte
     """Raise InfeasibleError where what is there in every step is above the budget whatever the plan: nothing has run yet.
 
     Gradients, and the optimizer state made for them, are not counted: which parameters get one shows in the first backward
-    (an expert that is not chosen, a head that is not trained, gradients that are freed as they come). See `refuse_infeasible`.
+    (an expert that is not chosen, a head that is not trained, gradients that are freed as they come). See foresight.py.
     """
     found = [t for t in tensors if t[1] != "gradient"]
     needed = resident_nbytes(found, device)

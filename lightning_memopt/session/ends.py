@@ -34,15 +34,17 @@ class Ends:
         if len(self.optimizers) < 2 or id(optimizer) in self._owners:
             return True
         trained = set(map(id, self.model.parameters()))
-        owners = {id(o) for o in self.optimizers if any(id(p) in trained for g in o.param_groups for p in g["params"])}
-        self._owners = owners or set(map(id, self.optimizers))
+        known = {id(o): o for o in (*self.optimizers, optimizer)}
+        owners = {key for key, o in known.items() if any(id(p) in trained for g in o.param_groups for p in g["params"])}
+        self._owners = owners or set(known)
         return id(optimizer) in self._owners
 
     def updated(self, optimizer: torch.optim.Optimizer) -> bool:
         """An optimizer that delimits steps has updated; whether all of them have."""
         self.by_hand = False
         self._updated.add(id(optimizer))
-        return all(id(o) in self._updated for o in self.optimizers if self.owns(o))
+        owners = self._owners or {id(o) for o in self.optimizers}
+        return all(id(o) in self._updated for o in self.optimizers if id(o) in owners)
 
     @property
     def awaited(self) -> bool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import statistics
 import weakref
 from collections.abc import Iterator
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -19,10 +19,11 @@ from torch.utils._python_dispatch import (
 )
 
 from lightning_memopt.errors import UnsupportedError
-from lightning_memopt.graph import BEFORE, Graph, Op, Tensor, fingerprint
+from lightning_memopt.graph import BEFORE, Graph, Op, Tensor, fingerprint, first_difference
 from lightning_memopt.native import counter
 from lightning_memopt.record import Recorder, around_dual_levels, watching_sizes
 from lightning_memopt.runtime import ObservingEngine
+from lightning_memopt.session import times
 from lightning_memopt.session.budget import resident_tensors
 from lightning_memopt.session.finals import NEVER, Final, freed_early, kept, settled
 from lightning_memopt.session.recording import Recording, hooks_allowed
@@ -330,11 +331,22 @@ def common(graphs: list[Graph]) -> list[Graph]:
     it passes over ops that it does not know, too. What runs beyond the plan is kept. Steps that differ by sizes alone are the
     same forward: data decides on those, whether torch knows it or not.
     """
-    chosen = max(graphs, key=lambda g: (len(g.saves), -len(g.forward)))
+    chosen = _chosen(graphs)
     if not all(_within(g, chosen) or _within(chosen, g) for g in graphs):
         return []
     same = fingerprint(chosen, range(len(chosen.tensors)))
     return [g for g in graphs if fingerprint(g, range(len(g.tensors))) == same]
+
+
+def difference(graphs: list[Graph]) -> str:
+    """What keeps these graphs from being steps of one forward (see `common`): the first op in which two of them differ."""
+    chosen = _chosen(graphs)
+    other = next(g for g in graphs if not _within(g, chosen) and not _within(chosen, g))
+    return str(first_difference(chosen, other))
+
+
+def _chosen(graphs: list[Graph]) -> Graph:
+    return max(graphs, key=lambda g: (len(g.saves), -len(g.forward)))
 
 
 def _within(part: Graph, whole: Graph) -> bool:
@@ -352,38 +364,44 @@ def repeatable(graphs: list[Graph]) -> Graph:
 
 
 def roomy(graphs: list[Graph]) -> Graph:
-    """The last graph with room for what data decides on: per result the largest size over the steps observed."""
+    """The last graph with room for what data decides on: per result the largest size over the steps observed, or its smallest
+    size and the largest change of an alike result, if that is more. Experts take turns: what one gained, another may gain.
+
+    Alike: made by an op of the same name and phase, of the same type, and of the same size but for what changes.
+    """
     graph = repeatable(graphs)
     steps = [[op for op in g.ops if op.phase != "update"] for g in graphs]
-    nbytes: dict[int, int] = {}
+    shapes = [[(op.name, len(op.outputs)) for op in ops] for ops in steps]
+    same = [(g, ops) for g, ops, shape in zip(graphs, steps, shapes, strict=True) if shape == shapes[-1]]
+    varying: dict[int, tuple[int, int, tuple[Any, ...]]] = {}
+    change: dict[tuple[Any, ...], int] = {}
     workspaces: dict[int, int] = {}
-    for other, ops in zip(graphs, steps, strict=True):
-        if [(op.name, len(op.outputs)) for op in ops] != [(op.name, len(op.outputs)) for op in steps[-1]]:
-            continue
-        for mine, theirs in zip(steps[-1], ops, strict=True):
-            for t, u in zip(mine.outputs, theirs.outputs, strict=True):
-                if other.tensors[u].nbytes > nbytes.get(t, graph.tensors[t].nbytes):
-                    nbytes[t] = other.tensors[u].nbytes
-                    workspaces[mine.id] = max(theirs.workspace_nbytes, workspaces.get(mine.id, mine.workspace_nbytes))
+    for alike in zip(*(ops for _, ops in same), strict=True):
+        mine = alike[-1]
+        for outputs in zip(*(op.outputs for op in alike), strict=True):
+            seen = [g.tensors[t] for (g, _), t in zip(same, outputs, strict=True)]
+            least, most = min(t.nbytes for t in seen), max(t.nbytes for t in seen)
+            if least == most:
+                continue
+            key = (mine.name, mine.phase, seen[-1].dtype, *_constant([t.size for t in seen]))
+            varying[outputs[-1]] = least, most, key
+            change[key] = max(change.get(key, 0), most - least)
+            at_most = max(op.workspace_nbytes for op in alike)
+            workspaces[mine.id] = max(at_most, workspaces.get(mine.id, 0))
+    nbytes = {t: max(most, least + change[key]) for t, (least, most, key) in varying.items()}
     tensors = tuple(dataclasses.replace(t, nbytes=nbytes.get(t.id, t.nbytes)) for t in graph.tensors)
     ops = [dataclasses.replace(op, workspace_nbytes=workspaces.get(op.id, op.workspace_nbytes)) for op in graph.ops]
     return dataclasses.replace(graph, tensors=tensors, ops=tuple(ops))
 
 
-def smoothed(graphs: list[Graph]) -> Graph:
-    """The last graph with robust times: per op the least over the steps observed, then the median over alike ops.
+def _constant(sizes: list[tuple[int, ...]]) -> tuple[int, ...]:
+    """The size without what changes: -1 stands for a dimension that does, and for one that not all have."""
+    return tuple(ns[0] if len(set(ns)) == 1 else -1 for ns in zip_longest(*sizes, fillvalue=-1))
 
-    Alike: same name, same sizes in and out. Identical layers get identical times, whatever the machine did meanwhile.
-    """
+
+def smoothed(graphs: list[Graph]) -> Graph:
+    """The last graph, with room for the steps observed and the times that plans are chosen by (times.py)."""
     graph = roomy(graphs)
-    matching = [g.ops for g in graphs if len(g.ops) == len(graph.ops)]
-    alike: dict[tuple[Any, ...], list[float]] = {}
-    keys = []
-    for same in zip(*matching, strict=True):
-        op = same[-1]
-        sizes = (tuple(graph.tensors[t].nbytes for t in ids) for ids in (op.inputs, op.outputs))
-        keys.append((op.name, op.phase, *sizes))
-        alike.setdefault(keys[-1], []).append(min(op.seconds for op in same))
-    medians = {key: statistics.median(values) for key, values in alike.items()}
-    ops = tuple(dataclasses.replace(op, seconds=medians[key]) for op, key in zip(graph.ops, keys, strict=True))
-    return dataclasses.replace(graph, ops=ops, step_seconds=sum(op.seconds for op in ops))
+    seconds = times.current.of_ops(graph, graphs)
+    ops = tuple(dataclasses.replace(op, seconds=took) for op, took in zip(graph.ops, seconds, strict=True))
+    return dataclasses.replace(graph, ops=ops, step_seconds=sum(seconds))

@@ -306,7 +306,7 @@ class Session:
         if self._ends.awaited or (self._entered and self._ends.written_by_hand(self._watch.now)):
             self.step_ended()
         if not self.model.training:
-            self._watch.evaluates()
+            self._watch.evaluates(self.silence)
 
     def _begin_round(self, batch: Any, part: int) -> Recording | None:
         self._settle()

@@ -70,6 +70,8 @@ class Buckets(dict[Signature, State]):
         """The state for a forward of this signature; a new one observes `steps` steps, unless it may borrow."""
         self.forwards += 1
         state = self.pop(signature, None)
+        if isinstance(state, Running) and state.overtaken:  # the step that raised may not have ended
+            state = state.observed_again()
         if isinstance(state, Running) and state.lender is not None and self._wasted(signature, state.lender):
             state = self._observing(1)
         elif state is None or (isinstance(state, Observing) and state.waits):

@@ -111,8 +111,8 @@ class Metering:
         counts = counter() if device.type == "cpu" else None
         if counts is not None and not self._spoiled:
             if self._foreign_nbytes is None:
-                self._foreign_nbytes = foreign_nbytes(resident_tensors(model, optimizers, ()), counts)
-            foreign = self._foreign_nbytes + foreign_nbytes(resident_tensors(_NO_MODEL, (), batch), counts)
+                self._foreign_nbytes = foreign_nbytes(resident_tensors(model, optimizers, ()))
+            foreign = self._foreign_nbytes + foreign_nbytes(resident_tensors(_NO_MODEL, (), batch))
             self._meter = StepMeter(device, 0, foreign_nbytes=foreign)
         elif counts is None and wanted and self.possible:
             # the profiler reports the end of what it saw being allocated, so of gradients made in a metered step

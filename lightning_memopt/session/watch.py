@@ -26,12 +26,12 @@ class Watch:
         """A forward of training begins."""
         self._idle = 0
 
-    def evaluates(self) -> None:
+    def evaluates(self, silence: Silence) -> None:
         """A forward of evaluation begins: if there are but such, the step does not go on."""
         if self.now is not None:
             self._idle += 1
             if self._idle > _IDLE:
-                self.abandon()
+                self.abandon(silence)
 
     def finish(self) -> Graph | None:
         """The step has ended: its graph; None without a forward, or where nothing came of it (`training_step` gave None)."""

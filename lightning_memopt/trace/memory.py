@@ -9,9 +9,15 @@ whole blocks, which torch counts as allocated, may be larger by up to 1 MiB each
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import os
+import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -110,11 +116,14 @@ def _profiled() -> Iterator[AllocatorEvents]:
     after it, while a later such block runs, writes to memory that is no longer there: none may begin before it has ended.
     """
     found = AllocatorEvents(profiled=True)
-    if torch.autograd._profiler_enabled():  # torch would start a second one without a word, and end the first
+    if torch.autograd._profiler_enabled() or _others():  # torch would start a second one without a word, and end the first
         found.available = False
+        _say_unmeasured()
         yield found
         return
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False)
+    _ours.add(profiler)
+    quiet = contextlib.ExitStack()
     try:
         profiler.__enter__()
     except RuntimeError:
@@ -122,16 +131,67 @@ def _profiled() -> Iterator[AllocatorEvents]:
         yield found
         return
     try:
+        quiet.enter_context(_warnings_off())
         yield found
     finally:
         try:
+            quiet.close()
             profiler.__exit__(None, None, None)
             _read(profiler, found)
         finally:
             # a profiler is a reference cycle; if the collector frees its trace while a later one runs, Kineto crashes
             if profiler.profiler is not None:
+                _ours.add(profiler.profiler)
                 profiler.profiler.kineto_results = None
                 profiler.profiler = None
+
+
+@contextlib.contextmanager
+def _warnings_off() -> Iterator[None]:
+    """torch's log says of memory from before the profiler that its end is not seen: so it is meant, and it would be said in
+    nearly every run.
+    """
+    try:
+        home = Path(torch.__file__).parent / "lib"
+        level = ctypes.c_int.in_dll(ctypes.CDLL(str(next(home.glob("libc10.*")))), "FLAGS_caffe2_log_level")
+    except (OSError, ValueError, StopIteration):
+        yield
+        return
+    before = level.value
+    level.value = max(before, _LOG_ERRORS)
+    try:
+        yield
+    finally:
+        level.value = before
+
+
+_LOG_ERRORS = 2
+_PROFILERS = {torch.profiler.profiler._KinetoProfile, torch.autograd.profiler.profile}
+_ours: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Profilers that were made here, until the collector meets them."""
+
+
+def _others() -> bool:
+    """Whether there is a profiler of somebody else's: while it waits or warms up torch does not tell, and one that is stepped
+    in this block would begin inside of ours.
+    """
+    kinds: dict[type, bool] = {}
+    for known in gc.get_objects():
+        kind = type(known)
+        if kind not in kinds:
+            kinds[kind] = not _PROFILERS.isdisjoint(kind.__mro__)
+        if kinds[kind] and known not in _ours:
+            return True
+    return False
+
+
+@cache
+def _say_unmeasured() -> None:
+    warnings.warn(
+        "MemOpt: steps beside another profiler are not measured, because two would disturb each other and there is no native "
+        "memory meter. Plans are made from what was observed, and are in force.",
+        stacklevel=6,
+    )
 
 
 def _read(profiler: profile, found: AllocatorEvents) -> None:

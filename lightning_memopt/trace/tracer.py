@@ -11,7 +11,6 @@ import itertools
 import time
 import weakref
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,48 +22,20 @@ from lightning_memopt.graph import BEFORE, Graph, Op, Point, Save, Tensor
 from lightning_memopt.graph.model import Kind, Phase
 from lightning_memopt.record import OpRecord, Recorder, Slot, fills, storage_id, written_by
 from lightning_memopt.trace.counted import Ledger
+from lightning_memopt.trace.lines import user_line
 from lightning_memopt.trace.memory import CudaOps
+from lightning_memopt.trace.seen import OWN_COUNT, SeenSave, SeenTensor
 
 _CUDA_ROUND = 512
 _UNSEEN = -1
 """Slots count from 0."""
 _OUTSIDE, _UNRECORDED = "held outside of the step", "made by what is not recorded"
-
-
-def _own_count() -> int:
-    """What a storage whose Python object was once made counts by itself; it differs between versions of torch."""
-    t = torch.empty(1)
-    cdata = t.untyped_storage()._cdata
-    return torch._C._storage_Use_Count(cdata) - 1
-
-
-_OWN_COUNT = _own_count()
 _NO_BACKWARD = -1
 
 
 def backward_runs() -> bool:
     """Whether autograd runs a backward in this thread."""
     return bool(torch._C._current_graph_task_id() != _NO_BACKWARD)
-
-
-@dataclass(slots=True)
-class _Tensor:
-    name: str
-    nbytes: int
-    kind: Kind
-    storage: int
-    born_at: int
-    freed_at: int | None = None
-    dtype: str = ""
-    size: tuple[int, ...] = ()
-
-
-@dataclass(slots=True)
-class _Save:
-    tensor: int
-    op: int
-    unpacked_at: list[int] = field(default_factory=list)
-    released_at: int | None = None
 
 
 class Tracer:
@@ -85,8 +56,9 @@ class Tracer:
         self.largest_nbytes = 0
         self.points: list[Point] = []
         self.ops: list[dict[str, Any]] = []
-        self.tensors: dict[int, _Tensor] = {}
-        self.saves: dict[int, _Save] = {}
+        self.tensors: dict[int, SeenTensor] = {}
+        self.saves: dict[int, SeenSave] = {}
+        self.lines: dict[int, str] = {}
         self.live_nbytes = 0
         self.marks: Callable[[int], Any] | None = None
         self._open: Any = None
@@ -131,6 +103,8 @@ class Tracer:
         func, reads, made, mutates = record.func, record.reads, record.made, record.mutates
         now = len(self.points) - 1
         scope = self.scope() if self.phase == "forward" else ""
+        if record.replayable and self.phase == "forward":  # rebuilds read nothing else
+            self.lines[len(self.ops)] = user_line()
         name = func._name
         read = tuple(dict.fromkeys(map(self._reads, reads)))
         if self.phase == "backward" and not backward_runs() and self._writes_parameter(record, args, kwargs):
@@ -198,14 +172,14 @@ class Tracer:
     def adopt_unseen(self, nbytes: int) -> None:
         """Bytes on the device that belong to nothing of this step: a library's workspace, another model."""
         nbytes = self._rounded(nbytes)
-        self.tensors[_UNSEEN] = _Tensor(_OUTSIDE, nbytes, "temporary", _UNSEEN, BEFORE)
+        self.tensors[_UNSEEN] = SeenTensor(_OUTSIDE, nbytes, "temporary", _UNSEEN, BEFORE)
         self.live_nbytes += nbytes
 
     def stands_by(self, storage: torch.UntypedStorage) -> None:
         """A storage that is held by what the step does not know (the step before, another model), until it ends."""
         id = next(self._numbers)
         self._bystanders[storage._cdata] = id
-        self.tensors[id] = _Tensor(_OUTSIDE, storage.nbytes(), "temporary", id, BEFORE)
+        self.tensors[id] = SeenTensor(_OUTSIDE, storage.nbytes(), "temporary", id, BEFORE)
         self._storages[id] = [id]
         self._counts(id, storage)
 
@@ -230,7 +204,7 @@ class Tracer:
             before = self.tensors[version_of.id]
             storage = before.storage
             kind = kind or before.kind
-        self.tensors[slot.id] = _Tensor(name, nbytes, kind or _KIND[self.phase], storage, at)
+        self.tensors[slot.id] = SeenTensor(name, nbytes, kind or _KIND[self.phase], storage, at)
         versions = self._storages.setdefault(storage, [])
         versions.append(slot.id)
         if self.phase == "forward":
@@ -276,7 +250,7 @@ class Tracer:
                 gone.append(id)
             elif slot.value is None or slot.external:
                 continue
-            elif torch._C._storage_Use_Count(slot.weak) <= self._held(slot.value, t.storage) + _OWN_COUNT:
+            elif torch._C._storage_Use_Count(slot.weak) <= self._held(slot.value, t.storage) + OWN_COUNT:
                 t.freed_at = now
                 gone.append(id)
         for id in gone:
@@ -290,7 +264,21 @@ class Tracer:
     # -- told by the engine ------------------------------------------------------------------------
 
     def packed(self, save: int, slot: Slot) -> None:
-        self.saves[save] = _Save(slot.id, len(self.ops))
+        self.saves[save] = SeenSave(slot.id, len(self.ops), user_line())
+
+    def name_of(self, slot: Slot) -> str:
+        t = self.tensors.get(slot.id)
+        return "" if t is None else t.name
+
+    def line_of(self, save: int) -> str:
+        return self.saves[save].line if save in self.saves else ""
+
+    def reader_of(self, slot: Slot) -> tuple[str, str]:
+        op = next((i for i, op in enumerate(self.ops) if slot.id in op["inputs"]), None)
+        return ("", "") if op is None else (self.ops[op]["name"], self.lines.get(op, ""))
+
+    def kept(self, where: int, t: torch.Tensor) -> tuple[str, str]:
+        return (self.tensors[where].name, "") if where in self.tensors else ("", "")
 
     def unpacked(self, save: int) -> None:
         found = self.saves.get(save)
@@ -363,7 +351,7 @@ class Tracer:
         )
         points = tuple(p if p.kind == "op" else p._replace(id=saves[p.id]) for p in self.points)
 
-        def read(save: _Save) -> int:
+        def read(save: SeenSave) -> int:
             """What autograd finds where it saved: the bytes that are there when it first asks, or lets go."""
             tensor = save.tensor
             until = save.unpacked_at[0] if save.unpacked_at else end if save.released_at is None else save.released_at
@@ -387,12 +375,14 @@ class Tracer:
             points=points,
             device=self.device.type,
             step_seconds=sum(op.seconds for op in ops),
+            lines=dict(self.lines),
+            save_lines={saves[i]: s.line for i, s in self.saves.items()},
         )
 
-    def _unrecorded(self) -> dict[int, _Tensor]:
+    def _unrecorded(self) -> dict[int, SeenTensor]:
         """What was made during the step by what the recorder does not see."""
         unseen = enumerate(self.ledger.unseen() if self.ledger is not None else (), max(self.tensors, default=0) + 1)
-        return {i: _Tensor(_UNRECORDED, u.nbytes, "temporary", i, u.born_at, u.freed_at) for i, u in unseen}
+        return {i: SeenTensor(_UNRECORDED, u.nbytes, "temporary", i, u.born_at, u.freed_at) for i, u in unseen}
 
     def _kept(self, end: int, written: Collection[int]) -> dict[int, int]:
         """Tensor -> the last point at which autograd holds it, for what it saves and never asks for (a head without a loss):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +17,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from lightning_memopt import optimize
 from lightning_memopt.graph import resident_nbytes
 from lightning_memopt.integrations.plain import Run
+from lightning_memopt.native import counter
 from lightning_memopt.native.counting import process
+from lightning_memopt.trace.living import count_all, living
 
 WORDS, CLASSES, LENGTH, BATCH = 24, 24, 8, 48
 EXPOSING = ("data_ptr", "numpy", "__array__", "__dlpack__")
@@ -126,6 +129,14 @@ def budget_at(run: Run, share: float) -> int:
     assert frontier is not None
     base = resident_nbytes(frontier.graph)
     return max(frontier.smallest_bytes, int(base + share * (frontier.unmodified_peak_bytes - base)))
+
+
+def counted_nbytes() -> int:
+    """Bytes of all tensors that this process holds on the CPU, whoever made them: what a budget counts before a step begins."""
+    gc.collect()
+    count_all(lambda _: None)
+    count = counter()
+    return count.live_nbytes if count is not None else sum(s.nbytes() for s in living(torch.device("cpu")))
 
 
 def _registries() -> list[dict]:
