@@ -37,7 +37,7 @@ from lightning_memopt.session import Session
 from lightning_memopt.session.buckets import Running
 from lightning_memopt.solvers import planner
 
-TIMEOUT = 180
+TIMEOUT = 600
 _PREFIX = re.compile(r".*?(?=MemOpt: )")
 Budget = int | str | None
 """Bytes, "min", or None for the plain run."""
