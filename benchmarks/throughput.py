@@ -35,7 +35,7 @@ from lightning_memopt.batching.plans import largest
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life, LoweringError, Run, lower, simulate
 from lightning_memopt.plan.rates import Rates, profile
-from lightning_memopt.session.buckets import unmodified_peak
+from lightning_memopt.session.foresight import unmodified_peak
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.dataflow import echo
 from lightning_memopt.solvers.rollout import keep_all

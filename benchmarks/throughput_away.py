@@ -24,7 +24,7 @@ from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life, LoweringError, Plan, Prediction, Run, lower, simulate
 from lightning_memopt.plan.rates import Rates
-from lightning_memopt.session.buckets import unmodified_peak
+from lightning_memopt.session.foresight import unmodified_peak
 from lightning_memopt.session.hybrid import Hybrid, HybridFrontier, peak_bytes
 from lightning_memopt.solvers import planner
 

@@ -10,7 +10,7 @@ from typing import Literal
 from lightning_memopt.batching.energy import Joules
 from lightning_memopt.batching.fit import StepFit
 from lightning_memopt.batching.plans import Plans, largest
-from lightning_memopt.session.buckets import unmodified_peak
+from lightning_memopt.session.foresight import unmodified_peak
 
 Mode = Literal["largest", "throughput", "energy"]
 MODES = ("largest", "throughput", "energy")

@@ -21,8 +21,9 @@ from lightning_memopt.errors import ConfigError, InfeasibleError
 from lightning_memopt.graph import Graph
 from lightning_memopt.session import Session
 from lightning_memopt.session.buckets import Observing, Running
-from lightning_memopt.session.budget import resident_nbytes, resident_tensors
+from lightning_memopt.session.budget import foreign_nbytes, resident_nbytes, resident_tensors
 from lightning_memopt.session.step import StepMeter
+from lightning_memopt.trace import count_all
 
 _OBSERVED = 1 << 20
 """Steps to observe before a plan is solved: never."""
@@ -92,6 +93,8 @@ class Trials:
         self.energy: StepEnergy | None = None
         self._step, self._begun = step, 0
         self._unmetered: list[weakref.ref[Any]] = []
+        if device.type == "cpu":
+            count_all(lambda _: None)
 
     # -- three kinds of steps ----------------------------------------------------------------------
 
@@ -134,10 +137,12 @@ class Trials:
     def _unplanned(self, size: int) -> bool:
         with self._running("trial", size) as trial:
             batch = self.source.batch(size)
-            resident = resident_nbytes(resident_tensors(self.model, self.optimizers, batch), self.device)
+            tensors = list(resident_tensors(self.model, self.optimizers, batch))
+            resident, foreign = resident_nbytes(tensors, self.device), foreign_nbytes(tensors)
+            del tensors
             unseen = {id(ref()) for ref in self._unmetered}
             gradients = [g for g in self._gradients() if id(g.untyped_storage()) in unseen]
-            meter = StepMeter(self.device, resident, gradients)
+            meter = StepMeter(self.device, resident, gradients, foreign)
             try:
                 self._run(batch, None, self._whole(size))
                 del batch

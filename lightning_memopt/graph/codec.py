@@ -249,9 +249,11 @@ def _check_ops(graph: Graph, fields: Fields) -> None:
 
 
 def _check_tensors(graph: Graph, fields: Fields) -> None:
+    """What no op makes during the step, nothing uses: it is but in memory."""
+    used = {t for op in graph.ops for t in op.inputs} | {save.tensor for save in graph.saves}
     for t in graph.tensors:
-        if t.born_at != BEFORE and t.id not in graph.producers:
-            fields.refuse("born_at", t.id, f"{t.born_at}, but no op makes this tensor")
+        if t.born_at != BEFORE and t.id not in graph.producers and t.id in used:
+            fields.refuse("born_at", t.id, f"{t.born_at}, but no op makes this tensor, which is read or saved")
         if t.freed_at < t.born_at:
             fields.refuse("freed_at", t.id, f"{t.freed_at} is before the birth, at {t.born_at}")
 

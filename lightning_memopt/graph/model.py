@@ -7,8 +7,8 @@ a tensor is in memory at the points `born_at .. freed_at`. Bytes are ints, times
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -103,6 +103,10 @@ class Graph:
     device: str = "cpu"
     step_seconds: float = 0.0
     """Median time of the unmodified step, measured or estimated from its ops."""
+    lines: Mapping[int, str] = field(default_factory=dict, repr=False)
+    """Forward op -> the line of user code that ran it. Known where the step was observed; files do not have them."""
+    save_lines: Mapping[int, str] = field(default_factory=dict, repr=False)
+    """The same of saves: the line during which autograd packed them."""
 
     @cached_property
     def producers(self) -> dict[int, Op]:

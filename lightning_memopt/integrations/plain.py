@@ -65,10 +65,11 @@ class Run:
     def pause(self) -> Iterator[None]:
         """The plain model inside this block."""
         before, self._paused = self._paused, True
+        self.session.silence.paused = True
         try:
             yield
         finally:
-            self._paused = before
+            self._paused = self.session.silence.paused = before
 
 
 def _attach(stack: contextlib.ExitStack, run: Run, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
@@ -83,10 +84,20 @@ def _attach(stack: contextlib.ExitStack, run: Run, model: nn.Module, optimizers:
         with contextlib.nullcontext() if run._paused else session.round((args, kwargs)):
             return unwatched_call(model)(*args, **kwargs)
 
-    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if any(optimizer is o for o in optimizers):
-            closure = args[1] if len(args) > 1 else kwargs.get("closure")
-            session.update_begins(optimizer, closure is not None)
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        if not any(optimizer is o for o in optimizers):
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        session.update_begins(optimizer, closure is not None)
+        if closure is None:
+            return None
+
+        def forward_and_backward() -> Any:
+            result = closure()
+            session.closure_ran()
+            return result
+
+        return (optimizer, forward_and_backward, *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
 
     def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(optimizer is o for o in optimizers):
@@ -131,10 +142,10 @@ def optimize(
     Raises InfeasibleError where no plan can keep the budget, as early as that is known:
 
     - in the first forward, before it runs, where parameters, buffers, optimizer state and the batch alone are above it;
-    - in the first `optimizer.step()`, before it updates, where no plan of the first forward and backward keeps it; the
-      optimizer state that the update will make is counted for torch's own SGD, Adam and AdamW;
-    - at the end of the observed steps, after `profile_steps` real updates, where only they show it: bytes that the update
-      itself takes, the state of other optimizers, a later step that needs more than the first. It names the smallest budget.
+    - in the first `optimizer.step()`, before it updates, where no plan of the first forward and backward keeps it, with what
+      the update takes: torch's own optimizers are rehearsed on tensors without memory. The budget that it names works;
+    - at the end of the observed steps, after `profile_steps` real updates, where only they show it: what the update of another
+      optimizer takes, a later step that needs more than the first. It names the smallest budget.
 
     The observed steps are kept within the budget by eviction as well as can be; that is no promise.
     """

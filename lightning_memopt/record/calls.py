@@ -99,7 +99,7 @@ def _compiled(module: nn.Module) -> bool:
 
 
 def eager_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules of a model that are not inside of a compiled one."""
+    """The modules of a model that are not inside of a compiled one; that is among them."""
     found: dict[int, nn.Module] = {}
     waiting = [model]
     while waiting:
@@ -109,6 +109,11 @@ def eager_modules(model: nn.Module) -> list[nn.Module]:
             if not _compiled(module):
                 waiting.extend(module.children())
     return list(found.values())
+
+
+def compiled_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules of a model whose calls run compiled, without those that are inside of another one."""
+    return [module for module in eager_modules(model) if _compiled(module)]
 
 
 def _call(module: nn.Module, before: Told, after: Told, *args: Any, **kwargs: Any) -> Any:

@@ -3,6 +3,8 @@
 Raw memory: numpy, ctypes and dlpack can write where no dispatch mode sees it. While a recorder is active, what hands out the
 memory of a `torch.Tensor` or of its storage tells it first.
 
+Sizes of storages: a storage that is resized loses what it held, and torch tells no dispatch mode.
+
 Settings that change bits: rebuilds run under those that the forward began with; ops that run under others are not replayed.
 
 Saved-tensor hooks: `torch.func` and others forbid them, and torch refuses to while any are entered. Ours step aside.
@@ -19,13 +21,15 @@ import torch
 
 from lightning_memopt.record.settings import SETTERS
 
-Watcher = Callable[[torch.Tensor], None]
+Watcher = Callable[[torch.Tensor, bool], None]
 _TENSOR = ("data_ptr", "numpy", "__array__", "__dlpack__")
 _STORAGE = ("data_ptr", "__setitem__", "fill_", "copy_")
 _lock = threading.Lock()
 _watchers: list[Watcher] = []
 _listeners: list[Callable[[], None]] = []
+_resized: list[tuple[Watcher, Watcher]] = []
 _originals: list[tuple[Any, str, bool, Any]] = []
+_sizes: list[tuple[Any, str, bool, Any]] = []
 _busy = threading.local()
 
 
@@ -40,31 +44,52 @@ def unwatched() -> Iterator[None]:
         _busy.on = before
 
 
-def _tell(t: torch.Tensor) -> None:
+def _tell(t: torch.Tensor, address: bool) -> None:
     if not getattr(_busy, "on", False):
         _busy.on = True
         try:
             for watcher in tuple(_watchers):
-                watcher(t)
+                watcher(t, address)
         finally:
             _busy.on = False
 
 
 def _of_tensor(original: Any) -> Any:
+    address = original.__name__ == "data_ptr"
+
     def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        _tell(self)
+        _tell(self, address)
         return original(self, *args, **kwargs)
 
     return method
 
 
 def _of_storage(original: Any) -> Any:
+    address = original.__name__ == "data_ptr"
+
     def method(self: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
         if not getattr(_busy, "on", False):
-            with torch._C._DisableTorchDispatch():
-                t = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self)
-            _tell(t)
+            _tell(_on(self), address)
         return original(self, *args, **kwargs)
+
+    return method
+
+
+def _on(storage: torch.UntypedStorage) -> torch.Tensor:
+    with torch._C._DisableTorchDispatch():
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _resizing(original: Any) -> Any:
+    def method(self: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+        told = tuple(_resized)
+        for before, _ in told:
+            before(_on(self))
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            for _, after in told:
+                after(_on(self))
 
     return method
 
@@ -90,10 +115,10 @@ def _forbidding(original: Any) -> Any:
     return disable
 
 
-def _replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+def _replace(owner: Any, name: str, wrap: Callable[[Any], Any], originals: list[Any] = _originals) -> None:
     original = getattr(owner, name)
     wrapped = wrap(original)
-    _originals.append((owner, name, name in vars(owner), original))
+    originals.append((owner, name, name in vars(owner), original))
     setattr(owner, name, wrapped)
 
 
@@ -110,20 +135,20 @@ def _install() -> None:
     _replace(torch._C._autograd, "_saved_tensors_hooks_disable", _forbidding)
 
 
-def _restore() -> None:
-    while _originals:
-        owner, name, own, original = _originals[-1]
+def _restore(originals: list[Any] = _originals) -> None:
+    while originals:
+        owner, name, own, original = originals[-1]
         if own:
             setattr(owner, name, original)
         elif name in vars(owner):
             delattr(owner, name)
-        _originals.pop()
+        originals.pop()
 
 
 @contextlib.contextmanager
 def watching(watcher: Watcher, listener: Callable[[], None]) -> Iterator[None]:
-    """Call `watcher(t)` before anybody gets at the raw memory of `t`, and `listener()` after somebody set one of the settings
-    that change bits. Everything is put back when nobody watches.
+    """Call `watcher(t, address)` before anybody gets at the raw memory of `t`, by its mere address or as an array, and
+    `listener()` after somebody set one of the settings that change bits. Everything is put back when nobody watches.
     """
     try:
         with _lock:
@@ -143,3 +168,26 @@ def watching(watcher: Watcher, listener: Callable[[], None]) -> Iterator[None]:
                     _restore()
                 finally:
                     _restore()  # does nothing, unless the first was interrupted
+
+
+@contextlib.contextmanager
+def watching_sizes(before: Watcher, after: Watcher) -> Iterator[None]:
+    """Call `before(t)` and `after(t)` around every resize of a storage, with a tensor on it. Everything is put back when nobody
+    watches.
+    """
+    told = (before, after)
+    try:
+        with _lock:
+            _resized.append(told)
+            if len(_resized) == 1:
+                _replace(torch.UntypedStorage, "resize_", _resizing, _sizes)
+        yield
+    finally:
+        with _lock:
+            if told in _resized:
+                _resized.remove(told)
+            if not _resized:
+                try:
+                    _restore(_sizes)
+                finally:
+                    _restore(_sizes)  # does nothing, unless the first was interrupted

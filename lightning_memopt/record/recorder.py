@@ -5,7 +5,9 @@ It decides nothing: its `Owner` and its `Observer` are told (record/protocols.py
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,19 +15,20 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memopt.record.protocols import Observer, OpRecord, Owner
-from lightning_memopt.record.rules import Rule, may_replay, rule_of, trains_statistics
+from lightning_memopt.record.rules import may_replay, rule_of, written_by
 from lightning_memopt.record.settings import numeric_flags
 from lightning_memopt.record.tape import UNKNOWN, UNSHARED, Call, Slot, Tape, View, storage_id
 from lightning_memopt.record.tensors import (
     PLAIN,
     conjugating,
+    count_versions,
     covers,
     detached,
     device_of,
     generator_of,
+    is_foreign,
     is_plain,
     tensors_in,
-    without_history,
 )
 
 _DETACH = torch.ops.aten.detach.default
@@ -40,10 +43,14 @@ class Recorder(TorchDispatchMode):
         self.tape = tape
         self.owner = owner
         self.observer = observer
+        self.writes: Callable[[torch.Tensor], None] | None = None
+        """Told of a tensor whose memory an op is about to write, also after the forward."""
         self.capturing = True
         self.elsewhere = False
         self.fixed: frozenset[int] = frozenset()
         """Ops, by their number, that are not replayed: what they read is overwritten before a rebuild may need them."""
+        self.hidden: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        """Around what is allocated for a rebuild, and the step alone would not."""
         self.op = 0
         self.next_slot = 0
         self.of_storage: dict[int, Slot] = {}
@@ -79,8 +86,11 @@ class Recorder(TorchDispatchMode):
         slot.ok = True
         slot.version = t._version
         slot.why = why
+        slot.parameter = isinstance(t, torch.nn.Parameter)
+        # Rule 4: what starts from it is kept, and may be started from. Weights that were loaded so are not written to.
+        slot.exposed = not slot.parameter and is_foreign(t)
         if self._starts():
-            slot.value = without_history(t)
+            slot.value = detached(t)  # never the tensor itself: its `.data` may become another memory
         return slot
 
     def _starts(self) -> bool:
@@ -90,12 +100,11 @@ class Recorder(TorchDispatchMode):
     def _current(self, slot: Slot, t: torch.Tensor) -> Slot:
         """The slot, or a new one where its version counter moved unseen: a compiled region, another thread, an extension."""
         if slot.external and slot.value is None and self._starts():
-            slot.value = without_history(t)
-        if slot.version == UNKNOWN:
+            slot.value = detached(t)
+        if slot.version == UNKNOWN and not (slot.counted is not None and t._version > slot.counted + 1):
             slot.version = t._version
             if slot.value is not None:
-                # with the counter that was read; never the user's own tensor: when that is let go would not be seen
-                slot.value = without_history(t) if slot.external else detached(t)
+                slot.value = detached(t)  # with the counter that was read
         elif slot.version != t._version and slot.version != UNSHARED and self.capturing:
             return self._replaced(slot, t, "changed by what the recorder does not see")
         return slot
@@ -106,7 +115,7 @@ class Recorder(TorchDispatchMode):
         del self.of_storage[storage_id(t)]
         slot.stale = True
         new = self.adopt(t, why)
-        new.exposed = slot.exposed
+        new.exposed, new.parameter = slot.exposed, slot.parameter
         new.asked = slot.asked or slot.handles > 0
         slot.next = new.id
         earlier = self._beneath.pop(slot.id, [])
@@ -162,7 +171,7 @@ class Recorder(TorchDispatchMode):
         plain = [True]
         held_args = tuple([self._capture(a, reads, plain) for a in args])
         held_kwargs = {k: self._capture(v, reads, plain) for k, v in kwargs.items()} if kwargs else {}
-        targets = self._targets(func, rule, args, kwargs)
+        targets = written_by(func, rule, args, kwargs)
         replayable = (
             self.capturing
             and plain[0]
@@ -179,6 +188,9 @@ class Recorder(TorchDispatchMode):
         if self.capturing:
             for t in targets:
                 self._overwrites(self.of_storage[storage_id(t)])
+        if self.writes is not None:
+            for t in targets:
+                self.writes(t)
         before = [(storage_id(t), t._version) for t in targets]
         if observer is None:
             out = run(*args, **kwargs)
@@ -187,7 +199,7 @@ class Recorder(TorchDispatchMode):
             out = run(*args, **kwargs)
             observer.ran()
         if targets and func._name.startswith("aten::_foreach_"):
-            self._moved(targets, before)
+            count_versions(targets, [v for _, v in before])
         if rule.handling == "empty" and self.capturing and isinstance(out, torch.Tensor) and is_plain(out):
             # it reads no bytes: the replay needs the form of the result, not what the form was taken from
             like = {"dtype": out.dtype, "device": out.device}
@@ -219,20 +231,6 @@ class Recorder(TorchDispatchMode):
         if slot is not None and slot.value is not None and slot.call is None and not slot.external:
             slot.value = detached(out)  # it has a version counter of its own: the one that the user's tensor has
         return out
-
-    def _targets(self, func: OpOverload, rule: Rule, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-        if not rule.writes or (rule.rewrite is not None and not trains_statistics(func, args, kwargs)):
-            return []
-        found: list[torch.Tensor] = []
-        for where in rule.writes:
-            value = kwargs.get(where) if isinstance(where, str) else (args[where] if where < len(args) else None)
-            found.extend(t for t in tensors_in(value) if is_plain(t))
-        return found
-
-    @staticmethod
-    def _moved(targets: list[torch.Tensor], before: list[tuple[int, int]]) -> None:
-        """Under a dispatch mode torch does not count the versions of what `_foreach_` ops overwrite."""
-        torch.autograd.graph.increment_version([t for t, (_, v) in zip(targets, before, strict=True) if t._version == v])
 
     def _call(
         self, op: int, record: OpRecord, args: tuple, kwargs: dict, reads: list[Slot], targets: list[torch.Tensor]
@@ -267,7 +265,8 @@ class Recorder(TorchDispatchMode):
                 generator = generator or generator_of(device_of((slot.device for slot in reads), kwargs))
                 if generator is None:
                     return None
-                call.rng = (generator, generator.get_state())
+                with self.hidden():
+                    call.rng = (generator, generator.get_state())
         return call
 
     def _mutated(
@@ -298,16 +297,17 @@ class Recorder(TorchDispatchMode):
 
     def _overwritten(self, old: Slot, t: torch.Tensor, new: Slot, call: Call | None, ok: bool) -> Slot:
         """`new`, the slot of what an op has just written over `old`, through `t`."""
-        new.version = UNSHARED if old.version == UNSHARED else UNKNOWN  # autograd moves the counter after the op
+        new.version = UNSHARED if old.version == UNSHARED else UNKNOWN  # autograd moves the counter after the op, by one
+        new.counted = t._version
         new.asked = old.asked or old.handles > 0
         old.stale = True
         old.next = new.id
         if call is None:
             new.external = new.ok = old.external
-            new.exposed = old.exposed
+            new.exposed, new.parameter = old.exposed, old.parameter
             new.why = "overwritten in place by an op that is not replayed"
             if old.external and self._starts():
-                new.value = without_history(t)
+                new.value = detached(t)
         else:
             new.ok = ok
             new.call = call
@@ -354,10 +354,28 @@ class Recorder(TorchDispatchMode):
             self.tape.flags = numeric_flags()
         self.elsewhere = numeric_flags() != self.tape.flags
 
-    def expose(self, t: torch.Tensor) -> None:
+    def resizing(self, t: torch.Tensor) -> None:
+        """The storage of `t` is about to get another size: what it holds goes, and may be put back unseen (Rule 4)."""
+        if self.writes is not None:
+            self.writes(t)
+        slot = self.of_storage.get(storage_id(t)) if self.capturing else None
+        if slot is not None:
+            self.owner.resizes(slot)
+            self._overwrites(slot)
+            new = self._replaced(slot, t, "its storage was resized")
+            new.exposed = True
+            new.version = UNKNOWN
+
+    def resized(self, t: torch.Tensor) -> None:
+        """The storage of `t` has another size now."""
+        slot = self.of_storage.get(storage_id(t))
+        if slot is not None:
+            slot.nbytes = t.untyped_storage().nbytes()
+
+    def expose(self, t: torch.Tensor, address: bool = False) -> None:
         """Somebody takes the raw memory of `t`: from now on it may change unseen, so no replay starts from it (Rule 4).
 
-        Parameters are exempt: kernels take their addresses in order to read, and a copy of each would cost what is saved.
+        The mere `address` of a parameter is exempt: kernels take it to read, and a copy of each would cost what is saved.
         """
         if not self.capturing or not is_plain(t):
             return
@@ -366,7 +384,7 @@ class Recorder(TorchDispatchMode):
             if threading.get_ident() != self.thread:
                 return
             slot = self.adopt(t)
-        if slot.exposed or isinstance(slot.value, torch.nn.Parameter):
+        if slot.exposed or (address and slot.parameter):
             return
         if slot.read and not (slot.call is not None and slot.ok):
             self.owner.overwrites(slot)

@@ -15,6 +15,8 @@ from typing import Any, Literal
 import torch
 from torch._ops import OpOverload
 
+from lightning_memopt.record.tensors import is_plain, tensors_in
+
 _ALL = 1 << 30
 Handling = Literal["pure", "random", "empty", "opaque"]
 
@@ -218,6 +220,17 @@ def trains_statistics(func: OpOverload, args: tuple, kwargs: dict) -> bool:
     names = [a.name for a in func._schema.arguments]
     bound = dict(zip(names, args, strict=False)) | kwargs
     return bool(bound.get("training", True))
+
+
+def written_by(func: OpOverload, rule: Rule, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    """The plain tensors among the arguments of this call that it writes to."""
+    if not rule.writes or (rule.rewrite is not None and not trains_statistics(func, args, kwargs)):
+        return []
+    found: list[torch.Tensor] = []
+    for where in rule.writes:
+        value = kwargs.get(where) if isinstance(where, str) else (args[where] if where < len(args) else None)
+        found.extend(t for t in tensors_in(value) if is_plain(t))
+    return found
 
 
 @cache

@@ -17,7 +17,7 @@ def is_plain(t: torch.Tensor) -> bool:
     return (
         type(t) in PLAIN
         and t.layout is torch.strided
-        and not (t.is_quantized or t.is_nested or t.is_inference())
+        and not (t.is_quantized or t.is_nested or t.is_inference() or t._is_zerotensor())  # zeros of tangents have no bytes
         and t.device.type != "meta"
     )
 
@@ -38,9 +38,12 @@ def detached(t: torch.Tensor) -> torch.Tensor:
         return t.detach()
 
 
-def without_history(t: torch.Tensor) -> torch.Tensor:
-    """`t` itself where it has no autograd history (a leaf is held as it is), else `detached`."""
-    return t if t.grad_fn is None else detached(t)
+def is_foreign(t: torch.Tensor) -> bool:
+    """Whether the memory of `t` was made by another library, which may write to it unseen: `torch.from_numpy`, DLPack, a file.
+
+    What processes share is not meant: batches come so from a DataLoader's workers, which write to them no more.
+    """
+    return not t.untyped_storage().resizable() and not t.is_shared()
 
 
 def conjugating(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,6 +56,11 @@ def conjugating(func: Callable[..., Any]) -> Callable[..., Any]:
             return func(*args, **kwargs)
 
     return run
+
+
+def count_versions(targets: list[torch.Tensor], before: list[int]) -> None:
+    """Under a dispatch mode torch does not count the versions of what `_foreach_` ops overwrite."""
+    torch.autograd.graph.increment_version([t for t, v in zip(targets, before, strict=True) if t._version == v])
 
 
 def covers(t: torch.Tensor) -> bool:

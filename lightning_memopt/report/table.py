@@ -71,12 +71,14 @@ def summary(session: Session, meter: Meter | None = None) -> str:
     state = session.main
     if not session.enabled:
         return "MemOpt: off (MEMOPT_DISABLE, recompute=False, or an untested torch); the run was the plain one."
+    why = session.silence.reason
+    told = f" There is no plan yet, because {why.what}. {why.fix}." if why is not None else ""
     if state is None:
-        return "MemOpt: no training step was seen."
+        return f"MemOpt: no training step was seen.{told}"
     if isinstance(state, Failed):
         return f"MemOpt: no plan: {state.reason}."
     if isinstance(state, Observing):
-        return f"MemOpt: still observing ({len(state.graphs)} of {state.steps} steps)."
+        return f"MemOpt: still observing ({len(state.graphs)} of {state.steps} steps).{told}"
     assert isinstance(state, Running)
     plan, graph = state.plan, state.program.graph
     table = Table(title="MemOpt", show_header=False)
@@ -112,5 +114,7 @@ def summary(session: Session, meter: Meter | None = None) -> str:
     table.add_row("kept", items(kept(graph, plan)))
     for row in _gains(meter) if meter is not None else ():
         table.add_row(*row)
+    if session.silence.compiled is not None:
+        table.add_row("compiled", session.silence.compiled)
     table.add_row("plan by", f"{plan.solver}, {plan.solve_seconds:.1f} s")
     return render(table)

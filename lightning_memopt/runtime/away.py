@@ -77,6 +77,7 @@ class Depot:
     coded: Stopwatch = field(default_factory=Stopwatch)
     more: Callable[[str], Tier] | None = None
     others: list[tuple[str, Tier]] = field(default_factory=list)
+    _copied: tuple[Stopwatch, ...] = ()
 
     def __iter__(self) -> Iterator[Tier]:
         return iter((*self.tiers.values(), *(tier for _, tier in self.others)))
@@ -104,12 +105,20 @@ class Depot:
     @property
     def copied_seconds(self) -> float:
         """How long copies took: of the tier's file, or of the device."""
-        return sum(tier.copied.seconds for tier in self)
+        return sum(watch.seconds for watch in (*self._copied, *(tier.copied for tier in self)))
 
     @property
     def used_nbytes(self) -> int:
         """What is away in the tiers now."""
         return sum(tier.used_nbytes for tier in self)
+
+    def retire(self) -> None:
+        """Nothing more goes away here. A tier in which something still is lives until the last of it goes."""
+        self._copied += tuple(tier.copied for tier in self)
+        for tier in self:
+            if not tier.used_nbytes:
+                tier.close()
+        self.tiers, self.others, self.more = {}, [], None
 
     def close(self) -> None:
         for tier in self:

@@ -4,16 +4,17 @@ runtime/away.py, for the engine that carries out plans.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-from lightning_memopt.errors import OffloadError, UnsupportedError
+from lightning_memopt.errors import ModifiedError, OffloadError, UnsupportedError
 from lightning_memopt.graph import BEFORE
 from lightning_memopt.plan.forms import EXACT, codec_of
 from lightning_memopt.record import UNKNOWN, Slot, detached
 from lightning_memopt.runtime.away import Away, Depot, whole
-from lightning_memopt.runtime.execute import below_autograd, checksum, modified
+from lightning_memopt.runtime.execute import below_autograd, checksum
+from lightning_memopt.runtime.naming import GraphNames, Names, modified
 from lightning_memopt.runtime.program import Program
 from lightning_memopt.runtime.replay import Engine, Handle
 
@@ -28,6 +29,7 @@ class Departures:
     and read neither weights nor what has a gradient (a metric, a log). `unplanned_nbytes`: of results that autograd
     saved and that the plan does not know. `excess_nbytes`: by how much tensors that were recorded are larger than those of the
     graph that they are. `astray`: backward did not take the observed order: only a part of it, twice, or another order.
+    `changed`: tensors of the plan that rebuilds start from and that were changed after the forward.
     """
 
     first: tuple[int, str] | None = None
@@ -35,6 +37,7 @@ class Departures:
     unplanned_nbytes: int = 0
     excess_nbytes: int = 0
     astray: bool = False
+    changed: set[int] = field(default_factory=set)
 
 
 class Leaving(Engine):
@@ -51,6 +54,7 @@ class Leaving(Engine):
         if depot is not None:
             depot.begins(program.graph.device)
         self.position = 0
+        self._names = GraphNames(program.graph)
         self.cursor = BEFORE
         self.active = set(program.outlasting)
         self.departures = Departures()
@@ -61,6 +65,18 @@ class Leaving(Engine):
         """(op, tensor): to be gone when this op has run. What is packed later than the plan has it; and what is packed for the
         op, where the form has not the very bits.
         """
+
+    @property
+    def names(self) -> Names:
+        return self._names
+
+    def about(self, slot: Slot | None) -> tuple[Names, int]:
+        return self._names, self.position
+
+    def start_changed(self, slot: Slot) -> ModifiedError:
+        if slot.plan is not None:
+            self.departures.changed.add(slot.plan)
+        return super().start_changed(slot)
 
     def forward_ended(self) -> None:
         if self.fence < self.position:
@@ -176,7 +192,7 @@ class Leaving(Engine):
             with below_autograd():
                 away.in_order(found)
             if found._version != away.noted:
-                raise modified(f"[{found.type()} {list(handle.view.size)}]", found._version, away.noted)
+                raise modified(self._called(handle), found._version, away.noted)
         if not away.spent and self._for_the_last_time(slot):
             away.spend()
         return found

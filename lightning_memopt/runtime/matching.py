@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 
 from lightning_memopt.graph import BEFORE
 from lightning_memopt.record import UNKNOWN, Call, OpRecord, Recorder, Slot, storage_id, tensors_in
-from lightning_memopt.record.tensors import PLAIN, detached, device_of, generator_of, is_plain, without_history
+from lightning_memopt.record.tensors import PLAIN, detached, device_of, generator_of, is_plain
 from lightning_memopt.runtime.rejoining import SPREAD, Made, Place, Places, number_of, starts_of
 from lightning_memopt.runtime.templates import Template, flattened, in_passing, same_constant, start_of, template_of
 
@@ -110,7 +110,7 @@ class Matcher(Recorder):
                     return None
                 slot.read = True
                 if slot.value is None and slot.external:
-                    slot.value = without_history(t)
+                    slot.value = detached(t)
                 if not (slot.ok or slot.empty or slot.value is not None):
                     startable = False
         return startable
@@ -186,17 +186,17 @@ class Matcher(Recorder):
     def _replaced(self, slot: Slot, t: torch.Tensor, why: str) -> Slot:
         if slot.away is not None and slot.plan is not None and not slot.away.gone:
             slot.away = None  # A2: it may have changed while it was copied
-            self.engine.guard({slot.id}, slot.plan, forever=True)
+            self.engine.guard({slot.id})
         new = super()._replaced(slot, t, why)
         if new.asked:
             new.value, new.pinned = detached(t), True  # autograd reads what is in this memory, whatever that will be
         return new
 
-    def expose(self, t: torch.Tensor) -> None:
+    def expose(self, t: torch.Tensor, address: bool = False) -> None:
         slot = self.of_storage.get(storage_id(t)) if is_plain(t) else None
         if slot is not None and slot.away is not None:
             slot.away.wait_gone()  # A2: from now on it may change unseen
-        super().expose(t)
+        super().expose(t, address)
 
     def _overwritten(self, old: Slot, t: torch.Tensor, new: Slot, call: Call | None, ok: bool) -> Slot:
         self._unread.append((new, weakref.ref(t)))
@@ -332,7 +332,7 @@ class Matcher(Recorder):
         """The plan's op `j` read the slot where the plan has `tensor`. Where that was not made, the slot stands in for it.
 
         What a rebuild will need is seen to: it is held as the plan holds the tensor, or is within reach of what is held, which
-        then stays; or it is held to the end.
+        then stays; or, where it could not be made again, it is held for as long as the plan wants any of its tensors.
         """
         engine, program, slots = self.engine, self.program, self.tape.slots
         held, taken = False, tensor in slots
@@ -354,7 +354,13 @@ class Matcher(Recorder):
             starts, held = {slot.id}, True
         if held and not slot.pinned:
             engine.hold(slot, self._argument(slot), tensor)
-        engine.guard(starts, tensor, forever=taken or lost)
+        names = [tensor, slot.plan, *engine.stands.get(slot.id, ())] if lost else [tensor]
+        engine.guard(starts, None if taken else self._wanted_until(names))
+
+    def _wanted_until(self, names: list[int | None]) -> int | None:
+        """The last point at which the plan wants any of these tensors; None, for to the end, where it does not say."""
+        made = [name for name in names if name is not None and name in self.program.graph.producers]
+        return max(map(self.program.wanted_until, made)) if len(made) == len(names) else None
 
     def _argument(self, slot: Slot) -> torch.Tensor:
         """A tensor on the slot, among the arguments of the op that is being recorded."""
@@ -384,4 +390,4 @@ class Matcher(Recorder):
         slot.plan = tensor
         self.tape.slots[tensor] = slot
         if tensor in self.program.starts and self.program.graph.tensors[tensor].born_at != BEFORE:
-            self.engine.guard({slot.id}, tensor, forever=False)
+            self.engine.guard({slot.id}, self.program.wanted_until(tensor))

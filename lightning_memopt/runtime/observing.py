@@ -7,23 +7,29 @@ keeps, it verifies: every recipe is run once in backward and compared, bit by bi
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
+from lightning_memopt.errors import ModifiedError, UnsupportedError
 from lightning_memopt.record import OpRecord, Slot, detached
 from lightning_memopt.runtime.execute import below_autograd, checksum, flags_of, run
-from lightning_memopt.runtime.replay import Engine, Handle
+from lightning_memopt.runtime.naming import Names
+from lightning_memopt.runtime.replay import Engine, Handle, Kept
+from lightning_memopt.runtime.starts import Starts
 
 
-class SaveEvents(Protocol):
+class SaveEvents(Names, Protocol):
     """Who is told what autograd packs, asks for and lets go (the tracer)."""
 
     def packed(self, save: int, slot: Slot) -> None: ...
     def unpacked(self, save: int) -> None: ...
     def released(self, save: int) -> None: ...
+    def autograd_asked(self) -> None: ...
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -33,6 +39,22 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
         return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
 
     return torch.equal(bits(a), bits(b))
+
+
+class _Told(Kept):
+    """What autograd keeps by itself. Whoever watches the step is told when autograd asks for it: that is a backward, too."""
+
+    __slots__ = ("_engine",)
+
+    def __init__(self, t: torch.Tensor, about: tuple[Names, int] | None, engine: ObservingEngine) -> None:
+        super().__init__(t, about)
+        self._engine = weakref.ref(engine)  # a tape dies with its handles, and this is none
+
+    def get(self) -> torch.Tensor:
+        engine = self._engine()
+        if engine is not None and engine.events is not None:
+            engine.events.autograd_asked()
+        return super().get()
 
 
 class ObservingEngine(Engine):
@@ -47,17 +69,24 @@ class ObservingEngine(Engine):
         self.verify = verify
         self.verified: set[int] = set()
         self.opaque_ops: dict[str, str] = {}
+        self.starts = Starts(self.tape)
         self.evictable: dict[int, Slot] = {}
         self.sums: dict[int, tuple[int, int]] = {}
         self.evictions = 0
+        self.packs = False
         self.clock = 0
         self.rebuilt: dict[int, Slot] = {}
         self.rebuilds: Callable[[Slot], None] = lambda _: None
+        self.hidden: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        """Around what is allocated for rebuilds: the step alone would not."""
         self._room = 0
         self._retained: dict[int, bool] = {}
 
     def recorded(self, record: OpRecord) -> None:
         self.clock += 1
+        if record.func.name() in self.opaque_ops:
+            for slot in (*(slot for slot, _ in record.made), *(new for _, new, _ in record.mutates)):
+                slot.call, slot.ok, slot.why = None, False, self.opaque_ops[record.func.name()]
         for slot, t in [*record.made, *((new, t) for _, new, t in record.mutates)]:
             if slot.call is None and not slot.empty:
                 slot.value = detached(t)  # Rule 4: recipes may start from it
@@ -75,13 +104,55 @@ class ObservingEngine(Engine):
 
     def pack(self, t: torch.Tensor) -> object:  # type: ignore[override]
         packed = super().pack(t)
-        if isinstance(packed, Handle) and self.events is not None:
-            self.events.packed(packed.save, packed.slot)
+        self.packs = True
+        if self.events is None:
+            return packed
+        if isinstance(packed, Kept):
+            return _Told(t, packed.about, self)
+        self.events.packed(packed.save, packed.slot)
         return packed
+
+    @property
+    def names(self) -> Names | None:
+        return self.events
+
+    def about(self, slot: Slot | None) -> tuple[Names, int] | None:
+        return None if slot is None or self.events is None else (self.events, slot.id)
 
     def rebuilt_nbytes(self) -> int:
         """Bytes of what was rebuilt: the tracer does not see them."""
         return sum(slot.nbytes for slot in self.rebuilt.values() if slot.value is not None)
+
+    # -- what rebuilds start from ------------------------------------------------------------------
+
+    def forward_ended(self) -> None:
+        super().forward_ended()
+        self.starts.note()
+
+    def writes(self, t: torch.Tensor) -> None:
+        """The memory of `t` is about to change, and the forward is over: what rebuilds start from is copied before."""
+        with self.lock:
+            for slot in self.starts.taken(t):
+                if slot.call is not None and slot.ok:
+                    slot.value = None  # its recipe makes the bytes again
+                elif slot.value is not None:
+                    self.overwrites(slot)
+                    slot.noted = slot.version
+                    self.rebuilt[slot.id] = slot
+                if slot.handles > 0 and slot.next is None:
+                    self._shows(slot, t)
+
+    def resizes(self, slot: Slot) -> None:
+        if slot.handles > 0 or not (slot.call is not None and slot.ok):
+            self.starts.lose(slot)
+
+    def _shows(self, slot: Slot, t: torch.Tensor) -> None:
+        """Autograd, which saved the slot, reads the bytes that come; whether it may, the version of what it saved says."""
+        later = Slot(-1 - slot.id, t, self.tape)
+        later.value = detached(t)
+        later.why = "written over after the forward"
+        self.tape.slots[later.id] = later
+        slot.next = later.id
 
     # -- eviction ----------------------------------------------------------------------------------
 
@@ -121,7 +192,7 @@ class ObservingEngine(Engine):
         if value is None:
             return
         if slot.id not in self.sums:
-            with below_autograd():
+            with below_autograd(), self.hidden():
                 self.sums[slot.id] = checksum(value)
         slot.value = None
         self.evictions += 1
@@ -135,11 +206,17 @@ class ObservingEngine(Engine):
                 self.events.unpacked(handle.save)
             if slot.value is None and not self.revive(slot, handle.guard):
                 self.relieve()
-                self.materialise([slot])
-                self.compare(slot, self.sums.get(slot.id))
+                with self.hidden():
+                    self.materialise([slot])
+                    self.compare(slot, self.sums.get(slot.id))
                 self.relieve(spare=slot)
             elif self.verify and slot.ok and slot.call is not None and slot.id not in self.verified:
-                self._verify(slot)
+                try:
+                    with self.hidden():
+                        self._verify(slot)
+                except (ModifiedError, UnsupportedError):  # it cannot be made again, and is here: nothing is wrong
+                    self.starts.changed_unseen()
+                    self.evictable.clear()
             return super().request(handle)
 
     def materialise(self, targets: list[Slot]) -> None:

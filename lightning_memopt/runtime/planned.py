@@ -78,9 +78,9 @@ class PlannedEngine(Leaving):
             slot.ok = slot.ok or slot.call is None
             self.active.add(tensor)
 
-    def guard(self, slots: set[int], tensor: int, forever: bool) -> None:
-        """These slots, by their ids, stay until backward is past the uses of the plan's tensor, or to the end."""
-        self._guarded.append((len(self.program.graph.points) if forever else self.program.wanted_until(tensor), slots))
+    def guard(self, slots: set[int], until: int | None = None) -> None:
+        """These slots, by their ids, stay until backward is past a point of the graph, or to the end."""
+        self._guarded.append((len(self.program.graph.points) if until is None else until, slots))
         self.needed |= slots
 
     def _unguard(self) -> None:
@@ -90,7 +90,9 @@ class PlannedEngine(Leaving):
         before, self.needed = self.needed, set().union(*(slots for _, slots in self._guarded))
         for id in before - self.needed:
             slot = self.tape.slots[id]
-            if slot.plan in self.program.holds and not self.lives(slot) and self._may_go(slot) and not self._stays(slot):
+            again = slot.call is not None and slot.ok
+            held = slot.plan in self.program.holds or (id in self.stands and (again or slot.handles == 0))
+            if held and not self.lives(slot) and self._may_go(slot) and not self._stays(slot):
                 slot.value = None
 
     def lives(self, slot: Slot) -> bool:

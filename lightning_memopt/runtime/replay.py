@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
-from lightning_memopt.errors import UnsupportedError
-from lightning_memopt.record import UNKNOWN, Call, OpRecord, Recorder, Slot, Tape, View, is_plain
+from lightning_memopt.errors import ModifiedError, UnsupportedError
+from lightning_memopt.record import UNKNOWN, Call, OpRecord, Recorder, Slot, Tape, View, in_transform, is_plain
 from lightning_memopt.record.interrupts import raise_deferred
 from lightning_memopt.runtime.execute import (
+    StartChangedError,
     below_autograd,
     checksum,
     flags_of,
@@ -27,9 +28,9 @@ from lightning_memopt.runtime.execute import (
     intact,
     mismatch,
     missing,
-    modified,
     run,
 )
+from lightning_memopt.runtime.naming import Names, modified, of_kept, of_saved, of_start
 
 _EMPTY: dict[torch.dtype, torch.Tensor] = {}
 """CPU tensors without memory, by type."""
@@ -55,18 +56,21 @@ def version_guard(t: torch.Tensor) -> torch.Tensor:
 
 
 class Kept:
-    """The tensor itself, with the version it had: hooks switch autograd's own check off."""
+    """The tensor itself, with the version it had: hooks switch autograd's own check off. `about`: who knows its name, and by
+    what; it refers to no engine.
+    """
 
-    __slots__ = ("t", "version")
+    __slots__ = ("about", "t", "version")
 
-    def __init__(self, t: torch.Tensor) -> None:
+    def __init__(self, t: torch.Tensor, about: tuple[Names, int] | None = None) -> None:
+        self.about = about
         # only an ordinary tensor can be detached below the dispatch modes; inference tensors count no versions
         self.t = alias(t) if t.grad_fn is not None and is_plain(t) else t
         self.version = UNKNOWN if t.is_inference() else t._version
 
     def get(self) -> torch.Tensor:
         if self.version != UNKNOWN and self.t._version != self.version:
-            raise modified(f"[{self.t.type()} {list(self.t.shape)}]", self.t._version, self.version)
+            raise modified(of_kept(self.t, self.about), self.t._version, self.version)
         return self.t
 
 
@@ -89,7 +93,10 @@ class Handle:
 
     def get(self) -> torch.Tensor:
         assert self.engine is not None
-        return self.engine.request(self)
+        try:
+            return self.engine.request(self)
+        except StartChangedError as error:
+            raise self.engine.start_changed(error.slot) from None
 
     def __del__(self) -> None:
         try:
@@ -111,6 +118,11 @@ class Engine:
         self.lock = threading.RLock()
         self.saves = 0
         self.replayed: list[int] = []
+
+    @property
+    def names(self) -> Names | None:
+        """Who knows what messages call things."""
+        return None
 
     @property
     def recorder(self) -> Recorder | None:
@@ -150,6 +162,9 @@ class Engine:
                 slot.value = copy.set_(bytes_, 0, (bytes_.nbytes() // copy.element_size(),), (1,))
             slot.version = slot.value._version
 
+    def resizes(self, slot: Slot) -> None:
+        """The storage of a slot is about to get another size; what is read of it next is another slot."""
+
     def save_of(self, slot: Slot) -> int:
         """The number of the save that is being packed."""
         self.saves += 1
@@ -161,13 +176,17 @@ class Engine:
 
     def pack(self, t: torch.Tensor) -> Kept | Handle:
         recorder = self._recorder
-        slot = recorder.packs(t) if recorder is not None else None
+        slot = recorder.packs(t) if recorder is not None and not in_transform() else None
         if slot is None:
-            return Kept(t)
+            return Kept(t, self.about(slot))
         save = self.save_of(slot)
         if self.keeps(slot, t, save):
-            return Kept(t)
+            return Kept(t, self.about(slot))
         return Handle(self, save, slot, View(slot.id, t), version_guard(t))
+
+    def about(self, slot: Slot | None) -> tuple[Names, int] | None:
+        """Who knows the name of a tensor that stays with autograd, and by what."""
+        return None
 
     @staticmethod
     def unpack(packed: Any) -> Any:
@@ -193,7 +212,7 @@ class Engine:
         assert value is not None
         in_order(slot)
         if not intact(slot):
-            raise modified(f"[{value.type()} {list(handle.view.size)}]", value._version, slot.noted)
+            raise modified(self._called(handle), value._version, slot.noted)
         return value
 
     def present(self, handle: Handle) -> Slot:
@@ -202,11 +221,18 @@ class Engine:
         Where it has not although the storage was overwritten (through `.data`, or as raw memory), that is a later slot.
         """
         if handle.guard._version != handle.version:
-            raise modified(f"[{handle.guard.type()} {list(handle.view.size)}]", handle.guard._version, handle.version)
+            raise modified(self._called(handle), handle.guard._version, handle.version)
         slot = handle.slot
         while slot.next is not None:
             slot = self.tape.slots[slot.next]
         return slot
+
+    def _called(self, handle: Handle) -> str:
+        return of_saved(handle.guard, list(handle.view.size), handle.slot, handle.save, self.names)
+
+    def start_changed(self, slot: Slot) -> ModifiedError:
+        """The error of a rebuild that would start from what was changed after the forward."""
+        return of_start(slot, self.names)
 
     def released(self, handle: Handle) -> None:
         """A node let go of a handle. Never raises: it runs inside a destructor."""

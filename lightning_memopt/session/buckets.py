@@ -13,18 +13,22 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
+
 from lightning_memopt.config import MemOptConfig
-from lightning_memopt.errors import InfeasibleError, MemOptError, PlanMismatchError
-from lightning_memopt.graph import Graph, first_difference, resident_nbytes, unmodified_levels
-from lightning_memopt.plan import Plan, reserved_bytes_of
+from lightning_memopt.errors import MemOptError, PlanMismatchError
+from lightning_memopt.graph import Graph, resident_nbytes
+from lightning_memopt.plan import Plan
 from lightning_memopt.runtime import PlannedEngine, Program
 from lightning_memopt.runtime.away import Depot
 from lightning_memopt.runtime.leaving import Departures
 from lightning_memopt.session import costs
+from lightning_memopt.session.advice import advice
+from lightning_memopt.session.foresight import unmodified_peak
+from lightning_memopt.session.held import beside, with_held
 from lightning_memopt.session.hybrid import Hybrid
-from lightning_memopt.session.observation import common, smoothed
+from lightning_memopt.session.observation import common, difference, smoothed
 from lightning_memopt.solvers import planner
-from lightning_memopt.solvers.rollout import keep_all
 from lightning_memopt.units import format_nbytes
 
 Say = Callable[[str], None]
@@ -38,6 +42,12 @@ _WATCHED = 4
 """Steps that are measured after one that was not as planned: where each step is another one, the next says little."""
 _MEASURED = 32
 """Steps that are measured of one plan at most: measuring takes time."""
+_REGROWN = 16
+"""How often a plan is replaced because more is held outside of the step."""
+_SLIGHT = 0.02
+"""A step that takes as much more than predicted, and dropped nothing, is another one."""
+_MORE = 1.1
+"""A warning about the peak is repeated where it is as many times higher."""
 _PROOFS = 4
 """Steps of borrowers that are measured and verified for one lender."""
 
@@ -64,6 +74,11 @@ class Observing:
     def waits(self) -> bool:
         return self.steps == 0
 
+    def announce(self, device: torch.device, budget_nbytes: int | None, say: Say) -> None:
+        """Say what begins."""
+        within = f" within {format_nbytes(budget_nbytes)}" if budget_nbytes else ""
+        say(f"MemOpt: observing {self.steps} step{'s' * (self.steps > 1)} on {device}{within}")
+
     def takes_lesson(self) -> None:
         """The step being observed is a lesson. No plan is made from it: it updated all at its end."""
         self.lesson = not self.learnt and not self.waits
@@ -88,7 +103,7 @@ class Observing:
             found = _solved(smoothed(graphs), limit_nbytes, hybrid, say)
             found.again, found.learnt = self.again, self.learnt
             return found
-        say(f"MemOpt: the step changed while observing ({first_difference(self.graphs[-2], graph)})")
+        say(f"MemOpt: the step changed while observing ({difference(self.graphs)})")
         del self.graphs[:-1]
         self.restarts += 1
         if self.restarts <= 3:
@@ -121,36 +136,9 @@ def _solved(graph: Graph, limit_nbytes: int | None, hybrid: Hybrid, say: Say) ->
         f"{1e3 * plan.predicted.seconds:.1f} ms a step, no plan below {1e3 * plan.lower_bound_seconds:.1f} ms; "
         f"solved in {frontier.seconds:.1f} s"
     )
+    if frontier.smallest_bytes >= unmodified_peak(graph):
+        say(f"MemOpt: no plan is smaller than the unmodified step. {advice(graph, plan.lives, hybrid.config)}")
     return Running(plan, graph, frontier)
-
-
-def unmodified_peak(graph: Graph) -> int:
-    """What a budget is compared with, without a plan."""
-    reserve = reserved_bytes_of(graph)
-    return reserve(keep_all(graph)) if reserve is not None else max(unmodified_levels(graph), default=0)
-
-
-def refuse_infeasible(graph: Graph, budget_nbytes: int, hybrid: Hybrid, say: Say) -> None:
-    """Before the first update: raise InfeasibleError where no plan of the step so far keeps the budget.
-
-    Solves only where the unmodified step does not fit. What the update takes is not known yet: the budget that is named is
-    the least there is hope for.
-    """
-    config = hybrid.config
-    if unmodified_peak(graph) <= budget_nbytes - config.headroom:
-        return
-    say("MemOpt: the step does not fit as it is; looking for a plan before anything is updated")
-    needed = frontier_of(graph, hybrid, say).smallest_bytes + config.headroom
-    if needed <= budget_nbytes:
-        return
-    raise InfeasibleError(
-        f"No plan of this model fits {budget_nbytes} bytes ({format_nbytes(budget_nbytes)}): the smallest one needs at least "
-        f"{needed} bytes ({format_nbytes(needed)}), of which {format_nbytes(resident_nbytes(graph))} are parameters, optimizer "
-        f"state and the batch, and {format_nbytes(config.headroom)} are headroom; what the update takes beside them is not "
-        f"known yet. Nothing was updated. Set budget={needed} or more, or make the batch smaller.",
-        smallest_nbytes=needed,
-        budget_nbytes=budget_nbytes,
-    )
 
 
 class Running:
@@ -158,6 +146,8 @@ class Running:
 
     `to_measure`: steps whose peak is to be measured, in all no more than `may_measure`. `departures`: of the forwards of this
     step. `strays`: forwards in a row that left the plan. `again`: how often drift was answered by observing.
+    `held_nbytes`: what others hold beyond what the frontier knows, `regrown`: how often that was more. `said_bytes`: the peak
+    that a warning named.
     `wasted`, `proofs`: of a lender, uses by much smaller batches, and measured steps of its borrowers. `learnt`: it is known
     which parameters are updated in backward.
     """
@@ -173,6 +163,7 @@ class Running:
         self.measured_bytes: int | None = None
         self.steps = self.strays = self.again = self.wasted = self.proofs = self.excess_nbytes = 0
         self.matched = self.deviated = False
+        self.held_nbytes = self.regrown = self.said_bytes = 0
         self.learnt: bool = lender is not None and lender.learnt
         self.to_measure, self.may_measure = 1, _MEASURED
         self.departures: list[Departures] = []
@@ -182,6 +173,12 @@ class Running:
     def lend(self) -> Running:
         """The state of a batch that is no larger and borrows this plan."""
         return Running(self.plan, self.program.graph, self.frontier, self.replanned, lender=self)
+
+    @property
+    def overtaken(self) -> frozenset[int]:
+        """Ops that the plan runs again although a step has changed what they read before backward needed it (which raised)."""
+        changed = {t for found in self.departures for t in found.changed}
+        return frozenset(op.id for op in self.program.graph.forward if changed and not changed.isdisjoint(op.inputs))
 
     @property
     def unproven(self) -> bool:
@@ -255,6 +252,8 @@ class Running:
     def step_ended(self, say: Say) -> State:
         """A step is over: where the plan is no longer that of the forward, the state that observes again."""
         self.steps += 1
+        if self.overtaken:
+            return self.observed_again()
         if any(found.astray for found in self.departures):
             self._watch()
         self.departures.clear()
@@ -271,36 +270,69 @@ class Running:
         say(f"MemOpt: {self.strays} forwards in a row left the plan; observing again ({self.again + 1} of {_AGAIN})")
         return Observing(1, again=self.again + 1)
 
-    def measured(self, peak_nbytes: int, budget_nbytes: int | None, config: MemOptConfig, say: Say) -> State:
-        """A step was measured: where it is above the budget, `on_exceed` says what comes."""
+    def observed_again(self) -> Observing:
+        """The state after a step that changed what rebuilds start from: what is made from it is kept. Its error said so."""
+        return Observing(1, again=self.again, fixed=self.overtaken)
+
+    def measured(
+        self,
+        peak_nbytes: int,
+        base_nbytes: int | None,
+        budget_nbytes: int | None,
+        config: MemOptConfig,
+        say: Say,
+    ) -> State:
+        """A step was measured: where it is above the budget, `on_exceed` says what comes. `base_nbytes`: when it began."""
         self.measured_bytes = max(peak_nbytes, self.measured_bytes or 0)
         self.was_metered()
         if budget_nbytes is None or peak_nbytes <= budget_nbytes:
             return self
         over = peak_nbytes - budget_nbytes
         predicted = self.plan.predicted.needed_bytes
+        grown = 0 if base_nbytes is None else max(0, base_nbytes - resident_nbytes(self.program.graph))
         text = (
             f"a planned step was measured at {peak_nbytes} bytes ({format_nbytes(peak_nbytes)}), {over} above the budget; "
             f"predicted were {predicted}"
-        )
+        ) + (f", and {grown} bytes more than then are held outside of the step" if grown else "")
         if config.on_exceed == "raise":
             raise MemOptError(f"{text}. Raise the budget, or set on_exceed='replan'.")
-        if config.on_exceed == "warn" or self.frontier is None or self.replanned >= 3:
-            warnings.warn(f"MemOpt: {text}.", stacklevel=2)
-            return self
+        if config.on_exceed == "warn" or self.frontier is None:
+            return self._exceeds(peak_nbytes, f"{text}.")
         if self.lender is not None:
             say(f"MemOpt: {text}, of a larger batch; observing this one")
             return Observing(1)
-        target = max(min(predicted, budget_nbytes) - max(over, 1 << 12), self.frontier.smallest_bytes)
-        plan = self.frontier.plan(target)
-        if plan.predicted.needed_bytes >= predicted:
-            smallest = format_nbytes(self.frontier.smallest_bytes)
-            warnings.warn(f"MemOpt: {text}, and no smaller plan exists (the smallest one peaks at {smallest}).", stacklevel=2)
-            return self
+        larger = peak_nbytes - grown - predicted > _SLIGHT * predicted
+        if self.program.empty and larger and self.again < _AGAIN:
+            # nothing is dropped, so nothing was compared: sizes that no tensor of the batch shows may be others
+            say(f"MemOpt: {text}; observing again ({self.again + 1} of {_AGAIN})")
+            return Observing(1, again=self.again + 1)
+        by_growth = grown > 0 and self.regrown < _REGROWN
+        if self.replanned >= 3 and not by_growth:
+            return self._exceeds(peak_nbytes, f"{text}.")
+        held = self.held_nbytes + (grown if by_growth else 0)
+        least = self.frontier.smallest_bytes + held
+        if by_growth:  # and by what the prediction does not explain
+            target = budget_nbytes - config.headroom - max(0, peak_nbytes - grown - predicted)
+        else:
+            target = min(predicted, budget_nbytes) - max(over, 1 << 12)
+        target = max(target, least)
+        plan = beside(self.frontier.plan(target - held), held)
+        if not by_growth and plan.predicted.needed_bytes >= predicted:
+            why = advice(self.program.graph, self.plan.lives, config)
+            smallest = f"and no smaller plan exists (the smallest is {format_nbytes(least)})"
+            return self._exceeds(peak_nbytes, f"{text}, {smallest}. {why}")
         say(f"MemOpt: {text}; replanned with {format_nbytes(target)}")
-        found = Running(plan, self.program.graph, self.frontier, self.replanned + 1)
-        found.again, found.learnt = self.again, self.learnt
+        graph = with_held(self.program.graph, held - self.held_nbytes)
+        found = Running(plan, graph, self.frontier, self.replanned + (not by_growth))
+        found.again, found.learnt, found.held_nbytes, found.regrown = self.again, self.learnt, held, self.regrown + by_growth
         return found
+
+    def _exceeds(self, peak_nbytes: int, text: str) -> Running:
+        """Nothing can be done: said once, and again where it has become clearly more."""
+        if peak_nbytes > _MORE * self.said_bytes:
+            self.said_bytes = peak_nbytes
+            warnings.warn(f"MemOpt: {text}", stacklevel=3)
+        return self
 
 
 @dataclass(frozen=True, eq=False)
@@ -308,6 +340,18 @@ class Failed:
     """The model trains as it is. Final."""
 
     reason: str
+    said: list[int] = field(default_factory=list)
+
+    def measured(self, peak_nbytes: int, budget_nbytes: int | None) -> None:
+        """A step was measured: the first one above the budget is said."""
+        if budget_nbytes is not None and peak_nbytes > budget_nbytes and not self.said:
+            self.said.append(peak_nbytes)
+            warnings.warn(
+                f"MemOpt: a step without a plan was measured at {peak_nbytes} bytes ({format_nbytes(peak_nbytes)}), above the "
+                f"budget of {budget_nbytes}. There is no plan, because {self.reason}. Make the batch smaller, or the budget "
+                "larger.",
+                stacklevel=2,
+            )
 
 
 State = Observing | Running | Failed

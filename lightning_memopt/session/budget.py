@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,8 +16,10 @@ from lightning_memopt.config import MemOptConfig, free_nbytes
 from lightning_memopt.errors import ConfigError, InfeasibleError, PlanMismatchError, UnsupportedError
 from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.graph.model import Kind
+from lightning_memopt.native import counter
 from lightning_memopt.plan import Plan, read_plan
 from lightning_memopt.plan.forms import LOSSLESS, codec_of
+from lightning_memopt.record import is_plain
 from lightning_memopt.units import format_nbytes
 
 Named = tuple[torch.Tensor, Kind, str]
@@ -138,6 +140,21 @@ def resident_nbytes(tensors: Iterable[Named], device: torch.device) -> int:
     return sum(seen.values())
 
 
+def foreign_nbytes(tensors: Iterable[Named]) -> int:
+    """Bytes of the distinct storages among them on the CPU that are not of torch's allocator: numpy's, shared, of a file. 0
+    without the native counter.
+    """
+    seen, counts = {}, counter()
+    if counts is None:
+        return 0
+    for t, _, _ in tensors:
+        if t.device.type == "cpu" and is_plain(t):
+            storage = t.untyped_storage()
+            if not counts.counts(storage):
+                seen[storage._cdata] = storage.nbytes()
+    return sum(seen.values())
+
+
 def refuse_sharded(model: nn.Module) -> None:
     """Before anything runs: raise UnsupportedError for a model under FSDP.
 
@@ -157,7 +174,7 @@ def refuse_hopeless(tensors: Iterable[Named], device: torch.device, budget_nbyte
     """Raise InfeasibleError where what is there in every step is above the budget whatever the plan: nothing has run yet.
 
     Gradients, and the optimizer state made for them, are not counted: which parameters get one shows in the first backward
-    (an expert that is not chosen, a head that is not trained, gradients that are freed as they come). See `refuse_infeasible`.
+    (an expert that is not chosen, a head that is not trained, gradients that are freed as they come). See foresight.py.
     """
     found = [t for t in tensors if t[1] != "gradient"]
     needed = resident_nbytes(found, device)
@@ -179,26 +196,6 @@ _RESIDENT: dict[Kind, str] = {
     "optimizer_state": "optimizer state",
     "input": "the batch",
 }
-
-_MOMENTS: dict[type[torch.optim.Optimizer], Callable[[dict[str, Any]], int]] = {
-    torch.optim.SGD: lambda group: int(group["momentum"] != 0),
-    torch.optim.Adam: lambda group: 2 + group["amsgrad"],
-    torch.optim.AdamW: lambda group: 2 + group["amsgrad"],
-}
-"""How many tensors like the parameter the first update makes and keeps; of other classes, subclasses too, nothing is known."""
-
-
-def state_to_come(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
-    """Bytes of the state that this optimizer's first update will make for the gradients there are; 0 where not certain."""
-    moments = _MOMENTS.get(type(optimizer))
-    if moments is None:
-        return 0
-    return sum(
-        moments(group) * p.nbytes
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if p.device.type == device.type and p.grad is not None and not p.grad.is_sparse and not optimizer.state.get(p)
-    )
 
 
 def state_made(graph: Graph, optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> int:

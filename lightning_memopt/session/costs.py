@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memopt.plan import Run
 from lightning_memopt.runtime import PlannedEngine, Program
+from lightning_memopt.session import times
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.recording import PlannedRecording
 from lightning_memopt.solvers.baselines import recompute_everything
@@ -124,7 +125,7 @@ def _planned(
 
 def measured(device_type: str = "cpu") -> Costs:
     """The costs on this machine, from a chain of tiny ops and a tiny convolution; takes about 0.3 s, once a process."""
-    return _once(torch.device(device_type))
+    return times.current.of_our_work(lambda: _once(torch.device(device_type)))
 
 
 @cache

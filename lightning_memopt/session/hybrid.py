@@ -28,7 +28,7 @@ from lightning_memopt.runtime.away import Depot
 from lightning_memopt.runtime.codecs import NAMES, codec
 from lightning_memopt.runtime.tiers import DiskTier, HostTier, Tier
 from lightning_memopt.runtime.tiers.scratch import Scratch
-from lightning_memopt.session import costs
+from lightning_memopt.session import costs, times
 from lightning_memopt.solvers import joint
 from lightning_memopt.solvers.planner import UNSEEN_NBYTES, Frontier
 from lightning_memopt.trace.link import measure
@@ -71,6 +71,9 @@ class Hybrid:
     @cached_property
     def rates(self) -> Rates:
         """Measured once, in less than a second."""
+        return times.current.of_transfers(self._measured)
+
+    def _measured(self) -> Rates:
         used = {"bools", "positive", self.codec, self._gated} & set(NAMES) if self.config.compress != "none" else set()
         tiers = [self._made(self.tier, _PROBE_NBYTES)] if self.tier else []
         try:
@@ -148,7 +151,7 @@ class Hybrid:
     def _end(self, key: int) -> None:
         _, depot = self._depots.pop(key)
         if depot is not None:
-            depot.close()
+            depot.retire()  # whoever holds a handle may still ask, also when the block has been left
 
 
 def peak_bytes(graph: Graph, lives: tuple[Life, ...]) -> int:

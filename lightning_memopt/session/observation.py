@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import statistics
+import weakref
 from collections.abc import Iterator
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode, _get_current_dispatch_mode_stack, _pop_mode
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 from lightning_memopt.errors import UnsupportedError
-from lightning_memopt.graph import BEFORE, Graph, Op, Tensor, fingerprint
-from lightning_memopt.record import Recorder
+from lightning_memopt.graph import BEFORE, Graph, Op, Tensor, fingerprint, first_difference
+from lightning_memopt.native import counter
+from lightning_memopt.record import Recorder, around_dual_levels, watching_sizes
 from lightning_memopt.runtime import ObservingEngine
+from lightning_memopt.session import times
 from lightning_memopt.session.budget import resident_tensors
 from lightning_memopt.session.finals import NEVER, Final, freed_early, kept, settled
-from lightning_memopt.session.recording import Recording
-from lightning_memopt.trace import AllocatorEvents, Scopes, Tracer, metered_cpu, watch_all
+from lightning_memopt.session.recording import Recording, hooks_allowed
+from lightning_memopt.trace import AllocatorEvents, Ledger, Scopes, Tracer, metered_cpu, watch_all
 
 _ROOM = 4
 """How many of the largest tensors so far an observed step leaves room for."""
@@ -30,7 +38,8 @@ class Observation:
 
     The dispatch mode stays entered from the first forward to `finish`, because backward and the update are observed too.
     `limit_nbytes`: live bytes above which packed tensors are evicted. `finals`: where gradients became final, tensors by their
-    slots. `fixed`: ops of the forward that are not replayed, because what they read is updated in backward.
+    slots. `fixed`: ops of the forward that are not replayed, because what they read is updated in backward. `opaque_ops`: names
+    of ops that were seen to give other bits when they ran again; what is seen here is added.
     """
 
     def __init__(
@@ -42,6 +51,7 @@ class Observation:
         verify: bool,
         meter: bool,
         fixed: frozenset[int] = frozenset(),
+        opaque_ops: dict[str, str] | None = None,
     ) -> None:
         self.model, self.optimizers, self.device = model, optimizers, device
         self.limit_nbytes, self.verify, self.meter = limit_nbytes, verify, meter
@@ -49,8 +59,11 @@ class Observation:
         self.scopes = Scopes(model)
         self.events: AllocatorEvents | None = None
         self.peak_nbytes = 0
-        self.opaque_ops: dict[str, str] = {}
+        self.opaque_ops: dict[str, str] = {} if opaque_ops is None else opaque_ops
+        self._lost: set[int] = set()
+        self._engines: list[weakref.ref[ObservingEngine]] = []
         self._round: tuple[Tracer, ObservingEngine, Recorder] | None = None
+        self._aside: Recorder | None = None
         self._ungraded: list[nn.Parameter] = []
         self._ops = self._states_nbytes = 0
         self._contexts = contextlib.ExitStack()
@@ -68,32 +81,56 @@ class Observation:
         recorder = Recorder(engine.tape, engine, tracer)
         engine.rebuilds = recorder.recognise
         recorder.fixed = self.fixed
+        recorder.writes = self._writes
+        engine.starts.lost = self._lost
+        self._engines = [*(ref for ref in self._engines if ref() is not None), weakref.ref(engine)]
         self.finals = []
+        counts = counter() if self.meter and self.device.type == "cpu" else None
+        if counts is not None:
+            tracer.ledger = Ledger(counts)
+            recorder.hidden = engine.hidden = counts.hidden
         watch_all(tracer, recorder, resident_tensors(self.model, self.optimizers, batch))
         self._round = tracer, engine, recorder
         self._ops = self._states_nbytes = 0
         self._ungraded = [p for p in self.model.parameters() if p.requires_grad and p.grad is None]
-        self.opaque_ops = engine.opaque_ops
+        engine.opaque_ops = self.opaque_ops
         self._metering = contextlib.ExitStack()
         self.events = None
         if self.meter and may_meter and self.device.type == "cpu":
             self.events = self._metering.enter_context(metered_cpu())
             if self.events.available:
-                tracer.marks = AllocatorEvents.mark
+                tracer.marks = self.events.mark
         self._contexts = contextlib.ExitStack()
         self._contexts.enter_context(self.scopes.watching())
+        self._contexts.enter_context(watching_sizes(recorder.resizing, recorder.resized))
         self._contexts.enter_context(recorder)
+        self._contexts.callback(self._level_ends)
+        self._contexts.enter_context(around_dual_levels(self._level_begins, self._level_ends))
         return Recording(engine, recorder, own_mode=False)
+
+    def _level_begins(self) -> None:
+        """What runs on a level of forward-mode AD runs as if nobody observed (record/levels.py)."""
+        if self._round is not None and hooks_allowed() and _get_current_dispatch_mode() is self._round[2]:
+            _pop_mode()
+            self._aside = self._round[2]
+
+    def _level_ends(self) -> None:
+        recorder, self._aside = self._aside, None
+        if recorder is not None:
+            _push_mode(recorder)
 
     @property
     def has_backward(self) -> bool:
-        """Whether a backward was seen since the last forward."""
-        return self._round is not None and self._round[0].phase != "forward"
+        """Whether a backward of the last forward was seen. Where that saved nothing, any backward is taken for its own."""
+        if self._round is None:
+            return False
+        tracer, engine, _ = self._round
+        return tracer.asked or (tracer.backward_ran and not engine.packs)
 
     @property
     def metered(self) -> bool:
-        """Whether the step is metered since its last forward began."""
-        return self.events is not None
+        """Whether the step is metered by a profiler since its last forward began."""
+        return self.events is not None and self.events.profiled
 
     def forward_ended(self) -> None:
         if self._round is not None:
@@ -103,9 +140,19 @@ class Observation:
         """Before an optimizer's step that has forward and backward inside: those are metered anew."""
         self._metering.close()
 
+    @property
+    def written(self) -> bool:
+        """Whether an op after backward wrote to a parameter, outside of any optimizer's step."""
+        return self._round is not None and self._round[0].written
+
     def update_begins(self) -> None:
         if self._round is not None:
             self._round[0].phase = "update"
+
+    def update_ended(self) -> None:
+        """The step goes on after an optimizer's update: what comes is as what came before, but no op of it is the forward's."""
+        if self._round is not None and self._round[0].phase == "update":
+            self._round[0].phase = "backward"
 
     def final(self, p: torch.Tensor, name: str) -> None:
         """The gradient of a parameter has been accumulated."""
@@ -152,6 +199,13 @@ class Observation:
         """Bytes that this backward will add: the gradients of parameters that have none yet."""
         return sum(p.nbytes for p in self._ungraded if p.grad is None)
 
+    def _writes(self, t: torch.Tensor) -> None:
+        """Memory is about to be written: the forwards of this step that are over may have read it."""
+        for ref in self._engines:
+            engine = ref()
+            if engine is not None:
+                engine.writes(t)
+
     def _leave_mode(self) -> None:
         if self._round is not None:
             recorder = self._round[2]
@@ -172,7 +226,7 @@ class Observation:
             engine.rebuilds = _nothing
             tracer.close()
             recorder.forget()
-            recorder.observer = None
+            recorder.observer = recorder.writes = None
 
     def abandon(self) -> None:
         """Leave everything, whatever state the step is in."""
@@ -206,13 +260,15 @@ class Observation:
         return freed_early(kept(self.so_far(), finals), finals)
 
     def _corrected(self, graph: Graph) -> Graph:
-        """With the workspaces that were metered, and without replays of ops that were seen to give other bits."""
+        """With the workspaces that were metered, and without replays of ops that were seen to give other bits, or that read, in
+        any forward of the step, what was written over before backward was done with it.
+        """
         metered = self.events.workspaces if self.events is not None and self.events.available else None
         opaque = {name.replace("::", ".") for name in self.opaque_ops}
 
         def corrected(op: Op) -> Op:
             workspace = op.workspace_nbytes if metered is None else metered.get(op.id, 0)
-            again = op.recomputable and op.name.replace("::", ".") not in opaque
+            again = op.recomputable and op.id not in self._lost and op.name.replace("::", ".") not in opaque
             return dataclasses.replace(op, workspace_nbytes=workspace, recomputable=again)
 
         return dataclasses.replace(graph, ops=tuple(map(corrected, graph.ops)))
@@ -240,12 +296,30 @@ def with_state(graph: Graph, nbytes: int) -> Graph:
     """The graph of the steps that come: they begin with `nbytes` of optimizer state that the update of this one makes."""
     if not nbytes:
         return graph
-    update = next((op.at for op in graph.ops if op.phase == "update"), len(graph.points))
-    id = len(graph.tensors)  # freed where the update of this step makes it: it is counted once
-    made = Tensor(
-        id=id, name="made by update", nbytes=nbytes, kind="optimizer_state", storage=id, born_at=BEFORE, freed_at=update - 1
-    )
-    return dataclasses.replace(graph, tensors=(*graph.tensors, made))
+    updates = _updates(graph)
+    shares: list[tuple[int, int]] = []
+    for first, last in updates[:-1]:  # of each but the last update: what it makes and leaves
+        left = [t.nbytes for t in graph.tensors if first <= t.born_at <= last and t.freed_at == len(graph.points) - 1]
+        shares.append((min(sum(left), nbytes - sum(share for share, _ in shares)), first))
+    shares.append((nbytes - sum(share for share, _ in shares), updates[-1][0] if updates else len(graph.points)))
+    made = [
+        # freed where the update of this step makes it: it is counted once
+        Tensor(id=id, name="made by update", nbytes=share, kind="optimizer_state", storage=id, born_at=BEFORE, freed_at=at - 1)
+        for id, (share, at) in enumerate(((s, at) for s, at in shares if s), len(graph.tensors))
+    ]
+    return dataclasses.replace(graph, tensors=(*graph.tensors, *made))
+
+
+def _updates(graph: Graph) -> list[tuple[int, int]]:
+    """The first and the last point of every run of update ops: a step may have several (a GAN's two optimizers)."""
+    found: list[tuple[int, int]] = []
+    before = None
+    for op in graph.ops:
+        if op.phase == "update":
+            first = found.pop()[0] if before == "update" else op.at
+            found.append((first, op.at))
+        before = op.phase
+    return found
 
 
 def common(graphs: list[Graph]) -> list[Graph]:
@@ -257,11 +331,22 @@ def common(graphs: list[Graph]) -> list[Graph]:
     it passes over ops that it does not know, too. What runs beyond the plan is kept. Steps that differ by sizes alone are the
     same forward: data decides on those, whether torch knows it or not.
     """
-    chosen = max(graphs, key=lambda g: (len(g.saves), -len(g.forward)))
+    chosen = _chosen(graphs)
     if not all(_within(g, chosen) or _within(chosen, g) for g in graphs):
         return []
     same = fingerprint(chosen, range(len(chosen.tensors)))
     return [g for g in graphs if fingerprint(g, range(len(g.tensors))) == same]
+
+
+def difference(graphs: list[Graph]) -> str:
+    """What keeps these graphs from being steps of one forward (see `common`): the first op in which two of them differ."""
+    chosen = _chosen(graphs)
+    other = next(g for g in graphs if not _within(g, chosen) and not _within(chosen, g))
+    return str(first_difference(chosen, other))
+
+
+def _chosen(graphs: list[Graph]) -> Graph:
+    return max(graphs, key=lambda g: (len(g.saves), -len(g.forward)))
 
 
 def _within(part: Graph, whole: Graph) -> bool:
@@ -270,39 +355,53 @@ def _within(part: Graph, whole: Graph) -> bool:
     return all(op.name in names for op in part.forward)
 
 
-def roomy(graphs: list[Graph]) -> Graph:
-    """The last graph with room for what data decides on: per result the largest size over the steps observed."""
+def repeatable(graphs: list[Graph]) -> Graph:
+    """The last graph; of its forward, what could not run again in one of the steps observed is not run again in any."""
     graph = graphs[-1]
+    again = [all(ops) for ops in zip(*([op.recomputable for op in g.forward] for g in graphs), strict=True)]
+    ops = [dataclasses.replace(op, recomputable=ok) for op, ok in zip(graph.forward, again, strict=True)]
+    return dataclasses.replace(graph, ops=(*ops, *graph.ops[len(ops) :]))
+
+
+def roomy(graphs: list[Graph]) -> Graph:
+    """The last graph with room for what data decides on: per result the largest size over the steps observed, or its smallest
+    size and the largest change of an alike result, if that is more. Experts take turns: what one gained, another may gain.
+
+    Alike: made by an op of the same name and phase, of the same type, and of the same size but for what changes.
+    """
+    graph = repeatable(graphs)
     steps = [[op for op in g.ops if op.phase != "update"] for g in graphs]
-    nbytes: dict[int, int] = {}
+    shapes = [[(op.name, len(op.outputs)) for op in ops] for ops in steps]
+    same = [(g, ops) for g, ops, shape in zip(graphs, steps, shapes, strict=True) if shape == shapes[-1]]
+    varying: dict[int, tuple[int, int, tuple[Any, ...]]] = {}
+    change: dict[tuple[Any, ...], int] = {}
     workspaces: dict[int, int] = {}
-    for other, ops in zip(graphs, steps, strict=True):
-        if [(op.name, len(op.outputs)) for op in ops] != [(op.name, len(op.outputs)) for op in steps[-1]]:
-            continue
-        for mine, theirs in zip(steps[-1], ops, strict=True):
-            for t, u in zip(mine.outputs, theirs.outputs, strict=True):
-                if other.tensors[u].nbytes > nbytes.get(t, graph.tensors[t].nbytes):
-                    nbytes[t] = other.tensors[u].nbytes
-                    workspaces[mine.id] = max(theirs.workspace_nbytes, workspaces.get(mine.id, mine.workspace_nbytes))
+    for alike in zip(*(ops for _, ops in same), strict=True):
+        mine = alike[-1]
+        for outputs in zip(*(op.outputs for op in alike), strict=True):
+            seen = [g.tensors[t] for (g, _), t in zip(same, outputs, strict=True)]
+            least, most = min(t.nbytes for t in seen), max(t.nbytes for t in seen)
+            if least == most:
+                continue
+            key = (mine.name, mine.phase, seen[-1].dtype, *_constant([t.size for t in seen]))
+            varying[outputs[-1]] = least, most, key
+            change[key] = max(change.get(key, 0), most - least)
+            at_most = max(op.workspace_nbytes for op in alike)
+            workspaces[mine.id] = max(at_most, workspaces.get(mine.id, 0))
+    nbytes = {t: max(most, least + change[key]) for t, (least, most, key) in varying.items()}
     tensors = tuple(dataclasses.replace(t, nbytes=nbytes.get(t.id, t.nbytes)) for t in graph.tensors)
     ops = [dataclasses.replace(op, workspace_nbytes=workspaces.get(op.id, op.workspace_nbytes)) for op in graph.ops]
     return dataclasses.replace(graph, tensors=tensors, ops=tuple(ops))
 
 
-def smoothed(graphs: list[Graph]) -> Graph:
-    """The last graph with robust times: per op the least over the steps observed, then the median over alike ops.
+def _constant(sizes: list[tuple[int, ...]]) -> tuple[int, ...]:
+    """The size without what changes: -1 stands for a dimension that does, and for one that not all have."""
+    return tuple(ns[0] if len(set(ns)) == 1 else -1 for ns in zip_longest(*sizes, fillvalue=-1))
 
-    Alike: same name, same sizes in and out. Identical layers get identical times, whatever the machine did meanwhile.
-    """
+
+def smoothed(graphs: list[Graph]) -> Graph:
+    """The last graph, with room for the steps observed and the times that plans are chosen by (times.py)."""
     graph = roomy(graphs)
-    matching = [g.ops for g in graphs if len(g.ops) == len(graph.ops)]
-    alike: dict[tuple[Any, ...], list[float]] = {}
-    keys = []
-    for same in zip(*matching, strict=True):
-        op = same[-1]
-        sizes = (tuple(graph.tensors[t].nbytes for t in ids) for ids in (op.inputs, op.outputs))
-        keys.append((op.name, op.phase, *sizes))
-        alike.setdefault(keys[-1], []).append(min(op.seconds for op in same))
-    medians = {key: statistics.median(values) for key, values in alike.items()}
-    ops = tuple(dataclasses.replace(op, seconds=medians[key]) for op, key in zip(graph.ops, keys, strict=True))
-    return dataclasses.replace(graph, ops=ops, step_seconds=sum(op.seconds for op in ops))
+    seconds = times.current.of_ops(graph, graphs)
+    ops = tuple(dataclasses.replace(op, seconds=took) for op, took in zip(graph.ops, seconds, strict=True))
+    return dataclasses.replace(graph, ops=ops, step_seconds=sum(seconds))

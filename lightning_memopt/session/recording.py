@@ -12,7 +12,15 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from lightning_memopt.record import Recorder, around_calls, watching
+from lightning_memopt.record import (
+    Recorder,
+    around_calls,
+    around_dual_levels,
+    in_dual_level,
+    in_transform,
+    watching,
+    watching_sizes,
+)
 from lightning_memopt.runtime import Engine, PlannedEngine
 from lightning_memopt.runtime.matching import Matcher
 
@@ -44,6 +52,7 @@ class Recording:
         self._stack = contextlib.ExitStack()
         self._saving = contextlib.ExitStack()
         self._own_mode = own_mode
+        self._aside = False
 
     def __enter__(self) -> Recording:
         try:
@@ -58,6 +67,27 @@ class Recording:
 
     def _watch(self) -> None:
         self._stack.enter_context(watching(self.recorder.expose, self.recorder.settings_changed))
+        if self._own_mode:  # else whoever holds it watches to the end of the step
+            self._stack.enter_context(watching_sizes(self.recorder.resizing, self.recorder.resized))
+        self._stack.enter_context(around_dual_levels(self._level_begins, self._level_ends))
+
+    def _level_begins(self) -> None:
+        """What runs on a level of forward-mode AD runs as if nobody recorded (record/levels.py)."""
+        if self._may_leave():
+            self._aside = True
+            self._saving.close()
+
+    def _level_ends(self) -> None:
+        if self._aside:
+            self._aside = False
+            self._begin()
+
+    def _may_leave(self) -> bool:
+        """Whether our contexts are the innermost ones, and can be entered again."""
+        if not hooks_allowed() or (self._own_mode and _get_current_dispatch_mode() is not self.recorder):
+            return False
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        return top is not None and getattr(top[0], "__self__", None) is self.engine
 
     def _begin(self) -> None:
         self._saving.enter_context(saved_tensors_hooks(_Pack(self.engine), self.engine.unpack))
@@ -72,6 +102,7 @@ class Recording:
             last.callback(setattr, self.engine, "recorder", None)  # the engine outlives the forward, the map must not
             last.callback(self._stack.close)
             last.callback(self._saving.close)
+            self._aside = False
 
 
 class PlannedRecording(Recording):
@@ -99,7 +130,7 @@ class PlannedRecording(Recording):
     def _module_begins(self, module: nn.Module) -> None:
         if self._outside is not None:
             self._depth += module is self._outside and threading.get_ident() == self._thread
-        elif self._spans[id(module)][1][0] == self.engine.position and self._on_top() and self.recorder.settle():
+        elif self._spans[id(module)][1][0] == self.engine.position and self._may_leave():
             if self.engine.fence < self.engine.position:
                 self.engine.pass_fences()
             self._outside, self._depth = module, 0
@@ -114,16 +145,14 @@ class PlannedRecording(Recording):
             self.engine.position = self._spans[id(module)][1][1]
             self._begin()
 
-    def _on_top(self) -> bool:
-        """Whether our contexts are the innermost ones: then they can be left."""
-        if threading.get_ident() != self._thread or _get_current_dispatch_mode() is not self.recorder:
-            return False
-        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        return top is not None and getattr(top[0], "__self__", None) is self.engine
+    def _may_leave(self) -> bool:
+        return threading.get_ident() == self._thread and super()._may_leave() and self.recorder.settle()
 
 
 def hooks_allowed() -> bool:
-    """Saved-tensor hooks can be entered here: not under functorch, not where they are disabled (Rule 9)."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    """Saved-tensor hooks can be entered here: not on a level of functorch or forward-mode AD, not where they are disabled
+    (Rule 9).
+    """
+    if in_transform() or in_dual_level():
         return False
     return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]

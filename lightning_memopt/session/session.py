@@ -5,7 +5,8 @@
     Failed      the reason is said once; the model trains as it is
 
 An adapter (strategy, `optimize`) delimits steps: `round(batch)` around every forward, `update_begins` and `update_ended`
-around every optimizer's update. A step ends when all optimizers have updated, or when the next forward begins.
+around every optimizer's update. A step ends when all optimizers of this model have updated, or when the next forward begins
+(`ends.py`).
 
 This file says which state a forward belongs to and what is put around it; `buckets.py` what state comes next, `round.py`
 where a forward begins and ends.
@@ -30,7 +31,7 @@ from lightning_memopt.record import drop_seams, interrupts, keep_seams
 from lightning_memopt.runtime import PlannedEngine
 from lightning_memopt.runtime.optimizer import Reason, count_versions
 from lightning_memopt.runtime.replay import Engine
-from lightning_memopt.session.buckets import Observing, Running, State, refuse_infeasible
+from lightning_memopt.session.buckets import Failed, Observing, Running, State
 from lightning_memopt.session.budget import (
     Neighbours,
     budget_on,
@@ -38,26 +39,25 @@ from lightning_memopt.session.budget import (
     read_given,
     refuse_hopeless,
     refuse_sharded,
-    resident_nbytes,
     resident_tensors,
-    state_made,
-    state_to_come,
 )
+from lightning_memopt.session.ends import Ends
+from lightning_memopt.session.foresight import Foresight
 from lightning_memopt.session.hybrid import Hybrid
 from lightning_memopt.session.in_backward import InBackward, wanted
-from lightning_memopt.session.observation import Observation, take_off, with_state
-from lightning_memopt.session.recording import PlannedRecording, Recording, hooks_allowed
+from lightning_memopt.session.observation import Observation, take_off
+from lightning_memopt.session.recording import PlannedRecording, Recording
 from lightning_memopt.session.round import Rounds
 from lightning_memopt.session.signatures import Buckets, Signature, signature_of
+from lightning_memopt.session.silence import BLOCKED, SHAPES, Silence, unobservable
 from lightning_memopt.session.step import Metering, in_compiled_code
 from lightning_memopt.session.watch import Watch
 from lightning_memopt.solvers.planner import Frontier
-from lightning_memopt.units import format_nbytes
+from lightning_memopt.trace import backward_runs, count_all
 from lightning_memopt.versions import supported
 
 _attached: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
 """The open session of a model, by its identity: every front asks here."""
-_NO_BACKWARD = -1
 
 
 class Session:
@@ -87,8 +87,9 @@ class Session:
         self._metering = Metering()
         self._slowed = False
         self._ran: list[Running] = []
-        self._update_seen = False
-        self._updated: set[int] = set()
+        self._foresight = Foresight(self.optimizers)
+        self._ends = Ends(model, self.optimizers)
+        self.silence = Silence(config.profile_steps)
         self._neighbours = Neighbours(self.device, self.budget_nbytes)
         self._hybrid = Hybrid(self.device, config)
         self._in_backward: InBackward | None = None
@@ -103,6 +104,8 @@ class Session:
                 )
             _attached[id(model)] = self
             keep_seams(self)
+            if self.device.type == "cpu":
+                count_all(self.say)
             interrupts.watch(self)  # last: only `close` ends it
 
     # -- what adapters call ------------------------------------------------------------------------
@@ -121,7 +124,7 @@ class Session:
             with self._rounds.around(partial(self._begin_round, batch), self._round_ended):
                 yield
         except BaseException:
-            self._watch.abandon()
+            self._watch.abandon(self.silence)
             self._entered = False
             self._metering.close()  # nobody else could measure until a next step ends
             self._ran.clear()
@@ -163,42 +166,52 @@ class Session:
             if closure:
                 self._in_backward.refuse_closure()
         self._metering.span_begins(optimizer, observation)
+        if not self._ends.owns(optimizer):
+            self._watch.update_begins()
+            return
         if self._in_backward is not None:
             self._in_backward.update_begins()
             if isinstance(self.current, Observing) and self._in_backward.learn(observation):
                 self.current.takes_lesson()
         if observation is None:
             return
-        if not self._update_seen and observation.has_backward:
-            if self.budget_nbytes is not None:
-                graph = with_state(observation.to_come(), state_to_come(optimizer, self.device))
-                try:
-                    refuse_infeasible(graph, self.budget_nbytes, self._hybrid, self.say)
-                except BaseException:
-                    self._watch.abandon()
-                    raise
-            self._update_seen = True
+        self._look_ahead(observation)
         observation.update_begins()
+
+    def closure_ran(self) -> None:
+        """A forward and backward inside of an optimizer's step are over. Raises InfeasibleError as `update_begins` does."""
+        if self._watch.now is not None:
+            self._look_ahead(self._watch.now)
+
+    def _look_ahead(self, observation: Observation) -> None:
+        try:
+            self._foresight.look(observation, self.budget_nbytes, self._hybrid, self.say)
+        except BaseException:
+            self._watch.abandon()
+            raise
 
     def update_ended(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has updated its parameters; with the last one the step is over, or when the next forward begins."""
         if self.enabled:
             count_versions(optimizer)
         self._metering.span_ends(optimizer)
-        self._updated.add(id(optimizer))
-        if torch._C._current_graph_task_id() != _NO_BACKWARD or in_compiled_code():
+        self._watch.update_ended()
+        if not self._ends.owns(optimizer):
+            return
+        over = self._ends.updated(optimizer)
+        if backward_runs() or in_compiled_code():
             return  # stepped in a hook: autograd puts modes and profilers back as they were when backward began; dynamo, too
-        if all(id(o) in self._updated for o in self.optimizers):
+        if over:
             self.step_ended()
 
     def step_ended(self) -> None:
         """The step is over. May solve a plan and put it in force."""
-        self._updated.clear()
+        self._ends.clear()
         self._entered = self._left = False
         if self._in_backward is not None:
             self._in_backward.step_ended()
-        self._slowed = self._metering.running or self._watch.now is not None
-        peak_nbytes = self._metering.close(self._watch.now)
+        self._slowed = self._metering.profiling or self._watch.now is not None
+        measured = self._metering.close(self._watch.now)
         ran, self._ran = self._ran, []
         if ran:
             self._neighbours.step()
@@ -208,17 +221,20 @@ class Session:
         largest = max(ran, key=lambda state: state.plan.predicted_peak_bytes, default=None)
         for state in ran:
             after = state.step_ended(self.say)
-            if after is state and peak_nbytes is not None:
+            if after is state and measured is not None:
                 if state is largest:
-                    after = state.measured(peak_nbytes, self.budget_nbytes, self.config, self.say)
+                    after = state.measured(*measured, self.budget_nbytes, self.config, self.say)
                 else:
                     state.was_metered()
             self._become(state, after)
+        if measured is not None and isinstance(self.current, Failed) and not ran:
+            self.current.measured(measured.peak_nbytes, self.budget_nbytes)
+        self.silence.step_ended()
 
     def evaluating(self) -> None:
         """Evaluation begins: nothing of it is observed, or measured as part of a step that goes on after it (accumulation)."""
         self._settle()
-        self._watch.abandon()
+        self._watch.abandon(self.silence)
         self._metering.close()
 
     def close(self) -> None:
@@ -227,7 +243,7 @@ class Session:
             self._rounds.leave()
         finally:
             self._watch.abandon()
-        self._updated.clear()
+        self._ends.clear()
         self._ran.clear()
         if self._in_backward is not None:
             self._in_backward.updates.given_up()
@@ -246,10 +262,7 @@ class Session:
     @property
     def main(self) -> State | None:
         """The state of the signature with the largest unmodified peak that has a plan, else of any."""
-        running = [s for s in self.buckets.values() if isinstance(s, Running) and s.lender is None]
-        if running:
-            return max(running, key=lambda s: s.plan.unmodified_peak_bytes)
-        return next(iter(self.buckets.values()), None)
+        return self.buckets.main
 
     @property
     def plan(self) -> Plan | None:
@@ -259,7 +272,7 @@ class Session:
     @property
     def steady(self) -> bool:
         """Whether the last step, and what ran of the next, was as later ones will be: neither observed nor measured."""
-        return not self._slowed and self._watch.now is None and not self._metering.running
+        return not self._slowed and self._watch.now is None and not self._metering.profiling
 
     @property
     def frontier(self) -> Frontier | None:
@@ -281,26 +294,22 @@ class Session:
     # -- rounds ------------------------------------------------------------------------------------
 
     def _applies(self) -> bool:
-        return (
-            self.enabled
-            and not self._rounds.inside
-            and self.model.training
-            and torch.is_grad_enabled()
-            and not torch.is_inference_mode_enabled()
-            and hooks_allowed()
-            and not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
-        )
+        if not self.enabled or self._rounds.inside or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            return False
+        why = unobservable(self.model, self.device)
+        if why is not None:
+            self.silence.missed(why)
+        return why is None
 
     def _settle(self) -> None:
-        """End the step whose last update was awaited; leave one that is observed while only evaluation goes on."""
-        if self._updated:
+        """End the step that the next forward ends; leave one that is observed while only evaluation goes on."""
+        if self._ends.awaited or (self._entered and self._ends.written_by_hand(self._watch.now)):
             self.step_ended()
         if not self.model.training:
-            self._watch.evaluates()
+            self._watch.evaluates(self.silence)
 
     def _begin_round(self, batch: Any, part: int) -> Recording | None:
-        if self._updated:
-            self.step_ended()
+        self._settle()
         if self._in_backward is not None:
             self._in_backward.updates.stop_reading()
         self._same_device()
@@ -308,29 +317,36 @@ class Session:
         state = self._state_of(signature_of(part, trained, batch), batch)
         before = self.current
         if state is not before and self._watch.now is not None:
-            if isinstance(before, Observing) and self._watch.now.has_backward:
+            if isinstance(before, Observing) and self._watch.has_backward:
                 self._observed(before)  # the step goes on with another signature
             else:
                 self._watch.abandon()
         self.current = state
         self._entered = True
         if isinstance(state, Observing):
+            backward = self._watch.has_backward
             if self._watch.now is None:
                 if self._watch.blocked():
+                    self.silence.forward(False, BLOCKED)
                     return None
                 self._watch.now = self._observe(state)
+            self.silence.forward(backward, SHAPES if state.waits else None)
+            self._ends.observing()
+            self._metering.observing()
             return self._watch.now.begin_round(batch, self._metering.possible)
+        self.silence.heard()
+        self._ends.planned(None)
+        wanted = isinstance(state, Running) and state.measures
+        self._metering.begin(self.model, self.optimizers, batch, self.device, wanted)
         if isinstance(state, Running):
             if state not in self._ran:
                 self._ran.append(state)
-            if state.measures and self._metering.possible:
-                resident = resident_nbytes(resident_tensors(self.model, self.optimizers, batch), self.device)
-                self._metering.begin(self.device, resident, self.model.parameters())
             if state.program.empty and not state.unproven:
                 return None
             in_force = (s.plan for s in self.buckets.values() if isinstance(s, Running))
             verify, state.depot = self.config.verify and state.verifies, self._hybrid.depot_of(state.plan, in_force)
             engine = PlannedEngine(state.program, verify=verify, depot=state.depot, unproven=state.unproven)
+            self._ends.planned(engine)
             return PlannedRecording(engine, self.model)
         return None
 
@@ -358,12 +374,10 @@ class Session:
     def _observe(self, state: Observing) -> Observation:
         first, last = not state.graphs and not state.waits, len(state.graphs) + 1 == state.steps
         if first:
-            self.say(
-                f"MemOpt: observing {state.steps} step{'s' * (state.steps > 1)} on {self.device}"
-                + (f" within {format_nbytes(self.budget_nbytes)}" if self.budget_nbytes else "")
-            )
+            state.announce(self.device, self.budget_nbytes, self.say)
         verify, limit = self.config.verify and first and not state.learnt, self._limit_nbytes
-        return Observation(self.model, self.optimizers, self.device, limit, verify, meter=last or first, fixed=state.fixed)
+        opaque = self._watch.opaque_ops
+        return Observation(self.model, self.optimizers, self.device, limit, verify, last or first, state.fixed, opaque)
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -371,15 +385,19 @@ class Session:
         graph = self._watch.finish()
         if graph is None:
             return
+        if not state.waits:
+            self.silence.heard()
         if state.lesson:
             state.lesson_over(graph)
             return
-        graph = with_state(graph, state_made(graph, self.optimizers, self.device))
+        graph = self._foresight.complete(graph, self.device, early=self._in_backward is not None)
         self._become(state, state.observed(graph, self._limit_nbytes, self._hybrid, self.say))
 
     def _become(self, old: State, new: State) -> None:
         if new is not old:
             self.buckets.replace(old, new)
+            if isinstance(new, Running):
+                self.silence.planned(self.model)
             self.current = new if self.current is old else self.current
 
     def _same_device(self) -> None:

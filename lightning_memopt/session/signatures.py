@@ -60,10 +60,18 @@ class Buckets(dict[Signature, State]):
         self.planned = 0
         self.forwards = 0
 
+    @property
+    def main(self) -> State | None:
+        """The state of the signature with the largest unmodified peak that has a plan of its own, else of any."""
+        running = [s for _, s in self._own() if isinstance(s, Running)]
+        return max(running, key=lambda s: s.plan.unmodified_peak_bytes) if running else next(iter(self.values()), None)
+
     def enter(self, signature: Signature, steps: int) -> State:
         """The state for a forward of this signature; a new one observes `steps` steps, unless it may borrow."""
         self.forwards += 1
         state = self.pop(signature, None)
+        if isinstance(state, Running) and state.overtaken:  # the step that raised may not have ended
+            state = state.observed_again()
         if isinstance(state, Running) and state.lender is not None and self._wasted(signature, state.lender):
             state = self._observing(1)
         elif state is None or (isinstance(state, Observing) and state.waits):

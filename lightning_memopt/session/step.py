@@ -6,10 +6,13 @@ import contextlib
 import inspect
 import weakref
 from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from lightning_memopt.native import counter
+from lightning_memopt.session.budget import foreign_nbytes, resident_nbytes, resident_tensors
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.trace import AllocatorEvents, metered_cpu
 
@@ -24,16 +27,32 @@ def in_compiled_code() -> bool:
     return False
 
 
-class StepMeter:
-    """CPU: resident bytes at its start plus the highest running sum of allocator events. CUDA: `max_memory_reserved`.
+class Measured(NamedTuple):
+    """Of one step: its peak in bytes, and what was in memory when it began; None where that is not known."""
 
-    The profiler does not report the end of memory that it did not see being allocated: `gradients` of an unmetered step
-    that `zero_grad` frees during this one (Lightning: between forward and backward) do not count as resident.
+    peak_nbytes: int
+    base_nbytes: int | None
+
+
+class StepMeter:
+    """CPU: by the native counter, all that is alive, and the `foreign_nbytes` beside. CUDA: `max_memory_reserved`.
+
+    Without the counter: resident bytes at its start plus the highest running sum of allocator events. The profiler does not
+    report the end of memory that it did not see being allocated: `gradients` of an unmetered step that `zero_grad` frees during
+    this one (Lightning: between forward and backward) do not count as resident.
     """
 
-    def __init__(self, device: torch.device, resident_nbytes: int, gradients: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        resident_nbytes: int,
+        gradients: Iterable[torch.Tensor] = (),
+        foreign_nbytes: int = 0,
+    ) -> None:
         self.device = device
         self.resident_nbytes = resident_nbytes
+        self.base_nbytes: int | None = None
+        self._foreign_nbytes = foreign_nbytes
         self._gradients = [(weakref.ref(s), s.nbytes()) for s in (g.untyped_storage() for g in gradients)]
         self._stack = contextlib.ExitStack()
         self._events: AllocatorEvents | None = None
@@ -41,8 +60,11 @@ class StepMeter:
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
-        else:
-            self._events = self._stack.enter_context(metered_cpu())
+            return
+        counts = counter()
+        if counts is not None:
+            self.base_nbytes = counts.live_nbytes + foreign_nbytes
+        self._events = self._stack.enter_context(metered_cpu())
 
     def close(self) -> int | None:
         """The peak in bytes; None where another profiler was running."""
@@ -51,46 +73,75 @@ class StepMeter:
             return int(torch.cuda.max_memory_reserved(self.device))
         if self._events is None or not self._events.available:
             return None
+        if not self._events.profiled:
+            return None if self.base_nbytes is None else self.base_nbytes + self._events.peak_nbytes
         freed = sum(nbytes for gradient, nbytes in self._gradients if gradient() is None)
         return self.resident_nbytes - freed + self._events.peak_nbytes
 
 
 class Metering:
-    """Which steps are measured, and by one meter at a time.
+    """Which steps are measured, and by one meter at a time. By the native counter, all of them.
 
-    torch puts a span around every `Optimizer.step`. One that began while something was metered ends in that profiler's memory:
-    until then, no other meter begins (`metered_cpu`).
+    torch puts a span around every `Optimizer.step`. One that began while a profiler measured ends in that profiler's memory:
+    until then, no other one begins (`metered_cpu`).
     """
 
     def __init__(self) -> None:
         self._meter: StepMeter | None = None
-        self._metered = False
+        self._metered = self._spoiled = False
         self._spans: set[int] = set()
+        self._foreign_nbytes: int | None = None
 
     @property
-    def running(self) -> bool:
-        return self._meter is not None
+    def profiling(self) -> bool:
+        """Whether the step is slowed by what measures it."""
+        return self._meter is not None and self._meter.base_nbytes is None
 
     @property
     def possible(self) -> bool:
-        """Whether a meter may begin here."""
-        return self._meter is None and not self._spans
+        """Whether a profiler may begin here."""
+        return not self.profiling and not self._spans
 
-    def begin(self, device: torch.device, resident_nbytes: int, parameters: Iterable[nn.Parameter]) -> None:
-        # the profiler reports the end of what it saw being allocated, so of gradients made in a metered step
-        gradients = [] if self._metered else [p.grad for p in parameters if p.grad is not None]
-        self._meter = StepMeter(device, resident_nbytes, gradients)
+    def begin(
+        self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], batch: Any, device: torch.device, wanted: bool
+    ) -> None:
+        """A forward begins. `wanted`: it should be measured even where that takes time."""
+        if self._meter is not None:
+            return
+        counts = counter() if device.type == "cpu" else None
+        if counts is not None and not self._spoiled:
+            if self._foreign_nbytes is None:
+                self._foreign_nbytes = foreign_nbytes(resident_tensors(model, optimizers, ()))
+            foreign = self._foreign_nbytes + foreign_nbytes(resident_tensors(_NO_MODEL, (), batch))
+            self._meter = StepMeter(device, 0, foreign_nbytes=foreign)
+        elif counts is None and wanted and self.possible:
+            # the profiler reports the end of what it saw being allocated, so of gradients made in a metered step
+            gradients = [] if self._metered else [p.grad for p in model.parameters() if p.grad is not None]
+            resident = resident_nbytes(resident_tensors(model, optimizers, batch), device)
+            self._meter = StepMeter(device, resident, gradients)
 
-    def close(self, observation: Observation | None = None) -> int | None:
-        """The peak in bytes of the step, where it was metered. `observation`: of this step."""
-        meter, self._meter = self._meter, None
-        self._metered = meter is not None or (observation is not None and observation.metered)
-        return meter.close() if meter is not None else None
+    def observing(self) -> None:
+        """A forward of this step is observed: what the counter says of it says nothing about others."""
+        if not self.profiling:
+            meter, self._meter, self._spoiled = self._meter, None, True
+            if meter is not None:
+                meter.close()
+
+    def close(self, observation: Observation | None = None) -> Measured | None:
+        """What the step took, where it was measured. `observation`: of this step."""
+        meter, self._meter, self._spoiled = self._meter, None, False
+        profiled = meter is not None and meter.base_nbytes is None
+        self._metered = profiled or (observation is not None and observation.metered)
+        peak = meter.close() if meter is not None else None
+        return None if meter is None or peak is None else Measured(peak, meter.base_nbytes)
 
     def span_begins(self, optimizer: torch.optim.Optimizer, observation: Observation | None = None) -> None:
         """An optimizer's step begins, or has begun; `observation`: which that is part of."""
-        if self.running or (observation is not None and observation.metered):
+        if self.profiling or (observation is not None and observation.metered):
             self._spans.add(id(optimizer))
 
     def span_ends(self, optimizer: torch.optim.Optimizer) -> None:
         self._spans.discard(id(optimizer))
+
+
+_NO_MODEL = nn.Module()

@@ -216,6 +216,11 @@ def smallest(graph: Graph) -> Candidate:
     return _with_reserved(min(pool, key=_needs), reserved_bytes_of(graph))
 
 
+def smallest_nbytes(graph: Graph) -> int:
+    """`Frontier.smallest_bytes`, with nothing else solved."""
+    return _needs(smallest(graph))
+
+
 def _priced_by_flops(graph: Graph) -> Graph:
     """The graph of a machine that takes its time for FLOPs alone; a little of the measured time decides between equals."""
     rate = graph.step_seconds / max(1, sum(op.flops for op in graph.ops))

@@ -7,10 +7,10 @@ holds is found by polling the storage's use count at every op (that is how long 
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -20,61 +20,45 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_memopt.graph import BEFORE, Graph, Op, Point, Save, Tensor
 from lightning_memopt.graph.model import Kind, Phase
-from lightning_memopt.record import OpRecord, Recorder, Slot, fills, is_plain, storage_id
-from lightning_memopt.trace.memory import CudaOps, requested_nbytes
+from lightning_memopt.record import OpRecord, Recorder, Slot, fills, storage_id, written_by
+from lightning_memopt.trace.counted import Ledger
+from lightning_memopt.trace.lines import user_line
+from lightning_memopt.trace.memory import CudaOps
+from lightning_memopt.trace.seen import OWN_COUNT, SeenSave, SeenTensor
 
 _CUDA_ROUND = 512
 _UNSEEN = -1
 """Slots count from 0."""
+_OUTSIDE, _UNRECORDED = "held outside of the step", "made by what is not recorded"
+_NO_BACKWARD = -1
 
 
-def _own_count() -> int:
-    """What a storage whose Python object was once made counts by itself; it differs between versions of torch."""
-    t = torch.empty(1)
-    cdata = t.untyped_storage()._cdata
-    return torch._C._storage_Use_Count(cdata) - 1
-
-
-_OWN_COUNT = _own_count()
-
-
-@dataclass(slots=True)
-class _Tensor:
-    name: str
-    nbytes: int
-    kind: Kind
-    storage: int
-    born_at: int
-    freed_at: int | None = None
-    dtype: str = ""
-    size: tuple[int, ...] = ()
-
-
-@dataclass(slots=True)
-class _Save:
-    tensor: int
-    op: int
-    unpacked_at: list[int] = field(default_factory=list)
-    released_at: int | None = None
+def backward_runs() -> bool:
+    """Whether autograd runs a backward in this thread."""
+    return bool(torch._C._current_graph_task_id() != _NO_BACKWARD)
 
 
 class Tracer:
     """Builds the graph of one round: a recorded forward, its backward, and the update where there is one.
 
-    `phase` and `forward_over` are set by who delimits the step; backward begins when autograd first asks. `live_nbytes`
-    is the ledger: bytes of all storages known to be in memory.
+    `phase` and `forward_over` are set by who delimits the step; backward begins with the first op that autograd runs, or when
+    it first asks. `live_nbytes` is the ledger: bytes of all storages known to be in memory.
+
+    `backward_ran`: autograd ran an op after the forward, maybe for another model (a GAN's discriminator). `asked`: it asked
+    for what this forward saved. `written`: an op after that wrote to a parameter, outside of any optimizer's step.
     """
 
     def __init__(self, device: torch.device, scope: Callable[[], str] = lambda: "") -> None:
         self.device = device
         self.scope = scope
         self.phase: Phase = "forward"
-        self.forward_over = False
+        self.forward_over = self.backward_ran = self.asked = self.written = False
         self.largest_nbytes = 0
         self.points: list[Point] = []
         self.ops: list[dict[str, Any]] = []
-        self.tensors: dict[int, _Tensor] = {}
-        self.saves: dict[int, _Save] = {}
+        self.tensors: dict[int, SeenTensor] = {}
+        self.saves: dict[int, SeenSave] = {}
+        self.lines: dict[int, str] = {}
         self.live_nbytes = 0
         self.marks: Callable[[int], Any] | None = None
         self._open: Any = None
@@ -85,11 +69,19 @@ class Tracer:
         self._ours: dict[int, Slot] = {}
         self._slots: dict[int, list[Slot]] = {}
         self._cuda = CudaOps(device) if device.type == "cuda" else None
+        self.ledger: Ledger | None = None
+        self._bystanders: dict[int, int] = {}
+        self._numbers = itertools.count(_UNSEEN - 1, -1)
 
     # -- told by the recorder ----------------------------------------------------------------------
 
     def begin(self, func: OpOverload) -> None:
         self.poll()
+        if self.ledger is not None:
+            self.ledger.note(len(self.points) - 1)
+        if self.forward_over and backward_runs():
+            self.backward_ran = True
+            self._backward_begins()
         index = len(self.ops)
         self.points.append(Point("op", index))
         if self._cuda is not None:
@@ -111,8 +103,12 @@ class Tracer:
         func, reads, made, mutates = record.func, record.reads, record.made, record.mutates
         now = len(self.points) - 1
         scope = self.scope() if self.phase == "forward" else ""
+        if record.replayable and self.phase == "forward":  # rebuilds read nothing else
+            self.lines[len(self.ops)] = user_line()
         name = func._name
         read = tuple(dict.fromkeys(map(self._reads, reads)))
+        if self.phase == "backward" and not backward_runs() and self._writes_parameter(record, args, kwargs):
+            self.written = True
         for slot, t in made:
             self._birth(slot, f"{scope}:{name}", now)
             if fills(t):
@@ -162,16 +158,43 @@ class Tracer:
             self.adopt(slot, "input" if self.phase == "forward" else "temporary")
         return slot.id
 
+    def _writes_parameter(self, record: OpRecord, args: tuple, kwargs: dict) -> bool:
+        """Whether an op overwrites memory of a parameter: an update without an optimizer (`p.data.add_`)."""
+        slots = (self._adopted.get(storage_id(t)) for t in written_by(record.func, record.rule, args, kwargs))
+        return any(id is not None and self.tensors[id].kind == "parameter" for id in slots)
+
     def adopt(self, slot: Slot, kind: Kind, name: str = "") -> None:
         """A storage that was there before anything was recorded."""
+        self._joins(self._bystanders.pop(slot.weak, _UNSEEN))
         self._adopted.setdefault(slot.weak, slot.id)
         self._birth(slot, name or kind, BEFORE, kind=kind)
 
     def adopt_unseen(self, nbytes: int) -> None:
         """Bytes on the device that belong to nothing of this step: a library's workspace, another model."""
         nbytes = self._rounded(nbytes)
-        self.tensors[_UNSEEN] = _Tensor("held outside of the step", nbytes, "temporary", _UNSEEN, BEFORE)
+        self.tensors[_UNSEEN] = SeenTensor(_OUTSIDE, nbytes, "temporary", _UNSEEN, BEFORE)
         self.live_nbytes += nbytes
+
+    def stands_by(self, storage: torch.UntypedStorage) -> None:
+        """A storage that is held by what the step does not know (the step before, another model), until it ends."""
+        id = next(self._numbers)
+        self._bystanders[storage._cdata] = id
+        self.tensors[id] = SeenTensor(_OUTSIDE, storage.nbytes(), "temporary", id, BEFORE)
+        self._storages[id] = [id]
+        self._counts(id, storage)
+
+    def _joins(self, id: int) -> None:
+        """What stood by is part of the step. One that has ended is another one, though its address was the same."""
+        if id in self._watched:
+            self._death(id)
+            del self.tensors[id], self._storages[id]
+
+    def _counts(self, key: int, storage: torch.UntypedStorage) -> None:
+        """From now on a storage is in the ledger, until it ends."""
+        self.live_nbytes += self.tensors[key].nbytes
+        if self.ledger is not None:
+            self.ledger.born(key, storage)
+        self._watched[key] = weakref.ref(storage, partial(self._on_death, key))
 
     def _birth(self, slot: Slot, name: str, at: int, kind: Kind | None = None, version_of: Slot | None = None) -> None:
         counted = slot.device.type == self.device.type
@@ -181,18 +204,19 @@ class Tracer:
             before = self.tensors[version_of.id]
             storage = before.storage
             kind = kind or before.kind
-        self.tensors[slot.id] = _Tensor(name, nbytes, kind or _KIND[self.phase], storage, at)
+        self.tensors[slot.id] = SeenTensor(name, nbytes, kind or _KIND[self.phase], storage, at)
         versions = self._storages.setdefault(storage, [])
         versions.append(slot.id)
         if self.phase == "forward":
             self._ours[slot.id] = slot
             self._slots.setdefault(storage, []).append(slot)
         if version_of is None:
-            self.live_nbytes += nbytes
             self.largest_nbytes = max(self.largest_nbytes, nbytes if at >= 0 else 0)
             alive = slot.alive()
             if alive is not None:
-                self._watched[storage] = weakref.ref(alive, partial(self._on_death, storage))
+                self._counts(storage, alive)
+            else:
+                self.live_nbytes += nbytes
 
     def _rounded(self, nbytes: int) -> int:
         """What the device's allocator makes of a request."""
@@ -204,6 +228,8 @@ class Tracer:
     def _death(self, storage: int) -> None:
         now = len(self.points) - 1
         self._watched.pop(storage, None)
+        if self.ledger is not None:
+            self.ledger.died(storage)
         for id in self._storages[storage]:
             t = self.tensors[id]
             self._ours.pop(id, None)
@@ -224,7 +250,7 @@ class Tracer:
                 gone.append(id)
             elif slot.value is None or slot.external:
                 continue
-            elif torch._C._storage_Use_Count(slot.weak) <= self._held(slot.value, t.storage) + _OWN_COUNT:
+            elif torch._C._storage_Use_Count(slot.weak) <= self._held(slot.value, t.storage) + OWN_COUNT:
                 t.freed_at = now
                 gone.append(id)
         for id in gone:
@@ -238,15 +264,34 @@ class Tracer:
     # -- told by the engine ------------------------------------------------------------------------
 
     def packed(self, save: int, slot: Slot) -> None:
-        self.saves[save] = _Save(slot.id, len(self.ops))
+        self.saves[save] = SeenSave(slot.id, len(self.ops), user_line())
+
+    def name_of(self, slot: Slot) -> str:
+        t = self.tensors.get(slot.id)
+        return "" if t is None else t.name
+
+    def line_of(self, save: int) -> str:
+        return self.saves[save].line if save in self.saves else ""
+
+    def reader_of(self, slot: Slot) -> tuple[str, str]:
+        op = next((i for i, op in enumerate(self.ops) if slot.id in op["inputs"]), None)
+        return ("", "") if op is None else (self.ops[op]["name"], self.lines.get(op, ""))
+
+    def kept(self, where: int, t: torch.Tensor) -> tuple[str, str]:
+        return (self.tensors[where].name, "") if where in self.tensors else ("", "")
 
     def unpacked(self, save: int) -> None:
         found = self.saves.get(save)
+        self.autograd_asked()
         if found is not None:
-            self._backward_begins()
             self.poll()
             found.unpacked_at.append(len(self.points))
             self.points.append(Point("unpack", save, len(found.unpacked_at) - 1))
+
+    def autograd_asked(self) -> None:
+        """Autograd reads something that the forward saved, kept or not: this is the backward of this forward."""
+        self.asked = self.asked or self.forward_over
+        self._backward_begins()
 
     def _backward_begins(self) -> None:
         if self.forward_over and self.phase == "forward":
@@ -255,7 +300,8 @@ class Tracer:
     def released(self, save: int) -> None:
         found = self.saves.get(save)
         if found is not None and found.released_at is None:
-            self._backward_begins()
+            if backward_runs():  # else nobody needs the outputs of the forward any more: it has no backward
+                self.autograd_asked()
             found.released_at = len(self.points)
             self.points.append(Point("release", save))
 
@@ -271,7 +317,8 @@ class Tracer:
         """What was observed so far. Ids are made dense; slots that no op met are left out."""
         self.poll()
         end = len(self.points) - 1
-        ids = {slot: i for i, slot in enumerate(sorted(self.tensors))}
+        known = self.tensors | self._unrecorded()
+        ids = {slot: i for i, slot in enumerate(sorted(known))}
         saves = {save: i for i, save in enumerate(sorted(self.saves))}
         written = {old: (new, op["at"]) for op in self.ops for old, new in op["mutates"]}
         seconds = [op["seconds"] for op in self.ops] if self._cuda is None else self._cuda.seconds(len(self.ops))
@@ -300,11 +347,11 @@ class Tracer:
                 dtype=t.dtype,
                 size=t.size,
             )
-            for id, t in sorted(self.tensors.items())
+            for id, t in sorted(known.items())
         )
         points = tuple(p if p.kind == "op" else p._replace(id=saves[p.id]) for p in self.points)
 
-        def read(save: _Save) -> int:
+        def read(save: SeenSave) -> int:
             """What autograd finds where it saved: the bytes that are there when it first asks, or lets go."""
             tensor = save.tensor
             until = save.unpacked_at[0] if save.unpacked_at else end if save.released_at is None else save.released_at
@@ -328,7 +375,14 @@ class Tracer:
             points=points,
             device=self.device.type,
             step_seconds=sum(op.seconds for op in ops),
+            lines=dict(self.lines),
+            save_lines={saves[i]: s.line for i, s in self.saves.items()},
         )
+
+    def _unrecorded(self) -> dict[int, SeenTensor]:
+        """What was made during the step by what the recorder does not see."""
+        unseen = enumerate(self.ledger.unseen() if self.ledger is not None else (), max(self.tensors, default=0) + 1)
+        return {i: SeenTensor(_UNRECORDED, u.nbytes, "temporary", i, u.born_at, u.freed_at) for i, u in unseen}
 
     def _kept(self, end: int, written: Collection[int]) -> dict[int, int]:
         """Tensor -> the last point at which autograd holds it, for what it saves and never asks for (a head without a loss):
@@ -343,20 +397,3 @@ class Tracer:
 
 
 _KIND: dict[Phase, Kind] = {"forward": "activation", "backward": "gradient", "update": "temporary"}
-
-
-def watch_all(tracer: Tracer, recorder: Recorder, tensors: Iterable[tuple[torch.Tensor, Kind, str]]) -> None:
-    """Enter everything that is in memory before the forward begins: parameters, buffers, gradients, optimizer state, batch."""
-    recorder.capturing = False
-    for t, kind, name in tensors:
-        if not is_plain(t):  # sparse, nested, made in inference mode: the recorder leaves it alone
-            continue
-        slot = recorder.of_storage.get(storage_id(t))
-        if slot is None:
-            slot = recorder.adopt(t)
-            recorder.tape.slots[slot.id] = slot
-            tracer.adopt(slot, kind, name)
-    if tracer.device.type == "cuda":
-        known = sum(slot.nbytes for slot in recorder.tape.slots.values() if slot.device.type == "cuda")
-        tracer.adopt_unseen(max(0, requested_nbytes(tracer.device)[0] - known))
-    recorder.capturing = True

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
@@ -15,6 +17,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from lightning_memopt import optimize
 from lightning_memopt.graph import resident_nbytes
 from lightning_memopt.integrations.plain import Run
+from lightning_memopt.native import counter
+from lightning_memopt.native.counting import process
+from lightning_memopt.trace.living import count_all, living
 
 WORDS, CLASSES, LENGTH, BATCH = 24, 24, 8, 48
 EXPOSING = ("data_ptr", "numpy", "__array__", "__dlpack__")
@@ -90,6 +95,12 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         assert torch.equal(t, other[name]), name
 
 
+def without_counter(patch: pytest.MonkeyPatch) -> None:
+    """As where no compiler is: torch's profiler measures."""
+    patch.setattr(process, "tried", True)
+    patch.setattr(process, "counter", None)
+
+
 QUIET: dict[str, Any] = dict(verbose=False, profile_steps=2)
 
 
@@ -118,6 +129,14 @@ def budget_at(run: Run, share: float) -> int:
     assert frontier is not None
     base = resident_nbytes(frontier.graph)
     return max(frontier.smallest_bytes, int(base + share * (frontier.unmodified_peak_bytes - base)))
+
+
+def counted_nbytes() -> int:
+    """Bytes of all tensors that this process holds on the CPU, whoever made them: what a budget counts before a step begins."""
+    gc.collect()
+    count_all(lambda _: None)
+    count = counter()
+    return count.live_nbytes if count is not None else sum(s.nbytes() for s in living(torch.device("cpu")))
 
 
 def _registries() -> list[dict]:

@@ -17,7 +17,7 @@ from lightning_memopt.batching.fit import FitError, StepFit, fit, itemsize
 from lightning_memopt.batching.plans import Plans, largest
 from lightning_memopt.batching.profile import sharpened
 from lightning_memopt.graph import Graph, unmodified_levels
-from lightning_memopt.session.buckets import unmodified_peak
+from lightning_memopt.session.foresight import unmodified_peak
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.solvers import planner
 from tests.cpu.loops import CLASSES, LENGTH, WORDS, loss_of, small

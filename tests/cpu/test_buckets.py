@@ -19,7 +19,7 @@ from lightning_memopt.session.budget import resident_nbytes as resident_on
 from lightning_memopt.session.budget import resident_tensors
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.step import StepMeter
-from tests.cpu.loops import QUIET, agrees, assert_same, state
+from tests.cpu.loops import QUIET, agrees, assert_same, state, without_counter
 
 WORDS = 32
 
@@ -177,6 +177,7 @@ def test_a_smaller_batch_borrows() -> None:
 
 def test_accumulating_batches_of_several_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths that differ within a step: what was measured is said of the largest, and not every step is measured for it."""
+    without_counter(monkeypatch)
     opened = []
     init = StepMeter.__init__
     monkeypatch.setattr(StepMeter, "__init__", lambda self, *args: opened.append(1) or init(self, *args))

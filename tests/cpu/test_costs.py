@@ -14,6 +14,8 @@ from lightning_memopt.session import costs
 from lightning_memopt.solvers import planner
 from tests.cpu.loops import QUIET, batches, sgd, small, train
 
+pytestmark = pytest.mark.real_times
+
 
 @pytest.fixture(scope="module")
 def run() -> Run:

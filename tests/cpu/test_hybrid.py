@@ -335,6 +335,7 @@ class Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.real_times
 def test_rates_are_measured_beside_whatever_is_entered_here(tmp_path: Path) -> None:
     """A plan is solved where a step ends: the modes and hooks of who trains have no part in what is measured."""
     hybrid = Hybrid(torch.device("cpu"), MemOptConfig(offload=f"disk:{tmp_path}", compress="lossy"))

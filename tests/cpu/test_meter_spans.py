@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_memopt.session import observation, step
 from lightning_memopt.trace import AllocatorEvents, metered_cpu
 from tests.cpu.fits import fit, memopt
-from tests.cpu.loops import BATCH, agrees, batches, loss_of
+from tests.cpu.loops import BATCH, agrees, batches, loss_of, without_counter
 
 Spans = list[tuple[object, object]]
 
@@ -21,6 +21,7 @@ Spans = list[tuple[object, object]]
 @pytest.fixture
 def spans(monkeypatch: pytest.MonkeyPatch) -> Spans:
     """Of every span of `Optimizer.step` which meter ran when it began, and which when it ended."""
+    without_counter(monkeypatch)
     running: list[object] = []
     spans: Spans = []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import io
 import itertools
 import pickle
@@ -33,6 +34,7 @@ from tests.cpu.loops import (
     small,
     state,
     train,
+    without_counter,
 )
 
 SMALL = 1 << 14
@@ -76,6 +78,8 @@ def test_p1_p5_p6_same_bits_within_the_budget(name: str, loss: Any) -> None:
             budgets += [budget_at(run, 0.6), budget_at(run, 0.3)]
         else:
             assert found.measured_bytes <= budget
+        del run, found, model, optimizer, losses  # what is alive counts
+        gc.collect()
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -146,6 +150,7 @@ def test_observing_keeps_the_budget(observed: list[tuple[int, int | None]]) -> N
 
 def test_profilers_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """A metered step's trace is freed with the step: freed by the collector while a later one is taken, Kineto crashes."""
+    without_counter(monkeypatch)
     made: list[Any] = []
     original = memory.profile
     monkeypatch.setattr(memory, "profile", lambda **options: made.append(original(**options)) or made[-1])
@@ -256,13 +261,16 @@ def test_plan_file(tmp_path: Any) -> None:
     with optimize(model, optimizer := sgd(model), budget="auto", plan=tmp_path / "plan.json", **QUIET) as run:
         loss_of(model, batches(1)[0])
         assert isinstance(run.session.current, Running)
-        model = small()
+    del run, model, optimizer  # what is alive counts
+    gc.collect()
+    model = small()
     with optimize(model, optimizer := sgd(model), budget=predicted, plan=tmp_path / "plan.json", **QUIET) as run:
         train(model, optimizer, batches(5))
         found = run.session.main
         assert isinstance(found, Running) and found.steps == 5 and not found.deviated
         assert not any(isinstance(s, Observing) for s in run.session.buckets.values())
-        assert found.measured_bytes is not None and found.measured_bytes <= predicted
+        held = sum(t.nbytes for t in expected.values())  # which, as this one's losses, the run that made the plan did not have
+        assert found.measured_bytes is not None and found.measured_bytes <= predicted + held + 64
     assert_same(expected, state(model))
 
 

@@ -18,7 +18,7 @@ from lightning_memopt.batching.plans import largest
 from lightning_memopt.graph import Op
 from lightning_memopt.plan import LoweringError, Plan, lower, simulate, validate
 from lightning_memopt.plan.rates import Coding, Link, Rates
-from lightning_memopt.session.buckets import unmodified_peak
+from lightning_memopt.session.foresight import unmodified_peak
 
 SETUP = Setup(
     title="tiny",

@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 from build import Step, random_step
 from exhaustive import cheapest, overwritten_late, random_small_step, then, user_holds
-from random_plans import disjoint, random_lives
 
+from benchmarks.fuzzing.plans import disjoint, random_lives
 from lightning_memopt.graph import Graph, unmodified_levels
 from lightning_memopt.plan import Life, lower, simulate, validate
 from lightning_memopt.solvers import planner

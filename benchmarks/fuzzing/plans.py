@@ -24,7 +24,7 @@ def random_lives(graph: Graph, rng: random.Random, held: float = 0.4) -> tuple[L
     roll = Rollout(graph)
     for p, tensor in requests(graph):
         roll.serve([(p, tensor)], have)
-        used = {save.tensor for save in graph.saves if save.unpacked_at[0] <= p < save.released_at}
+        used = {save.tensor for save in graph.saves if save.unpacked_at and save.unpacked_at[0] <= p < save.released_at}
         have -= {t for t in sorted(have - anchors - used) if rng.random() < forget}
     return roll.lives()
 

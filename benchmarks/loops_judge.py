@@ -1,0 +1,117 @@
+"""What came of a script's runs: exact or not, the budget kept or not, silent or not. Plain data in, plain data out.
+
+The budgets are those of the plain run: its true peak, and what is there between its steps with half of what a step has on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Outcome = dict[str, Any]
+Run = Callable[[int | str | None], Outcome]
+BUDGETS = ("100 %", "half", "min")
+_PROGRESS = tuple(f"MemOpt: {text}" for text in ("observing ", "solving for ", " ", "plan in force", "the step does not fit"))
+"""Lines that say what is being done, never why there is no plan."""
+_TRIES = 4
+
+
+def different(plain: Outcome, ours: Outcome) -> list[str]:
+    """Where the results of two runs differ: losses by step, then what was returned by name, then generators."""
+    found = [f"loss of step {i}" for i, (a, b) in enumerate(zip(plain["losses"], ours["losses"], strict=False)) if a != b]
+    if len(plain["losses"]) != len(ours["losses"]):
+        found.append(f"{len(ours['losses'])} steps instead of {len(plain['losses'])}")
+    for key in ("state", "generators"):
+        found += _unequal(plain[key], ours[key], key)
+    return found
+
+
+def _unequal(one: Any, other: Any, name: str) -> list[str]:
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        return [found for key in one for found in _unequal(one[key], other[key], f"{name}.{key}")]
+    return [] if one == other else [name]
+
+
+def sizes(plain: Outcome) -> tuple[int, int] | None:
+    """The plain run's peak, and the most that was there between its steps; None where nothing was counted."""
+    if any(step["peak"] is None for step in plain["steps"]):
+        return None
+    return max(step["peak"] for step in plain["steps"]), max(step["began"] for step in plain["steps"])
+
+
+def examine(run: Run) -> dict[str, Any]:
+    """All runs of one script: the plain one, and one for each budget, repeated with the number that a refusal names."""
+    plain = run(None)
+    if plain["status"] != "trained":
+        return {"status": "does not train plainly", "error": plain["error"], "traceback": plain.get("traceback"), "runs": {}}
+    counted = sizes(plain)
+    if counted is None:
+        return {"status": "not counted", "error": "no compiler: nothing counts the allocator's bytes", "runs": {}}
+    peak, resident = counted
+    budgets: dict[str, int | str] = {"100 %": peak, "half": resident + (peak - resident) // 2, "min": "min"}
+    runs = {name: within(run, plain, budget) for name, budget in budgets.items()}
+    return {
+        "status": "ok" if all(not found["faults"] for found in runs.values()) else "faulty",
+        "peak": peak,
+        "resident": resident,
+        "seconds": plain["seconds"],
+        "runs": runs,
+    }
+
+
+def within(run: Run, plain: Outcome, budget: int | str) -> dict[str, Any]:
+    """The run within a budget, or within the one that its refusal names."""
+    tried: list[int | str] = [budget]
+    ours = run(budget)
+    while ours["status"] == "refused" and ours["smallest"] is not None and len(tried) <= _TRIES:
+        tried.append(ours["smallest"])
+        ours = run(ours["smallest"])
+    return judge(plain, ours, tried)
+
+
+def judge(plain: Outcome, ours: Outcome, tried: list[int | str]) -> dict[str, Any]:
+    """One row: `tried` are the budgets in turn, of which all but the last were refused. `faults` is empty where all is well."""
+    budget = tried[-1]
+    row: dict[str, Any] = {"budgets": tried, "refusals": len(tried) - 1, "said": ours["said"], "faults": []}
+    faults: list[str] = row["faults"]
+    if len(tried) > 2:
+        faults.append(f"refused {len(tried) - 1} times")
+    if ours["status"] == "refused":
+        return row | {"faults": [*faults, "refused at last"], "error": ours["error"]}
+    if ours["status"] == "crashed":
+        return row | {"faults": [*faults, "crashed"], "error": ours["error"], "traceback": ours["traceback"]}
+    unequal = different(plain, ours)
+    planned = [step for step in ours["steps"] if step["predicted"] is not None]
+    promises = [step["predicted"] if budget == "min" else budget for step in planned]
+    over = [step["peak"] - promise for step, promise in zip(planned, promises, strict=True)]
+    explained = any(not line.startswith(_PROGRESS) for line in ours["said"])
+    row |= {
+        "exact": not unequal,
+        "different": unequal[:8],
+        "planned_steps": len(planned),
+        "dropped": max((step["dropped"] for step in planned), default=0),
+        "predicted": max((step["predicted"] for step in planned), default=None),
+        "measured": max((step["peak"] for step in planned), default=None),
+        "measured_by_session": ours["measured_by_session"],
+        "over": max(over, default=None),
+        "steps_over": sum(excess > 0 for excess in over),
+        "solves": ours["solves"],
+        "solve_seconds": round(ours["solve_seconds"], 2),
+        "seconds": round(ours["seconds"], 2),
+        "noise": [line for line in ours["output"] if line not in plain["output"]][:3],
+        "report": [report.splitlines()[0] if report.startswith("MemOpt: ") else "a table" for report in ours["reports"]],
+        "steps": len(ours["steps"]),
+        "peaks": " ".join(f"{step['peak']}/{step['predicted']}" for step in ours["steps"]),
+    }
+    if unequal:
+        faults.append("not exact")
+    if planned and max(over) > 0:
+        faults.append("budget broken")
+    if not planned and not explained:
+        faults.append("silent")
+    return row
+
+
+def why_no_plan(row: dict[str, Any]) -> str:
+    """The first line that is no progress; empty where there is none."""
+    return next((line.removeprefix("MemOpt: ") for line in row["said"] if not line.startswith(_PROGRESS)), "")

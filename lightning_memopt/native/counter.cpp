@@ -1,0 +1,256 @@
+// An allocator around torch's own for the CPU that counts: bytes alive now, and the most there were in each of a few windows.
+//
+// What is handed out is the memory of the allocator within, at its address, with its context; only the deleter is ours. So
+// memory that was allocated before, or is freed by another allocator after, is freed as ever: sizes are in a table by context,
+// never beside the bytes. Nothing here is ever destroyed: memory may be freed while the process ends.
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/StorageImpl.h>
+
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <thread>
+
+#ifndef _WIN32
+#include <pthread.h>
+#endif
+
+namespace {
+
+constexpr int kWindows = 32;
+constexpr int64_t kNone = INT64_MAX;  // the peak of a window that is not open: nothing is above it
+
+class Spin {
+ public:
+  void lock() {
+    for (int turns = 0; taken_.exchange(true, std::memory_order_acquire); ++turns)
+      if (turns > 64) std::this_thread::yield();
+  }
+  void unlock() { taken_.store(false, std::memory_order_release); }
+
+ private:
+  std::atomic<bool> taken_{false};
+};
+
+struct Entry {
+  void* context;
+  int64_t nbytes;
+  c10::DeleterFnPtr deleter;
+  bool own;
+};
+
+// Open addressing with linear probing; a removal moves later entries up, so there are no gaps to skip.
+class Table {
+ public:
+  // Returns the place of the entry, null where there is none.
+  Entry* find(void* context) {
+    for (size_t i = home(context); at_ != nullptr && at_[i].context != nullptr; i = (i + 1) & mask_)
+      if (at_[i].context == context) return &at_[i];
+    return nullptr;
+  }
+
+  bool add(const Entry& entry) {
+    if (2 * (used_ + 1) > size() && !grow()) return false;
+    put(entry);
+    ++used_;
+    return true;
+  }
+
+  void remove(Entry* entry) {
+    size_t gap = entry - at_;
+    for (size_t i = (gap + 1) & mask_; at_[i].context != nullptr; i = (i + 1) & mask_)
+      if (((i - home(at_[i].context)) & mask_) >= ((i - gap) & mask_)) {
+        at_[gap] = at_[i];
+        gap = i;
+      }
+    at_[gap].context = nullptr;
+    --used_;
+  }
+
+ private:
+  size_t size() const { return at_ == nullptr ? 0 : mask_ + 1; }
+  size_t home(void* context) const {
+    return ((reinterpret_cast<uintptr_t>(context) >> 4) * 0x9E3779B97F4A7C15ull >> 24) & mask_;
+  }
+  void put(const Entry& entry) {
+    size_t i = home(entry.context);
+    while (at_[i].context != nullptr) i = (i + 1) & mask_;
+    at_[i] = entry;
+  }
+  bool grow() {
+    const size_t before = size(), after = before == 0 ? 4096 : 2 * before;
+    auto* larger = static_cast<Entry*>(std::calloc(after, sizeof(Entry)));
+    if (larger == nullptr) return false;
+    Entry* old = at_;
+    at_ = larger;
+    mask_ = after - 1;
+    for (size_t i = 0; i < before; ++i)
+      if (old[i].context != nullptr) put(old[i]);
+    std::free(old);
+    return true;
+  }
+
+  Entry* at_ = nullptr;
+  size_t mask_ = 0, used_ = 0;
+};
+
+Spin guard;  // of all that follows
+Table& table = *new Table;
+int64_t live[2] = {0, 0};            // all bytes, and all but our own
+int64_t lowest[2] = {kNone, kNone};  // of the peaks of open windows: most allocations compare with these alone
+int64_t peaks[2][kWindows];
+thread_local int hidden = 0;
+c10::Allocator* inner = nullptr;
+
+struct Locked {
+  Locked() { guard.lock(); }
+  ~Locked() { guard.unlock(); }
+};
+
+void raise(int kind) {
+  lowest[kind] = kNone;
+  for (int64_t& peak : peaks[kind]) {
+    if (peak != kNone && live[kind] > peak) peak = live[kind];
+    if (peak < lowest[kind]) lowest[kind] = peak;
+  }
+}
+
+void subtract(Entry* entry) {
+  live[0] -= entry->nbytes;
+  if (!entry->own) live[1] -= entry->nbytes;
+  table.remove(entry);
+}
+
+bool add(void* context, int64_t nbytes, c10::DeleterFnPtr deleter) {
+  const Locked locked;
+  if (Entry* before = table.find(context)) subtract(before);  // somebody freed it without us
+  const bool own = hidden > 0;
+  if (!table.add({context, nbytes, deleter, own})) return false;
+  live[0] += nbytes;
+  if (live[0] > lowest[0]) raise(0);
+  if (own) return true;
+  live[1] += nbytes;
+  if (live[1] > lowest[1]) raise(1);
+  return true;
+}
+
+void release(void* context) {
+  c10::DeleterFnPtr deleter = nullptr;
+  {
+    const Locked locked;
+    if (Entry* entry = table.find(context)) {
+      deleter = entry->deleter;
+      subtract(entry);
+    }
+  }
+  if (deleter == nullptr) deleter = inner->raw_deleter();  // from before, by `raw_deallocate`
+  if (deleter != nullptr) deleter(context);
+}
+
+class Counting final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t n) override {
+    c10::DataPtr made = inner->allocate(n);
+    void* const context = made.get_context();
+    const c10::DeleterFnPtr deleter = made.get_deleter();
+    if (context == nullptr || add(context, static_cast<int64_t>(n), deleter))
+      (void)made.compare_exchange_deleter(deleter, &release);
+    return made;
+  }
+  bool is_simple_data_ptr(const c10::DataPtr& p) const override { return inner->is_simple_data_ptr(p); }
+  c10::DeleterFnPtr raw_deleter() const override { return inner->raw_deleter() == nullptr ? nullptr : &release; }
+  void copy_data(void* to, const void* from, size_t n) const override { inner->copy_data(to, from, n); }
+};
+
+Counting& counting = *new Counting;
+
+}  // namespace
+
+extern "C" {
+
+// Whether torch allocates through us.
+int memopt_installed() { return inner != nullptr && c10::GetAllocator(c10::kCPU) == &counting; }
+
+// Puts the allocator around the one that is set, with the lowest priority that is enough: who sets one later still can.
+int memopt_install() {
+  if (inner != nullptr) return memopt_installed();
+  for (auto& kind : peaks)
+    for (int64_t& peak : kind) peak = kNone;
+  inner = c10::GetAllocator(c10::kCPU);
+  for (int priority = 0; priority < 256 && !memopt_installed(); ++priority)
+    c10::SetAllocator(c10::kCPU, &counting, static_cast<uint8_t>(priority));
+#ifndef _WIN32
+  pthread_atfork([] { guard.lock(); }, [] { guard.unlock(); }, [] { guard.unlock(); });
+#endif
+  return memopt_installed();
+}
+
+// `kind` 0: all bytes; 1: all but our own.
+int64_t memopt_live(int kind) {
+  const Locked locked;
+  return live[kind];
+}
+
+// What this thread allocates from now on is our own, until `memopt_hide(-1)`.
+void memopt_hide(int by) { hidden += by; }
+
+// Opens a window whose peak begins at what is alive. Returns its number, -1 where all are open.
+int memopt_open(int kind) {
+  const Locked locked;
+  for (int i = 0; i < kWindows; ++i)
+    if (peaks[kind][i] == kNone) {
+      peaks[kind][i] = live[kind];
+      raise(kind);
+      return i;
+    }
+  return -1;
+}
+
+int64_t memopt_peak(int kind, int window) {
+  const Locked locked;
+  return peaks[kind][window];
+}
+
+// The window begins again. Returns what is alive.
+int64_t memopt_reset(int kind, int window) {
+  const Locked locked;
+  peaks[kind][window] = live[kind];
+  raise(kind);
+  return live[kind];
+}
+
+void memopt_close(int kind, int window) {
+  const Locked locked;
+  peaks[kind][window] = kNone;
+  raise(kind);
+}
+
+// Counts the bytes of a storage (a `c10::StorageImpl`) that was made before us from now on, their end too. Returns whether they
+// are counted; not so those of another allocator (numpy, shared memory, a file).
+int memopt_adopt(void* storage) {
+  auto* const impl = static_cast<c10::StorageImpl*>(storage);
+  c10::DataPtr& data = impl->_mutable_data_ptr_no_checks();
+  void* const context = data.get_context();
+  if (context == nullptr || !data.device().is_cpu()) return 0;
+  const c10::DeleterFnPtr deleter = data.get_deleter();
+  if (deleter == &release) return 1;
+  const auto nbytes = impl->sym_nbytes().maybe_as_int();
+  if (deleter == nullptr || deleter != inner->raw_deleter() || !nbytes || !add(context, *nbytes, deleter)) return 0;
+  (void)data.compare_exchange_deleter(deleter, &release);
+  if (impl->allocator() == inner) impl->set_allocator(&counting);
+  return 1;
+}
+
+// The bytes of a storage as they are counted, -1 where they are not.
+int64_t memopt_nbytes(void* storage) {
+  const Locked locked;
+  const Entry* const entry = table.find(static_cast<c10::StorageImpl*>(storage)->_mutable_data_ptr_no_checks().get_context());
+  return entry == nullptr ? -1 : entry->nbytes;
+}
+
+// Nanoseconds are measured around this: allocations and frees through the allocator within, or through ours.
+void memopt_exercise(int64_t nbytes, int64_t times, int counted) {
+  c10::Allocator* const allocator = counted ? static_cast<c10::Allocator*>(&counting) : inner;
+  for (int64_t i = 0; i < times; ++i) (void)allocator->allocate(static_cast<size_t>(nbytes));
+}
+}

@@ -1,0 +1,101 @@
+"""What messages call a tensor that was changed: what made it, and the user's line that saved or read it, as far as known."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from lightning_memopt.errors import ModifiedError
+from lightning_memopt.graph import Graph
+from lightning_memopt.record import Slot
+
+REFUSED = "one of the variables needed for gradient computation has been modified by an inplace operation"
+"""The words of autograd."""
+
+
+class Names(Protocol):
+    """Who knows the step: `name_of` a slot (`module:op` that made it, or the parameter's name), `line_of` user code at which a
+    save was packed, and `reader_of` a slot: an op and the line that ran it. `kept`: name and line of a tensor that stays with
+    autograd, of which is known the slot's id (observed steps) or the position of the op (planned ones). Each is empty where it
+    is not known.
+    """
+
+    def name_of(self, slot: Slot) -> str: ...
+    def line_of(self, save: int) -> str: ...
+    def reader_of(self, slot: Slot) -> tuple[str, str]: ...
+    def kept(self, where: int, t: torch.Tensor) -> tuple[str, str]: ...
+
+
+class GraphNames:
+    """The names of a planned step: what its graph says, and the lines that ran when it was observed."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+
+    def name_of(self, slot: Slot) -> str:
+        return "" if slot.plan is None else self._graph.tensors[slot.plan].name
+
+    def line_of(self, save: int) -> str:
+        return self._graph.save_lines.get(save, "")
+
+    def reader_of(self, slot: Slot) -> tuple[str, str]:
+        graph = self._graph
+        ops = () if slot.plan is None else graph.consumers.get(slot.plan, ())
+        op = next((op for op in ops if op.recomputable), None)
+        return ("", "") if op is None else (op.name, graph.lines.get(op.id, ""))
+
+    def kept(self, where: int, t: torch.Tensor) -> tuple[str, str]:
+        graph, nbytes = self._graph, t.untyped_storage().nbytes()
+        near = [s for s in graph.saves if s.op == where and graph.tensors[s.tensor].nbytes == nbytes]
+        return (graph.tensors[near[0].tensor].name, graph.save_lines.get(near[0].id, "")) if len(near) == 1 else ("", "")
+
+
+def modified(what: str, now: int, then: int) -> ModifiedError:
+    """The error that autograd raises for a saved tensor that was changed in place, in its words."""
+    return ModifiedError(
+        f"{REFUSED}: {what} is at version {now}; expected version {then} instead. Do not change it between forward and "
+        "backward, or work on a clone."
+    )
+
+
+def of_saved(t: torch.Tensor, size: list[int], slot: Slot, save: int, names: Names | None) -> str:
+    """The saved tensor: its type, its size, what made it, where it was saved."""
+    return _saved(t, size, "" if names is None else names.name_of(slot), "" if names is None else names.line_of(save))
+
+
+def of_kept(t: torch.Tensor, about: tuple[Names, int] | None) -> str:
+    """The same of a tensor that stays with autograd."""
+    return _saved(t, list(t.shape), *(("", "") if about is None else about[0].kept(about[1], t)))
+
+
+def _saved(t: torch.Tensor, size: list[int], name: str, line: str) -> str:
+    known = [f"is {_made(name)}"] if name else []
+    known += [f"was saved at {line}"] if line else []
+    return f"[{t.type()} {size}]" + (f", which {' and '.join(known)}," if known else "")
+
+
+def of_start(slot: Slot, names: Names | None) -> ModifiedError:
+    """A rebuild starts from a slot whose value was changed, or emptied, since the forward."""
+    t = slot.value
+    assert t is not None
+    name = "" if names is None else names.name_of(slot)
+    op, line = ("", "") if names is None else names.reader_of(slot)
+    text = f"[{t.type()} {list(t.shape)}] of {slot.nbytes} bytes" + (f", which is {_made(name)}," if name else "")
+    if op:
+        text += f" read by {op}{' at ' + line if line else ''},"
+    if t.untyped_storage().nbytes() < slot.nbytes:
+        text += f" whose storage was resized to {t.untyped_storage().nbytes()} bytes,"
+    return ModifiedError(
+        f"{REFUSED}: {text} is at version {t._version}; a rebuild that starts from it expected version {slot.noted}. No "
+        "observed step changed it before its backward was over. Work on a clone, or set profile_steps so that an observed step "
+        "changes it: what is made from it is kept then. If you go on after this error, a step is observed again."
+    )
+
+
+def _made(name: str) -> str:
+    """Names of tensors are those of parameters and buffers, kinds ("input"), or `module:op`."""
+    module, by, op = name.partition(":")
+    if not by or not op.startswith(("aten::", "prims::")):
+        return f"the step's {name}" if name in ("input", "temporary") else name
+    return f"made by {op} in {module or 'the model'}"

@@ -1,0 +1,78 @@
+"""When a step of a session is over: by the optimizers that update the watched model, or by an update written by hand."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import nn
+
+from lightning_memopt.record import is_plain, storage_id
+from lightning_memopt.runtime.replay import Engine
+from lightning_memopt.session.observation import Observation
+
+
+class Ends:
+    """The updates of one step.
+
+    Of several optimizers, only those that have parameters of the model delimit its steps: what the optimizer of another model
+    does between this one's forward and backward (a GAN's discriminator) is part of the step. Where none of them has any (they
+    keep copies of their own), all delimit.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.model, self.optimizers = model, optimizers
+        self.by_hand = False
+        """Whether the last step was ended by an update without an optimizer."""
+        self._owners: set[int] = set()
+        self._updated: set[int] = set()
+        self._before: list[tuple[int, int]] = []
+        self._planned: weakref.ref[Engine] | None = None
+
+    def owns(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer delimits steps."""
+        if len(self.optimizers) < 2 or id(optimizer) in self._owners:
+            return True
+        trained = set(map(id, self.model.parameters()))
+        known = {id(o): o for o in (*self.optimizers, optimizer)}
+        owners = {key for key, o in known.items() if any(id(p) in trained for g in o.param_groups for p in g["params"])}
+        self._owners = owners or set(known)
+        return id(optimizer) in self._owners
+
+    def updated(self, optimizer: torch.optim.Optimizer) -> bool:
+        """An optimizer that delimits steps has updated; whether all of them have."""
+        self.by_hand = False
+        self._updated.add(id(optimizer))
+        owners = self._owners or {id(o) for o in self.optimizers}
+        return all(id(o) in self._updated for o in self.optimizers if id(o) in owners)
+
+    @property
+    def awaited(self) -> bool:
+        """Whether one optimizer has updated, and the step is over when the next forward begins."""
+        return bool(self._updated)
+
+    def written_by_hand(self, observation: Observation | None) -> bool:
+        """A forward is about to begin: whether the parameters were updated since the one before, without an optimizer.
+
+        Where the step is not observed it is known only that they were in the steps before, and that a backward is over.
+        """
+        if observation is not None:
+            written = observation.has_backward and (observation.written or self._before != self._memory())
+            self.by_hand = self.by_hand or written
+            return written
+        return self.by_hand and (self._planned is None or self._planned() is None)
+
+    def observing(self) -> None:
+        """A forward that is observed begins."""
+        self._before, self._planned = self._memory(), None
+
+    def planned(self, engine: Engine | None) -> None:
+        """A planned forward begins; its engine, where it has one, lives until its backward is over."""
+        self._planned = None if engine is None else weakref.ref(engine)
+
+    def _memory(self) -> list[tuple[int, int]]:
+        """Which parameters there are, and where: `p.data = p.data - gradient` runs no op that writes."""
+        return [(id(p), storage_id(p)) for p in self.model.parameters() if is_plain(p)]
+
+    def clear(self) -> None:
+        self._updated.clear()

@@ -1,0 +1,43 @@
+"""What the rest of the program holds on the device beside a step: it grows (an EMA copy, a replay buffer) while a plan runs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from lightning_memopt.graph import BEFORE, Graph, Tensor
+from lightning_memopt.plan import Plan
+
+
+def with_held(graph: Graph, nbytes: int) -> Graph:
+    """The graph of a step during which `nbytes` more are held from its beginning to its end."""
+    if not nbytes:
+        return graph
+    id = len(graph.tensors)
+    held = Tensor(
+        id=id,
+        name="held outside of the step",
+        nbytes=nbytes,
+        kind="temporary",
+        storage=id,
+        born_at=BEFORE,
+        freed_at=len(graph.points) - 1,
+    )
+    return dataclasses.replace(graph, tensors=(*graph.tensors, held))
+
+
+def beside(plan: Plan, nbytes: int) -> Plan:
+    """A plan with `nbytes` more in memory at every moment."""
+    if not nbytes:
+        return plan
+    reserved = plan.predicted.reserved_bytes
+    predicted = dataclasses.replace(
+        plan.predicted,
+        peak_bytes=plan.predicted.peak_bytes + nbytes,
+        reserved_bytes=reserved + nbytes if reserved else 0,
+    )
+    return dataclasses.replace(
+        plan,
+        predicted=predicted,
+        budget_bytes=plan.budget_bytes + nbytes,
+        unmodified_peak_bytes=plan.unmodified_peak_bytes + nbytes,
+    )

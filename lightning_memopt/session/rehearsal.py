@@ -1,0 +1,242 @@
+"""What an optimizer's update takes, known before anything is updated: its state, and what it has beside that for a moment.
+
+A throw-away optimizer of the same class and options steps throw-away parameters of the same sizes, which are on torch's `meta`
+device: they have a size and no memory. Nothing of the user's is read but sizes and options, and nothing of it is written;
+hooks, random numbers and modes of the user's are not reached. Only torch's own optimizers are rehearsed: the step of
+another one may do anything (print, count, talk to other processes).
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import optim
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+_LATER = 1000
+"""The number of the last step that is rehearsed: some optimizers do something else in the first ones (RAdam)."""
+_SCALARS_NBYTES = 64
+"""Of numbers that kernels make tensors of, for a moment, where no dispatch mode sees it."""
+
+Rounded = Callable[[int], int]
+"""What the device's allocator makes of a request in bytes."""
+
+
+class Update(NamedTuple):
+    """Bytes that updates take. `state_nbytes`: of the optimizer state that is made, and kept. `beside_nbytes`: what an update
+    has at its worst moment on top of parameters, gradients and all of the state, in the first step or a later one.
+    `throughout_nbytes`: what is there in the whole step, because forward and backward run inside of the update. `known`:
+    False where an update may take more than that.
+    """
+
+    state_nbytes: int = 0
+    beside_nbytes: int = 0
+    throughout_nbytes: int = 0
+    known: bool = True
+
+    def then(self, other: Update) -> Update:
+        """This update and another one after it."""
+        return Update(
+            self.state_nbytes + other.state_nbytes,
+            max(self.beside_nbytes, other.beside_nbytes),
+            max(self.throughout_nbytes, other.throughout_nbytes),
+            self.known and other.known,
+        )
+
+
+UNKNOWN = Update(known=False)
+Group = tuple[dict[str, Any], Sequence[torch.Tensor]]
+"""Options of a parameter group, and those of its parameters that are updated."""
+
+
+def with_gradients(optimizer: optim.Optimizer) -> list[Group]:
+    """The groups of this optimizer, with the parameters that have a gradient now."""
+    return [(group, [p for p in group["params"] if p.grad is not None]) for group in optimizer.param_groups]
+
+
+def rehearse(optimizer: optim.Optimizer, groups: Iterable[Group], device: torch.device, rounded: Rounded) -> Update:
+    """What the updates of these groups take; `UNKNOWN` where that cannot be said before one has run."""
+    if not _is_torchs(optimizer):
+        return UNKNOWN
+    if type(optimizer) is optim.LBFGS:
+        return _of_lbfgs(optimizer, rounded)
+    found = Update()
+    for group, params in groups:
+        there = [p for p in params if p.device.type == device.type]
+        if not there:
+            continue
+        if group.get("differentiable") or any(p.grad is None or p.grad.layout is not torch.strided for p in there):
+            return UNKNOWN
+        try:
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                found = found.then(_of_group(optimizer, group, there, device, rounded))
+        except (RuntimeError, TypeError, ValueError):
+            return UNKNOWN  # whatever is wrong with it, the user's own step will say
+    return found
+
+
+def _is_torchs(optimizer: optim.Optimizer) -> bool:
+    """Whether the step is torch's, not replaced by anybody; a scheduler's wrapper counts steps, and is not reached."""
+    raw = getattr(type(optimizer).step, "__wrapped__", None)
+    modules = (type(optimizer).__module__, getattr(raw, "__module__", None))
+    return all(f"{module}.".startswith("torch.optim.") for module in modules)
+
+
+class _Ledger(TorchDispatchMode):
+    """Counts the bytes of the tensors on these kinds of devices that ops make, while they live.
+
+    `there`: what was there before, tensors among it. `value` is what Python reads of a tensor without memory.
+    """
+
+    def __init__(self, kinds: set[str], rounded: Rounded, there: Iterable[Any]) -> None:
+        super().__init__()
+        self.kinds, self.rounded = kinds, rounded
+        self.live_nbytes = self.peak_nbytes = 0
+        self.value = 1
+        self._there = [t.untyped_storage() for t in there if isinstance(t, torch.Tensor)]
+        self._storages: dict[int, weakref.ref[Any]] = {s._cdata: weakref.ref(s) for s in self._there}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return self.value
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor) and t.device.type in self.kinds:
+                self._made(t.untyped_storage())
+        if func in _PRODUCTS and args[0].dtype in (torch.bfloat16, torch.float16):  # the CPU packs an operand (Muon)
+            packed = max(self.rounded(t.nbytes) for t in args if isinstance(t, torch.Tensor))
+            self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes + packed)
+        return out
+
+    def _made(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._storages:
+            return
+        nbytes = self.rounded(storage.nbytes())
+        self._storages[key] = weakref.ref(storage, partial(self._gone, key, nbytes))
+        self.live_nbytes += nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes)
+
+    def _gone(self, key: int, nbytes: int, _: Any) -> None:
+        del self._storages[key]
+        self.live_nbytes -= nbytes
+
+
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+
+
+def _of_group(
+    optimizer: optim.Optimizer, group: dict[str, Any], params: Sequence[torch.Tensor], device: torch.device, rounded: Rounded
+) -> Update:
+    options = {k: copy.deepcopy(v) for k, v in group.items() if k != "params"}
+    fused, capturable = bool(options.get("fused")), bool(options.get("capturable"))
+    for name in ("fused", "capturable"):  # the `meta` device has neither
+        if name in options:
+            options[name] = False
+    if "foreach" in options and options["foreach"] is None and not fused:
+        options["foreach"] = _foreach_by_default(options, params)
+    kinds = [_kind(p, bool(optimizer.state.get(p))) for p in params]
+    stands = params if options.get("foreach") else [params[i] for i in _telling(kinds)]
+    double, blank = _double(optimizer, options, stands)
+    before = {q: _nbytes(double.state[q], rounded) for q in blank}
+    there = tree_leaves([list(double.state.values()), blank, [q.grad for q in blank]])
+    ledger = _Ledger({"meta", "cpu"} if device.type == "cpu" else {"meta"}, rounded, there)
+    step = partial(type(double).step.__wrapped__, double)  # type: ignore[attr-defined]  # without hooks of anybody
+    with ledger:
+        step()
+        beside = ledger.peak_nbytes - ledger.live_nbytes
+        for number in (1, _LATER):
+            ledger.value = number if number > options.get("t0", 0) else 1  # ASGD averages from then on
+            ledger.peak_nbytes = ledger.live_nbytes
+            for state in double.state.values() if number > 1 else ():
+                count = state.get("step")
+                if isinstance(count, torch.Tensor) and not count.is_meta:
+                    count.fill_(number)
+            step()
+            beside = max(beside, ledger.peak_nbytes - ledger.live_nbytes)
+    made = {k: _nbytes(double.state[q], rounded) - before[q] for k, q in zip(_kinds(optimizer, stands), blank, strict=True)}
+    # a fused kernel makes nothing; a capturable one keeps numbers on the device, and has more of them for a moment
+    return Update(sum(made[k] for k in kinds), _SCALARS_NBYTES + (0 if fused else beside), known=not capturable)
+
+
+def _double(
+    optimizer: optim.Optimizer, options: dict[str, Any], params: Sequence[torch.Tensor]
+) -> tuple[optim.Optimizer, list[torch.Tensor]]:
+    """A throw-away optimizer with one group of throw-away parameters, and those."""
+    blank = [_blank(p) for p in params]
+    double = type(optimizer).__new__(type(optimizer))
+    groups = [options | {"params": blank}]
+    double.__setstate__({"defaults": dict(optimizer.defaults), "param_groups": groups, "state": defaultdict(dict)})
+    for p, q in zip(params, blank, strict=True):
+        assert p.grad is not None
+        q.grad = _blank(p.grad)
+        if optimizer.state.get(p):
+            double.state[q] = tree_map_only(torch.Tensor, _blank, dict(optimizer.state[p]))
+    return double, blank
+
+
+def _blank(t: torch.Tensor) -> torch.Tensor:
+    """A tensor like this one, without memory. Numbers on the CPU are copied: Python reads them (how many steps there were)."""
+    if t.dim() == 0 and t.device.type == "cpu":
+        return t.detach().clone()
+    return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="meta").requires_grad_(t.requires_grad)
+
+
+def _kind(p: torch.Tensor, has_state: bool) -> Hashable:
+    """What the update of a parameter depends on, its values aside."""
+    assert p.grad is not None
+    return (*((t.size(), t.stride(), t.dtype) for t in (p, p.grad)), has_state)
+
+
+def _kinds(optimizer: optim.Optimizer, params: Sequence[torch.Tensor]) -> list[Hashable]:
+    return [_kind(p, bool(optimizer.state.get(p))) for p in params]
+
+
+def _telling(kinds: Sequence[Hashable]) -> list[int]:
+    """Parameters, by position, that are enough where one is updated after the other: each kind, after each it comes after,
+    because what the last one made is let go only when it is made again.
+    """
+    seen: set[tuple[Hashable, Hashable]] = set()
+    chosen: set[int] = set()
+    for i, pair in enumerate(zip([None, *kinds], kinds, strict=False)):
+        if pair not in seen:
+            seen.add(pair)
+            chosen.update({max(i - 1, 0), i})
+    return sorted(chosen)
+
+
+def _nbytes(state: Any, rounded: Rounded) -> int:
+    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tree_leaves(state) if isinstance(t, torch.Tensor)}
+    return sum(rounded(s.nbytes()) for s in storages.values())
+
+
+def _foreach_by_default(options: dict[str, Any], params: Sequence[torch.Tensor]) -> bool | None:
+    """What torch chooses on the device of these parameters; on the `meta` device it would choose otherwise."""
+    from torch.optim.optimizer import _default_to_fused_or_foreach
+
+    if isinstance(options.get("lr"), torch.Tensor):
+        return None
+    return _default_to_fused_or_foreach(list(params), bool(options.get("differentiable")), use_fused=False)[1]
+
+
+def _of_lbfgs(optimizer: optim.Optimizer, rounded: Rounded) -> Update:
+    """Counted for a full history, to which the state grows: torch's step is a loop around the user's closure."""
+    (group,) = optimizer.param_groups
+    params = group["params"]
+    flat = rounded(sum(p.nbytes for p in params))
+    state = optimizer.state.get(params[0], {})
+    history = group["history_size"]
+    # directions and steps, each with a number of its own and another one of the last search; the last direction and gradient,
+    # and the scale of the first guess
+    number = rounded(params[0].element_size())
+    full = history * 2 * (flat + number) + 2 * flat + number
+    # a gradient, the last direction, and what the next one is made of; a line search keeps points and gradients of its own
+    throughout = (4 if group["line_search_fn"] is None else 10) * flat
+    return Update(max(0, full - _nbytes(state, rounded)), _SCALARS_NBYTES, throughout)

@@ -1,0 +1,115 @@
+"""Says, once, why no plan comes of the steps that go by, and what to write instead."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+
+import torch
+from torch import nn
+
+from lightning_memopt.record import compiled_modules
+from lightning_memopt.runtime.optimizer import Reason
+from lightning_memopt.session.recording import hooks_allowed
+
+FORWARDS = 20
+"""Forwards that are observed, without a step that ends, before a warning says so."""
+
+EVALUATION = Reason("the model is trained while it is in evaluation mode", "Call model.train() before the loop")
+NO_HOOKS = Reason(
+    "the model is called under torch.func, or where saved-tensor hooks are disabled", "Call it outside of that, model(x)"
+)
+CAPTURED = Reason("the model is called while a CUDA graph is captured", "Train without capturing, or without a budget")
+BLOCKED = Reason(
+    "a step of another model is being observed, and does not end", "See that the other model's optimizer steps as well"
+)
+GIVEN_UP = Reason(
+    "every step that was observed was given up, because of an exception or an evaluation in the middle of it",
+    "Evaluate after optimizer.step()",
+)
+SHAPES = Reason("its batches have more shapes than plans are made for", "Pad them to fewer shapes")
+_UNCALLED = Reason(
+    "the optimizer steps and the model itself is never called",
+    "Write model(x) instead of model.forward(x), or give optimize() the module that is called",
+)
+_NO_BACKWARD = Reason(
+    "no backward was seen of its forwards",
+    "Call backward() in the thread of the forward, and forwards that need none under torch.no_grad()",
+)
+_NO_STEP = Reason(
+    f"{FORWARDS} forwards and backwards ran and no optimizer of this run has stepped",
+    "Give optimize() the optimizer that steps, or call run.step() at the end of every step",
+)
+
+
+def unobservable(model: nn.Module, device: torch.device) -> Reason | None:
+    """Why a forward with gradients cannot be observed, or planned, now."""
+    if not model.training:
+        return EVALUATION
+    if not hooks_allowed():
+        return NO_HOOKS
+    return CAPTURED if device.type == "cuda" and torch.cuda.is_current_stream_capturing() else None
+
+
+class Silence:
+    """Counts what goes by between two plans, or observed steps. `reason`: what was said, where something was."""
+
+    def __init__(self, profile_steps: int) -> None:
+        self.paused = False
+        self.reason: Reason | None = None
+        self.compiled: str | None = None
+        """What is to be said of compiled code in this model, where there is some."""
+        self._most_steps = 2 * profile_steps
+        self._steps = self._forwards = 0
+        self._backward = self._said = False
+        self._missed: Counter[Reason] = Counter()
+
+    def heard(self) -> None:
+        """A step was observed to its end, or a state that needs no more of them is in force: the counts begin again."""
+        self._steps = self._forwards = 0
+        self._backward = False
+        self._missed.clear()
+        self.reason = None
+
+    def missed(self, reason: Reason) -> None:
+        """A call of the model, or a step, of which nothing could be observed."""
+        self._missed[reason] += 1
+
+    def forward(self, backward: bool, missed: Reason | None = None) -> None:
+        """A forward begins while there is no plan; `backward`: that of the forward before it was seen."""
+        self._forwards += 1
+        self._backward = self._backward or backward
+        if missed is not None:
+            self.missed(missed)
+        if self._forwards >= FORWARDS:
+            self._say(self._most or (_NO_STEP if self._backward else _NO_BACKWARD))
+
+    def step_ended(self) -> None:
+        """A step is over, of which nothing was observed."""
+        self._steps += not self.paused
+        if self._steps >= self._most_steps:
+            self._say(self._most or (_NO_BACKWARD if self._forwards else _UNCALLED))
+
+    def planned(self, model: nn.Module) -> None:
+        """A plan is in force: say what it cannot reach."""
+        found = compiled_modules(model)
+        if not found or self.compiled is not None:
+            return
+        if model in found:
+            part, fix = "this model", "Give optimize() the model before torch.compile, or compile some of its layers only"
+        else:
+            names = {id(m): name for name, m in model.named_modules()}
+            part = ", ".join(names[id(m)] for m in found[:3]) + ", ..." * (len(found) > 3)
+            fix = "Leave those layers eager where their memory is to be lowered"
+        self.compiled = f"nothing can be rebuilt inside of compiled code ({part}): the plan leaves its memory as it is. {fix}."
+        warnings.warn(f"MemOpt: {self.compiled}", stacklevel=2)
+
+    @property
+    def _most(self) -> Reason | None:
+        return max(self._missed, key=self._missed.__getitem__, default=None)
+
+    def _say(self, reason: Reason) -> None:
+        self.reason = reason
+        if not self._said:
+            self._said = True
+            warnings.warn(f"MemOpt: there is no plan yet, because {reason.what}. {reason.fix}.", stacklevel=2)

@@ -1,0 +1,43 @@
+"""What is in memory before a forward begins: what the step knows, and all else that is on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from lightning_memopt.graph.model import Kind
+from lightning_memopt.record import Recorder, is_plain, storage_id
+from lightning_memopt.trace.counted import Ledger
+from lightning_memopt.trace.living import living
+from lightning_memopt.trace.memory import requested_nbytes
+from lightning_memopt.trace.tracer import Tracer
+
+
+def watch_all(tracer: Tracer, recorder: Recorder, tensors: Iterable[tuple[torch.Tensor, Kind, str]]) -> None:
+    """Enter everything that is in memory before the forward begins: parameters, buffers, gradients, optimizer state, batch.
+
+    With a ledger, and on CUDA, what else is there too: until it ends where Python knows it, else to the end of the step.
+    """
+    recorder.capturing = False
+    for t, kind, name in tensors:
+        if not is_plain(t):  # sparse, nested, made in inference mode: the recorder leaves it alone
+            continue
+        slot = recorder.of_storage.get(storage_id(t))
+        if slot is None:
+            slot = recorder.adopt(t)
+            recorder.tape.slots[slot.id] = slot
+            tracer.adopt(slot, kind, name)
+    if tracer.device.type == "cuda":
+        known = sum(slot.nbytes for slot in recorder.tape.slots.values() if slot.device.type == "cuda")
+        tracer.adopt_unseen(max(0, requested_nbytes(tracer.device)[0] - known))
+    elif tracer.ledger is not None:
+        _bystanders(tracer, recorder, tracer.ledger)
+    recorder.capturing = True
+
+
+def _bystanders(tracer: Tracer, recorder: Recorder, ledger: Ledger) -> None:
+    for storage in living(tracer.device):
+        if storage._cdata not in recorder.of_storage and ledger.counter.counts(storage):
+            tracer.stands_by(storage)
+    tracer.adopt_unseen(max(0, ledger.settle()))

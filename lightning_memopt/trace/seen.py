@@ -1,0 +1,44 @@
+"""What a tracer has seen so far of a tensor, and of what autograd saved: a graph's are made of them when the step is over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from lightning_memopt.graph.model import Kind
+
+
+@dataclass(slots=True)
+class SeenTensor:
+    """One version of a storage. `freed_at`: None while it is there."""
+
+    name: str
+    nbytes: int
+    kind: Kind
+    storage: int
+    born_at: int
+    freed_at: int | None = None
+    dtype: str = ""
+    size: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class SeenSave:
+    """`line`: of the user's code. `released_at`: None until autograd lets it go."""
+
+    tensor: int
+    op: int
+    line: str
+    unpacked_at: list[int] = field(default_factory=list)
+    released_at: int | None = None
+
+
+def _own_count() -> int:
+    t = torch.empty(1)
+    cdata = t.untyped_storage()._cdata
+    return torch._C._storage_Use_Count(cdata) - 1
+
+
+OWN_COUNT = _own_count()
+"""What a storage whose Python object was once made counts by itself; it differs between versions of torch."""

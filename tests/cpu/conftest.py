@@ -1,0 +1,31 @@
+"""Plans of these tests are chosen by times that are known beforehand, so none depends on how busy the machine is.
+
+What tests real times is marked `real_times`, a test or a whole module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from lightning_memopt.session import times
+from tests.cpu.times import Known, given
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "real_times: plans are chosen by what things take on this machine: that is tested")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def known_times(request: pytest.FixtureRequest) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if request.node.get_closest_marker("real_times") is None:
+            given(patch, Known())
+        yield
+
+
+@pytest.fixture(autouse=True)
+def times_of_a_test(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("real_times") is not None:
+        given(monkeypatch, times.Times())

@@ -1,0 +1,73 @@
+"""The fuzzer: a few of its cases, those that were wrong once, and proof that it would notice."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from benchmarks.fuzzing.case import Case, Departure, Node, Step, draw
+from benchmarks.fuzzing.runs import judge, ran
+from benchmarks.fuzzing.shrink import shrunk
+from lightning_memopt.runtime import execute
+from lightning_memopt.session.buckets import Running
+
+SEEDS = range(12)
+PLAIN = Case(seed=1, nodes=tuple(Node(op, 0, 1, 1) for op in ("gated", "tanh", "dropout", "linear")), steps=(Step(8),) * 5)
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_programs_are_those_of_the_plain_run(seed: int) -> None:
+    finding = judge(draw(seed))
+    assert finding is None, f"{finding}\n{draw(seed).to_json()}"
+
+
+def test_plans_are_in_force() -> None:
+    """What is compared was rebuilt."""
+    assert ran(PLAIN, planned=True).planned
+
+
+def test_a_wrong_bit_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rebuilds that are wrong: the first planned step compares checksums, and refuses them; later ones train on."""
+    assert judge(PLAIN) is None
+    right = execute.run
+
+    def wrong(call, slots, survives):  # type: ignore[no-untyped-def]
+        right(call, slots, survives)
+        for _, made in call.made:
+            if made in slots and slots[made].value is not None and slots[made].value.is_floating_point():
+                slots[made].value.mul_(1.5)
+                slots[made].noted = slots[made].value._version
+
+    monkeypatch.setattr("lightning_memopt.runtime.planned.run", wrong)
+    verified = judge(PLAIN)
+    assert verified is not None and verified.kind == "error" and "ReplayMismatchError" in verified.text
+    monkeypatch.setattr(Running, "verifies", False)
+    unverified = judge(PLAIN)
+    assert unverified is not None and unverified.kind == "bits"
+
+
+def test_what_fails_is_made_small() -> None:
+    """One node and one step are left of a case that fails because of them."""
+    departs = Step(8, during=(Departure(2, "extra", 1), Departure(3, "hold", 1)))
+    case = dataclasses.replace(draw(3), steps=(Step(8), departs) * 4)
+
+    def fails(smaller: Case) -> bool:
+        return any(departure.what == "hold" for step in smaller.steps for departure in step.during)
+
+    small = shrunk(case, fails)
+    assert len(small.steps) == 1 and len(small.steps[0].during) == 1
+
+
+def test_a_case_is_read_as_it_was_written() -> None:
+    for seed in range(50):
+        assert Case.from_json(draw(seed).to_json()) == draw(seed)

@@ -1,0 +1,72 @@
+"""Times that are known beforehand, in the place of those that this machine takes: plans are the same ones on every machine,
+however busy, or as many different ones as there are seeds.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from lightning_memopt.graph import Graph, Op
+from lightning_memopt.plan.rates import Coding, Link, Rates
+from lightning_memopt.session import times
+from lightning_memopt.session.costs import Costs
+from lightning_memopt.session.times import Times
+
+OP_SECONDS, BYTES_PER_SECOND, FLOPS_PER_SECOND = 1e-6, 1e9, 8e9
+"""One core of a CPU."""
+COSTS = Costs(call=3e-6, argument=3e-7, recorded=1.5e-5, replayed=1.5e-5)
+FREE = Costs(0.0, 0.0, 0.0, 0.0)
+RATES = Rates(
+    name="known beforehand",
+    links={
+        "disk": Link(
+            out_bytes_per_second=1.5e9, in_bytes_per_second=4e9, out_latency_seconds=8e-5, in_latency_seconds=5e-5
+        )
+    },
+    codecs={
+        "bools": Coding(encode_bytes_per_second=1e9, decode_bytes_per_second=2e9),
+        "positive": Coding(encode_bytes_per_second=3e9, decode_bytes_per_second=3e9),
+        "block": Coding(encode_bytes_per_second=4e7, decode_bytes_per_second=4e7),
+        "gated": Coding(encode_bytes_per_second=8e7, decode_bytes_per_second=1e8),
+        "int": Coding(encode_bytes_per_second=1e8, decode_bytes_per_second=1e8),
+    },
+)
+
+
+class Known(Times):
+    """Seconds of an op by what it reads, makes and computes."""
+
+    costs = COSTS
+
+    def of_ops(self, graph: Graph, observed: list[Graph]) -> list[float]:
+        return [self.of_op(graph, op) for op in graph.ops]
+
+    def of_op(self, graph: Graph, op: Op) -> float:
+        nbytes = sum(graph.tensors[t].nbytes for t in {*op.inputs, *op.outputs})
+        return OP_SECONDS + nbytes / BYTES_PER_SECOND + op.flops / FLOPS_PER_SECOND
+
+    def of_our_work(self, measure: Callable[[], Costs]) -> Costs:
+        return self.costs
+
+    def of_transfers(self, measure: Callable[[], Rates]) -> Rates:
+        return RATES
+
+
+class Drawn(Known):
+    """Known times, each multiplied by a factor drawn from a seed, and our own work for nothing: a seed is a plan."""
+
+    costs = FREE
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+
+    def of_op(self, graph: Graph, op: Op) -> float:
+        return super().of_op(graph, op) * self.rng.lognormvariate(0, 1)
+
+
+def given(monkeypatch: pytest.MonkeyPatch, found: Times) -> None:
+    """Plans are chosen by these times until the test ends."""
+    monkeypatch.setattr(times, "current", found)
