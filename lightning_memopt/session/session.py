@@ -103,10 +103,10 @@ class Session:
                     "This model is in another run already. Leave that one first: end its optimize() block or its Trainer's fit."
                 )
             _attached[id(model)] = self
-            interrupts.watch(self)
             keep_seams(self)
             if self.device.type == "cpu":
                 count_all(self.say)
+            interrupts.watch(self)  # last: only `close` ends it
 
     # -- what adapters call ------------------------------------------------------------------------
 
