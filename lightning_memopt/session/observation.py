@@ -137,8 +137,10 @@ class Observation:
             self._round[0].forward_over = True
 
     def stop_metering(self) -> None:
-        """Before an optimizer's step that has forward and backward inside: those are metered anew."""
+        """Before an optimizer's step: what has forward and backward inside is metered anew, and what has not is not metered."""
         self._metering.close()
+        if self._round is not None:
+            self._round[0].marks = None  # who reads a meter that is closed reads nonsense
 
     @property
     def written(self) -> bool:
