@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +17,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from lightning_memopt import optimize
 from lightning_memopt.graph import resident_nbytes
 from lightning_memopt.integrations.plain import Run
+from lightning_memopt.native import counter
 from lightning_memopt.native.counting import process
+from lightning_memopt.session.step import Metering
+from lightning_memopt.trace import count_all
 
 WORDS, CLASSES, LENGTH, BATCH = 24, 24, 8, 48
 EXPOSING = ("data_ptr", "numpy", "__array__", "__dlpack__")
@@ -90,6 +94,20 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert one.keys() == other.keys()
     for name, t in one.items():
         assert torch.equal(t, other[name]), name
+
+
+def alive_nbytes() -> int:
+    """What a budget has to hold before anything runs: all that is alive, other tests' tensors too."""
+    gc.collect()
+    count_all(lambda _: None)
+    counts = counter()
+    assert counts is not None, "there is no native counter"
+    return counts.live_nbytes
+
+
+def no_step_is_measured(patch: pytest.MonkeyPatch) -> None:
+    """Sessions measure no step."""
+    patch.setattr(Metering, "begin", lambda *_: None)
 
 
 def without_counter(patch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from lightning_memopt import optimize
 from lightning_memopt.runtime.rejoining import Places
 from lightning_memopt.session.buckets import Running
 from lightning_memopt.trace import metered_cpu
-from tests.cpu.loops import QUIET, assert_same, sgd, state
+from tests.cpu.loops import QUIET, alive_nbytes, assert_same, no_step_is_measured, sgd, state
 from tests.cpu.times import Drawn, given
 
 pytestmark = pytest.mark.filterwarnings("ignore:MemOpt. the forward left the plan")
@@ -119,15 +119,17 @@ class Stack(nn.Module):
 @pytest.fixture(autouse=True)
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The session measures no step: these tests do, and two profilers cannot."""
-    monkeypatch.setattr(Running, "measures", False)
+    no_step_is_measured(monkeypatch)
 
 
 Build = Callable[[], nn.Module]
 
 
-def trained(build: Build, steps: int, budget: int | None, retained: int = 1 << 30) -> tuple[list[int], dict, Running | None]:
+def trained(
+    build: Build, steps: int, above: int | str | None, retained: int = 1 << 30
+) -> tuple[list[int], dict, Running | None]:
     """Peaks of the steps above what is resident, what they end with, and the state of the session. From step `retained` on,
-    each has two backwards.
+    each has two backwards. `above`: the budget beyond what is resident; None: no session.
     """
     torch.manual_seed(0)
     model = build()
@@ -149,9 +151,11 @@ def trained(build: Build, steps: int, budget: int | None, retained: int = 1 << 3
             peaks.append(events.peak_nbytes)
             del loss
 
-    if budget is None:
+    if above is None:
         loop()
         return peaks, state(model), None
+    momentum = sum(p.nbytes for p in model.parameters())
+    budget = above if isinstance(above, str) else alive_nbytes() + momentum + above
     with optimize(model, optimizer, budget=budget, **QUIET) as run:
         loop()
     found = run.session.main
@@ -159,16 +163,11 @@ def trained(build: Build, steps: int, budget: int | None, retained: int = 1 << 3
     return peaks, state(model), found
 
 
-def resident(model: nn.Module) -> int:
-    """Parameters, their momentum, and the batch."""
-    return 2 * sum(p.nbytes for p in model.parameters()) + TOKENS * WIDTH * 4
-
-
 def kept(build: Build, steps: int, share: float, planned: int = 2) -> tuple[list[int], int, Running]:
     """Peaks of the planned steps, and what the budget allows above what is resident; the bits are those of the plain run."""
     plain, expected, _ = trained(build, steps, None)
     above = int(share * max(plain))
-    peaks, got, found = trained(build, steps, resident(build()) + above)
+    peaks, got, found = trained(build, steps, above)
     assert_same(expected, got)
     assert found is not None and found.plan.predicted.replayed_ops
     return peaks[planned:], above, found
@@ -222,9 +221,8 @@ def test_experts_without_tokens_keep_the_budget(seed: int | None, monkeypatch: p
 def test_a_second_backward_of_a_step_that_leaves_out_layers(first: bool) -> None:
     """Nothing that it needs was let go, although parts of the plan were passed over."""
     _, expected, _ = trained(lambda: Layers(SKIPS, first, False), len(SKIPS), None, retained=4)
-    model = Layers(SKIPS, first, False)
     plain, _, _ = trained(lambda: Layers(SKIPS, first, False), len(SKIPS), None)
-    _, got, _ = trained(lambda: Layers(SKIPS, first, False), len(SKIPS), resident(model) + int(0.5 * max(plain)), retained=4)
+    _, got, _ = trained(lambda: Layers(SKIPS, first, False), len(SKIPS), int(0.5 * max(plain)), retained=4)
     assert_same(expected, got)
 
 
@@ -256,5 +254,5 @@ def test_a_name_is_given_once_a_step() -> None:
     calls = {3, 5}
     build = lambda: Stack(*(Twice(calls) for _ in range(4)))  # noqa: E731
     _, expected, _ = trained(build, 8, None)
-    _, got, _ = trained(build, 8, "min")  # type: ignore[arg-type]
+    _, got, _ = trained(build, 8, "min")
     assert_same(expected, got)
