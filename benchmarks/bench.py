@@ -19,7 +19,8 @@ from benchmarks.models import MODELS
 from lightning_memopt.graph import Graph
 from lightning_memopt.runtime import PlannedEngine, Program
 from lightning_memopt.runtime.away import Depot
-from lightning_memopt.session.observation import Observation, smoothed
+from lightning_memopt.session.graphs import smoothed
+from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.recording import PlannedRecording
 from lightning_memopt.trace import metered_cpu
 

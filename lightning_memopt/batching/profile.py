@@ -8,7 +8,7 @@ from lightning_memopt.batching.batches import host_cap, nbytes_of
 from lightning_memopt.batching.fit import FitError, StepFit, fit
 from lightning_memopt.batching.trials import Trials
 from lightning_memopt.graph import Graph
-from lightning_memopt.session.observation import smoothed
+from lightning_memopt.session.graphs import smoothed
 
 _FAR = 4
 """A size that is more than so many times the recorded ones is far from them."""

@@ -142,10 +142,10 @@ def optimize(
     Raises InfeasibleError where no plan can keep the budget, as early as that is known:
 
     - in the first forward, before it runs, where parameters, buffers, optimizer state and the batch alone are above it;
-    - in the first `optimizer.step()`, before it updates, where no plan of the first forward and backward keeps it; the
-      optimizer state that the update will make is counted for torch's own SGD, Adam and AdamW;
-    - at the end of the observed steps, after `profile_steps` real updates, where only they show it: bytes that the update
-      itself takes, the state of other optimizers, a later step that needs more than the first. It names the smallest budget.
+    - in the first `optimizer.step()`, before it updates, where no plan of the first forward and backward keeps it, with what
+      the update takes: torch's own optimizers are rehearsed on tensors without memory. The budget that it names works;
+    - at the end of the observed steps, after `profile_steps` real updates, where only they show it: what the update of another
+      optimizer takes, a later step that needs more than the first. It names the smallest budget.
 
     The observed steps are kept within the budget by eviction as well as can be; that is no promise.
     """

@@ -21,13 +21,14 @@ import torch
 
 from lightning_memopt.record.settings import SETTERS
 
-Watcher = Callable[[torch.Tensor], None]
+Watcher = Callable[[torch.Tensor, bool], None]
+Resize = Callable[[torch.Tensor], None]
 _TENSOR = ("data_ptr", "numpy", "__array__", "__dlpack__")
 _STORAGE = ("data_ptr", "__setitem__", "fill_", "copy_")
 _lock = threading.Lock()
 _watchers: list[Watcher] = []
 _listeners: list[Callable[[], None]] = []
-_resized: list[tuple[Watcher, Watcher]] = []
+_resized: list[tuple[Resize, Resize]] = []
 _originals: list[tuple[Any, str, bool, Any]] = []
 _sizes: list[tuple[Any, str, bool, Any]] = []
 _busy = threading.local()
@@ -44,28 +45,32 @@ def unwatched() -> Iterator[None]:
         _busy.on = before
 
 
-def _tell(t: torch.Tensor) -> None:
+def _tell(t: torch.Tensor, address: bool) -> None:
     if not getattr(_busy, "on", False):
         _busy.on = True
         try:
             for watcher in tuple(_watchers):
-                watcher(t)
+                watcher(t, address)
         finally:
             _busy.on = False
 
 
 def _of_tensor(original: Any) -> Any:
+    address = original.__name__ == "data_ptr"
+
     def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        _tell(self)
+        _tell(self, address)
         return original(self, *args, **kwargs)
 
     return method
 
 
 def _of_storage(original: Any) -> Any:
+    address = original.__name__ == "data_ptr"
+
     def method(self: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
         if not getattr(_busy, "on", False):
-            _tell(_on(self))
+            _tell(_on(self), address)
         return original(self, *args, **kwargs)
 
     return method
@@ -143,8 +148,8 @@ def _restore(originals: list[Any] = _originals) -> None:
 
 @contextlib.contextmanager
 def watching(watcher: Watcher, listener: Callable[[], None]) -> Iterator[None]:
-    """Call `watcher(t)` before anybody gets at the raw memory of `t`, and `listener()` after somebody set one of the settings
-    that change bits. Everything is put back when nobody watches.
+    """Call `watcher(t, address)` before anybody gets at the raw memory of `t`, by its mere address or as an array, and
+    `listener()` after somebody set one of the settings that change bits. Everything is put back when nobody watches.
     """
     try:
         with _lock:
@@ -167,7 +172,7 @@ def watching(watcher: Watcher, listener: Callable[[], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def watching_sizes(before: Watcher, after: Watcher) -> Iterator[None]:
+def watching_sizes(before: Resize, after: Resize) -> Iterator[None]:
     """Call `before(t)` and `after(t)` around every resize of a storage, with a tensor on it. Everything is put back when nobody
     watches.
     """

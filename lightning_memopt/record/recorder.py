@@ -26,9 +26,9 @@ from lightning_memopt.record.tensors import (
     detached,
     device_of,
     generator_of,
+    is_foreign,
     is_plain,
     tensors_in,
-    without_history,
 )
 
 _DETACH = torch.ops.aten.detach.default
@@ -86,8 +86,11 @@ class Recorder(TorchDispatchMode):
         slot.ok = True
         slot.version = t._version
         slot.why = why
+        slot.parameter = isinstance(t, torch.nn.Parameter)
+        # Rule 4: what starts from it is kept, and may be started from. Weights that were loaded so are not written to.
+        slot.exposed = not slot.parameter and is_foreign(t)
         if self._starts():
-            slot.value = without_history(t)
+            slot.value = detached(t)  # never the tensor itself: its `.data` may become another memory
         return slot
 
     def _starts(self) -> bool:
@@ -97,12 +100,11 @@ class Recorder(TorchDispatchMode):
     def _current(self, slot: Slot, t: torch.Tensor) -> Slot:
         """The slot, or a new one where its version counter moved unseen: a compiled region, another thread, an extension."""
         if slot.external and slot.value is None and self._starts():
-            slot.value = without_history(t)
-        if slot.version == UNKNOWN:
+            slot.value = detached(t)
+        if slot.version == UNKNOWN and not (slot.counted is not None and t._version > slot.counted + 1):
             slot.version = t._version
             if slot.value is not None:
-                # with the counter that was read; never the user's own tensor: when that is let go would not be seen
-                slot.value = without_history(t) if slot.external else detached(t)
+                slot.value = detached(t)  # with the counter that was read
         elif slot.version != t._version and slot.version != UNSHARED and self.capturing:
             return self._replaced(slot, t, "changed by what the recorder does not see")
         return slot
@@ -113,7 +115,7 @@ class Recorder(TorchDispatchMode):
         del self.of_storage[storage_id(t)]
         slot.stale = True
         new = self.adopt(t, why)
-        new.exposed = slot.exposed
+        new.exposed, new.parameter = slot.exposed, slot.parameter
         new.asked = slot.asked or slot.handles > 0
         slot.next = new.id
         earlier = self._beneath.pop(slot.id, [])
@@ -295,16 +297,17 @@ class Recorder(TorchDispatchMode):
 
     def _overwritten(self, old: Slot, t: torch.Tensor, new: Slot, call: Call | None, ok: bool) -> Slot:
         """`new`, the slot of what an op has just written over `old`, through `t`."""
-        new.version = UNSHARED if old.version == UNSHARED else UNKNOWN  # autograd moves the counter after the op
+        new.version = UNSHARED if old.version == UNSHARED else UNKNOWN  # autograd moves the counter after the op, by one
+        new.counted = t._version
         new.asked = old.asked or old.handles > 0
         old.stale = True
         old.next = new.id
         if call is None:
             new.external = new.ok = old.external
-            new.exposed = old.exposed
+            new.exposed, new.parameter = old.exposed, old.parameter
             new.why = "overwritten in place by an op that is not replayed"
             if old.external and self._starts():
-                new.value = without_history(t)
+                new.value = detached(t)
         else:
             new.ok = ok
             new.call = call
@@ -369,10 +372,10 @@ class Recorder(TorchDispatchMode):
         if slot is not None:
             slot.nbytes = t.untyped_storage().nbytes()
 
-    def expose(self, t: torch.Tensor) -> None:
+    def expose(self, t: torch.Tensor, address: bool = False) -> None:
         """Somebody takes the raw memory of `t`: from now on it may change unseen, so no replay starts from it (Rule 4).
 
-        Parameters are exempt: kernels take their addresses in order to read, and a copy of each would cost what is saved.
+        The mere `address` of a parameter is exempt: kernels take it to read, and a copy of each would cost what is saved.
         """
         if not self.capturing or not is_plain(t):
             return
@@ -381,7 +384,7 @@ class Recorder(TorchDispatchMode):
             if threading.get_ident() != self.thread:
                 return
             slot = self.adopt(t)
-        if slot.exposed or isinstance(slot.value, torch.nn.Parameter):
+        if slot.exposed or (address and slot.parameter):
             return
         if slot.read and not (slot.call is not None and slot.ok):
             self.owner.overwrites(slot)

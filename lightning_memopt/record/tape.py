@@ -47,6 +47,7 @@ class Slot:
     `value` is a tensor on the storage where something of ours holds its bytes, else None. `ok`: it can be made again from
     what is held (or is held itself). `version` is what the version counter said when it was first read.
     `noted` is what that of `value` must still say: as when it was read, when the forward ended, or when it was rebuilt.
+    `counted`: the counter while the op that wrote over the storage was under way. `parameter`: it was met as one.
     `id` numbers slots in order of first sight. `stale`: a later version, with the id `next`, has overwritten it. `read`: a
     recorded op starts from it. `exposed`: its memory was handed out. `asked`: what was saved of an earlier version may be read
     from it, where no version counter moves; `pinned`: and is, so that it stays. `plan`: the tensor of the plan's graph that it
@@ -58,6 +59,7 @@ class Slot:
         "asked",
         "away",
         "call",
+        "counted",
         "device",
         "empty",
         "exposed",
@@ -69,6 +71,7 @@ class Slot:
         "next",
         "noted",
         "ok",
+        "parameter",
         "pinned",
         "plan",
         "read",
@@ -97,8 +100,10 @@ class Slot:
         self.next: int | None = None
         self.handles = 0
         self.noted = UNKNOWN
+        self.counted: int | None = None
         self.stream: Any = None
         self.ok = self.empty = self.external = self.exposed = self.read = self.stale = self.pinned = self.asked = False
+        self.parameter = False
         self.why = ""
 
     def alive(self) -> torch.UntypedStorage | None:

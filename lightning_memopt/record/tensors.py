@@ -38,9 +38,12 @@ def detached(t: torch.Tensor) -> torch.Tensor:
         return t.detach()
 
 
-def without_history(t: torch.Tensor) -> torch.Tensor:
-    """`t` itself where it has no autograd history (a leaf is held as it is), else `detached`."""
-    return t if t.grad_fn is None else detached(t)
+def is_foreign(t: torch.Tensor) -> bool:
+    """Whether the memory of `t` was made by another library, which may write to it unseen: `torch.from_numpy`, DLPack, a file.
+
+    What processes share is not meant: batches come so from a DataLoader's workers, which write to them no more.
+    """
+    return not t.untyped_storage().resizable() and not t.is_shared()
 
 
 def conjugating(func: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._ops import OpOverload
 
 from lightning_memopt.errors import ModifiedError, ReplayMismatchError
 from lightning_memopt.record import UNKNOWN, Call, Slot, Tape, View, in_transform, numeric_flags, set_numeric_flags, tensors_in
@@ -21,6 +23,25 @@ _ABOVE = (
     | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
     | torch._C.DispatchKeySet(torch._C._dispatch_key_parse("VmapMode"))  # of `autograd.grad(is_grads_batched=True)`: no draws
 )
+
+_CHUNK = 1 << 12
+_STEP = 0x1E3779B97F4A7C15
+"""Odd, by which chunks are told apart."""
+
+
+def _drawn(n: int) -> torch.Tensor:
+    """Odd weights without a pattern, the same ones in every run."""
+    own = torch.Generator().manual_seed(1)
+    return torch.randint(-(1 << 63), (1 << 63) - 1, (n,), generator=own).bitwise_or_(1)
+
+
+_ON_CPU = _drawn(_CHUNK)  # now, because a step in which memory is measured may be the first to need them
+
+
+@cache
+def _weights(device: torch.device) -> torch.Tensor:
+    """A weight for each word of a chunk; larger ones where every op is launched."""
+    return _ON_CPU if device.type == "cpu" else _drawn(16 * _CHUNK).to(device)
 
 
 @contextlib.contextmanager
@@ -61,12 +82,19 @@ class StartChangedError(ModifiedError):
 
 
 def checksum(t: torch.Tensor) -> tuple[int, int]:
-    """Two order-sensitive-enough sums over the bits of a tensor's storage; NaN payloads and signed zeros count."""
+    """A sum over the bits of a tensor's storage, in which every word has the weight of its place, and what is left of the last
+    word. Exact, and the same on every device; NaN payloads and signed zeros count, and so does an exchange of two words.
+    """
     bits = torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
     whole = bits.numel() // 8 * 8
-    words = bits[:whole].view(torch.int64)  # no narrower: the reductions would make a wide copy
     tail = int.from_bytes(bytes(bits[whole:].tolist()), "little") if whole < bits.numel() else 0
-    return int(torch.hash_tensor(words).item()) if whole else 0, int(words.sum().item()) + tail
+    weights = _weights(t.device)
+    total = torch.zeros((), dtype=torch.int64, device=t.device)
+    for words in bits[:whole].view(torch.int64).split(weights.numel()):
+        of_chunk = weights[: words.numel()]
+        # only on the CPU has torch a product of integers that needs no memory
+        total.mul_(_STEP).add_(torch.dot(words, of_chunk) if t.is_cpu else (words * of_chunk).sum())
+    return int(total.item()), tail
 
 
 def mismatch(op: str, nbytes: int) -> ReplayMismatchError:
@@ -104,14 +132,37 @@ def missing(slot: Slot) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def _generator_at(rng: tuple[torch.Generator, torch.Tensor]) -> Iterator[None]:
-    """The generator in the state it had when the op ran; put back afterwards, so the run's own stream does not move."""
-    generator, state = rng
+@cache
+def _drawing_from_a_generator(func: OpOverload) -> OpOverload | None:
+    """The op, or its overload that draws the same numbers, if it is told which generator to draw from; None where none is."""
+    packet, name = func._overloadpacket, func._overloadname
+    names = (name, "generator" if name == "default" else f"{name}_generator", f"generator_{name}")
+    for overload in (getattr(packet, n) for n in names if n in packet.overloads()):
+        taken = {a.name: str(a.type) for a in overload._schema.arguments}
+        own = {a.name: str(a.type) for a in func._schema.arguments}
+        if "generator" in taken and {**own, "generator": ""} == {**taken, "generator": ""}:
+            return overload
+    return None
+
+
+def _draw(call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Run a random op on the numbers that it drew. The generator of the run does not move, which other threads may draw from.
+
+    An op that takes no generator draws from that one all the same, in the state that it had.
+    """
+    assert call.rng is not None
+    generator, state = call.rng
+    func = _drawing_from_a_generator(call.func)
+    if func is not None:
+        own = torch.Generator(generator.device)
+        own.set_state(state)
+        if any(isinstance(a, torch.Generator) for a in args):
+            return func._op(*(own if isinstance(a, torch.Generator) else a for a in args), **kwargs)
+        return func._op(*args, **(kwargs | {"generator": own}))
     now = generator.get_state()
     generator.set_state(state)
     try:
-        yield
+        return call.func._op(*args, **kwargs)
     finally:
         generator.set_state(now)
 
@@ -169,11 +220,7 @@ def run(call: Call, slots: dict[int, Slot], survives: Callable[[Slot], bool]) ->
     args = [_restored(a, slots, fresh) for a in call.args]
     kwargs = {k: _restored(v, slots, fresh) for k, v in call.kwargs.items()}
     torch._C._set_grad_enabled(call.grad)  # the engine's threads, and `below_autograd`, put it back
-    if call.rng is None:
-        out = call.func._op(*args, **kwargs)
-    else:
-        with _generator_at(call.rng):
-            out = call.func._op(*args, **kwargs)
+    out = call.func._op(*args, **kwargs) if call.rng is None else _draw(call, args, kwargs)
     if call.made:
         outs = tensors_in(out)
         for index, id in call.made:

@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 
 from lightning_memopt.graph import BEFORE
 from lightning_memopt.record import UNKNOWN, Call, OpRecord, Recorder, Slot, storage_id, tensors_in
-from lightning_memopt.record.tensors import PLAIN, detached, device_of, generator_of, is_plain, without_history
+from lightning_memopt.record.tensors import PLAIN, detached, device_of, generator_of, is_plain
 from lightning_memopt.runtime.rejoining import SPREAD, Made, Place, Places, number_of, starts_of
 from lightning_memopt.runtime.templates import Template, flattened, in_passing, same_constant, start_of, template_of
 
@@ -110,7 +110,7 @@ class Matcher(Recorder):
                     return None
                 slot.read = True
                 if slot.value is None and slot.external:
-                    slot.value = without_history(t)
+                    slot.value = detached(t)
                 if not (slot.ok or slot.empty or slot.value is not None):
                     startable = False
         return startable
@@ -192,11 +192,11 @@ class Matcher(Recorder):
             new.value, new.pinned = detached(t), True  # autograd reads what is in this memory, whatever that will be
         return new
 
-    def expose(self, t: torch.Tensor) -> None:
+    def expose(self, t: torch.Tensor, address: bool = False) -> None:
         slot = self.of_storage.get(storage_id(t)) if is_plain(t) else None
         if slot is not None and slot.away is not None:
             slot.away.wait_gone()  # A2: from now on it may change unseen
-        super().expose(t)
+        super().expose(t, address)
 
     def _overwritten(self, old: Slot, t: torch.Tensor, new: Slot, call: Call | None, ok: bool) -> Slot:
         self._unread.append((new, weakref.ref(t)))

@@ -25,9 +25,9 @@ from lightning_memopt.runtime.leaving import Departures
 from lightning_memopt.session import costs
 from lightning_memopt.session.advice import advice
 from lightning_memopt.session.foresight import unmodified_peak
+from lightning_memopt.session.graphs import common, difference, smoothed
 from lightning_memopt.session.held import beside, with_held
 from lightning_memopt.session.hybrid import Hybrid
-from lightning_memopt.session.observation import common, difference, smoothed
 from lightning_memopt.solvers import planner
 from lightning_memopt.units import format_nbytes
 

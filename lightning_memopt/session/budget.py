@@ -174,7 +174,7 @@ def refuse_hopeless(tensors: Iterable[Named], device: torch.device, budget_nbyte
     """Raise InfeasibleError where what is there in every step is above the budget whatever the plan: nothing has run yet.
 
     Gradients, and the optimizer state made for them, are not counted: which parameters get one shows in the first backward
-    (an expert that is not chosen, a head that is not trained, gradients that are freed as they come). See `refuse_infeasible`.
+    (an expert that is not chosen, a head that is not trained, gradients that are freed as they come). See foresight.py.
     """
     found = [t for t in tensors if t[1] != "gradient"]
     needed = resident_nbytes(found, device)

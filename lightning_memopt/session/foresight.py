@@ -18,8 +18,9 @@ from lightning_memopt.graph import BEFORE, Graph, Op, Point, Tensor, resident_nb
 from lightning_memopt.plan import reserved_bytes_of
 from lightning_memopt.session.budget import state_made
 from lightning_memopt.session.finals import Final
+from lightning_memopt.session.graphs import smoothed, with_state
 from lightning_memopt.session.hybrid import Hybrid
-from lightning_memopt.session.observation import Observation, smoothed, with_state
+from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.rehearsal import Rounded, Update, rehearse, with_gradients
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.rollout import keep_all
@@ -85,6 +86,7 @@ class Foresight:
                 each.append((final.point, update.beside_nbytes))
         return each
 
+
 def _rounded(device: torch.device) -> Rounded:
     return (lambda nbytes: nbytes) if device.type != "cuda" else lambda nbytes: -(-nbytes // _CUDA_ROUND) * _CUDA_ROUND
 
@@ -113,7 +115,7 @@ def with_update(graph: Graph, update: Update, made_nbytes: int = 0) -> Graph:
         name="optimizer update",
         phase="update",
         inputs=(),
-        outputs=(),
+        outputs=tuple(t.id for t in tensors if t.born_at == end),
         workspace_nbytes=update.beside_nbytes,
         at=end,
     )
@@ -166,14 +168,13 @@ def refuse_infeasible(graph: Graph, budget_nbytes: int, hybrid: Hybrid, say: Say
     needed = _smallest_nbytes(graph, hybrid) + headroom
     if needed <= budget_nbytes:
         return
-    enough = max(needed, _smallest_nbytes(at_worst(graph), hybrid) + headroom)
-    more = f" ({enough - needed} of them for what the loop may hold from one step to the next)" if enough > needed else ""
+    enough = max(needed, _smallest_nbytes(at_worst(graph), hybrid) + headroom) + planner.UNSEEN_NBYTES
     unknown = "" if known else " What the update takes is not known before one has run, and comes on top."
     raise InfeasibleError(
         f"No plan of this model fits {budget_nbytes} bytes ({format_nbytes(budget_nbytes)}): the smallest one needs "
         f"{needed} bytes ({format_nbytes(needed)}), of which {format_nbytes(resident_nbytes(graph))} are parameters, optimizer "
         f"state and the batch, and {format_nbytes(headroom)} are headroom. Nothing was updated.{unknown} Set budget={enough} "
-        f"or more{more}, or make the batch smaller.",
+        f"or more ({enough - needed} of them for what a loop may hold from one step to the next), or make the batch smaller.",
         smallest_nbytes=enough,
         budget_nbytes=budget_nbytes,
     )

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import weakref
 from collections.abc import Iterator
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -19,11 +18,10 @@ from torch.utils._python_dispatch import (
 )
 
 from lightning_memopt.errors import UnsupportedError
-from lightning_memopt.graph import BEFORE, Graph, Op, Tensor, fingerprint, first_difference
+from lightning_memopt.graph import Graph, Op
 from lightning_memopt.native import counter
 from lightning_memopt.record import Recorder, around_dual_levels, watching_sizes
 from lightning_memopt.runtime import ObservingEngine
-from lightning_memopt.session import times
 from lightning_memopt.session.budget import resident_tensors
 from lightning_memopt.session.finals import NEVER, Final, freed_early, kept, settled
 from lightning_memopt.session.recording import Recording, hooks_allowed
@@ -137,8 +135,12 @@ class Observation:
             self._round[0].forward_over = True
 
     def stop_metering(self) -> None:
-        """Before an optimizer's step that has forward and backward inside: those are metered anew."""
+        """Before an optimizer's step that has forward and backward inside: those are metered anew. And before the graph is read
+        in the middle of a step: what its later ops take is not known then.
+        """
         self._metering.close()
+        if self._round is not None:
+            self._round[0].marks = None  # they would read a window that is closed
 
     @property
     def written(self) -> bool:
@@ -290,118 +292,3 @@ def take_off() -> None:
 
 def _nothing(_: Any) -> None:
     """For an engine that is no longer watched."""
-
-
-def with_state(graph: Graph, nbytes: int) -> Graph:
-    """The graph of the steps that come: they begin with `nbytes` of optimizer state that the update of this one makes."""
-    if not nbytes:
-        return graph
-    updates = _updates(graph)
-    shares: list[tuple[int, int]] = []
-    for first, last in updates[:-1]:  # of each but the last update: what it makes and leaves
-        left = [t.nbytes for t in graph.tensors if first <= t.born_at <= last and t.freed_at == len(graph.points) - 1]
-        shares.append((min(sum(left), nbytes - sum(share for share, _ in shares)), first))
-    shares.append((nbytes - sum(share for share, _ in shares), updates[-1][0] if updates else len(graph.points)))
-    made = [
-        # freed where the update of this step makes it: it is counted once
-        Tensor(id=id, name="made by update", nbytes=share, kind="optimizer_state", storage=id, born_at=BEFORE, freed_at=at - 1)
-        for id, (share, at) in enumerate(((s, at) for s, at in shares if s), len(graph.tensors))
-    ]
-    return dataclasses.replace(graph, tensors=(*graph.tensors, *made))
-
-
-def _updates(graph: Graph) -> list[tuple[int, int]]:
-    """The first and the last point of every run of update ops: a step may have several (a GAN's two optimizers)."""
-    found: list[tuple[int, int]] = []
-    before = None
-    for op in graph.ops:
-        if op.phase == "update":
-            first = found.pop()[0] if before == "update" else op.at
-            found.append((first, op.at))
-        before = op.phase
-    return found
-
-
-def common(graphs: list[Graph]) -> list[Graph]:
-    """Those graphs of the forward that a plan is made for: the one that saves the most, of these the shortest. Empty where
-    another is neither a part of it nor contains it.
-
-    Steps may differ by layers that are left out at random: the plan is made for all layers, because a planned step passes over
-    ops that do not run. And by ops of their own that save nothing (a metric every few steps): it is made without them, because
-    it passes over ops that it does not know, too. What runs beyond the plan is kept. Steps that differ by sizes alone are the
-    same forward: data decides on those, whether torch knows it or not.
-    """
-    chosen = _chosen(graphs)
-    if not all(_within(g, chosen) or _within(chosen, g) for g in graphs):
-        return []
-    same = fingerprint(chosen, range(len(chosen.tensors)))
-    return [g for g in graphs if fingerprint(g, range(len(g.tensors))) == same]
-
-
-def difference(graphs: list[Graph]) -> str:
-    """What keeps these graphs from being steps of one forward (see `common`): the first op in which two of them differ."""
-    chosen = _chosen(graphs)
-    other = next(g for g in graphs if not _within(g, chosen) and not _within(chosen, g))
-    return str(first_difference(chosen, other))
-
-
-def _chosen(graphs: list[Graph]) -> Graph:
-    return max(graphs, key=lambda g: (len(g.saves), -len(g.forward)))
-
-
-def _within(part: Graph, whole: Graph) -> bool:
-    """Whether the ops of one forward are those of the other, with some left out."""
-    names = iter(op.name for op in whole.forward)
-    return all(op.name in names for op in part.forward)
-
-
-def repeatable(graphs: list[Graph]) -> Graph:
-    """The last graph; of its forward, what could not run again in one of the steps observed is not run again in any."""
-    graph = graphs[-1]
-    again = [all(ops) for ops in zip(*([op.recomputable for op in g.forward] for g in graphs), strict=True)]
-    ops = [dataclasses.replace(op, recomputable=ok) for op, ok in zip(graph.forward, again, strict=True)]
-    return dataclasses.replace(graph, ops=(*ops, *graph.ops[len(ops) :]))
-
-
-def roomy(graphs: list[Graph]) -> Graph:
-    """The last graph with room for what data decides on: per result the largest size over the steps observed, or its smallest
-    size and the largest change of an alike result, if that is more. Experts take turns: what one gained, another may gain.
-
-    Alike: made by an op of the same name and phase, of the same type, and of the same size but for what changes.
-    """
-    graph = repeatable(graphs)
-    steps = [[op for op in g.ops if op.phase != "update"] for g in graphs]
-    shapes = [[(op.name, len(op.outputs)) for op in ops] for ops in steps]
-    same = [(g, ops) for g, ops, shape in zip(graphs, steps, shapes, strict=True) if shape == shapes[-1]]
-    varying: dict[int, tuple[int, int, tuple[Any, ...]]] = {}
-    change: dict[tuple[Any, ...], int] = {}
-    workspaces: dict[int, int] = {}
-    for alike in zip(*(ops for _, ops in same), strict=True):
-        mine = alike[-1]
-        for outputs in zip(*(op.outputs for op in alike), strict=True):
-            seen = [g.tensors[t] for (g, _), t in zip(same, outputs, strict=True)]
-            least, most = min(t.nbytes for t in seen), max(t.nbytes for t in seen)
-            if least == most:
-                continue
-            key = (mine.name, mine.phase, seen[-1].dtype, *_constant([t.size for t in seen]))
-            varying[outputs[-1]] = least, most, key
-            change[key] = max(change.get(key, 0), most - least)
-            at_most = max(op.workspace_nbytes for op in alike)
-            workspaces[mine.id] = max(at_most, workspaces.get(mine.id, 0))
-    nbytes = {t: max(most, least + change[key]) for t, (least, most, key) in varying.items()}
-    tensors = tuple(dataclasses.replace(t, nbytes=nbytes.get(t.id, t.nbytes)) for t in graph.tensors)
-    ops = [dataclasses.replace(op, workspace_nbytes=workspaces.get(op.id, op.workspace_nbytes)) for op in graph.ops]
-    return dataclasses.replace(graph, tensors=tensors, ops=tuple(ops))
-
-
-def _constant(sizes: list[tuple[int, ...]]) -> tuple[int, ...]:
-    """The size without what changes: -1 stands for a dimension that does, and for one that not all have."""
-    return tuple(ns[0] if len(set(ns)) == 1 else -1 for ns in zip_longest(*sizes, fillvalue=-1))
-
-
-def smoothed(graphs: list[Graph]) -> Graph:
-    """The last graph, with room for the steps observed and the times that plans are chosen by (times.py)."""
-    graph = roomy(graphs)
-    seconds = times.current.of_ops(graph, graphs)
-    ops = tuple(dataclasses.replace(op, seconds=took) for op, took in zip(graph.ops, seconds, strict=True))
-    return dataclasses.replace(graph, ops=ops, step_seconds=sum(seconds))

@@ -110,9 +110,9 @@ class _Ledger(TorchDispatchMode):
         for t in tree_leaves(out):
             if isinstance(t, torch.Tensor) and t.device.type in self.kinds:
                 self._made(t.untyped_storage())
-        if func in _PRODUCTS and args[0].dtype in (torch.bfloat16, torch.float16):  # the CPU multiplies copies
-            copies = sum(self.rounded(t.nbytes) for t in (*args, out) if isinstance(t, torch.Tensor))
-            self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes + copies)
+        if func in _PRODUCTS and args[0].dtype in (torch.bfloat16, torch.float16):  # the CPU packs an operand (Muon)
+            packed = max(self.rounded(t.nbytes) for t in args if isinstance(t, torch.Tensor))
+            self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes + packed)
         return out
 
     def _made(self, storage: torch.UntypedStorage) -> None:
@@ -233,8 +233,10 @@ def _of_lbfgs(optimizer: optim.Optimizer, rounded: Rounded) -> Update:
     flat = rounded(sum(p.nbytes for p in params))
     state = optimizer.state.get(params[0], {})
     history = group["history_size"]
-    # directions and steps, each with a number of its own and another one of the last search; the last direction and gradient
-    full = history * 2 * (flat + rounded(params[0].element_size())) + 2 * flat
+    # directions and steps, each with a number of its own and another one of the last search; the last direction and gradient,
+    # and the scale of the first guess
+    number = rounded(params[0].element_size())
+    full = history * 2 * (flat + number) + 2 * flat + number
     # a gradient, the last direction, and what the next one is made of; a line search keeps points and gradients of its own
     throughout = (4 if group["line_search_fn"] is None else 10) * flat
     return Update(max(0, full - _nbytes(state, rounded)), _SCALARS_NBYTES, throughout)

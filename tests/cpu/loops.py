@@ -20,7 +20,7 @@ from lightning_memopt.integrations.plain import Run
 from lightning_memopt.native import counter
 from lightning_memopt.native.counting import process
 from lightning_memopt.session.step import Metering
-from lightning_memopt.trace import count_all
+from lightning_memopt.trace.living import count_all, living
 
 WORDS, CLASSES, LENGTH, BATCH = 24, 24, 8, 48
 EXPOSING = ("data_ptr", "numpy", "__array__", "__dlpack__")
@@ -96,15 +96,6 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         assert torch.equal(t, other[name]), name
 
 
-def alive_nbytes() -> int:
-    """What a budget has to hold before anything runs: all that is alive, other tests' tensors too."""
-    gc.collect()
-    count_all(lambda _: None)
-    counts = counter()
-    assert counts is not None, "there is no native counter"
-    return counts.live_nbytes
-
-
 def no_step_is_measured(patch: pytest.MonkeyPatch) -> None:
     """Sessions measure no step."""
     patch.setattr(Metering, "begin", lambda *_: None)
@@ -144,6 +135,14 @@ def budget_at(run: Run, share: float) -> int:
     assert frontier is not None
     base = resident_nbytes(frontier.graph)
     return max(frontier.smallest_bytes, int(base + share * (frontier.unmodified_peak_bytes - base)))
+
+
+def counted_nbytes() -> int:
+    """Bytes of all tensors that this process holds on the CPU, whoever made them: what a budget counts before a step begins."""
+    gc.collect()
+    count_all(lambda _: None)
+    count = counter()
+    return count.live_nbytes if count is not None else sum(s.nbytes() for s in living(torch.device("cpu")))
 
 
 def _registries() -> list[dict]:

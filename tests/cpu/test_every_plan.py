@@ -16,7 +16,8 @@ transformers = pytest.importorskip("transformers")
 from benchmarks.zoo import ZOO  # noqa: E402
 from lightning_memopt.graph import Graph, resident_nbytes  # noqa: E402
 from lightning_memopt.runtime import PlannedEngine, Program  # noqa: E402
-from lightning_memopt.session.observation import Observation, smoothed  # noqa: E402
+from lightning_memopt.session.graphs import smoothed  # noqa: E402
+from lightning_memopt.session.observation import Observation  # noqa: E402
 from lightning_memopt.session.recording import PlannedRecording  # noqa: E402
 from lightning_memopt.solvers import planner  # noqa: E402
 from lightning_memopt.trace import metered_cpu  # noqa: E402

@@ -160,7 +160,7 @@ def test_e8_autograd_grad_and_jvp():
             primal, tangent = forward_ad.unpack_dual(out)
             return (primal * tangent).sum()
 
-    exact(Body, tangents)
+    exact(Body, tangents, drops=False)  # such a level is left to itself
 
 
 class Physics(Body):

@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_memopt import optimize
 from lightning_memopt.native import Counter, build, counter, install
 from lightning_memopt.native.counting import process
+from lightning_memopt.session.observation import Observation
 from tests.cpu.loops import QUIET, batches, sgd, small, train
 
 HERE = Path(__file__).parent
@@ -235,3 +237,19 @@ def test_two_sessions_count_alike() -> None:
             assert run.plan is not None and run.session.main.measured_bytes is not None  # type: ignore[union-attr]
             assert run.session.main.measured_bytes > sum(q.nbytes for m in (one, other) for q in m.parameters())  # type: ignore
     assert process.counter is found and counter() is found
+
+
+def test_ops_after_the_end_of_metering_are_not_measured() -> None:
+    """Where metering ends in the middle of a step, later ops leave what was measured as it was."""
+    observation = Observation(model := nn.Linear(16, 16), [], torch.device("cpu"), None, verify=False, meter=True)
+    with observation.begin_round((x := torch.randn(8, 16),)):
+        out = model(x)
+    assert observation.events is not None
+    observation.stop_metering()
+    before = dict(observation.events.workspaces)
+    loss = (out * 2).sum()
+    assert before and observation.events.workspaces == before
+    observation.forward_ended()
+    loss.backward()
+    graph = observation.finish()
+    assert graph is not None and max(op.workspace_nbytes for op in graph.ops) < 1 << 20

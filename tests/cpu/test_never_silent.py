@@ -278,4 +278,4 @@ def test_peak_that_no_plan_lowers_is_explained(optimizer: Any, text: str) -> Non
     lines, run = lines_of(model, optimizer(model))
     assert run.plan is not None and run.plan.predicted_peak_bytes == run.plan.unmodified_peak_bytes
     (line,) = [line for line in lines if "At the peak" in line]
-    assert "weights" in line and text in line
+    assert "gradients" in line and text in line

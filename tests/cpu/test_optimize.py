@@ -94,6 +94,20 @@ def test_state_made_by_the_only_observed_step_is_planned_for(name: str) -> None:
     assert abs(found.measured_bytes - predicted) <= 0.01 * predicted + SMALL // 4
 
 
+def test_update_of_the_only_observed_step_is_not_metered() -> None:
+    """The meter of ops is closed where a budget is checked before the first update: no op after that has a workspace of it."""
+    model = small()
+    with optimize(model, optimizer := sgd(model), budget="min", **QUIET) as run:
+        train(model, optimizer, batches(3))
+    budget = budget_at(run, 0.6)
+    model = small()
+    with optimize(model, optimizer := sgd(model), budget=budget, verbose=False, profile_steps=1) as run:
+        train(model, optimizer, batches(3))
+        found = run.session.main
+    assert isinstance(found, Running) and 0 < found.plan.unmodified_peak_bytes < 1 << 30
+    assert found.measured_bytes is not None and found.measured_bytes <= budget
+
+
 @pytest.fixture
 def observed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int | None]]:
     """Of every observed step: the peak by the tracer's ledger, and by the allocator where the session metered it."""

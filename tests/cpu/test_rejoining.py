@@ -5,6 +5,7 @@ budget, with the bits of the plain run.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from lightning_memopt import optimize
 from lightning_memopt.runtime.rejoining import Places
 from lightning_memopt.session.buckets import Running
 from lightning_memopt.trace import metered_cpu
-from tests.cpu.loops import QUIET, alive_nbytes, assert_same, no_step_is_measured, sgd, state
+from tests.cpu.loops import QUIET, assert_same, counted_nbytes, no_step_is_measured, sgd, state
 from tests.cpu.times import Drawn, given
 
 pytestmark = pytest.mark.filterwarnings("ignore:MemOpt. the forward left the plan")
@@ -119,17 +120,18 @@ class Stack(nn.Module):
 @pytest.fixture(autouse=True)
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The session measures no step: these tests do, and two profilers cannot."""
-    no_step_is_measured(monkeypatch)
+    no_step_is_measured(monkeypatch)  # else it would be planned again
 
 
 Build = Callable[[], nn.Module]
 
 
 def trained(
-    build: Build, steps: int, above: int | str | None, retained: int = 1 << 30
+    build: Build, steps: int, above: int | Literal["min"] | None, retained: int = 1 << 30
 ) -> tuple[list[int], dict, Running | None]:
     """Peaks of the steps above what is resident, what they end with, and the state of the session. From step `retained` on,
-    each has two backwards. `above`: the budget beyond what is resident; None: no session.
+    each has two backwards. `above`: what the budget allows above what is resident, or "min"; None: no
+    session.
     """
     torch.manual_seed(0)
     model = build()
@@ -154,8 +156,9 @@ def trained(
     if above is None:
         loop()
         return peaks, state(model), None
-    momentum = sum(p.nbytes for p in model.parameters())
-    budget = above if isinstance(above, str) else alive_nbytes() + momentum + above
+    budget: int | str = above
+    if isinstance(above, int):
+        budget = above + counted_nbytes() + sum(p.nbytes for p in model.parameters())  # their momentum is to come
     with optimize(model, optimizer, budget=budget, **QUIET) as run:
         loop()
     found = run.session.main

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -125,15 +126,15 @@ def test_budget_covers_the_other_network_s_step() -> None:
     graph = run.session.frontier.graph
     phases = [a.phase for a, b in zip(graph.ops, graph.ops[1:], strict=False) if a.phase != b.phase]
     assert phases == ["forward", "backward", "update", "backward"], "then the generator's update"
-    critic = sum(p.nbytes for p in Pair().critic.parameters())
+    budget = budget_at(run, 0.5)
+    del run, graph  # what this process holds besides counts, too
     for profile_steps in (1, 2):  # after one step the state of both optimizers has just been made
-        budget = budget_at(run, 0.5)
+        gc.collect()
         found = compared(between, "generator", budget, profile_steps=profile_steps).session.main
         assert isinstance(found, Running) and found.measured_bytes is not None
         assert found.replanned == 0 and found.measured_bytes <= budget
         assert found.plan.predicted.replayed_ops > 0
-        made = [t.nbytes for t in found.program.graph.tensors if t.name == "made by update"]
-        assert len(made) == (2 if profile_steps == 1 else 0) and (not made or made[0] >= 2 * critic)
+        del found
 
 
 def test_shared_layers_with_an_optimizer_that_steps_now_and_then() -> None:
