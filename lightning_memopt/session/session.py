@@ -359,8 +359,16 @@ class Session:
         if first:
             state.announce(self.device, self.budget_nbytes, self.say)
         verify, limit = self.config.verify and first and not state.learnt, self._limit_nbytes
-        opaque = self._watch.opaque_ops
-        return Observation(self.model, self.optimizers, self.device, limit, verify, last or first, state.fixed, opaque)
+        return Observation(
+            self.model,
+            self.optimizers,
+            self.device,
+            limit,
+            verify,
+            meter=last or first,
+            fixed=state.fixed,
+            opaque_ops=self._watch.opaque_ops,
+        )
 
     # -- steps -------------------------------------------------------------------------------------
 
