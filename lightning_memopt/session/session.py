@@ -359,16 +359,8 @@ class Session:
         if first:
             state.announce(self.device, self.budget_nbytes, self.say)
         verify, limit = self.config.verify and first and not state.learnt, self._limit_nbytes
-        return Observation(
-            self.model,
-            self.optimizers,
-            self.device,
-            limit,
-            verify,
-            meter=last or first,
-            fixed=state.fixed,
-            opaque_ops=self._watch.opaque_ops,
-        )
+        watched, opaque = (self.model, self.optimizers, self.device), self._watch.opaque_ops
+        return Observation(*watched, limit, verify, meter=last or first, fixed=state.fixed, opaque_ops=opaque)
 
     # -- steps -------------------------------------------------------------------------------------
 
