@@ -23,12 +23,13 @@ from lightning_memopt.record.settings import SETTERS
 from lightning_memopt.record.uncompiled import uncompiled
 
 Watcher = Callable[[torch.Tensor, bool], None]
+Resize = Callable[[torch.Tensor], None]
 _TENSOR = ("data_ptr", "numpy", "__array__", "__dlpack__")
 _STORAGE = ("data_ptr", "__setitem__", "fill_", "copy_")
 _lock = threading.Lock()
 _watchers: list[Watcher] = []
 _listeners: list[Callable[[], None]] = []
-_resized: list[tuple[Watcher, Watcher]] = []
+_resized: list[tuple[Resize, Resize]] = []
 _originals: list[tuple[Any, str, bool, Any]] = []
 _sizes: list[tuple[Any, str, bool, Any]] = []
 _busy = threading.local()
@@ -177,7 +178,7 @@ def watching(watcher: Watcher, listener: Callable[[], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def watching_sizes(before: Watcher, after: Watcher) -> Iterator[None]:
+def watching_sizes(before: Resize, after: Resize) -> Iterator[None]:
     """Call `before(t)` and `after(t)` around every resize of a storage, with a tensor on it. Everything is put back when nobody
     watches.
     """
