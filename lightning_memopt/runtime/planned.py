@@ -149,15 +149,17 @@ class PlannedEngine(Leaving):
     def request(self, handle: Handle) -> torch.Tensor:
         with self.lock:
             event = ("unpack", handle.save, handle.unpacked)
-            self._follow(event)
-            self._segment_at(event)
+            follows = self._follow(event)
+            if follows:
+                self._segment_at(event)
             handle.unpacked += 1
             found = super().request(handle)
             if self.sums:  # in the first planned steps: the first rebuild
                 then = self.sums.pop(handle.slot.id, None)
                 if handle.slot.next is None:  # else it was overwritten where no version counts, and autograd reads that
                     self.compare(handle.slot, then)
-            self._free(event)
+            if follows:
+                self._free(event)
             return found
 
     def _segment_at(self, event: tuple[str, int, int], asked: bool = True) -> None:
@@ -206,18 +208,31 @@ class PlannedEngine(Leaving):
         """What the plan makes again when it is asked for does not stay before; once backward is astray, no plan is followed."""
         return slot.handles > 0 and (self.departures.astray or self.lives(slot))
 
-    def _follow(self, event: tuple[str, int, int]) -> None:
-        """Notice when backward goes astray. From then on nothing goes that cannot be made again.
+    def _comes_early(self, event: tuple[str, int, int]) -> bool:
+        """Whether the forward has yet to pack what the plan has asked for, or let go, by this event: autograd asks in the middle
+        of the forward, for a gradient that the plan does not know, or lets go of a graph that was not observed.
+        """
+        if self.recorder is None:
+            return False
+        saves, upto = self.program.graph.saves, self.program.turns.get(event, -1) + 1
+        return any(saves[save].op >= self.position for _, save, _ in self.program.events[self.next_event : upto])
+
+    def _follow(self, event: tuple[str, int, int]) -> bool:
+        """Notice when backward goes astray. From then on nothing goes that cannot be made again. Whether the plan says what is
+        done at this event.
 
         Saves that were not packed in this step are passed over, as if they were asked for and let go in their turn. What was
         packed, and is still to come, lets go of nothing before.
         """
+        if self._comes_early(event):
+            self.departures.astray = True
+            return False
         events, first = self.program.events, self.next_event
         if first < len(events) and events[first] == event:
             self.next_event += 1
             if self._guarded and not self.departures.astray:
                 self._unguard()
-            return
+            return True
         at = self.program.turns.get(event, -1)
         passed = events[first : max(at, 0)]
         unpack = event[0] == "unpack"
@@ -235,6 +250,7 @@ class PlannedEngine(Leaving):
                 if unpack and other[0] == "unpack" and not self.departures.astray:
                     self._segment_at(other, asked=False)
                 self._free(other, passed=True)
+        return True
 
     def _free(self, event: tuple[str, int, int], passed: bool = False) -> None:
         """What the plan lets go at an event goes; at one that was passed over, what cannot be made again stays until autograd
@@ -279,7 +295,7 @@ class PlannedEngine(Leaving):
             slot = handle.slot
             event = ("release", handle.save, 0)
             with contextlib.suppress(OffloadError):  # a copy out has failed: the bytes stay, who waits for it is told
-                self._follow(event)
-                self._free(event)
+                if self._follow(event):
+                    self._free(event)
                 if slot.handles == 0 and not self.lives(slot):
                     self._let_go(slot)

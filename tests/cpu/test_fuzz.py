@@ -31,6 +31,16 @@ def test_random_programs_are_those_of_the_plain_run(seed: int) -> None:
     assert finding is None, f"{finding}\n{draw(seed).to_json()}"
 
 
+@pytest.mark.parametrize("held", [0.0, 0.1, 0.3])
+def test_a_gradient_in_the_forward_that_no_observed_step_took(held: float) -> None:
+    """Autograd asks in the middle of the forward, and lets go, what the plan has only later: nothing else is let go for that."""
+    nodes = tuple(Node(op, 0, 0, 3) for op in ("residual", "celled", "added"))
+    departs = (Departure(0, "inner", 4),), (Departure(1, "inner", 3), Departure(2, "extra", 1))
+    steps = (Step(8), Step(8), *(Step(8, during=during) for during in departs))
+    finding = judge(Case(seed=10, nodes=nodes, steps=steps, plan=10, held=held, observed=2))
+    assert finding is None, finding
+
+
 def test_plans_are_in_force() -> None:
     """What is compared was rebuilt."""
     assert ran(PLAIN, planned=True).planned
