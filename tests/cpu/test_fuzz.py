@@ -33,7 +33,7 @@ def test_random_programs_are_those_of_the_plain_run(seed: int) -> None:
 
 @pytest.mark.parametrize("held", [0.0, 0.1, 0.3])
 def test_a_gradient_in_the_forward_that_no_observed_step_took(held: float) -> None:
-    """Autograd asks in the middle of the forward, and lets go, what the plan has only later: nothing else is let go for that."""
+    """Autograd asks in the middle of the forward for what the plan has only later: nothing else is let go for that."""
     nodes = tuple(Node(op, 0, 0, 3) for op in ("residual", "celled", "added"))
     departs = (Departure(0, "inner", 4),), (Departure(1, "inner", 3), Departure(2, "extra", 1))
     steps = (Step(8), Step(8), *(Step(8, during=during) for during in departs))
