@@ -65,7 +65,9 @@ def layer_name(graph: Graph, tensor: Tensor, layer: LayerOf) -> str:
         path = tensor.name.removesuffix(".grad")
         named = tensor.kind in ("parameter", "buffer", "gradient")
         return layer(path.rpartition(".")[0]) if named else tensor.name
-    op = graph.producers[tensor.id]
+    op = graph.producers.get(tensor.id)
+    if op is None:
+        return tensor.name  # of what is not recorded
     return layer(op.scope) if op.phase == "forward" else op.phase
 
 

@@ -15,6 +15,7 @@ import torch
 
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import BEFORE, Graph, Op, Point, Tensor, resident_nbytes, unmodified_levels
+from lightning_memopt.native import counter
 from lightning_memopt.plan import reserved_bytes_of
 from lightning_memopt.session.budget import state_made
 from lightning_memopt.session.finals import Final
@@ -45,7 +46,8 @@ class Foresight:
             return
         self.update = self._rehearsed(observation.device)
         if budget_nbytes is not None:
-            observation.stop_metering()  # what ops have for a moment counts too
+            if observation.metered:
+                observation.stop_metering()  # only then the profiler says what ops had for a moment
             refuse_infeasible(self.to_come(observation), budget_nbytes, hybrid, say, self.update.known)
 
     def to_come(self, observation: Observation) -> Graph:
@@ -65,7 +67,9 @@ class Foresight:
             return with_state(graph, made)
         grows = [o for o in self.optimizers if type(o) is torch.optim.LBFGS]
         more = sum(rehearse(o, [], device, _rounded(device)).state_nbytes for o in grows)
-        return with_update(with_state(graph, made), self.update._replace(state_nbytes=more), made)
+        counted = device.type == "cpu" and counter() is not None  # then what the update held is in the graph already
+        throughout = 0 if counted else self.update.throughout_nbytes
+        return with_update(with_state(graph, made), self.update._replace(state_nbytes=more, throughout_nbytes=throughout), made)
 
     def _rehearsed(self, device: torch.device) -> Update:
         found = Update()

@@ -15,7 +15,6 @@ where a forward begins and ends.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -24,13 +23,13 @@ import torch
 from torch import nn
 
 from lightning_memopt.config import MemOptConfig, disabled
-from lightning_memopt.errors import AlreadyAttachedError, ConfigError
+from lightning_memopt.errors import ConfigError
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Plan, write_plan
-from lightning_memopt.record import drop_seams, interrupts, keep_seams
 from lightning_memopt.runtime import PlannedEngine
 from lightning_memopt.runtime.optimizer import Reason, count_versions
 from lightning_memopt.runtime.replay import Engine
+from lightning_memopt.session.attachment import Attachment
 from lightning_memopt.session.buckets import Observing, Running, State
 from lightning_memopt.session.budget import (
     Neighbours,
@@ -45,7 +44,7 @@ from lightning_memopt.session.ends import Ends
 from lightning_memopt.session.foresight import Foresight
 from lightning_memopt.session.hybrid import Hybrid
 from lightning_memopt.session.in_backward import InBackward, wanted
-from lightning_memopt.session.observation import Observation, take_off
+from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.recording import PlannedRecording, Recording
 from lightning_memopt.session.round import Rounds
 from lightning_memopt.session.shapes import Signature, signature_of
@@ -54,11 +53,8 @@ from lightning_memopt.session.silence import BLOCKED, WAITS, Silence, unobservab
 from lightning_memopt.session.step import Metering, in_compiled_code
 from lightning_memopt.session.watch import Watch
 from lightning_memopt.solvers.planner import Frontier
-from lightning_memopt.trace import backward_runs, count_all
+from lightning_memopt.trace import backward_runs
 from lightning_memopt.versions import supported
-
-_attached: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
-"""The open session of a model, by its identity: every front asks here."""
 
 
 class Session:
@@ -95,19 +91,11 @@ class Session:
         self._hybrid = Hybrid(self.device, config)
         self._in_backward: InBackward | None = None
         self._entered = self._left = False
-        self._watches = self.enabled
+        self._attachment: Attachment | None = None
         if self.enabled:
             refuse_sharded(model)
             self._hybrid.check()
-            if id(model) in _attached:
-                raise AlreadyAttachedError(
-                    "This model is in another run already. Leave that one first: end its optimize() block or its Trainer's fit."
-                )
-            _attached[id(model)] = self
-            keep_seams(self)
-            if self.device.type == "cpu":
-                count_all(self.say)
-            interrupts.watch(self)  # last: only `close` ends it
+            self._attachment = Attachment(model, self.device, self.say)  # last: only `close` ends it
 
     # -- what adapters call ------------------------------------------------------------------------
 
@@ -250,13 +238,8 @@ class Session:
             self._in_backward.updates.given_up()
         self._metering.close()
         self._hybrid.close()
-        if self._watches:
-            _attached.pop(id(self.model), None)
-            take_off()
-            interrupts.unwatch(self)
-            drop_seams(self)
-            self._watches = False
-            interrupts.settle()
+        if self._attachment is not None:
+            self._attachment.leave()
 
     # -- results -----------------------------------------------------------------------------------
 
@@ -380,8 +363,8 @@ class Session:
         if first:
             state.announce(self.device, self.budget_nbytes, self.say)
         verify, limit = self.config.verify and first and not state.learnt, self._limit_nbytes
-        opaque = self._watch.opaque_ops
-        return Observation(self.model, self.optimizers, self.device, limit, verify, last or first, state.fixed, opaque)
+        watched, opaque = (self.model, self.optimizers, self.device), self._watch.opaque_ops
+        return Observation(*watched, limit, verify, meter=last or first, fixed=state.fixed, opaque_ops=opaque)
 
     # -- steps -------------------------------------------------------------------------------------
 

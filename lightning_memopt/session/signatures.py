@@ -52,7 +52,7 @@ class Buckets(dict[Signature, State]):
         if isinstance(state, Running) and state.overtaken:  # the step that raised may not have ended
             state = state.observed_again()
         if isinstance(state, Running) and state.lender is not None and self._wasted(signature, state.lender):
-            state = self._begins(1)
+            state = self._begins(signature, 1)
         elif state is None or (isinstance(state, Observing) and (state.waits or self._lasts(signature, state))):
             alone = state is not None and state.alone
             state = (None if alone else self._borrowing(signature)) or self._observing(signature, steps, state)
@@ -138,16 +138,16 @@ class Buckets(dict[Signature, State]):
         planned = [s for s, state in self._own() if isinstance(state, Running)]
         alone = before is not None and before.alone
         if self._may_plan and self.solves.allows(signature, planned, alone):
-            return self._begins(steps)
+            return self._begins(signature, steps)
         self.solves.waits(signature, alone)
         if before is not None and before.waits:
             return before
         self._make_room(waiting=True)
         return Observing(0, alone=alone)
 
-    def _begins(self, steps: int) -> State:
+    def _begins(self, signature: Signature, steps: int) -> State:
         self._make_room(waiting=False)
-        self.solves.begins()
+        self.solves.begins(signature)
         return Observing(steps)
 
     def _make_room(self, waiting: bool) -> None:

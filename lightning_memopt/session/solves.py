@@ -2,7 +2,7 @@
 longer than it saves.
 
 The first `FREE_STEPS` steps of a forward are free. They show what a run consists of: its first batch is planned for, then
-batches that are clearly larger, those that come again, and those that run other ops.
+batches that are clearly larger, those that come again, and those that run other ops; `FREE_SOLVES` in all.
 
 After them a plan is solved `SECONDS_APART` seconds after another one at the earliest, and only where it pays: without it, the
 batches that it would have served have already lost as many seconds as it is expected to take. Who has occurred that often is
@@ -20,6 +20,7 @@ from lightning_memopt.session import times
 from lightning_memopt.session.shapes import Signature, alike, elements, serves
 
 FREE_STEPS = 10
+FREE_SOLVES = 4
 SECONDS_APART = 60.0
 _LARGER = 1.25
 """A batch that is as many times as large as a lender may replace it in the free steps: sizes that rise take few plans."""
@@ -46,7 +47,8 @@ class Solves:
     def __init__(self) -> None:
         self.count = 0
         self._steps = self._forwards = 0
-        self._began: dict[Signature, int] = {}
+        self._began: dict[Signature, list[int]] = {}
+        """Of a kind of forward: the step that began it, and its solves."""
         self._unplanned: dict[Signature, _Unplanned] = {}
         self._last: float | None = None
         self._seconds = 0.0
@@ -84,9 +86,11 @@ class Solves:
         """A forward begins."""
         self._forwards += 1
 
-    def begins(self) -> None:
+    def begins(self, signature: Signature) -> None:
         """A signature is about to be observed, to be solved for."""
         self.count += 1
+        if signature[:2] in self._began:
+            self._began[signature[:2]][1] += 1
         self._last = times.current.now()
 
     def ended(self, signature: Signature, ops: int, seconds: float) -> None:
@@ -121,8 +125,9 @@ class Solves:
     def _free(self, signature: Signature) -> bool:
         kind = signature[:2]
         if kind not in self._began and len(self._began) < _KINDS:
-            self._began[kind] = self._steps
-        return kind in self._began and self._steps - self._began[kind] < FREE_STEPS
+            self._began[kind] = [self._steps, 0]
+        began, solves = self._began.get(kind, (-FREE_STEPS, 0))
+        return self._steps - began < FREE_STEPS and solves < FREE_SOLVES
 
     def _lost(self, signature: Signature) -> float:
         """Seconds that were lost without a plan for this signature: its own uses, and of those that it would have served."""

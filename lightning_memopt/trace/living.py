@@ -47,7 +47,11 @@ def living(device: torch.device) -> list[torch.UntypedStorage]:
 
 
 def count_all(say: Callable[[str], None]) -> None:
-    """Put the native counter in place where it can be, once a process: what is alive on the CPU is counted too."""
+    """Put the native counter in place where it can be, once a process: what is alive on the CPU is counted too.
+
+    What nobody can reach any more (a run that an error ended, in a cycle with its traceback) goes before: it would count.
+    """
+    gc.collect()
     known = counter() is not None
     counts = install(say)
     if counts is not None and not known:

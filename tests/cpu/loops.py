@@ -19,6 +19,7 @@ from lightning_memopt.graph import resident_nbytes
 from lightning_memopt.integrations.plain import Run
 from lightning_memopt.native import counter
 from lightning_memopt.native.counting import process
+from lightning_memopt.session.step import Metering
 from lightning_memopt.trace.living import count_all, living
 
 WORDS, CLASSES, LENGTH, BATCH = 24, 24, 8, 48
@@ -93,6 +94,11 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert one.keys() == other.keys()
     for name, t in one.items():
         assert torch.equal(t, other[name]), name
+
+
+def no_step_is_measured(patch: pytest.MonkeyPatch) -> None:
+    """Sessions measure no step."""
+    patch.setattr(Metering, "begin", lambda *_: None)
 
 
 def without_counter(patch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.integrations.plain import Run
 from lightning_memopt.native import Window, counter, install
 from lightning_memopt.plan import lower, read_plan, validate
+from lightning_memopt.plan.peak import at_peak
 from lightning_memopt.session.buckets import Failed, Running
 from lightning_memopt.solvers.rollout import keep_all
 from tests.cpu.loops import QUIET
@@ -212,6 +213,8 @@ def test_what_no_op_makes_is_predicted(name: str, window: Window) -> None:
     graph = graph_of(run)
     report = validate(graph, keep_all(graph), lower(graph, keep_all(graph)))
     assert report.ok, report.problems[:3]
+    assert at_peak(graph, run.plan.lives).total == run.plan.predicted_peak_bytes
+    assert "MemOpt" in run.report()
 
 
 def test_a_plan_with_what_no_op_makes_is_written_and_read(window: Window, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import stat
@@ -42,6 +43,8 @@ def test_k1_infeasible_names_the_smallest() -> None:
     smallest = caught.value.smallest_nbytes
     assert smallest is not None and str(smallest) in str(caught.value) and "20000" in str(caught.value)
     assert installed()[:2] == [None, []]
+    del caught, o  # what the error refers to is in memory, too
+    gc.collect()
     model = small(dropout=0.0)
     with optimize(model, o := sgd(model), budget=smallest * 21 // 20, on_exceed="raise", **QUIET) as run:
         train(model, o, batches(3))

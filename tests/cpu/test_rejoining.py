@@ -16,7 +16,7 @@ from lightning_memopt import optimize
 from lightning_memopt.runtime.rejoining import Places
 from lightning_memopt.session.buckets import Running
 from lightning_memopt.trace import metered_cpu
-from tests.cpu.loops import QUIET, assert_same, counted_nbytes, sgd, state
+from tests.cpu.loops import QUIET, assert_same, counted_nbytes, no_step_is_measured, sgd, state
 from tests.cpu.times import Drawn, given
 
 pytestmark = pytest.mark.filterwarnings("ignore:MemOpt. the forward left the plan")
@@ -120,7 +120,7 @@ class Stack(nn.Module):
 @pytest.fixture(autouse=True)
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The session measures no step: these tests do, and two profilers cannot."""
-    monkeypatch.setattr(Running, "measures", False)
+    no_step_is_measured(monkeypatch)  # else it would be planned again
 
 
 Build = Callable[[], nn.Module]

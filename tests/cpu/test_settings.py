@@ -106,6 +106,13 @@ PYTHON = {
 """Settings that Python files of `torch.backends` keep for themselves, and why no bit depends on them."""
 
 
+@pytest.fixture(autouse=True)
+def assignable() -> Iterator[None]:
+    """Properties of `torch.backends` may be set, as in a user's program: torch's own test modules forbid it when imported."""
+    with torch.backends.__allow_nonbracketed_mutation():
+        yield
+
+
 def test_every_setter_of_torch_is_handled_or_known_to_change_no_bits() -> None:
     handled = {name for owner, name in SETTERS if owner in (torch, torch._C)}
     setters = {

@@ -13,11 +13,10 @@ from lightning_memopt import optimize
 from lightning_memopt.graph import fingerprint, resident_nbytes, unmodified_levels
 from lightning_memopt.runtime import Program
 from lightning_memopt.runtime.rejoining import Places
-from lightning_memopt.session.buckets import Running
 from lightning_memopt.session.graphs import common, roomy
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.trace import metered_cpu
-from tests.cpu.loops import QUIET, assert_same, counted_nbytes, sgd, state
+from tests.cpu.loops import QUIET, assert_same, counted_nbytes, no_step_is_measured, sgd, state
 
 WIDTH, TOKENS, STEPS = 48, 768, 7
 
@@ -104,7 +103,7 @@ def trained(above: int | None) -> tuple[list[int], dict[str, Tensor]]:
 
 def test_planned_steps_of_other_sizes_keep_the_budget(monkeypatch) -> None:
     """The plan holds although no step has the sizes it was made for; without that, everything would be kept."""
-    monkeypatch.setattr(Running, "measures", False)  # two profilers cannot measure
+    no_step_is_measured(monkeypatch)  # else it would be planned again
     plain, expected = trained(None)
     above = int(0.5 * max(plain))
     peaks, got = trained(above)

@@ -1,0 +1,43 @@
+"""What an open session has put in place for the whole process: it is taken away when the session closes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from lightning_memopt.errors import AlreadyAttachedError
+from lightning_memopt.record import drop_seams, interrupts, keep_seams
+from lightning_memopt.session.observation import take_off
+from lightning_memopt.trace import count_all
+
+_attached: weakref.WeakValueDictionary[int, Attachment] = weakref.WeakValueDictionary()
+"""By the identity of a model: a model has one open session at most, whichever front opened it."""
+
+
+class Attachment:
+    """Of one session, from here until `leave`. Raises AlreadyAttachedError where the model has a session."""
+
+    def __init__(self, model: nn.Module, device: torch.device, say: Callable[[str], None]) -> None:
+        if id(model) in _attached:
+            raise AlreadyAttachedError(
+                "This model is in another run already. Leave that one first: end its optimize() block or its Trainer's fit."
+            )
+        self._model = id(model)
+        _attached[self._model] = self
+        keep_seams(self)
+        if device.type == "cpu":
+            count_all(say)
+        interrupts.watch(self)  # last: only `leave` ends it
+
+    def leave(self) -> None:
+        """Take it all away, and raise an exception that a destructor could not. May be repeated."""
+        if _attached.get(self._model) is not self:
+            return
+        take_off()
+        interrupts.unwatch(self)
+        drop_seams(self)
+        del _attached[self._model]
+        interrupts.settle()
