@@ -164,7 +164,7 @@ def test_many_lengths_take_few_plans(seen: Seen, mode: str, most: int) -> None:
     assert_same(expected, state(model))
     assert all(torch.equal(a, b) for a, b in zip(plain, losses, strict=True))
     assert len({tuple(x.shape) for x in data}) > 40
-    assert seen.plans <= most and seen.kinds["planned"] >= (0.8 if mode == "lengths" else 0.5) * len(data), seen
+    assert seen.plans <= most and seen.kinds["planned"] >= (0.7 if mode == "lengths" else 0.5) * len(data), seen
     assert len(seen.peaks) == len(data) and max(seen.peaks) <= budget
     assert any(isinstance(s, Running) and s.program.schedule.segments for s in run.session.buckets.values())
 
