@@ -56,7 +56,8 @@ _PROOFS = 4
 class Observing:
     """`steps` real steps are to be recorded; `graphs` are those recorded so far. `again`: how often drift led here.
 
-    With 0 steps it waits until a plan may be made: every step is kept within the budget by eviction.
+    With 0 steps it waits until a plan may be made: every step is kept within the budget by eviction. `alone`: it tried a plan
+    of another batch, which does not serve.
 
     Where parameters are updated in backward, its first step is a `lesson` (in_backward.py); then it has `learnt`, and ops of
     the forward are `fixed`.
@@ -69,6 +70,7 @@ class Observing:
     lesson: bool = False
     learnt: bool = False
     fixed: frozenset[int] = frozenset()
+    alone: bool = False
 
     @property
     def waits(self) -> bool:
@@ -148,8 +150,8 @@ class Running:
     step. `strays`: forwards in a row that left the plan. `again`: how often drift was answered by observing.
     `held_nbytes`: what others hold beyond what the frontier knows, `regrown`: how often that was more. `said_bytes`: the peak
     that a warning named.
-    `wasted`, `proofs`: of a lender, uses by much smaller batches, and measured steps of its borrowers. `learnt`: it is known
-    which parameters are updated in backward.
+    `wasted`, `proofs`, `refused`: of a lender, uses by much smaller batches, measured steps of its borrowers, and borrowers
+    that it does not serve. `learnt`: it is known which parameters are updated in backward.
     """
 
     def __init__(
@@ -161,7 +163,7 @@ class Running:
         self.replanned = replanned
         self.lender = lender
         self.measured_bytes: int | None = None
-        self.steps = self.strays = self.again = self.wasted = self.proofs = self.excess_nbytes = 0
+        self.steps = self.strays = self.again = self.wasted = self.proofs = self.refused = self.excess_nbytes = 0
         self.matched = self.deviated = False
         self.held_nbytes = self.regrown = self.said_bytes = 0
         self.learnt: bool = lender is not None and lender.learnt
@@ -173,6 +175,15 @@ class Running:
     def lend(self) -> Running:
         """The state of a batch that is no larger and borrows this plan."""
         return Running(self.plan, self.program.graph, self.frontier, self.replanned, lender=self)
+
+    def has_room(self, times_larger: float) -> bool:
+        """Whether a batch so many times as large may borrow this plan: it is no larger, or what it takes is within the budget
+        although all of it grows with the square of a batch's size.
+        """
+        if times_larger <= 1.0:
+            return True
+        resident = resident_nbytes(self.program.graph)
+        return resident + times_larger**2 * (self.plan.predicted.needed_bytes - resident) <= self.plan.budget_bytes
 
     @property
     def overtaken(self) -> frozenset[int]:
@@ -249,8 +260,10 @@ class Running:
         if self.lender is not None:
             self.lender.proofs += 1
 
-    def step_ended(self, say: Say) -> State:
-        """A step is over: where the plan is no longer that of the forward, the state that observes again."""
+    def step_ended(self, say: Say, measured_nbytes: int | None) -> State:
+        """A step is over: where the plan is no longer that of the forward, the state that observes again. `measured_nbytes`:
+        what the step took, where that is known.
+        """
         self.steps += 1
         if self.overtaken:
             return self.observed_again()
@@ -258,17 +271,28 @@ class Running:
             self._watch()
         self.departures.clear()
         if self.lender is not None:
-            # each tensor that is larger, and perhaps its gradient, on top of all that was predicted
-            most = self.plan.predicted_peak_bytes + 2 * self.excess_nbytes
-            if not self.strays and most <= self.plan.budget_bytes:
-                return self
-            why = "it runs other ops" if self.strays else f"its tensors are {format_nbytes(self.excess_nbytes)} larger"
-            say(f"MemOpt: a batch cannot borrow another one's plan ({why}): observing it")
-            return Observing(1)
+            return self if self._is_served(measured_nbytes) else self._alone("a batch cannot borrow another one's plan", say)
         if self.strays < _IN_A_ROW or self.again >= _AGAIN:
             return self
         say(f"MemOpt: {self.strays} forwards in a row left the plan; observing again ({self.again + 1} of {_AGAIN})")
         return Observing(1, again=self.again + 1)
+
+    def _is_served(self, measured_nbytes: int | None) -> bool:
+        """Whether a borrower keeps its loan: its step was measured within the budget, whatever its ops were (a recurrent net
+        runs fewer ops for fewer words), or it ran those of the plan, and nothing speaks against it.
+        """
+        if measured_nbytes is not None and measured_nbytes <= self.plan.budget_bytes:
+            return True
+        # each tensor that is larger, and perhaps its gradient, on top of all that was predicted
+        return not self.strays and self.plan.predicted_peak_bytes + 2 * self.excess_nbytes <= self.plan.budget_bytes
+
+    def _alone(self, why: str, say: Say) -> Observing:
+        """The state of a borrower that its lender does not serve: it waits for a plan of its own."""
+        assert self.lender is not None
+        self.lender.refused += 1
+        larger = f" (its tensors are {format_nbytes(self.excess_nbytes)} larger)" if self.excess_nbytes else ""
+        say(f"MemOpt: {why}{' (it runs other ops)' if self.strays else larger}")
+        return Observing(0, alone=True)
 
     def observed_again(self) -> Observing:
         """The state after a step that changed what rebuilds start from: what is made from it is kept. Its error said so."""
@@ -299,8 +323,7 @@ class Running:
         if config.on_exceed == "warn" or self.frontier is None:
             return self._exceeds(peak_nbytes, f"{text}.")
         if self.lender is not None:
-            say(f"MemOpt: {text}, of a larger batch; observing this one")
-            return Observing(1)
+            return self._alone(f"{text}, of a larger batch", say)
         larger = peak_nbytes - grown - predicted > _SLIGHT * predicted
         if self.program.empty and larger and self.again < _AGAIN:
             # nothing is dropped, so nothing was compared: sizes that no tensor of the batch shows may be others

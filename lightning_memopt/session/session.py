@@ -30,7 +30,7 @@ from lightning_memopt.runtime import PlannedEngine
 from lightning_memopt.runtime.optimizer import Reason, count_versions
 from lightning_memopt.runtime.replay import Engine
 from lightning_memopt.session.attachment import Attachment
-from lightning_memopt.session.buckets import Failed, Observing, Running, State
+from lightning_memopt.session.buckets import Observing, Running, State
 from lightning_memopt.session.budget import (
     Neighbours,
     budget_on,
@@ -47,8 +47,9 @@ from lightning_memopt.session.in_backward import InBackward, wanted
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.recording import PlannedRecording, Recording
 from lightning_memopt.session.round import Rounds
-from lightning_memopt.session.signatures import Buckets, Signature, signature_of
-from lightning_memopt.session.silence import BLOCKED, SHAPES, Silence, unobservable
+from lightning_memopt.session.shapes import Signature, signature_of
+from lightning_memopt.session.signatures import Buckets
+from lightning_memopt.session.silence import BLOCKED, WAITS, Silence, unobservable
 from lightning_memopt.session.step import Metering, in_compiled_code
 from lightning_memopt.session.watch import Watch
 from lightning_memopt.solvers.planner import Frontier
@@ -203,20 +204,20 @@ class Session:
         ran, self._ran = self._ran, []
         if ran:
             self._neighbours.step()
-        if isinstance(self.current, Observing):
-            self._observed(self.current)
+        before = self.current
+        if isinstance(before, Observing):
+            self._observed(before)
         # what was measured of a step with several batches is said of the one that needs most
         largest = max(ran, key=lambda state: state.plan.predicted_peak_bytes, default=None)
         for state in ran:
-            after = state.step_ended(self.say)
+            after = state.step_ended(self.say, measured.peak_nbytes if measured is not None else None)
             if after is state and measured is not None:
                 if state is largest:
                     after = state.measured(*measured, self.budget_nbytes, self.config, self.say)
                 else:
                     state.was_metered()
             self._become(state, after)
-        if measured is not None and isinstance(self.current, Failed) and not ran:
-            self.current.measured(measured.peak_nbytes, self.budget_nbytes)
+        self.buckets.step_ended(before, bool(ran), measured.peak_nbytes if measured is not None else None, self.budget_nbytes)
         self.silence.step_ended()
 
     def evaluating(self) -> None:
@@ -313,9 +314,12 @@ class Session:
                     self.silence.forward(False, BLOCKED)
                     return None
                 self._watch.now = self._observe(state)
-            self.silence.forward(backward, SHAPES if state.waits else None)
+            self.silence.forward(backward, WAITS if state.waits else None)
             self._ends.observing()
-            self._metering.observing()
+            if state.waits:
+                self._metering.begin(self.model, self.optimizers, batch, self.device, wanted=False)
+            else:
+                self._metering.observing()
             return self._watch.now.begin_round(batch, self._metering.possible)
         self.silence.heard()
         self._ends.planned(None)
@@ -374,7 +378,7 @@ class Session:
             state.lesson_over(graph)
             return
         graph = self._foresight.complete(graph, self.device, early=self._in_backward is not None)
-        self._become(state, state.observed(graph, self._limit_nbytes, self._hybrid, self.say))
+        self._become(state, self.buckets.observed(state, graph, self._limit_nbytes, self._hybrid, self.say))
 
     def _become(self, old: State, new: State) -> None:
         if new is not old:

@@ -8,20 +8,20 @@ bounded here: plans, borrowers, and how often one is planned for.
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
-import torch
-from torch.utils._pytree import tree_leaves
-
-from lightning_memopt.session.buckets import Observing, Running, State
-
-Signature = tuple[Any, ...]
+from lightning_memopt.graph import Graph
+from lightning_memopt.session import times
+from lightning_memopt.session.buckets import Failed, Observing, Running, Say, State
+from lightning_memopt.session.hybrid import Hybrid
+from lightning_memopt.session.shapes import Signature, alike, elements, times_larger
+from lightning_memopt.session.silence import WAITS
+from lightning_memopt.session.solves import Solves
 
 PLANS = 16
-"""Signatures with a state of their own; then the one used least recently makes room."""
+"""Signatures with a state of their own, and as many that wait for a plan; then the one used least recently makes room."""
 BORROWERS = 64
 """Signatures that borrow; each remembers what its ops looked like."""
+_REFUSALS = 3
+"""Borrowers that may leave a plan before it is lent no more, unless more of them have kept to it."""
 _STEPS_A_PLAN = 50
 """After the first `PLANS`, one more plan is made in this many forwards: planning must not become what a run does."""
 _LARGE = 2
@@ -29,35 +29,13 @@ _PATIENCE = 8
 """A plan for a batch `_LARGE` times as large rebuilds more than it would have to: after so many uses, observe the small one."""
 
 
-def signature_of(part: int, trained: tuple[bool, ...], batch: Any) -> Signature:
-    """Which forward of a step, which parameters are trained, then shape, dtype and device of each tensor of the batch."""
-    tensors = (t for t in tree_leaves(batch) if isinstance(t, torch.Tensor))
-    return (part, trained, *((tuple(t.shape), t.dtype, t.device.type) for t in tensors))
-
-
-def serves(lender: Signature, signature: Signature) -> bool:
-    """Whether the plan of the first may serve the second: alike but for sizes, no more elements in all, and none of the
-    dimensions behind the first is larger. Samples may be more if they are shorter: what they take grows with their length at
-    least in proportion.
-    """
-    if lender[:2] != signature[:2] or len(lender) != len(signature) or _elements(signature) > _elements(lender):
-        return False
-    return all(
-        a[1:] == b[1:] and len(a[0]) == len(b[0]) and all(n >= m for n, m in zip(a[0][1:], b[0][1:], strict=True))
-        for a, b in zip(lender[2:], signature[2:], strict=True)
-    )
-
-
-def _elements(signature: Signature) -> int:
-    return sum(math.prod(shape) for shape, _, _ in signature[2:])
-
-
 class Buckets(dict[Signature, State]):
     """The state of every signature, the one used least recently first."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.planned = 0
+        self.solves = Solves()
+        self._waiting = Failed(WAITS.what)
         self.forwards = 0
 
     @property
@@ -69,13 +47,15 @@ class Buckets(dict[Signature, State]):
     def enter(self, signature: Signature, steps: int) -> State:
         """The state for a forward of this signature; a new one observes `steps` steps, unless it may borrow."""
         self.forwards += 1
+        self.solves.forward()
         state = self.pop(signature, None)
         if isinstance(state, Running) and state.overtaken:  # the step that raised may not have ended
             state = state.observed_again()
         if isinstance(state, Running) and state.lender is not None and self._wasted(signature, state.lender):
-            state = self._observing(1)
-        elif state is None or (isinstance(state, Observing) and state.waits):
-            state = self._borrowing(signature) or self._observing(steps)
+            state = self._begins(signature, 1)
+        elif state is None or (isinstance(state, Observing) and (state.waits or self._lasts(signature, state))):
+            alone = state is not None and state.alone
+            state = (None if alone else self._borrowing(signature)) or self._observing(signature, steps, state)
         self[signature] = state
         return state
 
@@ -87,11 +67,32 @@ class Buckets(dict[Signature, State]):
             elif isinstance(state, Running) and state.lender is old:
                 del self[signature]
 
+    def observed(self, state: Observing, graph: Graph, limit_nbytes: int | None, hybrid: Hybrid, say: Say) -> State:
+        """`state.observed`, with the time that solving takes."""
+        signature, began = self._of(state), times.current.now()
+        if state.waits:
+            self.solves.recorded(signature, len(graph.ops))
+        after = state.observed(graph, limit_nbytes, hybrid, say)
+        if isinstance(after, Running):
+            self.solves.ended(signature, len(graph.ops), times.current.now() - began)
+        return after
+
+    def step_ended(self, state: State | None, planned: bool, measured_nbytes: int | None, budget_nbytes: int | None) -> None:
+        """A step of this state is over, all that it led to included; `planned`: a plan was in force."""
+        waited = isinstance(state, Observing) and state.waits
+        self.solves.step_ended(planned and not waited if planned or waited else None)
+        unplanned = self._waiting if waited else state
+        if measured_nbytes is not None and isinstance(unplanned, Failed) and not planned:
+            unplanned.measured(measured_nbytes, budget_nbytes)
+
+    def _of(self, state: State) -> Signature:
+        return next((signature for signature, found in self.items() if found is state), ())
+
     def _borrowing(self, signature: Signature) -> State | None:
-        lenders = [(s, state) for s, state in self._own() if isinstance(state, Running) and serves(s, signature)]
+        lenders = [(s, state) for s, state in self._lenders() if state.has_room(times_larger(s, signature))]
         if not lenders:
             return None
-        _, lender = min(lenders, key=lambda pair: _elements(pair[0]))
+        _, lender = min(lenders, key=lambda pair: elements(pair[0]))
         if self._wasted(signature, lender):
             return None
         borrowers = [s for s, state in self.items() if isinstance(state, Running) and state.lender is not None]
@@ -99,13 +100,25 @@ class Buckets(dict[Signature, State]):
             del self[borrowers[0]]
         return lender.lend()
 
+    def _lenders(self) -> list[tuple[Signature, Running]]:
+        own = [(s, state) for s, state in self._own() if isinstance(state, Running)]
+        return [(s, state) for s, state in own if state.refused < _REFUSALS or state.refused < state.proofs]
+
+    def _lasts(self, signature: Signature, state: Observing) -> bool:
+        """Whether a signature that was to be observed for several steps has not come again until others had a plan."""
+        if state.steps == 1 or state.learnt or state.lesson:
+            return False
+        return any(alike(s, signature) for s, _ in self._lenders())
+
     def _wasted(self, signature: Signature, lender: Running) -> bool:
         """Counts uses of a plan that is too large; whether this one should rather be observed."""
-        of = next((s for s, state in self.items() if state is lender), None)
-        if of is None or lender.program.empty or _LARGE * _elements(signature) > _elements(of):
+        of = self._of(lender)
+        if not of or lender.program.empty or _LARGE * elements(signature) > elements(of):
             return False
         lender.wasted += 1
-        if lender.wasted < _PATIENCE or not self._may_plan:
+        # at most all that the plan takes on top of the unmodified step, in proportion to the batch
+        each = lender.plan.predicted.seconds * elements(signature) / max(1, elements(of))
+        if lender.wasted < _PATIENCE or not self._may_plan or not self.solves.pays(lender.wasted * each, signature):
             return False
         lender.wasted = 0
         return True
@@ -116,20 +129,34 @@ class Buckets(dict[Signature, State]):
 
     @property
     def _may_plan(self) -> bool:
-        return self.planned < PLANS + self.forwards // _STEPS_A_PLAN
+        return self.solves.count < PLANS + self.forwards // _STEPS_A_PLAN
 
-    def _observing(self, steps: int) -> State:
-        """A state for a signature that nothing serves. Where no plan can be made now, it is kept within the budget by eviction
-        alone until one can.
+    def _observing(self, signature: Signature, steps: int, before: Observing | None) -> State:
+        """A state for a signature that nothing serves. Where no plan is to be made now, it is kept within the budget by
+        eviction alone until one is.
         """
-        own = self._own()
-        if len(own) >= PLANS:
-            signature, oldest = own[0]
-            del self[signature]
-            for s, state in list(self.items()):
-                if isinstance(state, Running) and state.lender is oldest:
-                    del self[s]
-        if not self._may_plan:
-            return Observing(0)
-        self.planned += 1
+        planned = [s for s, state in self._own() if isinstance(state, Running)]
+        alone = before is not None and before.alone
+        if self._may_plan and self.solves.allows(signature, planned, alone):
+            return self._begins(signature, steps)
+        self.solves.waits(signature, alone)
+        if before is not None and before.waits:
+            return before
+        self._make_room(waiting=True)
+        return Observing(0, alone=alone)
+
+    def _begins(self, signature: Signature, steps: int) -> State:
+        self._make_room(waiting=False)
+        self.solves.begins(signature)
         return Observing(steps)
+
+    def _make_room(self, waiting: bool) -> None:
+        """Where there are too many, let go of the one used least recently; `waiting`: of those that wait for a plan."""
+        own = [(s, state) for s, state in self._own() if (isinstance(state, Observing) and state.waits) is waiting]
+        if len(own) < PLANS:
+            return
+        signature, oldest = own[0]
+        del self[signature]
+        for s, state in list(self.items()):
+            if isinstance(state, Running) and state.lender is oldest:
+                del self[s]

@@ -12,6 +12,8 @@ from lightning_memopt.record import compiled_modules
 from lightning_memopt.runtime.optimizer import Reason
 from lightning_memopt.session.recording import hooks_allowed
 
+WAITING = 4
+"""Forwards without a plan, because of their shapes, before a warning says so."""
 FORWARDS = 20
 """Forwards that are observed, without a step that ends, before a warning says so."""
 
@@ -27,7 +29,10 @@ GIVEN_UP = Reason(
     "every step that was observed was given up, because of an exception or an evaluation in the middle of it",
     "Evaluate after optimizer.step()",
 )
-SHAPES = Reason("its batches have more shapes than plans are made for", "Pad them to fewer shapes")
+WAITS = Reason(
+    "its batches have ever new shapes, no plan in force serves them, and one for each would take longer than it saves",
+    "Pad them to a few lengths, or sort them by length",
+)
 _UNCALLED = Reason(
     "the optimizer steps and the model itself is never called",
     "Write model(x) instead of model.forward(x), or give optimize() the module that is called",
@@ -60,7 +65,7 @@ class Silence:
         self.compiled: str | None = None
         """What is to be said of compiled code in this model, where there is some."""
         self._most_steps = 2 * profile_steps
-        self._steps = self._forwards = 0
+        self._steps = self._forwards = self._waited = 0
         self._backward = self._said = False
         self._missed: Counter[Reason] = Counter()
 
@@ -78,6 +83,13 @@ class Silence:
     def forward(self, backward: bool, missed: Reason | None = None) -> None:
         """A forward begins while there is no plan; `backward`: that of the forward before it was seen."""
         self._forwards += 1
+        self._waited += missed is WAITS
+        if missed is WAITS and self._waited == WAITING:
+            warnings.warn(
+                "MemOpt: batches of ever new shapes run without a plan: no plan in force serves them, and one for each would "
+                f"take longer than it saves. Only eviction lowers what they take, which is slower. {WAITS.fix}.",
+                stacklevel=2,
+            )
         self._backward = self._backward or backward
         if missed is not None:
             self.missed(missed)
@@ -110,6 +122,6 @@ class Silence:
 
     def _say(self, reason: Reason) -> None:
         self.reason = reason
-        if not self._said:
+        if not self._said and reason is not WAITS:
             self._said = True
             warnings.warn(f"MemOpt: there is no plan yet, because {reason.what}. {reason.fix}.", stacklevel=2)

@@ -7,6 +7,7 @@ measured on this machine. Set `current` to another one to plan for times that ar
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
 
 class Times:
     """The times of this machine."""
+
+    def now(self) -> float:
+        """Seconds of a clock that never goes back."""
+        return time.monotonic()
 
     def of_ops(self, graph: Graph, observed: list[Graph]) -> list[float]:
         """Seconds of each op of the graph that a plan is made for, from the steps `observed`.

@@ -18,8 +18,10 @@ from lightning_memopt.session.buckets import Running
 from lightning_memopt.session.budget import resident_nbytes as resident_on
 from lightning_memopt.session.budget import resident_tensors
 from lightning_memopt.session.observation import Observation
+from lightning_memopt.session.solves import Solves
 from lightning_memopt.session.step import StepMeter
 from tests.cpu.loops import QUIET, agrees, assert_same, state, without_counter
+from tests.cpu.times import Known, given
 
 WORDS = 32
 
@@ -76,6 +78,7 @@ class Seen:
     kinds: Counter[str] = field(default_factory=Counter)
     peaks: list[int] = field(default_factory=list)
     plans: int = 0
+    measured: bool = False
 
 
 @pytest.fixture
@@ -90,17 +93,23 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         assert peak is not None
         found.peaks.append(peak)
         found.kinds["planned"] += 1
+        found.measured = True
         return peak
 
     def made(self: Observation, *args: Any, **options: Any) -> None:
-        init(self, *args, **(options | {"meter": True}))
+        init(self, *args, **options)
+        self.meter = True
 
     def begun(self: Observation, batch: Any, *rest: Any) -> Any:
+        found.measured = False
         self.base = resident_on(resident_tensors(self.model, self.optimizers, batch), self.device)  # type: ignore[attr-defined]
         return begin(self, batch, *rest)
 
     def finished(self: Observation) -> Any:
         graph = finish(self)
+        if found.measured:  # it waits for a plan, and was measured meanwhile
+            found.peaks.pop()
+            found.kinds["planned"] -= 1
         found.peaks.append(self.base + self.events.peak_nbytes)  # type: ignore
         found.kinds["observed"] += 1
         return graph
@@ -138,9 +147,9 @@ def shapes(mode: str, count: int) -> list[tuple[int, int]]:
     return [(8 if mode == "lengths" else 1024 // n, n) for n in lengths]
 
 
-@pytest.mark.parametrize(("mode", "most"), [("lengths", 10), ("words", 16)])
+@pytest.mark.parametrize(("mode", "most"), [("lengths", 4), ("words", 4)])
 def test_many_lengths_take_few_plans(seen: Seen, mode: str, most: int) -> None:
-    """Random lengths: a few plans, a few observed steps, every step within the budget, the plain run's bits."""
+    """Random lengths: a few plans, most steps under one, every step within the budget, the plain run's bits."""
     data = [words(*shape, seed=i) for i, shape in enumerate(shapes(mode, 100 if mode == "lengths" else 60))]
     budget = budget_for(max(data, key=lambda x: x.shape[0] * x.shape[1] ** 2), 0.5)
     seen.kinds.clear()
@@ -155,7 +164,7 @@ def test_many_lengths_take_few_plans(seen: Seen, mode: str, most: int) -> None:
     assert_same(expected, state(model))
     assert all(torch.equal(a, b) for a, b in zip(plain, losses, strict=True))
     assert len({tuple(x.shape) for x in data}) > 40
-    assert seen.plans <= most and seen.kinds["observed"] <= most + 2, seen
+    assert seen.plans <= most and seen.kinds["planned"] >= (0.7 if mode == "lengths" else 0.5) * len(data), seen
     assert len(seen.peaks) == len(data) and max(seen.peaks) <= budget
     assert any(isinstance(s, Running) and s.program.schedule.segments for s in run.session.buckets.values())
 
@@ -207,7 +216,7 @@ class Branching(Attending):
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
         if x.shape[1] < 40:
-            for _ in range(3):
+            for _ in range(12):
                 out = torch.tanh(out.sin().exp())
         return out
 
@@ -218,7 +227,7 @@ def branching() -> nn.Module:
 
 
 def test_a_batch_that_runs_other_ops_is_observed() -> None:
-    """What borrows and then leaves the plan is observed by itself, once."""
+    """What borrows, leaves the plan, and takes more than the plan allows for, is observed by itself, once."""
 
     def use(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
         return train(model, optimizer, [words(6, n) for n in (48, 48, 48, 32, 32, 32, 32)])
@@ -252,8 +261,20 @@ def test_what_is_larger_than_planned_is_counted() -> None:
     assert len(found) == 2 and all(isinstance(s, Running) and s.lender is None for s in found)
 
 
-def test_a_much_smaller_batch_gets_a_plan_of_its_own() -> None:
-    """After some uses of a plan that rebuilds more than the batch needs, it is observed."""
+class Hurried(Known):
+    """Minutes go by between two questions, and solving takes no time: any solve pays."""
+
+    seconds = 0.0
+
+    def now(self) -> float:
+        self.seconds += 100.0
+        return self.seconds
+
+
+def test_a_much_smaller_batch_gets_a_plan_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After some uses of a plan that rebuilds more than the batch needs, it is observed, if that pays."""
+    given(monkeypatch, Hurried())
+    monkeypatch.setattr(Solves, "expected_seconds", lambda *_: 0.0)
 
     def use(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
         return train(model, optimizer, [words(6, 64)] * 3 + [words(6, 16)] * 12)

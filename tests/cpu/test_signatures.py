@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from lightning_memopt.session.buckets import Observing
-from lightning_memopt.session.signatures import PLANS, Buckets, serves, signature_of
+from lightning_memopt.session.shapes import serves, signature_of
+from lightning_memopt.session.signatures import PLANS, Buckets
+from lightning_memopt.session.solves import Solves
 
 
 def signature(*shape: int) -> Any:
@@ -24,14 +27,35 @@ def test_serves() -> None:
     assert not serves(signature(8, 64), other)
 
 
-def test_states_are_bounded() -> None:
-    """Ever longer batches: no more states than `PLANS`, the oldest make room, and planning becomes rare."""
+def pictures(*sizes: tuple[int, int]) -> Any:
+    return signature_of(0, (True,), ([torch.empty(3, h, w, device="meta") for h, w in sizes],))
+
+
+def test_serves_lists_of_samples() -> None:
+    """Of a list of samples the order does not matter, and one may be larger where another is smaller: not the largest, not all
+    of them, not the two largest. A pair (inputs, targets) is no such list.
+    """
+    lender = pictures((6, 6), (4, 4), (2, 2), (2, 2))
+    assert serves(lender, pictures((2, 2), (3, 3), (6, 6), (2, 3)))
+    assert not serves(lender, pictures((6, 6), (6, 4), (1, 1), (1, 1)))  # the two largest
+    assert not serves(lender, pictures((7, 5), (4, 4), (2, 2), (2, 2)))  # padded in height
+    assert not serves(lender, pictures((4, 4), (4, 4), (4, 4), (4, 4)))  # all of them
+    assert not serves(lender, pictures((6, 6), (4, 4), (2, 2)))  # other ops
+    pair = [signature_of(0, (True,), [torch.empty(4, n), torch.empty(4, m)]) for n, m in ((9, 5), (5, 9))]
+    assert not serves(*pair)
+
+
+def test_states_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ever longer batches, of which all may be planned for: no more states than `PLANS`, and as many that wait; the oldest make
+    room, and planning becomes rare.
+    """
     found = Buckets()
+    monkeypatch.setattr(Solves, "allows", lambda *_: True)
     waiting = 0
     for n in range(1, 501):
         state = found.enter(signature(4, n), 1)
         assert isinstance(state, Observing)
         waiting += state.waits
-        assert len(found) <= PLANS and found.planned <= PLANS + n // 50
-    assert waiting == 500 - found.planned and found.planned == PLANS + 500 // 50
-    assert not found.keys() & {signature(4, n) for n in range(1, 400)}
+        assert len(found) <= 2 * PLANS and found.solves.count <= PLANS + n // 50
+    assert waiting == 500 - found.solves.count and found.solves.count == PLANS + 500 // 50
+    assert not {s for s, state in found.items() if state.waits} & {signature(4, n) for n in range(1, 400)}  # type: ignore[union-attr]
