@@ -209,8 +209,8 @@ class PlannedEngine(Leaving):
         return slot.handles > 0 and (self.departures.astray or self.lives(slot))
 
     def _comes_early(self, event: tuple[str, int, int]) -> bool:
-        """Whether the forward has yet to pack what the plan has asked for, or let go, by this event: autograd asks in the middle
-        of a forward, for a gradient, or lets go of a graph, of which the plan knows nothing.
+        """Whether the forward has yet to pack what the plan has asked for, or let go, by this event. Autograd asks, or lets
+        go of a graph, in the middle of the forward, and the plan knows nothing of that.
         """
         if self.recorder is None:
             return False
