@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.plan import Plan
-from lightning_memopt.record import instead_of_calls, unwatched_call
+from lightning_memopt.record import instead_of_calls, uncompiled, uncompiled_itself, unwatched_call
 from lightning_memopt.report.frontier import Row, rows
 from lightning_memopt.report.table import summary
 from lightning_memopt.runtime.optimizer import Reason
@@ -72,6 +72,24 @@ class Run:
             self._paused = self.session.silence.paused = before
 
 
+class _Call:
+    """Around one call of the model: its round, of which a compiled step that calls the model eagerly sees nothing."""
+
+    __slots__ = ("_round",)
+
+    @uncompiled
+    def __init__(self, run: Run, batch: Any) -> None:
+        self._round = contextlib.nullcontext() if run._paused else run.session.round(batch)
+
+    @uncompiled
+    def __enter__(self) -> None:
+        self._round.__enter__()
+
+    @uncompiled
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._round.__exit__(*error)
+
+
 def _attach(stack: contextlib.ExitStack, run: Run, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
     """Watch the model's calls and the optimizers' updates until the stack is closed.
 
@@ -80,8 +98,9 @@ def _attach(stack: contextlib.ExitStack, run: Run, model: nn.Module, optimizers:
     """
     session = run.session
 
+    @uncompiled_itself
     def watched(*args: Any, **kwargs: Any) -> Any:
-        with contextlib.nullcontext() if run._paused else session.round((args, kwargs)):
+        with _Call(run, (args, kwargs)):
             return unwatched_call(model)(*args, **kwargs)
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:

@@ -17,6 +17,7 @@ from lightning_memopt.record.rules import Rule, is_norm, register_op, rule_of, r
 from lightning_memopt.record.settings import numeric_flags, set_numeric_flags
 from lightning_memopt.record.tape import UNKNOWN, Call, Slot, Tape, View, storage_id
 from lightning_memopt.record.tensors import detached, fills, is_plain, tensors_in
+from lightning_memopt.record.uncompiled import uncompiled, uncompiled_itself
 
 __all__ = [
     "UNKNOWN",
@@ -49,6 +50,8 @@ __all__ = [
     "set_numeric_flags",
     "storage_id",
     "tensors_in",
+    "uncompiled",
+    "uncompiled_itself",
     "unwatched",
     "unwatched_call",
     "watching",

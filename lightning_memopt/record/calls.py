@@ -20,6 +20,8 @@ from typing import Any
 
 from torch import nn
 
+from lightning_memopt.record.uncompiled import uncompiled, uncompiled_itself
+
 CALL = "_compiled_call_impl"
 Told = Callable[[nn.Module], None]
 _lock = threading.RLock()
@@ -33,6 +35,7 @@ _keepers: weakref.WeakSet[Any] = weakref.WeakSet()
 class _Seam:
     """In the place of `_compiled_call_impl` on a class; what instances have of their own (`module.compile()`) stays theirs."""
 
+    @uncompiled
     def __get__(self, module: nn.Module | None, owner: type) -> Any:
         if module is None:
             return None
@@ -54,6 +57,7 @@ class _Seam:
 _SEAM = _Seam()
 
 
+@uncompiled
 def unwatched_call(module: nn.Module) -> Callable[..., Any]:
     """What a call of the module runs when nobody watches it."""
     own = module.__dict__.get(CALL)
@@ -116,12 +120,18 @@ def compiled_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in eager_modules(model) if _compiled(module)]
 
 
+@uncompiled
+def _tell(told: Told, module: nn.Module) -> None:
+    told(module)
+
+
+@uncompiled_itself
 def _call(module: nn.Module, before: Told, after: Told, *args: Any, **kwargs: Any) -> Any:
-    before(module)
+    _tell(before, module)
     try:
         return module._call_impl(*args, **kwargs)
     finally:
-        after(module)
+        _tell(after, module)
 
 
 def _leave(entered: list[nn.Module]) -> None:

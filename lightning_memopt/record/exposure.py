@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from lightning_memopt.record.settings import SETTERS
+from lightning_memopt.record.uncompiled import uncompiled
 
 Watcher = Callable[[torch.Tensor, bool], None]
 Resize = Callable[[torch.Tensor], None]
@@ -58,6 +59,7 @@ def _tell(t: torch.Tensor, address: bool) -> None:
 def _of_tensor(original: Any) -> Any:
     address = original.__name__ == "data_ptr"
 
+    @uncompiled
     def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         _tell(self, address)
         return original(self, *args, **kwargs)
@@ -68,6 +70,7 @@ def _of_tensor(original: Any) -> Any:
 def _of_storage(original: Any) -> Any:
     address = original.__name__ == "data_ptr"
 
+    @uncompiled
     def method(self: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
         if not getattr(_busy, "on", False):
             _tell(_on(self), address)
@@ -82,6 +85,7 @@ def _on(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _resizing(original: Any) -> Any:
+    @uncompiled
     def method(self: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
         told = tuple(_resized)
         for before, _ in told:
@@ -96,6 +100,7 @@ def _resizing(original: Any) -> Any:
 
 
 def _setting(original: Any) -> Any:
+    @uncompiled
     def function(*args: Any, **kwargs: Any) -> Any:
         try:
             return original(*args, **kwargs)
@@ -107,6 +112,7 @@ def _setting(original: Any) -> Any:
 
 
 def _forbidding(original: Any) -> Any:
+    @uncompiled
     def disable(message: str, fail_if_non_empty: bool = True) -> Any:
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
         engine = getattr(top[0], "__self__", None) if top is not None else None

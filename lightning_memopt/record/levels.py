@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from lightning_memopt.record.uncompiled import uncompiled
+
 Told = Callable[[], None]
 _lock = threading.Lock()
 _told: list[tuple[Told, Told, int]] = []
@@ -34,6 +36,7 @@ def in_dual_level() -> bool:
 
 
 def _enter(original: Any) -> Any:
+    @uncompiled
     def enter_dual_level() -> int:
         outermost = not in_dual_level()
         if outermost:
@@ -46,6 +49,7 @@ def _enter(original: Any) -> Any:
 
 
 def _exit(original: Any) -> Any:
+    @uncompiled
     def exit_dual_level(*, level: int | None = None) -> None:
         original(level=level)
         if not in_dual_level():

@@ -30,6 +30,7 @@ from lightning_memopt.record.tensors import (
     is_plain,
     tensors_in,
 )
+from lightning_memopt.record.uncompiled import uncompiled
 
 _DETACH = torch.ops.aten.detach.default
 _EMPTY_STRIDED = torch.ops.aten.empty_strided.default
@@ -154,6 +155,7 @@ class Recorder(TorchDispatchMode):
             return [self._capture(v, reads, plain) for v in value]
         return value
 
+    @uncompiled
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         return self.record(func, args, kwargs or {})
 

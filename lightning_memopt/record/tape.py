@@ -15,6 +15,7 @@ import torch
 from torch._ops import OpOverload
 
 from lightning_memopt.record.settings import numeric_flags
+from lightning_memopt.record.uncompiled import uncompiled
 
 UNKNOWN = -1
 """No version: the counter has not been read yet."""
@@ -196,6 +197,7 @@ class Tape:
         self._weak.append(found)
         return found
 
+    @uncompiled
     def __del__(self) -> None:
         weak = getattr(self, "_weak", None)  # interrupted before it was made, there is none
         while weak:

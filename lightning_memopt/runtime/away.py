@@ -31,7 +31,7 @@ import torch
 
 from lightning_memopt.errors import TierFullError
 from lightning_memopt.plan.forms import EXACT, codec_of, tier_of
-from lightning_memopt.record import fills
+from lightning_memopt.record import fills, uncompiled
 from lightning_memopt.runtime.codecs import codec
 from lightning_memopt.runtime.tiers import Parked, Stopwatch, Tier
 
@@ -213,6 +213,7 @@ class Away:
             shown.record_stream(now)
             self._read_on = now
 
+    @uncompiled
     def __del__(self) -> None:
         parked = getattr(self, "_parked", None)
         if parked is not None:

@@ -13,22 +13,27 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_memopt.record import uncompiled
+
 Told = Callable[[torch.Tensor], None]
 _GRAD: Any = torch.Tensor.grad
 _lock = threading.RLock()
 _listeners: list[Told] = []
 
 
+@uncompiled
 def _read(p: torch.Tensor) -> torch.Tensor | None:
     for told in tuple(_listeners):
         told(p)
     return _GRAD.__get__(p)
 
 
+@uncompiled
 def _write(p: torch.Tensor, value: torch.Tensor | None) -> None:
     _GRAD.__set__(p, value)
 
 
+@uncompiled
 def _delete(p: torch.Tensor) -> None:
     _GRAD.__delete__(p)
 

@@ -14,7 +14,7 @@ import torch
 from torch._ops import OpOverload
 
 from lightning_memopt.graph import BEFORE
-from lightning_memopt.record import UNKNOWN, Call, OpRecord, Recorder, Slot, storage_id, tensors_in
+from lightning_memopt.record import UNKNOWN, Call, OpRecord, Recorder, Slot, storage_id, tensors_in, uncompiled
 from lightning_memopt.record.tensors import PLAIN, detached, device_of, generator_of, is_plain
 from lightning_memopt.runtime.rejoining import SPREAD, Made, Place, Places, number_of, starts_of
 from lightning_memopt.runtime.templates import Template, flattened, in_passing, same_constant, start_of, template_of
@@ -40,6 +40,7 @@ class Matcher(Recorder):
         self._given: tuple[tuple, dict] = (), {}
         self.places = Places(self.program, self.tape.slots)
 
+    @uncompiled
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         engine = self.engine
         if engine.fence < engine.position:

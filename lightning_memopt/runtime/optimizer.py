@@ -20,6 +20,7 @@ import torch
 from torch import optim
 
 from lightning_memopt.errors import UpdatesInBackwardError
+from lightning_memopt.record import uncompiled
 from lightning_memopt.runtime.gradients import Told, reads_of_gradients
 
 ALLOWED: tuple[type[optim.Optimizer], ...] = (
@@ -193,6 +194,7 @@ class EarlyUpdates:
         self.updated.clear()
         self._groups, self._options = {}, []
 
+    @uncompiled
     def _hook(self, p: torch.Tensor) -> None:
         with self._lock:
             if id(p) in self.updated:

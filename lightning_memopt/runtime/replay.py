@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from lightning_memopt.errors import ModifiedError, UnsupportedError
-from lightning_memopt.record import UNKNOWN, Call, OpRecord, Recorder, Slot, Tape, View, in_transform, is_plain
+from lightning_memopt.record import UNKNOWN, Call, OpRecord, Recorder, Slot, Tape, View, in_transform, is_plain, uncompiled
 from lightning_memopt.record.interrupts import raise_deferred
 from lightning_memopt.runtime.execute import (
     StartChangedError,
@@ -98,6 +98,7 @@ class Handle:
         except StartChangedError as error:
             raise self.engine.start_changed(error.slot) from None
 
+    @uncompiled
     def __del__(self) -> None:
         try:
             engine, self.engine = self.engine, None
@@ -189,6 +190,7 @@ class Engine:
         return None
 
     @staticmethod
+    @uncompiled
     def unpack(packed: Any) -> Any:
         return packed.get()
 

@@ -18,6 +18,7 @@ from lightning_memopt.record import (
     around_dual_levels,
     in_dual_level,
     in_transform,
+    uncompiled,
     watching,
     watching_sizes,
 )
@@ -37,6 +38,7 @@ class _Pack:
     def __self__(self) -> Engine | None:
         return self._engine()
 
+    @uncompiled
     def __call__(self, t: torch.Tensor) -> object:
         engine = self._engine()
         assert engine is not None, "the forward, which holds the engine, is over"

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from lightning_memopt.record import uncompiled
 from lightning_memopt.runtime import Engine
 from lightning_memopt.session.recording import Recording
 
@@ -80,6 +81,7 @@ class Rounds:
         if recording is not None and self._calls is not None:
             self._calls[1](recording.engine)
 
+    @uncompiled
     def _reopen(self, module: nn.Module, _: Any) -> None:
         if torch.is_grad_enabled() and module.training:
             self._stay_shut()

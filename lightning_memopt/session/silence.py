@@ -38,7 +38,7 @@ _NO_BACKWARD = Reason(
 )
 _NO_STEP = Reason(
     f"{FORWARDS} forwards and backwards ran and no optimizer of this run has stepped",
-    "Wait for the first step, if it has more batches than that; else give optimize() the optimizer that steps, or call run.step()",
+    "Wait for the first step, if it has more batches than that; else give optimize() the optimizer, or call run.step()",
 )
 
 

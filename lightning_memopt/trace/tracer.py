@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_memopt.graph import BEFORE, Graph, Op, Point, Save, Tensor
 from lightning_memopt.graph.model import Kind, Phase
-from lightning_memopt.record import OpRecord, Recorder, Slot, fills, storage_id, written_by
+from lightning_memopt.record import OpRecord, Recorder, Slot, fills, storage_id, uncompiled, written_by
 from lightning_memopt.trace.counted import Ledger
 from lightning_memopt.trace.lines import user_line
 from lightning_memopt.trace.memory import CudaOps
@@ -194,7 +194,7 @@ class Tracer:
         self.live_nbytes += self.tensors[key].nbytes
         if self.ledger is not None:
             self.ledger.born(key, storage)
-        self._watched[key] = weakref.ref(storage, partial(self._on_death, key))
+        self._watched[key] = weakref.ref(storage, partial(self._death, key))
 
     def _birth(self, slot: Slot, name: str, at: int, kind: Kind | None = None, version_of: Slot | None = None) -> None:
         counted = slot.device.type == self.device.type
@@ -222,10 +222,8 @@ class Tracer:
         """What the device's allocator makes of a request."""
         return nbytes if self.device.type != "cuda" else -(-nbytes // _CUDA_ROUND) * _CUDA_ROUND
 
-    def _on_death(self, storage: int, _: Any) -> None:
-        self._death(storage)
-
-    def _death(self, storage: int) -> None:
+    @uncompiled
+    def _death(self, storage: int, _: Any = None) -> None:
         now = len(self.points) - 1
         self._watched.pop(storage, None)
         if self.ledger is not None:

@@ -157,7 +157,7 @@ def error_of(k: int) -> type[BaseException]:
 PLANNED: dict[str, Any] = dict(budget="min", profile_steps=1)
 KEY = {
     "planned": {"__torch_dispatch__", "pack", "unpack", "run", "__del__", "round", "update_begins", "step_ended", "_restore"},
-    "observed": {"record", "pack", "unpack", "run", "__del__", "evict", "begin", "end", "_on_death", "metered_cpu", "_verify"},
+    "observed": {"record", "pack", "unpack", "run", "__del__", "evict", "begin", "end", "_death", "metered_cpu", "_verify"},
     "life": {"solve", "observed", "__enter__", "close", "_install", "watch", "unwatch", "measured", "lower", "checksum"},
 }
 

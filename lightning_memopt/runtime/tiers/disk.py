@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_memopt.errors import OffloadError
+from lightning_memopt.record import uncompiled
 from lightning_memopt.runtime.tiers.base import buffer, check_flat, check_process, closed, full, usage
 from lightning_memopt.runtime.tiers.scratch import Scratch
 from lightning_memopt.runtime.tiers.space import Space
@@ -237,6 +238,7 @@ class _DiskParked:
             self.released = True
             self._tier.release(self)
 
+    @uncompiled
     def __del__(self) -> None:
         self.release()
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_memopt.errors import OffloadError
+from lightning_memopt.record import uncompiled
 from lightning_memopt.runtime.tiers import streams as streams_module
 from lightning_memopt.runtime.tiers.base import check_flat, check_process, closed, full, usage
 from lightning_memopt.runtime.tiers.space import Space
@@ -209,5 +210,6 @@ class _HostParked:
     def _current(self) -> Any:
         return self._tier.streams.current_stream(self._tier.device)
 
+    @uncompiled
     def __del__(self) -> None:
         self.release()

@@ -1,0 +1,35 @@
+"""Keep torch.compile away from the functions through which torch and users' code get into this package.
+
+Where a compiled region runs something eagerly (a graph break, a layer of torch's own that is compiled by itself), dynamo looks
+at every Python frame that begins below: also at those of a dispatch mode, of a hook, of a destructor. It would compile them,
+again and again, and fail where they use what it cannot trace.
+
+The mark is on the code object, where dynamo keeps its own, in C: it takes no time where nothing is compiled, dynamo need not be
+imported for it, and `torch._dynamo.reset()` leaves it. (`torch.compiler.disable` wraps every call, and imports dynamo, which
+takes seconds.) It says nothing of code that dynamo traces into.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+
+F = TypeVar("F")
+_dynamo: Any = torch._C._dynamo.eval_frame
+_SKIP, _DEFAULT = _dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT
+
+
+def _marked(function: F, below: Any) -> F:
+    _dynamo.set_code_exec_strategy(function.__code__, _dynamo._FrameExecStrategy(_SKIP, below))  # type: ignore[attr-defined]
+    return function
+
+
+def uncompiled(function: F) -> F:
+    """Decorator: neither the function nor what it calls is compiled where it is called eagerly."""
+    return _marked(function, _SKIP)
+
+
+def uncompiled_itself(function: F) -> F:
+    """Decorator, for a function that calls users' code: only that is compiled, as it would be without the function."""
+    return _marked(function, _DEFAULT)
