@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -20,17 +20,23 @@ _attached: weakref.WeakValueDictionary[int, Attachment] = weakref.WeakValueDicti
 class Attachment:
     """Of one session, from here until `leave`. Raises AlreadyAttachedError where the model has a session."""
 
-    def __init__(self, model: nn.Module, device: torch.device, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], device: torch.device, say: Callable[[str], None]
+    ) -> None:
         if id(model) in _attached:
             raise AlreadyAttachedError(
                 "This model is in another run already. Leave that one first: end its optimize() block or its Trainer's fit."
             )
-        self._model = id(model)
+        self._model, self._optimizers = id(model), optimizers
         _attached[self._model] = self
         keep_seams(self)
         if device.type == "cpu":
             count_all(say)
         interrupts.watch(self)  # last: only `leave` ends it
+
+    def others(self) -> list[torch.optim.Optimizer]:
+        """The optimizers of the other sessions that are open: their gradients and state are on the device, too."""
+        return [optimizer for other in _attached.values() if other is not self for optimizer in other._optimizers]
 
     def leave(self) -> None:
         """Take it all away, and raise an exception that a destructor could not. May be repeated."""

@@ -2,13 +2,14 @@
 
 An observed step shows its forward and backward. What its update takes is rehearsed (rehearsal.py). What later steps have on top
 of the first one is what the loop holds from one to the next: a loss, outputs, gradients that are let go after the forward
-only. That depends on lines of the loop that have not run yet, so no budget is refused for it, but the budget that a
-refusal names has room for it.
+only; and what optimizers make whose turn has not come (a GAN's second one, those of other sessions). That depends on lines of
+the loop that have not run yet, so no budget is refused for it, but the budget that a refusal names has room for it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -22,7 +23,7 @@ from lightning_memopt.session.finals import Final
 from lightning_memopt.session.graphs import smoothed, with_state
 from lightning_memopt.session.hybrid import Hybrid
 from lightning_memopt.session.observation import Observation
-from lightning_memopt.session.rehearsal import Rounded, Update, rehearse, with_gradients
+from lightning_memopt.session.rehearsal import Rounded, Update, rehearse, still_to_make, with_gradients
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.rollout import keep_all
 from lightning_memopt.units import format_nbytes
@@ -38,9 +39,16 @@ class Foresight:
         self.optimizers = optimizers
         self.update: Update | None = None
 
-    def look(self, observation: Observation, budget_nbytes: int | None, hybrid: Hybrid, say: Say) -> None:
+    def look(
+        self,
+        observation: Observation,
+        budget_nbytes: int | None,
+        hybrid: Hybrid,
+        say: Say,
+        others: Sequence[torch.optim.Optimizer] = (),
+    ) -> None:
         """Before an update: find out what it takes, if it is the first one. Raises InfeasibleError where no plan of the steps
-        that come keeps the budget.
+        that come keeps the budget. `others`: optimizers of other sessions.
         """
         if self.update is not None or not observation.has_backward:
             return
@@ -48,14 +56,17 @@ class Foresight:
         if budget_nbytes is not None:
             if observation.metered:
                 observation.stop_metering()  # only then the profiler says what ops had for a moment
-            refuse_infeasible(self.to_come(observation), budget_nbytes, hybrid, say, self.update.known)
+            waiting = [o for o in self.optimizers if not any(params for _, params in with_gradients(o))]
+            device = observation.device
+            later = sum(still_to_make(o, device, _rounded(device)) for o in (*waiting, *others))
+            refuse_infeasible(self.to_come(observation), budget_nbytes, hybrid, say, self.update.known, later)
 
     def to_come(self, observation: Observation) -> Graph:
         """The graph of the steps that come, by what was observed of this one until its update."""
         assert self.update is not None
         graph, finals = observation.to_come(), observation.finals_seen()
-        if not finals:
-            return with_update(graph, self.update)
+        if not finals:  # what others have updated already in this step (a GAN) has its state from the start of the next
+            return with_update(with_state(graph, state_made(graph, self.optimizers, observation.device)), self.update)
         return with_early_updates(with_state(graph, self.update.state_nbytes), self._early(observation, finals))
 
     def complete(self, graph: Graph, device: torch.device, early: bool) -> Graph:
@@ -101,8 +112,11 @@ def with_update(graph: Graph, update: Update, made_nbytes: int = 0) -> Graph:
     """
     end = len(graph.points)
     last = end - 1
-    begins = next((op.at for op in graph.ops if op.phase == "update"), end)
-    # what the step's own update made was for a moment, or it is state
+    own = list(itertools.takewhile(lambda op: op.phase == "update", reversed(graph.ops)))
+    begins = own[-1].at if own else end
+    # what the update that ended the step made was for a moment, or it is state
+    left = [t for t in graph.tensors if t.freed_at == last and t.born_at >= begins]
+    made_nbytes = min(made_nbytes, sum(t.nbytes for t in left))
     tensors = [dataclasses.replace(t, freed_at=end) if t.freed_at == last and t.born_at < begins else t for t in graph.tensors]
     for name, nbytes, born_at in (
         ("made by update", update.state_nbytes, BEFORE),
@@ -140,12 +154,14 @@ def with_early_updates(graph: Graph, each: Sequence[tuple[int, int]]) -> Graph:
 
 
 def at_worst(graph: Graph) -> Graph:
-    """The graph of a later step whose loop lets go of what the step before left only when the forward is over."""
+    """The graph of a later step whose loop lets go of what the step before left only when backward begins."""
     last = len(graph.points) - 1
-    until = max((op.at for op in graph.forward), default=BEFORE)
+    forward_ends = max((op.at for op in graph.forward), default=BEFORE)
+    until = min((at - 1 for save in graph.saves for at in save.unpacked_at), default=forward_ends)
+    updates = {op.at for op in graph.ops if op.phase == "update"}  # the state that they made is there from the start
     tensors = list(graph.tensors)
     for t in graph.tensors:
-        if t.born_at > BEFORE and t.freed_at == last and t.nbytes:
+        if t.born_at > BEFORE and t.born_at not in updates and t.freed_at == last and t.nbytes:
             id = len(tensors)
             tensors.append(
                 dataclasses.replace(t, id=id, name=f"{t.name}, of the step before", storage=id, born_at=BEFORE, freed_at=until)
@@ -159,11 +175,11 @@ def unmodified_peak(graph: Graph) -> int:
     return reserve(keep_all(graph)) if reserve is not None else max(unmodified_levels(graph), default=0)
 
 
-def refuse_infeasible(graph: Graph, budget_nbytes: int, hybrid: Hybrid, say: Say, known: bool = True) -> None:
+def refuse_infeasible(graph: Graph, budget_nbytes: int, hybrid: Hybrid, say: Say, known: bool, later_nbytes: int) -> None:
     """Before the first update: raise InfeasibleError where no plan of the steps that come keeps the budget.
 
     Solves only where the unmodified step does not fit, and for the smallest plan alone. `known`: what updates take is all in
-    the graph.
+    the graph. `later_nbytes`: of gradients and state that other optimizers may still make.
     """
     headroom = hybrid.config.headroom
     if unmodified_peak(graph) <= budget_nbytes - headroom:
@@ -172,13 +188,14 @@ def refuse_infeasible(graph: Graph, budget_nbytes: int, hybrid: Hybrid, say: Say
     needed = _smallest_nbytes(graph, hybrid) + headroom
     if needed <= budget_nbytes:
         return
-    enough = max(needed, _smallest_nbytes(at_worst(graph), hybrid) + headroom) + planner.UNSEEN_NBYTES
+    enough = max(needed, _smallest_nbytes(at_worst(graph), hybrid) + headroom) + later_nbytes + planner.UNSEEN_NBYTES
     unknown = "" if known else " What the update takes is not known before one has run, and comes on top."
     raise InfeasibleError(
         f"No plan of this model fits {budget_nbytes} bytes ({format_nbytes(budget_nbytes)}): the smallest one needs "
         f"{needed} bytes ({format_nbytes(needed)}), of which {format_nbytes(resident_nbytes(graph))} are parameters, optimizer "
         f"state and the batch, and {format_nbytes(headroom)} are headroom. Nothing was updated.{unknown} Set budget={enough} "
-        f"or more ({enough - needed} of them for what a loop may hold from one step to the next), or make the batch smaller.",
+        f"or more ({enough - needed} of them for what a loop may hold from one step to the next"
+        f"{', and other optimizers make' if later_nbytes else ''}), or make the batch smaller.",
         smallest_nbytes=enough,
         budget_nbytes=budget_nbytes,
     )

@@ -61,6 +61,13 @@ def with_gradients(optimizer: optim.Optimizer) -> list[Group]:
     return [(group, [p for p in group["params"] if p.grad is not None]) for group in optimizer.param_groups]
 
 
+def still_to_make(optimizer: optim.Optimizer, device: torch.device, rounded: Rounded) -> int:
+    """Bytes of the gradients and the state that there are none of yet, if every parameter gets a gradient."""
+    groups = [(group, [p for p in group["params"] if p.requires_grad]) for group in optimizer.param_groups]
+    without = [p for _, params in groups for p in params if p.grad is None and p.device.type == device.type]
+    return sum(rounded(p.nbytes) for p in without) + rehearse(optimizer, groups, device, rounded).state_nbytes
+
+
 def rehearse(optimizer: optim.Optimizer, groups: Iterable[Group], device: torch.device, rounded: Rounded) -> Update:
     """What the updates of these groups take; `UNKNOWN` where that cannot be said before one has run."""
     if not _is_torchs(optimizer):
@@ -72,7 +79,7 @@ def rehearse(optimizer: optim.Optimizer, groups: Iterable[Group], device: torch.
         there = [p for p in params if p.device.type == device.type]
         if not there:
             continue
-        if group.get("differentiable") or any(p.grad is None or p.grad.layout is not torch.strided for p in there):
+        if group.get("differentiable") or any(_gradient(p).layout is not torch.strided for p in there):
             return UNKNOWN
         try:
             with _disable_current_modes(), torch._C.DisableTorchFunction():
@@ -175,8 +182,7 @@ def _double(
     groups = [options | {"params": blank}]
     double.__setstate__({"defaults": dict(optimizer.defaults), "param_groups": groups, "state": defaultdict(dict)})
     for p, q in zip(params, blank, strict=True):
-        assert p.grad is not None
-        q.grad = _blank(p.grad)
+        q.grad = _blank(_gradient(p))
         if optimizer.state.get(p):
             double.state[q] = tree_map_only(torch.Tensor, _blank, dict(optimizer.state[p]))
     return double, blank
@@ -191,8 +197,12 @@ def _blank(t: torch.Tensor) -> torch.Tensor:
 
 def _kind(p: torch.Tensor, has_state: bool) -> Hashable:
     """What the update of a parameter depends on, its values aside."""
-    assert p.grad is not None
-    return (*((t.size(), t.stride(), t.dtype) for t in (p, p.grad)), has_state)
+    return (*((t.size(), t.stride(), t.dtype) for t in (p, _gradient(p))), has_state)
+
+
+def _gradient(p: torch.Tensor) -> torch.Tensor:
+    """What has the size of its gradient: where there is none yet, the parameter."""
+    return p if p.grad is None else p.grad
 
 
 def _kinds(optimizer: optim.Optimizer, params: Sequence[torch.Tensor]) -> list[Hashable]:

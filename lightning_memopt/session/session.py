@@ -95,7 +95,7 @@ class Session:
         if self.enabled:
             refuse_sharded(model)
             self._hybrid.check()
-            self._attachment = Attachment(model, self.device, self.say)  # last: only `close` ends it
+            self._attachment = Attachment(model, self.optimizers, self.device, self.say)  # last: only `close` ends it
 
     # -- what adapters call ------------------------------------------------------------------------
 
@@ -174,7 +174,8 @@ class Session:
 
     def _look_ahead(self, observation: Observation) -> None:
         try:
-            self._foresight.look(observation, self.budget_nbytes, self._hybrid, self.say)
+            others = self._attachment.others() if self._attachment is not None else []
+            self._foresight.look(observation, self.budget_nbytes, self._hybrid, self.say, others)
         except BaseException:
             self._watch.abandon()
             raise

@@ -23,6 +23,7 @@ from lightning_memopt.integrations.plain import Run
 from lightning_memopt.native import Window, counter, install
 from lightning_memopt.plan import lower, read_plan, validate
 from lightning_memopt.plan.peak import at_peak
+from lightning_memopt.runtime.execute import checksum
 from lightning_memopt.session.buckets import Failed, Running
 from lightning_memopt.solvers.rollout import keep_all
 from tests.cpu.loops import QUIET
@@ -298,3 +299,14 @@ def test_torch_says_nothing_of_memory_from_before(meter: str) -> None:
     env: Any = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code, meter, "alone()"], env=env, capture_output=True, text=True, timeout=120, cwd=ROOT)  # fmt: skip # noqa: E501
     assert "plan True measured True" in done.stdout and "Memory block" not in done.stderr, done.stderr
+
+
+def test_what_the_library_keeps_for_itself_counts_in_no_budget() -> None:
+    """The weights of checksums are in Python's memory: as torch's, 32 KiB would be part of the smallest step."""
+    checksum(torch.ones(8))
+    counts = counter()
+    assert counts is not None
+    ours = [module for name, module in sys.modules.items() if name.startswith("lightning_memopt")]
+    kept = {(m.__name__, name): t for m in ours for name, t in vars(m).items() if isinstance(t, Tensor)}
+    assert kept, "the weights"
+    assert [name for name, t in kept.items() if counts.counts(t.untyped_storage())] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import warnings
@@ -134,6 +135,45 @@ def test_the_budget_that_is_named_works(build: Any, optimizer: str, profile_step
     assert state is not None and state.measured_bytes is not None and state.measured_bytes <= named
 
 
+def adversaries(budget: int | None, apart: bool) -> int | None:
+    """A generator and its judge, whose updates take turns; the judge's gradients of the step before are there until its turn.
+    `apart`: each has a block of its own. The budget that a refusal names, None where the run came to its end.
+    """
+    torch.manual_seed(0)
+    maker = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+    judge = nn.Sequential(nn.Linear(64, 256), nn.LeakyReLU(0.2), nn.Linear(256, 1))
+    for_maker, for_judge = optim.Adam(maker.parameters()), optim.Adam(judge.parameters())
+    options = QUIET | {"budget": counted_nbytes() + 120_000 if budget is None else budget}
+    with contextlib.ExitStack() as blocks:
+        try:
+            if apart:
+                blocks.enter_context(optimize(maker, for_maker, **options))
+                blocks.enter_context(optimize(judge, for_judge, **options))
+            else:
+                blocks.enter_context(optimize(maker, [for_maker, for_judge], **options))
+            for _ in range(STEPS):
+                judge.zero_grad()
+                (-judge(torch.rand(64, 64)).mean()).backward()
+                made = maker(torch.randn(64, 16))
+                judge(made.detach()).mean().backward()
+                for_judge.step()
+                maker.zero_grad()
+                (-judge(made).mean()).backward()
+                for_maker.step()
+        except InfeasibleError as error:
+            return error.smallest_nbytes
+    return None
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_number_has_room_for_those_whose_turn_comes_later(apart: bool) -> None:
+    """What the other optimizer of a GAN makes, in the same block or in another one, and what is let go at its turn."""
+    named = adversaries(None, apart)
+    assert named is not None
+    gc.collect()
+    assert adversaries(named, apart) is None
+
+
 @pytest.mark.parametrize("optimizer", ["Adadelta foreach", "RAdam"])
 @pytest.mark.parametrize("profile_steps", [1, 2])
 def test_the_number_that_min_reports_can_be_set(optimizer: str, profile_steps: int, tmp_path: Path) -> None:
@@ -186,6 +226,8 @@ def test_a_history_that_grows_is_planned_for_its_end() -> None:
     gradients = sum(p.nbytes for p in small().parameters())
     planned = sum(t.nbytes for t in state.program.graph.tensors if t.born_at == BEFORE and t.kind != "gradient")
     assert planned >= held - gradients and state.replanned == 0
+    again = [t for t in state.program.graph.tensors if t.kind == "optimizer_state" and t.born_at > BEFORE]
+    assert not again, "what the last update made is part of the history"
 
 
 def refused_in_a_closure() -> int | None:
