@@ -107,8 +107,11 @@ def mismatch(op: str, nbytes: int) -> ReplayMismatchError:
 
 
 def intact(slot: Slot) -> bool:
-    """Whether the value is what it was when the forward ended, or when it was rebuilt."""
-    return slot.value is None or slot.noted == UNKNOWN or slot.value._version == slot.noted
+    """Whether the value is what it was when the forward ended, or when it was rebuilt.
+
+    A counter goes back only where torch was told to put it back, by who vouches for the bytes (FSDP gathers weights so).
+    """
+    return slot.value is None or slot.noted == UNKNOWN or slot.value._version <= slot.noted
 
 
 def came_back(slot: Slot) -> bool:
