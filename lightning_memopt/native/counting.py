@@ -36,8 +36,16 @@ _TRIES = 20
 class Window:
     """The most bytes that were alive since it was opened, or reset. Close it: there are but a few."""
 
-    def __init__(self, counter: Counter, kind: int, number: int) -> None:
-        self._counter, self._kind, self._number = counter, kind, number
+    _number = -1
+    """Of the class, because a window whose making was interrupted is destroyed, too."""
+
+    def __init__(self, counter: Counter, kind: int) -> None:
+        self._counter, self._kind = counter, kind
+
+    def opened(self) -> bool:
+        """Open it; False where too many are open."""
+        self._number = self._counter.open(self._kind)  # nobody but the window knows the number: it closes what it opened
+        return self._number >= 0
 
     @property
     def peak_nbytes(self) -> int:
@@ -94,9 +102,8 @@ class Counter:
 
     def window(self, plain: bool = False) -> Window | None:
         """A new window; None where too many are open. `plain`: what was allocated while `hidden` is left out."""
-        kind = _PLAIN if plain else _ALL
-        number = self.open(kind)
-        return Window(self, kind, number) if number >= 0 else None
+        window = Window(self, _PLAIN if plain else _ALL)
+        return window if window.opened() else None
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:

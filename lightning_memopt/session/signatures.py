@@ -48,15 +48,24 @@ class Buckets(dict[Signature, State]):
         """The state for a forward of this signature; a new one observes `steps` steps, unless it may borrow."""
         self.forwards += 1
         self.solves.forward()
-        state = self.pop(signature, None)
+        before = self.pop(signature, None)
+        try:
+            self[signature] = state = self._entered(signature, steps, before)
+        except BaseException:
+            if before is not None:
+                self[signature] = before  # an interrupted forward must not cost the plan
+            raise
+        return state
+
+    def _entered(self, signature: Signature, steps: int, state: State | None) -> State:
+        """What becomes of the state of this signature, which is not in here meanwhile, when a forward begins."""
         if isinstance(state, Running) and state.overtaken:  # the step that raised may not have ended
             state = state.observed_again()
         if isinstance(state, Running) and state.lender is not None and self._wasted(signature, state.lender):
-            state = self._begins(signature, 1)
-        elif state is None or (isinstance(state, Observing) and (state.waits or self._lasts(signature, state))):
+            return self._begins(signature, 1)
+        if state is None or (isinstance(state, Observing) and (state.waits or self._lasts(signature, state))):
             alone = state is not None and state.alone
-            state = (None if alone else self._borrowing(signature)) or self._observing(signature, steps, state)
-        self[signature] = state
+            return (None if alone else self._borrowing(signature)) or self._observing(signature, steps, state)
         return state
 
     def replace(self, old: State, new: State) -> None:

@@ -285,8 +285,9 @@ def test_bad_options(options: dict[str, Any], said: str) -> None:
         MemOptConfig(**options)
 
 
+@pytest.mark.real_times
 def test_the_disks_directory_is_the_one_that_was_named(smallest: int, tmp_path: Path, monkeypatch: Any) -> None:
-    """Of the probe and of what plans put there; the bits are those of the plain run."""
+    """Of the check before anything runs, of the probe and of what plans put there; the bits are those of the plain run."""
     made: list[str] = []
     real = tempfile.TemporaryFile
 
