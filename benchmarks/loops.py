@@ -178,10 +178,13 @@ def page(results: dict[str, Any]) -> str:
         "Each loop trains plainly, and then within three budgets: the plain run's true peak (100 %), what is there between its "
         "steps (*resident*) and half of what a step has on top, and the smallest plan (`min`). Where the three differ, a cell "
         "has all of them in this order.",
+        "A step begins with its first forward: what loading the next batch takes beside the last one is no part of it.",
         "*Exact*: losses, parameters, buffers, averages, optimizer state and the generators of torch, numpy and Python are the "
         "plain run's bit by bit. *Kept*: the peak of every step in which a plan was in force is within the budget (`min`: "
-        "within what the plan predicts), by a count of torch's allocator that is no part of this package (preloaded around "
-        "`c10::alloc_cpu`). *Refusals*: how often a budget was refused; the run was repeated within the number that was named. "
+        "within the number that it reports), by a count of torch's allocator that is no part of this package (preloaded around "
+        "`c10::alloc_cpu`). A step that is larger than all before it is foreseen by nobody: it is no fault where a "
+        "line says so, and later steps are within the budget. *Refusals*: how often a budget was refused; the run was repeated "
+        "within the number that was named. "
         "Bytes are in KiB; seconds of solving are those of a shared machine.",
         "",
         summary(rows) + ".",

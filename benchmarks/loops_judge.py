@@ -13,6 +13,8 @@ Run = Callable[[int | str | None], Outcome]
 BUDGETS = ("100 %", "half", "min")
 _PROGRESS = tuple(f"MemOpt: {text}" for text in ("observing ", "solving for ", " ", "plan in force", "the step does not fit"))
 """Lines that say what is being done, never why there is no plan."""
+_NOTICED = ("was measured at", "left the plan")
+"""Lines that say of a step that it was larger than planned, or another one."""
 _TRIES = 4
 
 
@@ -82,7 +84,7 @@ def judge(plain: Outcome, ours: Outcome, tried: list[int | str]) -> dict[str, An
         return row | {"faults": [*faults, "crashed"], "error": ours["error"], "traceback": ours["traceback"]}
     unequal = different(plain, ours)
     planned = [step for step in ours["steps"] if step["predicted"] is not None]
-    promises = [step["predicted"] if budget == "min" else budget for step in planned]
+    promises = [step["promised"] if budget == "min" else budget for step in planned]
     over = [step["peak"] - promise for step, promise in zip(planned, promises, strict=True)]
     explained = any(not line.startswith(_PROGRESS) for line in ours["said"])
     row |= {
@@ -94,6 +96,7 @@ def judge(plain: Outcome, ours: Outcome, tried: list[int | str]) -> dict[str, An
         "measured": max((step["peak"] for step in planned), default=None),
         "measured_by_session": ours["measured_by_session"],
         "over": max(over, default=None),
+        "between": max(step["between"] for step in ours["steps"]),
         "steps_over": sum(excess > 0 for excess in over),
         "solves": ours["solves"],
         "solve_seconds": round(ours["solve_seconds"], 2),
@@ -105,7 +108,8 @@ def judge(plain: Outcome, ours: Outcome, tried: list[int | str]) -> dict[str, An
     }
     if unequal:
         faults.append("not exact")
-    if planned and max(over) > 0:
+    noticed = sum(any(text in line for text in _NOTICED) for line in ours["said"])
+    if planned and (over[-1] > 0 or row["steps_over"] > noticed):  # a step unlike all before is not foreseen, but noticed
         faults.append("budget broken")
     if not planned and not explained:
         faults.append("silent")

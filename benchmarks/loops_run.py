@@ -73,7 +73,8 @@ class Watching:
     """What a script is given: `optimize` within a budget, or nothing around the loop. Bytes are above those before the script.
 
     `steps`: of every step its peak, and what was promised of it: the plan's own peak in bytes where all forwards of training
-    had a plan in force, else None.
+    had a plan in force, else None. A step that the package watches begins with its first forward: what loading the next batch
+    takes beside the last one is no part of it, that peak is `between`.
     """
 
     budget: Budget
@@ -86,6 +87,8 @@ class Watching:
     _states: list[Any] = field(default_factory=list)
     _base: int = 0
     _live: int = 0
+    _watched: bool = False
+    _between: int = 0
 
     def __call__(self, model: nn.Module, optimizer: Any) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self.budget is None else self._optimized(model, optimizer)
@@ -120,25 +123,28 @@ class Watching:
         entry = {
             "began": self._live - self._base,
             "peak": None if peak is None else peak - self._base,
+            "between": self._between,
             "predicted": max((plan.predicted.needed_bytes for plan in plans), default=None),
+            "promised": max((plan.budget_bytes for plan in plans), default=None),
             "dropped": max((plan.predicted.rebuilt_bytes for plan in plans), default=0),
         }
         self.steps.append(entry)
         self._live = live or 0
         self._states.clear()
+        self._watched, self._between = False, 0
         true_peak()
 
     @contextlib.contextmanager
     def doors(self) -> Iterator[None]:
         """Watch what the package does, at the functions through which it is asked."""
-        around, solve = Session.round, planner.solve
+        begin, solve = Session._begin_round, planner.solve
 
-        @contextlib.contextmanager
-        def entered(session: Session, batch: Any) -> Iterator[None]:
-            with around(session, batch):
-                if session.enabled and session.model.training and torch.is_grad_enabled():
-                    self._states.append(session.current)
-                yield
+        def begins(session: Session, batch: Any, part: int) -> Any:  # a Lightning step may have several, with a plan each
+            if not self._watched:
+                self._watched, self._between = True, (true_peak() or 0) - self._base
+            recording = begin(session, batch, part)
+            self._states.append(session.current)
+            return recording
 
         def solved(*args: Any, **options: Any) -> Any:
             began = time.perf_counter()
@@ -148,11 +154,11 @@ class Watching:
                 self.solves += 1
                 self.solve_seconds += time.perf_counter() - began
 
-        Session.round, planner.solve = entered, solved  # type: ignore[method-assign,assignment]
+        Session._begin_round, planner.solve = begins, solved  # type: ignore[method-assign,assignment]
         try:
             yield
         finally:
-            Session.round, planner.solve = around, solve  # type: ignore[method-assign]
+            Session._begin_round, planner.solve = begin, solve  # type: ignore[method-assign]
 
 
 def outcome(script: Script, budget: Budget) -> dict[str, Any]:

@@ -54,11 +54,16 @@ class Ledger:
         self._base_nbytes += self._difference_nbytes
         return self._base_nbytes
 
-    def note(self, now: int) -> None:
-        """An op is about to run at the point after `now`."""
+    def ran(self, now: int) -> None:
+        """The op at the point `now` is over, and what it is known to have made is known: the rest of it is not."""
         change = self._difference_nbytes - sum(unseen.nbytes for unseen in self._open)
         if change > 0:
-            self._open.append(Unseen(change, now + 1, None))
+            self._open.append(Unseen(change, now, None))
+
+    def note(self, now: int) -> None:
+        """An op is about to run at the point after `now`."""
+        self.ran(now + 1)
+        change = self._difference_nbytes - sum(unseen.nbytes for unseen in self._open)
         while change < 0 and self._open:
             last = self._open.pop()
             gone = min(last.nbytes, -change)

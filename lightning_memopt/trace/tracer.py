@@ -147,6 +147,8 @@ class Tracer:
                 at=now,
             )
         )
+        if self.ledger is not None:
+            self.ledger.ran(now)
 
     def _reads(self, slot: Slot) -> int:
         """The tensor that an op finds in a slot. Backward reads running statistics, of whose update the graph says nothing:

@@ -180,9 +180,9 @@ def checkpointed() -> nn.Module:
 class Graphed(nn.Module):
     """A sparse adjacency matrix as a buffer: indices and values."""
 
-    def __init__(self, layout: torch.layout = torch.sparse_coo) -> None:
+    def __init__(self, layout: torch.layout = torch.sparse_coo, share: float = 0.1) -> None:
         super().__init__()
-        edges = (torch.rand(ROWS, ROWS) < 0.1).float()
+        edges = (torch.rand(ROWS, ROWS) < share).float()
         self.first, self.last = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
         self.edges = edges.to_sparse(layout=layout)
 
@@ -199,6 +199,7 @@ def compiled() -> nn.Module:
 UNSEEN: dict[str, Callable[[], nn.Module]] = {
     "checkpoints": checkpointed,
     "coo": Graphed,
+    "coo, its transpose at the peak": lambda: Graphed(share=0.5),
     "csr": lambda: Graphed(torch.sparse_csr),
     "compiled": compiled,
 }

@@ -72,7 +72,7 @@ def test_faults_are_found_in_real_runs() -> None:
 
 
 def _outcome(**changes: Any) -> dict[str, Any]:
-    step = {"began": 100, "peak": 300, "predicted": 290, "dropped": 50}
+    step = {"began": 100, "peak": 300, "predicted": 290, "promised": 290, "between": 310, "dropped": 50}
     outcome = {
         "status": "trained", "losses": [["0x1p0"], ["0x1p1"]], "steps": [step, dict(step)], "said": [], "output": [],
         "state": {"model": {"weight": "a", "bias": "b"}}, "generators": {"torch": "c", "numpy": "d"}, "solves": 1,
@@ -100,9 +100,25 @@ def test_the_judge() -> None:
     assert judge(plain, _outcome(status="refused", error="E"), [300])["faults"] == ["refused at last"]
 
 
+def test_the_judge_of_steps_that_change() -> None:
+    """A larger step that is said, and after which the budget is kept, is no fault; one that nobody notices, or the last one, is."""
+    step = _outcome()["steps"][0]
+    large = step | {"peak": 400}
+    said = ["MemOpt: a planned step was measured at 400 bytes (400 B), 100 above the budget; observing again (1 of 3)"]
+    plain = _outcome(losses=[["0x1p0"]] * 3)
+
+    def faults(steps: list[dict[str, Any]], said: list[str]) -> list[str]:
+        return judge(plain, _outcome(losses=plain["losses"], steps=steps, said=said), [300])["faults"]
+
+    assert faults([step, large, step], said) == []
+    assert faults([step, large, step], []) == ["budget broken"]
+    assert faults([large, large, step], said) == ["budget broken"], "one of the two was not noticed"
+    assert faults([step, step, large], said) == ["budget broken"], "nothing was done about it"
+
+
 def test_the_judge_of_silence() -> None:
     """Without a plan a line must say why; what only tells of progress does not."""
-    steps = [{"began": 100, "peak": 300, "predicted": None, "dropped": 0}] * 2
+    steps = [{"began": 100, "peak": 300, "predicted": None, "between": 0, "dropped": 0}] * 2
     progress = ["MemOpt: observing 3 steps on cpu", "MemOpt:   minimum cuts: 4 plans"]
     assert judge(_outcome(), _outcome(steps=steps, said=progress), [300])["faults"] == ["silent"]
     row = judge(_outcome(), _outcome(steps=steps, said=[*progress, "MemOpt: no plan: nothing is saved."]), [300])
