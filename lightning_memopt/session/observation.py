@@ -25,7 +25,7 @@ from lightning_memopt.runtime import ObservingEngine
 from lightning_memopt.session.budget import resident_tensors
 from lightning_memopt.session.finals import NEVER, Final, freed_early, kept, settled
 from lightning_memopt.session.recording import Recording, hooks_allowed
-from lightning_memopt.trace import AllocatorEvents, Ledger, Scopes, Tracer, metered_cpu, watch_all
+from lightning_memopt.trace import AllocatorEvents, Ledger, Scopes, Tracer, metered_cpu, others_nbytes, watch_all
 
 _ROOM = 4
 """How many of the largest tensors so far an observed step leaves room for."""
@@ -63,7 +63,7 @@ class Observation:
         self._round: tuple[Tracer, ObservingEngine, Recorder] | None = None
         self._aside: Recorder | None = None
         self._ungraded: list[nn.Parameter] = []
-        self._ops = self._states_nbytes = 0
+        self._ops = self._states_nbytes = self._others_nbytes = 0
         self._contexts = contextlib.ExitStack()
         self._metering = contextlib.ExitStack()
 
@@ -88,6 +88,7 @@ class Observation:
             tracer.ledger = Ledger(counts)
             recorder.hidden = engine.hidden = counts.hidden
         watch_all(tracer, recorder, resident_tensors(self.model, self.optimizers, batch))
+        self._others_nbytes = others_nbytes(tracer, recorder)
         self._round = tracer, engine, recorder
         self._ops = self._states_nbytes = 0
         self._ungraded = [p for p in self.model.parameters() if p.requires_grad and p.grad is None]
@@ -193,7 +194,7 @@ class Observation:
         tracer, engine, _ = self._round
         self._states_nbytes += sum(op["state_nbytes"] for op in tracer.ops[self._ops :])
         self._ops = len(tracer.ops)
-        live = tracer.live_nbytes + engine.rebuilt_nbytes() + self._states_nbytes
+        live = tracer.live_nbytes + engine.rebuilt_nbytes() + self._states_nbytes + self._others_nbytes
         self.peak_nbytes = max(self.peak_nbytes, live)
         return live + _ROOM * tracer.largest_nbytes + self._gradients_to_come() - self.limit_nbytes
 

@@ -3,8 +3,18 @@
 from lightning_memopt.trace.counted import Ledger
 from lightning_memopt.trace.living import count_all
 from lightning_memopt.trace.memory import AllocatorEvents, metered_cpu
-from lightning_memopt.trace.resident import watch_all
+from lightning_memopt.trace.resident import others_nbytes, watch_all
 from lightning_memopt.trace.scopes import Scopes
 from lightning_memopt.trace.tracer import Tracer, backward_runs
 
-__all__ = ["AllocatorEvents", "Ledger", "Scopes", "Tracer", "backward_runs", "count_all", "metered_cpu", "watch_all"]
+__all__ = [
+    "AllocatorEvents",
+    "Ledger",
+    "Scopes",
+    "Tracer",
+    "backward_runs",
+    "count_all",
+    "metered_cpu",
+    "others_nbytes",
+    "watch_all",
+]

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from lightning_memopt.graph.model import Kind
+from lightning_memopt.native import counter
 from lightning_memopt.record import Recorder, is_plain, storage_id
 from lightning_memopt.trace.counted import Ledger
 from lightning_memopt.trace.living import living
@@ -34,6 +35,18 @@ def watch_all(tracer: Tracer, recorder: Recorder, tensors: Iterable[tuple[torch.
     elif tracer.ledger is not None:
         _bystanders(tracer, recorder, tracer.ledger)
     recorder.capturing = True
+
+
+def others_nbytes(tracer: Tracer, recorder: Recorder) -> int:
+    """Bytes on the CPU that are in memory before the forward begins and that the tracer leaves out, because it has no ledger:
+    another model, what the loop holds. 0 without the native counter.
+    """
+    counts = counter() if tracer.device.type == "cpu" and tracer.ledger is None else None
+    if counts is None:
+        return 0
+    storages = (slot.alive() for slot in recorder.tape.slots.values() if slot.device.type == "cpu")
+    known = sum(s.nbytes() for s in storages if s is not None and counts.counts(s))
+    return max(0, counts.live_nbytes - known)
 
 
 def _bystanders(tracer: Tracer, recorder: Recorder, ledger: Ledger) -> None:
