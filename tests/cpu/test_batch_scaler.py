@@ -211,9 +211,9 @@ def test_l6_nothing_of_a_trial_reaches_loggers_callbacks_or_progress(tmp_path: A
 
 
 def test_l1_no_oom_on_a_device_of_the_budget() -> None:
-    module = Module(4)
+    mine, module = scaler(), Module(4)
     with Device(BUDGET, [module]) as device:
-        fit(module, scaler=scaler(), accumulate_grad_batches=24)
+        fit(module, scaler=mine, accumulate_grad_batches=24)
     assert device.errors == 0 and device.peak_nbytes > 0.6 * BUDGET
 
 
@@ -292,16 +292,18 @@ def test_what_cannot_be_done_is_refused_by_name() -> None:
 
 
 def test_a_run_that_goes_on_keeps_its_size(tmp_path: Any) -> None:
-    whole_run = Module(4, schedule=False)
-    whole = fit(whole_run, scaler=scaler(), accumulate_grad_batches=24, max_epochs=2)
+    mine, whole_run = scaler(), Module(4, schedule=False)
+    whole = fit(whole_run, scaler=mine, accumulate_grad_batches=24, max_epochs=2)
+    seen, steps = set(whole_run.seen), whole.global_step
+    del mine, whole_run, whole  # what they hold would count
     kept = ModelCheckpoint(tmp_path, filename="one")
     first = scaler()
     fit(Module(4, schedule=False), scaler=first, accumulate_grad_batches=24, callbacks=[kept], enable_checkpointing=True)
     again, module = scaler(budget=beside(BUDGET // 2)), Module(4, schedule=False)
     trainer = fit(module, scaler=again, accumulate_grad_batches=24, max_epochs=2, ckpt_path=kept.best_model_path, max_steps=-1)
     assert again.found is None, "nothing was searched"
-    assert set(module.seen) == {first.found.size} == set(whole_run.seen)  # type: ignore[union-attr]
-    assert trainer.global_step == whole.global_step
+    assert set(module.seen) == {first.found.size} == seen  # type: ignore[union-attr]
+    assert trainer.global_step == steps
 
 
 def test_switched_off_it_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
