@@ -121,9 +121,11 @@ class Snapshot:
         storage = alias.untyped_storage()
         if storage._cdata not in self._storages and t.device.type != "meta":
             self._storages.add(storage._cdata)
-            kept = _bytes_of(storage).cpu().numpy()
             # numpy's own memory: what torch's allocator of the device counts stays as it is
-            self._undo.insert(0, partial(_refill, alias, kept.copy() if t.device.type == "cpu" else kept))
+            kept = np.empty(storage.nbytes(), dtype=np.uint8)
+            # never `.numpy()` of the storage itself: from then on torch holds it for memory of another library
+            torch.from_numpy(kept).copy_(_bytes_of(storage))
+            self._undo.insert(0, partial(_refill, alias, kept))
         self._undo.append(partial(_same_tensor, t, alias))
         if not t.is_leaf:
             return ()

@@ -87,7 +87,7 @@ class Recorder(TorchDispatchMode):
         slot.ok = True
         slot.version = t._version
         slot.why = why
-        slot.parameter = isinstance(t, torch.nn.Parameter)
+        slot.parameter = isinstance(t, torch.nn.Parameter) or isinstance(t._base, torch.nn.Parameter)
         # Rule 4: what starts from it is kept, and may be started from. Weights that were loaded so are not written to.
         slot.exposed = not slot.parameter and is_foreign(t)
         if self._starts():

@@ -318,7 +318,11 @@ class Matcher(Recorder):
                 if not slot.empty:
                     slot.call, slot.ok = None, False
         for slot, t in made:
-            if slot.plan in program.holds:
+            if again and record.call is None and slot.plan is not None and not slot.empty:
+                # it starts from what it did not when it was observed (another library's memory): its result stays
+                engine.hold(slot, t)
+                engine.guard({slot.id}, self._wanted_until([slot.plan]))
+            elif slot.plan in program.holds:
                 slot.call = slot.call if again else None
                 engine.hold(slot, t)
 

@@ -18,11 +18,12 @@ from lightning_memopt.callbacks.learning_rate import scale
 from lightning_memopt.errors import ConfigError, InfeasibleError, UnsupportedError
 from tests.cpu.harness import same_bits
 from tests.cpu.limits import Device
-from tests.cpu.loops import batches, loss_of, small
+from tests.cpu.loops import batches, counted_nbytes, loss_of, small
 from tests.cpu.searches import Stream
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BUDGET = 500_000
+"""Beside what the process holds."""
 DATA = TensorDataset(*batches(1, 192)[0])
 
 
@@ -89,7 +90,12 @@ def fit(module: pl.LightningModule, data: Any = None, scaler: MemOptBatchScaler 
 
 
 def scaler(**options: Any) -> MemOptBatchScaler:
-    return MemOptBatchScaler(**{"budget": BUDGET, "verbose": False, **options})
+    return MemOptBatchScaler(**{"budget": beside(), "verbose": False, **options})
+
+
+def beside(nbytes: int = BUDGET) -> int:
+    """A budget of so many bytes for the run alone: all that this process holds counts too."""
+    return nbytes + counted_nbytes()
 
 
 def state(trainer: pl.Trainer) -> list[Tensor]:
@@ -138,10 +144,11 @@ def test_within_memopt_strategy_the_size_has_a_plan() -> None:
     plain = scaler()
     fit(Module(4), scaler=plain, accumulate_grad_batches=24)
     planned, module = MemOptBatchScaler(verbose=False), Module(4)
-    strategy = MemOptStrategy(budget=BUDGET, verbose=False, profile_steps=1)
+    budget = beside()
+    strategy = MemOptStrategy(budget=budget, verbose=False, profile_steps=1)
     trainer = fit(module, scaler=planned, strategy=strategy, accumulate_grad_batches=24)
     assert planned.found.size > plain.found.size and planned.found.trial_steps == 2  # type: ignore[union-attr]
-    assert strategy.session.plan is not None and strategy.session.main.measured_bytes <= BUDGET  # type: ignore[union-attr]
+    assert strategy.session.plan is not None and strategy.session.main.measured_bytes <= budget  # type: ignore[union-attr]
     size = planned.found.size  # type: ignore[union-attr]
     same_size = Module(size)
     expected = fit(same_size, accumulate_grad_batches=96 // size)
@@ -204,9 +211,9 @@ def test_l6_nothing_of_a_trial_reaches_loggers_callbacks_or_progress(tmp_path: A
 
 
 def test_l1_no_oom_on_a_device_of_the_budget() -> None:
-    module = Module(4)
+    mine, module = scaler(), Module(4)
     with Device(BUDGET, [module]) as device:
-        fit(module, scaler=scaler(), accumulate_grad_batches=24)
+        fit(module, scaler=mine, accumulate_grad_batches=24)
     assert device.errors == 0 and device.peak_nbytes > 0.6 * BUDGET
 
 
@@ -230,7 +237,7 @@ def test_l1_the_size_is_the_largest_that_a_trainer_can_do() -> None:
             return False
         return True
 
-    mine, module = scaler(keep_effective=False, budget=budget), heavy(4)
+    mine, module = scaler(keep_effective=False, budget=beside(budget)), heavy(4)
     with Device(budget, [module]) as device:
         fit(module, scaler=mine, max_steps=3)
     assert device.errors == 0 and mine.found is not None and mine.found.trial_steps == 1
@@ -285,16 +292,18 @@ def test_what_cannot_be_done_is_refused_by_name() -> None:
 
 
 def test_a_run_that_goes_on_keeps_its_size(tmp_path: Any) -> None:
-    whole_run = Module(4, schedule=False)
-    whole = fit(whole_run, scaler=scaler(), accumulate_grad_batches=24, max_epochs=2)
+    mine, whole_run = scaler(), Module(4, schedule=False)
+    whole = fit(whole_run, scaler=mine, accumulate_grad_batches=24, max_epochs=2)
+    seen, steps = set(whole_run.seen), whole.global_step
+    del mine, whole_run, whole  # what they hold would count
     kept = ModelCheckpoint(tmp_path, filename="one")
     first = scaler()
     fit(Module(4, schedule=False), scaler=first, accumulate_grad_batches=24, callbacks=[kept], enable_checkpointing=True)
-    again, module = scaler(budget=BUDGET // 2), Module(4, schedule=False)
+    again, module = scaler(budget=beside(BUDGET // 2)), Module(4, schedule=False)
     trainer = fit(module, scaler=again, accumulate_grad_batches=24, max_epochs=2, ckpt_path=kept.best_model_path, max_steps=-1)
     assert again.found is None, "nothing was searched"
-    assert set(module.seen) == {first.found.size} == set(whole_run.seen)  # type: ignore[union-attr]
-    assert trainer.global_step == whole.global_step
+    assert set(module.seen) == {first.found.size} == seen  # type: ignore[union-attr]
+    assert trainer.global_step == steps
 
 
 def test_switched_off_it_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,3 +93,11 @@ def test_l4_views_ties_and_other_layouts_are_put_back() -> None:
     assert torch.equal(storage, torch.arange(12.0)) and torch.equal(model.part, storage[2:5])
     assert model.part.data_ptr() == storage[2:].data_ptr()
     assert torch.equal(model.sparse.to_dense(), torch.eye(3))
+
+
+def test_what_was_noted_is_still_torchs_own_memory() -> None:
+    """A storage that numpy has seen counts as another library's: plans would not rebuild from such weights."""
+    model = nn.Linear(4, 4)
+    with untouched(model):
+        pass
+    assert model.weight.untyped_storage().resizable()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_memopt.runtime.execute import checksum
 from tests.cpu.harness import assert_exact, outcome, recorded, same_bits
-from tests.cpu.loops import agrees
+from tests.cpu.loops import agrees, batches, step
 
 WIDTH = 16
 
@@ -163,3 +163,20 @@ def test_a_loop_that_refills_its_array() -> None:
 
     run = agrees(use, build=Starts)
     assert run.plan is not None and run.plan.predicted.replayed_ops
+
+
+@pytest.mark.parametrize("what", ["batch", "weights"])
+def test_memory_that_becomes_numpys_after_the_plan_was_made(what: str) -> None:
+    """torch says of memory that numpy shares what it says of another library's: what starts from it is kept in that step."""
+
+    def use(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        torch.manual_seed(3)
+        losses = []
+        for i, batch in enumerate(batches(5)):
+            if i >= 3:
+                for t in batch if what == "batch" else model.parameters():
+                    t.detach().numpy()
+            losses.append(step(model, optimizer, batch))
+        return losses
+
+    assert agrees(use, profile_steps=1).plan is not None
