@@ -279,12 +279,12 @@ print("said", sum("another profiler" in str(w.message) for w in said))
 
 @pytest.mark.parametrize("meter", ["native", "profiled"])
 @pytest.mark.parametrize("loops", [["scheduled()", "waiting()"], ["lightning('pytorch', max_epochs=1)", "lightning(None, fast_dev_run=1)"]], ids=["plain", "lightning"])  # fmt: skip # noqa: E501
-def test_beside_a_profiler_of_the_users(loops: list[str], meter: str) -> None:
+def test_beside_a_profiler_of_the_users(loops: list[str], meter: str, tmp_path: Path) -> None:
     """Nothing crashes; natively all is measured, by the profiler nothing is, and one line says so."""
     pytest.importorskip("lightning")
     env: Any = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", LOOP, meter, *loops], env=env, capture_output=True, text=True, timeout=180, cwd=ROOT
+        [sys.executable, "-c", LOOP, meter, *loops], env=env, capture_output=True, text=True, timeout=180, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr[-2000:]
     native = meter == "native"
