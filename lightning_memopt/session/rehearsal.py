@@ -247,6 +247,7 @@ def _of_lbfgs(optimizer: optim.Optimizer, rounded: Rounded) -> Update:
     # and the scale of the first guess
     number = rounded(params[0].element_size())
     full = history * 2 * (flat + number) + 2 * flat + number
-    # a gradient, the last direction, and what the next one is made of; a line search keeps points and gradients of its own
-    throughout = (4 if group["line_search_fn"] is None else 10) * flat
+    # two gradients, the last direction, what it was made of, and a pair that may not enter the history; a line search keeps
+    # points and gradients of its own
+    throughout = (6 if group["line_search_fn"] is None else 10) * flat
     return Update(max(0, full - _nbytes(state, rounded)), _SCALARS_NBYTES, throughout)

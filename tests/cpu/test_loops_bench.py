@@ -101,7 +101,7 @@ def test_the_judge() -> None:
 
 
 def test_the_judge_of_steps_that_change() -> None:
-    """A larger step that is said, and after which the budget is kept, is no fault; one that nobody notices, or the last, is."""
+    """A larger step that is said, and after which the budget is kept, is no fault; an unnoticed one is, and the last one."""
     step = _outcome()["steps"][0]
     large = step | {"peak": 400}
     said = ["MemOpt: a planned step was measured at 400 bytes (400 B), 100 above the budget; observing again (1 of 3)"]

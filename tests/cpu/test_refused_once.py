@@ -269,3 +269,30 @@ def test_an_optimizer_that_is_not_torchs_is_said_not_to_be_known() -> None:
 
     loop = Loop(small, lambda m: Own(m.parameters(), lr=0.1))
     assert "What the update takes is not known" in loop.refused(loop.budget_nbytes())[1]
+
+
+def closures(budget: int) -> int | None:
+    """Steps of several closures each: the budget that a refusal names, None where the run came to its end."""
+    model, (data,) = small(dropout=0.0), batches(1)
+    optimizer = optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, history_size=8)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, data)
+        loss.backward()
+        return loss
+
+    try:
+        with optimize(model, optimizer, budget=budget, **(QUIET | {"profile_steps": 3})):
+            for _ in range(STEPS):
+                optimizer.step(closure)
+    except InfeasibleError as error:
+        return error.smallest_nbytes
+    return None
+
+
+def test_a_number_has_room_for_what_lbfgs_holds_between_closures() -> None:
+    """It is named in the first closure, when there is no direction yet, no second gradient and no pair for the history."""
+    named = closures(counted_nbytes() + 120_000)
+    gc.collect()
+    assert named is not None and closures(named) is None
