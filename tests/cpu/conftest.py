@@ -1,6 +1,7 @@
 """Plans of these tests are chosen by times that are known beforehand, so none depends on how busy the machine is.
 
-What tests real times is marked `real_times`, a test or a whole module.
+What tests real times is marked `real_times`, a test or a whole module. A module whose budgets leave no room for what the process
+holds from other tests is marked `profiled`.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from collections.abc import Iterator
 import pytest
 
 from lightning_memopt.session import times
+from tests.cpu.loops import without_counter
 from tests.cpu.times import Known, given
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "real_times: plans are chosen by what things take on this machine: that is tested")
+    config.addinivalue_line("markers", "profiled: torch's profiler measures, which sees the bytes of a run alone")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -29,3 +32,11 @@ def known_times(request: pytest.FixtureRequest) -> Iterator[None]:
 def times_of_a_test(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.node.get_closest_marker("real_times") is not None:
         given(monkeypatch, times.Times())
+
+
+@pytest.fixture(autouse=True, scope="module")
+def meter_of_a_module(request: pytest.FixtureRequest) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if request.node.get_closest_marker("profiled") is not None:
+            without_counter(patch)
+        yield

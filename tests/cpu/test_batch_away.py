@@ -24,6 +24,8 @@ from lightning_memopt.solvers.planner import UNSEEN_NBYTES
 from tests.cpu.loops import CLASSES, LENGTH, WORDS, assert_same, small, state, step
 from tests.cpu.test_batch_fit import fitted, recorded
 
+pytestmark = pytest.mark.profiled  # their budgets are those of a process that holds nothing else
+
 BUDGET = 800_000
 OPTIONS: dict[str, Any] = dict(verbose=False, solver_seconds=1.0)
 

@@ -18,6 +18,8 @@ from lightning_memopt.errors import ConfigError, EnergyUnavailableError
 from tests.cpu.fake_nvml import Board, Clock, FakeNvml, install
 from tests.cpu.loops import batches, loss_of, small, step
 
+pytestmark = pytest.mark.profiled  # their budgets are those of a process that holds nothing else
+
 BUDGET = 500_000
 FIXED, A_SAMPLE = 0.5, 0.25
 QUIET: dict[str, Any] = dict(budget=BUDGET, start=8, mode="energy")

@@ -14,6 +14,8 @@ from tests.cpu.limits import Device
 from tests.cpu.loops import QUIET, installed
 from tests.cpu.searches import BUDGET, Plain, Square, Words, same
 
+pytestmark = pytest.mark.profiled  # their budgets are those of a process that holds nothing else
+
 
 def true_maximum(limit: int, low: int, high: int) -> int:
     """By exhaustion: the largest size whose steps in the steady state pass a device of so many bytes, every size tried."""

@@ -16,6 +16,8 @@ from lightning_memopt.errors import AlreadyAttachedError, ConfigError, Unsupport
 from tests.cpu.loops import LENGTH, QUIET, batches
 from tests.cpu.searches import BUDGET, Stream, Words, same
 
+pytestmark = pytest.mark.profiled  # their budgets are those of a process that holds nothing else
+
 
 def test_l3_no_size_is_larger_than_a_batch_that_was_there() -> None:
     words = Words()
