@@ -1,7 +1,7 @@
 """Plans of these tests are chosen by times that are known beforehand, so none depends on how busy the machine is.
 
-What tests real times is marked `real_times`, a test or a whole module. A module whose budgets leave no room for what the process
-holds from other tests is marked `profiled`.
+What tests real times is marked `real_times`, a test or a whole module. A module whose budgets leave no room for what the
+process holds from other tests is marked `profiled`.
 """
 
 from __future__ import annotations
