@@ -65,7 +65,14 @@ def zeroing(optimizer: torch.optim.Optimizer, i: int) -> None:
             p.grad = torch.zeros_like(p)
 
 
-@pytest.mark.parametrize("between", [decaying, decaying_tensor, zeroing])
+def test_gradients_that_are_looked_at_in_every_step_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lesson shows who reads them: nothing is updated early, and what is set later is used."""
+    updates = counted(monkeypatch)
+    assert_same_tree(loop(zeroing, None), loop(zeroing, "auto"))
+    assert not updates
+
+
+@pytest.mark.parametrize("between", [decaying, decaying_tensor])
 def test_what_was_not_so_in_the_lesson(between: Between, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps before are as ever; the one that is wrong by then raises."""
     updates = counted(monkeypatch)
