@@ -141,7 +141,7 @@ def _near(rng: random.Random) -> int:
 
 
 def _random_step(rng: random.Random, nodes: int, wild: float) -> Step:
-    some = lambda names, chance: tuple(name for name in names if rng.random() < chance * wild)  # noqa: E731
+    chosen = lambda names, chance: tuple(name for name in names if rng.random() < chance * wild)  # noqa: E731
     during = []
     for node in range(nodes):
         if rng.random() < 0.12 * wild:
@@ -149,7 +149,7 @@ def _random_step(rng: random.Random, nodes: int, wild: float) -> Step:
     return Step(
         rows=8 if rng.random() > 0.2 * wild else rng.choice((4, 6, 12)),
         backward=rng.choice(BACKWARDS) if rng.random() < wild else "once",
-        before=some(BEFORE, 0.08),
+        before=chosen(BEFORE, 0.08),
         during=tuple(during),
-        after=some(AFTER, 0.06),
+        after=chosen(AFTER, 0.06),
     )
