@@ -9,6 +9,7 @@ Running   -> Observing  forwards in a row left the plan (drift), or a borrowed p
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from lightning_memopt.plan import Plan
 from lightning_memopt.runtime import PlannedEngine, Program
 from lightning_memopt.runtime.away import Depot
 from lightning_memopt.runtime.leaving import Departures
-from lightning_memopt.session import costs
+from lightning_memopt.session import costs, times
 from lightning_memopt.session.advice import advice
 from lightning_memopt.session.foresight import unmodified_peak
 from lightning_memopt.session.graphs import common, difference, smoothed
@@ -124,6 +125,7 @@ def frontier_of(graph: Graph, hybrid: Hybrid, say: Say) -> planner.Frontier:
             limit_seconds=hybrid.config.solver_seconds,
             say=lambda s: say(f"MemOpt:   {s}"),
             overhead=lambda lives: costs.measured(graph.device).of(Program(graph, lives)),
+            clock=times.current.solver_clock(time.thread_time),
         )
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,6 +19,7 @@ from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import BEFORE, Graph, Op, Point, Tensor, resident_nbytes, unmodified_levels
 from lightning_memopt.native import counter
 from lightning_memopt.plan import reserved_bytes_of
+from lightning_memopt.session import times
 from lightning_memopt.session.budget import state_made
 from lightning_memopt.session.finals import Final
 from lightning_memopt.session.graphs import smoothed, with_state
@@ -204,4 +206,6 @@ def refuse_infeasible(graph: Graph, budget_nbytes: int, hybrid: Hybrid, say: Say
 def _smallest_nbytes(graph: Graph, hybrid: Hybrid) -> int:
     if not hybrid.wanted:
         return planner.smallest_nbytes(graph)
-    return hybrid.frontier(planner.solve(smoothed([graph]), limit_seconds=hybrid.config.solver_seconds)).smallest_bytes
+    clock = times.current.solver_clock(time.thread_time)
+    solved = planner.solve(smoothed([graph]), limit_seconds=hybrid.config.solver_seconds, clock=clock)
+    return hybrid.frontier(solved).smallest_bytes

@@ -286,6 +286,7 @@ class HybridFrontier(Frontier):
                 plans=[(c.solver, c.lives) for c in self.candidates],
                 limit_seconds=self.hybrid.config.solver_seconds,
                 overhead=self.overhead,
+                clock=times.current.solver_clock(time.process_time),
             )
             if found is None:
                 break

@@ -1,7 +1,7 @@
 """How long things take on the machine that a plan is made for: ops, our own work beside them, copies and codecs.
 
-Plans are chosen by these times, so whoever chooses one asks `current`, and nothing else. `Times` gives what was observed and
-measured on this machine. Set `current` to another one to plan for times that are known beforehand.
+Plans are chosen by these times, and solvers stop by their clock: whoever needs one asks `current`, and nothing else. `Times`
+gives what was observed and measured on this machine. Set `current` to another one to plan for times that are known beforehand.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ class Times:
     def now(self) -> float:
         """Seconds of a clock that never goes back."""
         return time.monotonic()
+
+    def solver_clock(self, clock: Callable[[], float]) -> Callable[[], float]:
+        """What limits of solvers are counted by, in seconds; `clock`: what a solver counts by on this machine."""
+        return clock
 
     def of_ops(self, graph: Graph, observed: list[Graph]) -> list[float]:
         """Seconds of each op of the graph that a plan is made for, from the steps `observed`.

@@ -68,7 +68,7 @@ def test_l5_a_search_takes_them_for_what_they_are(error: BaseException) -> None:
     plain = Plain(Square(), lambda n: type(error)(*error.args) if n > 6 else None)
     assert plain.find(budget=1 << 30).size == 6
     with pytest.raises(RuntimeError, match="shapes"):
-        Plain(Square(), lambda n: OTHERS[0] if n > 6 else None).find(budget=1 << 30)
+        Plain(Square(), lambda n: RuntimeError(*OTHERS[0].args) if n > 6 else None).find(budget=1 << 30)
 
 
 def test_l1_frames_of_an_error_keep_no_tensors() -> None:

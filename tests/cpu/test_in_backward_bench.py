@@ -59,6 +59,7 @@ def test_one_bit_shows(bit: int, exact: bool, monkeypatch: pytest.MonkeyPatch) -
         return [torch.tensor([1, bit if peak == 75 else 0])], SimpleNamespace(measured_bytes=peak, plan=plan), steps
 
     monkeypatch.setattr(in_backward, "train", train)
+    monkeypatch.setattr(in_backward, "held_nbytes", lambda: 0)
     row = rows("any", 1, "sgd", "1GiB")
     assert (row["exact"], row["reduction"]) == (exact, 25.0)
     assert row["always"]["left_plan"], "no plan was in force"

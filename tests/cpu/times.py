@@ -4,6 +4,7 @@ however busy, or as many different ones as there are seeds.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 
@@ -17,6 +18,8 @@ from lightning_memopt.session.times import Times
 
 OP_SECONDS, BYTES_PER_SECOND, FLOPS_PER_SECOND = 1e-6, 1e9, 8e9
 """One core of a CPU."""
+LOOK_SECONDS = 5e-3
+"""A solver takes this long between two looks at its clock."""
 COSTS = Costs(call=3e-6, argument=3e-7, recorded=1.5e-5, replayed=1.5e-5)
 FREE = Costs(0.0, 0.0, 0.0, 0.0)
 RATES = Rates(
@@ -43,6 +46,10 @@ class Known(Times):
 
     def now(self) -> float:
         return 0.0
+
+    def solver_clock(self, clock: Callable[[], float]) -> Callable[[], float]:
+        looks = itertools.count()
+        return lambda: next(looks) * LOOK_SECONDS
 
     def of_ops(self, graph: Graph, observed: list[Graph]) -> list[float]:
         return [self.of_op(graph, op) for op in graph.ops]
