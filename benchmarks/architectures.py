@@ -32,6 +32,7 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from benchmarks.bench import held_nbytes
 from benchmarks.zoo import ZOO, Architecture
 from lightning_memopt import optimize
 from lightning_memopt.errors import InfeasibleError, MemOptError
@@ -141,10 +142,11 @@ def examine(name: str, planned: int = PLANNED) -> dict[str, Any]:
         "finite": all(bool(torch.isfinite(e[0])) for e in expected),
     }
     ours = Training(twin, batch, architecture.adaptive)
+    beside = max(0, held_nbytes() - ours.resident_nbytes())
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            row |= _planned(ours, architecture, budget, expected)
+            row |= _planned(ours, architecture, budget, beside, expected)
             row["said"] = sorted({str(w.message)[:400] for w in caught if "MemOpt" in str(w.message)})
         if row["status"] == "planned":
             row["different"] += _differences(plain.state(), ours.state())
@@ -153,7 +155,7 @@ def examine(name: str, planned: int = PLANNED) -> dict[str, Any]:
         row |= {"status": "refused", "note": f"{type(error).__name__}: {error}"}
         smallest = getattr(error, "smallest_nbytes", None)
         if isinstance(error, InfeasibleError) and smallest is not None:
-            row["smallest_share"] = (smallest - resident) / (unmodified - resident)
+            row["smallest_share"] = (smallest - beside - resident) / (unmodified - resident)
     row["seconds"] = time.perf_counter() - began
     if row["status"] == "planned":
         if row["different"]:
@@ -163,12 +165,17 @@ def examine(name: str, planned: int = PLANNED) -> dict[str, Any]:
     return row
 
 
-def _planned(ours: Training, architecture: Architecture, budget: int, expected: list[list[Any]]) -> dict[str, Any]:
-    """The run within the budget. The session meters the planned steps that it judges, we meter the others."""
+def _planned(
+    ours: Training, architecture: Architecture, budget: int, beside: int, expected: list[list[Any]]
+) -> dict[str, Any]:
+    """The run within the budget, and the bytes that the process holds `beside` the model.
+
+    The session meters the planned steps that it judges, we meter the others.
+    """
     different: list[str] = []
     measured: list[int] = []
     ours.seed()
-    with optimize(ours.model, ours.optimizer, budget=budget, profile_steps=OBSERVED, verbose=False) as run:
+    with optimize(ours.model, ours.optimizer, budget=budget + beside, profile_steps=OBSERVED, verbose=False) as run:
         for i, reference in enumerate(expected):
             state = run.session.current
             if isinstance(state, Running) and not state.measures:
@@ -178,7 +185,7 @@ def _planned(ours: Training, architecture: Architecture, budget: int, expected: 
                 found = ours.step(architecture)
                 after = run.session.current
                 if isinstance(state, Running) and isinstance(after, Running) and after.measured_bytes is not None:
-                    measured.append(after.measured_bytes)
+                    measured.append(after.measured_bytes - beside)
             if not all(map(_same, found, reference)):
                 different.append(f"step {i}")
             del found
@@ -192,7 +199,7 @@ def _planned(ours: Training, architecture: Architecture, budget: int, expected: 
     return {
         "status": "planned",
         "different": different,
-        "predicted": plan.predicted_peak_bytes,
+        "predicted": plan.predicted_peak_bytes - beside,
         "measured": max(measured),
         "measured_steps": measured,
         "replayed": len(state.program.schedule.replayed),

@@ -17,12 +17,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.models import MODELS
 from lightning_memopt.graph import Graph
+from lightning_memopt.native import counter
 from lightning_memopt.runtime import PlannedEngine, Program
 from lightning_memopt.runtime.away import Depot
 from lightning_memopt.session.graphs import smoothed
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.recording import PlannedRecording
 from lightning_memopt.trace import metered_cpu
+from lightning_memopt.trace.living import count_all
 
 MIB = 2**20
 Forward = Callable[[], torch.Tensor]
@@ -129,9 +131,9 @@ class Bench:
         return float(events.peak_nbytes / MIB)
 
     def flops(self) -> int:
-        with FlopCounterMode(display=False) as counter:
+        with FlopCounterMode(display=False) as counted:
             self.step()
-        return counter.get_total_flops()
+        return counted.get_total_flops()
 
     def made_nbytes(self) -> int:
         with _Bytes() as made:
@@ -160,6 +162,13 @@ class Bench:
             for label, values in ratios.items()
             if values
         }
+
+
+def held_nbytes() -> int:
+    """Bytes that this process holds before a run, of what its peaks count; none where no counter is, for then they do not."""
+    count_all(print)
+    count = counter()
+    return count.live_nbytes if count is not None else 0
 
 
 def equal(a: Outcome, b: Outcome) -> bool:

@@ -171,6 +171,7 @@ def _compared(
                 row["gradient_error"] = error_of = _gradient_error(bench, outcome)
                 same = "the same" if torch.equal(loss, got) else "ANOTHER"
                 row["unequal"] = f"{same} loss, gradients {error_of:.1e} off" if hybrid.codec else "NO"
+            del got  # peaks are of all that is held
             plans[label] = hybrid, plan, budget
         times(bench, rows, forwards, contexts, rounds, len(graph.forward), deadline)
         for label, (hybrid, plan, budget) in plans.items():

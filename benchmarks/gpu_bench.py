@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.bench import MIB, Bench
+from benchmarks.bench import MIB, Bench, held_nbytes
 from benchmarks.gpu_models import Build
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Plan, reserved
@@ -66,9 +66,10 @@ class GpuBench(Bench):
         if not self.on_gpu:
             params = sum(t.untyped_storage().nbytes() for t in [*self.model.parameters(), *self.model.buffers()])
             params += sum(t.untyped_storage().nbytes() for t in {id(t): t for t in self.batch.values()}.values())
+            before = held_nbytes() or params
             with metered_cpu() as events:
                 self.step(forward)
-            return {"allocated_mib": (params + events.peak_nbytes) / MIB}
+            return {"allocated_mib": (before + events.peak_nbytes) / MIB}
         self.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)

@@ -22,11 +22,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.bench import held_nbytes
 from benchmarks.models import MODELS
 from lightning_memopt import optimize
-from lightning_memopt.native import counter
 from lightning_memopt.session.buckets import Running
-from lightning_memopt.trace.living import count_all
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9),
@@ -73,13 +72,6 @@ def train(name: str, batch: int, optimizer: str, steps: int = MOST, **options: A
             if run and step >= STEPS and followed(run.session.main):
                 break
     return [p.detach() for p in model.parameters()], run.session.main if run else None, step
-
-
-def held_nbytes() -> int:
-    """Bytes that this process holds before a run, of what its peaks count; none where no counter is, for then they do not."""
-    count_all(print)
-    count = counter()
-    return count.live_nbytes if count is not None else 0
 
 
 def rows(name: str, batch: int, optimizer: str, budget: str) -> dict[str, Any]:

@@ -32,8 +32,8 @@ def deterministic() -> Iterator[None]:
 def test_budget_is_kept_and_bits_are_equal(name: str) -> None:
     bench = Bench(name)
     bench.step()
-    loss, reference = bench.step(), bench.outcome()
     graph = bench.observe(steps=2)
+    loss, reference = bench.step(), bench.outcome()
     resident = resident_nbytes(graph)
     frontier = planner.solve(graph)
     activations = frontier.unmodified_peak_bytes - resident

@@ -11,10 +11,11 @@ from torch import distributed
 
 from lightning_memopt import optimize
 from lightning_memopt.callbacks.reduction import Reduction
+from lightning_memopt.native import install
 from lightning_memopt.telemetry import Energy, EnergyMeter, Rates, Tally
 from lightning_memopt.telemetry.sources import Counter
 from tests.cpu.fake_nvml import Clock
-from tests.cpu.loops import QUIET, batches, sgd, small, step
+from tests.cpu.loops import QUIET, batches, sgd, small, step, without_counter
 
 WATTS = 100.0
 
@@ -86,8 +87,17 @@ def test_ranks_are_reduced() -> None:
     assert third["samples_per_sec"] == 50.0 and not any("energy" in k or "watts" in k for k in third)
 
 
-def test_a_plain_loop() -> None:
-    """`run.monitor()`: the report gains what was reached in planned steps, and joules; then the meter ends."""
+@pytest.mark.parametrize("native", [True, False], ids=["native", "profiled"])
+def test_a_plain_loop(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`run.monitor()`: the report gains what was reached in planned steps, and joules; then the meter ends.
+
+    Two steps are observed. The next one is measured: by the native counter at no cost, by the profiler it takes longer.
+    """
+    if not native:
+        without_counter(monkeypatch)
+    elif install() is None:
+        pytest.skip("no compiler is here")
+    slow = 2 if native else 3
     clock, data = Clock(), batches(12)
     counter = Counter("a", lambda: round(1e3 * WATTS * clock.now), 1e-3, (1 << 64,), 5e3, clock)
     energies = {"device": EnergyMeter("fake", lambda: [counter])}
@@ -97,13 +107,13 @@ def test_a_plain_loop() -> None:
     with optimize(model, optimizer, budget="min", **QUIET) as run:
         meter = run.monitor(warmup=0, clock=clock, energies=energies, before=before)
         for i, batch in enumerate(data):
-            clock.after(50.0 if i < 3 else 2.0)
+            clock.after(50.0 if i < slow else 2.0)
             step(model, optimizer, batch)
             meter.step(samples=len(batch[0]))
-            assert run.session.steady is (i >= 3), "two are observed, one is measured"
+            assert run.session.steady is (i >= slow)
     assert not energies["device"].available, "closed with the block"
     rates = meter.rates()
-    assert rates is not None and (rates.steps, rates.samples_per_step, rates.samples_per_sec) == (9, 48.0, 24.0)
+    assert rates is not None and (rates.steps, rates.samples_per_step, rates.samples_per_sec) == (12 - slow, 48.0, 24.0)
     assert rates.joules_per_sample == pytest.approx(WATTS * 2.0 / 48)
     report = run.report()
     assert "24; before 12, x2.000" in report and "48; before 24, x2.000" in report
