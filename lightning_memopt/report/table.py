@@ -8,7 +8,8 @@ from lightning_memopt.report.explain import items, kept, rebuilt
 from lightning_memopt.report.text import Table, render
 from lightning_memopt.runtime.away import Depot
 from lightning_memopt.session import Session
-from lightning_memopt.session.buckets import Failed, Observing, Running
+from lightning_memopt.session.buckets import Observing, Running
+from lightning_memopt.session.failed import Failed
 from lightning_memopt.telemetry import Meter, Rates
 from lightning_memopt.units import format_nbytes
 

@@ -25,6 +25,7 @@ from lightning_memopt.runtime.away import Depot
 from lightning_memopt.runtime.leaving import Departures
 from lightning_memopt.session import costs, times
 from lightning_memopt.session.advice import advice
+from lightning_memopt.session.failed import Failed
 from lightning_memopt.session.foresight import unmodified_peak
 from lightning_memopt.session.graphs import common, difference, smoothed
 from lightning_memopt.session.held import beside, with_held
@@ -244,8 +245,9 @@ class Running:
         self.strays = self.strays + 1 if strays else 0
         self._watch()
         if self.lender is None and not self.deviated:
+            other = f"{name} instead of {planned}" if name != planned else f"{name} of other sizes or values"
             warnings.warn(
-                f"MemOpt: the forward left the plan at op {at} ({name} instead of {planned}). What does not match is kept: "
+                f"MemOpt: the forward left the plan at op {at} ({other}). What does not match is kept: "
                 "memory may rise, results do not change.",
                 stacklevel=2,
             )
@@ -311,11 +313,14 @@ class Running:
         """A step was measured: where it is above the budget, `on_exceed` says what comes. `base_nbytes`: when it began."""
         self.measured_bytes = max(peak_nbytes, self.measured_bytes or 0)
         self.was_metered()
-        if budget_nbytes is None or peak_nbytes <= budget_nbytes:
+        over = peak_nbytes - (self.plan.budget_bytes if budget_nbytes is None else budget_nbytes)
+        if over <= 0:
             return self
-        over = peak_nbytes - budget_nbytes
         predicted = self.plan.predicted.needed_bytes
         grown = 0 if base_nbytes is None else max(0, base_nbytes - resident_nbytes(self.program.graph))
+        larger = peak_nbytes - grown - predicted > _SLIGHT * predicted
+        if budget_nbytes is None:
+            return self._no_longer_smallest(grown, larger, say)
         text = (
             f"a planned step was measured at {peak_nbytes} bytes ({format_nbytes(peak_nbytes)}), {over} above the budget; "
             f"predicted were {predicted}"
@@ -326,7 +331,6 @@ class Running:
             return self._exceeds(peak_nbytes, f"{text}.")
         if self.lender is not None:
             return self._alone(f"{text}, of a larger batch", say)
-        larger = peak_nbytes - grown - predicted > _SLIGHT * predicted
         if self.program.empty and larger and self.again < _AGAIN:
             # nothing is dropped, so nothing was compared: sizes that no tensor of the batch shows may be others
             say(f"MemOpt: {text}; observing again ({self.again + 1} of {_AGAIN})")
@@ -347,10 +351,27 @@ class Running:
             smallest = f"and no smaller plan exists (the smallest is {format_nbytes(least)})"
             return self._exceeds(peak_nbytes, f"{text}, {smallest}. {why}")
         say(f"MemOpt: {text}; replanned with {format_nbytes(target)}")
-        graph = with_held(self.program.graph, held - self.held_nbytes)
-        found = Running(plan, graph, self.frontier, self.replanned + (not by_growth))
-        found.again, found.learnt, found.held_nbytes, found.regrown = self.again, self.learnt, held, self.regrown + by_growth
-        return found
+        return self._replaced(plan, held, by_growth)
+
+    def _no_longer_smallest(self, grown: int, larger: bool, say: Say) -> State:
+        """A step took more than the smallest plan was predicted to: others hold more, or it was another step."""
+        if self.lender is not None or self.frontier is None:
+            return self
+        if grown > 0 and self.regrown < _REGROWN:
+            held = self.held_nbytes + grown
+            return self._replaced(beside(self.frontier.plan(self.frontier.smallest_bytes), held), held, by_growth=True)
+        if not larger or self.again >= _AGAIN:
+            return self
+        say(f"MemOpt: a step took more than the smallest plan needs; observing again ({self.again + 1} of {_AGAIN})")
+        return Observing(1, again=self.again + 1)
+
+    def _replaced(self, plan: Plan, held_nbytes: int, by_growth: bool) -> Running:
+        """The state of another plan of the same frontier, with so much held outside of the step."""
+        graph = with_held(self.program.graph, held_nbytes - self.held_nbytes)
+        state = Running(plan, graph, self.frontier, self.replanned + (not by_growth))
+        state.again, state.learnt = self.again, self.learnt
+        state.held_nbytes, state.regrown = held_nbytes, self.regrown + by_growth
+        return state
 
     def _exceeds(self, peak_nbytes: int, text: str) -> Running:
         """Nothing can be done: said once, and again where it has become clearly more."""
@@ -358,25 +379,6 @@ class Running:
             self.said_bytes = peak_nbytes
             warnings.warn(f"MemOpt: {text}", stacklevel=3)
         return self
-
-
-@dataclass(frozen=True, eq=False)
-class Failed:
-    """The model trains as it is. Final."""
-
-    reason: str
-    said: list[int] = field(default_factory=list)
-
-    def measured(self, peak_nbytes: int, budget_nbytes: int | None) -> None:
-        """A step was measured: the first one above the budget is said."""
-        if budget_nbytes is not None and peak_nbytes > budget_nbytes and not self.said:
-            self.said.append(peak_nbytes)
-            warnings.warn(
-                f"MemOpt: a step without a plan was measured at {peak_nbytes} bytes ({format_nbytes(peak_nbytes)}), above the "
-                f"budget of {budget_nbytes}. There is no plan, because {self.reason}. Make the batch smaller, or the budget "
-                "larger.",
-                stacklevel=2,
-            )
 
 
 State = Observing | Running | Failed

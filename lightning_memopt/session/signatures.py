@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from lightning_memopt.graph import Graph
 from lightning_memopt.session import times
-from lightning_memopt.session.buckets import Failed, Observing, Running, Say, State
+from lightning_memopt.session.buckets import Observing, Running, Say, State
+from lightning_memopt.session.failed import Failed
 from lightning_memopt.session.hybrid import Hybrid
 from lightning_memopt.session.shapes import Signature, alike, elements, times_larger
 from lightning_memopt.session.silence import WAITS

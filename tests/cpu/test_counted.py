@@ -24,7 +24,8 @@ from lightning_memopt.native import Window, counter, install
 from lightning_memopt.plan import lower, read_plan, validate
 from lightning_memopt.plan.peak import at_peak
 from lightning_memopt.runtime.execute import checksum
-from lightning_memopt.session.buckets import Failed, Running
+from lightning_memopt.session.buckets import Running
+from lightning_memopt.session.failed import Failed
 from lightning_memopt.solvers.rollout import keep_all
 from tests.cpu.loops import QUIET
 
@@ -141,6 +142,25 @@ def test_a_size_that_no_tensor_shows_is_observed_again(window: Window) -> None:
     peaks, run = trained(model, window, budget, steps=10, after=larger, loss_of=loss_of)
     assert peaks[4] > budget >= max(peaks[:3] + peaks[7:]), (peaks, budget)
     assert run.plan is not None and run.plan.predicted.replayed_ops > 0
+
+
+@pytest.mark.parametrize("grows", ["outside", "inside"])
+def test_the_smallest_plan_says_what_it_needs_now(window: Window, grows: str) -> None:
+    """Nothing was promised but the smallest plan: after a copy is made, or with more rows, its prediction is right again."""
+    held: list[nn.Module] = []
+    model = Repeats()
+
+    def after(i: int) -> None:
+        if i == 4 and grows == "outside":
+            held.append(copy.deepcopy(model))
+        elif i == 4:
+            model.times = 2
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error" if grows == "outside" else "ignore")
+        peaks, run = trained(model, window, "min", steps=10, after=after, loss_of=lambda logits: logits.square().mean())
+    assert run.plan is not None and min(peaks[6:]) > peaks[4]
+    assert peaks[-1] == pytest.approx(run.plan.predicted_peak_bytes, rel=0.001)
 
 
 def test_a_failed_state_says_once_that_the_budget_is_not_kept() -> None:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from lightning_memopt import optimize
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.integrations.plain import Run
-from lightning_memopt.session.buckets import Failed, Running
+from lightning_memopt.session.buckets import Running
+from lightning_memopt.session.failed import Failed
 from lightning_memopt.session.silence import FORWARDS
 from tests.cpu.loops import QUIET, Batch, agrees, batches, loss_of, sgd, small, step, train
 
