@@ -111,7 +111,10 @@ def _exact(run: dict[str, Any]) -> str:
 def _kept(run: dict[str, Any]) -> str:
     if run.get("over") is None:
         return "-"
-    return "yes" if run["over"] <= 0 else f"**no**, {_kib(run['over'])} over in {run['steps_over']}"
+    excess = f"{_kib(run['over'])} over in {run['steps_over']}"
+    if run["over"] <= 0:
+        return "yes"
+    return f"no, which a line says: {excess}" if run["not_kept_said"] else f"**no**, {excess}"
 
 
 def _plan(run: dict[str, Any]) -> str:

@@ -15,6 +15,10 @@ _PROGRESS = tuple(f"MemOpt: {text}" for text in ("observing ", "solving for ", "
 """Lines that say what is being done, never why there is no plan."""
 _NOTICED = ("was measured at", "left the plan")
 """Lines that say of a step that it was larger than planned, or another one."""
+_NOT_KEPT = ("the budget is not kept", "no smaller plan exists")
+"""Lines that say that no plan keeps the budget, why, and what to do."""
+_SLIGHT = 1.02
+"""The smallest plan promises no budget; its prediction is right where a step takes no more than as many times of it."""
 _TRIES = 4
 
 
@@ -84,7 +88,7 @@ def judge(plain: Outcome, ours: Outcome, tried: list[int | str]) -> dict[str, An
         return row | {"faults": [*faults, "crashed"], "error": ours["error"], "traceback": ours["traceback"]}
     unequal = different(plain, ours)
     planned = [step for step in ours["steps"] if step["predicted"] is not None]
-    promises = [step["promised"] if budget == "min" else budget for step in planned]
+    promises = [int(_SLIGHT * step["promised"]) if budget == "min" else budget for step in planned]
     over = [step["peak"] - promise for step, promise in zip(planned, promises, strict=True)]
     explained = any(not line.startswith(_PROGRESS) for line in ours["said"])
     row |= {
@@ -98,6 +102,7 @@ def judge(plain: Outcome, ours: Outcome, tried: list[int | str]) -> dict[str, An
         "over": max(over, default=None),
         "between": max(step["between"] for step in ours["steps"]),
         "steps_over": sum(excess > 0 for excess in over),
+        "not_kept_said": any(text in line for line in ours["said"] for text in _NOT_KEPT),
         "solves": ours["solves"],
         "solve_seconds": round(ours["solve_seconds"], 2),
         "seconds": round(ours["seconds"], 2),
@@ -109,7 +114,8 @@ def judge(plain: Outcome, ours: Outcome, tried: list[int | str]) -> dict[str, An
     if unequal:
         faults.append("not exact")
     noticed = sum(any(text in line for text in _NOTICED) for line in ours["said"])
-    if planned and (over[-1] > 0 or row["steps_over"] > noticed):  # a step unlike all before is not foreseen, but noticed
+    broken = planned and (over[-1] > 0 or row["steps_over"] > noticed)  # a step unlike all before is not foreseen, but noticed
+    if broken and not row["not_kept_said"]:
         faults.append("budget broken")
     if not planned and not explained:
         faults.append("silent")

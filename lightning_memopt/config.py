@@ -41,7 +41,8 @@ class MemOptConfig:
         profile_steps: real training steps that are observed before the plan is made.
         solver_seconds: time limit of the planner, in seconds of CPU: a busy machine has the same plans.
         headroom: bytes of the budget that the plan leaves free, for what no trace shows.
-        on_exceed: what to do when a planned step was measured above the budget.
+        on_exceed: what to do when a planned step was measured above the budget, or no plan of a later step keeps it (then the
+            smallest one is in force, unless this is `"raise"`).
         plan: path of a plan file to use instead of observing and solving.
         verify: compare rebuilt tensors bit by bit with the original ones while observing.
         verbose: print progress and the table at the end.

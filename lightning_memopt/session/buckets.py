@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lightning_memopt.config import MemOptConfig
-from lightning_memopt.errors import MemOptError, PlanMismatchError
+from lightning_memopt.errors import InfeasibleError, MemOptError, PlanMismatchError
 from lightning_memopt.graph import Graph, resident_nbytes
 from lightning_memopt.plan import Plan
 from lightning_memopt.runtime import PlannedEngine, Program
@@ -93,9 +93,8 @@ class Observing:
         self.steps = max(1, self.steps - 1)
 
     def observed(self, graph: Graph, limit_nbytes: int | None, hybrid: Hybrid, say: Say) -> State:
-        """One more step was recorded; with the last one, the plan for `limit_nbytes`, the smallest plan where that is None.
-
-        Raises InfeasibleError, which names the smallest budget, where no plan fits.
+        """One more step was recorded; with the last one, the plan for `limit_nbytes`, the smallest plan where that is None, or
+        where no plan fits: parameters have been updated, so what `on_exceed` says is done. "raise": InfeasibleError.
         """
         if self.waits:
             return self
@@ -134,16 +133,31 @@ def frontier_of(graph: Graph, hybrid: Hybrid, say: Say) -> planner.Frontier:
 def _solved(graph: Graph, limit_nbytes: int | None, hybrid: Hybrid, say: Say) -> Running:
     frontier = frontier_of(graph, hybrid, say)
     limit = frontier.smallest_bytes if limit_nbytes is None else limit_nbytes
-    plan = frontier.plan(limit)
+    late: InfeasibleError | None = None
+    try:
+        plan = frontier.plan(limit)
+    except InfeasibleError as error:
+        if hybrid.config.on_exceed == "raise" or error.smallest_nbytes is None:
+            raise
+        late, limit = error, error.smallest_nbytes
+        plan = frontier.plan(limit)
     say(
         f"MemOpt: plan in force ({plan.solver}): predicted peak {format_nbytes(plan.predicted.needed_bytes)} of "
         f"{format_nbytes(limit)}, unmodified {format_nbytes(plan.unmodified_peak_bytes)}; extra "
         f"{1e3 * plan.predicted.seconds:.1f} ms a step, no plan below {1e3 * plan.lower_bound_seconds:.1f} ms; "
         f"solved in {frontier.seconds:.1f} s"
     )
-    if frontier.smallest_bytes >= unmodified_peak(graph):
+    running = Running(plan, graph, frontier)
+    if late is not None:
+        running.exceeds(
+            plan.predicted.needed_bytes,
+            f"the budget is not kept: no plan of this step fits {limit_nbytes} bytes. The smallest one is in "
+            f"force. Set budget={limit + hybrid.config.headroom} or more. "
+            f"{advice(graph, plan.lives, hybrid.config)}",
+        )
+    elif frontier.smallest_bytes >= unmodified_peak(graph):
         say(f"MemOpt: no plan is smaller than the unmodified step. {advice(graph, plan.lives, hybrid.config)}")
-    return Running(plan, graph, frontier)
+    return running
 
 
 class Running:
@@ -328,16 +342,16 @@ class Running:
         if config.on_exceed == "raise":
             raise MemOptError(f"{text}. Raise the budget, or set on_exceed='replan'.")
         if config.on_exceed == "warn" or self.frontier is None:
-            return self._exceeds(peak_nbytes, f"{text}.")
+            return self.exceeds(peak_nbytes, f"{text}.")
         if self.lender is not None:
             return self._alone(f"{text}, of a larger batch", say)
-        if self.program.empty and larger and self.again < _AGAIN:
-            # nothing is dropped, so nothing was compared: sizes that no tensor of the batch shows may be others
+        if larger and not self.deviated and self.again < _AGAIN:
+            # where nothing is dropped, nothing was compared; and what follows the model's own forward is compared nowhere
             say(f"MemOpt: {text}; observing again ({self.again + 1} of {_AGAIN})")
             return Observing(1, again=self.again + 1)
         by_growth = grown > 0 and self.regrown < _REGROWN
         if self.replanned >= 3 and not by_growth:
-            return self._exceeds(peak_nbytes, f"{text}.")
+            return self.exceeds(peak_nbytes, f"{text}.")
         held = self.held_nbytes + (grown if by_growth else 0)
         least = self.frontier.smallest_bytes + held
         if by_growth:  # and by what the prediction does not explain
@@ -349,7 +363,7 @@ class Running:
         if not by_growth and plan.predicted.needed_bytes >= predicted:
             why = advice(self.program.graph, self.plan.lives, config)
             smallest = f"and no smaller plan exists (the smallest is {format_nbytes(least)})"
-            return self._exceeds(peak_nbytes, f"{text}, {smallest}. {why}")
+            return self.exceeds(peak_nbytes, f"{text}, {smallest}. {why}")
         say(f"MemOpt: {text}; replanned with {format_nbytes(target)}")
         return self._replaced(plan, held, by_growth)
 
@@ -373,7 +387,7 @@ class Running:
         state.held_nbytes, state.regrown = held_nbytes, self.regrown + by_growth
         return state
 
-    def _exceeds(self, peak_nbytes: int, text: str) -> Running:
+    def exceeds(self, peak_nbytes: int, text: str) -> Running:
         """Nothing can be done: said once, and again where it has become clearly more."""
         if peak_nbytes > _MORE * self.said_bytes:
             self.said_bytes = peak_nbytes

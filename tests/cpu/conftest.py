@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import pytest
 
@@ -25,22 +26,31 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "profiled: torch's profiler measures, which sees the bytes of a run alone")
 
 
+class Before(NamedTuple):
+    """The module that ran before, and what was in memory when it began."""
+
+    name: str
+    nbytes: int
+
+
+before: list[Before] = []
+
+
 @pytest.fixture(autouse=True, scope="module")
-def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What a module leaves in memory counts in the budgets of all that come after it.
+def nothing_is_left(request: pytest.FixtureRequest) -> None:
+    """What the module before has left in memory would count in the budgets of this one.
 
     Every session begins with a collection: it need not look through what the modules before have imported.
     """
     gc.collect()
     gc.freeze()
-    before = counter()
-    before_nbytes = before.live_nbytes if before is not None else 0
-    yield
-    gc.collect()
-    after = counter()
-    if before is not None and after is not None and not request.session.testsfailed:  # a failure holds what its test held
-        left_nbytes = after.live_nbytes - before_nbytes
-        assert left_nbytes < LEFT_NBYTES, f"{left_nbytes} bytes of tensors are left"
+    counts = counter()
+    if counts is None:
+        return
+    now_nbytes, last = counts.live_nbytes, before.pop() if before else None
+    before.append(Before(request.node.name, now_nbytes))
+    if last is not None and not request.session.testsfailed:  # a failure holds what its test held
+        assert now_nbytes - last.nbytes < LEFT_NBYTES, f"{last.name} leaves {now_nbytes - last.nbytes} bytes of tensors"
 
 
 @pytest.fixture(autouse=True, scope="module")

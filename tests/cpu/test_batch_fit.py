@@ -22,6 +22,8 @@ from lightning_memopt.session.observation import Observation
 from lightning_memopt.solvers import planner
 from tests.cpu.loops import CLASSES, LENGTH, WORDS, loss_of, small
 
+pytestmark = pytest.mark.profiled  # the steps that are recorded are those of a process that holds nothing else
+
 Loss = Callable[[nn.Module, int], Tensor]
 
 

@@ -114,6 +114,8 @@ def test_the_judge_of_steps_that_change() -> None:
     assert faults([step, large, step], []) == ["budget broken"]
     assert faults([large, large, step], said) == ["budget broken"], "one of the two was not noticed"
     assert faults([step, step, large], said) == ["budget broken"], "nothing was done about it"
+    why = ["MemOpt: the budget is not kept: no plan of this step fits 300 bytes. The smallest one is in force."]
+    assert faults([step, large, large], why) == [], "a line says why, and what to do"
 
 
 def test_the_judge_of_silence() -> None:

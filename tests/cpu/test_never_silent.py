@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -280,3 +282,34 @@ def test_peak_that_no_plan_lowers_is_explained(optimizer: Any, text: str) -> Non
     assert run.plan is not None and run.plan.predicted_peak_bytes == run.plan.unmodified_peak_bytes
     (line,) = [line for line in lines if "At the peak" in line]
     assert "gradients" in line and text in line
+
+
+def in_two_sizes(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Three small batches, then large ones."""
+    return [step(model, optimizer, batch) for batch in (*batches(3, size=8), *batches(4, size=64))]
+
+
+def test_later_batches_that_no_plan_fits_train_on_by_the_smallest() -> None:
+    """The first batches fit, so nothing was refused before the first update: training goes on, and one line names a budget
+    that works. `on_exceed="raise"` stops it.
+    """
+    run = agrees(in_two_sizes)
+    small_nbytes = min(s.plan.unmodified_peak_bytes for s in run.session.buckets.values() if isinstance(s, Running))
+    needed = run.plan.predicted.needed_bytes if run.plan is not None else 0
+    del run
+    gc.collect()
+    budget = (small_nbytes + needed) // 2
+    options = QUIET | {"budget": budget}
+    with pytest.warns(UserWarning, match="the budget is not kept: no plan of this step fits") as caught:
+        run = agrees(in_two_sizes, **options)
+    assert len([w for w in caught if "above the budget" in str(w.message)]) == 0, "said once"
+    assert run.plan is not None and run.plan.predicted.replayed_ops > 0
+    named = int(re.search(r"budget=(\d+) or more", str(caught[0].message))[1])  # type: ignore[index]
+    del run
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        agrees(in_two_sizes, **(QUIET | {"budget": named + 64}))  # the losses that are held
+    model = small()
+    with pytest.raises(InfeasibleError), optimize(model, optimizer := sgd(model), on_exceed="raise", **options):
+        in_two_sizes(model, optimizer)
