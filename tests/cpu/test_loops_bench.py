@@ -117,6 +117,13 @@ def test_the_judge_of_steps_that_change() -> None:
     why = ["MemOpt: the budget is not kept: no plan of this step fits 300 bytes. The smallest one is in force."]
     assert faults([step, large, large], why) == [], "a line says why, and what to do"
 
+    def smallest(steps: list[dict[str, Any]]) -> list[str]:
+        return judge(plain, _outcome(losses=plain["losses"], steps=steps), ["min"])["faults"]
+
+    right = large | {"promised": 400}
+    assert smallest([step, large, right]) == [], "what is predicted follows"
+    assert smallest([large, large, right]) == ["budget broken"] == smallest([step, right, large])
+
 
 def test_the_judge_of_silence() -> None:
     """Without a plan a line must say why; what only tells of progress does not."""
