@@ -120,7 +120,7 @@ def test_the_judge_of_steps_that_change() -> None:
     def smallest(steps: list[dict[str, Any]]) -> list[str]:
         return judge(plain, _outcome(losses=plain["losses"], steps=steps), ["min"])["faults"]
 
-    right = large | {"promised": 400}
+    step, large, right = (s | {"promised": nbytes} for s, nbytes in ((step, 300), (large, 300), (large, 400)))
     assert smallest([step, large, right]) == [], "what is predicted follows"
     assert smallest([large, large, right]) == ["budget broken"] == smallest([step, right, large])
 
