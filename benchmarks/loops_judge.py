@@ -18,8 +18,9 @@ _NOTICED = ("was measured at", "left the plan")
 """Lines that say of a step that it was larger than planned, or another one."""
 _NOT_KEPT = ("the budget is not kept", "no smaller plan exists")
 """Lines that say that no plan keeps the budget, why, and what to do."""
-_SLIGHT = 1.02
-"""The smallest plan promises no budget; its prediction is right where a step takes no more than as many times of it."""
+_SLIGHT, _SLIGHT_NBYTES = 0.02, 1 << 14
+"""The smallest plan promises no budget; its prediction is right where a step takes no more than this share of it, or so many
+bytes, on top."""
 _TRIES = 4
 
 
@@ -89,7 +90,7 @@ def judge(plain: Outcome, ours: Outcome, tried: list[int | str]) -> dict[str, An
         return row | {"faults": [*faults, "crashed"], "error": ours["error"], "traceback": ours["traceback"]}
     unequal = different(plain, ours)
     planned = [step for step in ours["steps"] if step["predicted"] is not None]
-    promises = [int(_SLIGHT * step["promised"]) if budget == "min" else budget for step in planned]
+    promises = [_smallest(step["promised"]) if budget == "min" else budget for step in planned]
     over = [step["peak"] - promise for step, promise in zip(planned, promises, strict=True)]
     explained = any(not line.startswith(_PROGRESS) for line in ours["said"])
     row |= {
@@ -124,6 +125,10 @@ def judge(plain: Outcome, ours: Outcome, tried: list[int | str]) -> dict[str, An
     if not planned and not explained:
         faults.append("silent")
     return row
+
+
+def _smallest(promised: int) -> int:
+    return promised + max(int(_SLIGHT * promised), _SLIGHT_NBYTES)
 
 
 def why_no_plan(row: dict[str, Any]) -> str:

@@ -32,7 +32,7 @@ class PlannedEngine(Leaving):
 
     Where the forward is not the observed one: `stands` says which tensors of the plan, besides its own, a slot (by id) stands
     in for, because the ops that make those did not run; `needed` are slots that the plan would let go too early, because of
-    rebuilds it does not know.
+    rebuilds it does not know; `unexpected`: those that autograd saves where the observed forward did not.
     """
 
     def __init__(self, program: Program, verify: bool = False, depot: Depot | None = None, unproven: bool = False) -> None:
@@ -45,6 +45,7 @@ class PlannedEngine(Leaving):
         self.packed: set[int] = set()
         self.stands: dict[int, list[int]] = {}
         self.needed: set[int] = set()
+        self.unexpected: set[int] = set()
         self._guarded: list[tuple[int, set[int]]] = []
 
     def make_recorder(self) -> Matcher:
@@ -105,6 +106,8 @@ class PlannedEngine(Leaving):
         found = super().pack(t)
         if type(found) is Handle:
             self.packed.add(found.save)
+            if found.save == BEFORE:
+                self.unexpected.add(found.slot.id)
         return found
 
     def save_of(self, slot: Slot) -> int:
@@ -287,6 +290,8 @@ class PlannedEngine(Leaving):
             return False
         if slot.call is not None and slot.ok:
             return True
+        if slot.handles and slot.id in self.unexpected:
+            return False
         comes_back = slot.plan is not None and self.cursor < self.program.last_back.get(slot.plan, BEFORE)  # but did not go
         return not (self.departures.astray or slot.id in self.needed or comes_back)
 

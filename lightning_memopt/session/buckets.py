@@ -47,7 +47,8 @@ _MEASURED = 32
 _REGROWN = 16
 """How often a plan is replaced because more is held outside of the step."""
 _SLIGHT = 0.02
-"""A step that takes as much more than predicted, and dropped nothing, is another one."""
+_SLIGHT_NBYTES = 1 << 14
+"""A step that takes as much more than predicted is another one: this share, and so many bytes where nobody named a budget."""
 _MORE = 1.1
 """A warning about the peak is repeated where it is as many times higher."""
 _PROOFS = 4
@@ -166,7 +167,7 @@ class Running:
     `to_measure`: steps whose peak is to be measured, in all no more than `may_measure`. `departures`: of the forwards of this
     step. `strays`: forwards in a row that left the plan. `again`: how often drift was answered by observing.
     `held_nbytes`: what others hold beyond what the frontier knows, `regrown`: how often that was more. `said_bytes`: the peak
-    that a warning named.
+    that a warning named. `outgrown`: measured steps in a row that took clearly more than predicted.
     `wasted`, `proofs`, `refused`: of a lender, uses by much smaller batches, measured steps of its borrowers, and borrowers
     that it does not serve. `learnt`: it is known which parameters are updated in backward.
     """
@@ -182,7 +183,7 @@ class Running:
         self.measured_bytes: int | None = None
         self.steps = self.strays = self.again = self.wasted = self.proofs = self.refused = self.excess_nbytes = 0
         self.matched = self.deviated = False
-        self.held_nbytes = self.regrown = self.said_bytes = 0
+        self.held_nbytes = self.regrown = self.said_bytes = self.outgrown = 0
         self.learnt: bool = lender is not None and lender.learnt
         self.to_measure, self.may_measure = 1, _MEASURED
         self.departures: list[Departures] = []
@@ -329,12 +330,13 @@ class Running:
         self.was_metered()
         over = peak_nbytes - (self.plan.budget_bytes if budget_nbytes is None else budget_nbytes)
         if over <= 0:
+            self.outgrown = 0
             return self
         predicted = self.plan.predicted.needed_bytes
         grown = 0 if base_nbytes is None else max(0, base_nbytes - resident_nbytes(self.program.graph))
-        larger = peak_nbytes - grown - predicted > _SLIGHT * predicted
+        self.outgrown = self.outgrown + 1 if peak_nbytes - grown - predicted > _SLIGHT * predicted else 0
         if budget_nbytes is None:
-            return self._no_longer_smallest(grown, larger, say)
+            return self._no_longer_smallest(grown, over, say)
         text = (
             f"a planned step was measured at {peak_nbytes} bytes ({format_nbytes(peak_nbytes)}), {over} above the budget; "
             f"predicted were {predicted}"
@@ -345,7 +347,7 @@ class Running:
             return self.exceeds(peak_nbytes, f"{text}.")
         if self.lender is not None:
             return self._alone(f"{text}, of a larger batch", say)
-        if larger and not self.deviated and self.again < _AGAIN:
+        if self.outgrown >= (1 if self.program.empty else _IN_A_ROW) and not self.deviated and self.again < _AGAIN:
             # where nothing is dropped, nothing was compared; and what follows the model's own forward is compared nowhere
             say(f"MemOpt: {text}; observing again ({self.again + 1} of {_AGAIN})")
             return Observing(1, again=self.again + 1)
@@ -367,14 +369,15 @@ class Running:
         say(f"MemOpt: {text}; replanned with {format_nbytes(target)}")
         return self._replaced(plan, held, by_growth)
 
-    def _no_longer_smallest(self, grown: int, larger: bool, say: Say) -> State:
+    def _no_longer_smallest(self, grown: int, over: int, say: Say) -> State:
         """A step took more than the smallest plan was predicted to: others hold more, or it was another step."""
-        if self.lender is not None or self.frontier is None:
+        slight = max(_SLIGHT_NBYTES, int(_SLIGHT * self.plan.budget_bytes))
+        if self.lender is not None or self.frontier is None or over <= slight:
             return self
-        if grown > 0 and self.regrown < _REGROWN:
+        if grown > slight and self.regrown < _REGROWN:
             held = self.held_nbytes + grown
             return self._replaced(beside(self.frontier.plan(self.frontier.smallest_bytes), held), held, by_growth=True)
-        if not larger or self.again >= _AGAIN:
+        if self.outgrown < _IN_A_ROW or self.deviated or self.again >= _AGAIN:
             return self
         say(f"MemOpt: a step took more than the smallest plan needs; observing again ({self.again + 1} of {_AGAIN})")
         return Observing(1, again=self.again + 1)

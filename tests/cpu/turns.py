@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_memopt.plan import simulate
 from lightning_memopt.solvers.baselines import recompute_everything
 from lightning_memopt.solvers.planner import Frontier
 from tests.cpu.models import Body, data
@@ -23,9 +24,14 @@ def plans(request, monkeypatch):
     """The smallest plan, and the one that drops everything that can be made again."""
     if request.param == "everything":
         original = Frontier.plan
-        monkeypatch.setattr(
-            Frontier, "plan", lambda f, limit: dataclasses.replace(original(f, limit), lives=recompute_everything(f.graph))
-        )
+
+        def plan(f, limit):
+            lives = recompute_everything(f.graph)
+            predicted = simulate(f.graph, lives).predicted
+            needed = predicted.needed_bytes
+            return dataclasses.replace(original(f, limit), lives=lives, predicted=predicted, budget_bytes=needed)
+
+        monkeypatch.setattr(Frontier, "plan", plan)
     return request.param
 
 
