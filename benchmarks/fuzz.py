@@ -106,7 +106,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--case", type=Path, help="a case as JSON, to be judged alone")
+    parser.add_argument("--case", type=Path, help="a file with a case as JSON, to be judged alone")
     options = parser.parse_args()
     if options.case is None:
         return min(100, len(fuzz(options.minutes, options.seed)))

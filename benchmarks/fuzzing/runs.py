@@ -82,6 +82,7 @@ def _optimizer(case: Case, model: Model) -> torch.optim.Optimizer:
 
 
 def _backward(model: Model, loss: Tensor, how: str, run: Run | None) -> None:
+    """`run`: where an update follows, for which parameters may be updated in this backward."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if how == "once":
         with run.last_backward() if run is not None else contextlib.nullcontext():
@@ -148,6 +149,7 @@ def _step(
     average: list[Tensor],
     outcome: Outcome,
 ) -> None:
+    updates = "accumulate" not in step.before
     for what in step.before:
         before(model, what, optimizer, average, x)
     model.departures = {departure.node: departure for departure in step.during}
@@ -159,9 +161,9 @@ def _step(
     for what in step.after:
         between(model, what, x, data)
     if step.backward != "none":
-        _backward(model, loss, step.backward, run)
+        _backward(model, loss, step.backward, run if updates else None)
     outcome.steps.append(loss.detach().clone())
-    if step.backward != "none" and "accumulate" not in step.before:
+    if step.backward != "none" and updates:
         optimizer.step()
         optimizer.zero_grad()
 
