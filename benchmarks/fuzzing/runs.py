@@ -23,7 +23,8 @@ from lightning_memopt.errors import MemOptError
 from lightning_memopt.graph import Graph
 from lightning_memopt.integrations.plain import Run
 from lightning_memopt.plan import simulate
-from lightning_memopt.session import buckets
+from lightning_memopt.session import solving
+from lightning_memopt.session.buckets import Running
 from lightning_memopt.solvers.planner import UNSEEN_NBYTES, Candidate, Frontier
 from lightning_memopt.solvers.trips import send_away
 
@@ -171,7 +172,7 @@ def _step(
 def _notice(run: Run, outcome: Outcome) -> None:
     """Whether a plan is in force, and what was measured of it."""
     state = run.session.main
-    if isinstance(state, buckets.Running):
+    if isinstance(state, Running):
         outcome.planned = outcome.planned or state.plan.predicted.replayed_ops > 0
         if state.measured_bytes is not None:
             outcome.over_nbytes = max(outcome.over_nbytes, state.measured_bytes - state.plan.predicted.needed_bytes)
@@ -207,7 +208,7 @@ def ran(case: Case, planned: bool) -> Outcome:
 
 @contextlib.contextmanager
 def _random_plans(case: Case) -> Iterator[None]:
-    with mock.patch.object(buckets, "frontier_of", lambda graph, hybrid, say: random_frontier(case, graph)):
+    with mock.patch.object(solving, "frontier_of", lambda graph, hybrid, say: random_frontier(case, graph)):
         yield
 
 

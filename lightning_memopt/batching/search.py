@@ -26,8 +26,8 @@ from lightning_memopt.batching.trials import Source, Step, Trial, Trials
 from lightning_memopt.batching.untouched import untouched
 from lightning_memopt.config import MemOptConfig, disabled
 from lightning_memopt.errors import ConfigError, InfeasibleError
-from lightning_memopt.session.buckets import frontier_of
 from lightning_memopt.session.hybrid import Hybrid
+from lightning_memopt.session.solving import frontier_of
 from lightning_memopt.telemetry.sources import Clock
 from lightning_memopt.units import format_nbytes
 from lightning_memopt.versions import supported

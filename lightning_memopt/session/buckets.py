@@ -9,7 +9,6 @@ Running   -> Observing  forwards in a row left the plan (drift), or a borrowed p
 from __future__ import annotations
 
 import os
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,16 +16,15 @@ from dataclasses import dataclass, field
 import torch
 
 from lightning_memopt.config import MemOptConfig
-from lightning_memopt.errors import InfeasibleError, MemOptError, PlanMismatchError
+from lightning_memopt.errors import MemOptError, PlanMismatchError
 from lightning_memopt.graph import Graph, resident_nbytes
 from lightning_memopt.plan import Plan
 from lightning_memopt.runtime import PlannedEngine, Program
 from lightning_memopt.runtime.away import Depot
 from lightning_memopt.runtime.leaving import Departures
-from lightning_memopt.session import costs, times
+from lightning_memopt.session import solving
 from lightning_memopt.session.advice import advice
 from lightning_memopt.session.failed import Failed
-from lightning_memopt.session.foresight import unmodified_peak
 from lightning_memopt.session.graphs import common, difference, smoothed
 from lightning_memopt.session.held import beside, with_held
 from lightning_memopt.session.hybrid import Hybrid
@@ -117,47 +115,12 @@ class Observing:
         return Failed(reason)
 
 
-def frontier_of(graph: Graph, hybrid: Hybrid, say: Say) -> planner.Frontier:
-    say(f"MemOpt: solving for {len(graph.ops)} ops, {len(graph.saves)} saved tensors")
-    return hybrid.frontier(
-        planner.solve(
-            graph,
-            objective=hybrid.config.objective,
-            limit_seconds=hybrid.config.solver_seconds,
-            say=lambda s: say(f"MemOpt:   {s}"),
-            overhead=lambda lives: costs.measured(graph.device).of(Program(graph, lives)),
-            clock=times.current.solver_clock(time.thread_time),
-        )
-    )
-
-
 def _solved(graph: Graph, limit_nbytes: int | None, hybrid: Hybrid, say: Say) -> Running:
-    frontier = frontier_of(graph, hybrid, say)
-    limit = frontier.smallest_bytes if limit_nbytes is None else limit_nbytes
-    late: InfeasibleError | None = None
-    try:
-        plan = frontier.plan(limit)
-    except InfeasibleError as error:
-        if hybrid.config.on_exceed == "raise" or error.smallest_nbytes is None:
-            raise
-        late, limit = error, error.smallest_nbytes
-        plan = frontier.plan(limit)
-    say(
-        f"MemOpt: plan in force ({plan.solver}): predicted peak {format_nbytes(plan.predicted.needed_bytes)} of "
-        f"{format_nbytes(limit)}, unmodified {format_nbytes(plan.unmodified_peak_bytes)}; extra "
-        f"{1e3 * plan.predicted.seconds:.1f} ms a step, no plan below {1e3 * plan.lower_bound_seconds:.1f} ms; "
-        f"solved in {frontier.seconds:.1f} s"
-    )
+    frontier = solving.frontier_of(graph, hybrid, say)
+    plan, above = solving.chosen(frontier, graph, limit_nbytes, hybrid.config, say)
     running = Running(plan, graph, frontier)
-    if late is not None:
-        running.exceeds(
-            plan.predicted.needed_bytes,
-            f"the budget is not kept: no plan of this step fits {limit_nbytes} bytes. The smallest one is in "
-            f"force. Set budget={limit + hybrid.config.headroom} or more. "
-            f"{advice(graph, plan.lives, hybrid.config)}",
-        )
-    elif frontier.smallest_bytes >= unmodified_peak(graph):
-        say(f"MemOpt: no plan is smaller than the unmodified step. {advice(graph, plan.lives, hybrid.config)}")
+    if above is not None:
+        running.exceeds(plan.predicted.needed_bytes, above)
     return running
 
 

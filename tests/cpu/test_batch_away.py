@@ -18,8 +18,9 @@ from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life
 from lightning_memopt.plan.forms import tier_of
-from lightning_memopt.session.buckets import Running, frontier_of
+from lightning_memopt.session.buckets import Running
 from lightning_memopt.session.hybrid import Hybrid, peak_bytes
+from lightning_memopt.session.solving import frontier_of
 from lightning_memopt.solvers.planner import UNSEEN_NBYTES
 from tests.cpu.loops import CLASSES, LENGTH, WORDS, assert_same, small, state, step
 from tests.cpu.test_batch_fit import fitted, recorded

@@ -1,0 +1,66 @@
+"""Solve for an observed step, choose its plan, and say what came of it. `say` prints a line of progress."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from lightning_memopt.config import MemOptConfig
+from lightning_memopt.errors import InfeasibleError
+from lightning_memopt.graph import Graph
+from lightning_memopt.plan import Plan
+from lightning_memopt.runtime import Program
+from lightning_memopt.session import costs, times
+from lightning_memopt.session.advice import advice
+from lightning_memopt.session.foresight import unmodified_peak
+from lightning_memopt.session.hybrid import Hybrid
+from lightning_memopt.solvers import planner
+from lightning_memopt.units import format_nbytes
+
+Say = Callable[[str], None]
+
+
+def frontier_of(graph: Graph, hybrid: Hybrid, say: Say) -> planner.Frontier:
+    say(f"MemOpt: solving for {len(graph.ops)} ops, {len(graph.saves)} saved tensors")
+    return hybrid.frontier(
+        planner.solve(
+            graph,
+            objective=hybrid.config.objective,
+            limit_seconds=hybrid.config.solver_seconds,
+            say=lambda s: say(f"MemOpt:   {s}"),
+            overhead=lambda lives: costs.measured(graph.device).of(Program(graph, lives)),
+            clock=times.current.solver_clock(time.thread_time),
+        )
+    )
+
+
+def chosen(
+    frontier: planner.Frontier, graph: Graph, limit_nbytes: int | None, config: MemOptConfig, say: Say
+) -> tuple[Plan, str | None]:
+    """The plan for `limit_nbytes`; the smallest where that is None. Where no plan fits, the smallest and what to say of it.
+
+    Raises InfeasibleError where no plan fits and `on_exceed` says so. Parameters have been updated: else training goes on.
+    """
+    limit = frontier.smallest_bytes if limit_nbytes is None else limit_nbytes
+    above: InfeasibleError | None = None
+    try:
+        plan = frontier.plan(limit)
+    except InfeasibleError as error:
+        if config.on_exceed == "raise" or error.smallest_nbytes is None:
+            raise
+        above, limit = error, error.smallest_nbytes
+        plan = frontier.plan(limit)
+    say(
+        f"MemOpt: plan in force ({plan.solver}): predicted peak {format_nbytes(plan.predicted.needed_bytes)} of "
+        f"{format_nbytes(limit)}, unmodified {format_nbytes(plan.unmodified_peak_bytes)}; extra "
+        f"{1e3 * plan.predicted.seconds:.1f} ms a step, no plan below {1e3 * plan.lower_bound_seconds:.1f} ms; "
+        f"solved in {frontier.seconds:.1f} s"
+    )
+    if above is not None:
+        return plan, (
+            f"the budget is not kept: no plan of this step fits {limit_nbytes} bytes. The smallest one is in force. Set "
+            f"budget={limit + config.headroom} or more. {advice(graph, plan.lives, config)}"
+        )
+    if frontier.smallest_bytes >= unmodified_peak(graph):
+        say(f"MemOpt: no plan is smaller than the unmodified step. {advice(graph, plan.lives, config)}")
+    return plan, None
