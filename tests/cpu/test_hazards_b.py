@@ -348,35 +348,6 @@ def test_b12_observers_and_fake_quantization():
     trains(Observed)
 
 
-@pytest.mark.parametrize("foreach", [False, True])
-def test_b13_weights_changed_between_forward_and_backward(foreach):
-    """The error of plain autograd, whose class is RuntimeError."""
-
-    def step():
-        model = made(Body)
-        optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
-        for p in model.parameters():
-            p.grad = torch.ones_like(p)
-        loss = squares(model, X)
-        optimizer.step()
-        return loss
-
-    same_error(step, match="modified by an inplace operation")
-
-
-def test_b13_weight_that_only_a_rebuild_reads():
-    """REFUSED: plain autograd does not need the weight, a rebuild does; never a silently different gradient."""
-    w, v = nn.Parameter(data(16)), nn.Parameter(data(16))
-
-    with dropping() as engine:
-        loss = ((v + w).exp()).sum()
-    with torch.no_grad():
-        w.mul_(2)
-    assert engine.evictions > 0
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
 def test_b14_observing_leaves_no_trace():
     """A run that stops after the observed steps is the plain run: weights, buffers, optimizer, stream, attributes, hooks."""
 
