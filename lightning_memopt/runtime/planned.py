@@ -32,7 +32,7 @@ class PlannedEngine(Leaving):
 
     Where the forward is not the observed one: `stands` says which tensors of the plan, besides its own, a slot (by id) stands
     in for, because the ops that make those did not run; `needed` are slots that the plan would let go too early, because of
-    rebuilds it does not know; `unexpected`: those that autograd saves where the observed forward did not.
+    rebuilds it does not know.
     """
 
     def __init__(self, program: Program, verify: bool = False, depot: Depot | None = None, unproven: bool = False) -> None:
@@ -45,7 +45,6 @@ class PlannedEngine(Leaving):
         self.packed: set[int] = set()
         self.stands: dict[int, list[int]] = {}
         self.needed: set[int] = set()
-        self.unexpected: set[int] = set()
         self._guarded: list[tuple[int, set[int]]] = []
 
     def make_recorder(self) -> Matcher:
@@ -106,8 +105,6 @@ class PlannedEngine(Leaving):
         found = super().pack(t)
         if type(found) is Handle:
             self.packed.add(found.save)
-            if found.save == BEFORE:
-                self.unexpected.add(found.slot.id)
         return found
 
     def save_of(self, slot: Slot) -> int:
@@ -132,6 +129,8 @@ class PlannedEngine(Leaving):
         if slot.plan is None and not slot.external:
             self.departures.unplanned_nbytes += slot.nbytes
         if slot.external or slot.stale or slot.plan not in self.program.tracked:
+            return True
+        if save == BEFORE and slot.away is None:  # not saved so often when it was observed: no plan says for how long
             return True
         if slot.plan in self.program.away and not self._departs(slot, t, save):
             return True
@@ -177,6 +176,8 @@ class PlannedEngine(Leaving):
         """
         strict = asked and self.departures.first is None
         slots = self.tape.slots
+        # from now on: what is rebuilt on demand, for another op of the segment, stays too
+        self.active.update(t for t in self.program.births.get(point, ()) if t in slots)
         with below_autograd(), flags_of(self.tape):
             for step in steps:
                 if isinstance(step, Fetch):
@@ -205,7 +206,6 @@ class PlannedEngine(Leaving):
                 clones = {slots[t].id for t in step.clones if t in slots} | self.stands.keys() | self.needed
                 run(call, slots, partial(_among, clones))
                 self.replayed.append(call.op)
-        self.active.update(t for t in self.program.births.get(point, ()) if t in slots)
 
     def retains(self, slot: Slot) -> bool:
         """What the plan makes again when it is asked for does not stay before; once backward is astray, no plan is followed."""
@@ -290,8 +290,6 @@ class PlannedEngine(Leaving):
             return False
         if slot.call is not None and slot.ok:
             return True
-        if slot.handles and slot.id in self.unexpected:
-            return False
         comes_back = slot.plan is not None and self.cursor < self.program.last_back.get(slot.plan, BEFORE)  # but did not go
         return not (self.departures.astray or slot.id in self.needed or comes_back)
 
