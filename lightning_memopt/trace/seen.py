@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -32,6 +33,20 @@ class SeenSave:
     line: str
     unpacked_at: list[int] = field(default_factory=list)
     released_at: int | None = None
+
+
+def never_asked(saves: Iterable[SeenSave], end: int, written: Collection[int]) -> dict[int, int]:
+    """Tensor -> the last point at which autograd holds it, for what it saves and never asks for (a head without a loss).
+
+    No plan says anything about those, so they stay. `written`: tensors that were written over.
+    """
+    saves = list(saves)
+    asked = {save.tensor for save in saves if save.unpacked_at}
+    kept: dict[int, int] = {}
+    for save in saves:
+        if save.tensor not in asked and save.tensor not in written:
+            kept[save.tensor] = max(kept.get(save.tensor, -1), end if save.released_at is None else save.released_at)
+    return kept
 
 
 def _own_count() -> int:

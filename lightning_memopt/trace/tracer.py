@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,13 +23,14 @@ from lightning_memopt.graph.model import Kind, Phase
 from lightning_memopt.record import OpRecord, Recorder, Slot, fills, storage_id, uncompiled, written_by
 from lightning_memopt.trace.counted import Ledger
 from lightning_memopt.trace.lines import user_line
+from lightning_memopt.trace.lingering import Lingering
 from lightning_memopt.trace.memory import CudaOps
-from lightning_memopt.trace.seen import OWN_COUNT, SeenSave, SeenTensor
+from lightning_memopt.trace.seen import OWN_COUNT, SeenSave, SeenTensor, never_asked
 
 _CUDA_ROUND = 512
 _UNSEEN = -1
 """Slots count from 0."""
-_OUTSIDE, _UNRECORDED = "held outside of the step", "made by what is not recorded"
+_OUTSIDE, _UNRECORDED, _LINGERS = "held outside of the step", "made by what is not recorded", "held by what is not recorded"
 _NO_BACKWARD = -1
 
 
@@ -69,6 +70,7 @@ class Tracer:
         self._ours: dict[int, Slot] = {}
         self._slots: dict[int, list[Slot]] = {}
         self._cuda = CudaOps(device) if device.type == "cuda" else None
+        self._lingering = Lingering(self._is_held)
         self.ledger: Ledger | None = None
         self._bystanders: dict[int, int] = {}
         self._numbers = itertools.count(_UNSEEN - 1, -1)
@@ -248,13 +250,19 @@ class Tracer:
             t = self.tensors[id]
             if t.freed_at is not None:
                 gone.append(id)
-            elif slot.value is None or slot.external:
-                continue
-            elif torch._C._storage_Use_Count(slot.weak) <= self._held(slot.value, t.storage) + OWN_COUNT:
+            elif slot.value is not None and not slot.external and not self._is_held(slot):
                 t.freed_at = now
                 gone.append(id)
         for id in gone:
             self._ours.pop(id, None)
+        self._lingering.poll(now)
+
+    def _is_held(self, slot: Slot) -> bool:
+        """Whether somebody besides the engine holds a slot's memory."""
+        if slot.value is None:
+            return slot.alive() is not None
+        held = self._held(slot.value, self.tensors[slot.id].storage)
+        return bool(torch._C._storage_Use_Count(slot.weak) > held + OWN_COUNT)
 
     def _held(self, value: torch.Tensor, storage: int) -> int:
         """How many tensors on the memory of `value` the engine holds: those of overwritten versions count."""
@@ -265,10 +273,10 @@ class Tracer:
 
     def packed(self, save: int, slot: Slot) -> None:
         self.saves[save] = SeenSave(slot.id, len(self.ops), user_line())
+        self._lingering.packed(slot)
 
     def name_of(self, slot: Slot) -> str:
-        t = self.tensors.get(slot.id)
-        return "" if t is None else t.name
+        return self.tensors[slot.id].name if slot.id in self.tensors else ""
 
     def line_of(self, save: int) -> str:
         return self.saves[save].line if save in self.saves else ""
@@ -303,6 +311,8 @@ class Tracer:
             if backward_runs():  # else nobody needs the outputs of the forward any more: it has no backward
                 self.autograd_asked()
             found.released_at = len(self.points)
+            t = self.tensors.get(found.tensor)
+            self._lingering.released(found.tensor, len(self.points), by_user=t is None or t.freed_at is None)
             self.points.append(Point("release", save))
 
     def close(self) -> None:
@@ -310,6 +320,7 @@ class Tracer:
         self._watched.clear()
         self._ours.clear()
         self._slots.clear()
+        self._lingering.close()
 
     # -- the result --------------------------------------------------------------------------------
 
@@ -322,7 +333,7 @@ class Tracer:
         saves = {save: i for i, save in enumerate(sorted(self.saves))}
         written = {old: (new, op["at"]) for op in self.ops for old, new in op["mutates"]}
         seconds = [op["seconds"] for op in self.ops] if self._cuda is None else self._cuda.seconds(len(self.ops))
-        kept = self._kept(end, written.keys())
+        kept = never_asked(self.saves.values(), end, written.keys())
         ops = []
         for i, op in enumerate(self.ops):
             # Rule 5: what was there before the step, and is gone when a replay would read it
@@ -380,20 +391,10 @@ class Tracer:
         )
 
     def _unrecorded(self) -> dict[int, SeenTensor]:
-        """What was made during the step by what the recorder does not see."""
-        unseen = enumerate(self.ledger.unseen() if self.ledger is not None else (), max(self.tensors, default=0) + 1)
-        return {i: SeenTensor(_UNRECORDED, u.nbytes, "temporary", i, u.born_at, u.freed_at) for i, u in unseen}
-
-    def _kept(self, end: int, written: Collection[int]) -> dict[int, int]:
-        """Tensor -> the last point at which autograd holds it, for what it saves and never asks for (a head without a loss):
-        no plan says anything about those, so they stay. `written`: tensors that were written over.
-        """
-        asked = {save.tensor for save in self.saves.values() if save.unpacked_at}
-        kept: dict[int, int] = {}
-        for save in self.saves.values():
-            if save.tensor not in asked and save.tensor not in written:
-                kept[save.tensor] = max(kept.get(save.tensor, -1), end if save.released_at is None else save.released_at)
-        return kept
+        """What was made, or held, during the step by what the recorder does not see."""
+        made, first = self.ledger.unseen() if self.ledger is not None else (), max(self.tensors, default=0) + 1
+        seen = [*((_UNRECORDED, u) for u in made), *((_LINGERS, u) for u in self._lingering.seen())]
+        return {i: SeenTensor(name, u.nbytes, "temporary", i, u.born_at, u.freed_at) for i, (name, u) in enumerate(seen, first)}
 
 
 _KIND: dict[Phase, Kind] = {"forward": "activation", "backward": "gradient", "update": "temporary"}
