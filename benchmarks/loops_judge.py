@@ -6,7 +6,6 @@ The budgets are those of the plain run: its true peak, and what is there between
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 Outcome = dict[str, Any]
@@ -116,10 +115,8 @@ def judge(plain: Outcome, ours: Outcome, tried: list[int | str]) -> dict[str, An
     if unequal:
         faults.append("not exact")
     noticed = sum(any(text in line for text in _NOTICED) for line in ours["said"])
-    if budget == "min":  # nobody asked for more than a prediction that is right from the next step on
-        changes = (step["promised"] != following["promised"] for step, following in pairwise(planned))
-        noticed = sum(excess > 0 and change for excess, change in zip(over, changes, strict=False))
-    broken = planned and (over[-1] > 0 or row["steps_over"] > noticed)  # a step unlike all before is not foreseen, but noticed
+    # a step unlike all before is not foreseen, but noticed; where nobody named a budget, the prediction becomes right again
+    broken = planned and (over[-1] > 0 or (budget != "min" and row["steps_over"] > noticed))
     if broken and not row["not_kept_said"]:
         faults.append("budget broken")
     if not planned and not explained:

@@ -124,7 +124,7 @@ def test_the_judge_of_steps_that_change() -> None:
 
     a_step, large, right = ({"peak": a << 20, "predicted": b, "promised": b << 20} | rest for a, b in ((1, 1), (2, 1), (2, 2)))
     assert smallest([a_step, large, right]) == [], "what is predicted follows"
-    assert smallest([large, large, right]) == ["budget broken"] == smallest([a_step, right, large])
+    assert smallest([a_step, right, large]) == ["budget broken"]
 
 
 def test_the_judge_of_silence() -> None:
