@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -162,9 +163,10 @@ def optimize(
 
     - in the first forward, before it runs, where parameters, buffers, optimizer state and the batch alone are above it;
     - in the first `optimizer.step()`, before it updates, where no plan of the first forward and backward keeps it, with what
-      the update takes: torch's own optimizers are rehearsed on tensors without memory. The budget that it names works;
-    - at the end of the observed steps, after `profile_steps` real updates, where only they show it: what the update of another
-      optimizer takes, a later step that needs more than the first. It names the smallest budget.
+      the update takes: torch's own optimizers are rehearsed on tensors without memory. The budget that it names works.
+
+    What only later steps show (a larger batch, what the update of another optimizer takes) ends no training: the smallest plan
+    is in force, and one line names a budget that works. With `on_exceed="raise"`, it is InfeasibleError.
 
     The observed steps are kept within the budget by eviction as well as can be; that is no promise.
     """
@@ -174,10 +176,16 @@ def optimize(
     session = Session(model, optimizers, config)
     with contextlib.ExitStack() as stack:
         for _ in range(2):  # the second does nothing, unless the first was interrupted
-            stack.callback(session.close)
+            stack.callback(_close, session)
         run = Run(session)
         stack.push(run._measured)
         if session.enabled:  # else nothing is touched
             session.update_in_backward(lambda: _readers(model, optimizers))
             _attach(stack, run, model, optimizers)
         yield run
+
+
+def _close(session: Session) -> None:
+    """Close it, unless Python ends: torch 2.15 imports a module to leave a mode, and then it cannot."""
+    if not sys.is_finalizing():
+        session.close()
