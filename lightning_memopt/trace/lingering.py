@@ -12,10 +12,9 @@ from lightning_memopt.trace.counted import Unseen
 
 
 class Lingering:
-    """Of one step. `held(slot)`: whether anybody but the engine holds its memory."""
+    """Of one step."""
 
-    def __init__(self, held: Callable[[Slot], bool]) -> None:
-        self._held = held
+    def __init__(self) -> None:
         self._saves: Counter[int] = Counter()
         self._slots: dict[int, Slot] = {}
         self._since: dict[int, int] = {}
@@ -32,10 +31,11 @@ class Lingering:
         if self._saves[id] == 0 and not by_user:
             self._since[id] = now + 1
 
-    def poll(self, now: int) -> None:
+    def poll(self, now: int, held: Callable[[Slot], bool]) -> None:
+        """`held(slot)`: whether anybody but the engine holds its memory."""
         for id, born_at in list(self._since.items()):
             slot = self._slots[id]
-            if not self._held(slot):
+            if not held(slot):
                 del self._since[id]
                 if born_at <= now:
                     self._gone.append(Unseen(slot.nbytes, born_at, now))

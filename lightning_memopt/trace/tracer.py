@@ -70,7 +70,7 @@ class Tracer:
         self._ours: dict[int, Slot] = {}
         self._slots: dict[int, list[Slot]] = {}
         self._cuda = CudaOps(device) if device.type == "cuda" else None
-        self._lingering = Lingering(self._is_held)
+        self._lingering = Lingering()
         self.ledger: Ledger | None = None
         self._bystanders: dict[int, int] = {}
         self._numbers = itertools.count(_UNSEEN - 1, -1)
@@ -255,7 +255,7 @@ class Tracer:
                 gone.append(id)
         for id in gone:
             self._ours.pop(id, None)
-        self._lingering.poll(now)
+        self._lingering.poll(now, self._is_held)
 
     def _is_held(self, slot: Slot) -> bool:
         """Whether somebody besides the engine holds a slot's memory."""
