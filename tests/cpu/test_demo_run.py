@@ -7,6 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytest.importorskip("lightning")
+pytest.importorskip("sklearn")
+
 
 def test_a_quick_demo(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lightning_memopt.cli", "demo", "--quick", "--folder", str(tmp_path)]
