@@ -29,6 +29,13 @@ def storages(t: torch.Tensor) -> list[torch.UntypedStorage]:
         return []  # a wrapper around other tensors, which are met by themselves
 
 
+def _gradient(t: torch.Tensor) -> torch.Tensor | None:
+    try:
+        return t.grad if t.is_leaf or t.retains_grad else None
+    except RuntimeError:
+        return None  # torch forbids a write that was made into this view, and says so whenever autograd is asked of it
+
+
 def living(device: torch.device) -> list[torch.UntypedStorage]:
     """Distinct storages on a device, of tensors of every kind and of their gradients, but for those that C++ alone holds."""
     found: dict[int, torch.UntypedStorage] = {}
@@ -39,7 +46,7 @@ def living(device: torch.device) -> list[torch.UntypedStorage]:
             if kind not in kinds:
                 kinds[kind] = torch.Tensor in kind.__mro__
             if kinds[kind]:
-                for t in (known, known.grad if known.is_leaf else None):
+                for t in (known, _gradient(known)):
                     for storage in () if t is None else storages(t):
                         if storage.device.type == device.type:
                             found[storage._cdata] = storage
