@@ -13,7 +13,7 @@ from lightning_memopt.record.exposure import unwatched, watching, watching_sizes
 from lightning_memopt.record.levels import around_dual_levels, in_dual_level, in_transform
 from lightning_memopt.record.protocols import Observer, OpRecord, Owner
 from lightning_memopt.record.recorder import Recorder
-from lightning_memopt.record.rules import Rule, is_norm, register_op, rule_of, rules_generation, written_by
+from lightning_memopt.record.rules import Rule, is_norm, register_op, rule_of, rule_of_call, rules_generation, written_by
 from lightning_memopt.record.settings import numeric_flags, set_numeric_flags
 from lightning_memopt.record.tape import UNKNOWN, Call, Slot, Tape, View, storage_id
 from lightning_memopt.record.tensors import detached, fills, is_plain, tensors_in
@@ -46,6 +46,7 @@ __all__ = [
     "numeric_flags",
     "register_op",
     "rule_of",
+    "rule_of_call",
     "rules_generation",
     "set_numeric_flags",
     "storage_id",

@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memopt.record.protocols import Observer, OpRecord, Owner
-from lightning_memopt.record.rules import may_replay, rule_of, written_by
+from lightning_memopt.record.rules import may_replay, rule_of_call, written_by
 from lightning_memopt.record.settings import numeric_flags
 from lightning_memopt.record.tape import UNKNOWN, UNSHARED, Call, Slot, Tape, View, storage_id
 from lightning_memopt.record.tensors import (
@@ -72,10 +72,15 @@ class Recorder(TorchDispatchMode):
         self._beneath.clear()
 
     def recognise(self, slot: Slot) -> None:
-        """The slot's bytes were made again in a new storage: ops that read it read this slot."""
-        if slot.value is not None:
-            self.tape.weak(slot.value.untyped_storage())  # keeps the address from being used again
-            self.of_storage[storage_id(slot.value)] = slot
+        """The slot's bytes were made again, maybe in a new storage: ops that read it read this slot."""
+        known = self.of_storage.get(storage_id(slot.value)) if slot.value is not None else slot
+        if known is slot or (known is not None and slot.stale):
+            return
+        assert slot.value is not None
+        self.tape.weak(slot.value.untyped_storage())  # keeps the address from being used again
+        self.of_storage[storage_id(slot.value)] = slot
+        if slot.alive() is None:  # else ops may still read the old one
+            slot.version = slot.value._version
 
     def adopt(self, t: torch.Tensor, why: str = "made outside of the recorded forward") -> Slot:
         """The slot of a tensor that no recorded op made: it is held, never dropped (Rule 4)."""
@@ -162,7 +167,7 @@ class Recorder(TorchDispatchMode):
     def record(self, func: OpOverload, args: tuple, kwargs: dict) -> Any:
         """Run the op, note it, tell owner and observer."""
         observer = self.observer
-        rule = rule_of(func)
+        rule = rule_of_call(func, args, kwargs)
         run = conjugating(func) if rule.conjugates else func._op
         if not self.capturing and observer is None:
             return run(*args, **kwargs)

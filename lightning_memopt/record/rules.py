@@ -8,7 +8,7 @@ with `register_op`. The tables hold what schemas do not say; each entry is found
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -283,6 +283,27 @@ def rule_of(func: OpOverload) -> Rule:
         unshared=name in _UNSHARED,
         makes=_MAKES.get(name, _ALL),
     )
+
+
+@cache
+def _place_of_dropout(func: OpOverload) -> int | None:
+    names = [a.name for a in func._schema.arguments]
+    return names.index("dropout_p") if "dropout_p" in names else None
+
+
+@cache
+def _pure(rule: Rule) -> Rule:
+    return replace(rule, handling="pure")
+
+
+def rule_of_call(func: OpOverload, args: tuple, kwargs: dict) -> Rule:
+    """The rule for this call: fused attention without dropout draws no numbers, whatever the operator's tag says."""
+    rule = rule_of(func)
+    place = _place_of_dropout(func) if rule.handling == "random" else None
+    if place is None:
+        return rule
+    chance = args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)
+    return _pure(rule) if chance == 0.0 else rule
 
 
 def may_replay(func: OpOverload, device_type: str) -> bool:

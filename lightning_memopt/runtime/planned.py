@@ -156,6 +156,8 @@ class PlannedEngine(Leaving):
                 self._segment_at(event)
             handle.unpacked += 1
             found = super().request(handle)
+            if self.recorder is not None:  # a gradient in the middle of the forward: its ops read what was made again
+                self.recorder.recognise(handle.slot)
             if self.sums:  # in the first planned steps: the first rebuild
                 then = self.sums.pop(handle.slot.id, None)
                 if handle.slot.next is None:  # else it was overwritten where no version counts, and autograd reads that

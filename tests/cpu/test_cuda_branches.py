@@ -14,7 +14,7 @@ from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import BEFORE, resident_nbytes
 from lightning_memopt.plan import Run, read_plan, simulate
-from lightning_memopt.record import Rule, Tape, numeric_flags, register_op, rule_of, set_numeric_flags, tensors
+from lightning_memopt.record import Rule, Tape, numeric_flags, register_op, rule_of, rule_of_call, set_numeric_flags, tensors
 from lightning_memopt.record.tape import Slot
 from lightning_memopt.runtime import Program
 from lightning_memopt.runtime.execute import in_order
@@ -241,6 +241,17 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         y, seed = ctx.saved_tensors
         return grad * y * seed.sum()
+
+
+@pytest.mark.parametrize("op", ["flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"])
+def test_attention_draws_numbers_where_it_drops(op: str) -> None:
+    func = getattr(torch.ops.aten, f"_scaled_dot_product_{op}").default
+    place = [a.name for a in func._schema.arguments].index("dropout_p")
+    for chance, handling in ((0.0, "pure"), (0.1, "random")):
+        assert rule_of_call(func, (*[None] * place, chance), {}).handling == handling
+        assert rule_of_call(func, (), {"dropout_p": chance}).handling == handling
+    assert rule_of_call(func, (), {}).handling == "pure", "the default"
+    assert rule_of_call(torch.ops.aten.native_dropout.default, (None, 0.1, True), {}).handling == "random"
 
 
 def test_results_that_no_kernel_writes_are_kept() -> None:
