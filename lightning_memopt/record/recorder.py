@@ -11,8 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._ops import HigherOrderOperator, OpOverload
 
 from lightning_memopt.record.protocols import Observer, OpRecord, Owner
 from lightning_memopt.record.rules import may_replay, rule_of_call, written_by
@@ -30,13 +29,13 @@ from lightning_memopt.record.tensors import (
     is_plain,
     tensors_in,
 )
-from lightning_memopt.record.uncompiled import uncompiled
+from lightning_memopt.record.uncompiled import Outside, uncompiled
 
 _DETACH = torch.ops.aten.detach.default
 _EMPTY_STRIDED = torch.ops.aten.empty_strided.default
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(Outside):
     """Records one forward pass onto a tape. Enter it around the forward only; `forget()` when the forward is over."""
 
     def __init__(self, tape: Tape, owner: Owner, observer: Observer | None = None) -> None:
@@ -57,14 +56,6 @@ class Recorder(TorchDispatchMode):
         self.of_storage: dict[int, Slot] = {}
         self._beneath: dict[int, list[Slot]] = {}
         self.thread = threading.get_ident()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True  # Rule 9: compiled modules stay compiled
 
     def forget(self) -> None:
         """Drop the map from storages: it must not outlive the forward pass."""
@@ -161,11 +152,13 @@ class Recorder(TorchDispatchMode):
         return value
 
     @uncompiled
-    def __torch_dispatch__(self, func: OpOverload, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         return self.record(func, args, kwargs or {})
 
-    def record(self, func: OpOverload, args: tuple, kwargs: dict) -> Any:
+    def record(self, func: OpOverload | HigherOrderOperator, args: tuple, kwargs: dict) -> Any:
         """Run the op, note it, tell owner and observer."""
+        if not isinstance(func, OpOverload):  # Rule 9: `cond`, `scan`, as compiled modules
+            return func(*args, **kwargs)
         observer = self.observer
         rule = rule_of_call(func, args, kwargs)
         run = conjugating(func) if rule.conjugates else func._op
@@ -199,11 +192,10 @@ class Recorder(TorchDispatchMode):
             for t in targets:
                 self.writes(t)
         before = [(storage_id(t), t._version) for t in targets]
-        if observer is None:
-            out = run(*args, **kwargs)
-        else:
+        if observer is not None:
             observer.begin(func)
-            out = run(*args, **kwargs)
+        out = run(*args, **kwargs)
+        if observer is not None:
             observer.ran()
         if targets and func._name.startswith("aten::_foreach_"):
             count_versions(targets, [v for _, v in before])
@@ -387,10 +379,9 @@ class Recorder(TorchDispatchMode):
         if not self.capturing or not is_plain(t):
             return
         slot = self.of_storage.get(storage_id(t))
-        if slot is None:
-            if threading.get_ident() != self.thread:
-                return
-            slot = self.adopt(t)
+        if slot is None and threading.get_ident() != self.thread:
+            return
+        slot = slot or self.adopt(t)
         if slot.exposed or (address and slot.parameter):
             return
         if slot.read and not (slot.call is not None and slot.ok):
