@@ -37,7 +37,7 @@ def uncompiled_itself(function: F) -> F:
 
 
 class Outside(TorchDispatchMode):
-    """A mode that sees eager ops alone: what runs in compiled code, and in operators like `cond` and `scan`, is as without it."""
+    """A mode that sees eager ops alone: compiled code, and what operators like `cond` and `scan` run, is as without it."""
 
     supports_higher_order_operators = True  # else torch raises where the model calls one
 
