@@ -176,7 +176,7 @@ def template_of(record: OpRecord, slots: dict[int, Slot]) -> Template | None:
     the next step may.
     """
     rule, call = record.rule, record.call
-    if rule.conjugates or rule.unshared or not all(same_constant(v, v) for v in record.kwargs.values()):
+    if call is None or rule.conjugates or rule.unshared or not all(same_constant(v, v) for v in record.kwargs.values()):
         return None
     new = [slot for slot, _ in record.made] + [slot for _, slot, _ in record.mutates]
     if not all(slot.ok or slot.empty for slot in new):
@@ -197,7 +197,7 @@ def template_of(record: OpRecord, slots: dict[int, Slot]) -> Template | None:
                 constants.append((i, value))
             else:
                 return None
-        named = _named_call(call, slots) if call is not None else None
+        named = _named_call(call, slots)
         made = tuple((slot.index, _tensor(slot.id, slots), slot.nbytes) for slot, _ in record.made)
         mutates = tuple(
             (next(i for i, view in tensors if view.slot == old.plan), _tensor(new.id, slots)) for old, new, _ in record.mutates
@@ -213,7 +213,7 @@ def template_of(record: OpRecord, slots: dict[int, Slot]) -> Template | None:
         kwargs=tuple(record.kwargs.items()),
         grad=torch.is_grad_enabled(),
         call=named,
-        random=call is not None and call.rng is not None,
+        random=call.rng is not None,
         made=made,
         mutates=mutates,
         empty=rule.handling == "empty",

@@ -76,6 +76,18 @@ FOUND = {
         held=0.3,
         observed=1,
     ),
+    # after a step that writes where none did, its in-place op was taken for one that does not run again, in every later step
+    "a template of another step": Case(
+        seed=80157,
+        nodes=(
+            Node("tanh", 0, 0, 0), Node("tanh", 0, 0, 0), Node("cumsum", 0, 0, 1), Node("reversed", 1, 1, 4),
+            Node("tanh", 0, 0, 0), Node("copied", 5, 2, 4), Node("tanh", 0, 0, 0), Node("celled", 0, 8, 1),
+        ),
+        steps=(Step(8), Step(8), Step(8, during=(Departure(3, "in place", 5),)), Step(8)),
+        plan=3,
+        held=0.6,
+        observed=1,
+    ),
     # what is made again for a gradient in the forward was taken for a stranger's by the op that reads it, and held
     "gradients in the forward": Case(
         seed=73044,
