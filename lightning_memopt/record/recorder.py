@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
 
+from lightning_memopt.record.modes import Outside
 from lightning_memopt.record.protocols import Observer, OpRecord, Owner
 from lightning_memopt.record.rules import may_replay, rule_of_call, written_by
 from lightning_memopt.record.settings import numeric_flags
@@ -29,7 +30,7 @@ from lightning_memopt.record.tensors import (
     is_plain,
     tensors_in,
 )
-from lightning_memopt.record.uncompiled import Outside, uncompiled
+from lightning_memopt.record.uncompiled import uncompiled
 
 _DETACH = torch.ops.aten.detach.default
 _EMPTY_STRIDED = torch.ops.aten.empty_strided.default

@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 F = TypeVar("F")
 _dynamo: Any = torch._C._dynamo.eval_frame
@@ -34,17 +33,3 @@ def uncompiled(function: F) -> F:
 def uncompiled_itself(function: F) -> F:
     """Decorator, for a function that calls users' code: only that is compiled, as it would be without the function."""
     return _marked(function, _DEFAULT)
-
-
-class Outside(TorchDispatchMode):
-    """A mode that sees eager ops alone: compiled code, and what operators like `cond` and `scan` run, is as without it."""
-
-    supports_higher_order_operators = True  # else torch raises where the model calls one
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
-from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.graph import Graph, Op
 from lightning_memopt.native import counter
 from lightning_memopt.record import Recorder, around_dual_levels, watching_sizes
@@ -71,7 +70,7 @@ class Observation:
         """A forward begins: a fresh tape and trace. Returns the contexts to enter around it. `may_meter`: no other meter is in
         the way.
         """
-        self._leave_mode()
+        self._contexts.close()
         self._metering.close()
         self._end_round()
         tracer = Tracer(self.device, self.scopes.current)
@@ -102,7 +101,7 @@ class Observation:
         self._contexts = contextlib.ExitStack()
         self._contexts.enter_context(self.scopes.watching())
         self._contexts.enter_context(watching_sizes(recorder.resizing, recorder.resized))
-        self._contexts.enter_context(recorder)
+        self._contexts.enter_context(recorder.beneath())
         self._contexts.callback(self._level_ends)
         self._contexts.enter_context(around_dual_levels(self._level_begins, self._level_ends))
         return Recording(engine, recorder, own_mode=False)
@@ -209,17 +208,6 @@ class Observation:
             if engine is not None:
                 engine.writes(t)
 
-    def _leave_mode(self) -> None:
-        if self._round is not None:
-            recorder = self._round[2]
-            top = _get_current_dispatch_mode()
-            if top is not None and top is not recorder and recorder in _get_current_dispatch_mode_stack():
-                raise UnsupportedError(
-                    f"a dispatch mode ({type(top).__name__}) was entered while MemOpt observed a step and is still active at "
-                    "its end. Enter it around the whole loop, or let MemOpt observe first."
-                )
-        self._contexts.close()
-
     def _end_round(self) -> None:
         if self._round is not None:
             tracer, engine, recorder = self._round
@@ -246,7 +234,7 @@ class Observation:
         tracer, _, recorder = self._round
         finals = self.finals_seen()
         graph = settled(kept(tracer.graph(recorder), finals), finals)
-        self._leave_mode()
+        self._contexts.close()
         self._metering.close()
         self._end_round()
         return self._corrected(graph)

@@ -158,3 +158,13 @@ def hooks_allowed() -> bool:
     if in_transform() or in_dual_level():
         return False
     return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
+
+
+def others_hooks() -> bool:
+    """Whether saved-tensor hooks are on whose place ours would take, and that do more than to keep bits: a checkpoint runs the
+    forward twice, and what that writes is written twice. `save_on_cpu` only moves them.
+    """
+    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if top is None or type(top[0]) is _Pack:
+        return False
+    return not getattr(top[0], "__qualname__", "").startswith("save_on_cpu.")

@@ -23,14 +23,22 @@ def signature_of(part: int, trained: tuple[bool, ...], batch: Any) -> Signature:
     leaves = tree_leaves(batch, is_leaf=_is_samples)
     groups = ([leaf] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves if not isinstance(leaf, str | bytes))
     tensors = ([t for t in group if isinstance(t, torch.Tensor)] if type(group) is list else [] for group in groups)
-    return (part, trained, *(tuple((tuple(t.shape), t.dtype, t.device.type) for t in group) for group in tensors if group))
+    return (part, trained, *(tuple((_shape(t), t.dtype, t.device.type) for t in group) for group in tensors if group))
+
+
+def _shape(t: torch.Tensor) -> tuple[int, ...]:
+    """Of a nested tensor, that of its values one after the other: its own has a symbol for the lengths, or there is none."""
+    if not t.is_nested:
+        return tuple(t.shape)
+    with torch.no_grad():
+        return tuple(t.values().shape)
 
 
 def _is_samples(node: Any) -> bool:
     """Whether a part of a batch is a list of samples: tensors of one dtype and as many dimensions."""
     if type(node) is not list or len(node) < _SAMPLES or not all(isinstance(t, torch.Tensor) for t in node):
         return False
-    return len({(t.dtype, t.device, t.dim()) for t in node}) == 1
+    return len({(t.dtype, t.device, len(_shape(t))) for t in node}) == 1
 
 
 def alike(one: Signature, other: Signature) -> bool:

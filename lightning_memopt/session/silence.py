@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_memopt.record import compiled_modules
 from lightning_memopt.runtime.optimizer import Reason
-from lightning_memopt.session.recording import hooks_allowed
+from lightning_memopt.session.recording import hooks_allowed, others_hooks
 
 WAITING = 4
 """Forwards without a plan, because of their shapes, before a warning says so."""
@@ -20,6 +20,10 @@ FORWARDS = 20
 EVALUATION = Reason("the model is trained while it is in evaluation mode", "Call model.train() before the loop")
 NO_HOOKS = Reason(
     "the model is called under torch.func, or where saved-tensor hooks are disabled", "Call it outside of that, model(x)"
+)
+OTHER_HOOKS = Reason(
+    "saved-tensor hooks (a checkpoint of the whole model, or your own) are around its call, and may change what is saved",
+    "Enter them inside of the forward, around what they are for, or leave them out",
 )
 CAPTURED = Reason("the model is called while a CUDA graph is captured", "Train without capturing, or without a budget")
 BLOCKED = Reason(
@@ -53,6 +57,8 @@ def unobservable(model: nn.Module, device: torch.device) -> Reason | None:
         return EVALUATION
     if not hooks_allowed():
         return NO_HOOKS
+    if others_hooks():
+        return OTHER_HOOKS
     return CAPTURED if device.type == "cuda" and torch.cuda.is_current_stream_capturing() else None
 
 

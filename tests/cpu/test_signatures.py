@@ -59,3 +59,15 @@ def test_states_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(found) <= 2 * PLANS and found.solves.count <= PLANS + n // 50
     assert waiting == 500 - found.solves.count and found.solves.count == PLANS + 500 // 50
     assert not {s for s, state in found.items() if state.waits} & {signature(4, n) for n in range(1, 400)}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_serves_nested_tensors(layout: torch.layout) -> None:
+    """Their lengths are no part of their shape: elements count."""
+
+    def nested(*lengths: int) -> Any:
+        samples = [torch.zeros(length, 4) for length in lengths]
+        return signature_of(0, (True,), (torch.nested.nested_tensor(samples, layout=layout),))
+
+    assert serves(nested(3, 5), nested(4, 4)) and serves(nested(3, 5), nested(2, 5))
+    assert not serves(nested(3, 5), nested(4, 5))
