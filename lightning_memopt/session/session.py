@@ -279,7 +279,8 @@ class Session:
     # -- rounds ------------------------------------------------------------------------------------
 
     def _applies(self) -> bool:
-        if not self.enabled or self._rounds.inside or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        trains = torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not torch.compiler.is_compiling()
+        if not (self.enabled and trains) or self._rounds.inside:
             return False
         why = unobservable(self.model, self.device)
         if why is not None:

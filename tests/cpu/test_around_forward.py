@@ -143,6 +143,21 @@ def test_a_checkpoint_of_the_whole_model_is_left_alone() -> None:
         assert agrees(run).session.frontier is None
 
 
+def test_an_export_in_the_middle_of_training_is_that_of_the_plain_model() -> None:
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        torch.manual_seed(7)
+        sizes = []
+        for i, batch in enumerate(batches(5)):
+            if i in (0, 4):
+                sizes.append(torch.tensor(len(torch.export.export(model, (batch[0],)).graph.nodes)))
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return sizes
+
+    assert agrees(run).session.frontier is not None
+
+
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
 def test_nested_batches(layout: torch.layout) -> None:
     def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
