@@ -36,12 +36,12 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, make: Around, unti
     torch.manual_seed(7)
     losses, contexts, open_ = [], [], contextlib.ExitStack()
     for batch in batches(6):
+        open_.close()
         contexts.append(make())
         with contextlib.ExitStack() as stack:
             stack.enter_context(contexts[-1])
             loss = loss_of(model, batch)
             if until == "next forward":
-                open_.close()
                 open_ = stack.pop_all()
             elif until == "forward":
                 stack.close()
