@@ -109,7 +109,9 @@ def test_e13_transformers_gradient_checkpointing():
 
 
 def test_e14_users_own_hooks():
-    """EXACT: inside, the user's pair wins and sees what it would see; around the loop, it is there again afterwards."""
+    """EXACT: inside, the user's pair wins and sees what it would see; around the loop, it is there again afterwards. A pair
+    around the loop that may change bits: test_around_forward.py.
+    """
 
     class Hooked(Body):
         def __init__(self):
@@ -130,7 +132,7 @@ def test_e14_users_own_hooks():
     assert plain.packed == replayed.packed and plain.packed
     exact(Hooked, lambda m: squares(m, X))
     trains(Hooked)
-    with saved_tensors_hooks(lambda t: t, lambda t: t):
+    with save_on_cpu():
         trains(Body)
         assert torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
