@@ -1,15 +1,11 @@
 """A dispatch mode that disturbs neither compiled code nor other modes.
 
-Torch's own `__enter__` and `__exit__` are for modes that nest, and leave the topmost one, whichever it is. Ours is entered in a
-forward and left when the step ends: a mode of the user's (a counter of FLOPs) may begin before and end in between, or begin in
-between and stay. So ours is put beneath those that are on, and taken from where it is.
+Torch's `with mode:` is for modes that nest, and leaves the topmost one, whichever it is. Ours is entered in a forward and left
+when the step ends: a mode of the user's (a counter of FLOPs) may begin before and end in between, or begin in between and stay.
+So ours is put beneath those that are on, and taken from where it is.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
@@ -27,35 +23,33 @@ class Outside(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __enter__(self) -> Any:
-        _push_mode(self)
-        return self
+    def enter(self, beneath: bool = False) -> None:
+        """Begin to see ops, before the modes that are on do or `beneath` them. See to `leave` first: an interrupt may come."""
+        on = _get_current_dispatch_mode_stack()
+        _put_on([self, *on] if beneath else [*on, self])
 
-    def __exit__(self, *_: Any) -> None:
-        stack = _get_current_dispatch_mode_stack()
-        if self in stack:
-            with _lifted(len(stack) - 1 - stack.index(self)):
-                _pop_mode()
-
-    @contextmanager
-    def beneath(self) -> Iterator[None]:
-        """As `with self`, beneath the modes that are on."""
-        with _lifted(len(_get_current_dispatch_mode_stack())):
-            _push_mode(self)
-        try:
-            yield
-        finally:
-            self.__exit__()
+    def leave(self) -> None:
+        """See no more ops, whichever modes were entered since. May be repeated."""
+        on = _get_current_dispatch_mode_stack()
+        if self in on:
+            _put_on([mode for mode in on if mode is not self])
 
 
-@contextmanager
-def _lifted(count: int) -> Iterator[None]:
-    """Without the topmost modes, of which there are so many."""
-    modes: list[TorchDispatchMode] = []
+def _put_on(modes: list[TorchDispatchMode]) -> None:
+    """Let these be the modes that are on, from the bottom up. Interrupted, it is done all the same."""
     try:
-        while len(modes) < count:
-            modes.append(_pop_mode())
-        yield
-    finally:
-        while modes:
-            _push_mode(modes.pop())
+        _stack(modes)
+    except BaseException:
+        _stack(modes)
+        raise
+
+
+def _stack(modes: list[TorchDispatchMode]) -> None:
+    same = 0
+    on = _get_current_dispatch_mode_stack()
+    while same < min(len(on), len(modes)) and on[same] is modes[same]:
+        same += 1
+    for _ in range(len(on) - same):
+        _pop_mode()
+    for mode in modes[same:]:
+        _push_mode(mode)

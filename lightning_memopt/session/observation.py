@@ -101,7 +101,9 @@ class Observation:
         self._contexts = contextlib.ExitStack()
         self._contexts.enter_context(self.scopes.watching())
         self._contexts.enter_context(watching_sizes(recorder.resizing, recorder.resized))
-        self._contexts.enter_context(recorder.beneath())
+        for _ in range(2):  # the second does nothing, unless the first was interrupted
+            self._contexts.callback(recorder.leave)
+        recorder.enter(beneath=True)
         self._contexts.callback(self._level_ends)
         self._contexts.enter_context(around_dual_levels(self._level_begins, self._level_ends))
         return Recording(engine, recorder, own_mode=False)
