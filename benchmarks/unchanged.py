@@ -56,12 +56,16 @@ def hashed(tensors: Iterable[torch.Tensor]) -> str:
     return found.hexdigest()[:16]
 
 
-def ran(name: str, budget: int | str, options: dict[str, Any]) -> tuple[dict[str, Any], int]:
-    """The row, and the budget that has `SHARE` of what the unmodified step has on top of what is resident."""
+def ran(name: str, above_nbytes: int | None, options: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """The row, and what a budget needs for `SHARE` of what the unmodified step has on top of what is resident.
+
+    `above_nbytes`: the budget, beside what the process holds; None for the smallest plan.
+    """
     model, inputs = built(name, BATCH)
     optimizer = torch.optim.SGD(model.parameters(), 1e-2, momentum=0.9)
     gc.collect()
     held = held_nbytes()
+    budget = "min" if above_nbytes is None else held + above_nbytes
     torch.manual_seed(1)
     losses = []
     with optimize(model, optimizer, budget=budget, profile_steps=2, verbose=False, **options) as run:
@@ -84,15 +88,16 @@ def ran(name: str, budget: int | str, options: dict[str, Any]) -> tuple[dict[str
         "losses": hashed(losses),
         "parameters": hashed(model.parameters()),
     }
-    return row, int(base + SHARE * (frontier.unmodified_peak_bytes - base))
+    wanted = base + SHARE * (frontier.unmodified_peak_bytes - base)
+    return row, max(int(wanted), frontier.smallest_bytes) - held
 
 
 def rows() -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     share = 0
     for name, what, options in cases():
-        row, wanted = ran(name, share if what == "share" else "min", options)
-        share = max(wanted, row["predicted_nbytes"]) if what == "smallest" else share
+        row, wanted = ran(name, share if what == "share" else None, options)
+        share = wanted if what == "smallest" else share
         found[f"{name}, {what}"] = row
         print(f"{name}, {what}: {json.dumps(row)}", flush=True)
     return found
