@@ -7,6 +7,8 @@ So ours is put beneath those that are on, and taken from where it is.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 
@@ -23,8 +25,14 @@ class Outside(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
+    def enter_in(self, stack: ExitStack, beneath: bool = False) -> None:
+        """`enter`, and leave when the stack is closed, whatever is interrupted."""
+        for _ in range(2):  # the second does nothing, unless the first was interrupted
+            stack.callback(self.leave)
+        self.enter(beneath)
+
     def enter(self, beneath: bool = False) -> None:
-        """Begin to see ops, before the modes that are on do or `beneath` them. See to `leave` first: an interrupt may come."""
+        """Begin to see ops, before the modes that are on do or `beneath` them."""
         on = _get_current_dispatch_mode_stack()
         _put_on([self, *on] if beneath else [*on, self])
 

@@ -13,8 +13,6 @@ from torch import nn
 from torch.utils._python_dispatch import (
     _get_current_dispatch_mode,
     _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
 )
 
 from lightning_memopt.graph import Graph, Op
@@ -101,9 +99,7 @@ class Observation:
         self._contexts = contextlib.ExitStack()
         self._contexts.enter_context(self.scopes.watching())
         self._contexts.enter_context(watching_sizes(recorder.resizing, recorder.resized))
-        for _ in range(2):  # the second does nothing, unless the first was interrupted
-            self._contexts.callback(recorder.leave)
-        recorder.enter(beneath=True)
+        recorder.enter_in(self._contexts, beneath=True)
         self._contexts.callback(self._level_ends)
         self._contexts.enter_context(around_dual_levels(self._level_begins, self._level_ends))
         return Recording(engine, recorder, own_mode=False)
@@ -111,13 +107,13 @@ class Observation:
     def _level_begins(self) -> None:
         """What runs on a level of forward-mode AD runs as if nobody observed (record/levels.py)."""
         if self._round is not None and hooks_allowed() and _get_current_dispatch_mode() is self._round[2]:
-            _pop_mode()
+            self._round[2].leave()
             self._aside = self._round[2]
 
     def _level_ends(self) -> None:
         recorder, self._aside = self._aside, None
         if recorder is not None:
-            _push_mode(recorder)
+            recorder.enter()
 
     @property
     def has_backward(self) -> bool:
@@ -278,7 +274,7 @@ def take_off() -> None:
     left meanwhile, because a hook raised.
     """
     while (top := _get_current_dispatch_mode()) is not None and type(top) is Recorder and top.observer is None:
-        _pop_mode()
+        top.leave()
 
 
 def _nothing(_: Any) -> None:

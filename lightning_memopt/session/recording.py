@@ -94,9 +94,7 @@ class Recording:
     def _begin(self) -> None:
         self._saving.enter_context(saved_tensors_hooks(_Pack(self.engine), self.engine.unpack))
         if self._own_mode:
-            for _ in range(2):  # the second does nothing, unless the first was interrupted
-                self._saving.callback(self.recorder.leave)
-            self.recorder.enter()
+            self.recorder.enter_in(self._saving)
 
     def __exit__(self, *_: Any) -> None:
         with contextlib.ExitStack() as last:  # each of them is done, whatever an interrupt does to the others
