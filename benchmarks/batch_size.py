@@ -287,7 +287,7 @@ def _in_plain_loop(build: Any, data: Rows, limit: int) -> dict[str, Any]:
     """Finders of a plain loop; then sizes with plans in the same bytes, from what fits without."""
     plain, unmodified = Plain(build, data), Plain(build, data)
     with Device(limit, [unmodified.model]) as device:
-        bare = unmodified.find(limit, START, recompute=False)
+        bare = unmodified.find(limit, START, planned=False)
     row: dict[str, Any] = {"ours": {"size": bare.size, "out_of_memory_raised": device.errors} | _ours(bare)}
     row["true_largest"] = _largest(lambda size: plain.allocated(size) <= limit and plain.fits(size, limit), bare.size)
     row["true_largest_of_device"] = _largest(lambda size: plain.fits(size, limit), bare.size)

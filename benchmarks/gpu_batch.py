@@ -75,12 +75,12 @@ class _Loop:
 
 def _batch(bench: GpuBench, result: dict[str, Any], deadline: float, rounds: int) -> None:
     loop, rows = _Loop(bench), result["rows"]
-    began = loop.find("auto", loop.size, recompute=False)
+    began = loop.find("auto", loop.size, planned=False)
     assert began.confirmed_peak_bytes is not None
     result["budget_bytes"] = budget = began.confirmed_peak_bytes
     planned = partial(loop.find, budget, _MOST * loop.size, solver_seconds=_solver_seconds(deadline))
     ways = {
-        "unmodified, largest": partial(loop.find, budget, _MOST * loop.size, recompute=False),
+        "unmodified, largest": partial(loop.find, budget, _MOST * loop.size, planned=False),
         "planned, fastest": partial(planned, mode="throughput"),
         "planned, largest": partial(planned, mode="largest"),
     }

@@ -7,16 +7,34 @@ package registers the Lightning strategy "memopt" when Lightning is (or gets) im
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what a type checker reads; `__getattr__` imports a name when it is first used
+    from lightning_memopt.callbacks import MemOptBatchScaler, MemOptMonitor
+    from lightning_memopt.config import MemOptConfig
+    from lightning_memopt.errors import InfeasibleError, MemOptError
+    from lightning_memopt.integrations.batch_size import find_max_batch_size
+    from lightning_memopt.integrations.plain import Run, optimize
+    from lightning_memopt.plan import Plan
+    from lightning_memopt.record import Rule, register_op
+    from lightning_memopt.session import Session
+    from lightning_memopt.strategies import MemOptMixin, MemOptStrategy
+    from lightning_memopt.telemetry import Meter
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
+    "InfeasibleError": "lightning_memopt.errors",
     "MemOptBatchScaler": "lightning_memopt.callbacks",
     "MemOptConfig": "lightning_memopt.config",
+    "MemOptError": "lightning_memopt.errors",
+    "MemOptMixin": "lightning_memopt.strategies",
     "MemOptMonitor": "lightning_memopt.callbacks",
     "MemOptStrategy": "lightning_memopt.strategies",
-    "MemOptError": "lightning_memopt.errors",
+    "Meter": "lightning_memopt.telemetry",
+    "Plan": "lightning_memopt.plan",
+    "Rule": "lightning_memopt.record",
+    "Run": "lightning_memopt.integrations.plain",
     "Session": "lightning_memopt.session",
     "find_max_batch_size": "lightning_memopt.integrations.batch_size",
     "optimize": "lightning_memopt.integrations.plain",
@@ -24,11 +42,17 @@ _PUBLIC = {
 }
 
 __all__ = [
+    "InfeasibleError",
     "MemOptBatchScaler",
     "MemOptConfig",
     "MemOptError",
+    "MemOptMixin",
     "MemOptMonitor",
     "MemOptStrategy",
+    "Meter",
+    "Plan",
+    "Rule",
+    "Run",
     "Session",
     "__version__",
     "find_max_batch_size",
@@ -37,11 +61,13 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    module = _PUBLIC.get(name)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(module), name)
+if not TYPE_CHECKING:  # to a type checker, a module that has it has every name
+
+    def __getattr__(name: str) -> Any:
+        module = _PUBLIC.get(name)
+        if module is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(module), name)
 
 
 def _announce() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from typing import Literal, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 
@@ -14,8 +15,8 @@ from lightning_memopt.solvers.planner import Objective
 from lightning_memopt.units import host_memory_nbytes, parse_budget
 
 OnExceed = Literal["replan", "warn", "raise"]
+InBackward = Literal["never", "auto", "always"]
 OFFLOAD = ("none", "auto", "host", "disk")
-IN_BACKWARD = ("never", "auto", "always")
 COMPRESS = ("none", "lossless", "lossy")
 LOSSY = tuple(name for name in NAMES if name.startswith(("block", "int")))
 
@@ -27,7 +28,8 @@ class MemOptConfig:
     Args:
         budget: bytes of the training device that a whole step may use: `"8GiB"`, `"8GB"`, `"80%"` or a float in (0, 1] of
             the device, an int of bytes, `"auto"` (90 % of the device) or `"min"` (the smallest plan there is).
-        recompute: whether saved tensors may be dropped and rebuilt.
+        recompute: whether saved tensors may be dropped and rebuilt. False: no op runs twice; a budget is kept by `offload`,
+            `compress` and `optimizer_in_backward` alone, and the observed steps are as large as they are without a plan.
         offload: where saved tensors may be until backward: `"disk"` (a file, on any device; in the system's directory for
             temporary files, or in that of `"disk:/fast/nvme"`), `"host"` (page-locked memory beside a CUDA device), `"auto"`
             (host where there is one), or `"none"`.
@@ -53,7 +55,7 @@ class MemOptConfig:
     offload: str = "none"
     compress: str = "none"
     objective: Objective = "throughput"
-    optimizer_in_backward: str = "never"
+    optimizer_in_backward: InBackward = "never"
     profile_steps: int = 3
     solver_seconds: float = 30.0
     headroom: int = 0
@@ -82,12 +84,9 @@ class MemOptConfig:
             )
         if self.compress not in (*COMPRESS, *LOSSY):
             raise ConfigError(f"compress is {self.compress!r}; use {', '.join(map(repr, (*COMPRESS, *LOSSY)))}.")
-        if self.optimizer_in_backward not in IN_BACKWARD:
-            found = ", ".join(map(repr, IN_BACKWARD))
-            raise ConfigError(f"optimizer_in_backward is {self.optimizer_in_backward!r}; use {found}.")
-        if self.optimizer_in_backward == "always" and not self.recompute:
+        if self.optimizer_in_backward not in get_args(InBackward):
             raise ConfigError(
-                "optimizer_in_backward='always' has to observe steps, and recompute=False observes none; set recompute=True."
+                f"optimizer_in_backward is {self.optimizer_in_backward!r}; use {', '.join(map(repr, get_args(InBackward)))}."
             )
         if self.objective == "flops" and (self.offload, self.compress) != ("none", "none"):
             raise ConfigError(
@@ -113,6 +112,49 @@ class MemOptConfig:
         if self._smallest:
             return None
         return parse_budget(self.budget, device_nbytes(device))
+
+
+class PlanOptions(TypedDict, total=False):
+    """The options of `MemOptConfig` but its budget, for who takes that by name."""
+
+    recompute: bool
+    offload: str
+    compress: str
+    objective: Objective
+    optimizer_in_backward: InBackward
+    profile_steps: int
+    solver_seconds: float
+    headroom: int
+    on_exceed: OnExceed
+    plan: str | os.PathLike[str] | None
+    verify: bool
+    verbose: bool
+
+
+class Options(PlanOptions, total=False):
+    """All options of `MemOptConfig`, as keyword arguments."""
+
+    budget: str | float | int
+
+
+def config_of(config: MemOptConfig | None, options: Mapping[str, Any]) -> MemOptConfig:
+    """The config that was given, or that of the options. Raises ConfigError for both: neither may be dropped without a word."""
+    if config is None:
+        return MemOptConfig(**options)
+    if not isinstance(config, MemOptConfig):
+        raise ConfigError(f"config is {config!r}; give a MemOptConfig, or the options themselves.")
+    if options:
+        raise ConfigError(
+            f"config= was given together with {', '.join(f'{name}=' for name in options)}. Give one of them: "
+            "dataclasses.replace(config, ...) makes a config with other options."
+        )
+    return config
+
+
+def changed(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that are not as `MemOptConfig` has them by default."""
+    default = {field.name: field.default for field in fields(MemOptConfig)}
+    return {name: value for name, value in options.items() if value != default[name]}
 
 
 def device_nbytes(device: torch.device) -> int:

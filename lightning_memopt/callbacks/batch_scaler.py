@@ -217,7 +217,7 @@ class MemOptBatchScaler(Callback):
     def _budget(self, strategy: Any) -> tuple[MemOptConfig | None, int]:
         planned = isinstance(strategy, MemOptMixin)
         config = strategy.memopt_config if planned else MemOptConfig(budget=self.budget)  # type: ignore[arg-type]
-        return (config if planned and config.recompute else None), bytes_on(strategy.root_device, config)
+        return (config if planned else None), bytes_on(strategy.root_device, config)
 
     def _say(self, trainer: Trainer, source: FromLoader) -> None:
         rank_zero_info(self.summary())

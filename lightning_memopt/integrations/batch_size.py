@@ -4,35 +4,38 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed, nn
 
 from lightning_memopt.batching import Found, FromFunction, FromLoader, Mode, Search
-from lightning_memopt.config import MemOptConfig
+from lightning_memopt.config import MemOptConfig, PlanOptions
 from lightning_memopt.errors import UnsupportedError
-from lightning_memopt.integrations.plain import Run, _attach, _wrapped
+from lightning_memopt.integrations.plain import Optimizers, Run, _attach, _wrapped
 from lightning_memopt.runtime.optimizer import several_processes
 from lightning_memopt.session import Session
 from lightning_memopt.session.budget import bytes_on, device_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def find_max_batch_size(
     step: Callable[[Any], Any],
     batches: Any,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+    optimizer: Optimizers,
     *,
     budget: str | float | int = "auto",
-    recompute: bool = True,
+    planned: bool = True,
     mode: Mode = "largest",
     start: int | None = None,
     max_size: int | None = None,
     effective: int | None = None,
     watts: float | None = None,
     keep: Iterable[Any] = (),
-    **options: Any,
+    **options: Unpack[PlanOptions],
 ) -> Found:
     """The batch size for a training loop, found with few real steps that leave nothing behind.
 
@@ -44,7 +47,7 @@ def find_max_batch_size(
         model: what is trained; it is called in `step`.
         optimizer: the optimizers that `step` updates with.
         budget: bytes of the device that a step may use, as for `optimize`.
-        recompute: whether the loop will run inside `optimize` within this budget; False: as it is.
+        planned: whether the loop will run inside `optimize` within this budget; False: as it is, without a plan.
         mode: `"largest"` that fits, `"throughput"`: the most samples a second, `"energy"`: the fewest joules a sample.
         start: the size that is used now; what is profiled is no larger (2 and 4 at least). That of the loader, or 8.
         max_size: no size is larger.
@@ -52,7 +55,7 @@ def find_max_batch_size(
             runs for one of the batches, with the update but without `zero_grad`, so that gradients are there as they will be.
         watts: what the device draws while it trains, for `"energy"`; by default it is measured, on NVIDIA GPUs.
         keep: what else `step` changes: a scheduler, a GradScaler, lists.
-        options: of `MemOptConfig`, for `recompute=True`.
+        options: of `MemOptConfig`, for `planned=True`.
 
     Raises InfeasibleError where no size fits, UnsupportedError for loaders whose batch size cannot be set and in one of several
     processes, ConfigError for `"energy"` where the device's cannot be read and no watts are given; then nothing has run. The
@@ -65,7 +68,7 @@ def find_max_batch_size(
             "process, and give that size to all ranks."
         )
     optimizers = [_wrapped(o) for o in ([optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer)]
-    config = MemOptConfig(budget=budget, recompute=recompute, **options)
+    config = MemOptConfig(budget=budget, **options)
     device = device_of(model)
     nbytes = bytes_on(device, config)
     source = FromFunction(batches, start or 8) if callable(batches) else FromLoader(batches)
@@ -85,7 +88,7 @@ def find_max_batch_size(
         optimizers=optimizers,
         device=device,
         keep=(*keep, *((batches, batches.dataset) if isinstance(source, FromLoader) else ())),
-        config=config if recompute else None,
+        config=config if planned else None,
         budget_nbytes=nbytes,
         mode=mode,
         effective=effective,

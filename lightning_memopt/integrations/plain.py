@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lightning_memopt.config import MemOptConfig
+from lightning_memopt.config import MemOptConfig, Options, config_of
 from lightning_memopt.plan import Plan
 from lightning_memopt.record import instead_of_calls, uncompiled, uncompiled_itself, unwatched_call
 from lightning_memopt.report.frontier import Row, rows
@@ -19,6 +19,10 @@ from lightning_memopt.report.table import summary
 from lightning_memopt.runtime.optimizer import Reason
 from lightning_memopt.session import Session
 from lightning_memopt.telemetry import Meter
+from lightning_memopt.telemetry.meter import MeterOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Run:
@@ -38,7 +42,7 @@ class Run:
         """The table: budget, predicted, measured and unmodified peak, extra time, what is rebuilt, why the rest is kept."""
         return summary(self.session, self._meter)
 
-    def monitor(self, **options: Any) -> Meter:
+    def monitor(self, **options: Unpack[MeterOptions]) -> Meter:
         """A meter for this loop, options as of `Meter`: call its `step(samples=...)` after every optimizer step, and the report
         gains samples and joules."""
         self._meter = Meter(self.session.device, steady=lambda: self.session.steady, **options)
@@ -148,15 +152,27 @@ def _wrapped(optimizer: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
+Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
+
+
+@overload
+def optimize(
+    model: nn.Module, optimizer: Optimizers, *, config: MemOptConfig
+) -> contextlib.AbstractContextManager[Run]: ...
+
+
+@overload
+def optimize(
+    model: nn.Module, optimizer: Optimizers, *, config: None = None, **options: Unpack[Options]
+) -> contextlib.AbstractContextManager[Run]: ...
+
+
 @contextlib.contextmanager
 def optimize(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
-    *,
-    config: MemOptConfig | None = None,
-    **options: Any,
+    model: nn.Module, optimizer: Optimizers, *, config: MemOptConfig | None = None, **options: Any
 ) -> Iterator[Run]:
-    """Keep the training loop in this block within a budget. The loop is unchanged; options are those of `MemOptConfig`.
+    """Keep the training loop in this block within a budget. The loop is unchanged; options are those of `MemOptConfig`, or one
+    `config` that has them all: both together raise ConfigError.
 
     Steps are delimited by the optimizer's own steps: the first `profile_steps` are observed, then the plan is in force.
     Raises InfeasibleError where no plan can keep the budget, as early as that is known:
@@ -170,7 +186,7 @@ def optimize(
 
     The observed steps are kept within the budget by eviction as well as can be; that is no promise.
     """
-    config = config or MemOptConfig(**options)
+    config = config_of(config, options)
     given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     optimizers = [_wrapped(o) for o in given]
     session = Session(model, optimizers, config)

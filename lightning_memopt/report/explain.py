@@ -31,12 +31,15 @@ def kept(graph: Graph, plan: Plan) -> list[tuple[str, int, int]]:
     dropped = {life.tensor for life in plan.lives if life.how != "original"}
     count: Counter[str] = Counter()
     nbytes: Counter[str] = Counter()
+    any_runs_again = any(op.recomputable for op in graph.forward)  # none does with recompute=False
     for tensor in graph.saves_of:
         op = graph.producers.get(tensor)
         if tensor in dropped or op is None:
             continue
         t = graph.tensors[tensor]
-        if not op.recomputable:
+        if not any_runs_again:
+            why = "no op of this step runs again"
+        elif not op.recomputable:
             why = f"{_operator(op.name)} is not run again"
         elif t.freed_at > graph.backward_begins:
             why = "the user holds it anyway"

@@ -71,7 +71,7 @@ def summary(session: Session, meter: Meter | None = None) -> str:
     """The table of a session, with what a meter found; says what is still missing where there is no plan."""
     state = session.main
     if not session.enabled:
-        return "MemOpt: off (MEMOPT_DISABLE, recompute=False, or an untested torch); the run was the plain one."
+        return "MemOpt: off (MEMOPT_DISABLE, or an untested torch); the run was the plain one."
     why = session.silence.reason
     told = f" There is no plan yet, because {why.what}. {why.fix}." if why is not None else ""
     if state is None:

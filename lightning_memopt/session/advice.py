@@ -39,6 +39,7 @@ def remedies(graph: Graph, found: Breakdown, config: MemOptConfig) -> list[str]:
         (updates * (kinds == ["_foreach_"]), "foreach=False in the optimizer"),
         (updates * (not kinds), "fused=True in the optimizer"),
         (nbytes["gradients"] * (config.optimizer_in_backward == "never"), "optimizer_in_backward='auto'"),
+        (saved * (not config.recompute), "recompute=True"),
         (saved * (config.offload == "none"), f"offload={'disk' if graph.device == 'cpu' else 'auto'!r}"),
         (saved + nbytes["inputs"] + sum(nbytes[s] for s in _PASSING) - updates, "a smaller batch"),
     ]

@@ -85,7 +85,7 @@ def read_given(
     path: str | os.PathLike[str], device: torch.device, budget_nbytes: int | None, config: MemOptConfig
 ) -> tuple[Plan, Graph]:
     """The plan of a file. Raises PlanMismatchError for another device, InfeasibleError above the budget, ConfigError where it
-    encodes with errors and nobody asked for that.
+    encodes with errors and nobody asked for that, or rebuilds and `recompute=False` says that nothing may be.
     """
     plan, graph = read_plan(path)
     if graph.device != device.type:
@@ -104,6 +104,11 @@ def read_given(
         raise ConfigError(
             f"The plan {path} keeps tensors encoded with errors ({', '.join(sorted(lossy))}), and compress is "
             f"{config.compress!r}. Set compress='lossy' to allow it, or leave plan= out."
+        )
+    if not config.recompute and any(life.how == "replay" for life in plan.lives):
+        raise ConfigError(
+            f"The plan {path} runs {plan.predicted.replayed_ops} ops a second time, and recompute=False allows none. Set "
+            "recompute=True, or leave plan= out."
         )
     return plan, graph
 

@@ -34,7 +34,8 @@ class Observation:
     The dispatch mode stays entered from the first forward to `finish`, because backward and the update are observed too.
     `limit_nbytes`: live bytes above which packed tensors are evicted. `finals`: where gradients became final, tensors by their
     slots. `fixed`: ops of the forward that are not replayed, because what they read is updated in backward. `opaque_ops`: names
-    of ops that were seen to give other bits when they ran again; what is seen here is added.
+    of ops that were seen to give other bits when they ran again; what is seen here is added. `recompute`: without it no op
+    runs again: nothing is evicted or verified here, and the graph says so of every op.
     """
 
     def __init__(
@@ -47,10 +48,11 @@ class Observation:
         meter: bool,
         fixed: frozenset[int] = frozenset(),
         opaque_ops: dict[str, str] | None = None,
+        recompute: bool = True,
     ) -> None:
         self.model, self.optimizers, self.device = model, optimizers, device
         self.limit_nbytes, self.verify, self.meter = limit_nbytes, verify, meter
-        self.fixed, self.finals = fixed, list[Final]()
+        self.fixed, self.finals, self.recompute = fixed, list[Final](), recompute
         self.scopes = Scopes(model)
         self.events: AllocatorEvents | None = None
         self.peak_nbytes = 0
@@ -72,7 +74,8 @@ class Observation:
         self._metering.close()
         self._end_round()
         tracer = Tracer(self.device, self.scopes.current)
-        engine = ObservingEngine(tracer, self._pressure if self.limit_nbytes is not None else None, self.verify)
+        evicts = self.recompute and self.limit_nbytes is not None
+        engine = ObservingEngine(tracer, self._pressure if evicts else None, self.verify and self.recompute)
         recorder = Recorder(engine.tape, engine, tracer)
         engine.rebuilds = recorder.recognise
         recorder.fixed = self.fixed
@@ -258,7 +261,7 @@ class Observation:
         def corrected(op: Op) -> Op:
             workspace = op.workspace_nbytes if metered is None else metered.get(op.id, 0)
             again = op.recomputable and op.id not in self._lost and op.name.replace("::", ".") not in opaque
-            return dataclasses.replace(op, workspace_nbytes=workspace, recomputable=again)
+            return dataclasses.replace(op, workspace_nbytes=workspace, recomputable=again and self.recompute)
 
         return dataclasses.replace(graph, ops=tuple(map(corrected, graph.ops)))
 

@@ -71,7 +71,7 @@ class Session:
         self.optimizers = list(optimizers)
         self.config = config
         self.device = device_of(model)
-        self.enabled = not disabled() and config.recompute and supported()
+        self.enabled = not disabled() and supported()
         self.say: Callable[[str], None] = (say or print) if config.verbose else (lambda _: None)
         self.budget_nbytes = budget_on(self.device, config) if self.enabled else None
         self.buckets = Buckets()
@@ -366,7 +366,7 @@ class Session:
             state.announce(self.device, self.budget_nbytes, self.say)
         verify, limit = self.config.verify and first and not state.learnt, self._limit_nbytes
         watched, opaque = (self.model, self.optimizers, self.device), self._watch.opaque_ops
-        return Observation(*watched, limit, verify, meter=last or first, fixed=state.fixed, opaque_ops=opaque)
+        return Observation(*watched, limit, verify, last or first, state.fixed, opaque, self.config.recompute)
 
     # -- steps -------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_memopt.config import MemOptConfig, OnExceed
+from lightning_memopt.config import InBackward, MemOptConfig, OnExceed, changed, config_of
 from lightning_memopt.solvers.planner import Objective
 from lightning_memopt.strategies.mixin import MemOptMixin
 
@@ -19,7 +19,7 @@ class MemOptStrategy(MemOptMixin, SingleDeviceStrategy):
 
     Args:
         budget: bytes of the device a whole step may use: `"8GiB"`, `"80%"`, a float in (0, 1], an int, `"auto"` or `"min"`.
-        recompute: whether saved tensors may be dropped and rebuilt.
+        recompute: whether saved tensors may be dropped and rebuilt; False: plans are made of the next three options alone.
         offload: where saved tensors may be until backward: `"none"`, `"disk"`, `"disk:/a/directory"`, `"host"` or `"auto"`.
         compress: `"none"`, `"lossless"`, `"lossy"` or a codec's name.
         objective: what the plan takes the least of within the budget: measured time (`"throughput"`) or `"flops"`.
@@ -33,6 +33,7 @@ class MemOptStrategy(MemOptMixin, SingleDeviceStrategy):
         verify: compare rebuilt tensors bit by bit while observing.
         verbose: print progress lines and the table at the end.
         device: the device; filled in from the Trainer when left out.
+        config: all of these but the device, in one object, instead of them. Raises ConfigError where both are given.
     """
 
     strategy_name = "memopt"
@@ -44,7 +45,7 @@ class MemOptStrategy(MemOptMixin, SingleDeviceStrategy):
         offload: str = "none",
         compress: str = "none",
         objective: Objective = "throughput",
-        optimizer_in_backward: str = "never",
+        optimizer_in_backward: InBackward = "never",
         profile_steps: int = 3,
         solver_seconds: float = 30.0,
         headroom: int = 0,
@@ -53,10 +54,11 @@ class MemOptStrategy(MemOptMixin, SingleDeviceStrategy):
         verify: bool = True,
         verbose: bool = True,
         device: str | torch.device | None = None,
+        config: MemOptConfig | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(device="cpu" if device is None else device, **kwargs)
-        self.memopt_config = MemOptConfig(
+        options = dict(
             budget=budget,
             recompute=recompute,
             offload=offload,
@@ -71,6 +73,7 @@ class MemOptStrategy(MemOptMixin, SingleDeviceStrategy):
             verify=verify,
             verbose=verbose,
         )
+        self.memopt_config = config_of(config, options if config is None else changed(options))
         self._chosen = device is not None
         # the connector fills these in; a plain SingleDeviceStrategy would train on one of several devices without a word
         self.parallel_devices: list[torch.device] | None = None

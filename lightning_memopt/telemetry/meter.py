@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -28,6 +28,17 @@ from lightning_memopt.telemetry.sources import Clock
 
 _POLL_SECONDS = 10.0
 """Counters are read at least as often, where steps are: RAPL's wrap within minutes."""
+
+
+class MeterOptions(TypedDict, total=False):
+    """What `Run.monitor` passes on: it knows the device, and which steps are steady."""
+
+    cpu: bool
+    every: int
+    warmup: int
+    before: Rates | None
+    clock: Clock
+    energies: Mapping[str, EnergyMeter] | None
 
 
 class Meter:

@@ -36,7 +36,7 @@ class Words:
         step(self.model, self.optimizer, batch)
 
     def find(self, source: Any = None, **options: Any) -> Any:
-        options = {"budget": BUDGET, "start": 8, "recompute": False, **options}
+        options = {"budget": BUDGET, "start": 8, "planned": False, **options}
         return find_max_batch_size(
             self.step,
             self.make if source is None else source,
@@ -96,7 +96,7 @@ class Plain:
         self.optimizer.zero_grad()
 
     def find(self, **options: Any) -> Any:
-        options = {"recompute": False, "start": 4, **options}
+        options = {"planned": False, "start": 4, **options}
         return find_max_batch_size(self.step, lambda n: torch.randn(n, 8), self.model, self.optimizer, **options)
 
 

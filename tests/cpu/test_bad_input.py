@@ -90,6 +90,29 @@ def test_bad_options(front: Front, options: dict[str, Any]) -> None:
         front(budget="min", **options)
 
 
+@FRONTS
+@pytest.mark.parametrize("options", [{"budget": "8GiB"}, {"headroom": 1, "offload": "disk"}, {"verbose": False}])
+def test_a_config_beside_options(front: Front, options: dict[str, Any]) -> None:
+    """Neither is dropped: the message names the options that were given beside the config."""
+    with pytest.raises(ConfigError, match=f"config= was given .*{next(iter(options))}="):
+        front(config=MemOptConfig(budget="4GiB"), **options)
+
+
+@FRONTS
+def test_a_config_of_another_kind(front: Front) -> None:
+    with pytest.raises(ConfigError, match="give a MemOptConfig"):
+        front(config={"budget": "8GiB"})
+
+
+def test_a_config_for_either_front() -> None:
+    """It is in force as it was given, by `optimize` and by the strategy."""
+    config = MemOptConfig(budget="min", profile_steps=1, headroom=64, verbose=False)
+    assert MemOptStrategy(config=config).memopt_config is config
+    model = small()
+    with optimize(model, sgd(model), config=config) as run:
+        assert run.session.config is config
+
+
 def test_budget_words() -> None:
     """'min' and 'auto' are read like units: in any case."""
     assert MemOptConfig(budget=" MIN ").budget_nbytes(device_of(small())) is None

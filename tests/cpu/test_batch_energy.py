@@ -42,7 +42,7 @@ class Card:
         step(self.model, self.optimizer, batch)
 
     def find(self, source: Any = None, **options: Any) -> Found:
-        options = {**QUIET, "recompute": False, **options}
+        options = {**QUIET, "planned": False, **options}
         make = source or (lambda size: batches(1, size)[0])
         return find_max_batch_size(self.step, make, self.model, self.optimizer, **options)
 
@@ -89,9 +89,9 @@ def test_the_size_with_the_fewest_joules_is_chosen(nvml: FakeNvml) -> None:
     """A card that takes the same for every sample is best where rebuilds take nothing: at no plan. One whose steps take
     nearly the same whatever their size is best at the largest, whatever rebuilds take."""
     plain = Card(nvml.boards[0], line, lambda size: 0.5).find().size
-    each = Card(nvml.boards[0], lambda size: A_SAMPLE * size, lambda size: 0.5).find(recompute=True, solver_seconds=2.0)
+    each = Card(nvml.boards[0], lambda size: A_SAMPLE * size, lambda size: 0.5).find(planned=True, solver_seconds=2.0)
     assert each.size <= plain and not each.planned
-    step = Card(nvml.boards[0], lambda size: 1e5, lambda size: 1e3).find(recompute=True, solver_seconds=2.0)
+    step = Card(nvml.boards[0], lambda size: 1e5, lambda size: 1e3).find(planned=True, solver_seconds=2.0)
     assert step.size > 1.5 * plain and step.planned
     assert step.joules_per_sample == pytest.approx(1e5 / step.size, rel=0.01)
     assert step.measured_joules_per_sample == pytest.approx(1e5 / step.size, rel=0.01)
@@ -118,7 +118,7 @@ def test_where_no_size_fits_without_a_plan_only_the_answer_is_measured(nvml: Fak
     card.optimizer = torch.optim.AdamW(card.model.parameters(), 1e-3)
     whole = card.step
     card.step = lambda batch: whole(tuple(t.repeat(30, 1) for t in batch))  # type: ignore[method-assign]
-    found = card.find(recompute=True, solver_seconds=2.0, start=4, budget=1_500_000)
+    found = card.find(planned=True, solver_seconds=2.0, start=4, budget=1_500_000)
     assert found.planned and "no size fits without a plan" in found.why
     assert found.joules_per_sample is None and found.energy_source == ""
     assert found.measured_joules_per_sample == pytest.approx(line(30 * found.size) / found.size, rel=0.01)

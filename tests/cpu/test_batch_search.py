@@ -53,7 +53,7 @@ def test_l1_the_size_is_within_2_percent_of_exhaustive_search_and_then_trains() 
 def test_l1_with_plans_the_budget_holds_a_larger_one_and_keeps_it_in_training() -> None:
     words = Words()
     plain = words.find().size
-    found = words.find(recompute=True)
+    found = words.find(planned=True)
     assert found.size > 1.5 * plain and found.planned and found.trial_steps == 2
     assert found.confirmed_peak_bytes <= BUDGET
     with optimize(words.model, words.optimizer, budget=BUDGET, **QUIET) as run:
@@ -74,8 +74,8 @@ def test_p27_everything_is_as_it_was_and_training_goes_on_as_if_nothing_had_been
         words.step(words.make(8))  # there is optimizer state, and generators have moved
         if search:
             before, objects = words.state(), [id(p) for p in words.model.parameters()]
-            for recompute in (False, True):
-                words.find(recompute=recompute)
+            for planned in (False, True):
+                words.find(planned=planned)
                 assert same(before, words.state())
             assert objects == [id(p) for p in words.model.parameters()]
         for _ in range(3):
@@ -160,7 +160,7 @@ def test_l2_where_not_even_one_sample_fits_the_error_says_so_and_nothing_has_cha
             words.find()
     assert same(before, words.state())
     with pytest.raises(InfeasibleError, match="No batch size fits 20000 bytes"):
-        words.find(budget=20_000, recompute=True)
+        words.find(budget=20_000, planned=True)
     assert same(before, words.state())
 
 
@@ -175,5 +175,5 @@ def test_l2_other_errors_are_raised_as_they_are_and_nothing_has_changed() -> Non
     assert same(before, [p.detach() for p in plain.model.parameters()])
     interrupt = Plain(Square(), lambda n: KeyboardInterrupt() if n == 4 else None)
     with pytest.raises(KeyboardInterrupt):
-        interrupt.find(budget=200_000, recompute=True)
+        interrupt.find(budget=200_000, planned=True)
     assert not interrupt.optimizer.state

@@ -111,7 +111,7 @@ def test_l9_every_option_says_what_it_does() -> None:
     saving = words.find(mode="energy", watts=200.0)
     assert saving.joules_per_sample == pytest.approx(200.0 / saving.samples_per_second)
     assert "J/sample predicted" in str(saving) and f"batch 8 -> {saving.size}" in str(saving)
-    assert words.find(recompute=True, headroom=BUDGET // 2, solver_seconds=5.0).size < words.find(recompute=True).size
+    assert words.find(planned=True, headroom=BUDGET // 2, solver_seconds=5.0).size < words.find(recompute=True).size
     counter = [0]
     words_step = words.step
     words.step = lambda batch: (counter.append(1), words_step(batch))[1]  # type: ignore[method-assign]
@@ -141,5 +141,5 @@ def test_options_that_make_no_sense_are_refused() -> None:
 def test_without_memopt_sizes_are_found_by_real_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMOPT_DISABLE", "1")
     words = Words()
-    found = words.find(recompute=True)
+    found = words.find(planned=True)
     assert found.confirmed_peak_bytes <= BUDGET and not found.planned and found.why

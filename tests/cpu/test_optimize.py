@@ -218,14 +218,6 @@ def test_p35_kill_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same(expected, state(model))
 
 
-def test_recompute_off() -> None:
-    """recompute=False leaves the run as it is, and the report says so."""
-    model = small()
-    with optimize(model, optimizer := sgd(model), budget="min", recompute=False, **QUIET) as run:
-        train(model, optimizer, batches(3))
-    assert run.session.buckets == {} and "recompute=False" in run.report()
-
-
 def test_pause() -> None:
     """Inside run.pause() the model runs plainly; the run goes on afterwards with the bits of the plain run."""
     model = small()

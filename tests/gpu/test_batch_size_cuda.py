@@ -64,7 +64,7 @@ class Loop:
 def test_within_2_percent_of_the_largest_and_nothing_touched(limited: None) -> None:
     loop = Loop()
     before = loop.state()
-    found = find_max_batch_size(loop.step, loop.make, loop.model, loop.optimizer, budget=LIMIT_NBYTES, recompute=False)
+    found = find_max_batch_size(loop.step, loop.make, loop.model, loop.optimizer, budget=LIMIT_NBYTES, planned=False)
     assert all(map(same_bits, before, loop.state())) and not loop.optimizer.state
     assert found.trial_steps <= 2 and found.confirmed_peak_bytes is not None and found.confirmed_peak_bytes <= LIMIT_NBYTES
     assert loop.fits(found.size)
@@ -74,7 +74,7 @@ def test_within_2_percent_of_the_largest_and_nothing_touched(limited: None) -> N
 def test_plans_make_it_larger(limited: None) -> None:
     """The size that was found trains inside `optimize`, within the limit, as the plain loop would, were there memory."""
     loop = Loop()
-    unmodified = find_max_batch_size(loop.step, loop.make, loop.model, loop.optimizer, budget=LIMIT_NBYTES, recompute=False)
+    unmodified = find_max_batch_size(loop.step, loop.make, loop.model, loop.optimizer, budget=LIMIT_NBYTES, planned=False)
     found = find_max_batch_size(loop.step, loop.make, loop.model, loop.optimizer, budget=LIMIT_NBYTES)
     assert found.size > unmodified.size and found.trial_steps <= 2
     with optimize(loop.model, loop.optimizer, budget=LIMIT_NBYTES, verbose=False) as run:
