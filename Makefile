@@ -26,7 +26,7 @@ test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 bench: setup
-	$(BIN)/memopt bench
+	$(BIN)/python -m benchmarks --short
 
 # What the other targets made; recorded runs (runs/, lightning_logs/) are yours and stay.
 clean:

@@ -356,7 +356,7 @@ def _version() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="architectures of benchmarks/zoo.py; all of them where none is given")
+    parser.add_argument("names", nargs="*", help="architectures of benchmarks/zoo; all of them where none is given")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time, of one thread each")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--docs", type=Path, default=Path(__file__).parent.parent / "docs" / "architectures.md")

@@ -1,12 +1,13 @@
 """Cost of recording one op, over eager, beside an empty dispatch mode with detaching hooks. 4 x 4 tensors: pure overhead.
 
-    python benchmarks/overhead.py
+    python benchmarks/overhead.py [-o benchmarks/results/overhead.json]
 
 Forward passes only, paired and interleaved; medians. The bar: at most 1.5 x (empty mode + detaching hooks), over eager.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import gc
 import json
@@ -50,6 +51,9 @@ class Empty(TorchDispatchMode):
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--output", type=Path, help="where the figures are written")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model, x = Chain(), torch.randn(4, 4)
@@ -101,9 +105,8 @@ def main() -> None:
         print(
             f"{name:32} {over:6.2f} us an op over eager ({1e6 * eager / ops:.2f} us)   x{over / reference:.2f} of mode + hooks"
         )
-    results = Path(__file__).parent / "results"
-    results.mkdir(exist_ok=True)
-    (results / "overhead.json").write_text(json.dumps({"eager_us": 1e6 * eager / ops, "over_eager_us": table}, indent=1) + "\n")
+    if options.output is not None:
+        options.output.write_text(json.dumps({"eager_us": 1e6 * eager / ops, "over_eager_us": table}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -208,7 +209,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; errors of ours become one line on stderr and an exit code."""
     args = parser().parse_args(argv)
     try:
-        return int(args.run(args))
+        code = int(args.run(args))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # `memopt explain plan.json | head`: the reader has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it flushes at its end
+        return 0
     except InfeasibleError as error:
         print(f"memopt: {error}", file=sys.stderr)
         return 3

@@ -1,7 +1,7 @@
 """In every Python process: what `Accelerator.prepare` returns trains within a plan. For the tests and scripts of Accelerate.
 
     git clone .../accelerate && cd accelerate
-    MEMOPT_BUDGET=min PYTHONPATH=.../benchmarks/accelerate_tests:src python -m pytest tests/test_accelerator.py
+    MEMOPT_BUDGET=min PYTHONPATH=.../benchmarks/accelerate_tests:src python -m pytest .../tests/test_accelerator.py
 
 Python imports a module of this name by itself. MEMOPT_BUDGET is the budget; without it nothing is changed.
 """

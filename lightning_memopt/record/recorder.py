@@ -95,9 +95,11 @@ class Recorder(Outside):
         """Whether rebuilds may start from what is read now."""
         return self.capturing
 
-    def _current(self, slot: Slot, t: torch.Tensor) -> Slot:
-        """The slot, or a new one where its version counter moved unseen: a compiled region, another thread, an extension."""
-        if slot.external and slot.value is None and self._starts():
+    def _current(self, slot: Slot, t: torch.Tensor, reads: bool = True) -> Slot:
+        """The slot, or a new one where its version counter moved unseen: a compiled region, another thread, an extension.
+        `reads`: an op reads it, from which rebuilds may start.
+        """
+        if reads and slot.external and slot.value is None and self._starts():
             slot.value = detached(t)
         if slot.version == UNKNOWN and not (slot.counted is not None and t._version > slot.counted + 1):
             slot.version = t._version
@@ -125,7 +127,7 @@ class Recorder(Outside):
         if type(t) not in PLAIN or t.layout is not torch.strided:  # what is not plain otherwise has no slot
             return None
         slot = self.of_storage.get(storage_id(t))
-        if slot is None or (slot.version != t._version and slot is not self._current(slot, t)):
+        if slot is None or (slot.version != t._version and slot is not self._current(slot, t, reads=False)):
             return None
         return slot
 

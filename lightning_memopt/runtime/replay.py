@@ -4,7 +4,7 @@ A pack hook answers with a `Handle` on a slot of the tape (or `Kept`, the tensor
 asks, the handle's slot has a value, or gets one: the recorded calls run again, down to values that are held.
 
 `Engine` is what every policy shares: on-demand rebuilding, liveness by handles, checks. Two policies derive from it:
-`ObservingEngine` (runtime/observe.py) keeps everything it may, evicts near the budget and verifies recipes;
+`ObservingEngine` (runtime/observing.py) keeps everything it may, evicts near the budget and verifies recipes;
 `PlannedEngine` (runtime/planned.py) does what a Schedule says.
 """
 

@@ -1,0 +1,68 @@
+"""What the claims of this project were measured with: `python -m benchmarks` lists it, `python -m benchmarks NAME...` runs it.
+
+    python -m benchmarks                      # names, and what each measures
+    python -m benchmarks chain echo           # one after the other
+    python -m benchmarks frontier gpt2 --rounds 5      # what is no benchmark's name goes to the one before it
+    python -m benchmarks --short              # those that take a minute or less, at small sizes; `make bench`
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+SHORT = (["chain", "--small"], ["echo", "--small"], ["meter"], ["overhead"])
+"""Commands that take a minute or less."""
+
+
+def benchmarks() -> dict[str, str]:
+    """Name -> the first line of its docstring, of every file here that is run by itself."""
+    lines = {}
+    for path in sorted(FOLDER.glob("*.py")):
+        text = path.read_text()
+        if path.name != "__main__.py" and '__name__ == "__main__"' in text:
+            lines[path.stem] = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+    return lines
+
+
+def commands(words: list[str]) -> list[list[str]]:
+    """One list a benchmark: its name and its arguments. Raises ValueError where the first word names none."""
+    known, split = benchmarks(), list[list[str]]()
+    for word in words:
+        if word in known:
+            split.append([word])
+        elif split:
+            split[-1].append(word)
+        else:
+            raise ValueError(f"there is no benchmark {word!r}; there are {', '.join(known)}")
+    return split
+
+
+def main(words: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--short", action="store_true", help="those that take a minute or less, at small sizes")
+    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="NAME [ARGUMENT...]", help="none: list them")
+    args = parser.parse_args(words)
+    try:
+        chosen = [*(SHORT if args.short else ()), *commands(args.words)]
+    except ValueError as error:
+        parser.error(str(error))
+    if not chosen:
+        for name, line in benchmarks().items():
+            print(f"{name:16} {line}")
+    failed = []
+    for name, *arguments in chosen:
+        print(f"== {' '.join([name, *arguments])}", flush=True)
+        if subprocess.run([sys.executable, str(FOLDER / f"{name}.py"), *arguments], cwd=FOLDER.parent).returncode:
+            failed.append(name)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

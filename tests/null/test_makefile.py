@@ -1,0 +1,90 @@
+"""The commands that CONTRIBUTING and the Makefile name: each target's first step runs, each benchmark is listed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.__main__ import SHORT, benchmarks, commands, main
+
+ROOT = Path(__file__).parents[2]
+MAKEFILE = (ROOT / "Makefile").read_text()
+TARGETS = re.search(r"^\.PHONY: (.*)$", MAKEFILE, re.M)[1].split()  # type: ignore[index]
+BIN = Path(sys.executable).parent
+
+
+def recipe(target: str) -> list[str]:
+    """The commands of a target, as `make` would run them where the environment is there."""
+    lines = re.search(rf"^{target}:.*\n((?:\t.*\n)*)", MAKEFILE, re.M)[1].splitlines()  # type: ignore[index]
+    return [line.strip().replace("$(BIN)/", f"{BIN}{os.sep}") for line in lines]
+
+
+@pytest.mark.parametrize("target", [t for t in TARGETS if t not in ("setup", "clean")])
+def test_what_a_target_runs_is_there(target: str) -> None:
+    """Every command of it exists and takes the arguments it is given: with `--help` it says so and does nothing else."""
+    assert recipe(target)
+    for command in recipe(target):
+        ended = subprocess.run([*shlex.split(command), "--help"], cwd=ROOT, capture_output=True, text=True)
+        assert ended.returncode == 0 and "usage" in ended.stdout.lower(), (command, ended.stderr)
+
+
+def test_setup_makes_the_environment(tmp_path: Path) -> None:
+    """An interpreter is asked for an environment, and that one for the packages; a second `make setup` does nothing."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    fake = tmp_path / "python"
+    fake.write_text('#!/bin/sh\necho "$@" >> calls\n[ "$2" = venv ] && mkdir -p "$3/bin" && cp "$0" "$3/bin/python" || true\n')
+    fake.chmod(0o755)
+    for _ in range(2):
+        subprocess.run(["make", "setup", f"PYTHON={fake}"], cwd=tmp_path, check=True, capture_output=True)
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls[0] == "-m venv .venv" and calls[-1].endswith(".[demo,dev]") and len(calls) == 3
+
+
+def test_clean_leaves_what_is_yours(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in (".venv", "build", "runs", "lightning_logs", "tests/__pycache__", "lightning_memopt"):
+        (tmp_path / name).mkdir(parents=True)
+    subprocess.run(["make", "clean"], cwd=tmp_path, check=True, capture_output=True)
+    assert {p.name for p in tmp_path.iterdir()} == {"Makefile", "runs", "lightning_logs", "tests", "lightning_memopt"}
+    assert not list((tmp_path / "tests").iterdir())
+
+
+def test_benchmarks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    """By name, with what each measures; the short ones and those of CONTRIBUTING are among them."""
+    assert main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(benchmarks())
+    assert all(len(line.split(maxsplit=1)[1]) > 20 for line in lines)
+    assert {name for name, *_ in SHORT} <= set(benchmarks())
+
+
+def test_words_of_a_benchmark_are_its_own() -> None:
+    assert commands(["frontier", "gpt2", "--rounds", "5", "chain", "--small"]) == [
+        ["frontier", "gpt2", "--rounds", "5"],
+        ["chain", "--small"],
+    ]
+    with pytest.raises(ValueError, match="no benchmark 'frontiers'; there are architectures"):
+        commands(["frontiers"])
+
+
+def test_a_benchmark_that_fails_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chain", "--no-such-option"]) == 1
+    assert "failed: chain" in capsys.readouterr().err
+
+
+def test_every_package_is_in_a_layer() -> None:
+    """The import contract says so of all of them: one that was forgotten would import what it likes."""
+    contract = (ROOT / "pyproject.toml").read_text().partition('name = "imports point at data"')[2].partition("]]")[0]
+    assert "exhaustive = true" in contract
+    layers = contract.partition("layers = [")[2].partition("\n]")[0]
+    package = ROOT / "lightning_memopt"
+    there = {p.stem for p in package.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()} - {"__init__"}
+    assert set(re.findall(r"\w+", layers)) == there

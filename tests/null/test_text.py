@@ -1,0 +1,40 @@
+"""What is written holds: tables end, files that are named are there."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").rglob("*.md"))
+
+
+def sources() -> Iterator[Path]:
+    """Every page but the changelog, which names what has gone; and all Python."""
+    yield from (page for page in PAGES if page.name != "CHANGELOG.md")
+    for folder in ("lightning_memopt", "tests", "benchmarks"):
+        yield from sorted((ROOT / folder).rglob("*.py"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tables_end_where_they_end(page: Path) -> None:
+    """A paragraph right below a table becomes a row of it, one right above becomes its head."""
+    lines = [re.sub(r"^\|.*", "|", line) for line in re.sub(r"```.*?```", "", page.read_text(), flags=re.S).splitlines()]
+    beside = [i for i, (a, b) in enumerate(itertools.pairwise(lines), 1) if a and b and (a == "|") != (b == "|")]
+    assert not beside
+
+
+def test_files_that_the_text_names_are_there() -> None:
+    """In the package, the tests, the benchmarks and the docs: by their path from the root, the package or their own folder."""
+    named = re.compile(r"(?<![\w/.<])((?:[a-z_0-9]+/)+[a-z_0-9]+\.(?:py|md|cpp|json))\b")
+    missing = []
+    for path in sources():
+        bases = (ROOT, ROOT / "lightning_memopt", ROOT / "tests", path.parent, path.parent.parent)
+        for name in named.findall(path.read_text()):
+            if not any((base / name).exists() for base in bases):
+                missing.append((str(path.relative_to(ROOT)), name))
+    assert not missing
