@@ -1,4 +1,4 @@
-"""Notice what user code does below or beside the dispatcher while a forward is recorded (Rules 4 and 9).
+"""Notice what user code does below or beside the dispatcher while a forward is recorded (rules R4 and R9).
 
 Raw memory: numpy, ctypes and dlpack can write where no dispatch mode sees it. While a recorder is active, what hands out the
 memory of a `torch.Tensor` or of its storage tells it first.

@@ -75,7 +75,7 @@ class Recorder(Outside):
             slot.version = slot.value._version
 
     def adopt(self, t: torch.Tensor, why: str = "made outside of the recorded forward") -> Slot:
-        """The slot of a tensor that no recorded op made: it is held, never dropped (Rule 4)."""
+        """The slot of a tensor that no recorded op made: it is held, never dropped (R4)."""
         known = self.of_storage.get(storage_id(t))
         if known is not None:
             return known
@@ -85,7 +85,7 @@ class Recorder(Outside):
         slot.version = t._version
         slot.why = why
         slot.parameter = isinstance(t, torch.nn.Parameter) or isinstance(t._base, torch.nn.Parameter)
-        # Rule 4: what starts from it is kept, and may be started from. Weights that were loaded so are not written to.
+        # R4: what starts from it is kept, and may be started from. Weights that were loaded so are not written to.
         slot.exposed = not slot.parameter and is_foreign(t)
         if self._starts():
             slot.value = detached(t)  # never the tensor itself: its `.data` may become another memory
@@ -160,7 +160,7 @@ class Recorder(Outside):
 
     def record(self, func: OpOverload | HigherOrderOperator, args: tuple, kwargs: dict) -> Any:
         """Run the op, note it, tell owner and observer."""
-        if not isinstance(func, OpOverload):  # Rule 9: `cond`, `scan`, as compiled modules
+        if not isinstance(func, OpOverload):  # R9: `cond`, `scan`, as compiled modules
             return func(*args, **kwargs)
         observer = self.observer
         rule = rule_of_call(func, args, kwargs)
@@ -248,9 +248,9 @@ class Recorder(Outside):
         mutated = {id(self.of_storage[storage_id(t)]) for t in targets}
         for slot in reads:
             if slot.exposed:
-                return None  # Rule 4: what is in it when a replay would read it may be something else
+                return None  # R4: what is in it when a replay would read it may be something else
             if slot.empty:
-                # Rule 4: content of `empty` is nobody's, unless this op overwrites all of it
+                # R4: content of `empty` is nobody's, unless this op overwrites all of it
                 whole = rule.whole and id(slot) in mutated and len(targets) == 1 and covers(targets[0])
                 if not whole:
                     return None
@@ -348,7 +348,7 @@ class Recorder(Outside):
         return self.op > 0
 
     def settings_changed(self) -> None:
-        """Rule 6: rebuilds run under the numeric settings that the forward began with; what runs under others is kept.
+        """R6: rebuilds run under the numeric settings that the forward began with; what runs under others is kept.
 
         It begins with its first op: a precision may be chosen inside of what is recorded (Lightning's "bf16-true").
         """
@@ -357,7 +357,7 @@ class Recorder(Outside):
         self.elsewhere = numeric_flags() != self.tape.flags
 
     def resizing(self, t: torch.Tensor) -> None:
-        """The storage of `t` is about to get another size: what it holds goes, and may be put back unseen (Rule 4)."""
+        """The storage of `t` is about to get another size: what it holds goes, and may be put back unseen (R4)."""
         if self.writes is not None:
             self.writes(t)
         slot = self.of_storage.get(storage_id(t)) if self.capturing else None
@@ -375,7 +375,7 @@ class Recorder(Outside):
             slot.nbytes = t.untyped_storage().nbytes()
 
     def expose(self, t: torch.Tensor, address: bool = False) -> None:
-        """Somebody takes the raw memory of `t`: from now on it may change unseen, so no replay starts from it (Rule 4).
+        """Somebody takes the raw memory of `t`: from now on it may change unseen, so no replay starts from it (R4).
 
         The mere `address` of a parameter is exempt: kernels take it to read, and a copy of each would cost what is saved.
         """

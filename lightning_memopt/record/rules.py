@@ -1,4 +1,4 @@
-"""Which ops may run again, and how: Rule 1 and Rule 3 of the replay engine.
+"""Which ops may run again, and how: rules R1 and R3 (record/__init__.py).
 
 An op's `Rule` is derived once per overload from its schema and tags, corrected by the tables below, and by what users add
 with `register_op`. The tables hold what schemas do not say; each entry is found by the sweep over torch's `op_db`
@@ -45,7 +45,7 @@ class Rule:
 
 
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
-# Content made by a factory may be written by what the recorder cannot see (Rule 4).
+# Content made by a factory may be written by what the recorder cannot see (R4).
 _FACTORIES = {
     "zeros",
     "zeros_like",
@@ -307,7 +307,7 @@ def rule_of_call(func: OpOverload, args: tuple, kwargs: dict) -> Rule:
 
 
 def may_replay(func: OpOverload, device_type: str) -> bool:
-    """Rule 1 for this device: pure or random, and on CUDA not summed by atomics."""
+    """R1 for this device: pure or random, and on CUDA not summed by atomics."""
     rule = rule_of(func)
     if rule.handling not in ("pure", "random", "empty"):
         return False

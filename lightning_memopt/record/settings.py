@@ -1,4 +1,4 @@
-"""Settings that change the bits an op returns (Rule 6): read, put back, and the functions that set them.
+"""Settings that change the bits an op returns (R6): read, put back, and the functions that set them.
 
 The list is every setter of `torch._C` in the supported versions that a kernel may look at, with its getter. Those of no use
 here are named in tests/cpu/test_settings.py, with the reason; a setter of a new version that is in neither fails there.
@@ -107,7 +107,7 @@ def _matmul_precision() -> str | None:
 
 
 def numeric_flags() -> tuple[Any, ...]:
-    """Settings that change the bits an op returns (Rule 6): a replay runs under those of the forward pass."""
+    """Settings that change the bits an op returns (R6): a replay runs under those of the forward pass."""
     return (
         (_matmul_precision(), *[_precision(backend, op) for backend, op in _PRECISIONS]),
         (_deterministic(), _warn_only()),

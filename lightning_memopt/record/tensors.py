@@ -13,7 +13,7 @@ _COUNTER = torch._C.DispatchKey.ADInplaceOrView
 
 
 def is_plain(t: torch.Tensor) -> bool:
-    """An ordinary strided tensor with memory of its own: what can be recorded. Everything else is opaque (Rule 4)."""
+    """An ordinary strided tensor with memory of its own: what can be recorded. Everything else is opaque (R4)."""
     return (
         type(t) in PLAIN
         and t.layout is torch.strided

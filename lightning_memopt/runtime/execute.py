@@ -1,7 +1,7 @@
 """Run recorded calls again: the arithmetic of replay, without any decision about when.
 
-Rule 2: a call that mutates runs on its input's bytes only when nobody else needs them, otherwise on a copy.
-Rule 6: replay runs below Autograd and Autocast, with dispatch modes and hooks off, under the grad mode recorded.
+R2: a call that mutates runs on its input's bytes only when nobody else needs them, otherwise on a copy.
+R6: replay runs below Autograd and Autocast, with dispatch modes and hooks off, under the grad mode recorded.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def came_back(slot: Slot) -> bool:
 
 
 def missing(slot: Slot) -> bool:
-    """Whether a rebuild that reads the slot must make it first. What was changed is let go (Rule 7) or refused (Rule 5)."""
+    """Whether a rebuild that reads the slot must make it first. What was changed is let go (R7) or refused (R5)."""
     if slot.value is None:
         return not came_back(slot)
     if intact(slot) and slot.value.untyped_storage().nbytes() >= slot.nbytes:
@@ -173,7 +173,7 @@ def _draw(call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def in_order(slot: Slot) -> None:
-    """Rule 11: the current CUDA stream may read the slot's value from here on, and its memory is not used again before."""
+    """R11: the current CUDA stream may read the slot's value from here on, and its memory is not used again before."""
     value = slot.value
     if value is None or not value.is_cuda:
         return

@@ -2,7 +2,7 @@
 
 Then what was packed is *evicted*: dropped with a checksum, to be rebuilt on demand. Which one goes is decided as in dynamic
 tensor rematerialisation (Kirisame et al., 2021): largest bytes per second of rebuild and per op since last use. While it
-keeps, it verifies: every recipe is run once in backward and compared, bit by bit, with the value kept (Rule 8).
+keeps, it verifies: every recipe is run once in backward and compared, bit by bit, with the value kept (R8).
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class ObservingEngine(Engine):
                 slot.call, slot.ok, slot.why = None, False, self.opaque_ops[record.func.name()]
         for slot, t in [*record.made, *((new, t) for _, new, t in record.mutates)]:
             if slot.call is None and not slot.empty:
-                slot.value = detached(t)  # Rule 4: recipes may start from it
+                slot.value = detached(t)  # R4: recipes may start from it
                 slot.ok = True
         self.relieve()
 

@@ -137,7 +137,7 @@ class Engine:
         self._recorder = recorder
 
     def forward_ended(self) -> None:
-        """Rule 5: what is held now must be what it is when a rebuild starts from it."""
+        """R5: what is held now must be what it is when a rebuild starts from it."""
         for slot in self.tape.slots.values():
             if slot.value is not None and slot.noted == UNKNOWN:  # else it came back, or was rebuilt, for a backward inside
                 slot.noted = slot.value._version if slot.version < 0 else slot.version
@@ -155,7 +155,7 @@ class Engine:
         return True
 
     def overwrites(self, slot: Slot) -> None:
-        """Rule 5: an op writes over memory that recipes start from; they keep a copy of what it was."""
+        """R5: an op writes over memory that recipes start from; they keep a copy of what it was."""
         if slot.value is not None:
             with below_autograd():
                 bytes_ = slot.value.untyped_storage().clone()
@@ -197,7 +197,7 @@ class Engine:
     # -- in backward -------------------------------------------------------------------------------
 
     def request(self, handle: Handle) -> torch.Tensor:
-        """The tensor of a handle, rebuilt if need be. Idempotent; may come on any thread (Rule 11)."""
+        """The tensor of a handle, rebuilt if need be. Idempotent; may come on any thread (R11)."""
         with self.lock:
             raise_deferred()
             value = self.value_of(self.present(handle), handle)
@@ -244,7 +244,7 @@ class Engine:
                 slot.value = None
 
     def closure(self, targets: Iterable[Slot]) -> list[Call]:
-        """The calls to run, in op order, to give every target a value (Rule 6: iteratively)."""
+        """The calls to run, in op order, to give every target a value (R6: iteratively)."""
         calls: dict[int, Call] = {}
         wanted = [slot for slot in targets if missing(slot)]
         seen = {slot.id for slot in wanted}
@@ -268,7 +268,7 @@ class Engine:
         return [calls[op] for op in sorted(calls)]
 
     def revive(self, slot: Slot, guard: torch.Tensor) -> bool:
-        """Rule 7: the user still holds the storage, unchanged: use it instead of a rebuild.
+        """R7: the user still holds the storage, unchanged: use it instead of a rebuild.
 
         Only to answer autograd, which would read these bytes too. A rebuild of something else does not start from them.
         """
@@ -286,7 +286,7 @@ class Engine:
 
     @staticmethod
     def compare(slot: Slot, then: tuple[int, int] | None) -> None:
-        """Rule 8: what was rebuilt must have the bits that were dropped, of which `then` is the checksum."""
+        """R8: what was rebuilt must have the bits that were dropped, of which `then` is the checksum."""
         if then is not None and slot.value is not None:
             with below_autograd():
                 now = checksum(slot.value)

@@ -1,5 +1,5 @@
 """Memory that is written after the forward that read it: the input is scaled in place, the next forward updates a buffer
-(Rule 5). Autograd does not mind where it saved something else, or where no version counter moves (`.data`).
+(R5). Autograd does not mind where it saved something else, or where no version counter moves (`.data`).
 
 Such a write is seen while a step is observed. Rebuilds of this step get a copy of what they start from; the ops that read or
 made what was written over are `lost`: the plan, which comes without copies, runs none of them again.

@@ -153,7 +153,7 @@ class PlannedRecording(Recording):
 
 def hooks_allowed() -> bool:
     """Saved-tensor hooks can be entered here: not on a level of functorch or forward-mode AD, not where they are disabled
-    (Rule 9).
+    (R9).
     """
     if in_transform() or in_dual_level():
         return False

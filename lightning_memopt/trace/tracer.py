@@ -336,7 +336,7 @@ class Tracer:
         kept = never_asked(self.saves.values(), end, written.keys())
         ops = []
         for i, op in enumerate(self.ops):
-            # Rule 5: what was there before the step, and is gone when a replay would read it
+            # R5: what was there before the step, and is gone when a replay would read it
             lost = any(t in written and self.tensors[t].born_at == BEFORE for t in op["inputs"])
             fields = op | dict(
                 inputs=tuple(ids[t] for t in op["inputs"]),

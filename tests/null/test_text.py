@@ -38,3 +38,16 @@ def test_files_that_the_text_names_are_there() -> None:
             if not any((base / name).exists() for base in bases):
                 missing.append((str(path.relative_to(ROOT)), name))
     assert not missing
+
+
+def test_rules_that_comments_cite_are_stated() -> None:
+    """R1 to R11 stand in record/__init__.py, A1 to A8 in runtime/away.py, T1 to T8 in runtime/tiers/base.py: once, and in order."""
+    package = ROOT / "lightning_memopt"
+    notes = {"R": "record/__init__.py", "A": "runtime/away.py", "T": "runtime/tiers/base.py"}
+    cited = {letter: set[int]() for letter in notes}
+    for path in package.rglob("*.py"):
+        for letter, number in re.findall(r"\b([RAT])(\d+)\b", path.read_text()):
+            cited[letter].add(int(number))
+    for letter, file in notes.items():
+        stated = [int(n) for n in re.findall(rf"^{letter}(\d+)\. ", (package / file).read_text(), re.M)]
+        assert stated == list(range(1, len(stated) + 1)) and cited[letter] <= set(stated), letter
