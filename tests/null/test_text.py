@@ -41,7 +41,7 @@ def test_files_that_the_text_names_are_there() -> None:
 
 
 def test_rules_that_comments_cite_are_stated() -> None:
-    """R1 to R11 stand in record/__init__.py, A1 to A8 in runtime/away.py, T1 to T8 in runtime/tiers/base.py: once, and in order."""
+    """R1 to R11 in record/__init__.py, A1 to A8 in runtime/away.py, T1 to T8 in runtime/tiers/base.py: once, and in order."""
     package = ROOT / "lightning_memopt"
     notes = {"R": "record/__init__.py", "A": "runtime/away.py", "T": "runtime/tiers/base.py"}
     cited = {letter: set[int]() for letter in notes}
