@@ -191,7 +191,7 @@ def _planned(
                 different.append(f"step {i}")
             del found
         states = [type(s).__name__ for s in run.session.buckets.values()]
-        state, plan = run.session.main, run.plan
+        state, plan = run.session.buckets.main, run.plan
     if isinstance(state, Failed):
         return {"status": "left", "note": state.reason, "different": different}
     if not isinstance(state, Running) or plan is None:

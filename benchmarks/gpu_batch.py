@@ -120,7 +120,7 @@ def _trained(bench: GpuBench, loop: _Loop, found: Found, budget: int | None, rou
             meter.step(found.size)
             steady += planned is None or planned.session.steady
         if planned is not None:
-            measured = getattr(planned.session.main, "measured_bytes", None)
+            measured = getattr(planned.session.buckets.main, "measured_bytes", None)
             peak = measured or peak
         meter.stop()
     rates = meter.rates()

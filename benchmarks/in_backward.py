@@ -69,9 +69,9 @@ def train(name: str, batch: int, optimizer: str, steps: int = MOST, **options: A
                 loss.backward()
             o.step()
             o.zero_grad()
-            if run and step >= STEPS and followed(run.session.main):
+            if run and step >= STEPS and followed(run.session.buckets.main):
                 break
-    return [p.detach() for p in model.parameters()], run.session.main if run else None, step
+    return [p.detach() for p in model.parameters()], run.session.buckets.main if run else None, step
 
 
 def rows(name: str, batch: int, optimizer: str, budget: str) -> dict[str, Any]:

@@ -189,7 +189,7 @@ def trained(name: str, form: str, seed: int, steps: int, settings: Any) -> Row:
                     if len(losses) == steps:
                         break
             if run is not None:
-                state = run.session.main
+                state = run.session.buckets.main
                 assert isinstance(state, Running) and not state.deviated, "a step left the plan: not all was encoded"
     loss, accuracy = held_out(task, workload)
     return Row(

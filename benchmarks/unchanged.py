@@ -76,7 +76,7 @@ def ran(name: str, above_nbytes: int | None, options: dict[str, Any]) -> tuple[d
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.detach())
-        state, frontier = run.session.main, run.session.frontier
+        state, frontier = run.session.buckets.main, run.status().frontier
     assert frontier is not None
     plan: Any = state.plan  # type: ignore[union-attr]
     base = resident_nbytes(frontier.graph)

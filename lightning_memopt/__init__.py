@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # what a type checker reads; `__getattr__` imports a name whe
     from lightning_memopt.integrations.plain import Run, optimize
     from lightning_memopt.plan import Plan
     from lightning_memopt.record import Rule, register_op
-    from lightning_memopt.session import Session
+    from lightning_memopt.session import RunStatus, Session
     from lightning_memopt.strategies import MemOptMixin, MemOptStrategy
     from lightning_memopt.telemetry import Meter
 
@@ -35,6 +35,7 @@ _PUBLIC = {
     "Plan": "lightning_memopt.plan",
     "Rule": "lightning_memopt.record",
     "Run": "lightning_memopt.integrations.plain",
+    "RunStatus": "lightning_memopt.session",
     "Session": "lightning_memopt.session",
     "find_max_batch_size": "lightning_memopt.integrations.batch_size",
     "optimize": "lightning_memopt.integrations.plain",
@@ -53,6 +54,7 @@ __all__ = [
     "Plan",
     "Rule",
     "Run",
+    "RunStatus",
     "Session",
     "__version__",
     "find_max_batch_size",

@@ -72,7 +72,7 @@ def _plan(args: argparse.Namespace) -> int:
         with optimize(model, optimizer, budget="min", profile_steps=2, verbose=False) as run:
             for _ in range(3):
                 step()
-            frontier = run.session.frontier
+            frontier = run.session.status().frontier
             if frontier is None:
                 raise ConfigError(f"{args.source}: three steps gave no plan. {run.report()}")
             graph = frontier.graph

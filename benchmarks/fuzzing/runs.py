@@ -171,7 +171,7 @@ def _step(
 
 def _notice(run: Run, outcome: Outcome) -> None:
     """Whether a plan is in force, and what was measured of it."""
-    state = run.session.main
+    state = run.session.buckets.main
     if isinstance(state, Running):
         outcome.planned = outcome.planned or state.plan.predicted.replayed_ops > 0
         if state.measured_bytes is not None:

@@ -20,7 +20,6 @@ from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import ConfigError, InfeasibleError
 from lightning_memopt.graph import Graph
 from lightning_memopt.session import Session
-from lightning_memopt.session.buckets import Observing, Running
 from lightning_memopt.session.budget import foreign_nbytes, resident_nbytes, resident_tensors
 from lightning_memopt.session.step import StepMeter
 from lightning_memopt.trace import count_all
@@ -118,8 +117,7 @@ class Trials:
         with self._running(kind, size) as trial, self._session(quiet) as session:
             self._run(self.source.batch(size), session, self.effective is None)
             session.step_ended()
-            state = session.current
-            found = state.graphs[-1] if isinstance(state, Observing) and state.graphs else None
+            found = session.observed_graph
         return found if trial.fits else None
 
     def confirm(self, size: int, spend: bool = False) -> Trial | None:
@@ -157,8 +155,7 @@ class Trials:
             for _ in range(2):
                 self._run(self.source.batch(size), session, self._whole(size))
                 session.step_ended()
-            state = session.main
-            trial.peak_nbytes = state.measured_bytes if isinstance(state, Running) else None
+            trial.peak_nbytes = session.status().measured_peak_nbytes
             if spend and not self._over(trial.peak_nbytes):
                 self.spent = self.spend(size, session)
 

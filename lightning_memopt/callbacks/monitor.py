@@ -28,8 +28,7 @@ import torch
 from lightning_memopt.callbacks.reduction import Reduction
 from lightning_memopt.plan import Plan
 from lightning_memopt.plan.forms import codec_of, tier_of
-from lightning_memopt.session import Session
-from lightning_memopt.session.buckets import Running
+from lightning_memopt.session import RunStatus, Session
 from lightning_memopt.telemetry import Meter, Rates, read_rates
 
 try:
@@ -95,9 +94,9 @@ class MemOptMonitor(Callback):
             self.meter.batch(samples)
             return
         self.meter.step(samples)
-        running = _running(trainer)
-        if running is not None and self._profile_seconds is None:
-            self._profile_seconds = max(0.0, self.meter.total.seconds - running.plan.solve_seconds)
+        plan = _status(trainer).plan
+        if plan is not None and self._profile_seconds is None:
+            self._profile_seconds = max(0.0, self.meter.total.seconds - plan.solve_seconds)
         every, step = trainer.log_every_n_steps, trainer.fit_loop.epoch_loop._batches_that_stepped
         if every and (step + 1) % every == 0:  # all ranks in the same step, whatever one was told of stopping
             self._log(trainer, step)
@@ -151,21 +150,20 @@ class MemOptMonitor(Callback):
     def _log(self, trainer: Any, step: int) -> None:
         """Called by all ranks."""
         assert self.meter is not None and self._reduction is not None
-        running, peak = _running(trainer), self.meter.peak_bytes()
-        if peak is None and running is not None:
-            peak = running.measured_bytes
+        status, peak = _status(trainer), self.meter.peak_bytes()
+        if peak is None:
+            peak = status.measured_peak_nbytes
         metrics = {f"train/{key}": value for key, value in self._reduction(self.meter.lap(), peak).items()}
-        if running is not None and running.plan is not self._plan:
-            self._plan = running.plan
-            metrics |= self._plan_metrics(running, trainer.strategy.session.budget_nbytes)
+        if status.plan is not None and status.plan is not self._plan:
+            self._plan = status.plan
+            metrics |= self._plan_metrics(status, status.plan)
         if metrics and trainer.is_global_zero:
             for logger in trainer.loggers:
                 name = f"{type(logger).__name__}.log_metrics"
                 self._try(name, partial(logger.log_metrics, metrics=dict(metrics), step=step))
 
-    def _plan_metrics(self, running: Running, budget_nbytes: int | None) -> dict[str, float]:
+    def _plan_metrics(self, status: RunStatus, plan: Plan) -> dict[str, float]:
         """What was planned. Seconds only of what this run did: a plan that was given took none."""
-        plan = running.plan
         away = {life.tensor: life.form for life in plan.lives if life.how == "fetch"}
         found: dict[str, float] = {
             "predicted_peak_bytes": plan.predicted_peak_bytes,
@@ -174,11 +172,11 @@ class MemOptMonitor(Callback):
             "plan/offload_count": sum(bool(tier_of(form)) for form in away.values()),
             "plan/compress_count": sum(bool(codec_of(form)) for form in away.values()),
         }
-        if budget_nbytes is not None:
-            found["budget_bytes"] = budget_nbytes
+        if status.budget_nbytes is not None:
+            found["budget_bytes"] = status.budget_nbytes
         if plan.predicted.reserved_bytes:
             found["predicted_reserved_bytes"] = plan.predicted.reserved_bytes
-        if running.frontier is not None:
+        if status.frontier is not None:
             found["solve_seconds"] = plan.solve_seconds
             if self._profile_seconds is not None:
                 found["profile_seconds"] = self._profile_seconds
@@ -205,10 +203,9 @@ def _session_of(trainer: Any) -> Session | None:
     return session if isinstance(session, Session) else None
 
 
-def _running(trainer: Any) -> Running | None:
+def _status(trainer: Any) -> RunStatus:
     session = _session_of(trainer)
-    state = session.main if session is not None else None
-    return state if isinstance(state, Running) else None
+    return session.status() if session is not None else RunStatus(phase="off")
 
 
 def _lightning(trainer: Any, name: str) -> Any:

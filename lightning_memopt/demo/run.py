@@ -17,7 +17,6 @@ from rich.table import Table
 from lightning_memopt.demo import chargpt, digits
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.report.table import summary
-from lightning_memopt.session.buckets import Running
 from lightning_memopt.strategies import MemOptStrategy
 from lightning_memopt.units import format_nbytes
 
@@ -88,30 +87,22 @@ def _train(
     began = time.perf_counter()
     plain = _fit(workload, settings, "auto", max_steps=_PLAIN_STEPS, limit_val_batches=0)[1]  # its model would count
     strategy = MemOptStrategy(budget=budget)
-    sessions: list[Any] = []
-    opened = strategy.setup
-
-    def setup(trainer: Any) -> None:
-        opened(trainer)
-        sessions.append(strategy.session)
-
-    strategy.setup = setup  # type: ignore[method-assign]
     trainer, log = _fit(workload, settings, strategy, **limits)
-    session = sessions[-1]
-    state = session.main
-    if not isinstance(state, Running):
-        raise ConfigError(f"{name}: there is no plan, so nothing to compare. Run more steps. {summary(session)}")
-    session.save_plan(str(folder / ("plan.json" if name == "chargpt" else f"plan-{name}.json")))
+    status = strategy.status()
+    plan = status.plan
+    if plan is None or status.budget_nbytes is None:
+        raise ConfigError(f"{name}: there is no plan, so nothing to compare. Run more steps. {summary(status)}")
+    strategy.save_plan(str(folder / ("plan.json" if name == "chargpt" else f"plan-{name}.json")))
     warm = 4
     return Outcome(
         name=name,
         budget=budget,
-        budget_bytes=session.budget_nbytes,
-        predicted_peak_bytes=state.plan.predicted_peak_bytes,
-        measured_peak_bytes=state.measured_bytes,
-        unmodified_peak_bytes=state.plan.unmodified_peak_bytes,
+        budget_bytes=status.budget_nbytes,
+        predicted_peak_bytes=plan.predicted_peak_bytes,
+        measured_peak_bytes=status.measured_peak_nbytes,
+        unmodified_peak_bytes=plan.unmodified_peak_bytes,
         step_time_ratio=statistics.median(log.seconds[warm + 4 :]) / statistics.median(plain.seconds[warm:]),
-        extra_seconds_predicted=state.plan.predicted.seconds,
+        extra_seconds_predicted=plan.predicted.seconds,
         losses_identical=log.losses[:_PLAIN_STEPS] == plain.losses,
         loss_first=statistics.fmean(log.losses[:10]),
         loss_last=statistics.fmean(log.losses[-10:]),

@@ -17,7 +17,7 @@ from lightning_memopt.record import instead_of_calls, uncompiled, uncompiled_its
 from lightning_memopt.report.frontier import Row, rows
 from lightning_memopt.report.table import summary
 from lightning_memopt.runtime.optimizer import Reason
-from lightning_memopt.session import Session
+from lightning_memopt.session import RunStatus, Session
 from lightning_memopt.telemetry import Meter
 from lightning_memopt.telemetry.meter import MeterOptions
 
@@ -38,9 +38,17 @@ class Run:
         """The plan in force; None while observing."""
         return self.session.plan
 
+    def status(self) -> RunStatus:
+        """What became of the run so far: its phase, the plan, peaks as predicted and measured."""
+        return self.session.status()
+
+    def save_plan(self, path: str) -> None:
+        """Write the plan in force, with its graph, as JSON: `plan=path` uses it. Raises ConfigError where there is none yet."""
+        self.session.save_plan(path)
+
     def report(self) -> str:
         """The table: budget, predicted, measured and unmodified peak, extra time, what is rebuilt, why the rest is kept."""
-        return summary(self.session, self._meter)
+        return summary(self.status(), self._meter)
 
     def monitor(self, **options: Unpack[MeterOptions]) -> Meter:
         """A meter for this loop, options as of `Meter`: call its `step(samples=...)` after every optimizer step, and the report
@@ -50,7 +58,7 @@ class Run:
 
     def frontier(self) -> list[Row]:
         """Every Pareto plan as a row: peak bytes, extra seconds, rebuilt bytes, extra FLOPs."""
-        return rows(self.session.frontier)
+        return rows(self.status().frontier)
 
     def step(self) -> None:
         """End a step by hand, where steps are not the optimizer's."""

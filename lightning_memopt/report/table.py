@@ -6,15 +6,12 @@ from lightning_memopt.plan import Plan
 from lightning_memopt.plan.forms import codec_of
 from lightning_memopt.report.explain import items, kept, rebuilt
 from lightning_memopt.report.text import Table, render
-from lightning_memopt.runtime.away import Depot
-from lightning_memopt.session import Session
-from lightning_memopt.session.buckets import Observing, Running
-from lightning_memopt.session.failed import Failed
+from lightning_memopt.session import RunStatus, Transfers
 from lightning_memopt.telemetry import Meter, Rates
 from lightning_memopt.units import format_nbytes
 
 
-def _away(plan: Plan, depot: Depot | None) -> str:
+def _away(plan: Plan, transfers: Transfers | None) -> str:
     """What moved, in which forms, and what a step waits for it: as measured where it was, beside what was predicted.
 
     A step is a planned forward and its backward.
@@ -23,13 +20,13 @@ def _away(plan: Plan, depot: Depot | None) -> str:
     forms = ", ".join(f"{list(tensors.values()).count(form)} in {form}" for form in sorted(set(tensors.values())))
     p = plan.predicted
     moved, stall, overlap, codecs = ("not measured",) * 4
-    if depot is not None and depot.forwards:
-        moved = format_nbytes(depot.moved_nbytes // depot.forwards)
-    if depot is not None and depot.timed:
-        copied, waited = depot.copied_seconds, depot.waited.seconds
-        stall = f"{1e3 * waited / depot.timed:.1f} ms"
+    if transfers is not None and transfers.forwards:
+        moved = format_nbytes(transfers.moved_nbytes // transfers.forwards)
+    if transfers is not None and transfers.timed:
+        copied, waited = transfers.copied_seconds, transfers.waited_seconds
+        stall = f"{1e3 * waited / transfers.timed:.1f} ms"
         overlap = f"{100 * max(0.0, 1 - waited / copied):.0f} %" if copied else overlap
-        codecs = f"{1e3 * depot.coded.seconds / depot.timed:.1f} ms"
+        codecs = f"{1e3 * transfers.coded_seconds / transfers.timed:.1f} ms"
     parts = [forms]
     if p.moved_bytes:
         parts += [
@@ -67,31 +64,29 @@ def _gains(meter: Meter) -> list[tuple[str, str]]:
     return found
 
 
-def summary(session: Session, meter: Meter | None = None) -> str:
-    """The table of a session, with what a meter found; says what is still missing where there is no plan."""
-    state = session.main
-    if not session.enabled:
+def summary(status: RunStatus, meter: Meter | None = None) -> str:
+    """The table of a run, with what a meter measured; says what is still missing where there is no plan."""
+    if status.phase == "off":
         return "MemOpt: off (MEMOPT_DISABLE, or an untested torch); the run was the plain one."
-    why = session.silence.reason
-    told = f" There is no plan yet, because {why.what}. {why.fix}." if why is not None else ""
-    if state is None:
+    told = f" There is no plan yet, because {status.reason}. {status.remedy}." if status.remedy is not None else ""
+    if status.phase == "waiting":
         return f"MemOpt: no training step was seen.{told}"
-    if isinstance(state, Failed):
-        return f"MemOpt: no plan: {state.reason}."
-    if isinstance(state, Observing):
-        return f"MemOpt: still observing ({len(state.graphs)} of {state.steps} steps).{told}"
-    assert isinstance(state, Running)
-    plan, graph = state.plan, state.program.graph
+    if status.phase == "unplanned":
+        return f"MemOpt: no plan: {status.reason}."
+    if status.phase == "observing":
+        return f"MemOpt: still observing ({status.observed_steps} of {status.profile_steps} steps).{told}"
+    plan, graph = status.plan, status.graph
+    assert plan is not None and graph is not None
     table = Table(title="MemOpt", show_header=False)
     table.add_column()
     table.add_column()
-    budget = "min" if session.budget_nbytes is None else format_nbytes(session.budget_nbytes)
+    budget = "min" if status.budget_nbytes is None else format_nbytes(status.budget_nbytes)
     table.add_row("budget", budget)
     table.add_row("predicted peak", format_nbytes(plan.predicted_peak_bytes))
     needed = plan.predicted.needed_bytes  # what is measured on this device
     if plan.predicted.reserved_bytes:
         table.add_row("reserved at the peak, predicted", format_nbytes(needed))
-    measured = state.measured_bytes
+    measured = status.measured_peak_nbytes
     table.add_row(
         "measured peak",
         "not measured"
@@ -110,12 +105,12 @@ def summary(session: Session, meter: Meter | None = None) -> str:
         "ops run again", f"{plan.predicted.replayed_ops}, {format_nbytes(plan.predicted.rebuilt_bytes)} rebuilt a step"
     )
     if any(life.how == "fetch" for life in plan.lives):
-        table.add_row("away", _away(plan, state.depot))
+        table.add_row("away", _away(plan, status.transfers))
     table.add_row("rebuilt", items(rebuilt(graph, plan)))
     table.add_row("kept", items(kept(graph, plan)))
     for row in _gains(meter) if meter is not None else ():
         table.add_row(*row)
-    if session.silence.compiled is not None:
-        table.add_row("compiled", session.silence.compiled)
+    if status.compiled is not None:
+        table.add_row("compiled", status.compiled)
     table.add_row("plan by", f"{plan.solver}, {plan.solve_seconds:.1f} s")
     return render(table)

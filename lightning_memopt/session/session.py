@@ -50,9 +50,9 @@ from lightning_memopt.session.round import Rounds
 from lightning_memopt.session.shapes import Signature, signature_of
 from lightning_memopt.session.signatures import Buckets
 from lightning_memopt.session.silence import BLOCKED, WAITS, Silence, unobservable
+from lightning_memopt.session.status import RunStatus, status_of
 from lightning_memopt.session.step import Metering, in_compiled_code
 from lightning_memopt.session.watch import Watch
-from lightning_memopt.solvers.planner import Frontier
 from lightning_memopt.trace import backward_runs
 from lightning_memopt.versions import supported
 
@@ -244,25 +244,24 @@ class Session:
 
     # -- results -----------------------------------------------------------------------------------
 
-    @property
-    def main(self) -> State | None:
-        """The state of the signature with the largest unmodified peak that has a plan, else of any."""
-        return self.buckets.main
+    def status(self) -> RunStatus:
+        """What became of the run so far; of batches that differ in shape, of the one that needs most."""
+        return status_of(self.buckets.main, self.budget_nbytes, self.silence) if self.enabled else RunStatus(phase="off")
 
     @property
     def plan(self) -> Plan | None:
-        state = self.main
-        return state.plan if isinstance(state, Running) else None
+        return self.status().plan
+
+    @property
+    def observed_graph(self) -> Graph | None:
+        """The step that was observed last, until a plan is made of it."""
+        state = self.current
+        return state.graphs[-1] if isinstance(state, Observing) and state.graphs else None
 
     @property
     def steady(self) -> bool:
         """Whether the last step, and what ran of the next, was as later ones will be: neither observed nor measured."""
         return not self._slowed and self._watch.now is None and not self._metering.profiling
-
-    @property
-    def frontier(self) -> Frontier | None:
-        state = self.main
-        return state.frontier if isinstance(state, Running) else None
 
     @property
     def halfway(self) -> int:
@@ -271,10 +270,10 @@ class Session:
 
     def save_plan(self, path: str) -> None:
         """Write the plan in force, with its graph, as JSON."""
-        state = self.main
-        if not isinstance(state, Running):
+        status = self.status()
+        if status.plan is None or status.graph is None:
             raise ConfigError("There is no plan yet: it is made after the observed steps. Run them first.")
-        write_plan(path, state.plan, state.program.graph)
+        write_plan(path, status.plan, status.graph)
 
     # -- rounds ------------------------------------------------------------------------------------
 

@@ -14,8 +14,9 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_memopt.config import MemOptConfig
+from lightning_memopt.errors import ConfigError
 from lightning_memopt.report.table import summary
-from lightning_memopt.session import Session
+from lightning_memopt.session import RunStatus, Session
 from lightning_memopt.strategies.in_backward import of_trainer
 from lightning_memopt.telemetry import Meter
 
@@ -49,7 +50,7 @@ class MemOptMixin(abc.ABC):
             if session is not None:
                 session.close()
                 if self.memopt_config.verbose:
-                    rank_zero_info(summary(session, self.telemetry))
+                    rank_zero_info(summary(session.status(), self.telemetry))
         finally:
             super().teardown()  # type: ignore[misc]
 
@@ -57,6 +58,18 @@ class MemOptMixin(abc.ABC):
         """A copy or pickle of the strategy, or of its Trainer, has not been set up: the session stays where it is."""
         state: Any = super().__getstate__()
         return {name: value for name, value in state.items() if name not in ("session", "telemetry")}
+
+    # -- results -----------------------------------------------------------------------------------
+
+    def status(self) -> RunStatus:
+        """What became of the last fit so far: its phase, the plan, peaks as predicted and measured. It stays after the fit."""
+        return self.session.status() if self.session is not None else RunStatus(phase="waiting")
+
+    def save_plan(self, path: str) -> None:
+        """Write the plan in force, with its graph, as JSON: `plan=path` uses it. Raises ConfigError where there is none yet."""
+        if self.session is None:
+            raise ConfigError("There is no plan yet: nothing was fitted with this strategy. Call `trainer.fit` first.")
+        self.session.save_plan(path)
 
     # -- a step ------------------------------------------------------------------------------------
 

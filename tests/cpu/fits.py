@@ -157,5 +157,5 @@ def plans_of(trainer: pl.Trainer) -> list[Running]:
 
 def assert_planned(trainer: pl.Trainer) -> None:
     """A plan was in force that runs random ops again, and the forward was the plan's."""
-    found = session_of(trainer).main
+    found = session_of(trainer).buckets.main
     assert isinstance(found, Running) and found.program.random and not found.deviated

@@ -131,7 +131,7 @@ def agrees(
 
 def budget_at(run: Run, share: float) -> int:
     """Bytes that hold what is resident and `share` of what the unmodified step has on top, or the smallest plan."""
-    frontier = run.session.frontier
+    frontier = run.status().frontier
     assert frontier is not None
     base = resident_nbytes(frontier.graph)
     return max(frontier.smallest_bytes, int(base + share * (frontier.unmodified_peak_bytes - base)))

@@ -73,7 +73,7 @@ def both(make: Around, until: str = "forward") -> tuple[list[Any], list[Any], Ru
 def test_a_mode_of_the_users(until: str) -> None:
     """It sees what it sees plainly, where nothing is rebuilt while it is on, and is left when it says."""
     expected, found, run = both(Count, until)
-    assert run.session.frontier is not None
+    assert run.status().frontier is not None
     counts = [[mode.ops for mode in modes] for modes in (expected, found)]
     if until == "forward":
         assert counts[0] == counts[1]
@@ -94,7 +94,7 @@ def coarse() -> Iterator[None]:
 def test_hooks_that_change_bits_stay_and_a_line_says_so() -> None:
     with pytest.warns(UserWarning, match="there is no plan yet, because saved-tensor hooks"):
         _, _, run = both(coarse)
-    assert run.session.frontier is None
+    assert run.status().frontier is None
 
 
 def test_a_saved_tensor_that_may_be_written() -> None:
@@ -126,7 +126,7 @@ def test_a_saved_tensor_that_may_be_written() -> None:
 
 
 def test_torchs_own_hooks_keep_the_bits_and_are_replaced() -> None:
-    assert both(save_on_cpu)[2].session.frontier is not None
+    assert both(save_on_cpu)[2].session.status().frontier is not None
 
 
 def test_a_checkpoint_of_the_whole_model_is_left_alone() -> None:
@@ -140,7 +140,7 @@ def test_a_checkpoint_of_the_whole_model_is_left_alone() -> None:
             optimizer.zero_grad()
 
     with pytest.warns(UserWarning, match="a checkpoint of the whole model"):
-        assert agrees(run).session.frontier is None
+        assert agrees(run).session.status().frontier is None
 
 
 def test_an_export_in_the_middle_of_training_is_that_of_the_plain_model() -> None:
@@ -155,7 +155,7 @@ def test_an_export_in_the_middle_of_training_is_that_of_the_plain_model() -> Non
             optimizer.zero_grad()
         return sizes
 
-    assert agrees(run).session.frontier is not None
+    assert agrees(run).session.status().frontier is not None
 
 
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
@@ -173,4 +173,4 @@ def test_nested_batches(layout: torch.layout) -> None:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
 
-    assert agrees(run, build).session.frontier is not None
+    assert agrees(run, build).session.status().frontier is not None

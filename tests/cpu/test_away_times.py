@@ -18,6 +18,7 @@ from lightning_memopt.runtime import Program
 from lightning_memopt.runtime.away import Away, Depot
 from lightning_memopt.runtime.tiers import DiskTier, HostTier, Stopwatch
 from lightning_memopt.runtime.tiers import streams as streams_module
+from lightning_memopt.session import Transfers
 from lightning_memopt.solvers.rollout import keep_all
 from tests.cpu.fake_streams import Streams
 from tests.cpu.stepped import Masked, Stepped, held, stepped
@@ -217,8 +218,8 @@ def test_what_was_measured_stands_beside_what_was_predicted(masked: Stepped) -> 
         moved_bytes=4096, copy_seconds=0.2, stall_seconds=0.010, codec_seconds=0.001, tier_bytes=2048,
     )  # fmt: skip
     plan = Plan(fingerprint="", lives=lives, solver="", budget_bytes=1, predicted=predicted, unmodified_peak_bytes=1)
-    for depot in (None, Depot()):
-        text = _away(plan, depot)
+    for transfers in (None, Transfers.of(Depot())):
+        text = _away(plan, transfers)
         assert "stall not measured a step (predicted 10.0)" in text and "overlap not measured" in text
         assert "moved not measured a step, both ways (predicted 4.00 KiB)" in text
         assert "codecs not measured a step (predicted 1.0)" in text
@@ -226,10 +227,10 @@ def test_what_was_measured_stands_beside_what_was_predicted(masked: Stepped) -> 
     depot.forwards, depot.timed, depot.moved_nbytes = 10, 4, 10 * 5120
     for watch, seconds in ((depot.waited, 0.048), (depot.coded, 0.006), (depot.tiers["disk"].copied, 0.8)):
         watch._seconds = seconds
-    text = _away(plan, depot)
+    text = _away(plan, Transfers.of(depot))
     assert "moved 5.00 KiB a step, both ways (predicted 4.00 KiB)" in text
     assert "stall 12.0 ms a step (predicted 10.0)" in text
     assert "overlap 94 % of the copies' time behind compute (predicted 95 %)" in text
     assert "codecs 1.5 ms a step (predicted 1.0)" in text
     depot.waited._seconds = 3.0  # threads that wait for each other: longer than the copies
-    assert "overlap 0 %" in _away(plan, depot)
+    assert "overlap 0 %" in _away(plan, Transfers.of(depot))

@@ -272,8 +272,8 @@ def beyond() -> int:
     model = small()
     with optimize(model, o := plain_sgd(model), budget="min", verbose=False, profile_steps=1) as run:
         train(model, o, batches(5))
-        assert run.session.frontier is not None
-        return run.session.frontier.smallest_bytes - before
+        assert run.status().frontier is not None
+        return run.status().frontier.smallest_bytes - before
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ def trained(size: int, **options: Any) -> tuple[dict[str, Tensor], list[Tensor],
     else:
         with optimize(model, optimizer, budget=BUDGET, profile_steps=2, **OPTIONS, **options) as run:
             losses = [step(model, optimizer, words(size, i)) for i in range(4)]
-            after = run.session.main
+            after = run.session.buckets.main
     return state(model), [*losses, torch.rand(3)], after
 
 

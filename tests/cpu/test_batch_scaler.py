@@ -148,7 +148,7 @@ def test_within_memopt_strategy_the_size_has_a_plan() -> None:
     strategy = MemOptStrategy(budget=budget, verbose=False, profile_steps=1)
     trainer = fit(module, scaler=planned, strategy=strategy, accumulate_grad_batches=24)
     assert planned.found.size > plain.found.size and planned.found.trial_steps == 2  # type: ignore[union-attr]
-    assert strategy.session.plan is not None and strategy.session.main.measured_bytes <= budget  # type: ignore[union-attr]
+    assert strategy.session.plan is not None and strategy.status().measured_peak_nbytes <= budget  # type: ignore[union-attr]
     size = planned.found.size  # type: ignore[union-attr]
     same_size = Module(size)
     expected = fit(same_size, accumulate_grad_batches=96 // size)

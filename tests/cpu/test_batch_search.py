@@ -59,7 +59,7 @@ def test_l1_with_plans_the_budget_holds_a_larger_one_and_keeps_it_in_training() 
     with optimize(words.model, words.optimizer, budget=BUDGET, **QUIET) as run:
         for _ in range(4):
             words.step(words.make(found.size))
-    assert run.session.main.measured_bytes <= BUDGET
+    assert run.status().measured_peak_nbytes <= BUDGET
     with pytest.raises(InfeasibleError):
         with optimize(words.model, words.optimizer, budget=BUDGET, **QUIET):
             for _ in range(4):

@@ -132,7 +132,7 @@ def budget_for(x: Tensor, share: float) -> int:
     model = attending()
     with optimize(model, optimizer := adamw(model), budget="min", verbose=False, profile_steps=1) as run:
         train(model, optimizer, [x] * 2)
-        frontier = run.session.frontier
+        frontier = run.status().frontier
     assert frontier is not None
     base = resident_nbytes(frontier.graph)
     budget = int(base + share * (frontier.unmodified_peak_bytes - base))

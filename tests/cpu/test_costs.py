@@ -27,7 +27,7 @@ def run() -> Run:
 
 def test_what_is_measured_is_predicted(run, tmp_path):
     """A plan that changes nothing costs nothing; one that rebuilds costs what was measured, in the plan and in its file."""
-    frontier, plan, found = run.session.frontier, run.plan, costs.measured()
+    frontier, plan, found = run.status().frontier, run.plan, costs.measured()
     assert found.call >= 0 and found.argument >= 0 and found.recorded > 0 and found.replayed > 0
     assert costs.measured() is found
     assert plan.predicted.replayed_ops > 0
@@ -55,7 +55,7 @@ def test_measured_beside_whatever_is_entered_here():
 
 def test_a_plan_must_be_worth_its_overhead(run):
     """Plans whose own work takes more than they save leave the frontier; the smallest budget stays what it is."""
-    graph = run.session.frontier.graph
+    graph = run.status().frontier.graph
     free = planner.solve(graph)
     rank = {c.lives: 1.0 + i for i, c in enumerate(free.candidates)}  # the larger the peak, the dearer
     dear = planner.solve(graph, overhead=lambda lives: rank.get(lives, 100.0))

@@ -79,8 +79,8 @@ def trained(
 
 
 def graph_of(run: Run) -> Graph:
-    assert isinstance(run.session.main, Running)
-    return run.session.main.program.graph
+    assert run.status().phase == "planned"
+    return run.session.buckets.main.program.graph
 
 
 def test_what_the_loop_holds_from_the_step_before(window: Window) -> None:
@@ -88,7 +88,7 @@ def test_what_the_loop_holds_from_the_step_before(window: Window) -> None:
     peaks, run = trained(classifier(), window)
     assert run.plan is not None
     assert peaks[-1] == pytest.approx(run.plan.predicted_peak_bytes, rel=0.001)
-    state = run.session.main
+    state = run.session.buckets.main
     assert isinstance(state, Running) and state.measured_bytes == peaks[-1]
     logits = ROWS * CLASSES * 4
     held = [t for t in graph_of(run).tensors if t.born_at == BEFORE and t.nbytes == logits and t.name.startswith("held")]
@@ -106,7 +106,7 @@ def test_a_copy_that_is_made_later_is_planned_for(window: Window) -> None:
     model = classifier()
     after = lambda i: held.append(copy.deepcopy(model)) if i == 4 else None  # noqa: E731
     peaks, run = trained(model, window, budget, steps=10, after=after)
-    state, nbytes = run.session.main, sum(p.nbytes for p in model.parameters())
+    state, nbytes = run.session.buckets.main, sum(p.nbytes for p in model.parameters())
     assert isinstance(state, Running) and run.plan is not None
     assert state.regrown == 1 and state.replanned == 0 and nbytes <= state.held_nbytes < nbytes + 4096
     assert peaks[5] > budget >= max(peaks[6:])
@@ -131,7 +131,7 @@ def test_a_size_that_no_tensor_shows_is_observed_again(window: Window) -> None:
     loss_of = lambda logits: logits.square().mean()  # noqa: E731
     model.times = 2
     _, run = trained(model, window, steps=4, loss_of=loss_of)
-    budget = run.session.frontier.smallest_bytes + 8192  # type: ignore[union-attr]
+    budget = run.status().frontier.smallest_bytes + 8192  # type: ignore[union-attr]
     del run
     gc.collect()
     model.times = 1
@@ -266,14 +266,14 @@ def scheduled():
         when = torch.profiler.schedule(wait=0, warmup=1, active=3)
         with torch.profiler.profile(schedule=when, profile_memory=True) as theirs:
             steps(model, optimizer, theirs.step)
-    return run.plan, run.session.main.measured_bytes
+    return run.plan, run.status().measured_peak_nbytes
 
 def waiting():
     model = small()
     with torch.profiler.profile(schedule=torch.profiler.schedule(wait=2, warmup=1, active=2)) as theirs:
         with optimize(model, optimizer := sgd(model), budget="min", **QUIET) as run:
             steps(model, optimizer, theirs.step)
-    return run.plan, run.session.main.measured_bytes
+    return run.plan, run.status().measured_peak_nbytes
 
 def lightning(profiler, **options):
     from lightning.pytorch.profilers import PyTorchProfiler
@@ -286,7 +286,7 @@ def alone():
     model = small()
     with optimize(model, optimizer := sgd(model), budget="min", **QUIET) as run:
         steps(model, optimizer)
-    return run.plan, run.session.main.measured_bytes
+    return run.plan, run.status().measured_peak_nbytes
 
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")

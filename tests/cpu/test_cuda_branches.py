@@ -195,7 +195,7 @@ def test_what_an_allocator_reserves_decides_is_shown_and_is_kept_in_the_file(mon
     model = small()
     with optimize(model, optimizer := sgd(model), budget="min", **QUIET) as run:
         train(model, optimizer, batches(4))
-    frontier, before = run.session.frontier, plain.session.frontier
+    frontier, before = run.status().frontier, plain.session.status().frontier
     assert frontier is not None and before is not None and run.plan is not None
     needed, needed_before = (f.smallest_bytes - resident_nbytes(f.graph) for f in (frontier, before))
     assert needed == needed_before + more
@@ -207,7 +207,7 @@ def test_what_an_allocator_reserves_decides_is_shown_and_is_kept_in_the_file(mon
     with pytest.raises(InfeasibleError, match="above the budget"):
         with optimize(small(), sgd(small()), budget=run.plan.predicted.peak_bytes + more // 2, plan=path, verbose=False):
             pass
-    state = run.session.main
+    state = run.session.buckets.main
     assert isinstance(state, Running)
     budget = frontier.unmodified_peak_bytes
     above = Running(frontier.plan(frontier.unmodified_peak_bytes + more), state.program.graph, frontier)

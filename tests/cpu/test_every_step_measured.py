@@ -55,7 +55,7 @@ def above(monkeypatch: pytest.MonkeyPatch, kind: type[nn.RNNBase], budget: Any) 
                 model(torch.randn(6, 32, 16)).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            frontier = run.session.frontier
+            frontier = run.status().frontier
     assert frontier is not None
     return excess, (frontier.smallest_bytes, frontier.unmodified_peak_bytes)
 

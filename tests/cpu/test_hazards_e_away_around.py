@@ -355,7 +355,7 @@ def test_a_session_whose_plan_puts_everything_away(tmp_path: Path) -> None:
     options = {"plan": tmp_path / "plan.json", "budget": 1 << 30, "offload": f"disk:{tmp_path}", "verbose": False}
     with leaves_nothing(model), optimize(model, optimizer, **options) as run:
         assert same(expected, use(model, optimizer))
-        main = run.session.main
+        main = run.session.buckets.main
         assert isinstance(main, Running) and main.depot is not None and not main.deviated
         assert main.depot.forwards >= len(AROUND) and main.depot.moved_nbytes >= len(AROUND) * predicted.tier_bytes
         assert main.depot.tiers["disk"].used_nbytes == 0  # type: ignore[attr-defined]

@@ -114,7 +114,7 @@ def test_g4_copies_of_weights_are_cast_again() -> None:
             return squares(model, x).float()
 
     run = trains(wide, batches, loss)
-    plan, graph = run.plan, run.session.frontier.graph
+    plan, graph = run.plan, run.status().frontier.graph
     nbytes = 128 * 128 * 2
     weights = {t.id for t in graph.tensors if t.kind == "parameter" and t.nbytes == 2 * nbytes}
     casts = {o for op in graph.forward for o in op.outputs if "_to_copy" in op.name and weights.intersection(op.inputs)}
@@ -146,4 +146,4 @@ def test_g5_half_precision_plugin() -> None:
     assert_planned(found)
     weight = found.lightning_module.net.layers[0].weight
     assert weight.dtype is FP16 and torch.isfinite(weight).all()
-    assert session_of(found).main.measured_bytes is not None
+    assert session_of(found).status().measured_peak_nbytes is not None

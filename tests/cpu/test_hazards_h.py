@@ -63,7 +63,7 @@ def compiled_trains(
 
 def dropped_share(run: Run) -> float:
     """The share of the activations' bytes that the smallest plan saves."""
-    plan, frontier = run.plan, run.session.frontier
+    plan, frontier = run.plan, run.status().frontier
     base = resident_nbytes(frontier.graph)
     return 1 - (plan.predicted_peak_bytes - base) / (plan.unmodified_peak_bytes - base)
 
@@ -100,7 +100,7 @@ def test_h1_compiled_model(backend: str, how: str) -> None:
         return model
 
     run = compiled_trains(lambda: Body(depth=4), whole=whole)
-    measured = run.session.main.measured_bytes
+    measured = run.status().measured_peak_nbytes
     predicted = run.plan.predicted_peak_bytes
     assert measured is not None and abs(measured - predicted) <= 0.01 * predicted + (1 << 14)
 

@@ -104,7 +104,7 @@ def test_below_what_recomputation_can_do(smallest: int) -> None:
     run, found, ours = trained(wide(), budget=budget, offload="disk", verify=True)
     assert_same(expected, found)
     assert all(torch.equal(a, b) for a, b in zip(losses, ours, strict=True))
-    main = run.session.main
+    main = run.session.buckets.main
     assert isinstance(main, Running) and run.plan is not None
     assert {tier_of(life.form) for life in run.plan.lives if life.how == "fetch"} == {"disk"}
     assert main.measured_bytes is not None and main.measured_bytes <= budget
@@ -115,7 +115,7 @@ def test_below_what_recomputation_can_do(smallest: int) -> None:
     away = {life.tensor for life in run.plan.lives if life.how == "fetch"}
     assert sum(count for _, count, _ in kept(main.program.graph, run.plan)) + len(away) <= len(main.program.graph.saves_of)
     assert "fetch from disk" in explain(run.plan, main.program.graph)
-    text = _away(run.plan, main.depot)  # as Lightning shows it: the session is over
+    text = _away(run.plan, run.status().transfers)  # as Lightning shows it: the session is over
     assert "not measured" not in text and moved == main.depot.moved_nbytes // 4
 
 
@@ -125,7 +125,7 @@ def test_never_slower_than_recomputation_alone(smallest: int) -> None:
     alone, _, _ = trained(wide(), budget=budget)
     hybrid, _, _ = trained(wide(), budget=budget, offload="disk")
     assert alone.plan is not None and hybrid.plan is not None
-    frontier = hybrid.session.frontier
+    frontier = hybrid.session.status().frontier
     assert frontier is not None
     assert hybrid.plan.predicted.seconds <= frontier.within(budget).predicted.seconds + 1e-9
 
@@ -166,7 +166,7 @@ def test_masks_at_one_bit_are_lossless(monkeypatch: pytest.MonkeyPatch) -> None:
     o = sgd(model)
     with optimize(model, o, budget="min", compress="lossless", **QUIET) as run:
         found = train(model, o, images(6), classified)
-        main = run.session.main
+        main = run.session.buckets.main
     assert isinstance(main, Running) and main.measured_bytes is not None
     assert_same(state(twin), state(model))
     assert all(torch.equal(a, b) for a, b in zip(losses, found, strict=True))
@@ -230,7 +230,7 @@ def test_compressed_and_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     o = sgd(model)
     with optimize(model, o, budget="min", offload="disk", compress="lossless", **QUIET) as run:
         found = train(model, o, data, classified)
-        main = run.session.main
+        main = run.session.buckets.main
     assert isinstance(main, Running) and main.measured_bytes is not None
     assert_same(state(twin), state(model))
     assert all(torch.equal(a, b) for a, b in zip(losses, found, strict=True))
@@ -248,7 +248,7 @@ def test_codecs_have_room_for_their_own_bytes(offload: str) -> None:
     o = sgd(model)
     with optimize(model, o, budget="min", offload=offload, compress="lossless", **QUIET) as run:
         train(model, o, data, classified)
-        main = run.session.main
+        main = run.session.buckets.main
     assert isinstance(main, Running) and main.measured_bytes is not None
     assert any(life.how == "fetch" for life in main.plan.lives)
     assert main.measured_bytes <= main.plan.budget_bytes

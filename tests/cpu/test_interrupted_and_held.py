@@ -18,13 +18,13 @@ def test_a_plan_outlives_an_interrupt_where_a_forward_begins(monkeypatch: pytest
     with optimize(model, o := sgd(model), budget="min", **QUIET) as run:
         for _ in range(3):
             step(model, o, data)
-        before = run.session.main
+        before = run.session.buckets.main
         assert isinstance(before, Running)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(Running, "overtaken", property(interrupted))
             step(model, o, data)
         step(model, o, data)
-        assert run.session.main is before
+        assert run.session.buckets.main is before
 
 
 def interrupted(*_: object) -> None:

@@ -45,7 +45,7 @@ def test_measured_within_the_budget() -> None:
     gradients that the last observed step made, and that end inside of the measured one, are counted."""
     frontier = session_of(fit(memopt(), max_epochs=1)).frontier
     budget = (frontier.smallest_bytes + frontier.unmodified_peak_bytes) // 2
-    found = session_of(fit(memopt(budget=budget))).main
+    found = session_of(fit(memopt(budget=budget))).buckets.main
     predicted = found.plan.predicted_peak_bytes
     assert found.measured_bytes <= budget
     assert abs(found.measured_bytes - predicted) <= 0.01 * predicted

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memopt.session.buckets import Running
 from tests.cpu.fits import Manual, Task, assert_planned, both, plans_of, session_of
 from tests.cpu.loops import small
 
@@ -129,7 +128,7 @@ def test_m12_several_forwards_and_backwards(cls: type[pl.LightningModule]) -> No
 def test_two_backwards_of_one_graph() -> None:
     """retain_graph: exact; nothing is dropped, because the second backward asks for everything again."""
     _, planned = both(TwoBackwards, max_epochs=3)
-    assert isinstance(session_of(planned).main, Running)
+    assert session_of(planned).status().phase == "planned"
 
 
 def test_accumulation_that_does_not_divide() -> None:

@@ -170,15 +170,15 @@ def test_validation_is_left_out(tmp_path: Path, clock: Clock) -> None:
 def test_the_plan_is_logged_once(tmp_path: Path, clock: Clock) -> None:
     """Within the strategy: memopt/ keys once, the plan's own numbers; no cost of a run that made no plan."""
     trainer, rows, seen = logged(tmp_path, clock, memopt(budget="80%"), log_every_n_steps=2)
-    state, session = session_of(trainer).main, session_of(trainer)
+    status = trainer.strategy.status()
     rows_with = [row for row in rows.values() if any(k.startswith("memopt/") for k in row)]
     assert len(rows_with) == 1
-    plan = state.plan
+    plan = status.plan
     assert {k.removeprefix("memopt/"): v for k, v in rows_with[0].items() if k.startswith("memopt/")} == pytest.approx(
         {
             "predicted_peak_bytes": plan.predicted_peak_bytes,
             "unmodified_peak_bytes": plan.unmodified_peak_bytes,
-            "budget_bytes": session.budget_nbytes,
+            "budget_bytes": status.budget_nbytes,
             "plan/recompute_count": 0,
             "plan/offload_count": 0,
             "plan/compress_count": 0,
@@ -186,7 +186,7 @@ def test_the_plan_is_logged_once(tmp_path: Path, clock: Clock) -> None:
             "profile_seconds": max(0.0, sum(s for _, s in seen[:2]) - plan.solve_seconds),
         }
     )
-    assert rows[13]["train/device/peak_memory_bytes"] == state.measured_bytes
+    assert rows[13]["train/device/peak_memory_bytes"] == status.measured_peak_nbytes
 
 
 def test_counts_of_a_plan_that_does_all(tmp_path: Path, clock: Clock) -> None:
@@ -218,9 +218,9 @@ def test_no_plan_no_keys(tmp_path: Path, clock: Clock, monkeypatch: Any) -> None
         sum(n for n, _ in after_warmup) / sum(s for _, s in after_warmup)
     )
     trainer, _, _ = logged(tmp_path / "b", clock, memopt(), lambda: MemOptMonitor(before=saved), log_every_n_steps=2)
-    text = summary(session_of(trainer), trainer.strategy.telemetry)
+    text = summary(session_of(trainer).status(), trainer.strategy.telemetry)
     assert f"before {rates.samples_per_sec:.4g}, x" in text and "the whole device" in text, "O3: whose joules they are"
-    assert "before" not in summary(session_of(trainer)), "nothing is said where nothing was measured"
+    assert "before" not in summary(session_of(trainer).status()), "nothing is said where nothing was measured"
 
 
 # -- nothing ends training, nothing changes it ---------------------------------------------------------

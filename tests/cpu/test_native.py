@@ -156,7 +156,7 @@ from tests.cpu.loops import *
 model = small()
 with optimize(model, optimizer := sgd(model), budget="min", **QUIET) as run:
     train(model, optimizer, batches(4))
-    assert run.plan is not None and run.session.main.measured_bytes is not None
+    assert run.plan is not None and run.status().measured_peak_nbytes is not None
 print("done")
 """
     done = python(code)
@@ -234,8 +234,8 @@ def test_two_sessions_count_alike() -> None:
         train(other, p, batches(4))
         train(one, o, batches(4))
         for run in (first, second):
-            assert run.plan is not None and run.session.main.measured_bytes is not None  # type: ignore[union-attr]
-            assert run.session.main.measured_bytes > sum(q.nbytes for m in (one, other) for q in m.parameters())  # type: ignore
+            assert run.plan is not None and run.status().measured_peak_nbytes is not None  # type: ignore[union-attr]
+            assert run.status().measured_peak_nbytes > sum(q.nbytes for m in (one, other) for q in m.parameters())  # type: ignore
     assert process.counter is found and counter() is found
 
 

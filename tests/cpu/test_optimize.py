@@ -70,7 +70,7 @@ def test_p1_p5_p6_same_bits_within_the_budget(name: str, loss: Any) -> None:
         model = small()
         with leaves_nothing(model), optimize(model, optimizer := OPTIMIZERS[name](model), budget=budget, **QUIET) as run:
             losses = train(model, optimizer, data, loss)
-            found = run.session.main
+            found = run.session.buckets.main
         assert_same(expected, state(model))
         assert all(torch.equal(a, b) for a, b in zip(plain, losses, strict=True))
         assert isinstance(found, Running) and found.measured_bytes is not None
@@ -90,7 +90,7 @@ def test_state_made_by_the_only_observed_step_is_planned_for(name: str) -> None:
     model = small()
     with optimize(model, o := OPTIMIZERS[name](model), budget="min", verbose=False, profile_steps=1) as run:
         train(model, o, batches(3))
-        found = run.session.main
+        found = run.session.buckets.main
     assert isinstance(found, Running) and found.measured_bytes is not None
     predicted = found.plan.predicted_peak_bytes
     assert abs(found.measured_bytes - predicted) <= 0.01 * predicted + SMALL // 4
@@ -105,7 +105,7 @@ def test_update_of_the_only_observed_step_is_not_metered() -> None:
     model = small()
     with optimize(model, optimizer := sgd(model), budget=budget, verbose=False, profile_steps=1) as run:
         train(model, optimizer, batches(3))
-        found = run.session.main
+        found = run.session.buckets.main
     assert isinstance(found, Running) and 0 < found.plan.unmodified_peak_bytes < 1 << 30
     assert found.measured_bytes is not None and found.measured_bytes <= budget
 
@@ -157,7 +157,7 @@ def test_observing_keeps_the_budget(observed: list[tuple[int, int | None]]) -> N
         assert_same(expected, state(model))
         assert len(observed) == 3 and observed[0][1] is not None
         if budget == "min":
-            least = run.session.frontier.smallest_bytes * 21 // 20  # type: ignore[union-attr]
+            least = run.status().frontier.smallest_bytes * 21 // 20  # type: ignore[union-attr]
             budgets += [max(least, budget_at(run, share)) for share in (0.8, 0.6, 0.4, 0.25)]
         else:
             for ledger, metered in observed:
@@ -234,7 +234,7 @@ def test_pause() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
                 assert i not in (1, 5) or installed()[1] == []
-        assert isinstance(run.session.main, Running)
+        assert run.status().phase == "planned"
     assert_same(expected, state(model))
 
 
@@ -274,7 +274,7 @@ def test_plan_file(tmp_path: Any) -> None:
     model = small()
     with optimize(model, optimizer := sgd(model), budget=predicted, plan=tmp_path / "plan.json", **QUIET) as run:
         train(model, optimizer, batches(5))
-        found = run.session.main
+        found = run.session.buckets.main
         assert isinstance(found, Running) and found.steps == 5 and not found.deviated
         assert not any(isinstance(s, Observing) for s in run.session.buckets.values())
         held = sum(t.nbytes for t in expected.values())  # which, as this one's losses, the run that made the plan did not have

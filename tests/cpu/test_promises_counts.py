@@ -96,7 +96,7 @@ def test_p9_recomputes_as_planned(name: str, share: float) -> None:
         with optimize(model, o := sgd(model), budget=budget, profile_steps=1, verbose=False) as run:
             for _ in range(4):
                 step(model, o, x)
-            state = run.session.main
+            state = run.session.buckets.main
             assert isinstance(state, Running)
             found, found_flops = counted(model, o, x)
             program, predicted = state.program, state.plan.predicted

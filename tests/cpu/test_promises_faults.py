@@ -168,8 +168,8 @@ def observing() -> dict[str, Any]:
     with bench(**PLANNED) as b:
         for _ in range(2):
             b.step()
-        assert b.run.session.frontier is not None
-        smallest = b.run.session.frontier.smallest_bytes - held
+        assert b.run.status().frontier is not None
+        smallest = b.run.status().frontier.smallest_bytes - held
     del b
     return dict(budget=smallest * 11 // 10 + counted_nbytes(), profile_steps=1 << 30)
 
@@ -196,7 +196,7 @@ def test_p10_p12_faults_in_planned_steps() -> None:
         assert KEY["planned"] <= names(found)
         for k, code in enumerate(found.values()):
             b.attempt(code, error_of(k), at_once=True)
-            assert isinstance(b.run.session.main, Running)
+            assert isinstance(b.run.session.buckets.main, Running)
     assert not b.problems, "\n".join(b.problems)
 
 
@@ -207,7 +207,7 @@ def test_p10_p12_faults_in_observed_steps() -> None:
         assert KEY["observed"] - {"_verify", "metered_cpu"} <= names(found)
         for k, code in enumerate(found.values()):
             b.attempt(code, error_of(k + 1), at_once=False)
-            assert isinstance(b.run.session.main, Observing)
+            assert isinstance(b.run.session.buckets.main, Observing)
     assert not b.problems, "\n".join(b.problems)
 
 

@@ -60,7 +60,7 @@ class Loop:
         optimizer, self.updates = self.make(self.model), 0
         with optimize(self.model, optimizer, budget=budget, **(QUIET | {"profile_steps": profile_steps})) as run:
             self.train(optimizer)
-            return run.session.main if isinstance(run.session.main, Running) else None
+            return run.session.buckets.main if run.status().phase == "planned" else None
 
     def train(self, optimizer: optim.Optimizer) -> None:
         wide = isinstance(self.model, Digits)
@@ -215,7 +215,7 @@ def lbfgs(budget: Any, history: int = 8, steps: int = 5) -> tuple[Running, int]:
                 return loss
 
             optimizer.step(closure)
-        state = run.session.main
+        state = run.session.buckets.main
     assert isinstance(state, Running)
     return state, resident_nbytes(resident_tensors(model, [optimizer], batches(1)[0]), CPU)
 

@@ -161,7 +161,7 @@ def trained(
         budget = above + counted_nbytes() + sum(p.nbytes for p in model.parameters())  # their momentum is to come
     with optimize(model, optimizer, budget=budget, **QUIET) as run:
         loop()
-    found = run.session.main
+    found = run.session.buckets.main
     assert isinstance(found, Running)
     return peaks, state(model), found
 

@@ -50,7 +50,7 @@ def test_m9_p21_resumed_after_a_kill(checkpoints: dict[str, Path]) -> None:
                 first = 0 if saved is None else SAVED_AT
                 assert seen == {step: loss for step, loss in losses.items() if step >= first}
                 if kind != "plain":
-                    planned = session_of(trainer).main
+                    planned = session_of(trainer).buckets.main
                     assert isinstance(planned, Running) and planned.plan.predicted.replayed_ops > 0 and planned.steps
 
 

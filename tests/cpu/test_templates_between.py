@@ -167,7 +167,7 @@ def test_peak_and_lives_of_steady_steps(plan):
         with attached(model, optimizer) as run:
             for _ in range(4):
                 step()
-            frontier = run.session.frontier
+            frontier = run.status().frontier
             predicted = run.plan.predicted_peak_bytes - resident_nbytes(frontier.graph) if plan == "smallest" else None
             peaks = []
             for i in range(4):

@@ -123,14 +123,14 @@ def test_steps_of_two_networks_interleave(name: str, part: str) -> None:
 def test_budget_covers_the_other_network_s_step() -> None:
     """What the critic's step takes between the generator's forward and backward is predicted, and the budget is kept."""
     run = compared(between, "generator")
-    graph = run.session.frontier.graph
+    graph = run.status().frontier.graph
     phases = [a.phase for a, b in zip(graph.ops, graph.ops[1:], strict=False) if a.phase != b.phase]
     assert phases == ["forward", "backward", "update", "backward"], "then the generator's update"
     budget = budget_at(run, 0.5)
     del run, graph  # what this process holds besides counts, too
     for profile_steps in (1, 2):  # after one step the state of both optimizers has just been made
         gc.collect()
-        found = compared(between, "generator", budget, profile_steps=profile_steps).session.main
+        found = compared(between, "generator", budget, profile_steps=profile_steps).session.buckets.main
         assert isinstance(found, Running) and found.measured_bytes is not None
         assert found.replanned == 0 and found.measured_bytes <= budget
         assert found.plan.predicted.replayed_ops > 0
@@ -220,7 +220,7 @@ def by_hand(
 def test_update_by_hand(update: Callable[[nn.Parameter, Tensor], None]) -> None:
     """Parameters that the loop updates itself, in place or by new ones: a step ends when the next forward begins."""
     run = agrees(partial(by_hand, update=update), make=lambda _: [])
-    found = run.session.main
+    found = run.session.buckets.main
     assert isinstance(found, Running) and found.plan.predicted.replayed_ops > 0
     assert found.steps == 5 and found.measured_bytes is not None
 

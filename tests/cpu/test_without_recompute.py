@@ -58,8 +58,8 @@ def plain() -> tuple[dict[str, Tensor], list[Tensor]]:
 
 
 def main(run: Run) -> Running:
-    assert isinstance(run.session.main, Running)
-    return run.session.main
+    assert run.status().phase == "planned"
+    return run.session.buckets.main
 
 
 @cache

@@ -211,7 +211,7 @@ def test_trains_as_plainly(name: str, steps: int) -> None:
     if steps == 1:
         assert not agrees(*LOOPS[name], budget="99%", profile_steps=steps).plan.predicted.replayed_ops
     else:
-        frontier = smallest.session.frontier
+        frontier = smallest.session.status().frontier
         between = (frontier.smallest_bytes + frontier.unmodified_peak_bytes) // 2
         assert_drops(agrees(*LOOPS[name], budget=between, profile_steps=steps))
 

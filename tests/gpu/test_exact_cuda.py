@@ -116,9 +116,9 @@ def test_a_loop_inside_optimize_is_the_plain_one_and_keeps_its_budget(make: Any,
     found, run = _trained(copy.deepcopy(model), x, 7, make, budget="min")
     assert run is not None
     assert all(same_bits(a, b) for a, b in zip(plain, found, strict=True))
-    state = run.session.main
+    state = run.session.buckets.main
     assert isinstance(state, Running) and state.plan.predicted.replayed_ops > 0
-    frontier = run.session.frontier
+    frontier = run.status().frontier
     assert frontier is not None and frontier.reserve is not None
     unmodified = frontier.reserve(frontier.candidates[-1].lives)
     for share in (0.5, 0.25):
@@ -126,7 +126,7 @@ def test_a_loop_inside_optimize_is_the_plain_one_and_keeps_its_budget(make: Any,
         torch.cuda.empty_cache()
         found, run = _trained(copy.deepcopy(model), x, 7, make, budget=budget)
         assert run is not None and all(same_bits(a, b) for a, b in zip(plain, found, strict=True))
-        state = run.session.main
+        state = run.session.buckets.main
         assert isinstance(state, Running) and state.measured_bytes is not None
         assert state.measured_bytes <= budget
         assert abs(state.measured_bytes / state.plan.predicted.reserved_bytes - 1) <= 0.03

@@ -56,7 +56,7 @@ def trained(name: str, mixed: bool, **options: Any) -> tuple[list[Tensor], Any]:
             losses.append(loss.detach())
     state = [optimizer.state[p][key] for p in model.parameters() for key in sorted(optimizer.state[p])]
     left = [t for t in (*losses, *model.parameters(), *state) if isinstance(t, Tensor)]
-    return [t.detach() for t in left], run and run.session.main
+    return [t.detach() for t in left], run and run.session.buckets.main
 
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["float32", "autocast"])

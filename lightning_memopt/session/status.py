@@ -1,0 +1,117 @@
+"""What became of a run so far, as data: for reports, callbacks and whoever holds a `Run` or a strategy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_memopt.graph import Graph
+from lightning_memopt.plan import Plan
+from lightning_memopt.runtime.away import Depot
+from lightning_memopt.session.buckets import Observing, Running, State
+from lightning_memopt.session.failed import Failed
+from lightning_memopt.session.silence import Silence
+from lightning_memopt.solvers.planner import Frontier
+
+Phase = Literal["off", "waiting", "observing", "planned", "unplanned"]
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """What went away and came back under a plan, as counted and timed so far.
+
+    Args:
+        forwards: planned forwards with their backward.
+        moved_nbytes: bytes copied, both ways, in all of them.
+        timed: those of them whose copies and codecs were timed.
+        copied_seconds: what copies took in timed ones.
+        waited_seconds: what the step waited for copies in timed ones.
+        coded_seconds: what codecs took in timed ones.
+    """
+
+    forwards: int
+    moved_nbytes: int
+    timed: int
+    copied_seconds: float
+    waited_seconds: float
+    coded_seconds: float
+
+    @classmethod
+    def of(cls, depot: Depot) -> Transfers:
+        times = depot.copied_seconds, depot.waited.seconds, depot.coded.seconds
+        return cls(depot.forwards, depot.moved_nbytes, depot.timed, *times)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RunStatus:
+    """A run at one moment; nothing in it changes later. Where batches differ in shape, it is about the one that needs most.
+
+    Args:
+        phase: `"off"`: nothing is done (MEMOPT_DISABLE, or a torch that was not tested). `"waiting"`: no training step was
+            seen. `"observing"`: steps are recorded. `"planned"`: a plan is in force. `"unplanned"`: there will be none.
+        reason: why there is no plan, where that is known.
+        remedy: what to do about it.
+        budget_nbytes: bytes of the device that a step may use; None for `"min"`.
+        observed_steps: steps that were recorded; out of `profile_steps`.
+        profile_steps: steps to be recorded before a plan is made.
+        plan: the plan in force.
+        graph: the step that it was made for.
+        frontier: all plans that were found for that step; None where the plan came from a file.
+        measured_peak_nbytes: the largest peak of a planned step so far; None where none was measured.
+        replans: how often a plan was replaced because a step took more than predicted.
+        deviates: whether a forward was not the one that the plan was made for. What did not match was kept.
+        transfers: what went away and came back; None where nothing does.
+        compiled: what runs in compiled code, and what follows from that; None where nothing does.
+    """
+
+    phase: Phase
+    reason: str | None = None
+    remedy: str | None = None
+    budget_nbytes: int | None = None
+    observed_steps: int = 0
+    profile_steps: int = 0
+    plan: Plan | None = None
+    graph: Graph | None = None
+    frontier: Frontier | None = None
+    measured_peak_nbytes: int | None = None
+    replans: int = 0
+    deviates: bool = False
+    transfers: Transfers | None = None
+    compiled: str | None = None
+
+    @property
+    def predicted_peak_nbytes(self) -> int | None:
+        """What a planned step takes of the device, allocator included: what `measured_peak_nbytes` is compared with."""
+        return self.plan.predicted.needed_bytes if self.plan is not None else None
+
+    @property
+    def unmodified_peak_nbytes(self) -> int | None:
+        """What the same step takes without a plan."""
+        return self.plan.unmodified_peak_bytes if self.plan is not None else None
+
+
+def status_of(state: State | None, budget_nbytes: int | None, silence: Silence) -> RunStatus:
+    """The status of a session that is on, whose main state this is."""
+    if isinstance(state, Running):
+        return RunStatus(
+            phase="planned",
+            budget_nbytes=budget_nbytes,
+            plan=state.plan,
+            graph=state.program.graph,
+            frontier=state.frontier,
+            measured_peak_nbytes=state.measured_bytes,
+            replans=state.replanned + state.regrown,
+            deviates=state.deviated,
+            transfers=Transfers.of(state.depot) if state.depot is not None else None,
+            compiled=silence.compiled,
+        )
+    if isinstance(state, Failed):
+        return RunStatus(phase="unplanned", reason=state.reason, budget_nbytes=budget_nbytes)
+    return RunStatus(
+        phase="observing" if isinstance(state, Observing) else "waiting",
+        reason=silence.reason.what if silence.reason is not None else None,
+        remedy=silence.reason.fix if silence.reason is not None else None,
+        budget_nbytes=budget_nbytes,
+        observed_steps=len(state.graphs) if isinstance(state, Observing) else 0,
+        profile_steps=state.steps if isinstance(state, Observing) else 0,
+    )
