@@ -38,7 +38,6 @@ from lightning_memopt import optimize
 from lightning_memopt.errors import InfeasibleError, MemOptError
 from lightning_memopt.session.buckets import Running
 from lightning_memopt.session.budget import resident_nbytes, resident_tensors
-from lightning_memopt.session.failed import Failed
 from lightning_memopt.trace import metered_cpu
 
 MIB = 2**20
@@ -190,25 +189,24 @@ def _planned(
             if not all(map(_same, found, reference)):
                 different.append(f"step {i}")
             del found
-        states = [type(s).__name__ for s in run.session.buckets.values()]
-        state, plan = run.session.buckets.main, run.plan
-    if isinstance(state, Failed):
-        return {"status": "left", "note": state.reason, "different": different}
-    if not isinstance(state, Running) or plan is None:
-        return {"status": "never planned", "note": f"states: {states}", "different": different}
-    graph = state.program.graph
+        status = run.status()
+    plan, graph = status.plan, status.graph
+    if status.phase == "unplanned":
+        return {"status": "left", "note": status.reason, "different": different}
+    if plan is None or graph is None:
+        return {"status": "never planned", "note": f"{status.phase}: {status.reason}", "different": different}
     return {
         "status": "planned",
         "different": different,
         "predicted": plan.predicted_peak_bytes - beside,
         "measured": max(measured),
         "measured_steps": measured,
-        "replayed": len(state.program.schedule.replayed),
+        "replayed": plan.predicted.replayed_ops,
         "forward_ops": len(graph.forward),
         "opaque_ops": sorted({op.name for op in graph.forward if not op.recomputable}),
         "solver": plan.solver,
-        "replanned": state.replanned,
-        "left_plan": state.deviated,
+        "replanned": status.replans,
+        "left_plan": status.deviates,
         "note": "",
     }
 

@@ -120,8 +120,7 @@ def _trained(bench: GpuBench, loop: _Loop, found: Found, budget: int | None, rou
             meter.step(found.size)
             steady += planned is None or planned.session.steady
         if planned is not None:
-            measured = getattr(planned.session.buckets.main, "measured_bytes", None)
-            peak = measured or peak
+            peak = planned.status().measured_peak_nbytes or peak
         meter.stop()
     rates = meter.rates()
     assert rates is not None and peak is not None

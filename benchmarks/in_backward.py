@@ -25,7 +25,7 @@ import torch
 from benchmarks.bench import held_nbytes
 from benchmarks.models import MODELS
 from lightning_memopt import optimize
-from lightning_memopt.session.buckets import Running
+from lightning_memopt.session import RunStatus
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9),
@@ -49,14 +49,14 @@ def built(name: str, batch: int) -> tuple[Any, dict[str, torch.Tensor]]:
     return model, inputs
 
 
-def followed(state: Any) -> bool:
+def followed(status: RunStatus) -> bool:
     """Whether steps were measured, and all of them as planned."""
-    return isinstance(state, Running) and state.measured_bytes is not None and not state.deviated
+    return status.measured_peak_nbytes is not None and not status.deviates
 
 
 def train(name: str, batch: int, optimizer: str, steps: int = MOST, **options: Any) -> tuple[list[torch.Tensor], Any, int]:
-    """Parameters after the steps, the session's state (None for the unmodified loop), and how many steps that were: with a
-    session, they end when the plan in force was followed and measured.
+    """Parameters after the steps, the run's status (None for the unmodified loop), and how many steps that were: with a
+    plan, they end when it was followed and measured.
     """
     model, inputs = built(name, batch)
     o = OPTIMIZERS[optimizer](model.parameters())
@@ -69,9 +69,9 @@ def train(name: str, batch: int, optimizer: str, steps: int = MOST, **options: A
                 loss.backward()
             o.step()
             o.zero_grad()
-            if run and step >= STEPS and followed(run.session.buckets.main):
+            if run and step >= STEPS and followed(run.status()):
                 break
-    return [p.detach() for p in model.parameters()], run.session.buckets.main if run else None, step
+    return [p.detach() for p in model.parameters()], run.status() if run else None, step
 
 
 def rows(name: str, batch: int, optimizer: str, budget: str) -> dict[str, Any]:
@@ -81,11 +81,11 @@ def rows(name: str, batch: int, optimizer: str, budget: str) -> dict[str, Any]:
     exact = True
     for mode in ("never", "always"):
         held = held_nbytes()
-        params, state, steps = train(name, batch, optimizer, budget=budget, optimizer_in_backward=mode)
-        peaks = {"measured_nbytes": state.measured_bytes, "predicted_nbytes": state.plan.predicted_peak_bytes}
+        params, status, steps = train(name, batch, optimizer, budget=budget, optimizer_in_backward=mode)
+        peaks = {"measured_nbytes": status.measured_peak_nbytes, "predicted_nbytes": status.plan.predicted_peak_bytes}
         row[mode] = {peak: nbytes - held for peak, nbytes in peaks.items()}
-        row[mode]["replayed_ops"] = state.plan.predicted.replayed_ops
-        if not followed(state):
+        row[mode]["replayed_ops"] = status.plan.predicted.replayed_ops
+        if not followed(status):
             row[mode]["left_plan"] = True
         if steps not in plain:
             plain[steps] = train(name, batch, optimizer, steps)[0]

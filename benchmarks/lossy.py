@@ -38,7 +38,6 @@ from lightning_memopt.graph import Graph, fingerprint
 from lightning_memopt.plan import Life, Plan, simulate, write_plan
 from lightning_memopt.runtime import away
 from lightning_memopt.runtime.codecs import Codec, codec
-from lightning_memopt.session.buckets import Running
 from lightning_memopt.session.hybrid import Hybrid
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.solvers.rollout import keep_all
@@ -189,8 +188,8 @@ def trained(name: str, form: str, seed: int, steps: int, settings: Any) -> Row:
                     if len(losses) == steps:
                         break
             if run is not None:
-                state = run.session.buckets.main
-                assert isinstance(state, Running) and not state.deviated, "a step left the plan: not all was encoded"
+                status = run.status()
+                assert status.phase == "planned" and not status.deviates, "a step left the plan: not all was encoded"
     loss, accuracy = held_out(task, workload)
     return Row(
         model=name,

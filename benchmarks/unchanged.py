@@ -76,14 +76,13 @@ def ran(name: str, above_nbytes: int | None, options: dict[str, Any]) -> tuple[d
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.detach())
-        state, frontier = run.session.buckets.main, run.status().frontier
-    assert frontier is not None
-    plan: Any = state.plan  # type: ignore[union-attr]
+    status: Any = run.status()
+    frontier, plan = status.frontier, status.plan
     base = resident_nbytes(frontier.graph)
     row = {
         "plan": hashlib.sha256(repr(plan.lives).encode()).hexdigest()[:16],
         "predicted_nbytes": plan.predicted_peak_bytes - held,
-        "measured_nbytes": state.measured_bytes - held,  # type: ignore[union-attr]
+        "measured_nbytes": status.measured_peak_nbytes - held,
         "replayed_ops": plan.predicted.replayed_ops,
         "losses": hashed(losses),
         "parameters": hashed(model.parameters()),

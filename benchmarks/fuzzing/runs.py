@@ -24,7 +24,6 @@ from lightning_memopt.graph import Graph
 from lightning_memopt.integrations.plain import Run
 from lightning_memopt.plan import simulate
 from lightning_memopt.session import solving
-from lightning_memopt.session.buckets import Running
 from lightning_memopt.solvers.planner import UNSEEN_NBYTES, Candidate, Frontier
 from lightning_memopt.solvers.trips import send_away
 
@@ -171,11 +170,11 @@ def _step(
 
 def _notice(run: Run, outcome: Outcome) -> None:
     """Whether a plan is in force, and what was measured of it."""
-    state = run.session.buckets.main
-    if isinstance(state, Running):
-        outcome.planned = outcome.planned or state.plan.predicted.replayed_ops > 0
-        if state.measured_bytes is not None:
-            outcome.over_nbytes = max(outcome.over_nbytes, state.measured_bytes - state.plan.predicted.needed_bytes)
+    status = run.status()
+    if status.plan is not None:
+        outcome.planned = outcome.planned or status.plan.predicted.replayed_ops > 0
+        if status.measured_peak_nbytes is not None:
+            outcome.over_nbytes = max(outcome.over_nbytes, status.measured_peak_nbytes - status.plan.predicted.needed_bytes)
 
 
 def _state(model: Model, optimizer: torch.optim.Optimizer, average: list[Tensor]) -> dict[str, Tensor]:

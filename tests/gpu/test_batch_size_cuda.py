@@ -79,5 +79,5 @@ def test_plans_make_it_larger(limited: None) -> None:
     assert found.size > unmodified.size and found.trial_steps <= 2
     with optimize(loop.model, loop.optimizer, budget=LIMIT_NBYTES, verbose=False) as run:
         assert loop.fits(found.size, steps=6)
-    state: Any = run.session.buckets.main
-    assert not state.deviated and state.measured_bytes <= LIMIT_NBYTES
+    status: Any = run.status()
+    assert not status.deviates and status.measured_peak_nbytes <= LIMIT_NBYTES

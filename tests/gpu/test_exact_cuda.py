@@ -16,7 +16,6 @@ if not torch.cuda.is_available():
 
 from lightning_memopt import optimize
 from lightning_memopt.integrations.plain import Run
-from lightning_memopt.session.buckets import Running
 from tests.cpu.harness import assert_exact, dropping, outcome, same_bits
 from tests.cpu.models import Body, Noisy, data, made, verified
 
@@ -116,8 +115,7 @@ def test_a_loop_inside_optimize_is_the_plain_one_and_keeps_its_budget(make: Any,
     found, run = _trained(copy.deepcopy(model), x, 7, make, budget="min")
     assert run is not None
     assert all(same_bits(a, b) for a, b in zip(plain, found, strict=True))
-    state = run.session.buckets.main
-    assert isinstance(state, Running) and state.plan.predicted.replayed_ops > 0
+    assert run.plan is not None and run.plan.predicted.replayed_ops > 0
     frontier = run.status().frontier
     assert frontier is not None and frontier.reserve is not None
     unmodified = frontier.reserve(frontier.candidates[-1].lives)
@@ -126,10 +124,10 @@ def test_a_loop_inside_optimize_is_the_plain_one_and_keeps_its_budget(make: Any,
         torch.cuda.empty_cache()
         found, run = _trained(copy.deepcopy(model), x, 7, make, budget=budget)
         assert run is not None and all(same_bits(a, b) for a, b in zip(plain, found, strict=True))
-        state = run.session.buckets.main
-        assert isinstance(state, Running) and state.measured_bytes is not None
-        assert state.measured_bytes <= budget
-        assert abs(state.measured_bytes / state.plan.predicted.reserved_bytes - 1) <= 0.03
+        measured = run.status().measured_peak_nbytes
+        assert measured is not None and run.plan is not None
+        assert measured <= budget
+        assert abs(measured / run.plan.predicted.reserved_bytes - 1) <= 0.03
 
 
 class TwoStreams(nn.Module):
