@@ -31,7 +31,7 @@ from benchmarks.recurrent import deepspeech2, nmt, resnet, transformer
 from lightning_memopt import MemOptBatchScaler, find_max_batch_size
 from lightning_memopt.batching import Found
 from lightning_memopt.session.budget import resident_nbytes, resident_tensors
-from lightning_memopt.session.step import StepMeter
+from lightning_memopt.session.peak_meter import StepMeter
 from tests.cpu.limits import Device
 
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ from lightning_memopt.errors import ConfigError, InfeasibleError
 from lightning_memopt.graph import Graph
 from lightning_memopt.session import Session
 from lightning_memopt.session.budget import foreign_nbytes, resident_nbytes, resident_tensors
-from lightning_memopt.session.step import StepMeter
+from lightning_memopt.session.peak_meter import StepMeter
 from lightning_memopt.trace import count_all
 
 _OBSERVED = 1 << 20

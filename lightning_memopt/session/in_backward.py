@@ -25,7 +25,7 @@ from lightning_memopt.record import is_plain
 from lightning_memopt.runtime.optimizer import EarlyUpdates, Reason, of_optimizers, refusal
 from lightning_memopt.session.finals import early_in, late
 from lightning_memopt.session.observation import Observation
-from lightning_memopt.session.step import in_compiled_code
+from lightning_memopt.session.peak_meter import in_compiled_code
 
 _UNMARKED = Reason(
     "the loop does not say which backward is the last one before optimizer.step()",

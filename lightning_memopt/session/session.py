@@ -45,13 +45,14 @@ from lightning_memopt.session.foresight import Foresight
 from lightning_memopt.session.hybrid import Hybrid
 from lightning_memopt.session.in_backward import InBackward, wanted
 from lightning_memopt.session.observation import Observation
+from lightning_memopt.session.peak_meter import Metering, in_compiled_code
 from lightning_memopt.session.recording import PlannedRecording, Recording
 from lightning_memopt.session.round import Rounds
 from lightning_memopt.session.shapes import Signature, signature_of
 from lightning_memopt.session.signatures import Buckets
 from lightning_memopt.session.silence import BLOCKED, WAITS, Silence, unobservable
 from lightning_memopt.session.status import RunStatus, status_of
-from lightning_memopt.session.step import Metering, in_compiled_code
+from lightning_memopt.session.step import Step
 from lightning_memopt.session.watch import Watch
 from lightning_memopt.trace import backward_runs
 from lightning_memopt.versions import supported
@@ -82,15 +83,15 @@ class Session:
         self._rounds = Rounds()
         self._watch = Watch()
         self._metering = Metering()
+        self._step = Step()
         self._slowed = False
-        self._ran: list[Running] = []
+        """Whether the step before was observed, or measured by a profiler."""
         self._foresight = Foresight(self.optimizers)
         self._ends = Ends(model, self.optimizers)
         self.silence = Silence(config.profile_steps)
         self._neighbours = Neighbours(self.device, self.budget_nbytes)
         self._hybrid = Hybrid(self.device, config)
         self._in_backward: InBackward | None = None
-        self._entered = self._left = False
         self._attachment: Attachment | None = None
         if self.enabled:
             refuse_sharded(model)
@@ -114,9 +115,8 @@ class Session:
                 yield
         except BaseException:
             self._watch.abandon(self.silence)
-            self._entered = False
+            self._step.interrupted()
             self._metering.close()  # nobody else could measure until a next step ends
-            self._ran.clear()
             raise
 
     def backward(self) -> contextlib.AbstractContextManager[None]:
@@ -134,9 +134,9 @@ class Session:
         """Around the last backward before the optimizer's step: parameters may be updated in it."""
         if self._in_backward is None:
             return contextlib.nullcontext()
-        state = self.current if self._entered else None
+        state = self.current if self._step.began else None
         observation = self._watch.now if isinstance(state, Observing) and not state.waits else None
-        armed = isinstance(state, Observing | Running) and state.learnt and not self._left
+        armed = isinstance(state, Observing | Running) and state.learnt and not self._step.deviates
         return self._in_backward.last_backward(observation, armed)
 
     def closure_begins(self, optimizer: torch.optim.Optimizer) -> None:
@@ -197,28 +197,27 @@ class Session:
     def step_ended(self) -> None:
         """The step is over. May solve a plan and put it in force."""
         self._ends.clear()
-        self._entered = self._left = False
+        step, self._step = self._step, Step()
         if self._in_backward is not None:
             self._in_backward.step_ended()
         self._slowed = self._metering.profiling or self._watch.now is not None
         measured = self._metering.close(self._watch.now)
-        ran, self._ran = self._ran, []
-        if ran:
+        peak_nbytes = measured.peak_nbytes if measured is not None else None
+        if step.plans:
             self._neighbours.step()
         before = self.current
         if isinstance(before, Observing):
             self._observed(before)
-        # what was measured of a step with several batches is said of the one that needs most
-        largest = max(ran, key=lambda state: state.plan.predicted_peak_bytes, default=None)
-        for state in ran:
-            after = state.step_ended(self.say, measured.peak_nbytes if measured is not None else None)
+        largest = step.largest
+        for state in step.plans:
+            after = state.step_ended(self.say, peak_nbytes)
             if after is state and measured is not None:
                 if state is largest:
                     after = state.measured(*measured, self.budget_nbytes, self.config, self.say)
                 else:
                     state.was_metered()
             self._become(state, after)
-        self.buckets.step_ended(before, bool(ran), measured.peak_nbytes if measured is not None else None, self.budget_nbytes)
+        self.buckets.step_ended(before, bool(step.plans), peak_nbytes, self.budget_nbytes)
         self.silence.step_ended()
 
     def evaluating(self) -> None:
@@ -234,7 +233,7 @@ class Session:
         finally:
             self._watch.abandon()
         self._ends.clear()
-        self._ran.clear()
+        self._step.plans.clear()
         if self._in_backward is not None:
             self._in_backward.updates.given_up()
         self._metering.close()
@@ -288,7 +287,7 @@ class Session:
 
     def _settle(self) -> None:
         """End the step that the next forward ends; leave one that is observed while only evaluation goes on."""
-        if self._ends.awaited or (self._entered and self._ends.written_by_hand(self._watch.now)):
+        if self._ends.awaited or (self._step.began and self._ends.written_by_hand(self._watch.now)):
             self.step_ended()
         if not self.model.training:
             self._watch.evaluates(self.silence)
@@ -307,7 +306,7 @@ class Session:
             else:
                 self._watch.abandon()
         self.current = state
-        self._entered = True
+        self._step.began = True
         if isinstance(state, Observing):
             backward = self._watch.has_backward
             if self._watch.now is None:
@@ -327,8 +326,7 @@ class Session:
         wanted = isinstance(state, Running) and state.measures
         self._metering.begin(self.model, self.optimizers, batch, self.device, wanted)
         if isinstance(state, Running):
-            if state not in self._ran:
-                self._ran.append(state)
+            self._step.runs(state)
             if state.program.empty and not state.unproven:
                 return None
             in_force = (s.plan for s in self.buckets.values() if isinstance(s, Running))
@@ -342,7 +340,7 @@ class Session:
         if self._watch.now is not None:
             self._watch.now.forward_ended()
         if isinstance(engine, PlannedEngine) and isinstance(self.current, Running):
-            self._left = self._left or not engine.departures.aside
+            self._step.deviates = self._step.deviates or not engine.departures.aside
             self.current.compare(engine, self.config.plan)
 
     def _state_of(self, signature: Signature, batch: Any) -> State:

@@ -18,8 +18,8 @@ from lightning_memopt.session.buckets import Running
 from lightning_memopt.session.budget import resident_nbytes as resident_on
 from lightning_memopt.session.budget import resident_tensors
 from lightning_memopt.session.observation import Observation
+from lightning_memopt.session.peak_meter import StepMeter
 from lightning_memopt.session.solves import Solves
-from lightning_memopt.session.step import StepMeter
 from tests.cpu.loops import QUIET, agrees, assert_same, state, without_counter
 from tests.cpu.times import Known, given
 

@@ -22,7 +22,7 @@ from lightning_memopt.session import Session
 from lightning_memopt.session.buckets import Running
 from lightning_memopt.session.costs import Costs
 from lightning_memopt.session.observation import Observation
-from lightning_memopt.session.step import StepMeter
+from lightning_memopt.session.peak_meter import StepMeter
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.baselines import recompute_everything
 from tests.cpu.harness import assert_exact, outcome
