@@ -68,7 +68,7 @@ class MemOptMixin(abc.ABC):
     def save_plan(self, path: str) -> None:
         """Write the plan in force, with its graph, as JSON: `plan=path` uses it. Raises ConfigError where there is none yet."""
         if self.session is None:
-            raise ConfigError("There is no plan yet: nothing was fitted with this strategy. Call `trainer.fit` first.")
+            raise ConfigError("There is no plan yet: nothing was fitted with this strategy. Run `trainer.fit` first.")
         self.session.save_plan(path)
 
     # -- a step ------------------------------------------------------------------------------------

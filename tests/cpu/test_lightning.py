@@ -43,7 +43,7 @@ def test_same_state(options: dict[str, Any]) -> None:
 def test_measured_within_the_budget() -> None:
     """A budget between the smallest plan and the unmodified peak is kept, as measured by the allocator, which is as predicted:
     gradients that the last observed step made, and that end inside of the measured one, are counted."""
-    frontier = session_of(fit(memopt(), max_epochs=1)).frontier
+    frontier = session_of(fit(memopt(), max_epochs=1)).status().frontier
     budget = (frontier.smallest_bytes + frontier.unmodified_peak_bytes) // 2
     found = session_of(fit(memopt(budget=budget))).buckets.main
     predicted = found.plan.predicted_peak_bytes

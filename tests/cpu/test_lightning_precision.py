@@ -98,7 +98,7 @@ def test_parts_that_are_left_alone(cls: type[Task]) -> None:
     """Compiled parts and checkpointed ones: the same state, a plan for the rest, and a budget that is kept in the end."""
     _, planned = both(cls, max_epochs=3)
     assert_planned(planned)
-    frontier = session_of(planned).frontier
+    frontier = session_of(planned).status().frontier
     budget = (frontier.smallest_bytes + frontier.unmodified_peak_bytes) // 2
     found = session_of(fit(memopt(budget=budget), cls)).buckets.main
     assert found.measured_bytes <= budget

@@ -151,10 +151,12 @@ def test_lossy_plans_do_not_rebuild() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(24) for layer in (nn.Linear(128, 128), nn.ReLU())))
     optimizer = sgd(model)
+    held = counted_nbytes()
     with optimize(model, optimizer, budget="min", compress="lossy", recompute=False, **QUIET) as run:
         marked_loop(model, run, optimizer, [data(512, 128, seed=s) for s in range(STEPS)])
     plan = main(run).plan
-    assert plan.predicted.replayed_ops == 0 and plan.predicted_peak_bytes < 0.8 * plan.unmodified_peak_bytes
+    assert plan.predicted.replayed_ops == 0
+    assert plan.predicted_peak_bytes - held < 0.8 * (plan.unmodified_peak_bytes - held)
 
 
 def test_updates_in_backward_alone(monkeypatch: pytest.MonkeyPatch) -> None:
