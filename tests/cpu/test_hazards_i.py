@@ -246,7 +246,7 @@ def test_i10_i11_what_does_not_fit_is_refused_before_bytes_are_lost(tmp_path: Pa
     assert not os.listdir(tmp_path)
 
 
-def test_i8_no_locked_pages_is_one_warning(monkeypatch: Any) -> None:
+def test_i8_without_a_device_nothing_is_locked(monkeypatch: Any) -> None:
     """The host tier where memory cannot be locked: pageable memory, the same bits (on the CPU nothing is locked at all)."""
     model, (batch,) = small(width=64, depth=4), batches(1)
     one = Stepped(model, lambda: loss_of(model, batch))
