@@ -36,8 +36,8 @@ from benchmarks.bench import held_nbytes
 from benchmarks.zoo import ZOO, Architecture
 from lightning_memopt import optimize
 from lightning_memopt.errors import InfeasibleError, MemOptError
-from lightning_memopt.session.buckets import Running
 from lightning_memopt.session.budget import resident_nbytes, resident_tensors
+from lightning_memopt.session.states import Running
 from lightning_memopt.trace import metered_cpu
 
 MIB = 2**20

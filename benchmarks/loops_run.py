@@ -34,7 +34,7 @@ from benchmarks.scripts import Script
 from lightning_memopt import optimize
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.session import Session
-from lightning_memopt.session.buckets import Running
+from lightning_memopt.session.states import Running
 from lightning_memopt.solvers import planner
 
 TIMEOUT = 600

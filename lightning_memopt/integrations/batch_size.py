@@ -13,7 +13,7 @@ from lightning_memopt.batching import Found, FromFunction, FromLoader, Mode, Sea
 from lightning_memopt.config import MemOptConfig, PlanOptions
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.integrations.plain import Optimizers, Run, _attach, _wrapped
-from lightning_memopt.runtime.optimizer import several_processes
+from lightning_memopt.runtime.early_updates import several_processes
 from lightning_memopt.session import Session
 from lightning_memopt.session.budget import bytes_on, device_of
 

@@ -16,7 +16,7 @@ from lightning_memopt.plan import Plan
 from lightning_memopt.record import instead_of_calls, uncompiled, uncompiled_itself, unwatched_call
 from lightning_memopt.report.frontier import Row, rows
 from lightning_memopt.report.table import summary
-from lightning_memopt.runtime.optimizer import Reason
+from lightning_memopt.runtime.early_updates import Reason
 from lightning_memopt.session import RunStatus, Session
 from lightning_memopt.telemetry import Meter
 from lightning_memopt.telemetry.meter import MeterOptions

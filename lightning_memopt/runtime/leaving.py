@@ -13,10 +13,10 @@ from lightning_memopt.graph import BEFORE
 from lightning_memopt.plan.forms import EXACT, codec_of
 from lightning_memopt.record import UNKNOWN, Slot, detached
 from lightning_memopt.runtime.away import Away, Depot, whole
+from lightning_memopt.runtime.engine import Engine, Handle
 from lightning_memopt.runtime.execute import below_autograd, checksum
 from lightning_memopt.runtime.naming import GraphNames, Names, modified
 from lightning_memopt.runtime.program import Program
-from lightning_memopt.runtime.replay import Engine, Handle
 
 _NEVER = 1 << 62
 

@@ -17,9 +17,9 @@ import torch
 
 from lightning_memopt.errors import ModifiedError, UnsupportedError
 from lightning_memopt.record import OpRecord, Slot, detached
+from lightning_memopt.runtime.engine import Engine, Handle, Kept
 from lightning_memopt.runtime.execute import below_autograd, checksum, flags_of, run
 from lightning_memopt.runtime.naming import Names
-from lightning_memopt.runtime.replay import Engine, Handle, Kept
 from lightning_memopt.runtime.starts import Starts
 
 

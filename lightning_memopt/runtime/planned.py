@@ -13,12 +13,12 @@ from lightning_memopt.graph import BEFORE
 from lightning_memopt.plan import Fetch, Free, Segment
 from lightning_memopt.record import UNKNOWN, Slot, detached
 from lightning_memopt.runtime.away import Depot
+from lightning_memopt.runtime.engine import Handle, Kept
 from lightning_memopt.runtime.execute import below_autograd, checksum, flags_of, missing, run
 from lightning_memopt.runtime.leaving import Leaving
 from lightning_memopt.runtime.matching import Matcher
 from lightning_memopt.runtime.program import Program
 from lightning_memopt.runtime.rejoining import starts_of
-from lightning_memopt.runtime.replay import Handle, Kept
 
 
 def _among(ids: set[int], slot: Slot) -> bool:

@@ -22,7 +22,7 @@ from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import UpdatesInBackwardError
 from lightning_memopt.graph import Graph
 from lightning_memopt.record import is_plain
-from lightning_memopt.runtime.optimizer import EarlyUpdates, Reason, of_optimizers, refusal
+from lightning_memopt.runtime.early_updates import EarlyUpdates, Reason, of_optimizers, refusal
 from lightning_memopt.session.finals import early_in, late
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.peak_meter import in_compiled_code

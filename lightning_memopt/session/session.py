@@ -8,7 +8,7 @@ An adapter (strategy, `optimize`) delimits steps: `round(batch)` around every fo
 around every optimizer's update. A step ends when all optimizers of this model have updated, or when the next forward begins
 (`ends.py`).
 
-This file says which state a forward belongs to and what is put around it; `buckets.py` what state comes next, `round.py`
+This file says which state a forward belongs to and what is put around it; `states.py` what state comes next, `round.py`
 where a forward begins and ends.
 """
 
@@ -27,10 +27,9 @@ from lightning_memopt.errors import ConfigError
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Plan, write_plan
 from lightning_memopt.runtime import PlannedEngine
-from lightning_memopt.runtime.optimizer import Reason, count_versions
-from lightning_memopt.runtime.replay import Engine
+from lightning_memopt.runtime.early_updates import Reason, count_versions
+from lightning_memopt.runtime.engine import Engine
 from lightning_memopt.session.attachment import Attachment
-from lightning_memopt.session.buckets import Observing, Running, State
 from lightning_memopt.session.budget import (
     Neighbours,
     budget_on,
@@ -45,15 +44,16 @@ from lightning_memopt.session.foresight import Foresight
 from lightning_memopt.session.hybrid import Hybrid
 from lightning_memopt.session.in_backward import InBackward, wanted
 from lightning_memopt.session.observation import Observation
+from lightning_memopt.session.observed_step import Watch
 from lightning_memopt.session.peak_meter import Metering, in_compiled_code
+from lightning_memopt.session.plan_cache import PlanCache
 from lightning_memopt.session.recording import PlannedRecording, Recording
 from lightning_memopt.session.round import Rounds
 from lightning_memopt.session.shapes import Signature, signature_of
-from lightning_memopt.session.signatures import Buckets
 from lightning_memopt.session.silence import BLOCKED, WAITS, Silence, unobservable
+from lightning_memopt.session.states import Observing, Running, State
 from lightning_memopt.session.status import RunStatus, status_of
 from lightning_memopt.session.step import Step
-from lightning_memopt.session.watch import Watch
 from lightning_memopt.trace import backward_runs
 from lightning_memopt.versions import supported
 
@@ -75,7 +75,7 @@ class Session:
         self.enabled = not disabled() and supported()
         self.say: Callable[[str], None] = (say or print) if config.verbose else (lambda _: None)
         self.budget_nbytes = budget_on(self.device, config) if self.enabled else None
-        self.buckets = Buckets()
+        self.plan_cache = PlanCache()
         self.current: State | None = None
         self.given: tuple[Plan, Graph] | None = None
         if config.plan is not None and self.enabled:
@@ -217,7 +217,7 @@ class Session:
                 else:
                     state.was_metered()
             self._become(state, after)
-        self.buckets.step_ended(before, bool(step.plans), peak_nbytes, self.budget_nbytes)
+        self.plan_cache.step_ended(before, bool(step.plans), peak_nbytes, self.budget_nbytes)
         self.silence.step_ended()
 
     def evaluating(self) -> None:
@@ -245,7 +245,7 @@ class Session:
 
     def status(self) -> RunStatus:
         """What became of the run so far; of batches that differ in shape, of the one that needs most."""
-        return status_of(self.buckets.main, self.budget_nbytes, self.silence) if self.enabled else RunStatus(phase="off")
+        return status_of(self.plan_cache.main, self.budget_nbytes, self.silence) if self.enabled else RunStatus(phase="off")
 
     @property
     def plan(self) -> Plan | None:
@@ -329,7 +329,7 @@ class Session:
             self._step.runs(state)
             if state.program.empty and not state.unproven:
                 return None
-            in_force = (s.plan for s in self.buckets.values() if isinstance(s, Running))
+            in_force = (s.plan for s in self.plan_cache.values() if isinstance(s, Running))
             verify, state.depot = self.config.verify and state.verifies, self._hybrid.depot_of(state.plan, in_force)
             engine = PlannedEngine(state.program, verify=verify, depot=state.depot, unproven=state.unproven)
             self._ends.planned(engine)
@@ -344,14 +344,14 @@ class Session:
             self.current.compare(engine, self.config.plan)
 
     def _state_of(self, signature: Signature, batch: Any) -> State:
-        if signature not in self.buckets:
-            if self.given is not None and not self.buckets:
-                self.buckets[signature] = given = Running(*self.given, None)
+        if signature not in self.plan_cache:
+            if self.given is not None and not self.plan_cache:
+                self.plan_cache[signature] = given = Running(*self.given, None)
                 given.learnt = self._in_backward is not None
             elif self.budget_nbytes is not None:
                 resident = resident_tensors(self.model, self.optimizers, batch)
                 refuse_hopeless(resident, self.device, self.budget_nbytes, self.config.headroom)
-        return self.buckets.enter(signature, 1 if self.buckets else self.config.profile_steps)
+        return self.plan_cache.enter(signature, 1 if self.plan_cache else self.config.profile_steps)
 
     @property
     def _limit_nbytes(self) -> int | None:
@@ -377,11 +377,11 @@ class Session:
             state.lesson_over(graph)
             return
         graph = self._foresight.complete(graph, self.device, early=self._in_backward is not None)
-        self._become(state, self.buckets.observed(state, graph, self._limit_nbytes, self._hybrid, self.say))
+        self._become(state, self.plan_cache.observed(state, graph, self._limit_nbytes, self._hybrid, self.say))
 
     def _become(self, old: State, new: State) -> None:
         if new is not old:
-            self.buckets.replace(old, new)
+            self.plan_cache.replace(old, new)
             if isinstance(new, Running):
                 self.silence.planned(self.model)
             self.current = new if self.current is old else self.current
@@ -394,4 +394,4 @@ class Session:
             self._neighbours = Neighbours(device, self.budget_nbytes)
             self._hybrid.close()
             self._hybrid = Hybrid(device, self.config)
-            self.buckets.clear()
+            self.plan_cache.clear()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_memopt.record import compiled_modules
-from lightning_memopt.runtime.optimizer import Reason
+from lightning_memopt.runtime.early_updates import Reason
 from lightning_memopt.session.recording import hooks_allowed, others_hooks
 
 WAITING = 4

@@ -8,9 +8,9 @@ from typing import Literal
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Plan
 from lightning_memopt.runtime.away import Depot
-from lightning_memopt.session.buckets import Observing, Running, State
 from lightning_memopt.session.failed import Failed
 from lightning_memopt.session.silence import Silence
+from lightning_memopt.session.states import Observing, Running, State
 from lightning_memopt.solvers.planner import Frontier
 
 Phase = Literal["off", "waiting", "observing", "planned", "unplanned"]

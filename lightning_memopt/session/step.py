@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lightning_memopt.session.buckets import Running
+from lightning_memopt.session.states import Running
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPreci
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_memopt.runtime.optimizer import Reason
+from lightning_memopt.runtime.early_updates import Reason
 
 _READERS = ("on_before_zero_grad", "on_after_backward", "on_before_optimizer_step")
 """Hooks of modules and callbacks that are there to look at gradients."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_memopt import optimize
 from lightning_memopt.integrations.plain import Run
-from lightning_memopt.runtime.optimizer import EarlyUpdates
+from lightning_memopt.runtime.early_updates import EarlyUpdates
 from tests.cpu.fits import assert_same_tree
 from tests.cpu.loops import leaves_nothing
 from tests.cpu.models import data, made, squares

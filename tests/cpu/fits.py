@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_map
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memopt import MemOptStrategy
-from lightning_memopt.session.buckets import Running
+from lightning_memopt.session.states import Running
 from tests.cpu.harness import same_bits
 from tests.cpu.loops import batches, installed, small
 
@@ -151,11 +151,11 @@ def session_of(trainer: pl.Trainer) -> Any:
 
 def plans_of(trainer: pl.Trainer) -> list[Running]:
     """The states with plans of their own that rebuild something."""
-    found = (s for s in session_of(trainer).buckets.values() if isinstance(s, Running) and s.lender is None)
+    found = (s for s in session_of(trainer).plan_cache.values() if isinstance(s, Running) and s.lender is None)
     return [s for s in found if s.plan.predicted.replayed_ops]
 
 
 def assert_planned(trainer: pl.Trainer) -> None:
     """A plan was in force that runs random ops again, and the forward was the plan's."""
-    found = session_of(trainer).buckets.main
+    found = session_of(trainer).plan_cache.main
     assert isinstance(found, Running) and found.program.random and not found.deviated

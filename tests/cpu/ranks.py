@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memopt import MemOptBatchScaler, MemOptConfig, MemOptStrategy, find_max_batch_size, optimize
-from lightning_memopt.runtime.optimizer import EarlyUpdates
+from lightning_memopt.runtime.early_updates import EarlyUpdates
 from lightning_memopt.strategies import MemOptMixin
 from tests.cpu.fits import Task, trainer_of
 from tests.cpu.loops import batches

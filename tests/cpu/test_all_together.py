@@ -80,7 +80,7 @@ def test_bits_and_budget(accumulate: int, mixed: bool) -> None:
         found, run = trained(accumulate, mixed, budget=budget, **EVERYTHING)
         assert all(map(same_bits, expected, found))
         assert run is not None and run.plan is not None
-        state: Any = run.session.buckets.main
+        state: Any = run.session.plan_cache.main
         assert not state.deviated and state.measured_bytes is not None
         assert state.measured_bytes <= run.plan.budget_bytes
         assert abs(state.measured_bytes / run.plan.predicted_peak_bytes - 1) <= 0.01

@@ -18,9 +18,9 @@ from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life
 from lightning_memopt.plan.forms import tier_of
-from lightning_memopt.session.buckets import Running
 from lightning_memopt.session.hybrid import Hybrid, peak_bytes
 from lightning_memopt.session.solving import frontier_of
+from lightning_memopt.session.states import Running
 from lightning_memopt.solvers.planner import UNSEEN_NBYTES
 from tests.cpu.loops import CLASSES, LENGTH, WORDS, assert_same, small, state, step
 from tests.cpu.test_batch_fit import fitted, recorded
@@ -58,7 +58,7 @@ def trained(size: int, **options: Any) -> tuple[dict[str, Tensor], list[Tensor],
     else:
         with optimize(model, optimizer, budget=BUDGET, profile_steps=2, **OPTIONS, **options) as run:
             losses = [step(model, optimizer, words(size, i)) for i in range(4)]
-            after = run.session.buckets.main
+            after = run.session.plan_cache.main
     return state(model), [*losses, torch.rand(3)], after
 
 

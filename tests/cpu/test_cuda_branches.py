@@ -19,10 +19,10 @@ from lightning_memopt.record.tape import Slot
 from lightning_memopt.runtime import Program
 from lightning_memopt.runtime.execute import in_order
 from lightning_memopt.session import Session
-from lightning_memopt.session.buckets import Running
 from lightning_memopt.session.costs import Costs
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.peak_meter import StepMeter
+from lightning_memopt.session.states import Running
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.baselines import recompute_everything
 from tests.cpu.harness import assert_exact, outcome
@@ -207,7 +207,7 @@ def test_what_an_allocator_reserves_decides_is_shown_and_is_kept_in_the_file(mon
     with pytest.raises(InfeasibleError, match="above the budget"):
         with optimize(small(), sgd(small()), budget=run.plan.predicted.peak_bytes + more // 2, plan=path, verbose=False):
             pass
-    state = run.session.buckets.main
+    state = run.session.plan_cache.main
     assert isinstance(state, Running)
     budget = frontier.unmodified_peak_bytes
     above = Running(frontier.plan(frontier.unmodified_peak_bytes + more), state.program.graph, frontier)

@@ -12,7 +12,7 @@ from benchmarks.fuzzing.case import Case, Departure, Node, Step, draw
 from benchmarks.fuzzing.runs import judge, ran
 from benchmarks.fuzzing.shrink import shrunk
 from lightning_memopt.runtime import execute
-from lightning_memopt.session.buckets import Running
+from lightning_memopt.session.states import Running
 
 SEEDS = range(12)
 PLAIN = Case(seed=1, nodes=tuple(Node(op, 0, 1, 1) for op in ("gated", "tanh", "dropout", "linear")), steps=(Step(8),) * 5)

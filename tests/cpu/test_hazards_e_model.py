@@ -101,7 +101,7 @@ def test_e17_p24_evaluation_packs_nothing(monkeypatch):
             train(model, BATCHES[:2], optimizer=optimizer)
             assert packs
             packs.clear()
-            buckets = len(run.session.buckets)
+            buckets = len(run.session.plan_cache)
             with torch.no_grad():
                 model(data(5, 16))
             with torch.inference_mode():
@@ -109,7 +109,7 @@ def test_e17_p24_evaluation_packs_nothing(monkeypatch):
             model.eval()
             model(data(7, 16)).sum().backward()
             model.train()
-            assert not packs and len(run.session.buckets) == buckets
+            assert not packs and len(run.session.plan_cache) == buckets
 
 
 def test_e17_p24_evaluation_in_the_middle_changes_nothing():

@@ -69,7 +69,7 @@ def test_control_flow_as_an_operator(flow: Callable[..., Tensor], options: dict[
         return Controlled(flow)
 
     run = agrees(use, build, **options)
-    state = run.session.buckets.main
+    state = run.session.plan_cache.main
     assert state.plan.predicted.needed_bytes >= state.measured_bytes  # type: ignore[union-attr]
 
 

@@ -22,10 +22,10 @@ from lightning_memopt.plan.forms import codec_of, tier_of
 from lightning_memopt.plan.rates import Coding, Link, Rates
 from lightning_memopt.report.explain import explain, kept
 from lightning_memopt.report.table import _away
-from lightning_memopt.session import signatures
-from lightning_memopt.session.buckets import Running
+from lightning_memopt.session import plan_cache
 from lightning_memopt.session.hybrid import Hybrid
 from lightning_memopt.session.solves import Solves
+from lightning_memopt.session.states import Running
 from tests.cpu.loops import QUIET, assert_same, batches, counted_nbytes, loss_of, sgd, small, state, train
 from tests.cpu.stepped import Stepped, same
 
@@ -60,8 +60,8 @@ def test_tiers_of_plans_that_are_no_longer_in_force(monkeypatch: pytest.MonkeyPa
     """They end, and with them files and threads: else a run with batches of ever other sizes would fill the disk. Not while a
     graph that was retained still has something there.
     """
-    monkeypatch.setattr(signatures, "PLANS", 2)
-    monkeypatch.setattr(signatures, "_STEPS_A_PLAN", 1)
+    monkeypatch.setattr(plan_cache, "PLANS", 2)
+    monkeypatch.setattr(plan_cache, "_STEPS_A_PLAN", 1)
     monkeypatch.setattr(Solves, "allows", lambda *_: True)
     model = small(width=64, depth=6)
     o = sgd(model)
@@ -104,7 +104,7 @@ def test_below_what_recomputation_can_do(smallest: int) -> None:
     run, found, ours = trained(wide(), budget=budget, offload="disk", verify=True)
     assert_same(expected, found)
     assert all(torch.equal(a, b) for a, b in zip(losses, ours, strict=True))
-    main = run.session.buckets.main
+    main = run.session.plan_cache.main
     assert isinstance(main, Running) and run.plan is not None
     assert {tier_of(life.form) for life in run.plan.lives if life.how == "fetch"} == {"disk"}
     assert main.measured_bytes is not None and main.measured_bytes <= budget
@@ -166,7 +166,7 @@ def test_masks_at_one_bit_are_lossless(monkeypatch: pytest.MonkeyPatch) -> None:
     o = sgd(model)
     with optimize(model, o, budget="min", compress="lossless", **QUIET) as run:
         found = train(model, o, images(6), classified)
-        main = run.session.buckets.main
+        main = run.session.plan_cache.main
     assert isinstance(main, Running) and main.measured_bytes is not None
     assert_same(state(twin), state(model))
     assert all(torch.equal(a, b) for a, b in zip(losses, found, strict=True))
@@ -230,7 +230,7 @@ def test_compressed_and_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     o = sgd(model)
     with optimize(model, o, budget="min", offload="disk", compress="lossless", **QUIET) as run:
         found = train(model, o, data, classified)
-        main = run.session.buckets.main
+        main = run.session.plan_cache.main
     assert isinstance(main, Running) and main.measured_bytes is not None
     assert_same(state(twin), state(model))
     assert all(torch.equal(a, b) for a, b in zip(losses, found, strict=True))
@@ -248,7 +248,7 @@ def test_codecs_have_room_for_their_own_bytes(offload: str) -> None:
     o = sgd(model)
     with optimize(model, o, budget="min", offload=offload, compress="lossless", **QUIET) as run:
         train(model, o, data, classified)
-        main = run.session.buckets.main
+        main = run.session.plan_cache.main
     assert isinstance(main, Running) and main.measured_bytes is not None
     assert any(life.how == "fetch" for life in main.plan.lives)
     assert main.measured_bytes <= main.plan.budget_bytes

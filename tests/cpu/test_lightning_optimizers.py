@@ -16,7 +16,7 @@ from tests.cpu.loops import small
 def test_manual_optimization() -> None:
     """Several backwards and updates inside one training_step: the plain run's state, and a plan for each forward."""
     _, planned = both(Manual)
-    parts = {signature[0] for signature in session_of(planned).buckets}
+    parts = {signature[0] for signature in session_of(planned).plan_cache}
     assert parts == {0, 1, 2} and len(plans_of(planned)) == 3
     for found in plans_of(planned):
         assert not found.deviated and any(op.phase == "backward" for op in found.program.graph.ops)

@@ -100,5 +100,5 @@ def test_parts_that_are_left_alone(cls: type[Task]) -> None:
     assert_planned(planned)
     frontier = session_of(planned).status().frontier
     budget = (frontier.smallest_bytes + frontier.unmodified_peak_bytes) // 2
-    found = session_of(fit(memopt(budget=budget), cls)).buckets.main
+    found = session_of(fit(memopt(budget=budget), cls)).plan_cache.main
     assert found.measured_bytes <= budget

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lightning_memopt import optimize
 from lightning_memopt.runtime import PlannedEngine
-from lightning_memopt.session.buckets import Running
 from lightning_memopt.session.recording import PlannedRecording
+from lightning_memopt.session.states import Running
 from tests.cpu.loops import (
     BATCH,
     QUIET,
@@ -53,7 +53,7 @@ def test_accumulation_validation_and_a_smaller_batch() -> None:
         return seen
 
     run = agrees(run_all)
-    assert sum(isinstance(s, Running) for s in run.session.buckets.values()) == 2
+    assert sum(isinstance(s, Running) for s in run.session.plan_cache.values()) == 2
     assert run.plan is not None and run.plan.predicted.replayed_ops > 0
 
 
@@ -132,7 +132,7 @@ def test_keyword_arguments_choose_the_plan() -> None:
     model = Keyword()
     with optimize(model, optimizer := sgd(model), budget="min", **QUIET) as run:
         train(model, optimizer, batches(3) + batches(2, size=BATCH // 2), lambda m, b: m(words=b[0]).square().mean())
-        assert len(run.session.buckets) == 2
+        assert len(run.session.plan_cache) == 2
 
 
 def test_extra_ops_on_some_steps() -> None:
@@ -160,8 +160,8 @@ def test_extra_ops_on_some_steps() -> None:
         return model.seen
 
     run = agrees(run_all, build, profile_steps=3)
-    assert run.status().phase == "planned" and not run.session.buckets.main.deviated
-    assert "aten::abs" not in run.session.buckets.main.program.names, "the plan is made for the step without the metric"
+    assert run.status().phase == "planned" and not run.session.plan_cache.main.deviated
+    assert "aten::abs" not in run.session.plan_cache.main.program.names, "the plan is made for the step without the metric"
 
 
 def _metric_while(calls: range) -> Callable[[], nn.Module]:
@@ -200,7 +200,7 @@ def test_ops_that_run_in_some_steps_only(calls: range) -> None:
         return model.seen
 
     run = agrees(run_all, _metric_while(calls), profile_steps=3)
-    state = run.session.buckets.main
+    state = run.session.plan_cache.main
     assert isinstance(state, Running) and not state.deviated
     assert state.plan.predicted.replayed_ops > 6
     model, batch, engine = _metric_while(range(0))(), batches(1)[0], PlannedEngine(state.program)

@@ -20,7 +20,7 @@ from torch import nn
 import lightning_memopt
 from lightning_memopt import optimize
 from lightning_memopt.integrations.plain import Run
-from lightning_memopt.session.buckets import Observing, Running
+from lightning_memopt.session.states import Observing, Running
 from tests.cpu.loops import batches, counted_nbytes, installed, leaves_nothing, sgd, small, step
 
 PACKAGE = str(Path(lightning_memopt.__file__).parent)
@@ -196,7 +196,7 @@ def test_p10_p12_faults_in_planned_steps() -> None:
         assert KEY["planned"] <= names(found)
         for k, code in enumerate(found.values()):
             b.attempt(code, error_of(k), at_once=True)
-            assert isinstance(b.run.session.buckets.main, Running)
+            assert isinstance(b.run.session.plan_cache.main, Running)
     assert not b.problems, "\n".join(b.problems)
 
 
@@ -207,7 +207,7 @@ def test_p10_p12_faults_in_observed_steps() -> None:
         assert KEY["observed"] - {"_verify", "metered_cpu"} <= names(found)
         for k, code in enumerate(found.values()):
             b.attempt(code, error_of(k + 1), at_once=False)
-            assert isinstance(b.run.session.buckets.main, Observing)
+            assert isinstance(b.run.session.plan_cache.main, Observing)
     assert not b.problems, "\n".join(b.problems)
 
 

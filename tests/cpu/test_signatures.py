@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_memopt.session.buckets import Observing
+from lightning_memopt.session.plan_cache import PLANS, PlanCache
 from lightning_memopt.session.shapes import serves, signature_of
-from lightning_memopt.session.signatures import PLANS, Buckets
 from lightning_memopt.session.solves import Solves
+from lightning_memopt.session.states import Observing
 
 
 def signature(*shape: int) -> Any:
@@ -49,7 +49,7 @@ def test_states_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ever longer batches, of which all may be planned for: no more states than `PLANS`, and as many that wait; the oldest make
     room, and planning becomes rare.
     """
-    found = Buckets()
+    found = PlanCache()
     monkeypatch.setattr(Solves, "allows", lambda *_: True)
     waiting = 0
     for n in range(1, 501):

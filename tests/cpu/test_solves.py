@@ -15,12 +15,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lightning_memopt import optimize
 from lightning_memopt.integrations.plain import Run
-from lightning_memopt.session import buckets
-from lightning_memopt.session.buckets import Running
+from lightning_memopt.session import states
 from lightning_memopt.session.shapes import signature_of
 from lightning_memopt.session.solves import FREE_SOLVES, FREE_STEPS, SECONDS_APART, Solves
+from lightning_memopt.session.states import Running
 from tests.cpu.loops import QUIET, assert_same, budget_at, state
-from tests.cpu.test_buckets import WORDS, adamw, attending, words
+from tests.cpu.test_plan_cache import WORDS, adamw, attending, words
 from tests.cpu.times import Known, given
 
 SOLVE_SECONDS, PLANNED_SECONDS, EVICTED_SECONDS = 20.0, 1.0, 3.0
@@ -58,14 +58,14 @@ class Solved:
 def solved(monkeypatch: pytest.MonkeyPatch) -> Solved:
     found = Solved(Clock())
     given(monkeypatch, found.clock)
-    solve = buckets._solved
+    solve = states._solved
 
     def solving(*args: Any) -> Running:
         found.at.append((found.steps, found.clock.seconds))
         found.clock.seconds += SOLVE_SECONDS
         return solve(*args)
 
-    monkeypatch.setattr(buckets, "_solved", solving)
+    monkeypatch.setattr(states, "_solved", solving)
     return found
 
 
@@ -199,7 +199,7 @@ def test_translation(solved: Solved) -> None:
     run, _ = runs_as_plain(translator, steps, solved, steps[largest], 0.9)  # type: ignore[arg-type]
     assert_few(solved, free=FREE_SOLVES)
     assert solved.planned >= 0.5 * solved.steps
-    borrowers = [s for s in run.session.buckets.values() if isinstance(s, Running) and s.lender is not None]
+    borrowers = [s for s in run.session.plan_cache.values() if isinstance(s, Running) and s.lender is not None]
     assert any(s.deviated and s.steps > 1 for s in borrowers)
 
 

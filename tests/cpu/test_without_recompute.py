@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_memopt import optimize
 from lightning_memopt.errors import ConfigError, InfeasibleError
 from lightning_memopt.integrations.plain import Run
-from lightning_memopt.session.buckets import Running
+from lightning_memopt.session.states import Running
 from tests.cpu.early import OPTIMIZERS, counted
 from tests.cpu.early import plain as marked_loop
 from tests.cpu.fits import assert_same_tree
@@ -59,7 +59,7 @@ def plain() -> tuple[dict[str, Tensor], list[Tensor]]:
 
 def main(run: Run) -> Running:
     assert run.status().phase == "planned"
-    return run.session.buckets.main
+    return run.session.plan_cache.main
 
 
 @cache
@@ -208,7 +208,7 @@ def test_other_sizes_borrow_plans_that_do_not_rebuild() -> None:
             return state(model)
         with optimize(model, optimizer, **(QUIET | options)) as run:
             train(model, optimizer, data)
-        states = [s for s in run.session.buckets.values() if isinstance(s, Running)]
+        states = [s for s in run.session.plan_cache.values() if isinstance(s, Running)]
         assert states and not any(s.plan.predicted.replayed_ops for s in states)
         return state(model)
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from lightning_memopt.graph import Graph
 from lightning_memopt.session import times
-from lightning_memopt.session.buckets import Observing, Running, Say, State
 from lightning_memopt.session.failed import Failed
 from lightning_memopt.session.hybrid import Hybrid
 from lightning_memopt.session.shapes import Signature, alike, elements, times_larger
 from lightning_memopt.session.silence import WAITS
 from lightning_memopt.session.solves import Solves
+from lightning_memopt.session.states import Observing, Running, Say, State
 
 PLANS = 16
 """Signatures with a state of their own, and as many that wait for a plan; then the one used least recently makes room."""
@@ -30,7 +30,7 @@ _PATIENCE = 8
 """A plan for a batch `_LARGE` times as large rebuilds more than it would have to: after so many uses, observe the small one."""
 
 
-class Buckets(dict[Signature, State]):
+class PlanCache(dict[Signature, State]):
     """The state of every signature, the one used least recently first."""
 
     def __init__(self) -> None:

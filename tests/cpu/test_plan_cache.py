@@ -1,4 +1,4 @@
-"""Shape buckets: batches that are no larger borrow a plan, so many lengths take few plans; the budget holds for every batch."""
+"""Plans are lent: batches that are no larger borrow one, so many lengths take few plans; the budget holds for every batch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from lightning_memopt import optimize
 from lightning_memopt.graph import resident_nbytes
-from lightning_memopt.session import buckets
-from lightning_memopt.session.buckets import Running
+from lightning_memopt.session import states
 from lightning_memopt.session.budget import resident_nbytes as resident_on
 from lightning_memopt.session.budget import resident_tensors
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.peak_meter import StepMeter
 from lightning_memopt.session.solves import Solves
+from lightning_memopt.session.states import Running
 from tests.cpu.loops import QUIET, agrees, assert_same, state, without_counter
 from tests.cpu.times import Known, given
 
@@ -86,7 +86,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """Measures every step, observed or planned."""
     found = Seen()
     close, begin, finish = StepMeter.close, Observation.begin_round, Observation.finish
-    init, solved = Observation.__init__, buckets._solved
+    init, solved = Observation.__init__, states._solved
 
     def closed(self: StepMeter) -> int | None:
         peak = close(self)
@@ -123,7 +123,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     monkeypatch.setattr(Observation, "__init__", made)
     monkeypatch.setattr(Observation, "begin_round", begun)
     monkeypatch.setattr(Observation, "finish", finished)
-    monkeypatch.setattr(buckets, "_solved", solving)
+    monkeypatch.setattr(states, "_solved", solving)
     return found
 
 
@@ -166,7 +166,7 @@ def test_many_lengths_take_few_plans(seen: Seen, mode: str, most: int) -> None:
     assert len({tuple(x.shape) for x in data}) > 40
     assert seen.plans <= most and seen.kinds["planned"] >= (0.7 if mode == "lengths" else 0.5) * len(data), seen
     assert len(seen.peaks) == len(data) and max(seen.peaks) <= budget
-    assert any(isinstance(s, Running) and s.program.schedule.segments for s in run.session.buckets.values())
+    assert any(isinstance(s, Running) and s.program.schedule.segments for s in run.session.plan_cache.values())
 
 
 def test_a_smaller_batch_borrows() -> None:
@@ -179,7 +179,7 @@ def test_a_smaller_batch_borrows() -> None:
 
     run_: Any = None
     run = agrees(use, attending, adamw)
-    lent = [s for s in run.session.buckets.values() if isinstance(s, Running) and s.lender is not None]
+    lent = [s for s in run.session.plan_cache.values() if isinstance(s, Running) and s.lender is not None]
     assert len(lent) == 2 and all(s.plan is run.plan and s.steps and not s.deviated for s in lent)
     assert run.plan is not None and run.plan.predicted.replayed_ops > 0
 
@@ -204,7 +204,7 @@ def test_accumulating_batches_of_several_lengths(monkeypatch: pytest.MonkeyPatch
         return losses
 
     run = agrees(use, attending, adamw)
-    found = [s for s in run.session.buckets.values() if isinstance(s, Running)]
+    found = [s for s in run.session.plan_cache.values() if isinstance(s, Running)]
     assert len(found) == 10 and sum(s.lender is None for s in found) == 1 and all(s.steps for s in found)
     assert 1 <= len(opened) <= 6
     assert run.plan is not None and run.plan.predicted.replayed_ops > 0
@@ -233,7 +233,7 @@ def test_a_batch_that_runs_other_ops_is_observed() -> None:
         return train(model, optimizer, [words(6, n) for n in (48, 48, 48, 32, 32, 32, 32)])
 
     run = agrees(use, branching, adamw)
-    one, other = (s for s in run.session.buckets.values() if isinstance(s, Running))
+    one, other = (s for s in run.session.plan_cache.values() if isinstance(s, Running))
     assert one.lender is None and other.lender is None and other.steps == 2 and not other.deviated
     assert one.plan.fingerprint != other.plan.fingerprint
 
@@ -257,7 +257,7 @@ def test_what_is_larger_than_planned_is_counted() -> None:
         return train(model, optimizer, [words(16, 16)] * 3 + [words(64, 4)] * 3)
 
     run = agrees(use, squared, adamw)
-    found = list(run.session.buckets.values())
+    found = list(run.session.plan_cache.values())
     assert len(found) == 2 and all(isinstance(s, Running) and s.lender is None for s in found)
 
 
