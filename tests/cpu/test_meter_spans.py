@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memopt.session import observation, step
+from lightning_memopt.session import observation, peak_meter
 from lightning_memopt.trace import AllocatorEvents, metered_cpu
 from tests.cpu.fits import fit, memopt
 from tests.cpu.loops import BATCH, agrees, batches, loss_of, without_counter
@@ -42,7 +42,7 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> Spans:
                 spans.append((self.began, running[-1] if running else None))
             super().__exit__(*raised)
 
-    for module in (observation, step):
+    for module in (observation, peak_meter):
         monkeypatch.setattr(module, "metered_cpu", metered)
     monkeypatch.setattr(torch.autograd.profiler, "record_function", Span)
     return spans
