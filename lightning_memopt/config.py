@@ -115,7 +115,7 @@ class MemOptConfig:
 
 
 class PlanOptions(TypedDict, total=False):
-    """The options of `MemOptConfig` but its budget, for who takes that by name."""
+    """The options of `MemOptConfig` without the budget: for functions whose budget is an argument of their own."""
 
     recompute: bool
     offload: str
@@ -138,7 +138,7 @@ class Options(PlanOptions, total=False):
 
 
 def config_of(config: MemOptConfig | None, options: Mapping[str, Any]) -> MemOptConfig:
-    """The config that was given, or that of the options. Raises ConfigError for both: neither may be dropped without a word."""
+    """The config that was given, or one made of the options. Raises ConfigError where both are given: neither is dropped."""
     if config is None:
         return MemOptConfig(**options)
     if not isinstance(config, MemOptConfig):
@@ -152,7 +152,7 @@ def config_of(config: MemOptConfig | None, options: Mapping[str, Any]) -> MemOpt
 
 
 def changed(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that are not as `MemOptConfig` has them by default."""
+    """The options that differ from the defaults of `MemOptConfig`."""
     default = {field.name: field.default for field in fields(MemOptConfig)}
     return {name: value for name, value in options.items() if value != default[name]}
 

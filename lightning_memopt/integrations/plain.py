@@ -48,7 +48,7 @@ class Run:
 
     def report(self) -> str:
         """The table: budget, predicted, measured and unmodified peak, extra time, what is rebuilt, why the rest is kept."""
-        return summary(self.status(), self._meter)
+        return summary(self.status(), self._meter, self.session.transfers())
 
     def monitor(self, **options: Unpack[MeterOptions]) -> Meter:
         """A meter for this loop, options as of `Meter`: call its `step(samples=...)` after every optimizer step, and the report

@@ -64,8 +64,8 @@ def _gains(meter: Meter) -> list[tuple[str, str]]:
     return found
 
 
-def summary(status: RunStatus, meter: Meter | None = None) -> str:
-    """The table of a run, with what a meter measured; says what is still missing where there is no plan."""
+def summary(status: RunStatus, meter: Meter | None = None, transfers: Transfers | None = None) -> str:
+    """The table of a run, with what a meter measured and what was moved; says what is missing where there is no plan."""
     if status.phase == "off":
         return "MemOpt: off (MEMOPT_DISABLE, or an untested torch); the run was the plain one."
     told = f" There is no plan yet, because {status.reason}. {status.remedy}." if status.remedy is not None else ""
@@ -105,7 +105,7 @@ def summary(status: RunStatus, meter: Meter | None = None) -> str:
         "ops run again", f"{plan.predicted.replayed_ops}, {format_nbytes(plan.predicted.rebuilt_bytes)} rebuilt a step"
     )
     if any(life.how == "fetch" for life in plan.lives):
-        table.add_row("away", _away(plan, status.transfers))
+        table.add_row("away", _away(plan, transfers))
     table.add_row("rebuilt", items(rebuilt(graph, plan)))
     table.add_row("kept", items(kept(graph, plan)))
     for row in _gains(meter) if meter is not None else ():

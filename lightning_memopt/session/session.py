@@ -52,7 +52,7 @@ from lightning_memopt.session.round import Rounds
 from lightning_memopt.session.shapes import Signature, signature_of
 from lightning_memopt.session.silence import BLOCKED, WAITS, Silence, unobservable
 from lightning_memopt.session.states import Observing, Running, State
-from lightning_memopt.session.status import RunStatus, status_of
+from lightning_memopt.session.status import RunStatus, Transfers, status_of, transfers_of
 from lightning_memopt.session.step import Step
 from lightning_memopt.trace import backward_runs
 from lightning_memopt.versions import supported
@@ -84,8 +84,7 @@ class Session:
         self._watch = Watch()
         self._metering = Metering()
         self._step = Step()
-        self._slowed = False
-        """Whether the step before was observed, or measured by a profiler."""
+        self._slowed = False  # whether the step before was observed, or measured by a profiler
         self._foresight = Foresight(self.optimizers)
         self._ends = Ends(model, self.optimizers)
         self.silence = Silence(config.profile_steps)
@@ -246,6 +245,10 @@ class Session:
     def status(self) -> RunStatus:
         """What became of the run so far; of batches that differ in shape, of the one that needs most."""
         return status_of(self.plan_cache.main, self.budget_nbytes, self.silence) if self.enabled else RunStatus(phase="off")
+
+    def transfers(self) -> Transfers | None:
+        """What the plan in force has moved so far; None where it moves nothing. Waits for copies on a device to end."""
+        return transfers_of(self.plan_cache.main)
 
     @property
     def plan(self) -> Plan | None:

@@ -38,8 +38,14 @@ class Transfers:
 
     @classmethod
     def of(cls, depot: Depot) -> Transfers:
+        """As of now; waits until a device is done with what it was given."""
         times = depot.copied_seconds, depot.waited.seconds, depot.coded.seconds
         return cls(depot.forwards, depot.moved_nbytes, depot.timed, *times)
+
+
+def transfers_of(state: State | None) -> Transfers | None:
+    """Those of the plan in force; None where nothing goes away. Waits as `Transfers.of` does."""
+    return Transfers.of(state.depot) if isinstance(state, Running) and state.depot is not None else None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,7 +66,6 @@ class RunStatus:
         measured_peak_nbytes: the largest peak of a planned step so far; None where none was measured.
         replans: how often a plan was replaced because a step took more than predicted.
         deviates: whether a forward was not the one that the plan was made for. What did not match was kept.
-        transfers: what went away and came back; None where nothing does.
         compiled: what runs in compiled code, and what follows from that; None where nothing does.
     """
 
@@ -76,7 +81,6 @@ class RunStatus:
     measured_peak_nbytes: int | None = None
     replans: int = 0
     deviates: bool = False
-    transfers: Transfers | None = None
     compiled: str | None = None
 
     @property
@@ -102,7 +106,6 @@ def status_of(state: State | None, budget_nbytes: int | None, silence: Silence) 
             measured_peak_nbytes=state.measured_bytes,
             replans=state.replanned + state.regrown,
             deviates=state.deviated,
-            transfers=Transfers.of(state.depot) if state.depot is not None else None,
             compiled=silence.compiled,
         )
     if isinstance(state, Failed):

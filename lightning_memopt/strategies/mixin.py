@@ -50,7 +50,7 @@ class MemOptMixin(abc.ABC):
             if session is not None:
                 session.close()
                 if self.memopt_config.verbose:
-                    rank_zero_info(summary(session.status(), self.telemetry))
+                    rank_zero_info(summary(session.status(), self.telemetry, session.transfers()))
         finally:
             super().teardown()  # type: ignore[misc]
 

@@ -115,7 +115,7 @@ def test_below_what_recomputation_can_do(smallest: int) -> None:
     away = {life.tensor for life in run.plan.lives if life.how == "fetch"}
     assert sum(count for _, count, _ in kept(main.program.graph, run.plan)) + len(away) <= len(main.program.graph.saves_of)
     assert "fetch from disk" in explain(run.plan, main.program.graph)
-    text = _away(run.plan, run.status().transfers)  # as Lightning shows it: the session is over
+    text = _away(run.plan, run.session.transfers())  # as Lightning shows it: the session is over
     assert "not measured" not in text and moved == main.depot.moved_nbytes // 4
 
 

@@ -129,7 +129,7 @@ def test_transfers_are_counted() -> None:
     options: dict[str, Any] = {"budget": "min", "profile_steps": 1, "offload": "disk"}
     with optimize(model, optimizer, **(QUIET | options)) as run:
         train(model, optimizer, batches(4, size=96))
-        transfers = run.status().transfers
+        transfers = run.session.transfers()
     assert transfers is not None and run.plan is not None
     assert transfers.forwards == 3 and transfers.moved_nbytes == 3 * run.plan.predicted.moved_bytes
     assert transfers.forwards >= transfers.timed > 0 and transfers.copied_seconds > 0

@@ -233,7 +233,7 @@ class Lying:
 @contextlib.contextmanager
 def lying(name: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("execute", "observing", "planned", "replay"):
+        for module in ("execute", "observing", "planned", "engine"):
             patch.setattr(f"lightning_memopt.runtime.{module}.run", Lying(name))
         yield
 
