@@ -51,3 +51,11 @@ def test_rules_that_comments_cite_are_stated() -> None:
     for letter, file in notes.items():
         stated = [int(n) for n in re.findall(rf"^{letter}(\d+)\. ", (package / file).read_text(), re.M)]
         assert stated == list(range(1, len(stated) + 1)) and cited[letter] <= set(stated), letter
+
+
+def test_decisions_are_in_their_index_with_a_status() -> None:
+    folder = ROOT / "docs" / "adr"
+    index = (folder / "README.md").read_text()
+    for page in sorted(folder.glob("0*.md")):
+        title, _, status, *_ = page.read_text().splitlines()
+        assert status.startswith("**Status.** ") and f"]({page.name}) | {title.partition('. ')[2]} |" in index, page.name
