@@ -6,7 +6,7 @@ The budget leaves half of the activations: what is resident, and half of what th
 allocator. Every step's loss and gradients, and at the end parameters, buffers, optimizer state and generators must be
 bit-equal to those of the unmodified run, and the measured peak of every planned step within the budget; or the run is
 refused by name. Models run in processes of their own, with a time-out each. Writes architectures.json and the page
-docs/architectures.md; a part of the sweep leaves the other rows as they are.
+docs/supported_models.md; a part of the sweep leaves the other rows as they are.
 """
 
 from __future__ import annotations
@@ -324,7 +324,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
 
 
 def page(rows: list[dict[str, Any]]) -> str:
-    """docs/architectures.md"""
+    """docs/supported_models.md"""
     lines = [
         "# Architectures",
         "",
@@ -357,7 +357,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="architectures of benchmarks/zoo; all of them where none is given")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time, of one thread each")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--docs", type=Path, default=Path(__file__).parent.parent / "docs" / "architectures.md")
+    parser.add_argument("--docs", type=Path, default=Path(__file__).parent.parent / "docs" / "supported_models.md")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:

@@ -1,6 +1,6 @@
 """Exactness over torch's own table of operators: every sample, plain and with everything droppable dropped.
 
-`python -m tests.cpu.test_op_db` prints the table of docs/opaque.md.
+`python -m tests.cpu.test_op_db` prints the table of docs/not_rebuilt.md.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def test_enough_was_dropped() -> None:
 
 
 def opaque_table() -> str:
-    """The operators met in the sweeps that are never replayed, as the table of docs/opaque.md."""
+    """The operators met in the sweeps that are never replayed, as the table of docs/not_rebuilt.md."""
     for chunk in CHUNKS:
         swept(chunk)
     why: dict[str, set[str]] = collections.defaultdict(set)

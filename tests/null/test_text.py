@@ -59,3 +59,10 @@ def test_decisions_are_in_their_index_with_a_status() -> None:
     for page in sorted(folder.glob("0*.md")):
         title, _, status, *_ = page.read_text().splitlines()
         assert status.startswith("**Status.** ") and f"]({page.name}) | {title.partition('. ')[2]} |" in index, page.name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", re.sub(r"`[^`]*`", "", page.read_text()))
+    dead = [target for target in targets if "://" not in target and not (page.parent / target).exists()]
+    assert not dead
