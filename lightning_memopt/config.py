@@ -30,12 +30,13 @@ class MemOptConfig:
             the device, an int of bytes, `"auto"` (90 % of the device) or `"min"` (the smallest plan there is).
         recompute: whether saved tensors may be dropped and rebuilt. False: no op runs twice; a budget is kept by `offload`,
             `compress` and `optimizer_in_backward` alone, and the observed steps are as large as they are without a plan.
-        offload: where saved tensors may be until backward: `"disk"` (a file, on any device; in the system's directory for
-            temporary files, or in that of `"disk:/fast/nvme"`), `"host"` (page-locked memory beside a CUDA device), `"auto"`
+        offload: where saved tensors may be until backward: `"disk"` (a nameless file, on any device; in the system's directory
+            for temporary files, or in that of `"disk:/fast/nvme"`), `"host"` (page-locked memory beside a CUDA device), `"auto"`
             (host where there is one), or `"none"`.
-        compress: `"none"`; `"lossless"`: masks at one bit, which their readers cannot tell; `"lossy"`, opt-in: also the inputs
-            of convolutions and linear layers at 8 bits a value, or at what a codec's name says (`"block6"`, `"int8"`).
-        objective: what a plan within the budget takes the least of: measured time (`"throughput"`) or `"flops"`.
+        compress: `"none"`; `"lossless"`: boolean and ReLU masks are stored as one bit a value, gradients are the same bits;
+            `"lossy"`, opt-in: also the inputs of convolutions and linear layers at 8 bits a value, or at what a codec's name
+            says (`"block6"`, `"int8"`).
+        objective: what a plan within the budget minimises: measured time (`"throughput"`) or `"flops"`.
         optimizer_in_backward: whether a parameter is updated in backward, as soon as its gradient is final, which is freed at
             once: `"never"`; `"auto"`: where it is seen to be exact, else it says why not; `"always"`: else it raises
             UpdatesInBackwardError. Nothing may look at `p.grad` after backward. Plain loops mark the last backward before a
@@ -45,8 +46,9 @@ class MemOptConfig:
         headroom: bytes of the budget that the plan leaves free, for what no trace shows.
         on_exceed: what to do when a planned step was measured above the budget, or no plan of a later step keeps it (then the
             smallest one is in force, unless this is `"raise"`).
-        plan: path of a plan file to use instead of observing and solving.
-        verify: compare rebuilt tensors bit by bit with the original ones while observing.
+        plan: path of a plan file to use instead of observing and solving: in force from the first step.
+        verify: compare rebuilt tensors bit by bit with the original ones while observing, and by checksum in the first planned
+            step.
         verbose: print progress and the table at the end.
     """
 

@@ -17,23 +17,9 @@ from lightning_memopt.strategies.mixin import MemOptMixin
 class MemOptStrategy(MemOptMixin, SingleDeviceStrategy):
     """Train on one device within a budget of bytes.
 
-    Args:
-        budget: bytes of the device a whole step may use: `"8GiB"`, `"80%"`, a float in (0, 1], an int, `"auto"` or `"min"`.
-        recompute: whether saved tensors may be dropped and rebuilt; False: plans are made of the next three options alone.
-        offload: where saved tensors may be until backward: `"none"`, `"disk"`, `"disk:/a/directory"`, `"host"` or `"auto"`.
-        compress: `"none"`, `"lossless"`, `"lossy"` or a codec's name.
-        objective: what the plan takes the least of within the budget: measured time (`"throughput"`) or `"flops"`.
-        optimizer_in_backward: update parameters in backward, as soon as their gradients are final: `"never"`, `"auto"` or
-            `"always"`.
-        profile_steps: real steps to observe before the plan is made.
-        solver_seconds: time limit of the planner.
-        headroom: bytes of the budget to leave free.
-        on_exceed: what to do when a planned step measures above the budget.
-        plan: path of a plan file to reuse.
-        verify: compare rebuilt tensors bit by bit while observing.
-        verbose: print progress lines and the table at the end.
+    Args, besides the options of `MemOptConfig` (docs/options.md):
         device: the device; filled in from the Trainer when left out.
-        config: all of these but the device, in one object, instead of them. Raises ConfigError where both are given.
+        config: all of those options in one object, instead of them. Raises ConfigError where both are given.
     """
 
     strategy_name = "memopt"

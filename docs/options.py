@@ -1,0 +1,42 @@
+"""Writes docs/options.md from `MemOptConfig`: python docs/options.py"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+from lightning_memopt import MemOptConfig
+
+PAGE = Path(__file__).with_suffix(".md")
+HEAD = """\
+# Options
+
+Generated from `MemOptConfig` by `python docs/options.py`; do not edit. `optimize(model, optimizer, ...)` and
+`MemOptStrategy(...)` take these as keyword arguments, or all of them in one `config=MemOptConfig(...)`.
+
+| option | default | |
+|---|---|---|
+"""
+
+
+def meanings() -> dict[str, str]:
+    """Option -> what its docstring says, on one line."""
+    section = inspect.cleandoc(MemOptConfig.__doc__ or "").partition("Args:\n")[2]
+    entries = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", section, re.M)
+    return {name: " ".join(text.split()) for name, text in entries}
+
+
+def page() -> str:
+    said = meanings()
+    rows = []
+    for field in fields(MemOptConfig):
+        assert field.default is not MISSING
+        text = said[field.name]
+        rows.append(f"| `{field.name}` | `{field.default!r}` | {text[:1].upper()}{text[1:]} |")
+    return HEAD + "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
