@@ -30,9 +30,9 @@ class MemOptConfig:
             the device, an int of bytes, `"auto"` (90 % of the device) or `"min"` (the smallest plan there is).
         recompute: whether saved tensors may be dropped and rebuilt. False: no op runs twice; a budget is kept by `offload`,
             `compress` and `optimizer_in_backward` alone, and the observed steps are as large as they are without a plan.
-        offload: where saved tensors may be until backward: `"disk"` (a nameless file, on any device; in the system's directory
-            for temporary files, or in that of `"disk:/fast/nvme"`), `"host"` (page-locked memory beside a CUDA device), `"auto"`
-            (host where there is one), or `"none"`.
+        offload: where saved tensors may be until backward: `"disk"` (a nameless file, on any device; in the system's
+            directory for temporary files, or in that of `"disk:/fast/nvme"`), `"host"` (page-locked memory beside a CUDA
+            device), `"auto"` (host where there is one), or `"none"`.
         compress: `"none"`; `"lossless"`: boolean and ReLU masks are stored as one bit a value, gradients are the same bits;
             `"lossy"`, opt-in: also the inputs of convolutions and linear layers at 8 bits a value, or at what a codec's name
             says (`"block6"`, `"int8"`).
