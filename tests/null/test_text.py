@@ -66,3 +66,8 @@ def test_links_lead_to_files(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", re.sub(r"`[^`]*`", "", page.read_text()))
     dead = [target for target in targets if "://" not in target and not (page.parent / target).exists()]
     assert not dead
+
+
+def test_the_index_lists_every_page() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"} <= set(re.findall(r"\]\((\w+\.md)\)", index))
