@@ -28,8 +28,8 @@ from benchmarks.bench import held_nbytes
 from benchmarks.in_backward import built
 from benchmarks.models import MODELS
 from lightning_memopt import optimize
-from lightning_memopt.graph import resident_nbytes
 from lightning_memopt.session import times
+from tests.cpu.loops import budget_at
 from tests.cpu.times import Known
 
 RESULTS = Path(__file__).parent / "results" / "unchanged.json"
@@ -50,10 +50,10 @@ def cases() -> Iterable[tuple[str, str, dict[str, Any]]]:
 
 
 def hashed(tensors: Iterable[torch.Tensor]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for t in tensors:
-        found.update(t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:16]
+        digest.update(t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def ran(name: str, above_nbytes: int | None, options: dict[str, Any]) -> tuple[dict[str, Any], int]:
@@ -77,8 +77,7 @@ def ran(name: str, above_nbytes: int | None, options: dict[str, Any]) -> tuple[d
             optimizer.zero_grad()
             losses.append(loss.detach())
     status: Any = run.status()
-    frontier, plan = status.frontier, status.plan
-    base = resident_nbytes(frontier.graph)
+    plan = status.plan
     row = {
         "plan": hashlib.sha256(repr(plan.lives).encode()).hexdigest()[:16],
         "predicted_nbytes": plan.predicted_peak_bytes - held,
@@ -87,24 +86,23 @@ def ran(name: str, above_nbytes: int | None, options: dict[str, Any]) -> tuple[d
         "losses": hashed(losses),
         "parameters": hashed(model.parameters()),
     }
-    wanted = base + SHARE * (frontier.unmodified_peak_bytes - base)
-    return row, max(int(wanted), frontier.smallest_bytes) - held
+    return row, budget_at(run, SHARE) - held
 
 
 def rows() -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+    measured: dict[str, dict[str, Any]] = {}
     share = 0
     for name, what, options in cases():
         row, wanted = ran(name, share if what == "share" else None, options)
         share = wanted if what == "smallest" else share
-        found[f"{name}, {what}"] = row
+        measured[f"{name}, {what}"] = row
         print(f"{name}, {what}: {json.dumps(row)}", flush=True)
-    return found
+    return measured
 
 
-def table(found: dict[str, dict[str, Any]]) -> str:
+def table(recorded: dict[str, dict[str, Any]]) -> str:
     lines = ["| case | plan | predicted | measured | rebuilt ops | losses | parameters |", "|---|---|---|---|---|---|---|"]
-    for case, row in found.items():
+    for case, row in recorded.items():
         plan, predicted, measured, ops, losses, parameters = row.values()
         lines.append(f"| {case} | {plan} | {predicted:,} | {measured:,} | {ops} | {losses} | {parameters} |")
     return "\n".join(lines)
@@ -122,13 +120,13 @@ def main() -> int:
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
     times.current = Known()
-    found = rows()
+    now = rows()
     if options.record:
-        RESULTS.write_text(json.dumps({"torch": torch.__version__, "rows": found}, indent=1) + "\n")
+        RESULTS.write_text(json.dumps({"torch": torch.__version__, "rows": now}, indent=1) + "\n")
         return 0
-    differs = [case for case in recorded.keys() | found.keys() if recorded.get(case) != found.get(case)]
-    print(*(f"{case}: recorded {recorded.get(case)}, now {found.get(case)}" for case in sorted(differs)), sep="\n")
-    print(f"{len(found) - len(differs)} of {len(found)} cases are as they were")
+    differs = [case for case in recorded.keys() | now.keys() if recorded.get(case) != now.get(case)]
+    print(*(f"{case}: recorded {recorded.get(case)}, now {now.get(case)}" for case in sorted(differs)), sep="\n")
+    print(f"{len(now) - len(differs)} of {len(now)} cases are as they were")
     return int(bool(differs))
 
 

@@ -113,12 +113,12 @@ class Trials:
         """The graph of one step at this size, update included; None where it does not fit, or the data has no such batch."""
         config = self.config or MemOptConfig(budget="min")
         quiet = dataclasses.replace(config, profile_steps=_OBSERVED, plan=None, verify=False, verbose=False)
-        found: Graph | None = None
+        graph: Graph | None = None
         with self._running(kind, size) as trial, self._session(quiet) as session:
             self._run(self.source.batch(size), session, self.effective is None)
             session.step_ended()
-            found = session.observed_graph
-        return found if trial.fits else None
+            graph = session.observed_graph
+        return graph if trial.fits else None
 
     def confirm(self, size: int, spend: bool = False) -> Trial | None:
         """Real steps of the run to come at this size, measured: one; with plans an observed and a planned one. None: the data

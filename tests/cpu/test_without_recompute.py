@@ -19,8 +19,9 @@ from lightning_memopt.session.states import Running
 from tests.cpu.early import OPTIMIZERS, counted
 from tests.cpu.early import plain as marked_loop
 from tests.cpu.fits import assert_same_tree
-from tests.cpu.loops import QUIET, assert_same, batches, counted_nbytes, sgd, small, state, train
+from tests.cpu.loops import QUIET, assert_same, batches, counted_nbytes, sgd, state, train
 from tests.cpu.models import data, made
+from tests.cpu.test_hybrid import plain, trained, wide
 
 STEPS = 6
 AWAY: dict[str, Any] = {"offload": "disk", "recompute": False}
@@ -38,25 +39,6 @@ class _Draws(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def wide() -> nn.Module:
-    return small(width=64, depth=6)
-
-
-def trained(**options: Any) -> tuple[Run, dict[str, Tensor], list[Tensor]]:
-    model = wide()
-    optimizer = sgd(model)
-    with optimize(model, optimizer, **(QUIET | options)) as run:
-        losses = train(model, optimizer, batches(STEPS, size=96))
-        run.text = run.report()  # type: ignore[attr-defined]
-    return run, state(model), losses
-
-
-def plain() -> tuple[dict[str, Tensor], list[Tensor]]:
-    model = wide()
-    losses = train(model, sgd(model), batches(STEPS, size=96))
-    return state(model), losses
-
-
 def main(run: Run) -> Running:
     assert run.status().phase == "planned"
     return run.session.plan_cache.main
@@ -65,7 +47,7 @@ def main(run: Run) -> Running:
 @cache
 def _smallest(options: tuple[tuple[str, Any], ...]) -> int:
     held = counted_nbytes()
-    run, *_ = trained(budget="min", **dict(options))
+    run, *_ = trained(wide(), budget="min", **dict(options))
     assert run.plan is not None
     return run.plan.predicted.needed_bytes - held
 
@@ -81,9 +63,9 @@ def test_a_budget_is_kept_without_rebuilding(options: dict[str, Any], share: flo
     """EXACT: half of what a disk can save, and all of it."""
     least, whole = smallest(**AWAY, **options), smallest(recompute=False)
     assert least < whole
-    expected, expected_losses = plain()
+    expected, expected_losses = plain(wide())
     budget = counted_nbytes() + int(least + share * (whole - least)) + 8192
-    run, ended, losses = trained(budget=budget, **AWAY, **options)
+    run, ended, losses = trained(wide(), budget=budget, **AWAY, **options)
     assert_same(expected, ended)
     assert all(torch.equal(a, b) for a, b in zip(expected_losses, losses, strict=True))
     plan, measured = main(run).plan, main(run).measured_bytes
@@ -128,17 +110,18 @@ def refused(budget: int) -> int:
 def test_a_budget_that_they_cannot_keep() -> None:
     """InfeasibleError in the first step, before it updates; the budget that it names works."""
     named = refused(counted_nbytes() + 600_000)
-    run, *_ = trained(budget=named, **AWAY)
+    run, *_ = trained(wide(), budget=named, **AWAY)
     measured = main(run).measured_bytes
     assert measured is not None and measured <= named
+    budget = counted_nbytes() + smallest(recompute=False) - 50_000
     with pytest.raises(InfeasibleError):  # and without any way to keep it the unmodified step is the smallest
-        trained(budget=counted_nbytes() + smallest(recompute=False) - 50_000, recompute=False)
+        trained(wide(), budget=budget, recompute=False)
 
 
 def test_without_any_way_the_step_is_the_unmodified_one(capsys: pytest.CaptureFixture[str]) -> None:
     """And a line says what would lower it."""
-    expected, _ = plain()
-    run, ended, _ = trained(budget="min", recompute=False, verbose=True)
+    expected, _ = plain(wide())
+    run, ended, _ = trained(wide(), budget="min", recompute=False, verbose=True)
     assert_same(expected, ended)
     assert main(run).plan.predicted_peak_bytes == main(run).plan.unmodified_peak_bytes
     said = capsys.readouterr().out
@@ -184,13 +167,13 @@ def test_updates_in_backward_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_plan_file_that_rebuilds_is_refused(tmp_path: Path) -> None:
     """By name, before anything runs; one that moves only is taken."""
     rebuilds, moves = tmp_path / "rebuilds.json", tmp_path / "moves.json"
-    run, *_ = trained(budget="min")
+    run, *_ = trained(wide(), budget="min")
     run.session.save_plan(str(rebuilds))
-    run, expected, _ = trained(budget="min", **AWAY)
+    run, expected, _ = trained(wide(), budget="min", **AWAY)
     run.session.save_plan(str(moves))
     with pytest.raises(ConfigError, match="recompute=False allows none"):
-        trained(plan=rebuilds, recompute=False)
-    run, ended, _ = trained(plan=moves, **AWAY)
+        trained(wide(), plan=rebuilds, recompute=False)
+    run, ended, _ = trained(wide(), plan=moves, **AWAY)
     assert main(run).plan.predicted.moved_bytes
     assert_same(expected, ended)
 

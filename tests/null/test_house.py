@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import inspect
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -129,3 +130,12 @@ def test_planning_imports_where_there_is_no_torch() -> None:
 
 def _exists(name: str) -> bool:
     return (PACKAGE / name / "__init__.py").exists() or (PACKAGE / f"{name}.py").exists()
+
+
+def test_every_package_is_in_a_layer() -> None:
+    """The import contract says so of all of them: one that was forgotten would import what it likes."""
+    contract = (PACKAGE.parent / "pyproject.toml").read_text().partition('name = "imports point at data"')[2].partition("]]")[0]
+    assert "exhaustive = true" in contract
+    layers = contract.partition("layers = [")[2].partition("\n]")[0]
+    there = {p.stem for p in PACKAGE.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()} - {"__init__"}
+    assert set(re.findall(r"\w+", layers)) == there

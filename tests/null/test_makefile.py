@@ -79,13 +79,3 @@ def test_words_of_a_benchmark_are_its_own() -> None:
 def test_a_benchmark_that_fails_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chain", "--no-such-option"]) == 1
     assert "failed: chain" in capsys.readouterr().err
-
-
-def test_every_package_is_in_a_layer() -> None:
-    """The import contract says so of all of them: one that was forgotten would import what it likes."""
-    contract = (ROOT / "pyproject.toml").read_text().partition('name = "imports point at data"')[2].partition("]]")[0]
-    assert "exhaustive = true" in contract
-    layers = contract.partition("layers = [")[2].partition("\n]")[0]
-    package = ROOT / "lightning_memopt"
-    there = {p.stem for p in package.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()} - {"__init__"}
-    assert set(re.findall(r"\w+", layers)) == there
