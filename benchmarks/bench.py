@@ -18,8 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.models import MODELS
 from lightning_memopt.graph import Graph
 from lightning_memopt.native import counter
-from lightning_memopt.runtime import PlannedEngine, Program
-from lightning_memopt.runtime.away import Depot
+from lightning_memopt.runtime import Learned, PlannedEngine, Program
+from lightning_memopt.runtime.parked import Depot
 from lightning_memopt.session.graphs import smoothed
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.recording import PlannedRecording
@@ -76,8 +76,10 @@ class Bench:
     def planned(self, program: Program, depot: Depot | None = None) -> Forward:
         """The forward pass under a plan. `depot`: where it puts what goes away."""
 
+        learned = Learned(program)
+
         def forward() -> torch.Tensor:
-            engine = PlannedEngine(program, depot=depot)
+            engine = PlannedEngine(learned, depot=depot)
             with PlannedRecording(engine, self.model):
                 return self.forward()
 

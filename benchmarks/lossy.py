@@ -36,7 +36,7 @@ from lightning_memopt.config import MemOptConfig
 from lightning_memopt.demo import chargpt, digits
 from lightning_memopt.graph import Graph, fingerprint
 from lightning_memopt.plan import Life, Plan, simulate, write_plan
-from lightning_memopt.runtime import away
+from lightning_memopt.runtime import parked
 from lightning_memopt.runtime.codecs import Codec, codec
 from lightning_memopt.session.hybrid import Hybrid
 from lightning_memopt.session.observation import Observation
@@ -142,7 +142,7 @@ class Counted:
 def counting() -> Iterator[list[int]]:
     """Tensors, their bytes and encoded bytes, of all that the engine encodes in this block."""
     counts = [0, 0, 0]
-    with mock.patch.object(away, "codec", lambda name: Counted(codec(name), counts)):
+    with mock.patch.object(parked, "codec", lambda name: Counted(codec(name), counts)):
         yield counts
 
 

@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from lightning_memopt.runtime import PlannedEngine, Program
+from lightning_memopt.runtime import Learned, PlannedEngine, Program
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.recording import PlannedRecording
 from lightning_memopt.solvers import planner
@@ -68,10 +68,10 @@ def main() -> None:
     ops = 4 * REPEATS
 
     def planned(lives: Any) -> Callable[[], contextlib.AbstractContextManager]:
-        program = Program(graph, lives)
+        learned = Learned(Program(graph, lives))
 
         def context() -> contextlib.AbstractContextManager:
-            engine = PlannedEngine(program)
+            engine = PlannedEngine(learned)
             return PlannedRecording(engine, model)
 
         return context

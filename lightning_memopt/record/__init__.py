@@ -1,6 +1,6 @@
 """What ran: ops, storages and their versions, as they happen.
 
-NOTE [Rules of replay]. What is dropped is made again by running recorded ops a second time. These rules make the bits the
+NOTE [Rules of rebuilding]. Dropped bytes are rebuilt by running recorded ops a second time. These rules make the bits the
 same; comments cite them by number. `record` keeps R1 to R4, R9 and R10, `runtime` the others. Their tests are those of the
 hazards A to E and M.
 
@@ -42,19 +42,21 @@ from lightning_memopt.record.protocols import Observer, OpRecord, Owner
 from lightning_memopt.record.recorder import Recorder
 from lightning_memopt.record.rules import Rule, is_norm, register_op, rule_of, rule_of_call, rules_generation, written_by
 from lightning_memopt.record.settings import numeric_flags, set_numeric_flags
-from lightning_memopt.record.tape import UNKNOWN, Call, Slot, Tape, View, storage_id
+from lightning_memopt.record.tape import UNKNOWN, Call, Held, Origin, StorageVersion, Tape, View, storage_id
 from lightning_memopt.record.tensors import detached, fills, is_plain, tensors_in
 from lightning_memopt.record.uncompiled import uncompiled, uncompiled_itself
 
 __all__ = [
     "UNKNOWN",
     "Call",
+    "Held",
     "Observer",
     "OpRecord",
+    "Origin",
     "Owner",
     "Recorder",
     "Rule",
-    "Slot",
+    "StorageVersion",
     "Tape",
     "View",
     "around_calls",

@@ -5,7 +5,7 @@ memory of a `torch.Tensor` or of its storage tells it first.
 
 Sizes of storages: a storage that is resized loses what it held, and torch tells no dispatch mode.
 
-Settings that change bits: rebuilds run under those that the forward began with; ops that run under others are not replayed.
+Settings that change bits: rebuilds run under those that the forward began with; ops that run under others do not run again.
 
 Saved-tensor hooks: `torch.func` and others forbid them, and torch refuses to while any are entered. Ours step aside.
 """
@@ -24,11 +24,13 @@ from lightning_memopt.record.uncompiled import uncompiled
 
 Watcher = Callable[[torch.Tensor, bool], None]
 Resize = Callable[[torch.Tensor], None]
+Hook = Callable[[torch.Tensor], object]
 _TENSOR = ("data_ptr", "numpy", "__array__", "__dlpack__")
 _STORAGE = ("data_ptr", "__setitem__", "fill_", "copy_")
 _lock = threading.Lock()
 _watchers: list[Watcher] = []
 _listeners: list[Callable[[], None]] = []
+_hooks: list[Hook] = []
 _resized: list[tuple[Resize, Resize]] = []
 _originals: list[tuple[Any, str, bool, Any]] = []
 _sizes: list[tuple[Any, str, bool, Any]] = []
@@ -115,8 +117,7 @@ def _forbidding(original: Any) -> Any:
     @uncompiled
     def disable(message: str, fail_if_non_empty: bool = True) -> Any:
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        engine = getattr(top[0], "__self__", None) if top is not None else None
-        ours = engine is not None and any(getattr(getattr(w, "__self__", None), "owner", None) is engine for w in _watchers)
+        ours = top is not None and any(top[0] is hook for hook in _hooks)
         return original(message, fail_if_non_empty and not ours)
 
     return disable
@@ -153,14 +154,16 @@ def _restore(originals: list[Any] = _originals) -> None:
 
 
 @contextlib.contextmanager
-def watching(watcher: Watcher, listener: Callable[[], None]) -> Iterator[None]:
+def watching(watcher: Watcher, listener: Callable[[], None], hook: Hook) -> Iterator[None]:
     """Call `watcher(t, address)` before anybody gets at the raw memory of `t`, by its mere address or as an array, and
-    `listener()` after somebody set one of the settings that change bits. Everything is put back when nobody watches.
+    `listener()` after somebody set one of the settings that change bits. Saved-tensor hooks may be forbidden while `hook`, our
+    own pack hook, is the innermost. Everything is put back when nobody watches.
     """
     try:
         with _lock:
             _watchers.append(watcher)
             _listeners.append(listener)
+            _hooks.append(hook)
             if len(_watchers) == 1:
                 _install()
         yield
@@ -170,6 +173,8 @@ def watching(watcher: Watcher, listener: Callable[[], None]) -> Iterator[None]:
                 _watchers.remove(watcher)
             if listener in _listeners:
                 _listeners.remove(listener)
+            if hook in _hooks:
+                _hooks.remove(hook)
             if not _watchers:
                 try:
                     _restore()

@@ -1,9 +1,10 @@
-"""Who is told what the recorder sees. An `Owner` decides what becomes of every slot; an `Observer`, where there is one, watches
-each op begin and end.
+"""Who is told what the recorder sees: the `Owner` of the forward and its `Holdings`, which decide what is held of every storage
+version; and an `Observer`, where there is one, which watches each op begin and end.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,36 +12,36 @@ import torch
 from torch._ops import OpOverload
 
 from lightning_memopt.record.rules import Rule
-from lightning_memopt.record.tape import Call, Slot
+from lightning_memopt.record.tape import Call, StorageVersion
 
 
 @dataclass(slots=True)
 class OpRecord:
     """One op as it was recorded.
 
-    `args` and `kwargs` hold a `View` where an ordinary tensor was. `reads`: the slots it read, each once. `made`: the new
-    slots with a tensor on each; `mutates`: (slot overwritten, new slot, tensor). `call`: how to run it again, where that is
-    possible.
+    func: the overload that ran.
+    rule: what is known of the op.
+    args, kwargs: its arguments, with a `View` where an ordinary tensor was.
+    reads: the storage versions it read, each once.
+    made: the new storage versions, with a tensor on each.
+    mutates: (version overwritten, new version, tensor) of what it wrote in place.
+    call: how to run it again; None where that is impossible.
+    recomputable: whether the op may run again at all.
     """
 
     func: OpOverload
     rule: Rule
     args: tuple
     kwargs: dict[str, Any]
-    reads: tuple[Slot, ...]
-    made: list[tuple[Slot, torch.Tensor]]
-    mutates: list[tuple[Slot, Slot, torch.Tensor]]
+    reads: tuple[StorageVersion, ...]
+    made: list[tuple[StorageVersion, torch.Tensor]]
+    mutates: list[tuple[StorageVersion, StorageVersion, torch.Tensor]]
     call: Call | None
-    replayable: bool
+    recomputable: bool
 
-    @property
-    def startable(self) -> bool:
-        """Whether the call can run again: all that it reads is there, or can be made."""
-        return self.call is not None and self.call.repeats and all(s.ok or s.value is not None for s in self.reads)
-
-    def remakes(self, slot: Slot) -> bool:
-        """Whether the bytes of this new slot are made by running the call again."""
-        return not slot.empty and slot.index < self.rule.makes
+    def remakes(self, version: StorageVersion) -> bool:
+        """Whether running the call again makes the bytes of this new version."""
+        return not version.empty and version.index < self.rule.makes
 
 
 class Observer(Protocol):
@@ -51,16 +52,49 @@ class Observer(Protocol):
     def end(self, record: OpRecord, args: tuple, kwargs: dict, out: Any) -> None: ...
 
 
+class Holdings(Protocol):
+    """Who keeps what is held (the engine's). `t` is a tensor on the bytes of the version that is named with it."""
+
+    def met(self, version: StorageVersion) -> None:
+        """The recorder met bytes that no recorded op made."""
+
+    def read(self, version: StorageVersion, t: torch.Tensor) -> None:
+        """An op reads bytes that no recorded op made; a rebuild may start from them."""
+
+    def made(self, version: StorageVersion, reachable: bool) -> None:
+        """An op made new memory. `reachable`: running its call again makes the bytes, from what is there or reachable."""
+
+    def overwrites(self, version: StorageVersion) -> None:
+        """The bytes of a version are about to change."""
+
+    def overwritten(self, old: StorageVersion, new: StorageVersion, t: torch.Tensor, reachable: bool) -> None:
+        """An op has just written `new` over `old`."""
+
+    def replaced(self, old: StorageVersion, new: StorageVersion, t: torch.Tensor) -> bool:
+        """`old` changed unseen, or may from now on; `new` is what is there. Returns whether bytes of `old` are held still."""
+
+    def recounted(self, version: StorageVersion, t: torch.Tensor) -> None:
+        """The version counter of a version that an op wrote is known now: it is that of `t`."""
+
+    def unchanged(self, version: StorageVersion) -> bool:
+        """Whether what is held of an earlier version is what its memory holds now."""
+
+    def startable(self, versions: Sequence[StorageVersion]) -> bool:
+        """Whether a rebuild can have the bytes of all these versions."""
+
+
 class Owner(Protocol):
-    """Who decides over the slots (the engine).
+    """Whose forward it is (the engine)."""
 
-    `recorded`: an op ran; sets `slot.value` to hold what it made.
-    `overwrites`: the bytes of a slot that recorded ops have read, and that no recipe makes, are about to change.
-    `resizes`: the storage of a slot is about to get another size.
-    `wants_state`: whether to note the generator's state for the op that comes next.
-    """
+    @property
+    def holdings(self) -> Holdings:
+        """What is held of the forward's storage versions."""
 
-    def recorded(self, record: OpRecord) -> None: ...
-    def overwrites(self, slot: Slot) -> None: ...
-    def resizes(self, slot: Slot) -> None: ...
-    def wants_state(self) -> bool: ...
+    def recorded(self, record: OpRecord) -> None:
+        """An op ran, and all its versions are known."""
+
+    def resizes(self, version: StorageVersion) -> None:
+        """The storage of a version is about to get another size."""
+
+    def wants_state(self) -> bool:
+        """Whether to note the generator's state for the op that comes next."""

@@ -17,13 +17,12 @@ from lightning_memopt.record.modes import Outside
 from lightning_memopt.record.protocols import Observer, OpRecord, Owner
 from lightning_memopt.record.rules import may_replay, rule_of_call, written_by
 from lightning_memopt.record.settings import numeric_flags
-from lightning_memopt.record.tape import UNKNOWN, UNSHARED, Call, Slot, Tape, View, storage_id
+from lightning_memopt.record.tape import UNKNOWN, UNSHARED, Call, Origin, StorageVersion, Tape, View, storage_id
 from lightning_memopt.record.tensors import (
     PLAIN,
     conjugating,
     count_versions,
     covers,
-    detached,
     device_of,
     generator_of,
     is_foreign,
@@ -43,19 +42,21 @@ class Recorder(Outside):
         super().__init__()
         self.tape = tape
         self.owner = owner
+        self.holdings = owner.holdings
         self.observer = observer
         self.writes: Callable[[torch.Tensor], None] | None = None
         """Told of a tensor whose memory an op is about to write, also after the forward."""
         self.capturing = True
         self.elsewhere = False
         self.fixed: frozenset[int] = frozenset()
-        """Ops, by their number, that are not replayed: what they read is overwritten before a rebuild may need them."""
+        """Numbers of ops that never run again: what they read is overwritten before a rebuild may need it."""
         self.hidden: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         """Around what is allocated for a rebuild, and the step alone would not."""
         self.op = 0
-        self.next_slot = 0
-        self.of_storage: dict[int, Slot] = {}
-        self._beneath: dict[int, list[Slot]] = {}
+        self.next_id = 0
+        self.of_storage: dict[int, StorageVersion] = {}
+        self._beneath: dict[int, list[StorageVersion]] = {}
+        """Version -> earlier ones of its memory that changed unseen and of which something is held."""
         self.thread = threading.get_ident()
 
     def forget(self) -> None:
@@ -63,93 +64,92 @@ class Recorder(Outside):
         self.of_storage.clear()
         self._beneath.clear()
 
-    def recognise(self, slot: Slot) -> None:
-        """The slot's bytes were made again, maybe in a new storage: ops that read it read this slot."""
-        known = self.of_storage.get(storage_id(slot.value)) if slot.value is not None else slot
-        if known is slot or (known is not None and slot.stale):
+    def recognise(self, version: StorageVersion, value: torch.Tensor | None) -> None:
+        """The bytes of a version were rebuilt, maybe in a new storage, and `value` is on them: ops that read it read the
+        version.
+        """
+        if value is None:
             return
-        assert slot.value is not None
-        self.tape.weak(slot.value.untyped_storage())  # keeps the address from being used again
-        self.of_storage[storage_id(slot.value)] = slot
-        if slot.alive() is None:  # else ops may still read the old one
-            slot.version = slot.value._version
+        known = self.of_storage.get(storage_id(value))
+        if known is version or (known is not None and version.stale):
+            return
+        self.tape.weak(value.untyped_storage())  # keeps the address from being used again
+        self.of_storage[storage_id(value)] = version
+        if version.alive() is None:  # else ops may still read the old storage
+            version.counter = value._version
 
-    def adopt(self, t: torch.Tensor, why: str = "made outside of the recorded forward") -> Slot:
-        """The slot of a tensor that no recorded op made: it is held, never dropped (R4)."""
+    def adopt(self, t: torch.Tensor, why: str = "made outside of the recorded forward") -> StorageVersion:
+        """The version that a tensor is on which no recorded op made: it is held, never dropped (R4)."""
         known = self.of_storage.get(storage_id(t))
         if known is not None:
             return known
-        slot = self._new(t)
-        slot.external = True
-        slot.ok = True
-        slot.version = t._version
-        slot.why = why
-        slot.parameter = isinstance(t, torch.nn.Parameter) or isinstance(t._base, torch.nn.Parameter)
+        version = self._new(t, Origin.EXTERNAL)
+        version.why = why
+        version.parameter = isinstance(t, torch.nn.Parameter) or isinstance(t._base, torch.nn.Parameter)
         # R4: what starts from it is kept, and may be started from. Weights that were loaded so are not written to.
-        slot.exposed = not slot.parameter and is_foreign(t)
+        version.exposed = not version.parameter and is_foreign(t)
+        self.holdings.met(version)
         if self._starts():
-            slot.value = detached(t)  # never the tensor itself: its `.data` may become another memory
-        return slot
+            self.holdings.read(version, t)
+        return version
 
     def _starts(self) -> bool:
         """Whether rebuilds may start from what is read now."""
         return self.capturing
 
-    def _current(self, slot: Slot, t: torch.Tensor, reads: bool = True) -> Slot:
-        """The slot, or a new one where its version counter moved unseen: a compiled region, another thread, an extension.
-        `reads`: an op reads it, from which rebuilds may start.
-        """
-        if reads and slot.external and slot.value is None and self._starts():
-            slot.value = detached(t)
-        if slot.version == UNKNOWN and not (slot.counted is not None and t._version > slot.counted + 1):
-            slot.version = t._version
-            if slot.value is not None:
-                slot.value = detached(t)  # with the counter that was read
-        elif slot.version != t._version and slot.version != UNSHARED and self.capturing:
-            return self._replaced(slot, t, "changed by what the recorder does not see")
-        return slot
+    def _current(self, version: StorageVersion, t: torch.Tensor) -> StorageVersion:
+        """The version, or a new one where its counter moved unseen: a compiled region, another thread, an extension."""
+        written_since = version.counter_in_op is not None and t._version > version.counter_in_op + 1
+        if version.counter == UNKNOWN and not written_since:
+            version.counter = t._version
+            self.holdings.recounted(version, t)
+        elif version.counter != t._version and version.counter != UNSHARED and self.capturing:
+            return self._replaced(version, t, "changed by what the recorder does not see")
+        return version
 
-    def _replaced(self, slot: Slot, t: torch.Tensor, why: str) -> Slot:
-        """A new slot for the storage of `slot`, whose bytes are no longer what was recorded."""
-        slot.value = None if slot.call is not None and slot.ok else slot.value
+    def _replaced(self, old: StorageVersion, t: torch.Tensor, why: str) -> StorageVersion:
+        """A new version of the storage of `old`, whose bytes are no longer what was recorded."""
         del self.of_storage[storage_id(t)]
-        slot.stale = True
         new = self.adopt(t, why)
-        new.exposed, new.parameter = slot.exposed, slot.parameter
-        new.asked = slot.asked or slot.handles > 0
-        slot.next = new.id
-        earlier = self._beneath.pop(slot.id, [])
-        self._beneath[new.id] = [*earlier, slot] if slot.value is not None else earlier
+        new.exposed, new.parameter = old.exposed, old.parameter
+        old.next = new.id
+        earlier = self._beneath.pop(old.id, [])
+        self._beneath[new.id] = [*earlier, old] if self.holdings.replaced(old, new, t) else earlier
         return new
 
-    def packs(self, t: torch.Tensor) -> Slot | None:
-        """The slot of a tensor that autograd saves; None where it is not recorded, or its bytes changed unseen."""
-        if type(t) not in PLAIN or t.layout is not torch.strided:  # what is not plain otherwise has no slot
+    def packs(self, t: torch.Tensor) -> StorageVersion | None:
+        """The version that autograd saves; None where it is not recorded, or its bytes changed unseen."""
+        if type(t) not in PLAIN or t.layout is not torch.strided:  # other tensors that are not plain have no version
             return None
-        slot = self.of_storage.get(storage_id(t))
-        if slot is None or (slot.version != t._version and slot is not self._current(slot, t, reads=False)):
+        version = self.of_storage.get(storage_id(t))
+        if version is None or (version.counter != t._version and version is not self._current(version, t)):
             return None
-        return slot
+        return version
 
-    def _new(self, t: torch.Tensor, id: int | None = None) -> Slot:
+    def _new(self, t: torch.Tensor, origin: Origin = Origin.RECORDED, id: int | None = None) -> StorageVersion:
         if id is None:
-            id = self.next_slot
-            self.next_slot += 1
-        slot = Slot(id, t, self.tape)
-        self.of_storage[storage_id(t)] = slot
+            id = self.next_id
+            self.next_id += 1
+        version = StorageVersion(id, t, self.tape, origin)
+        self.of_storage[storage_id(t)] = version
         if self.capturing:
-            self.tape.slots[slot.id] = slot
-        return slot
+            self.tape.versions[id] = version
+        return version
 
-    def _capture(self, value: Any, reads: list[Slot], plain: list[bool]) -> Any:
+    def _capture(self, value: Any, reads: list[StorageVersion], plain: list[bool]) -> Any:
         if isinstance(value, torch.Tensor):
             if not is_plain(value):
                 plain[0] = False
                 return None
-            slot = self.of_storage.get(storage_id(value))
-            slot = self.adopt(value) if slot is None else self._current(slot, value)
-            reads.append(slot)
-            return View(slot.id, value)
+            version = self.of_storage.get(storage_id(value))
+            if version is None:
+                version = self.adopt(value)
+            else:
+                if version.external and self._starts():
+                    self.holdings.read(version, value)
+                version = self._current(version, value)
+            reads.append(version)
+            return View(version.id, value)
         if type(value) in (list, tuple):
             return [self._capture(v, reads, plain) for v in value]
         return value
@@ -170,23 +170,23 @@ class Recorder(Outside):
         if func is _DETACH:
             return self._detach(*args)
         op = self._number()
-        reads: list[Slot] = []
+        reads: list[StorageVersion] = []
         plain = [True]
         held_args = tuple([self._capture(a, reads, plain) for a in args])
         held_kwargs = {k: self._capture(v, reads, plain) for k, v in kwargs.items()} if kwargs else {}
         targets = written_by(func, rule, args, kwargs)
-        replayable = (
+        recomputable = (
             self.capturing
             and plain[0]
             and not self.elsewhere
             and op not in self.fixed
             and rule.handling != "opaque"
-            and may_replay(func, device_of((slot.device for slot in reads), kwargs).type)
+            and may_replay(func, device_of((version.device for version in reads), kwargs).type)
         )
-        record = OpRecord(func, rule, held_args, held_kwargs, (), [], [], None, replayable)
-        if replayable and rule.handling != "empty":
+        record = OpRecord(func, rule, held_args, held_kwargs, (), [], [], None, recomputable)
+        if recomputable and rule.handling != "empty":
             record.call = self._call(op, record, args, kwargs, reads, targets)
-            record.replayable = record.call is not None
+            record.recomputable = record.call is not None
         record.reads = tuple(dict.fromkeys(reads))
         if self.capturing:
             for t in targets:
@@ -203,14 +203,14 @@ class Recorder(Outside):
         if targets and func._name.startswith("aten::_foreach_"):
             count_versions(targets, [v for _, v in before])
         if rule.handling == "empty" and self.capturing and isinstance(out, torch.Tensor) and is_plain(out):
-            # it reads no bytes: the replay needs the form of the result, not what the form was taken from
+            # it reads no bytes: a rebuild needs the form of the result, not what the form was taken from
             like = {"dtype": out.dtype, "device": out.device}
             record.call = Call(op, _EMPTY_STRIDED, (out.size(), out.stride()), like, (), False)
-            record.replayable = True
+            record.recomputable = True
         record.made = self._outputs(out, record)
         targets = [t for t, (id, _) in zip(targets, before, strict=True) if storage_id(t) == id]  # `set_` writes no bytes
         mutates = self._mutated(targets, record, reads) if self.capturing else []
-        if rule.rewrite is None:  # else running statistics: written once, by the user's own pass, and no replay reads them
+        if rule.rewrite is None:  # else running statistics: written once, by the user's own pass, and no rebuild reads them
             record.mutates = mutates
         if observer is not None:
             observer.end(record, args, kwargs, out)
@@ -229,42 +229,42 @@ class Recorder(Outside):
     def _detach(self, t: torch.Tensor) -> torch.Tensor:
         """Not an op: the same bytes. torch calls it by itself on what a factory made, but only if somebody else holds that."""
         out = torch.ops.aten.detach.default(t)
-        slot = self.of_storage.get(storage_id(t)) if self.capturing and is_plain(t) else None
-        if slot is not None and slot.value is not None and slot.call is None and not slot.external:
-            slot.value = detached(out)  # it has a version counter of its own: the one that the user's tensor has
+        version = self.of_storage.get(storage_id(t)) if self.capturing and is_plain(t) else None
+        if version is not None and version.call is None and not version.external:
+            self.holdings.recounted(version, out)  # `out` has a version counter of its own: the one that the user's tensor has
         return out
 
     def _call(
-        self, op: int, record: OpRecord, args: tuple, kwargs: dict, reads: list[Slot], targets: list[torch.Tensor]
+        self, op: int, record: OpRecord, args: tuple, kwargs: dict, reads: list[StorageVersion], targets: list[torch.Tensor]
     ) -> Call | None:
         """The recipe of this op, or None where its results cannot be made again. Takes out of `reads` what it leaves out."""
         func, rule, held_args, held_kwargs = record.func, record.rule, record.args, record.kwargs
         if rule.rewrite is not None and targets:
-            # the running statistics are written, but no output depends on them: the replay leaves them out
+            # the running statistics are written, but no output depends on them: a rebuild leaves them out
             func, held_args, held_kwargs = rule.rewrite(func, held_args, held_kwargs)
             statistics = {id(self.of_storage[storage_id(t)]) for t in targets}
-            reads[:] = [slot for slot in reads if id(slot) not in statistics]
+            reads[:] = [version for version in reads if id(version) not in statistics]
             targets = []
         mutated = {id(self.of_storage[storage_id(t)]) for t in targets}
-        for slot in reads:
-            if slot.exposed:
-                return None  # R4: what is in it when a replay would read it may be something else
-            if slot.empty:
+        for version in reads:
+            if version.exposed:
+                return None  # R4: its content may be something else when a rebuild would read it
+            if version.empty:
                 # R4: content of `empty` is nobody's, unless this op overwrites all of it
-                whole = rule.whole and id(slot) in mutated and len(targets) == 1 and covers(targets[0])
+                whole = rule.whole and id(version) in mutated and len(targets) == 1 and covers(targets[0])
                 if not whole:
                     return None
-            elif slot.call is None and id(slot) in mutated:
+            elif version.call is None and id(version) in mutated:
                 return None  # memory of somebody else: its new content is theirs
             else:
-                slot.read = True
-        ids = tuple(dict.fromkeys(slot.id for slot in reads))
+                version.read = True
+        ids = tuple(dict.fromkeys(version.id for version in reads))
         call = Call(op, func, held_args, held_kwargs, ids, torch.is_grad_enabled())
         if rule.handling == "random":
             call.repeats = self.owner.wants_state()
             if call.repeats:
                 generator = kwargs.get("generator") or next((a for a in args if isinstance(a, torch.Generator)), None)
-                generator = generator or generator_of(device_of((slot.device for slot in reads), kwargs))
+                generator = generator or generator_of(device_of((version.device for version in reads), kwargs))
                 if generator is None:
                     return None
                 with self.hidden():
@@ -272,56 +272,53 @@ class Recorder(Outside):
         return call
 
     def _mutated(
-        self, targets: list[torch.Tensor], record: OpRecord, reads: list[Slot]
-    ) -> list[tuple[Slot, Slot, torch.Tensor]]:
+        self, targets: list[torch.Tensor], record: OpRecord, reads: list[StorageVersion]
+    ) -> list[tuple[StorageVersion, StorageVersion, torch.Tensor]]:
         rule, call = record.rule, record.call
-        ok = call is not None and call.repeats and all(s.ok or s.value is not None or s.empty for s in reads)
-        found = []
+        reachable = call is not None and call.repeats and self.holdings.startable(reads)
+        if rule.rewrite is not None:
+            call = None  # the form that runs again writes nothing
+        mutates = []
         for t in targets:
             old = self.of_storage.get(storage_id(t))
             if old is not None:
-                new = self._overwritten(old, t, self._new(t), call if rule.rewrite is None else None, ok)
+                external = call is None and old.external
+                new = self._new(t, Origin.EXTERNAL if external else Origin.RECORDED)
+                self._overwritten(old, t, new, call, reachable)
                 new.why = new.why or rule.why
-                if call is not None and rule.rewrite is None:
+                if call is not None:
                     call.mutates = (*call.mutates, (old.id, new.id))
-                found.append((old, new, t))
-        return found
+                mutates.append((old, new, t))
+        return mutates
 
-    def _overwrites(self, old: Slot) -> None:
-        """The bytes of a slot are about to change."""
-        for earlier in self._beneath.pop(old.id, ()):  # the same bytes, if but another counter was met (that of `.data`)
-            if earlier.version < 0 or (earlier.value is not None and earlier.value._version == earlier.version):
+    def _overwrites(self, old: StorageVersion) -> None:
+        """The bytes of a version are about to change."""
+        for earlier in self._beneath.pop(old.id, ()):  # the same bytes, but another counter was met (that of `.data`)
+            if earlier.counter < 0 or self.holdings.unchanged(earlier):
                 self._overwrites(earlier)
-        if old.call is not None and old.ok:
-            old.value = None  # an alias of the memory that is about to change: its recipe makes the bytes again
-        elif old.read:
-            self.owner.overwrites(old)
+        self.holdings.overwrites(old)
 
-    def _overwritten(self, old: Slot, t: torch.Tensor, new: Slot, call: Call | None, ok: bool) -> Slot:
-        """`new`, the slot of what an op has just written over `old`, through `t`."""
-        new.version = UNSHARED if old.version == UNSHARED else UNKNOWN  # autograd moves the counter after the op, by one
-        new.counted = t._version
-        new.asked = old.asked or old.handles > 0
-        old.stale = True
+    def _overwritten(
+        self, old: StorageVersion, t: torch.Tensor, new: StorageVersion, call: Call | None, reachable: bool
+    ) -> None:
+        """`new` is the version that an op has just written over `old`, through `t`."""
+        new.counter = UNSHARED if old.counter == UNSHARED else UNKNOWN  # autograd moves the counter after the op, by one
+        new.counter_in_op = t._version
         old.next = new.id
         if call is None:
-            new.external = new.ok = old.external
             new.exposed, new.parameter = old.exposed, old.parameter
-            new.why = "overwritten in place by an op that is not replayed"
-            if old.external and self._starts():
-                new.value = detached(t)
+            new.why = "overwritten in place by an op that does not run again"
+            if new.external and self._starts():
+                self.holdings.read(new, t)
         else:
-            new.ok = ok
             new.call = call
-        if (old.handles or old.pinned) and not (new.ok and new.call is not None):
-            # autograd reads these bytes where the version counter of what it saved does not move
-            new.value = detached(t)
-            new.pinned = True
-        return new
+        self.holdings.overwritten(old, new, t, reachable)
 
-    def _outputs(self, out: Any, record: OpRecord) -> list[tuple[Slot, torch.Tensor]]:
-        """Slots for the new storages among the results."""
-        rule, call, startable = record.rule, record.call, record.startable
+    def _outputs(self, out: Any, record: OpRecord) -> list[tuple[StorageVersion, torch.Tensor]]:
+        """Versions for the new storages among the results."""
+        rule, call = record.rule, record.call
+        startable = call is not None and call.repeats and self.holdings.startable(record.reads)
+        origin = Origin.EMPTY if rule.handling == "empty" else Origin.RECORDED
         made = []
         for index, t in enumerate((out,) if isinstance(out, torch.Tensor) else tensors_in(out)):
             if not is_plain(t):
@@ -329,18 +326,17 @@ class Recorder(Outside):
             known = self.of_storage.get(storage_id(t))
             if known is not None:
                 if rule.unshared:
-                    known.version = UNSHARED
+                    known.counter = UNSHARED
                 continue
-            slot = self._new(t)
-            slot.index = index
-            slot.empty = rule.handling == "empty"
+            version = self._new(t, origin)
+            version.index = index
             if call is not None:
-                slot.ok = startable and record.remakes(slot)
-                slot.call = call
-                call.made = (*call.made, (index, slot.id))
+                version.call = call
+                call.made = (*call.made, (index, version.id))
             else:
-                slot.why = rule.why or "made from what cannot be made again"
-            made.append((slot, t))
+                version.why = rule.why or "made from bytes that cannot be made again"
+            self.holdings.made(version, startable and record.remakes(version))
+            made.append((version, t))
         return made
 
     @property
@@ -360,35 +356,35 @@ class Recorder(Outside):
         """The storage of `t` is about to get another size: what it holds goes, and may be put back unseen (R4)."""
         if self.writes is not None:
             self.writes(t)
-        slot = self.of_storage.get(storage_id(t)) if self.capturing else None
-        if slot is not None:
-            self.owner.resizes(slot)
-            self._overwrites(slot)
-            new = self._replaced(slot, t, "its storage was resized")
-            new.exposed = True
-            new.version = UNKNOWN
+        version = self.of_storage.get(storage_id(t)) if self.capturing else None
+        if version is not None:
+            self.owner.resizes(version)
+            self._overwrites(version)
+            self._becomes_exposed(version, t, "its storage was resized")
 
     def resized(self, t: torch.Tensor) -> None:
         """The storage of `t` has another size now."""
-        slot = self.of_storage.get(storage_id(t))
-        if slot is not None:
-            slot.nbytes = t.untyped_storage().nbytes()
+        version = self.of_storage.get(storage_id(t))
+        if version is not None:
+            version.nbytes = t.untyped_storage().nbytes()
 
     def expose(self, t: torch.Tensor, address: bool = False) -> None:
-        """Somebody takes the raw memory of `t`: from now on it may change unseen, so no replay starts from it (R4).
+        """Somebody takes the raw memory of `t`: from now on it may change unseen, so no rebuild starts from it (R4).
 
         The mere `address` of a parameter is exempt: kernels take it to read, and a copy of each would cost what is saved.
         """
         if not self.capturing or not is_plain(t):
             return
-        slot = self.of_storage.get(storage_id(t))
-        if slot is None and threading.get_ident() != self.thread:
+        version = self.of_storage.get(storage_id(t))
+        if version is None and threading.get_ident() != self.thread:
             return
-        slot = slot or self.adopt(t)
-        if slot.exposed or (address and slot.parameter):
+        version = version or self.adopt(t)
+        if version.exposed or (address and version.parameter):
             return
-        if slot.read and not (slot.call is not None and slot.ok):
-            self.owner.overwrites(slot)
-        new = self._replaced(slot, t, "its memory was handed out (data_ptr, numpy or dlpack)")
+        self.holdings.overwrites(version)
+        self._becomes_exposed(version, t, "its memory was handed out (data_ptr, numpy or dlpack)")
+
+    def _becomes_exposed(self, version: StorageVersion, t: torch.Tensor, why: str) -> None:
+        new = self._replaced(version, t, why)
         new.exposed = True
-        new.version = UNKNOWN
+        new.counter = UNKNOWN

@@ -1,15 +1,16 @@
-"""What the recorder writes down: slots (versions of storages), views on them, and the calls that made them.
+"""What the recorder writes down: storage versions, views on them, and the calls that made them.
 
-A `Tape` is one forward pass. References point one way only: a handle that autograd holds -> its tape -> calls and slots.
-Nothing on a tape refers to handles or to the recorder, so it dies with the last handle, without the garbage collector.
-Storages are recognised by their live object: a weak reference keeps the storage's address from being used again while
-the recorder may still meet it; it does not keep its bytes.
+A `Tape` is one forward pass. References point one way only: a handle that autograd holds -> its tape -> calls and storage
+versions. Nothing on a tape refers to handles or to the recorder, so it dies with the last handle, without the garbage
+collector. Storages are recognised by their live object: a weak reference keeps the storage's address from being used again
+while the recorder may still meet it; it does not keep its bytes.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch._ops import OpOverload
@@ -18,108 +19,113 @@ from lightning_memopt.record.settings import numeric_flags
 from lightning_memopt.record.uncompiled import uncompiled
 
 UNKNOWN = -1
-"""No version: the counter has not been read yet."""
+"""No count: the version counter has not been read yet."""
 UNSHARED = -2
-"""No version: views of the storage count for themselves."""
+"""No count: views of the storage count for themselves."""
 
 storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]
 
 
-class AwayCopy(Protocol):
-    """A slot's bytes where they are away (runtime/away.py)."""
+class Origin(enum.Enum):
+    """How a storage version came to be."""
 
-    exact: bool
-    lossy: bool
-    gone: bool
-    spent: bool
-    noted: int
-
-    def wait_gone(self) -> None: ...
-    def begin(self) -> None: ...
-    def put_off(self) -> None: ...
-    def spend(self) -> None: ...
-    def value(self) -> torch.Tensor: ...
-    def in_order(self, shown: torch.Tensor) -> None: ...
+    RECORDED = "a recorded op made it"
+    EMPTY = "a recorded op made it without any content (`empty`)"
+    EXTERNAL = "no recorded op made it: it was there before the forward, or something that is not seen wrote it"
 
 
-class Slot:
-    """One version of one storage.
+class Held(Protocol):
+    """What the owner of a tape holds of a storage version. The recorder never looks at it."""
 
-    `value` is a tensor on the storage where something of ours holds its bytes, else None. `ok`: it can be made again from
-    what is held (or is held itself). `version` is what the version counter said when it was first read.
-    `noted` is what that of `value` must still say: as when it was read, when the forward ended, or when it was rebuilt.
-    `counted`: the counter while the op that wrote over the storage was under way. `parameter`: it was met as one.
-    `id` numbers slots in order of first sight. `stale`: a later version, with the id `next`, has overwritten it. `read`: a
-    recorded op starts from it. `exposed`: its memory was handed out. `asked`: what was saved of an earlier version may be read
-    from it, where no version counter moves; `pinned`: and is, so that it stays. `plan`: the tensor of the plan's graph that it
-    is, once matched. `stream`: on CUDA, the stream in whose order a rebuild made or last read its bytes. `away`: a copy
-    elsewhere or in another form; `shown`: what came back of it where that has not the very bits, for autograd alone.
+    value: torch.Tensor | None
+    """A tensor on the bytes, where the owner holds them."""
+
+
+H = TypeVar("H", bound=Held)
+
+
+class StorageVersion(Generic[H]):
+    """The bytes of a storage between two writes.
+
+    id: numbers versions in order of first sight.
+    nbytes: size of the storage.
+    device: where the storage is.
+    weak: a weak reference to the storage.
+    origin: how the bytes came to be.
+    call: the op that makes the bytes when it runs again; None where nothing does.
+    index: which of the call's results the bytes are.
+    counter: the version counter when it was first read (`UNKNOWN`, `UNSHARED`).
+    counter_in_op: the version counter while the op that wrote over the storage ran; None where no op did.
+    next: id of the version that has overwritten this one; None while there is none.
+    parameter: it was met as a parameter.
+    exposed: its raw memory was handed out, so it may change unseen (R4).
+    read: a recorded op reads it, so a rebuild may start from it.
+    why: why it cannot be made again; "" where it can.
+    holding: what the owner of the tape holds of it.
     """
 
     __slots__ = (
-        "asked",
-        "away",
         "call",
-        "counted",
+        "counter",
+        "counter_in_op",
         "device",
-        "empty",
         "exposed",
-        "external",
-        "handles",
+        "holding",
         "id",
         "index",
         "nbytes",
         "next",
-        "noted",
-        "ok",
+        "origin",
         "parameter",
-        "pinned",
-        "plan",
         "read",
-        "shown",
-        "stale",
-        "stream",
-        "value",
-        "version",
         "weak",
         "why",
     )
 
-    def __init__(self, id: int, t: torch.Tensor, tape: Tape) -> None:
+    def __init__(self, id: int, t: torch.Tensor, tape: Tape[H], origin: Origin = Origin.RECORDED) -> None:
         storage = t.untyped_storage()
         self.id = id
         self.nbytes = storage.nbytes()
         self.device = t.device
         self.weak = tape.weak(storage)
-        self.version = t._version
+        self.origin = origin
         self.call: Call | None = None
         self.index = 0
-        self.value: torch.Tensor | None = None
-        self.away: AwayCopy | None = None
-        self.shown: torch.Tensor | None = None
-        self.plan: int | None = None
+        self.counter = t._version
+        self.counter_in_op: int | None = None
         self.next: int | None = None
-        self.handles = 0
-        self.noted = UNKNOWN
-        self.counted: int | None = None
-        self.stream: Any = None
-        self.ok = self.empty = self.external = self.exposed = self.read = self.stale = self.pinned = self.asked = False
-        self.parameter = False
+        self.parameter = self.exposed = self.read = False
         self.why = ""
+        self.holding: H = tape.holding()
+
+    @property
+    def external(self) -> bool:
+        """Whether no recorded op made it."""
+        return self.origin is Origin.EXTERNAL
+
+    @property
+    def empty(self) -> bool:
+        """Whether its content is nobody's."""
+        return self.origin is Origin.EMPTY
+
+    @property
+    def stale(self) -> bool:
+        """Whether a later version has overwritten it."""
+        return self.next is not None
 
     def alive(self) -> torch.UntypedStorage | None:
         """The storage itself while anybody holds it."""
-        found = torch.UntypedStorage._new_with_weak_ptr(self.weak)
-        return found if isinstance(found, torch.UntypedStorage) else None
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.weak)
+        return storage if isinstance(storage, torch.UntypedStorage) else None
 
 
 class View:
-    """A strided window on the slot with the id `slot`: how one tensor argument is found again."""
+    """A strided window on the storage version with the id `version`: how a tensor argument is built again."""
 
-    __slots__ = ("conj", "dtype", "neg", "offset", "size", "slot", "stride")
+    __slots__ = ("conj", "dtype", "neg", "offset", "size", "stride", "version")
 
-    def __init__(self, slot: int, t: torch.Tensor) -> None:
-        self.slot = slot
+    def __init__(self, version: int, t: torch.Tensor) -> None:
+        self.version = version
         self.size = t.size()
         self.stride = t.stride()
         self.offset = t.storage_offset()
@@ -139,26 +145,31 @@ class View:
         )
 
     def on(self, base: torch.Tensor) -> torch.Tensor:
-        """This window on `base`, a tensor on the slot's bytes. Call below autograd, with dispatch modes off."""
+        """This window on `base`, a tensor on the version's bytes. Call below autograd, with dispatch modes off."""
         if base.dtype is self.dtype and not base.is_conj() and not base.is_neg():
-            found = torch.as_strided(base, self.size, self.stride, self.offset)
+            window = torch.as_strided(base, self.size, self.stride, self.offset)
         else:
             empty = torch.empty(0, dtype=self.dtype, device=base.device)
-            found = empty.set_(base.untyped_storage(), self.offset, self.size, self.stride)
+            window = empty.set_(base.untyped_storage(), self.offset, self.size, self.stride)
         if self.conj:
-            found = torch._conj(found)
+            window = torch._conj(window)
         if self.neg:
-            found = torch._neg_view(found)
-        return found
+            window = torch._neg_view(window)
+        return window
 
 
 class Call:
-    """One recorded op: enough to run it again. Slots are named by their ids on the tape, so that steps can share a call.
+    """One recorded op: enough to run it again. It names storage versions by their ids, so that steps can share a call.
 
-    `args` and `kwargs` hold a `View` where a tensor was; `reads` are the slots among them. `made` pairs the position of an
-    output with its slot, `mutates` the slot it overwrote with the slot it made. `rng` is (generator, its state
-    before). `repeats`: running it again gives the same bits; not so for a random op whose state nobody wanted. `op` orders
-    calls by when they ran.
+    op: orders calls by when they ran.
+    func: the overload.
+    args, kwargs: its arguments, with a `View` where a tensor was.
+    reads: ids of the versions among the arguments.
+    grad: the grad mode it ran under.
+    rng: (generator, its state before) of a random op, else None.
+    made: (position among the results, id of the version) of what it makes.
+    mutates: (id overwritten, id made) of what it writes in place.
+    repeats: whether running it again gives the same bits; a random op whose state nobody wanted does not.
     """
 
     __slots__ = ("args", "func", "grad", "kwargs", "made", "mutates", "op", "reads", "repeats", "rng")
@@ -178,24 +189,27 @@ class Call:
         self.repeats = True
 
 
-class Tape:
-    """One recorded forward pass: its slots by id, and the numeric settings it ran under.
+class Tape(Generic[H]):
+    """One recorded forward pass.
 
-    A slot that is matched to a tensor of a plan is found under that tensor's id too (`Slot.plan`).
+    versions: its storage versions by id. A version that is matched to a tensor of a plan is there under that tensor's id, too.
+    flags: the numeric settings the forward ran under.
+    holding: makes what the owner holds of a new version: nothing at first.
     """
 
-    __slots__ = ("__weakref__", "_weak", "flags", "slots")
+    __slots__ = ("__weakref__", "_weak", "flags", "holding", "versions")
 
-    def __init__(self) -> None:
-        self.slots: dict[int, Slot] = {}
+    def __init__(self, holding: Callable[[], H]) -> None:
+        self.versions: dict[int, StorageVersion[H]] = {}
         self.flags = numeric_flags()
+        self.holding = holding
         self._weak: list[int] = []
 
     def weak(self, storage: torch.UntypedStorage) -> int:
         """A weak reference to a storage that lasts as long as the tape: its address is not used again before."""
-        found: int = storage._weak_ref()  # type: ignore[assignment]
-        self._weak.append(found)
-        return found
+        reference: int = storage._weak_ref()  # type: ignore[assignment]
+        self._weak.append(reference)
+        return reference
 
     @uncompiled
     def __del__(self) -> None:

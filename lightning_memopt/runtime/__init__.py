@@ -1,8 +1,14 @@
-"""The eager replay engine: obeys a plan, never decides."""
+"""Carries out plans: the eager engine (`engine`), parked tensors (parked.py, `codecs`, `tiers`), early updates."""
 
-from lightning_memopt.runtime.engine import Engine, Handle, Kept
-from lightning_memopt.runtime.observing import ObservingEngine
-from lightning_memopt.runtime.planned import PlannedEngine
-from lightning_memopt.runtime.program import Program, sized_by_data
+from lightning_memopt.runtime.engine import (
+    Engine,
+    Handle,
+    Kept,
+    Learned,
+    ObservingEngine,
+    PlannedEngine,
+    Program,
+    sized_by_data,
+)
 
-__all__ = ["Engine", "Handle", "Kept", "ObservingEngine", "PlannedEngine", "Program", "sized_by_data"]
+__all__ = ["Engine", "Handle", "Kept", "Learned", "ObservingEngine", "PlannedEngine", "Program", "sized_by_data"]

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memopt.plan import Run
-from lightning_memopt.runtime import PlannedEngine, Program
+from lightning_memopt.runtime import Learned, PlannedEngine, Program
 from lightning_memopt.session import times
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.recording import PlannedRecording
@@ -114,9 +114,10 @@ def _planned(
     graph = observation.finish()
     assert graph is not None
     program = Program(graph, recompute_everything(graph))
+    learned = Learned(program)
 
     def step() -> None:
-        with PlannedRecording(PlannedEngine(program), holder):
+        with PlannedRecording(PlannedEngine(learned), holder):
             loss = forward()
         loss.backward()
 

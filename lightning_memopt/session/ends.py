@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_memopt.record import is_plain, storage_id
-from lightning_memopt.runtime.engine import Engine
+from lightning_memopt.runtime import Engine
 from lightning_memopt.session.observation import Observation
 
 

@@ -24,8 +24,8 @@ from lightning_memopt.plan.rates import Rates
 from lightning_memopt.plan.readers import Need, lossy, need
 from lightning_memopt.plan.simulate import first_read
 from lightning_memopt.runtime import Program
-from lightning_memopt.runtime.away import Depot
 from lightning_memopt.runtime.codecs import NAMES, codec
+from lightning_memopt.runtime.parked import Depot
 from lightning_memopt.runtime.tiers import DiskTier, HostTier, Tier
 from lightning_memopt.runtime.tiers.scratch import Scratch
 from lightning_memopt.session import costs, times

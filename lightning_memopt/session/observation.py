@@ -77,7 +77,7 @@ class Observation:
         evicts = self.recompute and self.limit_nbytes is not None
         engine = ObservingEngine(tracer, self._pressure if evicts else None, self.verify and self.recompute)
         recorder = Recorder(engine.tape, engine, tracer)
-        engine.rebuilds = recorder.recognise
+        engine.on_rebuilt = lambda version: recorder.recognise(version, version.holding.value)
         recorder.fixed = self.fixed
         recorder.writes = self._writes
         engine.starts.lost = self._lost
@@ -163,7 +163,7 @@ class Observation:
             return
         tracer, _, recorder = self._round
         assert p.grad is not None
-        # who reads the gradient later reads this slot, whoever made it
+        # an op that reads the gradient later reads this version, whoever made it
         self.finals.append(Final(name, recorder.adopt(p).id, recorder.adopt(p.grad).id, len(tracer.points) - 1))
 
     @contextlib.contextmanager
@@ -183,7 +183,7 @@ class Observation:
     def finals_seen(self) -> list[Final]:
         """`finals` with the ids that tensors have in the graph."""
         assert self._round is not None
-        ids = {slot: i for i, slot in enumerate(sorted(self._round[0].tensors))}
+        ids = {version: i for i, version in enumerate(sorted(self._round[0].tensors))}
         return [f._replace(parameter=ids.get(f.parameter, NEVER), gradient=ids.get(f.gradient, NEVER)) for f in self.finals]
 
     def _pressure(self) -> int:
@@ -215,7 +215,7 @@ class Observation:
             self._round = None
             # autograd may keep the engine (a second backward, or none); what watched this round must not stay with it
             engine.events = engine.pressure = None
-            engine.rebuilds = _nothing
+            engine.on_rebuilt = _nothing
             tracer.close()
             recorder.forget()
             recorder.observer = recorder.writes = None

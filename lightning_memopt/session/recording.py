@@ -23,20 +23,16 @@ from lightning_memopt.record import (
     watching_sizes,
 )
 from lightning_memopt.runtime import Engine, PlannedEngine
-from lightning_memopt.runtime.matching import Matcher
+from lightning_memopt.runtime.engine.matching import Matcher
 
 
 class _Pack:
-    """The pack hook of an engine. Every saved tensor keeps it until its node is done, what was never ours too, so it keeps no
-    engine: the tape dies with the last handle. `__self__`: whose it is, as of a bound method.
+    """The pack hook of an engine. Every saved tensor keeps it until its node is done, also a tensor that is none of the
+    engine's, so it keeps no engine: the tape dies with the last handle.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
-
-    @property
-    def __self__(self) -> Engine | None:
-        return self._engine()
 
     @uncompiled
     def __call__(self, t: torch.Tensor) -> object:
@@ -53,12 +49,13 @@ class Recording:
         self.recorder = recorder
         self._stack = contextlib.ExitStack()
         self._saving = contextlib.ExitStack()
+        self._pack = _Pack(engine)
         self._own_mode = own_mode
         self._aside = False
 
     def __enter__(self) -> Recording:
         try:
-            self.engine.recorder = self.recorder
+            self.engine.begin_forward(self.recorder)
             self.recorder.capturing = True
             self._watch()
             self._begin()
@@ -68,7 +65,7 @@ class Recording:
         return self
 
     def _watch(self) -> None:
-        self._stack.enter_context(watching(self.recorder.expose, self.recorder.settings_changed))
+        self._stack.enter_context(watching(self.recorder.expose, self.recorder.settings_changed, self._pack))
         if self._own_mode:  # else whoever holds it watches to the end of the step
             self._stack.enter_context(watching_sizes(self.recorder.resizing, self.recorder.resized))
         self._stack.enter_context(around_dual_levels(self._level_begins, self._level_ends))
@@ -89,10 +86,10 @@ class Recording:
         if not hooks_allowed() or (self._own_mode and _get_current_dispatch_mode() is not self.recorder):
             return False
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        return top is not None and getattr(top[0], "__self__", None) is self.engine
+        return top is not None and top[0] is self._pack
 
     def _begin(self) -> None:
-        self._saving.enter_context(saved_tensors_hooks(_Pack(self.engine), self.engine.unpack))
+        self._saving.enter_context(saved_tensors_hooks(self._pack, self.engine.unpack))
         if self._own_mode:
             self.recorder.enter_in(self._saving)
 
@@ -101,7 +98,7 @@ class Recording:
             if self._own_mode:
                 last.callback(self.recorder.forget)
             last.callback(setattr, self.recorder, "capturing", False)
-            last.callback(setattr, self.engine, "recorder", None)  # the engine outlives the forward, the map must not
+            last.callback(self.engine.end_forward)  # the engine outlives the forward, the recorder must not
             last.callback(self._stack.close)
             last.callback(self._saving.close)
             self._aside = False
@@ -117,8 +114,8 @@ class PlannedRecording(Recording):
         recorder = engine.make_recorder()
         super().__init__(engine, recorder, own_mode=True)
         self.recorder = recorder
-        recorder.places.model = weakref.ref(model)
-        self._spans = engine.program.spans_of(model)
+        recorder.placing.places.model = weakref.ref(model)
+        self._spans = engine.learned.spans_of(model)
         self._outside: nn.Module | None = None
         self._depth = 0
         self._thread = threading.get_ident()
@@ -131,10 +128,11 @@ class PlannedRecording(Recording):
 
     def _module_begins(self, module: nn.Module) -> None:
         if self._outside is not None:
-            self._depth += module is self._outside and threading.get_ident() == self._thread
-        elif self._spans[id(module)][1][0] == self.engine.position and self._may_leave():
-            if self.engine.fence < self.engine.position:
-                self.engine.pass_fences()
+            if module is self._outside and threading.get_ident() == self._thread:
+                self._depth += 1
+        elif self._spans[id(module)][1][0] == self.engine.cursor.position and self._may_leave():
+            if self.engine.cursor.past_fence:
+                self.engine.parking.pass_fences()
             self._outside, self._depth = module, 0
             self._saving.close()
 
@@ -144,7 +142,7 @@ class PlannedRecording(Recording):
                 self._depth -= 1  # a call of itself, inside of it
                 return
             self._outside = None
-            self.engine.position = self._spans[id(module)][1][1]
+            self.engine.cursor.skip_to(self._spans[id(module)][1][1])
             self._begin()
 
     def _may_leave(self) -> bool:

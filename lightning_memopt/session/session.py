@@ -26,9 +26,8 @@ from lightning_memopt.config import MemOptConfig, disabled
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Plan, write_plan
-from lightning_memopt.runtime import PlannedEngine
+from lightning_memopt.runtime import Engine, PlannedEngine
 from lightning_memopt.runtime.early_updates import Reason, count_versions
-from lightning_memopt.runtime.engine import Engine
 from lightning_memopt.session.attachment import Attachment
 from lightning_memopt.session.budget import (
     Neighbours,
@@ -333,8 +332,9 @@ class Session:
             if state.program.empty and not state.unproven:
                 return None
             in_force = (s.plan for s in self.plan_cache.values() if isinstance(s, Running))
-            verify, state.depot = self.config.verify and state.verifies, self._hybrid.depot_of(state.plan, in_force)
-            engine = PlannedEngine(state.program, verify=verify, depot=state.depot, unproven=state.unproven)
+            state.depot = self._hybrid.depot_of(state.plan, in_force)
+            verify = self.config.verify and state.verifies
+            engine = PlannedEngine(state.learned_ops, verify, state.depot, state.unproven)
             self._ends.planned(engine)
             return PlannedRecording(engine, self.model)
         return None
@@ -343,7 +343,7 @@ class Session:
         if self._watch.now is not None:
             self._watch.now.forward_ended()
         if isinstance(engine, PlannedEngine) and isinstance(self.current, Running):
-            self._step.deviates = self._step.deviates or not engine.departures.aside
+            self._step.deviates = self._step.deviates or not engine.cursor.deviation.aside
             self.current.compare(engine, self.config.plan)
 
     def _state_of(self, signature: Signature, batch: Any) -> State:

@@ -19,9 +19,9 @@ from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import MemOptError, PlanMismatchError
 from lightning_memopt.graph import Graph, resident_nbytes
 from lightning_memopt.plan import Plan
-from lightning_memopt.runtime import PlannedEngine, Program
-from lightning_memopt.runtime.away import Depot
-from lightning_memopt.runtime.leaving import Departures
+from lightning_memopt.runtime import Learned, PlannedEngine, Program
+from lightning_memopt.runtime.engine.cursor import PlanDeviation
+from lightning_memopt.runtime.parked import Depot
 from lightning_memopt.session import solving
 from lightning_memopt.session.advice import advice
 from lightning_memopt.session.failed import Failed
@@ -127,7 +127,7 @@ def _solved(graph: Graph, limit_nbytes: int | None, hybrid: Hybrid, say: Say) ->
 class Running:
     """A plan is in force; one without a frontier was given, one with a `lender` is that of a larger batch.
 
-    `to_measure`: steps whose peak is to be measured, in all no more than `may_measure`. `departures`: of the forwards of this
+    `to_measure`: steps whose peak is to be measured, in all no more than `may_measure`. `deviations`: of the forwards of this
     step. `strays`: forwards in a row that left the plan. `again`: how often drift was answered by observing.
     `held_nbytes`: what others hold beyond what the frontier knows, `regrown`: how often that was more. `said_bytes`: the peak
     that a warning named. `outgrown`: measured steps in a row that took clearly more than predicted.
@@ -139,7 +139,8 @@ class Running:
         self, plan: Plan, graph: Graph, frontier: planner.Frontier | None, replanned: int = 0, lender: Running | None = None
     ) -> None:
         self.plan = plan
-        self.program: Program = Program(graph, plan.lives) if lender is None else lender.program.resized()
+        self.program: Program = Program(graph, plan.lives) if lender is None else lender.program
+        self.learned_ops = Learned(self.program, sized=lender is None)
         self.frontier = frontier
         self.replanned = replanned
         self.lender = lender
@@ -149,7 +150,7 @@ class Running:
         self.held_nbytes = self.regrown = self.said_bytes = self.outgrown = 0
         self.learnt: bool = lender is not None and lender.learnt
         self.to_measure, self.may_measure = 1, _MEASURED
-        self.departures: list[Departures] = []
+        self.deviations: list[PlanDeviation] = []
         self.depot: Depot | None = None
         """Where the plan puts what goes away; None where nothing does."""
 
@@ -169,7 +170,7 @@ class Running:
     @property
     def overtaken(self) -> frozenset[int]:
         """Ops that the plan runs again although a step has changed what they read before backward needed it (which raised)."""
-        changed = {t for found in self.departures for t in found.changed}
+        changed = {t for deviation in self.deviations for t in deviation.changed}
         return frozenset(op.id for op in self.program.graph.forward if changed and not changed.isdisjoint(op.inputs))
 
     @property
@@ -198,18 +199,18 @@ class Running:
         Planned saves of ops that did not run, or saves that the plan does not know, are a difference; ops that save nothing
         (a metric, a log) are none. Ops after the model's own forward were not recorded: they are not missed.
         """
-        graph, at = self.program.graph, engine.position
-        found = engine.departures
-        self.departures.append(found)
-        if found.excess_nbytes > self.excess_nbytes and self.lender is None:
+        graph, at = self.program.graph, engine.cursor.position
+        deviation = engine.cursor.deviation
+        self.deviations.append(deviation)
+        if deviation.excess_nbytes > self.excess_nbytes and self.lender is None:
             self._watch()
-        self.excess_nbytes = max(self.excess_nbytes, found.excess_nbytes)
+        self.excess_nbytes = max(self.excess_nbytes, deviation.excess_nbytes)
         missing = any(t in graph.saves_of for op in graph.forward[at:] if op.recomputable for t in op.outputs)
-        if not missing and not found.unplanned_nbytes:
+        if not missing and not deviation.unplanned_nbytes:
             self.matched = True
             self.strays = 0
             return
-        at, name = found.first or (at, "nothing more")
+        at, name = deviation.first or (at, "nothing more")
         planned = self.program.names[at] if at < len(self.program.names) else "nothing more"
         if self.unproven:
             op = graph.forward[at] if at < len(graph.forward) else None
@@ -219,7 +220,7 @@ class Running:
                 f"expects {planned}{where}, the model ran {name}. Nothing was updated. Remove plan=, or give the plan of this "
                 "model and batch size."
             )
-        strays = _LITTLE * found.unplanned_nbytes > engine.left_out_nbytes()
+        strays = _LITTLE * deviation.unplanned_nbytes > engine.left_out_nbytes()
         self.strays = self.strays + 1 if strays else 0
         self._watch()
         if self.lender is None and not self.deviated:
@@ -249,9 +250,9 @@ class Running:
         self.steps += 1
         if self.overtaken:
             return self.observed_again()
-        if any(found.astray for found in self.departures):
+        if any(deviation.astray for deviation in self.deviations):
             self._watch()
-        self.departures.clear()
+        self.deviations.clear()
         if self.lender is not None:
             return self if self._is_served(measured_nbytes) else self._alone("a batch cannot borrow another one's plan", say)
         if self.strays < _IN_A_ROW or self.again >= _AGAIN:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Plan
-from lightning_memopt.runtime.away import Depot
+from lightning_memopt.runtime.parked import Depot
 from lightning_memopt.session.failed import Failed
 from lightning_memopt.session.silence import Silence
 from lightning_memopt.session.states import Observing, Running, State

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from lightning_memopt.record import Slot
+from lightning_memopt.record import StorageVersion
 from lightning_memopt.trace.counted import Unseen
 
 
@@ -16,14 +16,14 @@ class Lingering:
 
     def __init__(self) -> None:
         self._saves: Counter[int] = Counter()
-        self._slots: dict[int, Slot] = {}
+        self._versions: dict[int, StorageVersion] = {}
         self._since: dict[int, int] = {}
         self._gone: list[Unseen] = []
 
-    def packed(self, slot: Slot) -> None:
-        """Autograd saves a slot, perhaps once more."""
-        self._saves[slot.id] += 1
-        self._slots[slot.id] = slot
+    def packed(self, version: StorageVersion) -> None:
+        """Autograd saves a version, perhaps once more."""
+        self._saves[version.id] += 1
+        self._versions[version.id] = version
 
     def released(self, id: int, now: int, by_user: bool) -> None:
         """Autograd lets go of one of its saves at the point `now`. `by_user`: the user still holds it, which others know."""
@@ -31,20 +31,20 @@ class Lingering:
         if self._saves[id] == 0 and not by_user:
             self._since[id] = now + 1
 
-    def poll(self, now: int, held: Callable[[Slot], bool]) -> None:
-        """`held(slot)`: whether anybody but the engine holds its memory."""
+    def poll(self, now: int, held: Callable[[StorageVersion], bool]) -> None:
+        """`held(version)`: whether anybody but the engine holds its memory."""
         for id, born_at in list(self._since.items()):
-            slot = self._slots[id]
-            if not held(slot):
+            version = self._versions[id]
+            if not held(version):
                 del self._since[id]
                 if born_at <= now:
-                    self._gone.append(Unseen(slot.nbytes, born_at, now))
+                    self._gone.append(Unseen(version.nbytes, born_at, now))
 
     def seen(self) -> Iterator[Unseen]:
         """What was held, from the point after its release on."""
         yield from self._gone
-        yield from (Unseen(self._slots[id].nbytes, born_at, None) for id, born_at in self._since.items())
+        yield from (Unseen(self._versions[id].nbytes, born_at, None) for id, born_at in self._since.items())
 
     def close(self) -> None:
-        self._slots.clear()
+        self._versions.clear()
         self._since.clear()

@@ -24,13 +24,13 @@ def watch_all(tracer: Tracer, recorder: Recorder, tensors: Iterable[tuple[torch.
     for t, kind, name in tensors:
         if not is_plain(t):  # sparse, nested, made in inference mode: the recorder leaves it alone
             continue
-        slot = recorder.of_storage.get(storage_id(t))
-        if slot is None:
-            slot = recorder.adopt(t)
-            recorder.tape.slots[slot.id] = slot
-            tracer.adopt(slot, kind, name)
+        version = recorder.of_storage.get(storage_id(t))
+        if version is None:
+            version = recorder.adopt(t)
+            recorder.tape.versions[version.id] = version
+            tracer.adopt(version, kind, name)
     if tracer.device.type == "cuda":
-        known = sum(slot.nbytes for slot in recorder.tape.slots.values() if slot.device.type == "cuda")
+        known = sum(version.nbytes for version in recorder.tape.versions.values() if version.device.type == "cuda")
         tracer.adopt_unseen(max(0, requested_nbytes(tracer.device)[0] - known))
     elif tracer.ledger is not None:
         _bystanders(tracer, recorder, tracer.ledger)
@@ -44,7 +44,7 @@ def others_nbytes(tracer: Tracer, recorder: Recorder) -> int:
     counts = counter() if tracer.device.type == "cpu" and tracer.ledger is None else None
     if counts is None:
         return 0
-    storages = (slot.alive() for slot in recorder.tape.slots.values() if slot.device.type == "cpu")
+    storages = (version.alive() for version in recorder.tape.versions.values() if version.device.type == "cpu")
     known = sum(s.nbytes() for s in storages if s is not None and counts.counts(s))
     return max(0, counts.live_nbytes - known)
 

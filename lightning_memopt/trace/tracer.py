@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_memopt.graph import BEFORE, Graph, Op, Point, Save, Tensor
 from lightning_memopt.graph.model import Kind, Phase
-from lightning_memopt.record import OpRecord, Recorder, Slot, fills, storage_id, uncompiled, written_by
+from lightning_memopt.record import OpRecord, Recorder, StorageVersion, fills, storage_id, uncompiled, written_by
 from lightning_memopt.trace.counted import Ledger
 from lightning_memopt.trace.lines import user_line
 from lightning_memopt.trace.lingering import Lingering
@@ -29,7 +29,7 @@ from lightning_memopt.trace.seen import OWN_COUNT, SeenSave, SeenTensor, never_a
 
 _CUDA_ROUND = 512
 _UNSEEN = -1
-"""Slots count from 0."""
+"""Storage versions count from 0."""
 _OUTSIDE, _UNRECORDED, _LINGERS = "held outside of the step", "made by what is not recorded", "held by what is not recorded"
 _NO_BACKWARD = -1
 
@@ -67,8 +67,8 @@ class Tracer:
         self._watched: dict[int, weakref.ref[Any]] = {}
         self._storages: dict[int, list[int]] = {}
         self._adopted: dict[int, int] = {}
-        self._ours: dict[int, Slot] = {}
-        self._slots: dict[int, list[Slot]] = {}
+        self._ours: dict[int, StorageVersion] = {}
+        self._versions: dict[int, list[StorageVersion]] = {}
         self._cuda = CudaOps(device) if device.type == "cuda" else None
         self._lingering = Lingering()
         self.ledger: Ledger | None = None
@@ -105,16 +105,16 @@ class Tracer:
         func, reads, made, mutates = record.func, record.reads, record.made, record.mutates
         now = len(self.points) - 1
         scope = self.scope() if self.phase == "forward" else ""
-        if record.replayable and self.phase == "forward":  # rebuilds read nothing else
+        if record.recomputable and self.phase == "forward":  # rebuilds read nothing else
             self.lines[len(self.ops)] = user_line()
         name = func._name
         read = tuple(dict.fromkeys(map(self._reads, reads)))
         if self.phase == "backward" and not backward_runs() and self._writes_parameter(record, args, kwargs):
             self.written = True
-        for slot, t in made:
-            self._birth(slot, f"{scope}:{name}", now)
+        for version, t in made:
+            self._birth(version, f"{scope}:{name}", now)
             if fills(t):
-                born = self.tensors[slot.id]
+                born = self.tensors[version.id]
                 born.dtype, born.size = str(t.dtype).removeprefix("torch."), tuple(t.shape)
         for old, new, _ in mutates:
             before = self.tensors.get(old.id)
@@ -129,9 +129,9 @@ class Tracer:
             flops = int(formula(*args, **kwargs, out_val=out))
         workspace = 0
         if self._cuda is not None:
-            new_nbytes = sum(slot.nbytes for slot, _ in made if slot.device.type == self.device.type)
+            new_nbytes = sum(version.nbytes for version, _ in made if version.device.type == self.device.type)
             workspace = max(0, self._cuda.peak_nbytes - new_nbytes)
-        outputs = [slot.id for slot, _ in made] + [new.id for _, new, _ in mutates]
+        outputs = [version.id for version, _ in made] + [new.id for _, new, _ in mutates]
         self.ops.append(
             dict(
                 name=name,
@@ -144,7 +144,7 @@ class Tracer:
                 flops=flops,
                 scope=scope,
                 heavy=record.rule.heavy and flops > 0,
-                recomputable=record.replayable and self.phase == "forward",
+                recomputable=record.recomputable and self.phase == "forward",
                 state_nbytes=(5056 if self.device.type == "cpu" else 16) if record.rule.handling == "random" else 0,
                 at=now,
             )
@@ -152,26 +152,26 @@ class Tracer:
         if self.ledger is not None:
             self.ledger.ran(now)
 
-    def _reads(self, slot: Slot) -> int:
-        """The tensor that an op finds in a slot. Backward reads running statistics, of whose update the graph says nothing:
+    def _reads(self, version: StorageVersion) -> int:
+        """The tensor that an op finds in a version. Backward reads running statistics, of whose update the graph says nothing:
         they are the buffer that was there before the step, and count once.
         """
-        if slot.id not in self.tensors:
-            if slot.weak in self._adopted and self.phase != "forward":
-                return self._storages[self._adopted[slot.weak]][-1]
-            self.adopt(slot, "input" if self.phase == "forward" else "temporary")
-        return slot.id
+        if version.id not in self.tensors:
+            if version.weak in self._adopted and self.phase != "forward":
+                return self._storages[self._adopted[version.weak]][-1]
+            self.adopt(version, "input" if self.phase == "forward" else "temporary")
+        return version.id
 
     def _writes_parameter(self, record: OpRecord, args: tuple, kwargs: dict) -> bool:
         """Whether an op overwrites memory of a parameter: an update without an optimizer (`p.data.add_`)."""
-        slots = (self._adopted.get(storage_id(t)) for t in written_by(record.func, record.rule, args, kwargs))
-        return any(id is not None and self.tensors[id].kind == "parameter" for id in slots)
+        versions = (self._adopted.get(storage_id(t)) for t in written_by(record.func, record.rule, args, kwargs))
+        return any(id is not None and self.tensors[id].kind == "parameter" for id in versions)
 
-    def adopt(self, slot: Slot, kind: Kind, name: str = "") -> None:
+    def adopt(self, version: StorageVersion, kind: Kind, name: str = "") -> None:
         """A storage that was there before anything was recorded."""
-        self._joins(self._bystanders.pop(slot.weak, _UNSEEN))
-        self._adopted.setdefault(slot.weak, slot.id)
-        self._birth(slot, name or kind, BEFORE, kind=kind)
+        self._joins(self._bystanders.pop(version.weak, _UNSEEN))
+        self._adopted.setdefault(version.weak, version.id)
+        self._birth(version, name or kind, BEFORE, kind=kind)
 
     def adopt_unseen(self, nbytes: int) -> None:
         """Bytes on the device that belong to nothing of this step: a library's workspace, another model."""
@@ -200,23 +200,25 @@ class Tracer:
             self.ledger.born(key, storage)
         self._watched[key] = weakref.ref(storage, partial(self._death, key))
 
-    def _birth(self, slot: Slot, name: str, at: int, kind: Kind | None = None, version_of: Slot | None = None) -> None:
-        counted = slot.device.type == self.device.type
-        nbytes = self._rounded(slot.nbytes) if counted else 0
-        storage = slot.id
+    def _birth(
+        self, version: StorageVersion, name: str, at: int, kind: Kind | None = None, version_of: StorageVersion | None = None
+    ) -> None:
+        counted = version.device.type == self.device.type
+        nbytes = self._rounded(version.nbytes) if counted else 0
+        storage = version.id
         if version_of is not None and version_of.id in self.tensors:
             before = self.tensors[version_of.id]
             storage = before.storage
             kind = kind or before.kind
-        self.tensors[slot.id] = SeenTensor(name, nbytes, kind or _KIND[self.phase], storage, at)
+        self.tensors[version.id] = SeenTensor(name, nbytes, kind or _KIND[self.phase], storage, at)
         versions = self._storages.setdefault(storage, [])
-        versions.append(slot.id)
+        versions.append(version.id)
         if self.phase == "forward":
-            self._ours[slot.id] = slot
-            self._slots.setdefault(storage, []).append(slot)
+            self._ours[version.id] = version
+            self._versions.setdefault(storage, []).append(version)
         if version_of is None:
             self.largest_nbytes = max(self.largest_nbytes, nbytes if at >= 0 else 0)
-            alive = slot.alive()
+            alive = version.alive()
             if alive is not None:
                 self._counts(storage, alive)
             else:
@@ -244,45 +246,45 @@ class Tracer:
         now = len(self.points) - 1
         gone = []
         for id in list(self._ours):
-            slot = self._ours.get(id)
-            if slot is None:
+            version = self._ours.get(id)
+            if version is None:
                 continue  # the garbage collector ran meanwhile, and its bytes went
             t = self.tensors[id]
             if t.freed_at is not None:
                 gone.append(id)
-            elif slot.value is not None and not slot.external and not self._is_held(slot):
+            elif version.holding.value is not None and not version.external and not self._is_held(version):
                 t.freed_at = now
                 gone.append(id)
         for id in gone:
             self._ours.pop(id, None)
         self._lingering.poll(now, self._is_held)
 
-    def _is_held(self, slot: Slot) -> bool:
-        """Whether somebody besides the engine holds a slot's memory."""
-        if slot.value is None:
-            return slot.alive() is not None
-        held = self._held(slot.value, self.tensors[slot.id].storage)
-        return bool(torch._C._storage_Use_Count(slot.weak) > held + OWN_COUNT)
+    def _is_held(self, version: StorageVersion) -> bool:
+        """Whether somebody besides the engine holds a version's memory."""
+        if version.holding.value is None:
+            return version.alive() is not None
+        held = self._held(version.holding.value, self.tensors[version.id].storage)
+        return bool(torch._C._storage_Use_Count(version.weak) > held + OWN_COUNT)
 
     def _held(self, value: torch.Tensor, storage: int) -> int:
         """How many tensors on the memory of `value` the engine holds: those of overwritten versions count."""
-        values = [version.value for version in self._slots[storage] if version.value is not None]
+        values = [version.holding.value for version in self._versions[storage] if version.holding.value is not None]
         return 1 if len(values) == 1 else [storage_id(v) for v in values].count(storage_id(value))
 
     # -- told by the engine ------------------------------------------------------------------------
 
-    def packed(self, save: int, slot: Slot) -> None:
-        self.saves[save] = SeenSave(slot.id, len(self.ops), user_line())
-        self._lingering.packed(slot)
+    def packed(self, save: int, version: StorageVersion) -> None:
+        self.saves[save] = SeenSave(version.id, len(self.ops), user_line())
+        self._lingering.packed(version)
 
-    def name_of(self, slot: Slot) -> str:
-        return self.tensors[slot.id].name if slot.id in self.tensors else ""
+    def name_of(self, version: StorageVersion) -> str:
+        return self.tensors[version.id].name if version.id in self.tensors else ""
 
     def line_of(self, save: int) -> str:
         return self.saves[save].line if save in self.saves else ""
 
-    def reader_of(self, slot: Slot) -> tuple[str, str]:
-        op = next((i for i, op in enumerate(self.ops) if slot.id in op["inputs"]), None)
+    def reader_of(self, version: StorageVersion) -> tuple[str, str]:
+        op = next((i for i, op in enumerate(self.ops) if version.id in op["inputs"]), None)
         return ("", "") if op is None else (self.ops[op]["name"], self.lines.get(op, ""))
 
     def kept(self, where: int, t: torch.Tensor) -> tuple[str, str]:
@@ -319,17 +321,17 @@ class Tracer:
         """Stop watching. The weak references' callbacks refer to the tracer: a cycle, until they are dropped."""
         self._watched.clear()
         self._ours.clear()
-        self._slots.clear()
+        self._versions.clear()
         self._lingering.close()
 
     # -- the result --------------------------------------------------------------------------------
 
     def graph(self, recorder: Recorder) -> Graph:
-        """What was observed so far. Ids are made dense; slots that no op met are left out."""
+        """What was observed so far. Ids are made dense; versions that no op met are left out."""
         self.poll()
         end = len(self.points) - 1
         known = self.tensors | self._unrecorded()
-        ids = {slot: i for i, slot in enumerate(sorted(known))}
+        ids = {version: i for i, version in enumerate(sorted(known))}
         saves = {save: i for i, save in enumerate(sorted(self.saves))}
         written = {old: (new, op["at"]) for op in self.ops for old, new in op["mutates"]}
         seconds = [op["seconds"] for op in self.ops] if self._cuda is None else self._cuda.seconds(len(self.ops))

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from lightning_memopt.graph import Graph, resident_nbytes
 from lightning_memopt.plan import Life, lower, validate
 from lightning_memopt.plan.forms import codec_of
-from lightning_memopt.runtime import PlannedEngine, Program
-from lightning_memopt.runtime.away import Depot
+from lightning_memopt.runtime import Program
 from lightning_memopt.runtime.codecs import codec
+from lightning_memopt.runtime.parked import Depot
 from lightning_memopt.runtime.tiers import DiskTier
 from lightning_memopt.runtime.tiers.worker import Copy
 from lightning_memopt.session.observation import Observation
@@ -23,6 +23,7 @@ from lightning_memopt.solvers.rollout import Rollout, keep_all, unrepeatable
 from lightning_memopt.solvers.trips import Form, Planner, send_away
 from lightning_memopt.trace import metered_cpu
 from tests.cpu.harness import draws, same_bits
+from tests.cpu.planned import engine_of
 
 CPU = torch.device("cpu")
 
@@ -83,12 +84,12 @@ class Stepped:
             assert graph is not None
         return graph
 
-    def forward(self, program: Program | None, verify: bool = True) -> Tensor:
+    def forward(self, program: Program | None, verify: bool = True, sized: bool = True) -> Tensor:
         self._begin()
         if program is None:
             return self.loss()
-        engine = PlannedEngine(program, verify=verify, depot=self.depot)
-        self.departures, self.replayed = engine.departures, engine.replayed
+        engine = engine_of(program, sized, verify=verify, depot=self.depot)
+        self.deviation, self.replayed = engine.cursor.deviation, engine.rebuilt_ops
         with PlannedRecording(engine, self.model):
             return self.loss()
 
@@ -96,8 +97,8 @@ class Stepped:
         grads = [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
         return [loss.detach(), *grads, *(b.clone() for b in self.model.buffers()), draws()]
 
-    def step(self, program: Program | None = None) -> list[Tensor]:
-        loss = self.forward(program)
+    def step(self, program: Program | None = None, sized: bool = True) -> list[Tensor]:
+        loss = self.forward(program, sized=sized)
         loss.backward()
         return self.outcome(loss)
 

@@ -93,7 +93,7 @@ def run(call: Callable[..., Any], inputs: Any, *, drop: bool, where: str, leaves
 
             engine.recorded = recorded  # type: ignore[method-assign]
             out = forward()
-        dropped, replayed = engine.evictions, engine.replayed
+        dropped, replayed = engine.evictions, engine.rebuilt_ops
         poison()
     else:
         out = forward()

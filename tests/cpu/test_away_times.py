@@ -15,7 +15,7 @@ from lightning_memopt.plan import Plan
 from lightning_memopt.plan.model import Prediction
 from lightning_memopt.report.table import _away
 from lightning_memopt.runtime import Program
-from lightning_memopt.runtime.away import Away, Depot
+from lightning_memopt.runtime.parked import Depot, ParkedTensor
 from lightning_memopt.runtime.tiers import DiskTier, HostTier, Stopwatch
 from lightning_memopt.runtime.tiers import streams as streams_module
 from lightning_memopt.session import Transfers
@@ -85,9 +85,9 @@ def test_a_wait_lasts_as_long_as_its_copy_is_not_done(tmp_path: Path, monkeypatc
     if way == "out":
         gate = Gate(monkeypatch, name)
         tier.copied = Stopwatch(lambda: next(copying))
-    away = Away(depot, torch.ones(4096), "disk", "one")
+    away = ParkedTensor(depot, torch.ones(4096), "disk", "one")
     if way == "back":
-        away.wait_gone()
+        away.wait_copied()
         waits.clear()
         gate = Gate(monkeypatch, name)
         tier.copied = Stopwatch(lambda: next(copying))
@@ -99,7 +99,7 @@ def test_a_wait_lasts_as_long_as_its_copy_is_not_done(tmp_path: Path, monkeypatc
 
     thread = threading.Thread(target=later)
     thread.start()
-    away.wait_gone() if way == "out" else away.value()
+    away.wait_copied() if way == "out" else away.value()
     thread.join()
     assert depot.waited.seconds == 5 and depot.copied_seconds == 7
     depot.close()
@@ -109,9 +109,9 @@ def test_a_failed_wait_is_timed_too(tmp_path: Path, monkeypatch: Any) -> None:
     tier = DiskTier(1 << 16, tmp_path)
     depot = Depot({"disk": tier}, waited=Stopwatch(Ticks()))
     monkeypatch.setattr(os, "pwrite", lambda *_: 0)
-    away = Away(depot, torch.ones(64), "disk", "one")
+    away = ParkedTensor(depot, torch.ones(64), "disk", "one")
     with pytest.raises(RuntimeError):
-        away.wait_gone()
+        away.wait_copied()
     assert depot.waited.seconds == 1
     depot.close()
 

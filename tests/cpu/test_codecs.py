@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, example, given, settings
 from torch import Tensor
 
 from lightning_memopt.errors import ConfigError, UnsupportedError
+from lightning_memopt.record.below import below_autograd
 from lightning_memopt.runtime.codecs import NAMES, Codec, block, codec
-from lightning_memopt.runtime.execute import below_autograd
 from lightning_memopt.trace import metered_cpu
 from tests.cpu.harness import same_bits
 

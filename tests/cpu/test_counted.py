@@ -23,7 +23,7 @@ from lightning_memopt.integrations.plain import Run
 from lightning_memopt.native import Window, counter, install
 from lightning_memopt.plan import lower, read_plan, validate
 from lightning_memopt.plan.peak import at_peak
-from lightning_memopt.runtime.execute import checksum
+from lightning_memopt.runtime.engine.rebuild import checksum
 from lightning_memopt.session.failed import Failed
 from lightning_memopt.session.states import Running
 from lightning_memopt.solvers.rollout import keep_all

@@ -14,10 +14,9 @@ from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import BEFORE, resident_nbytes
 from lightning_memopt.plan import Run, read_plan, simulate
-from lightning_memopt.record import Rule, Tape, numeric_flags, register_op, rule_of, rule_of_call, set_numeric_flags, tensors
-from lightning_memopt.record.tape import Slot
+from lightning_memopt.record import Rule, numeric_flags, register_op, rule_of, rule_of_call, set_numeric_flags, tensors
 from lightning_memopt.runtime import Program
-from lightning_memopt.runtime.execute import in_order
+from lightning_memopt.runtime.engine.holding import Holding, in_order
 from lightning_memopt.session import Session
 from lightning_memopt.session.costs import Costs
 from lightning_memopt.session.observation import Observation
@@ -60,7 +59,7 @@ def test_a_rebuilt_value_is_put_in_the_order_of_the_stream_that_reads_it(monkeyp
     now = [one]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: now[0])
     recorded: list[Stream] = []
-    slot = Slot(0, torch.ones(2), Tape())
+    slot = Holding()
     slot.value = types.SimpleNamespace(is_cuda=True, device=CUDA, record_stream=recorded.append)  # type: ignore[assignment]
     in_order(slot)  # made by the forward: the user has put it in order, only its memory must not be used again too early
     assert recorded == [one] and one.waited == []

@@ -15,12 +15,13 @@ transformers = pytest.importorskip("transformers")
 
 from benchmarks.zoo import ZOO  # noqa: E402
 from lightning_memopt.graph import Graph, resident_nbytes  # noqa: E402
-from lightning_memopt.runtime import PlannedEngine, Program  # noqa: E402
+from lightning_memopt.runtime import Program  # noqa: E402
 from lightning_memopt.session.graphs import smoothed  # noqa: E402
 from lightning_memopt.session.observation import Observation  # noqa: E402
 from lightning_memopt.session.recording import PlannedRecording  # noqa: E402
 from lightning_memopt.solvers import planner  # noqa: E402
 from lightning_memopt.trace import metered_cpu  # noqa: E402
+from tests.cpu.planned import engine_of  # noqa: E402
 
 CPU = torch.device("cpu")
 ROOM = 0.01
@@ -42,7 +43,7 @@ class Tiny:
         if program is None:
             loss = self.architecture.loss(self.model(**self.batch))
         else:
-            with PlannedRecording(PlannedEngine(program), self.model):
+            with PlannedRecording(engine_of(program), self.model):
                 loss = self.architecture.loss(self.model(**self.batch))
         loss.backward()
         return [loss.detach(), *(None if p.grad is None else p.grad.clone() for p in self.model.parameters())]
@@ -51,7 +52,7 @@ class Tiny:
         self.model.zero_grad(set_to_none=True)
         torch.manual_seed(3)
         with metered_cpu() as events:
-            with PlannedRecording(PlannedEngine(program), self.model):
+            with PlannedRecording(engine_of(program), self.model):
                 loss = self.architecture.loss(self.model(**self.batch))
             loss.backward()
             del loss

@@ -11,7 +11,7 @@ import torch
 from benchmarks.fuzzing.case import Case, Departure, Node, Step, draw
 from benchmarks.fuzzing.runs import judge, ran
 from benchmarks.fuzzing.shrink import shrunk
-from lightning_memopt.runtime import execute
+from lightning_memopt.runtime.engine import rebuild
 from lightning_memopt.session.states import Running
 
 SEEDS = range(12)
@@ -114,16 +114,16 @@ def test_plans_are_in_force() -> None:
 def test_a_wrong_bit_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rebuilds that are wrong: the first planned step compares checksums, and refuses them; later ones train on."""
     assert judge(PLAIN) is None
-    right = execute.run
+    right = rebuild.run
 
-    def wrong(call, slots, survives):  # type: ignore[no-untyped-def]
-        right(call, slots, survives)
+    def wrong(call, versions, survives):  # type: ignore[no-untyped-def]
+        right(call, versions, survives)
         for _, made in call.made:
-            if made in slots and slots[made].value is not None and slots[made].value.is_floating_point():
-                slots[made].value.mul_(1.5)
-                slots[made].noted = slots[made].value._version
+            value = versions[made].holding.value if made in versions else None
+            if value is not None and value.is_floating_point():
+                versions[made].holding.rebuilt(value.mul_(1.5))
 
-    monkeypatch.setattr("lightning_memopt.runtime.planned.run", wrong)
+    monkeypatch.setattr("lightning_memopt.runtime.engine.planned.run", wrong)
     verified = judge(PLAIN)
     assert verified is not None and verified.kind == "error" and "ReplayMismatchError" in verified.text
     monkeypatch.setattr(Running, "verifies", False)

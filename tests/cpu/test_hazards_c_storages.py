@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_memopt.record import View
-from lightning_memopt.runtime.execute import below_autograd
+from lightning_memopt.record.below import below_autograd
 from tests.cpu.harness import dropping, recorded, same_bits
 from tests.cpu.models import CHANGED, Layer, W, X, data, exact, exact_everywhere, exact_f, leaf, same_error, squares, verified
 
@@ -18,8 +18,8 @@ def test_c5_views_of_parameters_are_kept_as_themselves():
     w = nn.Parameter(W.clone())
     with dropping() as engine:
         loss = (X @ w.t()).exp().sum() + w.view(-1)[4:8].sin().sum()
-    slots = [s for s in engine.tape.slots.values() if s.value is not None]
-    held = [s for s in slots if s.value.untyped_storage().data_ptr() == w.untyped_storage().data_ptr()]
+    values = [v.holding.value for v in engine.tape.versions.values() if v.holding.value is not None]
+    held = [value for value in values if value.untyped_storage().data_ptr() == w.untyped_storage().data_ptr()]
     assert len(held) == 1 and held[0].external and held[0].parameter
     loss.backward()
 
@@ -35,7 +35,7 @@ def test_c6_expanded_tensors_cost_their_storage():
     w = leaf()
     with dropping() as engine:
         loss = w[0].exp().expand(1 << 14, 16).sin().sum()
-    sizes = [s.nbytes for s in engine.tape.slots.values() if s.call is not None and "exp" in s.call.func.name()]
+    sizes = [v.nbytes for v in engine.tape.versions.values() if v.call is not None and "exp" in v.call.func.name()]
     assert sizes == [64]
     loss.backward()
 
@@ -97,7 +97,7 @@ def test_c8_one_storage_saved_many_times():
     with dropping() as engine:
         loss = f(X, leaf()).sum()
     loss.backward()
-    assert engine.replayed.count(min(engine.replayed)) == 1
+    assert engine.rebuilt_ops.count(min(engine.rebuilt_ops)) == 1
 
 
 class Overwrites(torch.autograd.Function):
@@ -176,13 +176,13 @@ def test_c11_what_the_user_holds_is_left_alone():
     before = [h.detach().clone() for h in held]
     loss.backward()
     assert all(same_bits(a, b) for a, b in zip(held, before, strict=True))
-    kept = set(engine.replayed)
+    kept = set(engine.rebuilt_ops)
     held.clear()
     with dropping() as engine:
         loss = f(X, w).sum()
     held.clear()
     loss.backward()
-    assert kept < set(engine.replayed)
+    assert kept < set(engine.rebuilt_ops)
 
 
 def test_c11_what_the_user_holds_and_changes():

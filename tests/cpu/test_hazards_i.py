@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lightning_memopt.errors import OffloadError
 from lightning_memopt.runtime import PlannedEngine, Program
-from lightning_memopt.runtime.away import Depot
+from lightning_memopt.runtime.parked import Depot
 from lightning_memopt.runtime.tiers import DiskTier, HostTier, disk, host
 from lightning_memopt.runtime.tiers import streams as streams_module
 from lightning_memopt.runtime.tiers.scratch import Scratch
@@ -325,14 +325,14 @@ def test_i10_a_hundred_steps_of_other_sizes_leave_the_tier_empty() -> None:
     data = {n: batches(1, size=n)[0] for n in (8, 13, 24, 48)}
     now = [48]
     one = Stepped(model, lambda: loss_of(model, data[now[0]]))
-    program = one.away().resized()
+    program = one.away()
     expected = {}
     for n in data:
         now[0] = n
         expected[n] = one.step()
     for i in range(100):
         now[0] = (8, 13, 24, 48)[i % 4]
-        assert same(expected[now[0]], one.step(program))
+        assert same(expected[now[0]], one.step(program, sized=False))
         assert one.used_nbytes() == 0
     one.depot.close()
 

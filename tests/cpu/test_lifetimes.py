@@ -32,7 +32,7 @@ def test_p11_nothing_outlives_a_step(recording, no_collector):
         with Recording(engine, recorder, own_mode=True):
             loss = squares(model, X.clone())
         refs = [weakref.ref(o) for o in (engine, engine.tape, recorder)]
-        refs += [weakref.ref(s.alive()) for s in engine.tape.slots.values() if s.alive() is not None and not s.external]
+        refs += [weakref.ref(s.alive()) for s in engine.tape.versions.values() if s.alive() is not None and not s.external]
         if backward:
             loss.backward()
         model.zero_grad()

@@ -14,10 +14,11 @@ import torch
 
 from lightning_memopt.graph import Graph
 from lightning_memopt.runtime import PlannedEngine, Program
-from lightning_memopt.runtime.away import Depot
+from lightning_memopt.runtime.parked import Depot
 from lightning_memopt.runtime.tiers import DiskTier
 from lightning_memopt.solvers.rollout import keep_all
 from lightning_memopt.solvers.trips import Form, Planner, send_away
+from tests.cpu.planned import engine_of
 from tests.cpu.stepped import Free
 from tests.cpu.sweeps import Count, assert_none_differs, sweep
 from tests.cpu.test_op_db import UNINITIALISED, calls
@@ -54,7 +55,7 @@ class AwaySteps(Steps):
 
     def engine(self, program: Program) -> PlannedEngine:
         self.before = depot().moved_nbytes
-        return PlannedEngine(program, verify=True, depot=depot())
+        return engine_of(program, verify=True, depot=depot())
 
     def rebuilt(self, engine: PlannedEngine) -> int:
         return depot().moved_nbytes - self.before

@@ -18,6 +18,7 @@ from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.recording import PlannedRecording
 from lightning_memopt.solvers.baselines import recompute_everything
 from tests.cpu.harness import draws
+from tests.cpu.planned import engine_of
 from tests.cpu.sweeps import Count, Ran, assert_none_differs, dense, judge, poison, seed_of, sweep
 from tests.cpu.test_op_db import UNINITIALISED, calls
 
@@ -83,10 +84,10 @@ class Steps:
         return Program(graph, recompute_everything(graph))
 
     def engine(self, program: Program) -> PlannedEngine:
-        return PlannedEngine(program)
+        return engine_of(program)
 
     def rebuilt(self, engine: PlannedEngine) -> int:
-        return len(engine.replayed)
+        return len(engine.rebuilt_ops)
 
     def planned(self, turn: int, program: Program) -> Ran:
         torch.manual_seed(turn)

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_memopt.plan import simulate
 from lightning_memopt.runtime import Program
-from lightning_memopt.runtime.away import Away, Depot
+from lightning_memopt.runtime.parked import Depot, ParkedTensor
 from lightning_memopt.runtime.tiers import DiskTier, HostTier
 from lightning_memopt.solvers.rollout import keep_all
 from tests.cpu.harness import same_bits
@@ -232,8 +232,8 @@ def test_p16_every_pattern_of_bits_comes_back(tier: str, dtype: torch.dtype) -> 
         bits = torch.randint(-(1 << 15), 1 << 15, (1 << 18,), generator=torch.Generator().manual_seed(1)).to(torch.int16)
     t = bits.view(dtype)
     depot = Depot({"disk": DiskTier(1 << 22), "host": HostTier(1 << 22, "cpu")})
-    away = Away(depot, t, tier, "patterns")
-    away.wait_gone()
+    away = ParkedTensor(depot, t, tier, "patterns")
+    away.wait_copied()
     assert same_bits(away.value(), t) and away.value().dtype is dtype
     del away
     depot.close()

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_memopt import optimize
 from lightning_memopt.plan import Run as Again
-from lightning_memopt.record import Slot
+from lightning_memopt.record import StorageVersion
 from lightning_memopt.runtime import Handle
 from lightning_memopt.session.states import Running
 from tests.cpu.loops import budget_at
@@ -134,7 +134,7 @@ STEPS = 1000
 def test_p11_a_thousand_steps_of_random_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the garbage collector off: no handle and no slot outlives its step, and resident memory does not grow."""
     alive: dict[str, int] = collections.Counter()
-    for kind in (Handle, Slot):
+    for kind in (Handle, StorageVersion):
         original = kind.__init__
 
         def init(self: Any, *args: Any, original: Any = original, **options: Any) -> None:

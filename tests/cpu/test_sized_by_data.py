@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_memopt import optimize
 from lightning_memopt.graph import fingerprint, resident_nbytes, unmodified_levels
 from lightning_memopt.runtime import Program
-from lightning_memopt.runtime.rejoining import Places
+from lightning_memopt.runtime.engine.rejoining import Places
 from lightning_memopt.session.graphs import common, roomy
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.trace import metered_cpu

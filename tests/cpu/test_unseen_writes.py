@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memopt.runtime.execute import checksum
+from lightning_memopt.runtime.engine.rebuild import checksum
 from tests.cpu.harness import assert_exact, outcome, recorded, same_bits
 from tests.cpu.loops import agrees, batches, step
 

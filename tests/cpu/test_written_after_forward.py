@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_memopt import optimize
 from lightning_memopt.errors import ModifiedError, ReplayMismatchError
 from lightning_memopt.integrations.plain import Run
-from lightning_memopt.runtime import execute
+from lightning_memopt.runtime.engine import rebuild
 from lightning_memopt.session.observation import Observation
 from tests.cpu.harness import same_bits
 from tests.cpu.models import Body, X, assert_drops, data, made, sgd, squares
@@ -220,21 +220,20 @@ class Lying:
     """Makes an operator give other bits when it runs again, not in the forward."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.run = name, execute.run
+        self.name, self.run = name, rebuild.run
 
-    def __call__(self, call: Any, slots: Any, survives: Any) -> None:
-        self.run(call, slots, survives)
+    def __call__(self, call: Any, versions: Any, survives: Any) -> None:
+        self.run(call, versions, survives)
         if self.name in call.func.name():
             for _, id in call.made:
-                slots[id].value.add_(1e-3)
-                slots[id].noted = slots[id].value._version
+                versions[id].holding.rebuilt(versions[id].holding.value.add_(1e-3))
 
 
 @contextlib.contextmanager
 def lying(name: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("execute", "observing", "planned", "engine"):
-            patch.setattr(f"lightning_memopt.runtime.{module}.run", Lying(name))
+        for module in ("rebuild", "observing", "planned"):
+            patch.setattr(f"lightning_memopt.runtime.engine.{module}.run", Lying(name))
         yield
 
 

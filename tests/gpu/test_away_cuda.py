@@ -14,7 +14,7 @@ from torch import Tensor, nn
 if not torch.cuda.is_available():
     pytest.skip("there is no CUDA device", allow_module_level=True)
 
-from lightning_memopt.runtime.away import Depot
+from lightning_memopt.runtime.parked import Depot
 from lightning_memopt.runtime.tiers import DiskTier, HostTier
 from tests.cpu.stepped import Stepped, held, same
 

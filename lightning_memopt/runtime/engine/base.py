@@ -1,146 +1,53 @@
-"""The replay engine: what autograd holds instead of tensors, and how it gets them back.
+"""What every engine shares: a forward is recorded, autograd gets handles, and asks for the tensors in backward.
 
-A pack hook answers with a `Handle` on a slot of the tape (or `Kept`, the tensor itself, for what is not ours). When backward
-asks, the handle's slot has a value, or gets one: the recorded calls run again, down to values that are held.
+A pack hook answers with a `Handle` on a storage version of the tape (or `Kept`, the tensor itself, where nothing is known of
+it). When backward asks, the handle's version has a value, or gets one: recorded calls run again, from values that are held.
 
-`Engine` is what every policy shares: on-demand rebuilding, liveness by handles, checks. Two policies derive from it:
-`ObservingEngine` (runtime/observing.py) keeps everything it may, evicts near the budget and verifies recipes;
-`PlannedEngine` (runtime/planned.py) does what a Schedule says.
+Two engines derive from this: `ObservingEngine` (observing.py) keeps everything it may, evicts near the budget and verifies;
+`PlannedEngine` (planned.py) does what a plan says.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from lightning_memopt.errors import ModifiedError, UnsupportedError
-from lightning_memopt.record import UNKNOWN, Call, OpRecord, Recorder, Slot, Tape, View, in_transform, is_plain, uncompiled
+from lightning_memopt.errors import ModifiedError
+from lightning_memopt.record import OpRecord, Recorder, Tape, View, in_transform, uncompiled
+from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.interrupts import raise_deferred
-from lightning_memopt.runtime.execute import (
-    StartChangedError,
-    below_autograd,
-    checksum,
-    flags_of,
-    in_order,
-    intact,
-    mismatch,
-    missing,
-    run,
-)
-from lightning_memopt.runtime.naming import Names, modified, of_kept, of_saved, of_start
-
-_EMPTY: dict[torch.dtype, torch.Tensor] = {}
-"""CPU tensors without memory, by type."""
-
-
-def alias(t: torch.Tensor) -> torch.Tensor:
-    """`detached`, where autograd asks: outside of a dispatch mode's handler the version counter is shared as it is."""
-    with torch._C._DisableTorchDispatch():
-        return t.detach()
-
-
-def version_guard(t: torch.Tensor) -> torch.Tensor:
-    """A tensor without memory that shares `t`'s version counter: it sees in-place changes of what was dropped."""
-    empty = _EMPTY.get(t.dtype) if t.is_cpu else None
-    with torch._C._DisableTorchDispatch():
-        if empty is None:
-            empty = torch.empty(0, dtype=t.dtype, device=t.device)
-            if t.is_cpu:
-                _EMPTY[t.dtype] = empty
-        guard = t.detach()
-        guard.data = empty
-    return guard
-
-
-class Kept:
-    """The tensor itself, with the version it had: hooks switch autograd's own check off. `about`: who knows its name, and by
-    what; it refers to no engine.
-    """
-
-    __slots__ = ("about", "t", "version")
-
-    def __init__(self, t: torch.Tensor, about: tuple[Names, int] | None = None) -> None:
-        self.about = about
-        # only an ordinary tensor can be detached below the dispatch modes; inference tensors count no versions
-        self.t = alias(t) if t.grad_fn is not None and is_plain(t) else t
-        self.version = UNKNOWN if t.is_inference() else t._version
-
-    def get(self) -> torch.Tensor:
-        if self.version != UNKNOWN and self.t._version != self.version:
-            raise modified(of_kept(self.t, self.about), self.t._version, self.version)
-        return self.t
-
-
-class Handle:
-    """What autograd holds of a slot: a view, a guard that sees in-place changes, and the engine. Its end is how we learn that
-    a node has let go.
-    """
-
-    __slots__ = ("engine", "guard", "save", "slot", "unpacked", "version", "view")
-
-    def __init__(self, engine: Engine, save: int, slot: Slot, view: View, guard: torch.Tensor) -> None:
-        self.save = save
-        self.slot = slot
-        self.view = view
-        self.guard = guard
-        self.version = guard._version
-        self.unpacked = 0
-        slot.handles += 1
-        self.engine: Engine | None = engine  # last: a handle whose making was interrupted lets go of nothing
-
-    def get(self) -> torch.Tensor:
-        assert self.engine is not None
-        try:
-            return self.engine.request(self)
-        except StartChangedError as error:
-            raise self.engine.start_changed(error.slot) from None
-
-    @uncompiled
-    def __del__(self) -> None:
-        try:
-            engine, self.engine = self.engine, None
-        except AttributeError:
-            return
-        if engine is not None:
-            self.slot.handles -= 1
-            engine.released(self)
+from lightning_memopt.runtime.engine.handles import Handle, Kept, version_guard
+from lightning_memopt.runtime.engine.holding import Holding, Holdings, Version, in_order
+from lightning_memopt.runtime.engine.naming import Names, modified, of_saved, of_start
+from lightning_memopt.runtime.engine.rebuild import StartChangedError, rebuild
 
 
 class Engine:
-    """One recorded forward pass and its backward. Holds the tape; the tape's handles hold it."""
+    """One recorded forward pass and its backward. Holds the tape; the tape's handles hold it.
+
+    tape: the forward.
+    holdings: what is held of it.
+    recorder: records the forward; None when it is over.
+    lock: one for the forward (R11).
+    saves: how many handles were given out.
+    rebuilt_ops: numbers of the calls that ran again, in their order.
+    """
 
     def __init__(self) -> None:
         raise_deferred()
-        self.tape = Tape()
-        self._recorder: Recorder | None = None
+        self.tape: Tape[Holding] = Tape(Holding)
+        self.holdings = Holdings()
+        self.recorder: Recorder | None = None
         self.lock = threading.RLock()
         self.saves = 0
-        self.replayed: list[int] = []
+        self.rebuilt_ops: list[int] = []
 
     @property
     def names(self) -> Names | None:
         """Who knows what messages call things."""
         return None
-
-    @property
-    def recorder(self) -> Recorder | None:
-        """What records the forward; None when it is over."""
-        return self._recorder
-
-    @recorder.setter
-    def recorder(self, recorder: Recorder | None) -> None:
-        if recorder is None and self._recorder is not None:
-            self.forward_ended()
-        self._recorder = recorder
-
-    def forward_ended(self) -> None:
-        """R5: what is held now must be what it is when a rebuild starts from it."""
-        for slot in self.tape.slots.values():
-            if slot.value is not None and slot.noted == UNKNOWN:  # else it came back, or was rebuilt, for a backward inside
-                slot.noted = slot.value._version if slot.version < 0 else slot.version
 
     # -- while the forward is recorded -------------------------------------------------------------
 
@@ -148,56 +55,70 @@ class Engine:
         """The recorder of a forward under this engine."""
         return Recorder(self.tape, self)
 
+    def begin_forward(self, recorder: Recorder) -> None:
+        """The forward begins, and `recorder` records it."""
+        self.recorder = recorder
+
+    def end_forward(self) -> None:
+        """The forward is over. May be repeated. R5: what is held now must be what it is when a rebuild starts from it."""
+        if self.recorder is None:
+            return
+        self.recorder = None
+        for version in self.tape.versions.values():
+            version.holding.settle(version.counter)
+
     def recorded(self, record: OpRecord) -> None:
+        """An op ran (see `record.Owner`)."""
         raise NotImplementedError
 
     def wants_state(self) -> bool:
+        """See `record.Owner`."""
         return True
 
-    def overwrites(self, slot: Slot) -> None:
-        """R5: an op writes over memory that recipes start from; they keep a copy of what it was."""
-        if slot.value is not None:
-            with below_autograd():
-                bytes_ = slot.value.untyped_storage().clone()
-                copy = torch.empty(0, dtype=slot.value.dtype, device=slot.value.device)
-                slot.value = copy.set_(bytes_, 0, (bytes_.nbytes() // copy.element_size(),), (1,))
-            slot.version = slot.value._version
+    def resizes(self, version: Version) -> None:
+        """See `record.Owner`. What is read of the storage next is another version."""
 
-    def resizes(self, slot: Slot) -> None:
-        """The storage of a slot is about to get another size; what is read of it next is another slot."""
-
-    def save_of(self, slot: Slot) -> int:
+    def save_of(self, version: Version) -> int:
         """The number of the save that is being packed."""
         self.saves += 1
         return self.saves - 1
 
-    def keeps(self, slot: Slot, t: torch.Tensor, save: int) -> bool:
+    def keeps(self, version: Version, t: torch.Tensor, save: int) -> bool:
         """Whether autograd's tensor stays as it is; `save` is what `save_of` answered."""
         raise NotImplementedError
 
     def pack(self, t: torch.Tensor) -> Kept | Handle:
-        recorder = self._recorder
-        slot = recorder.packs(t) if recorder is not None and not in_transform() else None
-        if slot is None:
-            return Kept(t, self.about(slot))
-        save = self.save_of(slot)
-        if self.keeps(slot, t, save):
-            return Kept(t, self.about(slot))
-        return Handle(self, save, slot, View(slot.id, t), version_guard(t))
+        """What autograd holds instead of `t`, which it saves."""
+        recorder = self.recorder
+        version = recorder.packs(t) if recorder is not None and not in_transform() else None
+        if version is None:
+            return Kept(t, self.about(version))
+        save = self.save_of(version)
+        if self.keeps(version, t, save):
+            return Kept(t, self.about(version))
+        return Handle(self, save, version, View(version.id, t), version_guard(t))
 
-    def about(self, slot: Slot | None) -> tuple[Names, int] | None:
+    def about(self, version: Version | None) -> tuple[Names, int] | None:
         """Who knows the name of a tensor that stays with autograd, and by what."""
         return None
 
     @staticmethod
     @uncompiled
     def unpack(packed: Any) -> Any:
+        """The hook that autograd calls with what `pack` answered."""
         return packed.get()
 
     # -- in backward -------------------------------------------------------------------------------
 
+    def unpacked(self, handle: Handle) -> torch.Tensor:
+        """The tensor of a handle. Idempotent; may come on any thread (R11)."""
+        try:
+            return self.request(handle)
+        except StartChangedError as error:
+            raise self.start_changed(error.version) from None
+
     def request(self, handle: Handle) -> torch.Tensor:
-        """The tensor of a handle, rebuilt if need be. Idempotent; may come on any thread (R11)."""
+        """`unpacked`, where nothing was changed that a rebuild starts from."""
         with self.lock:
             raise_deferred()
             value = self.value_of(self.present(handle), handle)
@@ -206,115 +127,63 @@ class Engine:
             with torch._C._DisableTorchDispatch():  # the value has no history: a view of it needs no more than that
                 return handle.view.on(value)
 
-    def value_of(self, slot: Slot, handle: Handle) -> torch.Tensor:
-        """What autograd reads of a slot."""
-        if slot.value is None and not self.revive(slot, handle.guard):
-            self.materialise([slot])
-        value = slot.value
+    def value_of(self, version: Version, handle: Handle) -> torch.Tensor:
+        """What autograd reads of a version."""
+        holding = version.holding
+        if holding.value is None and not self.reuse(version, handle.guard):
+            self.rebuild([version])
+        value = holding.value
         assert value is not None
-        in_order(slot)
-        if not intact(slot):
-            raise modified(self._called(handle), value._version, slot.noted)
+        in_order(holding)
+        if not holding.intact:
+            raise modified(self.called(handle), value._version, holding.expected)
         return value
 
-    def present(self, handle: Handle) -> Slot:
-        """The slot with the bytes that autograd would read. Raises where it would: the version counter has moved.
+    def present(self, handle: Handle) -> Version:
+        """The version with the bytes that autograd would read. Raises where it would: the version counter has moved.
 
-        Where it has not although the storage was overwritten (through `.data`, or as raw memory), that is a later slot.
+        Where it has not although the storage was overwritten (through `.data`, or as raw memory), that is a later version.
         """
-        if handle.guard._version != handle.version:
-            raise modified(self._called(handle), handle.guard._version, handle.version)
-        slot = handle.slot
-        while slot.next is not None:
-            slot = self.tape.slots[slot.next]
-        return slot
+        if handle.guard._version != handle.counter:
+            raise modified(self.called(handle), handle.guard._version, handle.counter)
+        version = handle.version
+        while version.next is not None:
+            version = self.tape.versions[version.next]
+        return version
 
-    def _called(self, handle: Handle) -> str:
-        return of_saved(handle.guard, list(handle.view.size), handle.slot, handle.save, self.names)
+    def called(self, handle: Handle) -> str:
+        """What messages call the tensor of a handle."""
+        return of_saved(handle.guard, list(handle.view.size), handle.version, handle.save, self.names)
 
-    def start_changed(self, slot: Slot) -> ModifiedError:
-        """The error of a rebuild that would start from what was changed after the forward."""
-        return of_start(slot, self.names)
+    def start_changed(self, version: Version) -> ModifiedError:
+        """The error of a rebuild that would start from a version that was changed after the forward."""
+        return of_start(version, self.names)
 
     def released(self, handle: Handle) -> None:
         """A node let go of a handle. Never raises: it runs inside a destructor."""
         with self.lock:
-            slot = handle.slot
-            if slot.handles == 0:
-                slot.value = None
+            if handle.version.holding.handles == 0:
+                handle.version.holding.drop()
 
-    def closure(self, targets: Iterable[Slot]) -> list[Call]:
-        """The calls to run, in op order, to give every target a value (R6: iteratively)."""
-        calls: dict[int, Call] = {}
-        wanted = [slot for slot in targets if missing(slot)]
-        seen = {slot.id for slot in wanted}
-        while wanted:
-            slot = wanted.pop()
-            call = slot.call
-            if call is None or not call.repeats:
-                raise UnsupportedError(
-                    f"backward needs {slot.nbytes} bytes that were let go as the plan says and that "
-                    + (f"{call.func.name()} cannot make again" if call else f"no op can make again ({slot.why})")
-                    + ". Was backward run more often than in the observed steps? Observe such a step, or raise the budget."
-                )
-            if call.op in calls:
-                continue
-            calls[call.op] = call
-            for id in call.reads:
-                source = self.tape.slots[id]
-                if source.id not in seen and missing(source):
-                    seen.add(source.id)
-                    wanted.append(source)
-        return [calls[op] for op in sorted(calls)]
-
-    def revive(self, slot: Slot, guard: torch.Tensor) -> bool:
-        """R7: the user still holds the storage, unchanged: use it instead of a rebuild.
+    def reuse(self, version: Version, guard: torch.Tensor) -> bool:
+        """R7: where the user still holds the storage, unchanged, hold it instead of rebuilding.
 
         Only to answer autograd, which would read these bytes too. A rebuild of something else does not start from them.
         """
-        storage = slot.alive()
+        storage = version.alive()
         if storage is None:
             return False
         with below_autograd():
-            found = guard.detach()  # it has the right version counter
+            value = guard.detach()  # it has the right version counter
             whole = torch.empty(0, dtype=guard.dtype, device=guard.device)
-            found.data = whole.set_(storage, 0, (storage.nbytes() // whole.element_size(),), (1,))
-        slot.value = found
-        slot.noted = found._version
-        slot.stream = None
+            value.data = whole.set_(storage, 0, (storage.nbytes() // whole.element_size(),), (1,))
+        version.holding.rebuilt(value)
         return True
 
-    @staticmethod
-    def compare(slot: Slot, then: tuple[int, int] | None) -> None:
-        """R8: what was rebuilt must have the bits that were dropped, of which `then` is the checksum."""
-        if then is not None and slot.value is not None:
-            with below_autograd():
-                now = checksum(slot.value)
-            if now != then:
-                raise mismatch(slot.call.func.name() if slot.call is not None else "an op", slot.nbytes)
+    def retains(self, version: Version) -> bool:
+        """Whether what was rebuilt on the way to something else stays, beyond its last use there."""
+        return version.holding.handles > 0
 
-    def retains(self, slot: Slot) -> bool:
-        """Whether what was made on the way to something else stays, beyond its last use there."""
-        return slot.handles > 0
-
-    def materialise(self, targets: list[Slot]) -> None:
-        """Give every target a value on demand; keep on the way what live handles still need, free the rest at last use."""
-        calls = self.closure(targets)
-        slots = self.tape.slots
-        wanted = {slot.id for slot in targets}
-        last = {slots[id].id: call.op for call in calls for id in call.reads}
-        fresh: set[int] = set()
-
-        def needed(slot: Slot) -> bool:
-            return slot.id in wanted or last.get(slot.id, -1) > op or self.retains(slot)
-
-        with below_autograd(), flags_of(self.tape):
-            for call in calls:
-                op = call.op
-                made = [slots[id] for _, id in (*call.made, *call.mutates)]
-                fresh.update(slot.id for slot in made if slot.value is None)
-                run(call, slots, lambda slot: slot.id not in fresh or needed(slot))
-                self.replayed.append(op)
-                for slot in made + [slots[id] for id in call.reads]:
-                    if slot.id in fresh and not needed(slot):
-                        slot.value = None
+    def rebuild(self, targets: list[Version]) -> None:
+        """Give every target a value on demand; keep on the way what live handles still need."""
+        rebuild(self.tape, targets, self.retains, self.rebuilt_ops)

@@ -8,23 +8,28 @@ import torch
 
 from lightning_memopt.errors import ModifiedError
 from lightning_memopt.graph import Graph
-from lightning_memopt.record import Slot
+from lightning_memopt.runtime.engine.holding import Version
 
 REFUSED = "one of the variables needed for gradient computation has been modified by an inplace operation"
 """The words of autograd."""
 
 
 class Names(Protocol):
-    """Who knows the step: `name_of` a slot (`module:op` that made it, or the parameter's name), `line_of` user code at which a
-    save was packed, and `reader_of` a slot: an op and the line that ran it. `kept`: name and line of a tensor that stays with
-    autograd, of which is known the slot's id (observed steps) or the position of the op (planned ones). Each is empty where it
-    is not known.
-    """
+    """Who knows what a step's tensors are called. Each answer is empty where it is not known."""
 
-    def name_of(self, slot: Slot) -> str: ...
-    def line_of(self, save: int) -> str: ...
-    def reader_of(self, slot: Slot) -> tuple[str, str]: ...
-    def kept(self, where: int, t: torch.Tensor) -> tuple[str, str]: ...
+    def name_of(self, version: Version) -> str:
+        """`module:op` that made it, or the parameter's name."""
+
+    def line_of(self, save: int) -> str:
+        """The line of user code at which a save was packed."""
+
+    def reader_of(self, version: Version) -> tuple[str, str]:
+        """An op that reads it, and the line that ran the op."""
+
+    def kept(self, where: int, t: torch.Tensor) -> tuple[str, str]:
+        """Name and line of a tensor that stays with autograd. `where`: the id of its version (observed steps), or the position
+        of the op that saved it (planned ones).
+        """
 
 
 class GraphNames:
@@ -33,15 +38,16 @@ class GraphNames:
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
 
-    def name_of(self, slot: Slot) -> str:
-        return "" if slot.plan is None else self._graph.tensors[slot.plan].name
+    def name_of(self, version: Version) -> str:
+        tensor = version.holding.tensor
+        return "" if tensor is None else self._graph.tensors[tensor].name
 
     def line_of(self, save: int) -> str:
         return self._graph.save_lines.get(save, "")
 
-    def reader_of(self, slot: Slot) -> tuple[str, str]:
-        graph = self._graph
-        ops = () if slot.plan is None else graph.consumers.get(slot.plan, ())
+    def reader_of(self, version: Version) -> tuple[str, str]:
+        graph, tensor = self._graph, version.holding.tensor
+        ops = () if tensor is None else graph.consumers.get(tensor, ())
         op = next((op for op in ops if op.recomputable), None)
         return ("", "") if op is None else (op.name, graph.lines.get(op.id, ""))
 
@@ -59,9 +65,9 @@ def modified(what: str, now: int, then: int) -> ModifiedError:
     )
 
 
-def of_saved(t: torch.Tensor, size: list[int], slot: Slot, save: int, names: Names | None) -> str:
+def of_saved(t: torch.Tensor, size: list[int], version: Version, save: int, names: Names | None) -> str:
     """The saved tensor: its type, its size, what made it, where it was saved."""
-    return _saved(t, size, "" if names is None else names.name_of(slot), "" if names is None else names.line_of(save))
+    return _saved(t, size, "" if names is None else names.name_of(version), "" if names is None else names.line_of(save))
 
 
 def of_kept(t: torch.Tensor, about: tuple[Names, int] | None) -> str:
@@ -75,21 +81,22 @@ def _saved(t: torch.Tensor, size: list[int], name: str, line: str) -> str:
     return f"[{t.type()} {size}]" + (f", which {' and '.join(known)}," if known else "")
 
 
-def of_start(slot: Slot, names: Names | None) -> ModifiedError:
-    """A rebuild starts from a slot whose value was changed, or emptied, since the forward."""
-    t = slot.value
+def of_start(version: Version, names: Names | None) -> ModifiedError:
+    """A rebuild starts from a version whose value was changed, or emptied, since the forward."""
+    t = version.holding.value
     assert t is not None
-    name = "" if names is None else names.name_of(slot)
-    op, line = ("", "") if names is None else names.reader_of(slot)
-    text = f"[{t.type()} {list(t.shape)}] of {slot.nbytes} bytes" + (f", which is {_made(name)}," if name else "")
+    name = "" if names is None else names.name_of(version)
+    op, line = ("", "") if names is None else names.reader_of(version)
+    text = f"[{t.type()} {list(t.shape)}] of {version.nbytes} bytes" + (f", which is {_made(name)}," if name else "")
     if op:
         text += f" read by {op}{' at ' + line if line else ''},"
-    if t.untyped_storage().nbytes() < slot.nbytes:
+    if t.untyped_storage().nbytes() < version.nbytes:
         text += f" whose storage was resized to {t.untyped_storage().nbytes()} bytes,"
     return ModifiedError(
-        f"{REFUSED}: {text} is at version {t._version}; a rebuild that starts from it expected version {slot.noted}. No "
-        "observed step changed it before its backward was over. Work on a clone, or set profile_steps so that an observed step "
-        "changes it: what is made from it is kept then. If you go on after this error, a step is observed again."
+        f"{REFUSED}: {text} is at version {t._version}; a rebuild that starts from it expected version "
+        f"{version.holding.expected}. No observed step changed it before its backward was over. Work on a clone, or set "
+        "profile_steps so that an observed step changes it: what is made from it is kept then. If you go on after this error, a "
+        "step is observed again."
     )
 
 

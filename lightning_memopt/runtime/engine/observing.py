@@ -1,8 +1,8 @@
-"""The engine of the first steps: everything is kept, until live bytes come near the budget.
+"""The engine of observed steps: it keeps everything, until live bytes come near the budget.
 
-Then what was packed is *evicted*: dropped with a checksum, to be rebuilt on demand. Which one goes is decided as in dynamic
-tensor rematerialisation (Kirisame et al., 2021): largest bytes per second of rebuild and per op since last use. While it
-keeps, it verifies: every recipe is run once in backward and compared, bit by bit, with the value kept (R8).
+Then it *evicts* saved tensors: it drops them with a checksum, and rebuilds them on demand. It chooses as dynamic tensor
+rematerialisation does (Kirisame et al., 2021): the most bytes per second of rebuild and per op since the last use. While it
+keeps, it verifies: every call is run once in backward and compared, bit by bit, with the value kept (R8).
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ from typing import Protocol
 import torch
 
 from lightning_memopt.errors import ModifiedError, UnsupportedError
-from lightning_memopt.record import OpRecord, Slot, detached
-from lightning_memopt.runtime.engine import Engine, Handle, Kept
-from lightning_memopt.runtime.execute import below_autograd, checksum, flags_of, run
-from lightning_memopt.runtime.naming import Names
-from lightning_memopt.runtime.starts import Starts
+from lightning_memopt.record import OpRecord, StorageVersion
+from lightning_memopt.record.below import below_autograd
+from lightning_memopt.runtime.engine.base import Engine
+from lightning_memopt.runtime.engine.handles import Handle, Kept
+from lightning_memopt.runtime.engine.holding import Version, rebuildable
+from lightning_memopt.runtime.engine.naming import Names
+from lightning_memopt.runtime.engine.rebuild import checksum, closure, compare, flags_of, run
+from lightning_memopt.runtime.engine.starts import Starts
 
 
 class SaveEvents(Names, Protocol):
     """Who is told what autograd packs, asks for and lets go (the tracer)."""
 
-    def packed(self, save: int, slot: Slot) -> None: ...
+    def packed(self, save: int, version: Version) -> None: ...
     def unpacked(self, save: int) -> None: ...
     def released(self, save: int) -> None: ...
     def autograd_asked(self) -> None: ...
@@ -58,7 +61,23 @@ class _Told(Kept):
 
 
 class ObservingEngine(Engine):
-    """Keeps, evicts under pressure, verifies. `pressure` returns the bytes by which live memory exceeds the limit now."""
+    """Keeps, evicts under pressure, verifies.
+
+    events: who is told what autograd does, or None.
+    pressure: returns the bytes by which live memory exceeds the limit now; None: nothing is evicted.
+    verify: whether each call is run a second time and compared.
+    verified: ids of versions that were compared.
+    opaque_ops: names of ops that gave other bits when they ran again, with the reason that is told.
+    starts: what rebuilds start from, after the forward.
+    evictable: versions that may be evicted, by id.
+    sums: checksums of evicted versions, by id.
+    evictions: how many there were.
+    packs: whether autograd has saved anything.
+    clock: counts ops.
+    rebuilt: versions that rebuilds made, by id.
+    on_rebuilt: told of each version that was rebuilt.
+    hidden: entered around what is allocated for rebuilds: the step alone would not allocate it.
+    """
 
     def __init__(
         self, events: SaveEvents | None = None, pressure: Callable[[], int] | None = None, verify: bool = True
@@ -70,226 +89,222 @@ class ObservingEngine(Engine):
         self.verified: set[int] = set()
         self.opaque_ops: dict[str, str] = {}
         self.starts = Starts(self.tape)
-        self.evictable: dict[int, Slot] = {}
+        self.evictable: dict[int, Version] = {}
         self.sums: dict[int, tuple[int, int]] = {}
         self.evictions = 0
         self.packs = False
         self.clock = 0
-        self.rebuilt: dict[int, Slot] = {}
-        self.rebuilds: Callable[[Slot], None] = lambda _: None
+        self.rebuilt: dict[int, Version] = {}
+        self.on_rebuilt: Callable[[Version], None] = lambda _: None
         self.hidden: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-        """Around what is allocated for rebuilds: the step alone would not."""
-        self._room = 0
+        self._room_nbytes = 0
         self._retained: dict[int, bool] = {}
 
     def recorded(self, record: OpRecord) -> None:
         self.clock += 1
         if record.func.name() in self.opaque_ops:
-            for slot in (*(slot for slot, _ in record.made), *(new for _, new, _ in record.mutates)):
-                slot.call, slot.ok, slot.why = None, False, self.opaque_ops[record.func.name()]
-        for slot, t in [*record.made, *((new, t) for _, new, t in record.mutates)]:
-            if slot.call is None and not slot.empty:
-                slot.value = detached(t)  # R4: recipes may start from it
-                slot.ok = True
+            for version in (*(version for version, _ in record.made), *(new for _, new, _ in record.mutates)):
+                self._becomes_opaque(version, record.func.name())
+        for version, t in [*record.made, *((new, t) for _, new, t in record.mutates)]:
+            if version.call is None and not version.empty:
+                version.holding.hold(t)  # R4: rebuilds may start from it
+                version.holding.reachable = True
         self.relieve()
 
-    def keeps(self, slot: Slot, t: torch.Tensor, save: int) -> bool:
-        if slot.external or slot.stale:
+    def _becomes_opaque(self, version: Version, op: str) -> None:
+        version.call, version.why = None, self.opaque_ops[op]
+        version.holding.reachable = False
+
+    def keeps(self, version: Version, t: torch.Tensor, save: int) -> bool:
+        if version.external or version.stale:
             return True
-        if slot.value is None:
-            slot.value = detached(t)
-        if slot.ok and slot.call is not None:
-            self.evictable[slot.id] = slot
+        if version.holding.value is None:
+            version.holding.hold(t)
+        if rebuildable(version):
+            self.evictable[version.id] = version
         return False
 
-    def pack(self, t: torch.Tensor) -> object:  # type: ignore[override]
+    def pack(self, t: torch.Tensor) -> Kept | Handle:
         packed = super().pack(t)
         self.packs = True
         if self.events is None:
             return packed
         if isinstance(packed, Kept):
             return _Told(t, packed.about, self)
-        self.events.packed(packed.save, packed.slot)
+        self.events.packed(packed.save, packed.version)
         return packed
 
     @property
     def names(self) -> Names | None:
         return self.events
 
-    def about(self, slot: Slot | None) -> tuple[Names, int] | None:
-        return None if slot is None or self.events is None else (self.events, slot.id)
+    def about(self, version: Version | None) -> tuple[Names, int] | None:
+        return None if version is None or self.events is None else (self.events, version.id)
 
     def rebuilt_nbytes(self) -> int:
-        """Bytes of what was rebuilt: the tracer does not see them."""
-        return sum(slot.nbytes for slot in self.rebuilt.values() if slot.value is not None)
+        """Bytes in memory that rebuilds made: the tracer does not see them."""
+        return sum(version.nbytes for version in self.rebuilt.values() if version.holding.value is not None)
 
     # -- what rebuilds start from ------------------------------------------------------------------
 
-    def forward_ended(self) -> None:
-        super().forward_ended()
-        self.starts.note()
+    def end_forward(self) -> None:
+        over = self.recorder is None
+        super().end_forward()
+        if not over:
+            self.starts.note()
 
     def writes(self, t: torch.Tensor) -> None:
-        """The memory of `t` is about to change, and the forward is over: what rebuilds start from is copied before."""
+        """The memory of `t` is about to change, and the forward is over: copy what rebuilds start from."""
         with self.lock:
-            for slot in self.starts.taken(t):
-                if slot.call is not None and slot.ok:
-                    slot.value = None  # its recipe makes the bytes again
-                elif slot.value is not None:
-                    self.overwrites(slot)
-                    slot.noted = slot.version
-                    self.rebuilt[slot.id] = slot
-                if slot.handles > 0 and slot.next is None:
-                    self._shows(slot, t)
+            for version in self.starts.taken(t):
+                if rebuildable(version):
+                    version.holding.drop()  # its call makes the bytes again
+                elif version.holding.value is not None:
+                    self.holdings.copy(version)
+                    self.rebuilt[version.id] = version
+                if version.holding.handles > 0 and version.next is None:
+                    self._reads_later(version, t)
 
-    def resizes(self, slot: Slot) -> None:
-        if slot.handles > 0 or not (slot.call is not None and slot.ok):
-            self.starts.lose(slot)
+    def resizes(self, version: Version) -> None:
+        if version.holding.handles > 0 or not rebuildable(version):
+            self.starts.lose(version)
 
-    def _shows(self, slot: Slot, t: torch.Tensor) -> None:
-        """Autograd, which saved the slot, reads the bytes that come; whether it may, the version of what it saved says."""
-        later = Slot(-1 - slot.id, t, self.tape)
-        later.value = detached(t)
+    def _reads_later(self, version: Version, t: torch.Tensor) -> None:
+        """Autograd, which saved the version, reads the bytes that come; whether it may, the counter of its save says."""
+        later: Version = StorageVersion(-1 - version.id, t, self.tape)
+        later.holding.hold(t)
         later.why = "written over after the forward"
-        self.tape.slots[later.id] = later
-        slot.next = later.id
+        self.tape.versions[later.id] = later
+        version.next = later.id
 
     # -- eviction ----------------------------------------------------------------------------------
 
-    def relieve(self, spare: Slot | None = None) -> None:
+    def relieve(self, spare: Version | None = None) -> None:
         """Evict until live memory is below the limit again, or nothing is left to evict."""
         if self.pressure is None:
             return
-        excess = self.pressure()
-        while excess > 0 and self.evictable:
-            slot = max((s for s in self.evictable.values() if s is not spare), key=self._merit, default=None)
-            if slot is None:
+        excess_nbytes = self.pressure()
+        while excess_nbytes > 0 and self.evictable:
+            version = max((v for v in self.evictable.values() if v is not spare), key=self._merit, default=None)
+            if version is None:
                 return
-            self.evict(slot)
-            excess = self.pressure()
+            self.evict(version)
+            excess_nbytes = self.pressure()
 
-    def _merit(self, slot: Slot) -> float:
-        assert slot.call is not None
-        return slot.nbytes * (self.clock - slot.call.op + 1) / (1.0 + self._depth(slot))
+    def _merit(self, version: Version) -> float:
+        assert version.call is not None
+        return version.nbytes * (self.clock - version.call.op + 1) / (1.0 + self._depth(version))
 
-    def _depth(self, slot: Slot) -> int:
+    def _depth(self, version: Version) -> int:
         """How many calls a rebuild would take now; counted up to a bound, as an estimate of its cost."""
-        count, wanted, seen = 0, [slot], {slot.id}
+        count, wanted, seen = 0, [version], {version.id}
         while wanted and count < 64:
             call = wanted.pop().call
             count += 1
             if call is not None:
                 for id in call.reads:
-                    source = self.tape.slots[id]
-                    if source.value is None and source.id not in seen and source.call is not None:
+                    source = self.tape.versions[id]
+                    if source.holding.value is None and source.id not in seen and source.call is not None:
                         seen.add(source.id)
                         wanted.append(source)
         return count
 
-    def evict(self, slot: Slot) -> None:
-        self.evictable.pop(slot.id, None)
-        value = slot.value
+    def evict(self, version: Version) -> None:
+        """Drop the bytes of a version, with a checksum."""
+        self.evictable.pop(version.id, None)
+        value = version.holding.value
         if value is None:
             return
-        if slot.id not in self.sums:
+        if version.id not in self.sums:
             with below_autograd(), self.hidden():
-                self.sums[slot.id] = checksum(value)
-        slot.value = None
+                self.sums[version.id] = checksum(value)
+        version.holding.drop()
         self.evictions += 1
 
     # -- backward ----------------------------------------------------------------------------------
 
     def request(self, handle: Handle) -> torch.Tensor:
         with self.lock:
-            slot = self.present(handle)
+            version = self.present(handle)
             if self.events is not None:
                 self.events.unpacked(handle.save)
-            if slot.value is None and not self.revive(slot, handle.guard):
+            if version.holding.value is None and not self.reuse(version, handle.guard):
                 self.relieve()
                 with self.hidden():
-                    self.materialise([slot])
-                    self.compare(slot, self.sums.get(slot.id))
-                self.relieve(spare=slot)
-            elif self.verify and slot.ok and slot.call is not None and slot.id not in self.verified:
+                    self.rebuild([version])
+                    compare(version, self.sums.get(version.id))
+                self.relieve(spare=version)
+            elif self.verify and rebuildable(version) and version.id not in self.verified:
                 try:
                     with self.hidden():
-                        self._verify(slot)
+                        self._verify(version)
                 except (ModifiedError, UnsupportedError):  # it cannot be made again, and is here: nothing is wrong
                     self.starts.changed_unseen()
                     self.evictable.clear()
             return super().request(handle)
 
-    def materialise(self, targets: list[Slot]) -> None:
-        first = len(self.replayed)
-        self._room = 1 << 62 if self.pressure is None else -self.pressure() - sum(slot.nbytes for slot in targets)
+    def rebuild(self, targets: list[Version]) -> None:
+        first = len(self.rebuilt_ops)
+        wanted_nbytes = sum(version.nbytes for version in targets)
+        self._room_nbytes = 1 << 62 if self.pressure is None else -self.pressure() - wanted_nbytes
         self._retained.clear()
-        super().materialise(targets)
-        calls = {slot.id for slot in targets}
-        ran = set(self.replayed[first:])
-        for slot in self.tape.slots.values():
-            if slot.call is not None and slot.call.op in ran and slot.value is not None:
-                self.rebuilt[slot.id] = slot
-                self.rebuilds(slot)
-                if slot.handles > 0 and slot.ok and slot.id not in calls:
-                    self.evictable[slot.id] = slot
+        super().rebuild(targets)
+        wanted = {version.id for version in targets}
+        ran = set(self.rebuilt_ops[first:])
+        for version in self.tape.versions.values():
+            if version.call is not None and version.call.op in ran and version.holding.value is not None:
+                self.rebuilt[version.id] = version
+                self.on_rebuilt(version)
+                if version.holding.handles > 0 and version.holding.reachable and version.id not in wanted:
+                    self.evictable[version.id] = version
 
-    def retains(self, slot: Slot) -> bool:
+    def retains(self, version: Version) -> bool:
         """What other handles wait for stays while there is room; a long rebuild must not fill what evictions freed."""
-        if slot.handles == 0:
+        if version.holding.handles == 0:
             return False
-        stays = self._retained.get(slot.id)
+        stays = self._retained.get(version.id)
         if stays is None:
-            stays = self._retained[slot.id] = slot.nbytes <= self._room
-            self._room -= slot.nbytes if stays else 0
+            stays = self._retained[version.id] = version.nbytes <= self._room_nbytes
+            if stays:
+                self._room_nbytes -= version.nbytes
         return stays
 
-    def _verify(self, slot: Slot) -> None:
-        """Rebuild a kept slot from what is held and compare. A mismatch makes its op opaque; the value kept is used."""
-        kept = slot.value
-        assert kept is not None and slot.call is not None
-        self.verified.add(slot.id)
-        if self.pressure is not None and self.pressure() + self._needed_nbytes(slot) > 0:
+    def _verify(self, version: Version) -> None:
+        """Rebuild a kept version from what is held and compare. A mismatch makes its op opaque; the value kept is used."""
+        holding = version.holding
+        assert version.call is not None
+        self.verified.add(version.id)
+        if self.pressure is not None and self.pressure() + self._needed_nbytes(version) > 0:
             return
-        slot.value, noted = None, slot.noted
-        before = list(self.replayed)
-        held = [s for s in self.tape.slots.values() if s.value is not None]
+        held = {v.id for v in self.tape.versions.values() if v.holding.value is not None}
         try:
-            self._rebuild_once(slot)
-            with below_autograd():
-                if not same_bits(self._made(slot), kept):
-                    self._distrust(slot)
+            with holding.set_aside() as kept:
+                self._run_once(version)
+                assert holding.value is not None
+                with below_autograd():
+                    if not same_bits(holding.value, kept):
+                        self._distrust(version)
         finally:
-            slot.value, slot.noted = kept, noted
-            self.replayed[:] = before
-            keep = {s.id for s in held} | {slot.id}
-            for s in self.tape.slots.values():
-                if s.id not in keep:
-                    s.value = None
+            for other in self.tape.versions.values():
+                if other.id not in held:
+                    other.holding.drop()
 
-    def _needed_nbytes(self, slot: Slot) -> int:
-        """What a rebuild of a slot beside its value takes: all that its calls make, and a copy to be compared."""
-        kept, slot.value = slot.value, None
-        try:
-            calls = self.closure([slot])
-        finally:
-            slot.value = kept
-        made = {i for call in calls for _, i in (*call.made, *call.mutates)}
-        return slot.nbytes + sum(self.tape.slots[i].nbytes for i in made)
+    def _needed_nbytes(self, version: Version) -> int:
+        """What a rebuild of a version beside its value takes: all that its calls make, and a copy to be compared."""
+        with version.holding.set_aside():
+            calls = closure(self.tape.versions, [version])
+        made = {id for call in calls for _, id in (*call.made, *call.mutates)}
+        return version.nbytes + sum(self.tape.versions[id].nbytes for id in made)
 
-    @staticmethod
-    def _made(slot: Slot) -> torch.Tensor:
-        assert slot.value is not None
-        return slot.value
-
-    def _rebuild_once(self, slot: Slot) -> None:
-        calls = self.closure([slot])
+    def _run_once(self, version: Version) -> None:
+        calls = closure(self.tape.versions, [version])
         with below_autograd(), flags_of(self.tape):
             for call in calls:
-                run(call, self.tape.slots, lambda s: s.handles > 0 or s.call is None)
+                run(call, self.tape.versions, lambda v: v.holding.handles > 0 or v.call is None)
 
-    def _distrust(self, slot: Slot) -> None:
-        assert slot.call is not None
-        name = slot.call.func.name()
+    def _distrust(self, version: Version) -> None:
+        assert version.call is not None
+        name = version.call.func.name()
         if name not in self.opaque_ops:
             warnings.warn(
                 f"MemOpt: running {name} again gave other bits than the first time; its results are kept from now on. "
@@ -297,15 +312,15 @@ class ObservingEngine(Engine):
                 stacklevel=2,
             )
         self.opaque_ops[name] = "a rebuild gave other bits"
-        slot.ok = False
-        self.evictable.pop(slot.id, None)
+        version.holding.reachable = False
+        self.evictable.pop(version.id, None)
 
     def released(self, handle: Handle) -> None:
         with self.lock:
-            slot = handle.slot
-            if slot.handles == 0:
-                self.evictable.pop(slot.id, None)
-                if slot.call is not None and slot.ok:
-                    slot.value = None
+            version = handle.version
+            if version.holding.handles == 0:
+                self.evictable.pop(version.id, None)
+                if rebuildable(version):
+                    version.holding.drop()
             if self.events is not None:
                 self.events.released(handle.save)

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, cached_property
 
 import torch
-from torch import nn
 
 from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.plan import Life, Schedule, Segment, lower
 from lightning_memopt.plan.forms import EXACT, codec_of
 from lightning_memopt.record import is_norm
-from lightning_memopt.runtime.templates import Templates
 
-Spans = dict[int, tuple[nn.Module, tuple[int, int]]]
 _WORTHWHILE = 4
 """Ops that a module must run for leaving and entering the recorder to pay."""
 
@@ -25,11 +20,11 @@ def sized_by_data(graph: Graph) -> frozenset[int]:
     """Tensors of the forward whose sizes may differ from step to step: what ops make that look at data for that, and what
     follows from it.
     """
-    found: set[int] = set()
+    varying: set[int] = set()
     for op in graph.forward:
-        if _looks_at_data(op.name) or not found.isdisjoint(op.inputs):
-            found.update(op.outputs)
-    return frozenset(found)
+        if _looks_at_data(op.name) or not varying.isdisjoint(op.inputs):
+            varying.update(op.outputs)
+    return frozenset(varying)
 
 
 @cache
@@ -46,32 +41,19 @@ def _looks_at_data(name: str) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A schedule, indexed by what the engine meets at run time. `sized`: only tensors of the graph's sizes are its tensors."""
+    """A plan's lives, lowered to a schedule and indexed by what the engine meets at run time. Nothing of it changes.
+
+    graph: the graph that the plan was made for.
+    lives: the plan.
+    """
 
     graph: Graph
     lives: tuple[Life, ...]
-    sized: bool = True
-    schedule: Schedule = field(init=False)
-    templates: Templates = field(init=False)
-    _spans: tuple[weakref.ref[nn.Module], Spans] | None = field(init=False, default=None)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "schedule", lower(self.graph, self.lives))
-        object.__setattr__(self, "templates", Templates(len(self.graph.forward)))
-
-    def resized(self) -> Program:
-        """The same schedule for steps of this graph on tensors of other sizes."""
-        found = copy.copy(self)
-        object.__setattr__(found, "sized", False)
-        object.__setattr__(found, "templates", Templates(len(self.graph.forward)))
-        return found
-
-    def fits(self, nbytes: int, tensor: int) -> bool:
-        """Whether a storage of this size may be the graph's tensor."""
-        planned = self.graph.tensors[tensor]
-        if nbytes == planned.nbytes or tensor in self.sized_by_data:
-            return True
-        return not self.sized and planned.kind not in ("parameter", "buffer")
+    @cached_property
+    def schedule(self) -> Schedule:
+        """What the engine does, and at which points."""
+        return lower(self.graph, self.lives)
 
     @cached_property
     def names(self) -> list[str]:
@@ -80,10 +62,10 @@ class Program:
     @cached_property
     def places(self) -> dict[str, list[int]]:
         """Name -> the positions of ops of that name."""
-        found: dict[str, list[int]] = {}
+        positions: dict[str, list[int]] = {}
         for j, name in enumerate(self.names):
-            found.setdefault(name, []).append(j)
-        return found
+            positions.setdefault(name, []).append(j)
+        return positions
 
     @cached_property
     def inputs(self) -> list[tuple[int, ...]]:
@@ -95,7 +77,7 @@ class Program:
 
     @cached_property
     def drops(self) -> frozenset[int]:
-        """Tensors that autograd saves and that the plan neither holds nor leaves alone."""
+        """Tensors that autograd saves, and that the plan drops and rebuilds."""
         held = self.schedule.holds
         return frozenset(life.tensor for life in self.lives if life.how == "replay" and life.tensor not in held)
 
@@ -112,8 +94,8 @@ class Program:
         return {(point.kind, point.id, point.occurrence): tensors for point, tensors in frees}
 
     @property
-    def away(self) -> dict[int, str]:
-        """Tensors that go away, and in which form."""
+    def parked(self) -> dict[int, str]:
+        """Tensors that are parked, and in which form."""
         return self.schedule.away
 
     @cached_property
@@ -121,54 +103,54 @@ class Program:
         """(forward op, tensor): when the op has run, the tensor's bytes are to be gone."""
         points, last = self.graph.points, len(self.graph.forward)
         at_ops = ((points[p].id, t) for p, ts in self.schedule.frees.items() if points[p].kind == "op" for t in ts)
-        return sorted((op, t) for op, t in at_ops if op < last and t in self.away)
+        return sorted((op, t) for op, t in at_ops if op < last and t in self.parked)
 
     @cached_property
     def fence_of(self) -> dict[int, int]:
         return {tensor: op for op, tensor in self.fences}
 
     @cached_property
-    def last_back(self) -> dict[int, int]:
-        """Tensor that goes away -> the point at which it comes back for the last time."""
-        found: dict[int, int] = {}
+    def last_fetch(self) -> dict[int, int]:
+        """Parked tensor -> the point at which it is fetched for the last time."""
+        points: dict[int, int] = {}
         for life in self.lives:
             if life.how == "fetch":
-                found[life.tensor] = max(life.born_at, found.get(life.tensor, BEFORE))
-        return found
+                points[life.tensor] = max(life.born_at, points.get(life.tensor, BEFORE))
+        return points
 
     @cached_property
     def unsaved(self) -> frozenset[int]:
-        """Tensors that go away although autograd never packs them: they are held for rebuilds."""
+        """Tensors that are parked although autograd never packs them: rebuilds start from them."""
         packed = {then for then, _ in self._packed}
-        return frozenset(t for t in self.away if t not in packed)
+        return frozenset(t for t in self.parked if t not in packed)
 
     @cached_property
     def births(self) -> dict[int, tuple[int, ...]]:
-        """Point -> the tensors that are made again there, or come back with the very bits."""
-        found: dict[int, tuple[int, ...]] = {}
+        """Point -> the tensors that are rebuilt there, or fetched bit-identically."""
+        births: dict[int, tuple[int, ...]] = {}
         for life in self.lives:
             if life.how == "replay" or (life.how == "fetch" and codec_of(life.form) in EXACT):
-                found[life.born_at] = (*found.get(life.born_at, ()), life.tensor)
-        return found
+                births[life.born_at] = (*births.get(life.born_at, ()), life.tensor)
+        return births
 
     @cached_property
     def tracked(self) -> frozenset[int]:
-        """Tensors that the engine has to recognise: what is dropped or goes away, what ops that run again read and make,
-        and the other versions of their storages; then those whose handles tell it when a segment is to run, or when one of
-        them is to go.
+        """Tensors that the engine has to recognise: those that are dropped or parked, those that ops which run again read and
+        make, and the other versions of their storages; then those whose handles tell it when a segment is to run, or when one
+        of them is to go.
         """
         ops, tensors, points = self.graph.ops, self.graph.tensors, self.graph.points
-        found: set[int] = set()
-        new = {*self.drops, *self.away, *(self.graph.asked_at(p) for p in self.schedule.segments)}
+        tracked: set[int] = set()
+        new = {*self.drops, *self.parked, *(self.graph.asked_at(p) for p in self.schedule.segments)}
         for op in self.schedule.replayed:
             new.update(ops[op].inputs)
             new.update(ops[op].outputs)
         frees = [(ts, self.graph.asked_at(p)) for p, ts in self.schedule.frees.items() if points[p].kind != "op"]
-        while not new <= found:
-            storages = {tensors[t].storage for t in found | new}
-            found = {t.id for t in tensors if t.storage in storages}
-            new = {asked for ts, asked in frees if not found.isdisjoint(ts)}
-        return frozenset(found)
+        while not new <= tracked:
+            storages = {tensors[t].storage for t in tracked | new}
+            tracked = {t.id for t in tensors if t.storage in storages}
+            new = {asked for ts, asked in frees if not tracked.isdisjoint(ts)}
+        return frozenset(tracked)
 
     @cached_property
     def sized_by_data(self) -> frozenset[int]:
@@ -177,22 +159,24 @@ class Program:
 
     @cached_property
     def holds(self) -> frozenset[int]:
-        """Tracked tensors that are held from their birth. The others that the plan holds, autograd holds anyway."""
+        """Tracked tensors that are held from their birth. The others that the plan holds are held by autograd."""
         return self.schedule.holds & self.tracked
 
     @cached_property
     def starts(self) -> frozenset[int]:
-        """What ops that run again read."""
+        """Tensors that ops which run again read."""
         return frozenset(t for op in self.schedule.replayed for t in self.graph.ops[op].inputs)
 
     @cached_property
     def outlasting(self) -> frozenset[int]:
-        """What rebuilds start from that was there before the step and has no life: it is in memory, whatever the plan says."""
+        """Tensors that rebuilds start from, that were there before the step and that have no life: they are in memory, whatever
+        the plan says.
+        """
         living = {life.tensor for life in self.lives}
         return frozenset(t for t in self.starts - living if self.graph.tensors[t].born_at == BEFORE)
 
     def passes(self, op: int) -> bool:
-        """A forward op that nothing of the plan depends on: it need not be recorded."""
+        """Whether nothing of the plan depends on a forward op: it need not be recorded."""
         made = self.graph.ops[op]
         tensors = (*made.outputs, *(old for old, _ in made.mutates))
         return op not in self.schedule.replayed and self.tracked.isdisjoint(tensors)
@@ -207,7 +191,7 @@ class Program:
 
     @cached_property
     def _starts_nbytes(self) -> frozenset[int]:
-        """Sizes of what was there before the step and is no parameter, where a rebuild starts from it."""
+        """Sizes of the tensors that were there before the step, are no parameters, and that a rebuild starts from."""
         ops, tensors = self.graph.ops, self.graph.tensors
         read = (tensors[t] for op in self.schedule.replayed for t in ops[op].inputs)
         return frozenset(t.nbytes for t in read if t.born_at == BEFORE and t.kind != "parameter")
@@ -220,10 +204,10 @@ class Program:
 
     @cached_property
     def quiet(self) -> dict[str, tuple[int, int]]:
-        """Modules that run without the recorder: path -> (position of their first op, of the first one after them).
+        """Modules that run without the recorder: path -> (position of their first op, of the first op after them).
 
-        All their ops pass, autograd saves in them nothing that the plan says something about, they are called once a step,
-        and nothing else runs meanwhile. Shorter ones are not worth it.
+        All their ops pass, autograd saves nothing in them that the plan says something about, they are called once a step,
+        and nothing else runs meanwhile. Shorter modules are not worth it.
         """
         saving = {save.op for save in self.graph.saves if save.id in self._handled}
         spans: dict[str, list[int]] = {}
@@ -242,15 +226,6 @@ class Program:
             and all(self.passes(j) and j not in saving and not self._disturbs(j) for j in js)
         }
 
-    def spans_of(self, model: nn.Module) -> Spans:
-        """`quiet`, by the identity of this model's modules. Remembered for one model: a step must not walk its modules."""
-        if self._spans is None or self._spans[0]() is not model:
-            quiet = self.quiet
-            spans = {id(m): (m, quiet[name]) for name, m in model.named_modules() if name in quiet}
-            object.__setattr__(self, "_spans", (weakref.ref(model), spans))
-        assert self._spans is not None
-        return self._spans[1]
-
     @cached_property
     def saved(self) -> list[tuple[int, int]]:
         """(save, tensor packed) where autograd gets a handle: what it saves of tracked tensors, in packing order."""
@@ -261,10 +236,10 @@ class Program:
     @cached_property
     def packs(self) -> dict[int, list[tuple[int, int]]]:
         """Tensor packed -> (position of the op during which it is packed, or of the one after it; save), of `saved`."""
-        found: dict[int, list[tuple[int, int]]] = {}
+        packs: dict[int, list[tuple[int, int]]] = {}
         for save, tensor in self.saved:
-            found.setdefault(tensor, []).append((self.graph.saves[save].op, save))
-        return found
+            packs.setdefault(tensor, []).append((self.graph.saves[save].op, save))
+        return packs
 
     @cached_property
     def _packed(self) -> list[tuple[int, int]]:

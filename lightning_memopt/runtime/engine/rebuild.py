@@ -1,29 +1,26 @@
-"""Run recorded calls again: the arithmetic of replay, without any decision about when.
+"""Rebuilding: run recorded calls again, without any decision about when.
 
 R2: a call that mutates runs on its input's bytes only when nobody else needs them, otherwise on a copy.
-R6: replay runs below Autograd and Autocast, with dispatch modes and hooks off, under the grad mode recorded.
+R6: rebuilds run below Autograd and Autocast, with dispatch modes and hooks off, under the grad mode recorded.
 """
 
 from __future__ import annotations
 
 import contextlib
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._ops import OpOverload
 
-from lightning_memopt.errors import ModifiedError, ReplayMismatchError
-from lightning_memopt.record import UNKNOWN, Call, Slot, Tape, View, in_transform, numeric_flags, set_numeric_flags, tensors_in
+from lightning_memopt.errors import ModifiedError, ReplayMismatchError, UnsupportedError
+from lightning_memopt.record import Call, Tape, View, numeric_flags, set_numeric_flags, tensors_in
+from lightning_memopt.record.below import below_autograd
+from lightning_memopt.runtime.engine.holding import Holding, Version, copy_of, current_stream, in_order, rebuildable
 
-_ABOVE = (
-    torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-    | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
-    | torch._C.DispatchKeySet(torch._C._dispatch_key_parse("VmapMode"))  # of `autograd.grad(is_grads_batched=True)`: no draws
-)
+Versions = Mapping[int, Version]
 
 _CHUNK = 1 << 12
 _STEP = 0x1E3779B97F4A7C15
@@ -47,23 +44,8 @@ def _weights(device: torch.device) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def below_autograd() -> Iterator[None]:
-    """Where replays run: no modes, no autograd, no autocast, no functorch, no saved-tensor hooks (they live above autograd).
-
-    Calls run in it under their own grad mode; that of the caller is put back.
-    """
-    grad = torch.is_grad_enabled()
-    with torch._C._DisableTorchDispatch(), torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_ABOVE):
-        try:
-            with temporarily_clear_interpreter_stack() if in_transform() else contextlib.nullcontext():
-                yield
-        finally:
-            torch._C._set_grad_enabled(grad)
-
-
-@contextlib.contextmanager
 def flags_of(tape: Tape) -> Iterator[None]:
-    """The numeric settings of the forward pass; restored after the replay."""
+    """The numeric settings of the forward pass; restored after the rebuild."""
     now, then = numeric_flags(), tape.flags
     if now == then:
         yield
@@ -76,11 +58,11 @@ def flags_of(tape: Tape) -> Iterator[None]:
 
 
 class StartChangedError(ModifiedError):
-    """A rebuild would start from a slot that was changed after the forward; who knows the step names it."""
+    """A rebuild would start from a version that was changed after the forward; who knows the step names it."""
 
-    def __init__(self, slot: Slot) -> None:
-        super().__init__(f"a tensor of {slot.nbytes} bytes that a rebuild starts from was changed after the forward")
-        self.slot = slot
+    def __init__(self, version: Version) -> None:
+        super().__init__(f"a tensor of {version.nbytes} bytes that a rebuild starts from was changed after the forward")
+        self.version = version
 
 
 def checksum(t: torch.Tensor) -> tuple[int, int]:
@@ -106,35 +88,77 @@ def mismatch(op: str, nbytes: int) -> ReplayMismatchError:
     )
 
 
-def intact(slot: Slot) -> bool:
-    """Whether the value is what it was when the forward ended, or when it was rebuilt.
+def missing(version: Version) -> bool:
+    """Whether a rebuild that reads the version must make it first. A value that was changed is dropped (R7) or refused (R5)."""
+    holding = version.holding
+    if holding.value is None:
+        return not holding.fetch()
+    if holding.intact and holding.value.untyped_storage().nbytes() >= version.nbytes:
+        return False
+    if not rebuildable(version):
+        raise StartChangedError(version)
+    holding.drop()
+    return True
 
-    A counter goes back only where torch was told to put it back, by who vouches for the bytes (FSDP gathers weights so).
+
+def closure(versions: Versions, targets: Iterable[Version]) -> list[Call]:
+    """The calls to run, in op order, to give every target a value (R6: iteratively)."""
+    calls: dict[int, Call] = {}
+    wanted = [version for version in targets if missing(version)]
+    seen = {version.id for version in wanted}
+    while wanted:
+        version = wanted.pop()
+        call = version.call
+        if call is None or not call.repeats:
+            raise UnsupportedError(
+                f"backward needs {version.nbytes} bytes that were let go as the plan says and that "
+                + (f"{call.func.name()} cannot make again" if call else f"no op can make again ({version.why})")
+                + ". Was backward run more often than in the observed steps? Observe such a step, or raise the budget."
+            )
+        if call.op in calls:
+            continue
+        calls[call.op] = call
+        for id in call.reads:
+            source = versions[id]
+            if source.id not in seen and missing(source):
+                seen.add(source.id)
+                wanted.append(source)
+    return [calls[op] for op in sorted(calls)]
+
+
+def rebuild(tape: Tape[Holding], targets: list[Version], retains: Callable[[Version], bool], ran: list[int]) -> None:
+    """Give every target a value on demand. What is made on the way and `retains` says stays; the rest goes at its last use.
+    Appends the numbers of the calls that ran to `ran`.
     """
-    return slot.value is None or slot.noted == UNKNOWN or slot.value._version <= slot.noted
+    versions = tape.versions
+    calls = closure(versions, targets)
+    wanted = {version.id for version in targets}
+    last = {versions[id].id: call.op for call in calls for id in call.reads}
+    fresh: set[int] = set()
+
+    def needed(version: Version) -> bool:
+        return version.id in wanted or last.get(version.id, -1) > op or retains(version)
+
+    with below_autograd(), flags_of(tape):
+        for call in calls:
+            op = call.op
+            made = [versions[id] for _, id in (*call.made, *call.mutates)]
+            fresh.update(version.id for version in made if version.holding.value is None)
+            run(call, versions, lambda version: version.id not in fresh or needed(version))
+            ran.append(op)
+            for version in made + [versions[id] for id in call.reads]:
+                if version.id in fresh and not needed(version):
+                    version.holding.drop()
 
 
-def came_back(slot: Slot) -> bool:
-    """Fetch the value of a slot whose very bytes are away; whether there are such."""
-    if slot.away is None or not slot.away.exact or slot.away.spent:
-        return False
-    with below_autograd():
-        slot.value = slot.away.value()
-    slot.noted = slot.value._version
-    slot.stream = torch.cuda.current_stream(slot.device) if slot.value.is_cuda else None
-    return True
-
-
-def missing(slot: Slot) -> bool:
-    """Whether a rebuild that reads the slot must make it first. What was changed is let go (R7) or refused (R5)."""
-    if slot.value is None:
-        return not came_back(slot)
-    if intact(slot) and slot.value.untyped_storage().nbytes() >= slot.nbytes:
-        return False
-    if slot.call is None or not slot.ok:
-        raise StartChangedError(slot)
-    slot.value = None
-    return True
+def compare(version: Version, then: tuple[int, int] | None) -> None:
+    """R8: rebuilt bytes must be those that were dropped, of which `then` is the checksum."""
+    value = version.holding.value
+    if then is not None and value is not None:
+        with below_autograd():
+            now = checksum(value)
+        if now != then:
+            raise mismatch(version.call.func.name() if version.call is not None else "an op", version.nbytes)
 
 
 @cache
@@ -172,73 +196,48 @@ def _draw(call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
         generator.set_state(now)
 
 
-def in_order(slot: Slot) -> None:
-    """R11: the current CUDA stream may read the slot's value from here on, and its memory is not used again before."""
-    value = slot.value
-    if value is None or not value.is_cuda:
-        return
-    stream = torch.cuda.current_stream(value.device)
-    if slot.stream == stream:
-        return
-    if slot.stream is not None:  # a rebuild on another stream; what the forward made, the user has put in order
-        stream.wait_stream(slot.stream)
-    with torch._C._DisableTorchDispatch():  # no op of the step
-        value.record_stream(stream)
-    slot.stream = stream
-
-
-def _restored(v: Any, slots: dict[int, Slot], fresh: dict[int, torch.Tensor]) -> Any:
+def _restored(v: Any, versions: Versions, fresh: dict[int, torch.Tensor]) -> Any:
     """An argument of a call as it was. A function of its own: a recursive closure would be a reference cycle."""
     if type(v) is View:
-        base = fresh.get(v.slot) if fresh else None
+        base = fresh.get(v.version) if fresh else None
         if base is None:
-            base = slots[v.slot].value
+            base = versions[v.version].holding.value
             assert base is not None
         return v.on(base)
     if type(v) is list:
-        return [_restored(x, slots, fresh) for x in v]
+        return [_restored(x, versions, fresh) for x in v]
     return v
 
 
-def run(call: Call, slots: dict[int, Slot], survives: Callable[[Slot], bool]) -> None:
-    """Run a call on the values of the slots it reads and set the values of those it makes. Call inside `below_autograd`.
+def run(call: Call, versions: Versions, survives: Callable[[Version], bool]) -> None:
+    """Run a call on the values of the versions it reads and set the values of those it makes. Call inside `below_autograd`.
 
     `survives` says which mutated inputs somebody still needs: those are copied first.
     """
     fresh: dict[int, torch.Tensor] = {}
     for id in call.reads:
-        in_order(slots[id])
+        in_order(versions[id].holding)
     for id, _ in call.mutates:
         if id in fresh:
             continue
-        old = slots[id]
-        base = old.value
+        old = versions[id]
+        base = old.holding.value
         assert base is not None
-        if survives(old):
-            bytes_ = base.untyped_storage().clone()
-            fresh[id] = torch.empty(0, dtype=base.dtype, device=base.device).set_(
-                bytes_, 0, (bytes_.nbytes() // base.element_size(),), (1,)
-            )
-        else:
-            fresh[id] = base
+        fresh[id] = copy_of(base) if survives(old) else base
 
-    args = [_restored(a, slots, fresh) for a in call.args]
-    kwargs = {k: _restored(v, slots, fresh) for k, v in call.kwargs.items()}
+    args = [_restored(a, versions, fresh) for a in call.args]
+    kwargs = {k: _restored(v, versions, fresh) for k, v in call.kwargs.items()}
     torch._C._set_grad_enabled(call.grad)  # the engine's threads, and `below_autograd`, put it back
     out = call.func._op(*args, **kwargs) if call.rng is None else _draw(call, args, kwargs)
     if call.made:
         outs = tensors_in(out)
         for index, id in call.made:
-            slot = slots.get(id)
-            if slot is not None and slot.value is None:
-                slot.value = outs[index]
-                slot.noted = slot.value._version
-                slot.stream = torch.cuda.current_stream(slot.device) if slot.value.is_cuda else None
+            made = versions.get(id)
+            if made is not None and made.holding.value is None:
+                made.holding.rebuilt(outs[index], current_stream(outs[index]))
     for old_id, new_id in call.mutates:
-        new = slots.get(new_id)
+        old, new = versions[old_id], versions.get(new_id)
         if new is not None:
-            new.value = fresh[old_id]
-            new.noted = new.value._version
-            new.stream = slots[old_id].stream
-        if fresh[old_id] is slots[old_id].value:
-            slots[old_id].value = None
+            new.holding.rebuilt(fresh[old_id], old.holding.stream)
+        if fresh[old_id] is old.holding.value:
+            old.holding.drop()

@@ -1,8 +1,8 @@
-"""What a forward op looked like when it was matched to the plan: compared by the next step, instead of recorded again.
+"""Templates: how a forward op looked when it was matched to the plan. The next step compares, and does not record it again.
 
 Steps repeat themselves. When an op meets its template (the same overload, the same constants, the same windows on the same
-tensors of the plan), the call noted then is the recipe of this step too, because calls name slots by the plan's tensors. All
-that is new in a step are its storages. An op that differs in anything is recorded as if for the first time.
+tensors of the plan), the call noted then makes the bytes of this step too, because calls name storage versions by the plan's
+tensors. Only the storages of a step are new. An op that differs in anything is recorded as if for the first time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from lightning_memopt.record import Call, OpRecord, Slot, View, rules_generation
+from lightning_memopt.record import Call, OpRecord, View, rules_generation
+from lightning_memopt.runtime.engine.holding import Version
+from lightning_memopt.runtime.engine.rebuild import Versions
 
 _COMPARED = (int, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -44,13 +46,23 @@ def flattened(args: tuple) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """One op of the plan's forward. Positions are those in `args`, or in `flattened(args)` where `nested`; `arity` counts them.
+    """One op of the plan's forward. Positions are those in `args`, or in `flattened(args)` where `nested`.
 
-    `tensors`: position and window (on a tensor of the plan) of every tensor that the op reads. `constants`: position and
-    value of the rest. `call`: the recipe, None where there is none; `random`: it needs the generator's state. `made`: index
-    among the tensors returned, tensor, bytes; `mutates`: position, tensor made.
-    `kwargs` is None where arguments do not matter. `writes`:
-    positions in `args` of what it writes and the plan knows nothing of; in memory that is known, this is another op.
+    func: the overload.
+    arity: how many positions there are.
+    nested: whether arguments are lists of tensors.
+    tensors: (position, window on a tensor of the plan) of every tensor that the op reads.
+    constants: (position, value) of all other arguments.
+    kwargs: (name, value); None where arguments do not matter.
+    grad: the grad mode.
+    call: how it runs again; None where it does not.
+    random: it needs the generator's state.
+    made: (index among the tensors returned, tensor, bytes) of what it makes.
+    mutates: (position, tensor made) of what it writes in place.
+    empty: its results have no content yet.
+    why: why its results cannot be made again.
+    writes: positions in `args` of memory that it writes and that the plan knows nothing of; in known memory, this is another
+        op.
     """
 
     func: OpOverload
@@ -70,57 +82,70 @@ class Template:
 
 
 class Templates:
-    """Those learned so far, by position in the forward; an overload alone where nothing depends on the op. The last entry
-    stays None.
+    """Templates learned so far.
+
+    by_op: by position in the forward; an overload alone where nothing depends on the op. The last entry stays None.
     """
 
-    def __init__(self, n: int) -> None:
-        self.n = n
-        self.found: list[Template | OpOverload | None] = []
+    def __init__(self, n_ops: int) -> None:
+        self.by_op: list[Template | OpOverload | None] = []
+        self._n_ops = n_ops
         self._settings: tuple[Any, ...] | None = None
 
     def current(self) -> list[Template | OpOverload | None]:
-        """The templates, none of them if rules or settings changed that say what may run again."""
+        """The templates; none of them where rules or settings changed that say what may run again."""
         settings = (rules_generation(), torch.are_deterministic_algorithms_enabled())
         if settings != self._settings:
             self._settings = settings
-            self.found = [None] * (self.n + 1)
-        return self.found
+            self.by_op = self.none()
+        return self.by_op
+
+    def none(self) -> list[Template | OpOverload | None]:
+        """No template for any op."""
+        return [None] * (self._n_ops + 1)
 
 
 class _Unnamed(Exception):
-    """A slot that is no tensor of the plan."""
+    """A storage version that is no tensor of the plan."""
 
 
-def _named(view: View, slots: dict[int, Slot]) -> View:
-    """The window, on the tensor of the plan that its slot was matched to."""
-    found: View = View.__new__(View)
+def _named(view: View, versions: Versions) -> View:
+    """The window, on the tensor of the plan that its version was matched to."""
+    named: View = View.__new__(View)
     for name in View.__slots__:
-        setattr(found, name, getattr(view, name))
-    found.slot = _tensor(view.slot, slots)
-    return found
+        setattr(named, name, getattr(view, name))
+    named.version = _tensor(view.version, versions)
+    return named
 
 
-def _tensor(id: int, slots: dict[int, Slot]) -> int:
-    found = slots[id].plan
-    if found is None:
+def _tensor(id: int, versions: Versions) -> int:
+    tensor = versions[id].holding.tensor
+    if tensor is None:
         raise _Unnamed
-    return found
+    return tensor
 
 
-def _named_call(call: Call, slots: dict[int, Slot]) -> Call:
+def _named_call(call: Call, versions: Versions) -> Call:
     """The call in terms of the plan's tensors, without what belongs to one step."""
     args: list[Any] = []
     for a in call.args:
         if type(a) is list:
-            args.append([_named(x, slots) if type(x) is View else x for x in a])
+            args.append([_named(x, versions) if type(x) is View else x for x in a])
         else:
-            args.append(_named(a, slots) if type(a) is View else a)
-    found = Call(call.op, call.func, args, call.kwargs, tuple(_tensor(id, slots) for id in call.reads), call.grad)
-    found.made = tuple((index, _tensor(id, slots)) for index, id in call.made)
-    found.mutates = tuple((_tensor(old, slots), _tensor(new, slots)) for old, new in call.mutates)
-    found.repeats = call.repeats
-    return found
+            args.append(_named(a, versions) if type(a) is View else a)
+    named = Call(call.op, call.func, args, call.kwargs, tuple(_tensor(id, versions) for id in call.reads), call.grad)
+    named.made = tuple((index, _tensor(id, versions)) for index, id in call.made)
+    named.mutates = tuple((_tensor(old, versions), _tensor(new, versions)) for old, new in call.mutates)
+    named.repeats = call.repeats
+    return named
+
+
+def with_state(call: Call, generator: torch.Generator) -> Call:
+    """The call of this step: the generator's state is its own."""
+    own = Call(call.op, call.func, call.args, call.kwargs, call.reads, call.grad)
+    own.made, own.mutates = call.made, call.mutates
+    own.rng = (generator, generator.get_state())
+    return own
 
 
 def _special(record: OpRecord) -> bool:
@@ -131,19 +156,19 @@ def _special(record: OpRecord) -> bool:
 
 
 def in_passing(record: OpRecord) -> Template | OpOverload | None:
-    """What there is to know of an op that nothing depends on; None where running it takes the recorder's care."""
+    """The template of an op that nothing depends on; None where running it takes the recorder's care."""
     if _special(record):
         return None
     return _whatever(record, (), ()) if record.rule.writes else record.func
 
 
 def start_of(record: OpRecord, tracked: frozenset[int]) -> Template | None:
-    """The template of an op that does not run again: whatever it is given, its results are what rebuilds start from."""
-    positions = {value.slot: i for i, value in enumerate(record.args) if type(value) is View}
+    """The template of an op that does not run again: rebuilds start from its results, whatever it is given."""
+    positions = {value.version: i for i, value in enumerate(record.args) if type(value) is View}
     if _special(record) or not all(old.id in positions for old, _, _ in record.mutates):
         return None
-    mutates = tuple((positions[old.id], new.plan) for old, new, _ in record.mutates if new.plan in tracked)
-    made = tuple((slot.index, slot.plan, slot.nbytes) for slot, _ in record.made if slot.plan in tracked)
+    mutates = tuple((positions[old.id], new.holding.tensor) for old, new, _ in record.mutates if new.holding.tensor in tracked)
+    made = tuple((v.index, v.holding.tensor, v.nbytes) for v, _ in record.made if v.holding.tensor in tracked)
     return _whatever(record, made, mutates)
 
 
@@ -168,39 +193,40 @@ def _whatever(record: OpRecord, made: tuple[tuple[int, Any, int], ...], mutates:
     )
 
 
-def template_of(record: OpRecord, slots: dict[int, Slot]) -> Template | None:
+def template_of(record: OpRecord, versions: Versions) -> Template | None:
     """The template of an op that was recorded and matched; None where comparing it is not enough.
 
     Not enough: generators and subclasses among the arguments, windows that are conjugate or negative, views that count
-    versions for themselves, slots that are no tensors of the plan. Nor is there one of an op that this step cannot run again:
-    the next step may.
+    versions for themselves, storage versions that are no tensors of the plan. Nor is there a template of an op that this step
+    cannot run again: the next step may.
     """
     rule, call = record.rule, record.call
     if call is None or rule.conjugates or rule.unshared or not all(same_constant(v, v) for v in record.kwargs.values()):
         return None
-    new = [slot for slot, _ in record.made] + [slot for _, slot, _ in record.mutates]
-    if not all(slot.ok or slot.empty for slot in new):
+    new: list[Version] = [version for version, _ in record.made] + [version for _, version, _ in record.mutates]
+    if not all(version.holding.reachable or version.empty for version in new):
         return None
     nested = any(type(a) is list and any(type(v) is View for v in a) for a in record.args)
     values = flattened(record.args) if nested else record.args
-    reads = {slot.id for slot in record.reads}
+    reads = {version.id for version in record.reads}
     tensors, constants = [], []
     try:
         for i, value in enumerate(values):
             if type(value) is View:
-                if value.slot not in reads and rule.rewrite is not None:
-                    continue  # running statistics, which the recipe leaves out
+                if value.version not in reads and rule.rewrite is not None:
+                    continue  # running statistics, which the call leaves out
                 if value.conj or value.neg:
                     return None
-                tensors.append((i, _named(value, slots)))
+                tensors.append((i, _named(value, versions)))
             elif same_constant(value, value):
                 constants.append((i, value))
             else:
                 return None
-        named = _named_call(call, slots)
-        made = tuple((slot.index, _tensor(slot.id, slots), slot.nbytes) for slot, _ in record.made)
+        named = _named_call(call, versions)
+        made = tuple((v.index, _tensor(v.id, versions), v.nbytes) for v, _ in record.made)
         mutates = tuple(
-            (next(i for i, view in tensors if view.slot == old.plan), _tensor(new.id, slots)) for old, new, _ in record.mutates
+            (next(i for i, view in tensors if view.version == old.holding.tensor), _tensor(new.id, versions))
+            for old, new, _ in record.mutates
         )
     except _Unnamed:
         return None

@@ -1,9 +1,9 @@
 """Where offloaded bytes go: page-locked host memory, and a file. Tiers move whole storages; what and when, the plan says."""
 
-from lightning_memopt.runtime.tiers.base import Parked, Tier
+from lightning_memopt.runtime.tiers.base import Stored, Tier
 from lightning_memopt.runtime.tiers.disk import DiskTier
 from lightning_memopt.runtime.tiers.host import HostTier
 from lightning_memopt.runtime.tiers.space import Space
 from lightning_memopt.runtime.tiers.stopwatch import Stopwatch
 
-__all__ = ["DiskTier", "HostTier", "Parked", "Space", "Stopwatch", "Tier"]
+__all__ = ["DiskTier", "HostTier", "Space", "Stopwatch", "Stored", "Tier"]

@@ -32,7 +32,7 @@ from lightning_memopt.runtime.tiers.stopwatch import Stopwatch
 from lightning_memopt.units import format_nbytes
 
 
-class Parked(Protocol):
+class Stored(Protocol):
     """One storage in a tier."""
 
     @property
@@ -71,7 +71,7 @@ class Tier(Protocol):
     def copied(self) -> Stopwatch:
         """How long copies take, both ways."""
 
-    def store(self, t: Tensor, what: str) -> Parked:
+    def store(self, t: Tensor, what: str) -> Stored:
         """Begin to copy `t`, flat uint8, a whole storage; `what` names it in errors. Raises OffloadError without room."""
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_memopt.errors import OffloadError, UnsupportedError
-from lightning_memopt.runtime.execute import below_autograd
+from lightning_memopt.record.below import below_autograd
 from lightning_memopt.units import format_nbytes, host_memory_nbytes
 
 _MEMINFO = Path("/proc/meminfo")

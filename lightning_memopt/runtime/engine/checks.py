@@ -1,0 +1,29 @@
+"""Checksums of the bytes that a plan drops or parks, to be compared with those that come back (R8)."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_memopt.record.below import below_autograd
+from lightning_memopt.runtime.engine.holding import Version
+from lightning_memopt.runtime.engine.rebuild import checksum, compare
+
+
+class Checks:
+    """The checksums of one forward. `on`: whether there are any."""
+
+    def __init__(self, on: bool) -> None:
+        self.on = on
+        self._sums: dict[int, tuple[int, int]] = {}
+
+    def note(self, version: Version, t: torch.Tensor) -> None:
+        """The bytes of the version, which `t` is on, are to be dropped or parked."""
+        if self.on and version.id not in self._sums:
+            with below_autograd():
+                self._sums[version.id] = checksum(t)
+
+    def compare(self, version: Version) -> None:
+        """The version was asked for the first time: raises ReplayMismatchError where it is not what was noted."""
+        then = self._sums.pop(version.id, None) if self._sums else None
+        if version.next is None:  # else it was overwritten where no version counts, and autograd reads that
+            compare(version, then)

@@ -1,0 +1,103 @@
+"""What autograd holds instead of a saved tensor: a `Handle` on a storage version, or `Kept`, the tensor itself."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from lightning_memopt.record import UNKNOWN, View, is_plain, uncompiled
+from lightning_memopt.runtime.engine.holding import Version
+from lightning_memopt.runtime.engine.naming import Names, modified, of_kept
+
+_EMPTY: dict[torch.dtype, torch.Tensor] = {}
+"""CPU tensors without memory, by type."""
+
+
+def alias(t: torch.Tensor) -> torch.Tensor:
+    """`detached`, where autograd asks: outside of a dispatch mode's handler the version counter is shared as it is."""
+    with torch._C._DisableTorchDispatch():
+        return t.detach()
+
+
+def version_guard(t: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory that shares `t`'s version counter: it sees in-place changes of what was dropped."""
+    empty = _EMPTY.get(t.dtype) if t.is_cpu else None
+    with torch._C._DisableTorchDispatch():
+        if empty is None:
+            empty = torch.empty(0, dtype=t.dtype, device=t.device)
+            if t.is_cpu:
+                _EMPTY[t.dtype] = empty
+        guard = t.detach()
+        guard.data = empty
+    return guard
+
+
+class Kept:
+    """The tensor itself, with the version it had: hooks switch autograd's own check off.
+
+    t: the tensor, without its history where it had one.
+    counter: its version counter when it was saved; UNKNOWN for inference tensors, which count no versions.
+    about: who knows its name, and by what; it refers to no engine.
+    """
+
+    __slots__ = ("about", "counter", "t")
+
+    def __init__(self, t: torch.Tensor, about: tuple[Names, int] | None = None) -> None:
+        self.about = about
+        # only an ordinary tensor can be detached below the dispatch modes
+        self.t = alias(t) if t.grad_fn is not None and is_plain(t) else t
+        self.counter = UNKNOWN if t.is_inference() else t._version
+
+    def get(self) -> torch.Tensor:
+        """The tensor. Raises ModifiedError where autograd would."""
+        if self.counter != UNKNOWN and self.t._version != self.counter:
+            raise modified(of_kept(self.t, self.about), self.t._version, self.counter)
+        return self.t
+
+
+class Gives(Protocol):
+    """The engine, as far as a handle knows it."""
+
+    def unpacked(self, handle: Handle) -> torch.Tensor: ...
+    def released(self, handle: Handle) -> None: ...
+
+
+class Handle:
+    """What autograd holds of a storage version. Its end is how we learn that a node has let go.
+
+    save: the number of the save.
+    version: the storage version that was saved.
+    view: the window on it that was saved.
+    guard: sees in-place changes of the tensor that was saved.
+    counter: the version counter when it was saved.
+    times: how often autograd has asked for it.
+    engine: gives the tensor back.
+    """
+
+    __slots__ = ("counter", "engine", "guard", "save", "times", "version", "view")
+
+    def __init__(self, engine: Gives, save: int, version: Version, view: View, guard: torch.Tensor) -> None:
+        self.save = save
+        self.version = version
+        self.view = view
+        self.guard = guard
+        self.counter = guard._version
+        self.times = 0
+        version.holding.handles += 1
+        self.engine: Gives | None = engine  # last: a handle whose making was interrupted lets go of nothing
+
+    def get(self) -> torch.Tensor:
+        """The tensor, rebuilt or fetched where it must be."""
+        assert self.engine is not None
+        return self.engine.unpacked(self)
+
+    @uncompiled
+    def __del__(self) -> None:
+        try:
+            engine, self.engine = self.engine, None
+        except AttributeError:
+            return
+        if engine is not None:
+            self.version.holding.handles -= 1
+            engine.released(self)
