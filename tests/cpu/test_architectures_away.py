@@ -52,6 +52,6 @@ def test_bits_and_bytes_with_everything_away(name: str) -> None:
         assert one.used_nbytes() == 0
         predicted = simulate(one.graph, program.lives).predicted.peak_bytes
         measured = one.peak_nbytes(program)
-        print(name, len(program.away), len(program.schedule.replayed), measured / predicted)
+        print(name, len(program.parked), len(program.schedule.replayed), measured / predicted)
         assert measured <= 1.01 * predicted
     one.depot.close()

@@ -45,7 +45,7 @@ def test_together_with_recomputation(stepped: Stepped, every: int) -> None:
     expected = stepped.step()
     base = held(stepped.graph, every)
     program = stepped.away(base)
-    assert program.away and program.schedule.replayed
+    assert program.parked and program.schedule.replayed
     for _ in range(3):
         assert same(expected, stepped.step(program))
     predicted = simulate(stepped.graph, program.lives).predicted.peak_bytes
@@ -67,11 +67,11 @@ def test_a_storage_goes_away_once() -> None:
     stepped = Stepped(model, loss)
     expected, program = stepped.step(), stepped.away()
     tensors = stepped.graph.tensors
-    shared = [t for t in program.away if len(stepped.graph.saves_of.get(t, ())) >= 3]
+    shared = [t for t in program.parked if len(stepped.graph.saves_of.get(t, ())) >= 3]
     assert shared
     moved = stepped.depot.moved_nbytes
     assert same(expected, stepped.step(program))
-    assert stepped.depot.moved_nbytes - moved == 2 * sum(tensors[t].nbytes for t in program.away)
+    assert stepped.depot.moved_nbytes - moved == 2 * sum(tensors[t].nbytes for t in program.parked)
     stepped.depot.close()
 
 

@@ -54,7 +54,7 @@ def test_each_copy_wait_and_codec_is_timed_once(masked: Stepped, form: str, ever
     for _ in range(steps):
         masked.step(program)
         masked.used_nbytes()  # the last copy has ended
-    trips = 2 * steps * len(program.away)
+    trips = 2 * steps * len(program.parked)
     assert depot.forwards == depot.timed == steps
     assert depot.copied_seconds == depot.waited.seconds == (trips if "disk" in form else 0)
     assert depot.coded.seconds == (trips if "bools" in form else 0)

@@ -75,7 +75,7 @@ def exact(one: Stepped, use: Use = Stepped.step, times: int = 2) -> None:
     try:
         for program in programs(one):
             for _ in range(times):
-                assert same(expected, use(one, program)), [form for form in set(program.away.values())]
+                assert same(expected, use(one, program)), [form for form in set(program.parked.values())]
                 assert one.used_nbytes() == 0
         assert one.depot.moved_nbytes > 0
     finally:

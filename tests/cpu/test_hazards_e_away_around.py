@@ -193,7 +193,7 @@ def test_e10_saved_attributes_are_read_outside_of_backward() -> None:
     expected += one.outcome(loss)
     for program in (first, *rest):
         loss = one.forward(program)
-        if set(program.away.values()) == {"positive"}:
+        if set(program.parked.values()) == {"positive"}:
             with pytest.raises(UnsupportedError, match="cannot be read outside of backward"):
                 read(loss)
             loss.backward()
@@ -388,7 +388,7 @@ def test_n2_gathered_parameters_never_leave() -> None:
         assert sum(t.nbytes == gathered and t.kind == "input" for t in one.graph.tensors) >= 3
         expected, whole = one.step(), {t.storage for t in one.graph.tensors if t.kind == "input"}
         for program in programs(one):
-            assert program.away and not whole & {one.graph.tensors[t].storage for t in program.away}
+            assert program.parked and not whole & {one.graph.tensors[t].storage for t in program.parked}
             if not program.schedule.replayed:
                 assert all(same(expected, one.step(program)) for _ in range(2)) and one.used_nbytes() == 0
         one.depot.close()

@@ -344,5 +344,5 @@ def test_c5_n2_parameters_and_views_of_them_never_leave() -> None:
     tensors = one.graph.tensors
     parameters = {t.storage for t in tensors if t.kind in ("parameter", "buffer", "input")}
     program = one.away(least=1)
-    assert parameters and not parameters & {tensors[t].storage for t in program.away}
+    assert parameters and not parameters & {tensors[t].storage for t in program.parked}
     one.depot.close()

@@ -189,7 +189,7 @@ def test_a_threshold_may_be_any_number() -> None:
     one = Stepped(layers, loss)
     forms = Hybrid(one.device, MemOptConfig(budget="min", compress="lossless")).forms(one.graph)
     program = one.away(form="positive", only=lambda t: bool(forms.get(t)))
-    assert same(one.step(), one.step(program)) and len(program.away) == 1, "that of the first layer, which no threshold reads"
+    assert same(one.step(), one.step(program)) and len(program.parked) == 1, "that of the first layer, which no threshold reads"
 
 
 @torch.library.custom_op("memopt_hybrid::twice", mutates_args=())

@@ -95,8 +95,8 @@ def of_start(version: Version, names: Names | None) -> ModifiedError:
     return ModifiedError(
         f"{REFUSED}: {text} is at version {t._version}; a rebuild that starts from it expected version "
         f"{version.holding.expected}. No observed step changed it before its backward was over. Work on a clone, or set "
-        "profile_steps so that an observed step changes it: what is made from it is kept then. If you go on after this error, a "
-        "step is observed again."
+        "profile_steps so that an observed step changes it: what is made from it is kept then. If you go on after this error, "
+        "a step is observed again."
     )
 
 
