@@ -177,13 +177,13 @@ def _planned(
     ours.seed()
     with optimize(ours.model, ours.optimizer, budget=budget + beside, profile_steps=OBSERVED, verbose=False) as run:
         for i, reference in enumerate(expected):
-            state = run.session.current
+            state = run.session._current
             if isinstance(state, Running) and not state.measures:
                 found, peak = ours.metered(architecture)
                 measured.append(peak)
             else:
                 found = ours.step(architecture)
-                after = run.session.current
+                after = run.session._current
                 if isinstance(state, Running) and isinstance(after, Running) and after.measured_bytes is not None:
                     measured.append(after.measured_bytes - beside)
             if not all(map(_same, found, reference)):

@@ -143,7 +143,7 @@ class Watching:
             if not self._watched:
                 self._watched, self._between = True, (true_peak() or 0) - self._base
             recording = begin(session, batch, part)
-            self._states.append(session.current)
+            self._states.append(session._current)
             return recording
 
         def solved(*args: Any, **options: Any) -> Any:

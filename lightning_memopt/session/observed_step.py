@@ -1,22 +1,45 @@
-"""The step of a session that is being observed, if one is: one at a time in a thread, given up where nothing comes of it."""
+"""The step of a session that is being observed: one at a time in a thread, given up where nothing comes of it."""
 
 from __future__ import annotations
 
+import torch
+from torch import nn
+
+from lightning_memopt.config import MemOptConfig
 from lightning_memopt.graph import Graph
 from lightning_memopt.session.observation import Observation, observing
 from lightning_memopt.session.silence import GIVEN_UP, Silence
+from lightning_memopt.session.states import Observing, Waiting
 
 _IDLE = 3
 """Forward passes in evaluation after which a step that began to be observed is given up."""
 
 
-class Watch:
-    """`now`: what is observed. `opaque_ops`: names of ops that gave other bits when they ran again, in any observed step."""
+class ObservedStep:
+    """The step that is being observed.
 
-    def __init__(self) -> None:
+    now: its observation, None while no step is observed.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], config: MemOptConfig) -> None:
         self.now: Observation | None = None
-        self.opaque_ops: dict[str, str] = {}
+        self._model = model
+        self._optimizers = optimizers
+        self._config = config
+        self._opaque_ops: dict[str, str] = {}  # ops that gave other bits when they ran again, in any observed step
         self._idle = 0
+
+    def begin(self, state: Observing | Waiting, device: torch.device, limit_nbytes: int | None) -> Observation:
+        """A step of this state begins to be observed."""
+        verify = meter = False
+        fixed: frozenset[int] = frozenset()
+        if isinstance(state, Observing):
+            first, last = not state.graphs, len(state.graphs) + 1 == state.steps
+            verify, meter, fixed = self._config.verify and first and not state.early_known, first or last, state.fixed
+        self.now = Observation(
+            self._model, self._optimizers, device, limit_nbytes, verify, meter, fixed, self._opaque_ops, self._config.recompute
+        )
+        return self.now
 
     def blocked(self) -> bool:
         """Whether a step of another model is being observed (a GAN's generator and discriminator): one after the other."""

@@ -15,7 +15,7 @@ from lightning_memopt.session.hybrid import Hybrid
 from lightning_memopt.session.shapes import Signature, alike, elements, times_larger
 from lightning_memopt.session.silence import WAITS
 from lightning_memopt.session.solves import Solves
-from lightning_memopt.session.states import Observing, Running, Say, State
+from lightning_memopt.session.states import Observing, Running, Say, State, Waiting
 
 PLANS = 16
 """Signatures with a state of their own, and as many that wait for a plan; then the one used least recently makes room."""
@@ -36,7 +36,7 @@ class PlanCache(dict[Signature, State]):
     def __init__(self) -> None:
         super().__init__()
         self.solves = Solves()
-        self._waiting = Failed(WAITS.what)
+        self._unplanned = Failed(WAITS.what)
         self.forwards = 0
 
     @property
@@ -64,9 +64,11 @@ class PlanCache(dict[Signature, State]):
             state = state.observed_again()
         if isinstance(state, Running) and state.lender is not None and self._wasted(signature, state.lender):
             return self._begins(signature, 1)
-        if state is None or (isinstance(state, Observing) and (state.waits or self._lasts(signature, state))):
-            alone = state is not None and state.alone
-            return (None if alone else self._borrowing(signature)) or self._observing(signature, steps, state)
+        lasts = isinstance(state, Observing) and self._lasts(signature, state)
+        if state is None or isinstance(state, Waiting) or lasts:
+            waiting = state if isinstance(state, Waiting) else None
+            alone = waiting is not None and waiting.alone
+            return (None if alone else self._borrowing(signature)) or self._observing(signature, steps, waiting)
         return state
 
     def replace(self, old: State, new: State) -> None:
@@ -80,23 +82,25 @@ class PlanCache(dict[Signature, State]):
     def observed(self, state: Observing, graph: Graph, limit_nbytes: int | None, hybrid: Hybrid, say: Say) -> State:
         """`state.observed`, with the time that solving takes."""
         signature, began = self._of(state), times.current.now()
-        if state.waits:
-            self.solves.recorded(signature, len(graph.ops))
         after = state.observed(graph, limit_nbytes, hybrid, say)
         if isinstance(after, Running):
             self.solves.ended(signature, len(graph.ops), times.current.now() - began)
         return after
 
+    def waited(self, state: Waiting, graph: Graph) -> None:
+        """One more step of a signature that waits was recorded."""
+        self.solves.recorded(self._of(state), len(graph.ops))
+
     def step_ended(self, state: State | None, planned: bool, measured_nbytes: int | None, budget_nbytes: int | None) -> None:
         """A step of this state is over, all that it led to included; `planned`: a plan was in force."""
-        waited = isinstance(state, Observing) and state.waits
+        waited = isinstance(state, Waiting)
         self.solves.step_ended(planned and not waited if planned or waited else None)
-        unplanned = self._waiting if waited else state
+        unplanned = self._unplanned if waited else state
         if measured_nbytes is not None and isinstance(unplanned, Failed) and not planned:
             unplanned.measured(measured_nbytes, budget_nbytes)
 
     def _of(self, state: State) -> Signature:
-        return next((signature for signature, found in self.items() if found is state), ())
+        return next((signature for signature, other in self.items() if other is state), ())
 
     def _borrowing(self, signature: Signature) -> State | None:
         lenders = [(s, state) for s, state in self._lenders() if state.has_room(times_larger(s, signature))]
@@ -116,7 +120,7 @@ class PlanCache(dict[Signature, State]):
 
     def _lasts(self, signature: Signature, state: Observing) -> bool:
         """Whether a signature that was to be observed for several steps has not come again until others had a plan."""
-        if state.steps == 1 or state.learnt or state.lesson:
+        if state.steps == 1 or state.early_known or state.for_early:
             return False
         return any(alike(s, signature) for s, _ in self._lenders())
 
@@ -141,7 +145,7 @@ class PlanCache(dict[Signature, State]):
     def _may_plan(self) -> bool:
         return self.solves.count < PLANS + self.forwards // _STEPS_A_PLAN
 
-    def _observing(self, signature: Signature, steps: int, before: Observing | None) -> State:
+    def _observing(self, signature: Signature, steps: int, before: Waiting | None) -> State:
         """A state for a signature that nothing serves. Where no plan is to be made now, it is kept within the budget by
         eviction alone until one is.
         """
@@ -150,10 +154,10 @@ class PlanCache(dict[Signature, State]):
         if self._may_plan and self.solves.allows(signature, planned, alone):
             return self._begins(signature, steps)
         self.solves.waits(signature, alone)
-        if before is not None and before.waits:
+        if before is not None:
             return before
         self._make_room(waiting=True)
-        return Observing(0, alone=alone)
+        return Waiting(alone)
 
     def _begins(self, signature: Signature, steps: int) -> State:
         self._make_room(waiting=False)
@@ -162,7 +166,7 @@ class PlanCache(dict[Signature, State]):
 
     def _make_room(self, waiting: bool) -> None:
         """Where there are too many, let go of the one used least recently; `waiting`: of those that wait for a plan."""
-        own = [(s, state) for s, state in self._own() if (isinstance(state, Observing) and state.waits) is waiting]
+        own = [(s, state) for s, state in self._own() if isinstance(state, Waiting) is waiting]
         if len(own) < PLANS:
             return
         signature, oldest = own[0]

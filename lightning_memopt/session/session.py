@@ -3,6 +3,7 @@
     Observing   `profile_steps` real steps are recorded; nothing is run twice; near the budget, packed tensors are evicted
     Running     a plan is in force; the first planned step is measured against the prediction
     Failed      the reason is said once; the model trains as it is
+    Waiting     of many signatures, no plan is made of this one now
 
 An adapter (strategy, `optimize`) delimits steps: `round(batch)` around every forward, `update_begins` and `update_ended`
 around every optimizer's update. A step ends when all optimizers of this model have updated, or when the next forward begins
@@ -43,14 +44,14 @@ from lightning_memopt.session.foresight import Foresight
 from lightning_memopt.session.hybrid import Hybrid
 from lightning_memopt.session.in_backward import InBackward, wanted
 from lightning_memopt.session.observation import Observation
-from lightning_memopt.session.observed_step import Watch
+from lightning_memopt.session.observed_step import ObservedStep
 from lightning_memopt.session.peak_meter import Metering, in_compiled_code
 from lightning_memopt.session.plan_cache import PlanCache
 from lightning_memopt.session.recording import PlannedRecording, Recording
 from lightning_memopt.session.round import Rounds
 from lightning_memopt.session.shapes import Signature, signature_of
 from lightning_memopt.session.silence import BLOCKED, WAITS, Silence, unobservable
-from lightning_memopt.session.states import Observing, Running, State
+from lightning_memopt.session.states import Observing, Running, State, Waiting
 from lightning_memopt.session.status import RunStatus, Transfers, status_of, transfers_of
 from lightning_memopt.session.step import Step
 from lightning_memopt.trace import backward_runs
@@ -74,16 +75,16 @@ class Session:
         self.enabled = not disabled() and supported()
         self.say: Callable[[str], None] = (say or print) if config.verbose else (lambda _: None)
         self.budget_nbytes = budget_on(self.device, config) if self.enabled else None
-        self.plan_cache = PlanCache()
-        self.current: State | None = None
+        self._plan_cache = PlanCache()
+        self._current: State | None = None
         self.given: tuple[Plan, Graph] | None = None
         if config.plan is not None and self.enabled:
             self.given = read_given(config.plan, self.device, self.budget_nbytes, config)
         self._rounds = Rounds()
-        self._watch = Watch()
+        self._observed_step = ObservedStep(model, self.optimizers, config)
         self._metering = Metering()
         self._step = Step()
-        self._slowed = False  # whether the step before was observed, or measured by a profiler
+        self._slowed = False  # the step before was observed, or measured by a profiler
         self._foresight = Foresight(self.optimizers)
         self._ends = Ends(model, self.optimizers)
         self.silence = Silence(config.profile_steps)
@@ -107,12 +108,12 @@ class Session:
         if not self._applies():
             yield
             return
-        self._watch.trains()
+        self._observed_step.trains()
         try:
             with self._rounds.around(partial(self._begin_round, batch), self._round_ended):
                 yield
         except BaseException:
-            self._watch.abandon(self.silence)
+            self._observed_step.abandon(self.silence)
             self._step.interrupted()
             self._metering.close()  # nobody else could measure until a next step ends
             raise
@@ -132,34 +133,35 @@ class Session:
         """Around the last backward before the optimizer's step: parameters may be updated in it."""
         if self._in_backward is None:
             return contextlib.nullcontext()
-        state = self.current if self._step.began else None
-        observation = self._watch.now if isinstance(state, Observing) and not state.waits else None
-        armed = isinstance(state, Observing | Running) and state.learnt and not self._step.deviates
+        state = self._current if self._step.began else None
+        observation = self._observed_step.now if isinstance(state, Observing) else None
+        armed = isinstance(state, Observing | Running) and state.early_known and not self._step.deviates
         return self._in_backward.last_backward(observation, armed)
 
     def closure_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer's step is about to run, with forward and backward inside of it."""
-        if self._watch.now is not None:
-            self._watch.now.stop_metering()
+        if self._observed_step.now is not None:
+            self._observed_step.now.stop_metering()
         self._metering.span_begins(optimizer)
 
     def update_begins(self, optimizer: torch.optim.Optimizer, closure: bool = False) -> None:
         """An optimizer's update is about to run; `closure`: with forward and backward inside of it. Raises InfeasibleError
         where the first step shows that no plan will fit.
         """
-        observation = self._watch.now
+        observation = self._observed_step.now
         if self._in_backward is not None:
             self._in_backward.updates.stop_reading()
             if closure:
                 self._in_backward.refuse_closure()
         self._metering.span_begins(optimizer, observation)
         if not self._ends.owns(optimizer):
-            self._watch.update_begins()
+            self._observed_step.update_begins()
             return
         if self._in_backward is not None:
             self._in_backward.update_begins()
-            if isinstance(self.current, Observing) and self._in_backward.learn(observation):
-                self.current.takes_lesson()
+            observed = isinstance(self._current, Observing | Waiting) and self._in_backward.learn(observation)
+            if observed and isinstance(self._current, Observing):
+                self._current.observe_early()
         if observation is None:
             return
         self._look_ahead(observation)
@@ -167,15 +169,15 @@ class Session:
 
     def closure_ran(self) -> None:
         """A forward and backward inside of an optimizer's step are over. Raises InfeasibleError as `update_begins` does."""
-        if self._watch.now is not None:
-            self._look_ahead(self._watch.now)
+        if self._observed_step.now is not None:
+            self._look_ahead(self._observed_step.now)
 
     def _look_ahead(self, observation: Observation) -> None:
         try:
             others = self._attachment.others() if self._attachment is not None else []
             self._foresight.look(observation, self.budget_nbytes, self._hybrid, self.say, others)
         except BaseException:
-            self._watch.abandon()
+            self._observed_step.abandon()
             raise
 
     def update_ended(self, optimizer: torch.optim.Optimizer) -> None:
@@ -183,7 +185,7 @@ class Session:
         if self.enabled:
             count_versions(optimizer)
         self._metering.span_ends(optimizer)
-        self._watch.update_ended()
+        self._observed_step.update_ended()
         if not self._ends.owns(optimizer):
             return
         over = self._ends.updated(optimizer)
@@ -198,14 +200,14 @@ class Session:
         step, self._step = self._step, Step()
         if self._in_backward is not None:
             self._in_backward.step_ended()
-        self._slowed = self._metering.profiling or self._watch.now is not None
-        measured = self._metering.close(self._watch.now)
+        self._slowed = self._metering.profiling or self._observed_step.now is not None
+        measured = self._metering.close(self._observed_step.now)
         peak_nbytes = measured.peak_nbytes if measured is not None else None
         if step.plans:
             self._neighbours.step()
-        before = self.current
-        if isinstance(before, Observing):
-            self._observed(before)
+        before = self._current
+        if isinstance(before, Observing | Waiting):
+            self._end_observed(before)
         largest = step.largest
         for state in step.plans:
             after = state.step_ended(self.say, peak_nbytes)
@@ -215,13 +217,13 @@ class Session:
                 else:
                     state.was_metered()
             self._become(state, after)
-        self.plan_cache.step_ended(before, bool(step.plans), peak_nbytes, self.budget_nbytes)
+        self._plan_cache.step_ended(before, bool(step.plans), peak_nbytes, self.budget_nbytes)
         self.silence.step_ended()
 
     def evaluating(self) -> None:
         """Evaluation begins: nothing of it is observed, or measured as part of a step that goes on after it (accumulation)."""
         self._settle()
-        self._watch.abandon(self.silence)
+        self._observed_step.abandon(self.silence)
         self._metering.close()
 
     def close(self) -> None:
@@ -229,7 +231,7 @@ class Session:
         try:
             self._rounds.leave()
         finally:
-            self._watch.abandon()
+            self._observed_step.abandon()
         self._ends.clear()
         self._step.plans.clear()
         if self._in_backward is not None:
@@ -243,11 +245,11 @@ class Session:
 
     def status(self) -> RunStatus:
         """What became of the run so far; of batches that differ in shape, of the one that needs most."""
-        return status_of(self.plan_cache.main, self.budget_nbytes, self.silence) if self.enabled else RunStatus(phase="off")
+        return status_of(self._plan_cache.main, self.budget_nbytes, self.silence) if self.enabled else RunStatus(phase="off")
 
     def transfers(self) -> Transfers | None:
         """What the plan in force has moved so far; None where it moves nothing. Waits for copies on a device to end."""
-        return transfers_of(self.plan_cache.main)
+        return transfers_of(self._plan_cache.main)
 
     @property
     def plan(self) -> Plan | None:
@@ -256,13 +258,13 @@ class Session:
     @property
     def observed_graph(self) -> Graph | None:
         """The step that was observed last, until a plan is made of it."""
-        state = self.current
+        state = self._current
         return state.graphs[-1] if isinstance(state, Observing) and state.graphs else None
 
     @property
     def steady(self) -> bool:
         """Whether the last step, and what ran of the next, was as later ones will be: neither observed nor measured."""
-        return not self._slowed and self._watch.now is None and not self._metering.profiling
+        return not self._slowed and self._observed_step.now is None and not self._metering.profiling
 
     @property
     def halfway(self) -> int:
@@ -289,10 +291,10 @@ class Session:
 
     def _settle(self) -> None:
         """End the step that the next forward ends; leave one that is observed while only evaluation goes on."""
-        if self._ends.awaited or (self._step.began and self._ends.written_by_hand(self._watch.now)):
+        if self._ends.awaited or (self._step.began and self._ends.written_by_hand(self._observed_step.now)):
             self.step_ended()
         if not self.model.training:
-            self._watch.evaluates(self.silence)
+            self._observed_step.evaluates(self.silence)
 
     def _begin_round(self, batch: Any, part: int) -> Recording | None:
         self._settle()
@@ -301,28 +303,31 @@ class Session:
         self._same_device()
         trained = tuple(p.requires_grad for p in self.model.parameters())  # unfrozen layers save more: another plan
         state = self._state_of(signature_of(part, trained, batch), batch)
-        before = self.current
-        if state is not before and self._watch.now is not None:
-            if isinstance(before, Observing) and self._watch.has_backward:
-                self._observed(before)  # the step goes on with another signature
+        before = self._current
+        if state is not before and self._observed_step.now is not None:
+            if isinstance(before, Observing | Waiting) and self._observed_step.has_backward:
+                self._end_observed(before)  # the step goes on with another signature
             else:
-                self._watch.abandon()
-        self.current = state
+                self._observed_step.abandon()
+        self._current = state
         self._step.began = True
-        if isinstance(state, Observing):
-            backward = self._watch.has_backward
-            if self._watch.now is None:
-                if self._watch.blocked():
+        if isinstance(state, Observing | Waiting):
+            backward = self._observed_step.has_backward
+            if self._observed_step.now is None:
+                if self._observed_step.blocked():
                     self.silence.forward(False, BLOCKED)
                     return None
-                self._watch.now = self._observe(state)
-            self.silence.forward(backward, WAITS if state.waits else None)
+                if isinstance(state, Observing) and not state.graphs:
+                    state.announce(self.device, self.budget_nbytes, self.say)
+                self._observed_step.begin(state, self.device, self._limit_nbytes)
+            self.silence.forward(backward, WAITS if isinstance(state, Waiting) else None)
             self._ends.observing()
-            if state.waits:
+            if isinstance(state, Waiting):
                 self._metering.begin(self.model, self.optimizers, batch, self.device, wanted=False)
             else:
                 self._metering.observing()
-            return self._watch.now.begin_round(batch, self._metering.possible)
+            assert self._observed_step.now is not None
+            return self._observed_step.now.begin_round(batch, self._metering.possible)
         self.silence.heard()
         self._ends.planned(None)
         wanted = isinstance(state, Running) and state.measures
@@ -331,63 +336,57 @@ class Session:
             self._step.runs(state)
             if state.program.empty and not state.unproven:
                 return None
-            in_force = (s.plan for s in self.plan_cache.values() if isinstance(s, Running))
+            in_force = (s.plan for s in self._plan_cache.values() if isinstance(s, Running))
             state.depot = self._hybrid.depot_of(state.plan, in_force)
             verify = self.config.verify and state.verifies
-            engine = PlannedEngine(state.learned_ops, verify, state.depot, state.unproven)
+            engine = PlannedEngine(state.learned, verify, state.depot, state.unproven)
             self._ends.planned(engine)
             return PlannedRecording(engine, self.model)
         return None
 
     def _round_ended(self, engine: Engine) -> None:
-        if self._watch.now is not None:
-            self._watch.now.forward_ended()
-        if isinstance(engine, PlannedEngine) and isinstance(self.current, Running):
+        if self._observed_step.now is not None:
+            self._observed_step.now.forward_ended()
+        if isinstance(engine, PlannedEngine) and isinstance(self._current, Running):
             self._step.deviates = self._step.deviates or not engine.cursor.deviation.aside
-            self.current.compare(engine, self.config.plan)
+            self._current.compare(engine, self.config.plan)
 
     def _state_of(self, signature: Signature, batch: Any) -> State:
-        if signature not in self.plan_cache:
-            if self.given is not None and not self.plan_cache:
-                self.plan_cache[signature] = given = Running(*self.given, None)
-                given.learnt = self._in_backward is not None
+        if signature not in self._plan_cache:
+            if self.given is not None and not self._plan_cache:
+                self._plan_cache[signature] = given = Running(*self.given, None)
+                given.early_known = self._in_backward is not None
             elif self.budget_nbytes is not None:
                 resident = resident_tensors(self.model, self.optimizers, batch)
                 refuse_hopeless(resident, self.device, self.budget_nbytes, self.config.headroom)
-        return self.plan_cache.enter(signature, 1 if self.plan_cache else self.config.profile_steps)
+        return self._plan_cache.enter(signature, 1 if self._plan_cache else self.config.profile_steps)
 
     @property
     def _limit_nbytes(self) -> int | None:
         return None if self.budget_nbytes is None else self.budget_nbytes - self.config.headroom
 
-    def _observe(self, state: Observing) -> Observation:
-        first, last = not state.graphs and not state.waits, len(state.graphs) + 1 == state.steps
-        if first:
-            state.announce(self.device, self.budget_nbytes, self.say)
-        verify, limit = self.config.verify and first and not state.learnt, self._limit_nbytes
-        watched, opaque = (self.model, self.optimizers, self.device), self._watch.opaque_ops
-        return Observation(*watched, limit, verify, last or first, state.fixed, opaque, self.config.recompute)
-
     # -- steps -------------------------------------------------------------------------------------
 
-    def _observed(self, state: Observing) -> None:
-        graph = self._watch.finish()
+    def _end_observed(self, state: Observing | Waiting) -> None:
+        graph = self._observed_step.finish()
         if graph is None:
             return
-        if not state.waits:
-            self.silence.heard()
-        if state.lesson:
-            state.lesson_over(graph)
+        if isinstance(state, Waiting):
+            self._plan_cache.waited(state, graph)
+            return
+        self.silence.heard()
+        if state.for_early:
+            state.early_observed(graph)
             return
         graph = self._foresight.complete(graph, self.device, early=self._in_backward is not None)
-        self._become(state, self.plan_cache.observed(state, graph, self._limit_nbytes, self._hybrid, self.say))
+        self._become(state, self._plan_cache.observed(state, graph, self._limit_nbytes, self._hybrid, self.say))
 
     def _become(self, old: State, new: State) -> None:
         if new is not old:
-            self.plan_cache.replace(old, new)
+            self._plan_cache.replace(old, new)
             if isinstance(new, Running):
                 self.silence.planned(self.model)
-            self.current = new if self.current is old else self.current
+            self._current = new if self._current is old else self._current
 
     def _same_device(self) -> None:
         device = device_of(self.model)
@@ -397,4 +396,4 @@ class Session:
             self._neighbours = Neighbours(device, self.budget_nbytes)
             self._hybrid.close()
             self._hybrid = Hybrid(device, self.config)
-            self.plan_cache.clear()
+            self._plan_cache.clear()

@@ -1,9 +1,19 @@
 """The states of an input signature, and what leads from one to the next. `say` prints a line of progress.
 
-Observing -> Running    the last of its steps was recorded, and a plan was solved
-Observing -> Failed     the forward is another one every step
-Running   -> Running    a step was measured above the budget: a smaller plan
-Running   -> Observing  forwards in a row left the plan (drift), or a borrowed plan does not serve
+    state       what it is                                            becomes
+    Waiting     no plan is made now: every step is observed and       Observing, when a plan may be made;
+                kept within the budget by eviction                    Running, when another plan may be borrowed
+    Observing   `steps` real steps are recorded                       Running, when a plan was solved of the last one;
+                                                                      Failed, when the forward is another one every step
+    Running     a plan is in force, the signature's own or borrowed   Running, when a step was measured above the budget: a
+                                                                      smaller plan;
+                                                                      Observing, when forwards in a row deviated from the
+                                                                      plan, or a step changed what rebuilds start from;
+                                                                      Waiting, when a borrowed plan does not serve
+    Failed      the model trains as it is (failed.py)                 -
+
+`Observing` begins with one more step where parameters are updated in backward: it shows which gradients are final early, and no
+plan is made of it. A signature of which too much else is used is forgotten (plan_cache.py).
 """
 
 from __future__ import annotations
@@ -38,7 +48,7 @@ _LITTLE = 4
 """What is kept beside the plan is little where as many times more was left out: no other plan is better (LayerDrop)."""
 _AGAIN = 3
 """How often a signature is observed again because of drift."""
-_WATCHED = 4
+_MEASURED_NEXT = 4
 """Steps that are measured after one that was not as planned: where each step is another one, the next says little."""
 _MEASURED = 32
 """Steps that are measured of one plan at most: measuring takes time."""
@@ -54,40 +64,48 @@ _PROOFS = 4
 
 
 @dataclass(eq=False)
+class Waiting:
+    """No plan is made now: every step is kept within the budget by eviction, until a plan may be made.
+
+    alone: it tried a plan of another batch, which does not serve.
+    """
+
+    alone: bool = False
+
+
+@dataclass(eq=False)
 class Observing:
-    """`steps` real steps are to be recorded; `graphs` are those recorded so far. `again`: how often drift led here.
+    """Steps are recorded, to make a plan of.
 
-    With 0 steps it waits until a plan may be made: every step is kept within the budget by eviction. `alone`: it tried a plan
-    of another batch, which does not serve.
-
-    Where parameters are updated in backward, its first step is a `lesson` (in_backward.py); then it has `learnt`, and ops of
-    the forward are `fixed`.
+    steps: how many real steps are to be recorded.
+    graphs: those recorded so far.
+    restarts: how often it began anew, because the step changed.
+    again: how often drift led here.
+    for_early: the step being observed shows when gradients are final (in_backward.py); no plan is made of it.
+    early_known: that is known.
+    fixed: ops of the forward that do not run again.
     """
 
     steps: int
     graphs: list[Graph] = field(default_factory=list)
     restarts: int = 0
     again: int = 0
-    lesson: bool = False
-    learnt: bool = False
+    for_early: bool = False
+    early_known: bool = False
     fixed: frozenset[int] = frozenset()
-    alone: bool = False
-
-    @property
-    def waits(self) -> bool:
-        return self.steps == 0
 
     def announce(self, device: torch.device, budget_nbytes: int | None, say: Say) -> None:
         """Say what begins."""
         within = f" within {format_nbytes(budget_nbytes)}" if budget_nbytes else ""
         say(f"MemOpt: observing {self.steps} step{'s' * (self.steps > 1)} on {device}{within}")
 
-    def takes_lesson(self) -> None:
-        """The step being observed is a lesson. No plan is made from it: it updated all at its end."""
-        self.lesson = not self.learnt and not self.waits
+    def observe_early(self) -> None:
+        """The step being observed updates all at its end: it only shows when gradients are final."""
+        self.for_early = not self.early_known
 
-    def lesson_over(self, graph: Graph) -> None:
-        self.lesson, self.learnt = False, True
+    def early_observed(self, graph: Graph) -> None:
+        """The step that shows when gradients are final is over."""
+        self.for_early, self.early_known = False, True
         self.fixed = frozenset(op.id for op in graph.forward if not op.recomputable)
         self.steps = max(1, self.steps - 1)
 
@@ -95,16 +113,14 @@ class Observing:
         """One more step was recorded; with the last one, the plan for `limit_nbytes`, the smallest plan where that is None, or
         where no plan fits: parameters have been updated, so what `on_exceed` says is done. "raise": InfeasibleError.
         """
-        if self.waits:
-            return self
         self.graphs.append(graph)
         if len(self.graphs) < self.steps:
             return self
         graphs = common(self.graphs)
         if graphs:
-            found = _solved(smoothed(graphs), limit_nbytes, hybrid, say)
-            found.again, found.learnt = self.again, self.learnt
-            return found
+            running = _solved(smoothed(graphs), limit_nbytes, hybrid, say)
+            running.again, running.early_known = self.again, self.early_known
+            return running
         say(f"MemOpt: the step changed while observing ({difference(self.graphs)})")
         del self.graphs[:-1]
         self.restarts += 1
@@ -125,14 +141,30 @@ def _solved(graph: Graph, limit_nbytes: int | None, hybrid: Hybrid, say: Say) ->
 
 
 class Running:
-    """A plan is in force; one without a frontier was given, one with a `lender` is that of a larger batch.
+    """A plan is in force.
 
-    `to_measure`: steps whose peak is to be measured, in all no more than `may_measure`. `deviations`: of the forwards of this
-    step. `strays`: forwards in a row that left the plan. `again`: how often drift was answered by observing.
-    `held_nbytes`: what others hold beyond what the frontier knows, `regrown`: how often that was more. `said_bytes`: the peak
-    that a warning named. `outgrown`: measured steps in a row that took clearly more than predicted.
-    `wasted`, `proofs`, `refused`: of a lender, uses by much smaller batches, measured steps of its borrowers, and borrowers
-    that it does not serve. `learnt`: it is known which parameters are updated in backward.
+    plan: the plan; `program` is what the engine makes of it, `learned` what its steps taught.
+    frontier: the plans it was chosen from; None where the plan was given.
+    replanned: how often a plan was replaced because a step took more than predicted.
+    regrown: how often it was replaced because more is held outside of the step.
+    held_nbytes: bytes that others hold beyond those that the frontier knows.
+    lender: the state whose plan this is, where it is that of a larger batch.
+    refused: of a lender, how many borrowers it did not serve.
+    wasted: of a lender, uses by much smaller batches.
+    proofs: of a lender, measured steps of its borrowers.
+    steps: how many steps ran under the plan.
+    measured_bytes: the largest measured peak.
+    said_bytes: the peak that a warning named.
+    to_measure: steps whose peak is to be measured; `may_measure`: in all no more than these.
+    outgrown: measured steps in a row that took clearly more than predicted.
+    matched: a forward was that of the plan.
+    deviated: a forward was not, and that was said.
+    deviations: of the forwards of this step.
+    strays: forwards in a row that deviated.
+    again: how often drift was answered by observing.
+    excess_nbytes: by how much tensors were larger than planned, at most.
+    early_known: it is known which parameters are updated in backward.
+    depot: where the plan puts parked tensors; None where it parks nothing.
     """
 
     def __init__(
@@ -140,7 +172,7 @@ class Running:
     ) -> None:
         self.plan = plan
         self.program: Program = Program(graph, plan.lives) if lender is None else lender.program
-        self.learned_ops = Learned(self.program, sized=lender is None)
+        self.learned = Learned(self.program, sized=lender is None)
         self.frontier = frontier
         self.replanned = replanned
         self.lender = lender
@@ -148,11 +180,10 @@ class Running:
         self.steps = self.strays = self.again = self.wasted = self.proofs = self.refused = self.excess_nbytes = 0
         self.matched = self.deviated = False
         self.held_nbytes = self.regrown = self.said_bytes = self.outgrown = 0
-        self.learnt: bool = lender is not None and lender.learnt
+        self.early_known: bool = lender is not None and lender.early_known
         self.to_measure, self.may_measure = 1, _MEASURED
         self.deviations: list[PlanDeviation] = []
         self.depot: Depot | None = None
-        """Where the plan puts what goes away; None where nothing does."""
 
     def lend(self) -> Running:
         """The state of a batch that is no larger and borrows this plan."""
@@ -203,7 +234,7 @@ class Running:
         deviation = engine.cursor.deviation
         self.deviations.append(deviation)
         if deviation.excess_nbytes > self.excess_nbytes and self.lender is None:
-            self._watch()
+            self._measure_next()
         self.excess_nbytes = max(self.excess_nbytes, deviation.excess_nbytes)
         missing = any(t in graph.saves_of for op in graph.forward[at:] if op.recomputable for t in op.outputs)
         if not missing and not deviation.unplanned_nbytes:
@@ -222,7 +253,7 @@ class Running:
             )
         strays = _LITTLE * deviation.unplanned_nbytes > engine.left_out_nbytes()
         self.strays = self.strays + 1 if strays else 0
-        self._watch()
+        self._measure_next()
         if self.lender is None and not self.deviated:
             other = f"{name} instead of {planned}" if name != planned else f"{name} of other sizes or values"
             warnings.warn(
@@ -232,9 +263,9 @@ class Running:
             )
         self.deviated = True
 
-    def _watch(self) -> None:
+    def _measure_next(self) -> None:
         """A step was not the planned one: those that come are not proven to be within the budget."""
-        self.to_measure = min(_WATCHED, self.may_measure)
+        self.to_measure = min(_MEASURED_NEXT, self.may_measure)
 
     def was_metered(self) -> None:
         """A step in which this plan was in force has been measured."""
@@ -251,7 +282,7 @@ class Running:
         if self.overtaken:
             return self.observed_again()
         if any(deviation.astray for deviation in self.deviations):
-            self._watch()
+            self._measure_next()
         self.deviations.clear()
         if self.lender is not None:
             return self if self._is_served(measured_nbytes) else self._alone("a batch cannot borrow another one's plan", say)
@@ -269,13 +300,13 @@ class Running:
         # each tensor that is larger, and perhaps its gradient, on top of all that was predicted
         return not self.strays and self.plan.predicted_peak_bytes + 2 * self.excess_nbytes <= self.plan.budget_bytes
 
-    def _alone(self, why: str, say: Say) -> Observing:
+    def _alone(self, why: str, say: Say) -> Waiting:
         """The state of a borrower that its lender does not serve: it waits for a plan of its own."""
         assert self.lender is not None
         self.lender.refused += 1
         larger = f" (its tensors are {format_nbytes(self.excess_nbytes)} larger)" if self.excess_nbytes else ""
         say(f"MemOpt: {why}{' (it runs other ops)' if self.strays else larger}")
-        return Observing(0, alone=True)
+        return Waiting(alone=True)
 
     def observed_again(self) -> Observing:
         """The state after a step that changed what rebuilds start from: what is made from it is kept. Its error said so."""
@@ -350,7 +381,7 @@ class Running:
         """The state of another plan of the same frontier, with so much held outside of the step."""
         graph = with_held(self.program.graph, held_nbytes - self.held_nbytes)
         state = Running(plan, graph, self.frontier, self.replanned + (not by_growth))
-        state.again, state.learnt = self.again, self.learnt
+        state.again, state.early_known = self.again, self.early_known
         state.held_nbytes, state.regrown = held_nbytes, self.regrown + by_growth
         return state
 
@@ -362,4 +393,4 @@ class Running:
         return self
 
 
-State = Observing | Running | Failed
+State = Waiting | Observing | Running | Failed

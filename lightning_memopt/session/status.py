@@ -10,7 +10,7 @@ from lightning_memopt.plan import Plan
 from lightning_memopt.runtime.parked import Depot
 from lightning_memopt.session.failed import Failed
 from lightning_memopt.session.silence import Silence
-from lightning_memopt.session.states import Observing, Running, State
+from lightning_memopt.session.states import Observing, Running, State, Waiting
 from lightning_memopt.solvers.planner import Frontier
 
 Phase = Literal["off", "waiting", "observing", "planned", "unplanned"]
@@ -111,7 +111,7 @@ def status_of(state: State | None, budget_nbytes: int | None, silence: Silence) 
     if isinstance(state, Failed):
         return RunStatus(phase="unplanned", reason=state.reason, budget_nbytes=budget_nbytes)
     return RunStatus(
-        phase="observing" if isinstance(state, Observing) else "waiting",
+        phase="observing" if isinstance(state, Observing | Waiting) else "waiting",
         reason=silence.reason.what if silence.reason is not None else None,
         remedy=silence.reason.fix if silence.reason is not None else None,
         budget_nbytes=budget_nbytes,

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_memopt import MemOptStrategy
 from lightning_memopt.session.states import Running
 from tests.cpu.harness import same_bits
+from tests.cpu.inside import state_of, states_of
 from tests.cpu.loops import batches, installed, small
 
 SIZE, COUNT = 32, 200  # 6 batches and a smaller one
@@ -151,11 +152,11 @@ def session_of(trainer: pl.Trainer) -> Any:
 
 def plans_of(trainer: pl.Trainer) -> list[Running]:
     """The states with plans of their own that rebuild something."""
-    found = (s for s in session_of(trainer).plan_cache.values() if isinstance(s, Running) and s.lender is None)
+    found = (s for s in states_of(session_of(trainer)).values() if isinstance(s, Running) and s.lender is None)
     return [s for s in found if s.plan.predicted.replayed_ops]
 
 
 def assert_planned(trainer: pl.Trainer) -> None:
     """A plan was in force that runs random ops again, and the forward was the plan's."""
-    found = session_of(trainer).plan_cache.main
+    found = state_of(session_of(trainer))
     assert isinstance(found, Running) and found.program.random and not found.deviated

@@ -14,6 +14,7 @@ from lightning_memopt import optimize
 from lightning_memopt.graph import resident_nbytes
 from lightning_memopt.integrations.plain import Run
 from tests.cpu.harness import same_bits
+from tests.cpu.inside import state_of
 from tests.cpu.loops import CLASSES, WORDS, batches, loss_of
 
 STEPS, PROFILE = 6, 2
@@ -80,7 +81,7 @@ def test_bits_and_budget(accumulate: int, mixed: bool) -> None:
         found, run = trained(accumulate, mixed, budget=budget, **EVERYTHING)
         assert all(map(same_bits, expected, found))
         assert run is not None and run.plan is not None
-        state: Any = run.session.plan_cache.main
+        state: Any = state_of(run)
         assert not state.deviated and state.measured_bytes is not None
         assert state.measured_bytes <= run.plan.budget_bytes
         assert abs(state.measured_bytes / run.plan.predicted_peak_bytes - 1) <= 0.01

@@ -22,6 +22,7 @@ from lightning_memopt.session.hybrid import Hybrid, peak_bytes
 from lightning_memopt.session.solving import frontier_of
 from lightning_memopt.session.states import Running
 from lightning_memopt.solvers.planner import UNSEEN_NBYTES
+from tests.cpu.inside import state_of
 from tests.cpu.loops import CLASSES, LENGTH, WORDS, assert_same, small, state, step
 from tests.cpu.test_batch_fit import fitted, recorded
 
@@ -58,7 +59,7 @@ def trained(size: int, **options: Any) -> tuple[dict[str, Tensor], list[Tensor],
     else:
         with optimize(model, optimizer, budget=BUDGET, profile_steps=2, **OPTIONS, **options) as run:
             losses = [step(model, optimizer, words(size, i)) for i in range(4)]
-            after = run.session.plan_cache.main
+            after = state_of(run)
     return state(model), [*losses, torch.rand(3)], after
 
 

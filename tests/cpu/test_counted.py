@@ -27,6 +27,7 @@ from lightning_memopt.runtime.engine.rebuild import checksum
 from lightning_memopt.session.failed import Failed
 from lightning_memopt.session.states import Running
 from lightning_memopt.solvers.rollout import keep_all
+from tests.cpu.inside import state_of
 from tests.cpu.loops import QUIET
 
 ROOT = Path(__file__).parent.parent.parent
@@ -80,7 +81,7 @@ def trained(
 
 def graph_of(run: Run) -> Graph:
     assert run.status().phase == "planned"
-    return run.session.plan_cache.main.program.graph
+    return state_of(run).program.graph
 
 
 def test_what_the_loop_holds_from_the_step_before(window: Window) -> None:
@@ -88,7 +89,7 @@ def test_what_the_loop_holds_from_the_step_before(window: Window) -> None:
     peaks, run = trained(classifier(), window)
     assert run.plan is not None
     assert peaks[-1] == pytest.approx(run.plan.predicted_peak_bytes, rel=0.001)
-    state = run.session.plan_cache.main
+    state = state_of(run)
     assert isinstance(state, Running) and state.measured_bytes == peaks[-1]
     logits = ROWS * CLASSES * 4
     held = [t for t in graph_of(run).tensors if t.born_at == BEFORE and t.nbytes == logits and t.name.startswith("held")]
@@ -106,7 +107,7 @@ def test_a_copy_that_is_made_later_is_planned_for(window: Window) -> None:
     model = classifier()
     after = lambda i: held.append(copy.deepcopy(model)) if i == 4 else None  # noqa: E731
     peaks, run = trained(model, window, budget, steps=10, after=after)
-    state, nbytes = run.session.plan_cache.main, sum(p.nbytes for p in model.parameters())
+    state, nbytes = state_of(run), sum(p.nbytes for p in model.parameters())
     assert isinstance(state, Running) and run.plan is not None
     assert state.regrown == 1 and state.replanned == 0 and nbytes <= state.held_nbytes < nbytes + 4096
     assert peaks[5] > budget >= max(peaks[6:])

@@ -25,6 +25,7 @@ from lightning_memopt.session.states import Running
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.baselines import recompute_everything
 from tests.cpu.harness import assert_exact, outcome
+from tests.cpu.inside import state_of
 from tests.cpu.loops import QUIET, batches, sgd, small, train
 from tests.cpu.models import Body, Layer, X, data, made, verified
 
@@ -206,7 +207,7 @@ def test_what_an_allocator_reserves_decides_is_shown_and_is_kept_in_the_file(mon
     with pytest.raises(InfeasibleError, match="above the budget"):
         with optimize(small(), sgd(small()), budget=run.plan.predicted.peak_bytes + more // 2, plan=path, verbose=False):
             pass
-    state = run.session.plan_cache.main
+    state = state_of(run)
     assert isinstance(state, Running)
     budget = frontier.unmodified_peak_bytes
     above = Running(frontier.plan(frontier.unmodified_peak_bytes + more), state.program.graph, frontier)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lightning_memopt import optimize
 from lightning_memopt.session.states import Running
+from tests.cpu.inside import state_of
 from tests.cpu.loops import Small, agrees, batches, loss_of, sgd, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:MemOpt. the forward left the plan")
@@ -40,7 +41,7 @@ def trained(*tails: int, **options: object) -> Running:
         return train(model, optimizer, batches(len(tails)))
 
     run = agrees(use, lambda: changing(*tails), **options)
-    found = run.session.plan_cache.main
+    found = state_of(run)
     assert isinstance(found, Running)
     return found
 
@@ -77,10 +78,10 @@ def test_a_step_is_measured_again_after_drift() -> None:
     model = changing(*[0] * 4, 2, 0)
     with optimize(model, o := sgd(model), budget="min", verbose=False, profile_steps=2) as run:
         train(model, o, batches(4))
-        found = run.session.plan_cache.main
+        found = state_of(run)
         assert isinstance(found, Running) and found.measured_bytes is not None and not found.measures
         loss_of(model, batches(1)[0]).backward()
         o.step()
         assert found.measures
         train(model, o, batches(1))
-        assert run.session.plan_cache.main is found and found.measured_bytes is not None
+        assert state_of(run) is found and found.measured_bytes is not None

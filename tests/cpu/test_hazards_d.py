@@ -15,6 +15,7 @@ from lightning_memopt import optimize
 from lightning_memopt.record import Tape
 from lightning_memopt.session.states import Running
 from tests.cpu.harness import same_bits
+from tests.cpu.inside import states_of
 from tests.cpu.loops import Small, assert_same, batches, loss_of, sgd, small, state
 
 STEPS = 6
@@ -163,7 +164,7 @@ def test_d6_unfreezing() -> None:
             model.requires_grad_(True)
 
     run = assert_exact(build, unfreeze)
-    plans = [s.plan for s in run.session.plan_cache.values() if isinstance(s, Running)]
+    plans = [s.plan for s in states_of(run).values() if isinstance(s, Running)]
     assert len(plans) == 2 and plans[0].fingerprint != plans[1].fingerprint
 
 

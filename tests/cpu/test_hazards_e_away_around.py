@@ -20,6 +20,7 @@ from lightning_memopt.graph import fingerprint
 from lightning_memopt.plan import Plan, simulate, write_plan
 from lightning_memopt.runtime import Program
 from lightning_memopt.session.states import Running
+from tests.cpu.inside import state_of
 from tests.cpu.loops import leaves_nothing
 from tests.cpu.models import sgd
 from tests.cpu.stepped import Stepped, same
@@ -355,7 +356,7 @@ def test_a_session_whose_plan_puts_everything_away(tmp_path: Path) -> None:
     options = {"plan": tmp_path / "plan.json", "budget": 1 << 30, "offload": f"disk:{tmp_path}", "verbose": False}
     with leaves_nothing(model), optimize(model, optimizer, **options) as run:
         assert same(expected, use(model, optimizer))
-        main = run.session.plan_cache.main
+        main = state_of(run)
         assert isinstance(main, Running) and main.depot is not None and not main.deviated
         assert main.depot.forwards >= len(AROUND) and main.depot.moved_nbytes >= len(AROUND) * predicted.tier_bytes
         assert main.depot.tiers["disk"].used_nbytes == 0  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_memopt.runtime import ObservingEngine, PlannedEngine
 from tests.cpu.harness import same_bits
+from tests.cpu.inside import states_of
 from tests.cpu.models import (
     BATCHES,
     Body,
@@ -101,7 +102,7 @@ def test_e17_p24_evaluation_packs_nothing(monkeypatch):
             train(model, BATCHES[:2], optimizer=optimizer)
             assert packs
             packs.clear()
-            buckets = len(run.session.plan_cache)
+            buckets = len(states_of(run))
             with torch.no_grad():
                 model(data(5, 16))
             with torch.inference_mode():
@@ -109,7 +110,7 @@ def test_e17_p24_evaluation_packs_nothing(monkeypatch):
             model.eval()
             model(data(7, 16)).sum().backward()
             model.train()
-            assert not packs and len(run.session.plan_cache) == buckets
+            assert not packs and len(states_of(run)) == buckets
 
 
 def test_e17_p24_evaluation_in_the_middle_changes_nothing():

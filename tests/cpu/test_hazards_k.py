@@ -16,6 +16,7 @@ from lightning_memopt import optimize
 from lightning_memopt.errors import BudgetError, InfeasibleError, PlanFileError, PlanMismatchError
 from lightning_memopt.session import budget as budgets
 from lightning_memopt.session.states import Running
+from tests.cpu.inside import state_of
 from tests.cpu.loops import assert_same, batches, installed, loss_of, sgd, small, state, train
 
 QUIET: dict[str, Any] = dict(verbose=False, profile_steps=1)
@@ -88,7 +89,7 @@ def test_k6_p8_never_worse_than_the_plain_step() -> None:
     model = small()
     with optimize(model, o := sgd(model), budget="90%", **QUIET) as run:
         train(model, o, batches(3))
-        found = run.session.plan_cache.main
+        found = state_of(run)
         assert isinstance(found, Running) and found.plan.predicted.replayed_ops == 0
         assert found.plan.predicted_peak_bytes <= found.plan.unmodified_peak_bytes
         seen: list[Any] = []
@@ -125,7 +126,7 @@ def test_k7_empty_plan_of_another_model(tmp_path: Path) -> None:
     model = small()
     with optimize(model, o := sgd(model), budget="auto", plan=tmp_path / "keep.json", **QUIET) as run:
         train(model, o, batches(3))
-        assert run.status().phase == "planned" and run.session.plan_cache.main.matched
+        assert run.status().phase == "planned" and state_of(run).matched
 
 
 class _Payload:

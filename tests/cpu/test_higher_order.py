@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.cpu.inside import state_of
 from tests.cpu.loops import agrees
 from tests.cpu.sweeps import Count, assert_none_differs
 from tests.cpu.test_op_db import sweep_op
@@ -69,7 +70,7 @@ def test_control_flow_as_an_operator(flow: Callable[..., Tensor], options: dict[
         return Controlled(flow)
 
     run = agrees(use, build, **options)
-    state = run.session.plan_cache.main
+    state = state_of(run)
     assert state.plan.predicted.needed_bytes >= state.measured_bytes  # type: ignore[union-attr]
 
 

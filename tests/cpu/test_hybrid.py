@@ -26,6 +26,7 @@ from lightning_memopt.session import plan_cache
 from lightning_memopt.session.hybrid import Hybrid
 from lightning_memopt.session.solves import Solves
 from lightning_memopt.session.states import Running
+from tests.cpu.inside import state_of
 from tests.cpu.loops import QUIET, assert_same, batches, counted_nbytes, loss_of, sgd, small, state, train
 from tests.cpu.stepped import Stepped, same
 
@@ -104,7 +105,7 @@ def test_below_what_recomputation_can_do(smallest: int) -> None:
     run, found, ours = trained(wide(), budget=budget, offload="disk", verify=True)
     assert_same(expected, found)
     assert all(torch.equal(a, b) for a, b in zip(losses, ours, strict=True))
-    main = run.session.plan_cache.main
+    main = state_of(run)
     assert isinstance(main, Running) and run.plan is not None
     assert {tier_of(life.form) for life in run.plan.lives if life.how == "fetch"} == {"disk"}
     assert main.measured_bytes is not None and main.measured_bytes <= budget
@@ -166,7 +167,7 @@ def test_masks_at_one_bit_are_lossless(monkeypatch: pytest.MonkeyPatch) -> None:
     o = sgd(model)
     with optimize(model, o, budget="min", compress="lossless", **QUIET) as run:
         found = train(model, o, images(6), classified)
-        main = run.session.plan_cache.main
+        main = state_of(run)
     assert isinstance(main, Running) and main.measured_bytes is not None
     assert_same(state(twin), state(model))
     assert all(torch.equal(a, b) for a, b in zip(losses, found, strict=True))
@@ -230,7 +231,7 @@ def test_compressed_and_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     o = sgd(model)
     with optimize(model, o, budget="min", offload="disk", compress="lossless", **QUIET) as run:
         found = train(model, o, data, classified)
-        main = run.session.plan_cache.main
+        main = state_of(run)
     assert isinstance(main, Running) and main.measured_bytes is not None
     assert_same(state(twin), state(model))
     assert all(torch.equal(a, b) for a, b in zip(losses, found, strict=True))
@@ -248,7 +249,7 @@ def test_codecs_have_room_for_their_own_bytes(offload: str) -> None:
     o = sgd(model)
     with optimize(model, o, budget="min", offload=offload, compress="lossless", **QUIET) as run:
         train(model, o, data, classified)
-        main = run.session.plan_cache.main
+        main = state_of(run)
     assert isinstance(main, Running) and main.measured_bytes is not None
     assert any(life.how == "fetch" for life in main.plan.lives)
     assert main.measured_bytes <= main.plan.budget_bytes

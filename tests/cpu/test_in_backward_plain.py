@@ -16,6 +16,7 @@ from lightning_memopt.integrations.plain import Run
 from lightning_memopt.session.finals import early_in
 from tests.cpu.early import OPTIMIZERS, WIDE, Make, counted, plain, same_as_plain
 from tests.cpu.harness import same_bits
+from tests.cpu.inside import state_of
 from tests.cpu.loops import counted_nbytes
 from tests.cpu.models import Body, data, made, squares
 
@@ -68,7 +69,7 @@ def test_gradients_end_early_and_peak_is_predicted() -> None:
             run = state = None  # what is alive counts
             held = counted_nbytes()
             run = same_as_plain(Deep, OPTIMIZERS["adam"], batches, budget=budget, mode=mode)
-            state = run.session.plan_cache.main
+            state = state_of(run)
             assert abs(state.plan.predicted_peak_bytes / state.measured_bytes - 1) < 0.01
             peaks[mode, budget] = state.measured_bytes - held
             graph = state.program.graph
@@ -98,7 +99,7 @@ def test_gradients_of_the_lesson_are_not_there_later() -> None:
             super().__init__(*(m for _ in range(6) for m in (nn.Linear(128, 128), nn.Tanh())))
 
     run = same_as_plain(Deep, OPTIMIZERS["sgd"], [data(32, 128, seed=s) for s in range(5)], loop)
-    state = run.session.plan_cache.main
+    state = state_of(run)
     assert abs(state.plan.predicted_peak_bytes / state.measured_bytes - 1) < 0.01
 
 
@@ -182,7 +183,7 @@ def test_given_plan_says_what_is_updated(tmp_path: Path, updates: list[Tensor]) 
     """A plan that was made with updates in backward brings them along, from the first step on."""
     run = same_as_plain(Body, OPTIMIZERS["sgd"], WIDE)
     run.session.save_plan(str(tmp_path / "plan.json"))
-    assert len(early_in(run.session.plan_cache.main.program.graph)) >= 5
+    assert len(early_in(state_of(run).program.graph)) >= 5
     updates.clear()
     model = made(Body)
     optimizer = OPTIMIZERS["sgd"](model.parameters())

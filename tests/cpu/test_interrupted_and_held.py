@@ -10,6 +10,7 @@ from lightning_memopt.native import install
 from lightning_memopt.native.counting import Window
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.states import Running
+from tests.cpu.inside import state_of
 from tests.cpu.loops import QUIET, batches, sgd, small, step
 
 
@@ -18,13 +19,13 @@ def test_a_plan_outlives_an_interrupt_where_a_forward_begins(monkeypatch: pytest
     with optimize(model, o := sgd(model), budget="min", **QUIET) as run:
         for _ in range(3):
             step(model, o, data)
-        before = run.session.plan_cache.main
+        before = state_of(run)
         assert isinstance(before, Running)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(Running, "overtaken", property(interrupted))
             step(model, o, data)
         step(model, o, data)
-        assert run.session.plan_cache.main is before
+        assert state_of(run) is before
 
 
 def interrupted(*_: object) -> None:

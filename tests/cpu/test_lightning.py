@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_memopt import MemOptStrategy
 from tests.cpu.fits import Task, assert_planned, assert_same_tree, both, fit, loader, memopt, outcome, session_of, trainer_of
+from tests.cpu.inside import state_of, states_of
 from tests.cpu.loops import installed, leaves_nothing
 
 
@@ -36,7 +37,7 @@ def test_same_state(options: dict[str, Any]) -> None:
     _, planned = both(**options)
     assert_planned(planned)
     if "limit_train_batches" not in options:
-        assert len(session_of(planned).plan_cache) == 2, "the last smaller batch has a state of its own"
+        assert len(states_of(session_of(planned))) == 2, "the last smaller batch has a state of its own"
     assert installed()[:2] == [None, []]
 
 
@@ -45,7 +46,7 @@ def test_measured_within_the_budget() -> None:
     gradients that the last observed step made, and that end inside of the measured one, are counted."""
     frontier = session_of(fit(memopt(), max_epochs=1)).status().frontier
     budget = (frontier.smallest_bytes + frontier.unmodified_peak_bytes) // 2
-    found = session_of(fit(memopt(budget=budget))).plan_cache.main
+    found = state_of(session_of(fit(memopt(budget=budget))))
     predicted = found.plan.predicted_peak_bytes
     assert found.measured_bytes <= budget
     assert abs(found.measured_bytes - predicted) <= 0.01 * predicted

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from tests.cpu.fits import Manual, Task, assert_planned, both, plans_of, session_of
+from tests.cpu.inside import states_of
 from tests.cpu.loops import small
 
 
 def test_manual_optimization() -> None:
     """Several backwards and updates inside one training_step: the plain run's state, and a plan for each forward."""
     _, planned = both(Manual)
-    parts = {signature[0] for signature in session_of(planned).plan_cache}
+    parts = {signature[0] for signature in states_of(session_of(planned))}
     assert parts == {0, 1, 2} and len(plans_of(planned)) == 3
     for found in plans_of(planned):
         assert not found.deviated and any(op.phase == "backward" for op in found.program.graph.ops)

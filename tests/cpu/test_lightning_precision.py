@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.cpu.fits import Task, assert_planned, both, fit, memopt, session_of
+from tests.cpu.inside import state_of
 from tests.cpu.loops import agrees, batches, loss_of, small
 
 
@@ -100,5 +101,5 @@ def test_parts_that_are_left_alone(cls: type[Task]) -> None:
     assert_planned(planned)
     frontier = session_of(planned).status().frontier
     budget = (frontier.smallest_bytes + frontier.unmodified_peak_bytes) // 2
-    found = session_of(fit(memopt(budget=budget), cls)).plan_cache.main
+    found = state_of(session_of(fit(memopt(budget=budget), cls)))
     assert found.measured_bytes <= budget

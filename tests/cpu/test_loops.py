@@ -15,6 +15,7 @@ from lightning_memopt import optimize
 from lightning_memopt.runtime import PlannedEngine
 from lightning_memopt.session.recording import PlannedRecording
 from lightning_memopt.session.states import Running
+from tests.cpu.inside import state_of, states_of
 from tests.cpu.loops import (
     BATCH,
     QUIET,
@@ -53,7 +54,7 @@ def test_accumulation_validation_and_a_smaller_batch() -> None:
         return seen
 
     run = agrees(run_all)
-    assert sum(isinstance(s, Running) for s in run.session.plan_cache.values()) == 2
+    assert sum(isinstance(s, Running) for s in states_of(run).values()) == 2
     assert run.plan is not None and run.plan.predicted.replayed_ops > 0
 
 
@@ -132,7 +133,7 @@ def test_keyword_arguments_choose_the_plan() -> None:
     model = Keyword()
     with optimize(model, optimizer := sgd(model), budget="min", **QUIET) as run:
         train(model, optimizer, batches(3) + batches(2, size=BATCH // 2), lambda m, b: m(words=b[0]).square().mean())
-        assert len(run.session.plan_cache) == 2
+        assert len(states_of(run)) == 2
 
 
 def test_extra_ops_on_some_steps() -> None:
@@ -160,8 +161,8 @@ def test_extra_ops_on_some_steps() -> None:
         return model.seen
 
     run = agrees(run_all, build, profile_steps=3)
-    assert run.status().phase == "planned" and not run.session.plan_cache.main.deviated
-    assert "aten::abs" not in run.session.plan_cache.main.program.names, "the plan is made for the step without the metric"
+    assert run.status().phase == "planned" and not state_of(run).deviated
+    assert "aten::abs" not in state_of(run).program.names, "the plan is made for the step without the metric"
 
 
 def _metric_while(calls: range) -> Callable[[], nn.Module]:
@@ -200,7 +201,7 @@ def test_ops_that_run_in_some_steps_only(calls: range) -> None:
         return model.seen
 
     run = agrees(run_all, _metric_while(calls), profile_steps=3)
-    state = run.session.plan_cache.main
+    state = state_of(run)
     assert isinstance(state, Running) and not state.deviated
     assert state.plan.predicted.replayed_ops > 6
     model, batch, engine = _metric_while(range(0))(), batches(1)[0], PlannedEngine(state.learned_ops)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_memopt import optimize
 from lightning_memopt.session.states import Running
+from tests.cpu.inside import state_of
 from tests.cpu.loops import QUIET, Batch, agrees, assert_same, batches, loss_of, small, state
 
 
@@ -89,7 +90,7 @@ def test_several_forwards_and_backwards(use: Callable[[nn.Module, Batch], Tensor
     budget = (frontier.smallest_bytes + frontier.unmodified_peak_bytes) // 2 + 8192  # and what this test holds by then
     del run  # what is alive counts
     gc.collect()
-    found = agrees(run_all, deep, adamw, budget=budget).session.plan_cache.main
+    found = state_of(agrees(run_all, deep, adamw, budget=budget))
     assert isinstance(found, Running) and found.measured_bytes is not None and found.measured_bytes <= budget
     assert use is retained or found.plan.predicted.replayed_ops > 0
 

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_memopt import optimize
 from lightning_memopt.session.states import Running
+from tests.cpu.inside import state_of
 from tests.cpu.loops import QUIET, assert_same, batches, leaves_nothing, loss_of, small, state
 
 accelerate = pytest.importorskip("accelerate")
@@ -53,7 +54,7 @@ def test_accelerate(precision: str) -> None:
     parts = prepared()
     with leaves_nothing(parts[1]), optimize(parts[1], parts[2], budget="min", **QUIET) as run:
         found = run_all(*parts)
-        planned = run.session.plan_cache.main
+        planned = state_of(run)
     assert_same(expected, state(parts[1]))
     assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
     assert isinstance(planned, Running) and planned.program.random and not planned.deviated
@@ -86,7 +87,7 @@ def test_transformers_trainer(options: dict[str, Any], tmp_path: Path) -> None:
         if attach:
             with optimize(model, optimizer, budget="min", **QUIET) as run:
                 trainer.train()
-                found = run.session.plan_cache.main
+                found = state_of(run)
         else:
             trainer.train()
         logged = [(entry["step"], entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]

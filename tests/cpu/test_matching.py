@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memopt.session.states import Running
+from tests.cpu.inside import state_of
 from tests.cpu.loops import agrees, batches, budget_at, small, train
 
 
@@ -44,7 +45,7 @@ def test_the_first_op_out_of_turn_holds_what_its_rebuild_starts_from(calls: rang
         return train(model, optimizer, batches(7))
 
     run = agrees(use, build, profile_steps=3)
-    state = run.session.plan_cache.main
+    state = state_of(run)
     assert isinstance(state, Running) and not state.deviated
     rebuilt = {state.program.graph.ops[op].name for op in state.program.schedule.replayed}
     assert "aten::native_layer_norm" in rebuilt
@@ -81,9 +82,9 @@ def test_a_plan_is_made_for_the_longest_forward_that_was_observed() -> None:
     whole = agrees(use, lambda: build(set()), profile_steps=3)
     budget = budget_at(whole, 0.5)
     run = agrees(use, lambda: build({0, 4}), profile_steps=3, budget=budget)
-    state = run.session.plan_cache.main
+    state = state_of(run)
     assert isinstance(state, Running) and whole.status().phase == "planned"
-    assert len(state.program.graph.forward) == len(whole.session.plan_cache.main.program.graph.forward)
+    assert len(state.program.graph.forward) == len(state_of(whole).program.graph.forward)
     assert state.measured_bytes is not None and state.measured_bytes <= budget and not state.replanned
 
 
@@ -117,6 +118,6 @@ def test_what_autograd_saves_and_never_asks_for_is_counted() -> None:
     def use(model: Any, optimizer: torch.optim.Optimizer) -> list[Tensor]:
         return train(model, optimizer, batches(6))
 
-    state = agrees(use, build, profile_steps=3).session.plan_cache.main
+    state = state_of(agrees(use, build, profile_steps=3))
     assert isinstance(state, Running) and state.measured_bytes is not None
     assert state.measured_bytes <= 1.001 * state.plan.predicted_peak_bytes

@@ -17,6 +17,7 @@ from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.integrations.plain import Run
 from lightning_memopt.session.silence import FORWARDS
 from lightning_memopt.session.states import Running
+from tests.cpu.inside import state_of, states_of
 from tests.cpu.loops import QUIET, Batch, agrees, batches, loss_of, sgd, small, step, train
 
 
@@ -70,7 +71,7 @@ def on_noise(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]
 def test_forward_that_saves_only_inputs_and_parameters(name: str) -> None:
     """Its backward is seen: there is a plan, which drops nothing, and nothing is recorded any more."""
     run = agrees(on_noise, lambda: seeded(SAVE_ONLY_INPUTS[name]))
-    found = run.session.plan_cache.main
+    found = state_of(run)
     assert isinstance(found, Running) and found.program.empty and found.steps == 3 and found.measured_bytes is not None
 
 
@@ -92,7 +93,7 @@ def test_forward_without_a_backward_is_no_step() -> None:
         for batch in batches(3):
             loss_of(model, batch)
             optimizer.step()
-        assert run.session.plan_cache and run.plan is None
+        assert states_of(run) and run.plan is None
 
 
 Use = Callable[[nn.Module, torch.optim.Optimizer], list[Tensor]]
@@ -293,7 +294,7 @@ def test_later_batches_that_no_plan_fits_train_on_by_the_smallest() -> None:
     that works. `on_exceed="raise"` stops it.
     """
     run = agrees(in_two_sizes)
-    small_nbytes = min(s.plan.unmodified_peak_bytes for s in run.session.plan_cache.values() if isinstance(s, Running))
+    small_nbytes = min(s.plan.unmodified_peak_bytes for s in states_of(run).values() if isinstance(s, Running))
     needed = run.plan.predicted.needed_bytes if run.plan is not None else 0
     del run
     gc.collect()

@@ -21,6 +21,7 @@ from lightning_memopt.session.budget import resident_nbytes, resident_tensors
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.states import Observing, Running
 from lightning_memopt.trace import memory
+from tests.cpu.inside import current_of, state_of, states_of
 from tests.cpu.loops import (
     QUIET,
     Batch,
@@ -70,7 +71,7 @@ def test_p1_p5_p6_same_bits_within_the_budget(name: str, loss: Any) -> None:
         model = small()
         with leaves_nothing(model), optimize(model, optimizer := OPTIMIZERS[name](model), budget=budget, **QUIET) as run:
             losses = train(model, optimizer, data, loss)
-            found = run.session.plan_cache.main
+            found = state_of(run)
         assert_same(expected, state(model))
         assert all(torch.equal(a, b) for a, b in zip(plain, losses, strict=True))
         assert isinstance(found, Running) and found.measured_bytes is not None
@@ -90,7 +91,7 @@ def test_state_made_by_the_only_observed_step_is_planned_for(name: str) -> None:
     model = small()
     with optimize(model, o := OPTIMIZERS[name](model), budget="min", verbose=False, profile_steps=1) as run:
         train(model, o, batches(3))
-        found = run.session.plan_cache.main
+        found = state_of(run)
     assert isinstance(found, Running) and found.measured_bytes is not None
     predicted = found.plan.predicted_peak_bytes
     assert abs(found.measured_bytes - predicted) <= 0.01 * predicted + SMALL // 4
@@ -105,7 +106,7 @@ def test_update_of_the_only_observed_step_is_not_metered() -> None:
     model = small()
     with optimize(model, optimizer := sgd(model), budget=budget, verbose=False, profile_steps=1) as run:
         train(model, optimizer, batches(3))
-        found = run.session.plan_cache.main
+        found = state_of(run)
     assert isinstance(found, Running) and 0 < found.plan.unmodified_peak_bytes < 1 << 30
     assert found.measured_bytes is not None and found.measured_bytes <= budget
 
@@ -213,7 +214,7 @@ def test_p35_kill_switch(monkeypatch: pytest.MonkeyPatch) -> None:
         model = small()
     with optimize(model, optimizer := sgd(model), budget="1B", **QUIET) as run:
         train(model, optimizer, batches(4))
-        assert run.session.plan_cache == {} and run.plan is None and run.frontier() == []
+        assert states_of(run) == {} and run.plan is None and run.frontier() == []
         assert "off" in run.report()
     assert_same(expected, state(model))
 
@@ -268,15 +269,15 @@ def test_plan_file(tmp_path: Any) -> None:
     model = small()
     with optimize(model, optimizer := sgd(model), budget="auto", plan=tmp_path / "plan.json", **QUIET) as run:
         loss_of(model, batches(1)[0])
-        assert isinstance(run.session.current, Running)
+        assert isinstance(current_of(run), Running)
     del run, model, optimizer  # what is alive counts
     gc.collect()
     model = small()
     with optimize(model, optimizer := sgd(model), budget=predicted, plan=tmp_path / "plan.json", **QUIET) as run:
         train(model, optimizer, batches(5))
-        found = run.session.plan_cache.main
+        found = state_of(run)
         assert isinstance(found, Running) and found.steps == 5 and not found.deviated
-        assert not any(isinstance(s, Observing) for s in run.session.plan_cache.values())
+        assert not any(isinstance(s, Observing) for s in states_of(run).values())
         held = sum(t.nbytes for t in expected.values())  # which, as this one's losses, the run that made the plan did not have
         assert found.measured_bytes is not None and found.measured_bytes <= predicted + held + 64
     assert_same(expected, state(model))

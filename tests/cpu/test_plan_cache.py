@@ -20,6 +20,7 @@ from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.peak_meter import StepMeter
 from lightning_memopt.session.solves import Solves
 from lightning_memopt.session.states import Running
+from tests.cpu.inside import current_of, states_of
 from tests.cpu.loops import QUIET, agrees, assert_same, state, without_counter
 from tests.cpu.times import Known, given
 
@@ -166,7 +167,7 @@ def test_many_lengths_take_few_plans(seen: Seen, mode: str, most: int) -> None:
     assert len({tuple(x.shape) for x in data}) > 40
     assert seen.plans <= most and seen.kinds["planned"] >= (0.7 if mode == "lengths" else 0.5) * len(data), seen
     assert len(seen.peaks) == len(data) and max(seen.peaks) <= budget
-    assert any(isinstance(s, Running) and s.program.schedule.segments for s in run.session.plan_cache.values())
+    assert any(isinstance(s, Running) and s.program.schedule.segments for s in states_of(run).values())
 
 
 def test_a_smaller_batch_borrows() -> None:
@@ -174,12 +175,12 @@ def test_a_smaller_batch_borrows() -> None:
     kinds = []
 
     def use(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-        after = lambda _: kinds.append(type(run_.session.current).__name__) if run_ else None  # noqa: E731
+        after = lambda _: kinds.append(type(current_of(run_)).__name__) if run_ else None  # noqa: E731
         return train(model, optimizer, [words(6, n) for n in (48, 48, 32, 40, 48, 32)], after)
 
     run_: Any = None
     run = agrees(use, attending, adamw)
-    lent = [s for s in run.session.plan_cache.values() if isinstance(s, Running) and s.lender is not None]
+    lent = [s for s in states_of(run).values() if isinstance(s, Running) and s.lender is not None]
     assert len(lent) == 2 and all(s.plan is run.plan and s.steps and not s.deviated for s in lent)
     assert run.plan is not None and run.plan.predicted.replayed_ops > 0
 
@@ -204,7 +205,7 @@ def test_accumulating_batches_of_several_lengths(monkeypatch: pytest.MonkeyPatch
         return losses
 
     run = agrees(use, attending, adamw)
-    found = [s for s in run.session.plan_cache.values() if isinstance(s, Running)]
+    found = [s for s in states_of(run).values() if isinstance(s, Running)]
     assert len(found) == 10 and sum(s.lender is None for s in found) == 1 and all(s.steps for s in found)
     assert 1 <= len(opened) <= 6
     assert run.plan is not None and run.plan.predicted.replayed_ops > 0
@@ -233,7 +234,7 @@ def test_a_batch_that_runs_other_ops_is_observed() -> None:
         return train(model, optimizer, [words(6, n) for n in (48, 48, 48, 32, 32, 32, 32)])
 
     run = agrees(use, branching, adamw)
-    one, other = (s for s in run.session.plan_cache.values() if isinstance(s, Running))
+    one, other = (s for s in states_of(run).values() if isinstance(s, Running))
     assert one.lender is None and other.lender is None and other.steps == 2 and not other.deviated
     assert one.plan.fingerprint != other.plan.fingerprint
 
@@ -257,7 +258,7 @@ def test_what_is_larger_than_planned_is_counted() -> None:
         return train(model, optimizer, [words(16, 16)] * 3 + [words(64, 4)] * 3)
 
     run = agrees(use, squared, adamw)
-    found = list(run.session.plan_cache.values())
+    found = list(states_of(run).values())
     assert len(found) == 2 and all(isinstance(s, Running) and s.lender is None for s in found)
 
 
@@ -280,5 +281,5 @@ def test_a_much_smaller_batch_gets_a_plan_of_its_own(monkeypatch: pytest.MonkeyP
         return train(model, optimizer, [words(6, 64)] * 3 + [words(6, 16)] * 12)
 
     run = agrees(use, attending, adamw)
-    small = run.session.current
+    small = current_of(run)
     assert isinstance(small, Running) and small.lender is None and small.plan is not run.plan

@@ -26,6 +26,7 @@ from lightning_memopt.plan import Run as Again
 from lightning_memopt.record import StorageVersion
 from lightning_memopt.runtime import Handle
 from lightning_memopt.session.states import Running
+from tests.cpu.inside import state_of
 from tests.cpu.loops import budget_at
 from tests.cpu.models import Body, Noisy, data, made, sgd, squares
 
@@ -96,7 +97,7 @@ def test_p9_recomputes_as_planned(name: str, share: float) -> None:
         with optimize(model, o := sgd(model), budget=budget, profile_steps=1, verbose=False) as run:
             for _ in range(4):
                 step(model, o, x)
-            state = run.session.plan_cache.main
+            state = state_of(run)
             assert isinstance(state, Running)
             found, found_flops = counted(model, o, x)
             program, predicted = state.program, state.plan.predicted

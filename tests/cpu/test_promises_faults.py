@@ -21,6 +21,7 @@ import lightning_memopt
 from lightning_memopt import optimize
 from lightning_memopt.integrations.plain import Run
 from lightning_memopt.session.states import Observing, Running
+from tests.cpu.inside import state_of
 from tests.cpu.loops import batches, counted_nbytes, installed, leaves_nothing, sgd, small, step
 
 PACKAGE = str(Path(lightning_memopt.__file__).parent)
@@ -196,7 +197,7 @@ def test_p10_p12_faults_in_planned_steps() -> None:
         assert KEY["planned"] <= names(found)
         for k, code in enumerate(found.values()):
             b.attempt(code, error_of(k), at_once=True)
-            assert isinstance(b.run.session.plan_cache.main, Running)
+            assert isinstance(state_of(b.run), Running)
     assert not b.problems, "\n".join(b.problems)
 
 
@@ -207,7 +208,7 @@ def test_p10_p12_faults_in_observed_steps() -> None:
         assert KEY["observed"] - {"_verify", "metered_cpu"} <= names(found)
         for k, code in enumerate(found.values()):
             b.attempt(code, error_of(k + 1), at_once=False)
-            assert isinstance(b.run.session.plan_cache.main, Observing)
+            assert isinstance(state_of(b.run), Observing)
     assert not b.problems, "\n".join(b.problems)
 
 

@@ -22,6 +22,7 @@ from lightning_memopt.plan import write_plan
 from lightning_memopt.session.budget import resident_nbytes, resident_tensors
 from lightning_memopt.session.states import Running
 from tests.cpu.harness import same_bits
+from tests.cpu.inside import state_of
 from tests.cpu.loops import QUIET, batches, counted_nbytes, loss_of, small
 from tests.cpu.stepped import CPU
 
@@ -60,7 +61,7 @@ class Loop:
         optimizer, self.updates = self.make(self.model), 0
         with optimize(self.model, optimizer, budget=budget, **(QUIET | {"profile_steps": profile_steps})) as run:
             self.train(optimizer)
-            return run.session.plan_cache.main if run.status().phase == "planned" else None
+            return state_of(run) if run.status().phase == "planned" else None
 
     def train(self, optimizer: optim.Optimizer) -> None:
         wide = isinstance(self.model, Digits)
@@ -215,7 +216,7 @@ def lbfgs(budget: Any, history: int = 8, steps: int = 5) -> tuple[Running, int]:
                 return loss
 
             optimizer.step(closure)
-        state = run.session.plan_cache.main
+        state = state_of(run)
     assert isinstance(state, Running)
     return state, resident_nbytes(resident_tensors(model, [optimizer], batches(1)[0]), CPU)
 

@@ -16,6 +16,7 @@ from lightning_memopt import optimize
 from lightning_memopt.runtime.engine.rejoining import Places
 from lightning_memopt.session.states import Running
 from lightning_memopt.trace import metered_cpu
+from tests.cpu.inside import state_of
 from tests.cpu.loops import QUIET, assert_same, counted_nbytes, no_step_is_measured, sgd, state
 from tests.cpu.times import Drawn, given
 
@@ -161,7 +162,7 @@ def trained(
         budget = above + counted_nbytes() + sum(p.nbytes for p in model.parameters())  # their momentum is to come
     with optimize(model, optimizer, budget=budget, **QUIET) as run:
         loop()
-    found = run.session.plan_cache.main
+    found = state_of(run)
     assert isinstance(found, Running)
     return peaks, state(model), found
 

@@ -13,6 +13,7 @@ import torch
 from lightning_memopt.session.states import Running
 from tests.cpu import killed
 from tests.cpu.fits import Task, assert_same_tree, fit, memopt, outcome, session_of
+from tests.cpu.inside import state_of
 from tests.cpu.loops import assert_same, state
 
 KILLED_AT = 10
@@ -50,7 +51,7 @@ def test_m9_p21_resumed_after_a_kill(checkpoints: dict[str, Path]) -> None:
                 first = 0 if saved is None else SAVED_AT
                 assert seen == {step: loss for step, loss in losses.items() if step >= first}
                 if kind != "plain":
-                    planned = session_of(trainer).plan_cache.main
+                    planned = state_of(session_of(trainer))
                     assert isinstance(planned, Running) and planned.plan.predicted.replayed_ops > 0 and planned.steps
 
 

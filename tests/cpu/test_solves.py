@@ -19,6 +19,7 @@ from lightning_memopt.session import states
 from lightning_memopt.session.shapes import signature_of
 from lightning_memopt.session.solves import FREE_SOLVES, FREE_STEPS, SECONDS_APART, Solves
 from lightning_memopt.session.states import Running
+from tests.cpu.inside import current_of, states_of
 from tests.cpu.loops import QUIET, assert_same, budget_at, state
 from tests.cpu.test_plan_cache import WORDS, adamw, attending, words
 from tests.cpu.times import Known, given
@@ -77,7 +78,7 @@ def trained(model: nn.Module, steps: list[Step], run: Any = None, solved: Solved
     torch.manual_seed(4)
     for step in steps:
         loss = step(model)
-        planned = run is not None and isinstance(run.session.current, Running)
+        planned = run is not None and isinstance(current_of(run), Running)
         loss.backward()
         if solved is not None:
             solved.step_ended(planned)
@@ -199,7 +200,7 @@ def test_translation(solved: Solved) -> None:
     run, _ = runs_as_plain(translator, steps, solved, steps[largest], 0.9)  # type: ignore[arg-type]
     assert_few(solved, free=FREE_SOLVES)
     assert solved.planned >= 0.5 * solved.steps
-    borrowers = [s for s in run.session.plan_cache.values() if isinstance(s, Running) and s.lender is not None]
+    borrowers = [s for s in states_of(run).values() if isinstance(s, Running) and s.lender is not None]
     assert any(s.deviated and s.steps > 1 for s in borrowers)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_memopt import optimize
 from lightning_memopt.session.states import Running
+from tests.cpu.inside import state_of
 from tests.cpu.loops import QUIET, agrees, assert_same, batches, budget_at, leaves_nothing, loss_of, sgd, small, state
 
 WIDTH, SAMPLES = 48, 64
@@ -130,7 +131,7 @@ def test_budget_covers_the_other_network_s_step() -> None:
     del run, graph  # what this process holds besides counts, too
     for profile_steps in (1, 2):  # after one step the state of both optimizers has just been made
         gc.collect()
-        found = compared(between, "generator", budget, profile_steps=profile_steps).session.plan_cache.main
+        found = state_of(compared(between, "generator", budget, profile_steps=profile_steps))
         assert isinstance(found, Running) and found.measured_bytes is not None
         assert found.replanned == 0 and found.measured_bytes <= budget
         assert found.plan.predicted.replayed_ops > 0
@@ -220,7 +221,7 @@ def by_hand(
 def test_update_by_hand(update: Callable[[nn.Parameter, Tensor], None]) -> None:
     """Parameters that the loop updates itself, in place or by new ones: a step ends when the next forward begins."""
     run = agrees(partial(by_hand, update=update), make=lambda _: [])
-    found = run.session.plan_cache.main
+    found = state_of(run)
     assert isinstance(found, Running) and found.plan.predicted.replayed_ops > 0
     assert found.steps == 5 and found.measured_bytes is not None
 

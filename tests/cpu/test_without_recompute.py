@@ -19,6 +19,7 @@ from lightning_memopt.session.states import Running
 from tests.cpu.early import OPTIMIZERS, counted
 from tests.cpu.early import plain as marked_loop
 from tests.cpu.fits import assert_same_tree
+from tests.cpu.inside import state_of, states_of
 from tests.cpu.loops import QUIET, assert_same, batches, counted_nbytes, sgd, state, train
 from tests.cpu.models import data, made
 from tests.cpu.test_hybrid import plain, trained, wide
@@ -41,7 +42,7 @@ class _Draws(TorchDispatchMode):
 
 def main(run: Run) -> Running:
     assert run.status().phase == "planned"
-    return run.session.plan_cache.main
+    return state_of(run)
 
 
 @cache
@@ -191,7 +192,7 @@ def test_other_sizes_borrow_plans_that_do_not_rebuild() -> None:
             return state(model)
         with optimize(model, optimizer, **(QUIET | options)) as run:
             train(model, optimizer, data)
-        states = [s for s in run.session.plan_cache.values() if isinstance(s, Running)]
+        states = [s for s in states_of(run).values() if isinstance(s, Running)]
         assert states and not any(s.plan.predicted.replayed_ops for s in states)
         return state(model)
 

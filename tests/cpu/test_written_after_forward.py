@@ -21,6 +21,7 @@ from lightning_memopt.integrations.plain import Run
 from lightning_memopt.runtime.engine import rebuild
 from lightning_memopt.session.observation import Observation
 from tests.cpu.harness import same_bits
+from tests.cpu.inside import states_of
 from tests.cpu.models import Body, X, assert_drops, data, made, sgd, squares
 
 torch.set_num_threads(1)
@@ -258,7 +259,7 @@ def test_an_op_that_gives_other_bits_is_kept_in_all_steps_that_follow(steps: int
     with lying("tanh"), pytest.warns(UserWarning, match="tanh again gave other bits") as told:
         with optimize(model, optimizer, verbose=False, budget="min", profile_steps=steps) as run:
             found = loop(model, optimizer)
-            plans = [state.program for state in run.session.plan_cache.values()]
+            plans = [state.program for state in states_of(run).values()]
     assert all(map(same_bits, expected, found))
     assert len(plans) == 2 and all(program.schedule.replayed for program in plans)
     assert not any("tanh" in program.names[op] for program in plans for op in program.schedule.replayed)
