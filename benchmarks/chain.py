@@ -16,8 +16,8 @@ import statistics
 import time
 
 from lightning_memopt.solvers.chain import Chain, Option, Stage, minimum_budget, simulate, solve
-from lightning_memopt.solvers.chain_exhaustive import unrestricted_seconds
-from lightning_memopt.solvers.sequence import chain_from_dict
+from lightning_memopt.solvers.chain.by_numbers import chain_from_dict
+from tests.solvers.chain_exhaustive import unrestricted_seconds
 
 MIB = 1 << 20
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import simulate
-from lightning_memopt.solvers.dataflow import echo, recomputation
+from lightning_memopt.solvers.recompute.echo import echo, recomputation
 from lightning_memopt.solvers.rollout import keep_all
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "null"))

@@ -22,8 +22,8 @@ from lightning_memopt.graph import Graph, resident_nbytes
 from lightning_memopt.plan import Life, simulate
 from lightning_memopt.runtime import Program
 from lightning_memopt.solvers import planner
-from lightning_memopt.solvers.baselines import mirror, unmodified
-from lightning_memopt.solvers.dataflow import echo
+from lightning_memopt.solvers.recompute.baselines import mirror, unmodified
+from lightning_memopt.solvers.recompute.echo import echo
 
 MOST = 16
 """Search up to this many times the reference depth."""

@@ -27,6 +27,7 @@ from benchmarks import recurrent
 from benchmarks.bench import MIB, Bench
 from benchmarks.bench import equal as same_bits
 from benchmarks.chain import print_table
+from benchmarks.lib.baselines import all_light
 from benchmarks.models import MODELS
 from lightning_memopt.graph import Graph, resident_nbytes
 from lightning_memopt.plan import Life, Prediction, simulate
@@ -34,8 +35,8 @@ from lightning_memopt.report import breakdown
 from lightning_memopt.runtime import Program
 from lightning_memopt.session import costs
 from lightning_memopt.solvers import planner
-from lightning_memopt.solvers.baselines import all_light, mirror, unmodified
-from lightning_memopt.solvers.dataflow import echo
+from lightning_memopt.solvers.recompute.baselines import mirror, unmodified
+from lightning_memopt.solvers.recompute.echo import echo
 
 PAPER = {"nmt": 3.13, "deepspeech2": 1.56, "transformer": 1.59, "resnet152": 2.13}
 """Echo's footprint reduction over Baseline, section I (4). Of Mirror it gives 1.35 for NMT and 2.13 / 1.57 for ResNet-152."""

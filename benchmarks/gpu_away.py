@@ -27,10 +27,10 @@ from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life, Plan, simulate
 from lightning_memopt.runtime import Program
 from lightning_memopt.session.hybrid import Hybrid
+from lightning_memopt.solvers.offload.dymem import carry_out, dymem_trips
+from lightning_memopt.solvers.offload.trips import Planner, send_away
 from lightning_memopt.solvers.planner import Frontier
 from lightning_memopt.solvers.rollout import keep_all
-from lightning_memopt.solvers.transfer import carry_out, dymem_trips
-from lightning_memopt.solvers.trips import Planner, send_away
 
 COLUMNS = {
     "budget": "budget_mib",

@@ -40,8 +40,8 @@ from lightning_memopt.runtime import away
 from lightning_memopt.runtime.codecs import Codec, codec
 from lightning_memopt.session.hybrid import Hybrid
 from lightning_memopt.session.observation import Observation
+from lightning_memopt.solvers.offload.trips import Planner, send_away
 from lightning_memopt.solvers.rollout import keep_all
-from lightning_memopt.solvers.trips import Planner, send_away
 
 CPU = torch.device("cpu")
 MODELS: dict[str, Any] = {"digits": digits, "chargpt": chargpt}

@@ -37,7 +37,7 @@ from lightning_memopt.plan import Life, LoweringError, Run, lower, simulate
 from lightning_memopt.plan.rates import Rates, profile
 from lightning_memopt.session.foresight import unmodified_peak
 from lightning_memopt.solvers import planner
-from lightning_memopt.solvers.dataflow import echo
+from lightning_memopt.solvers.recompute.echo import echo
 from lightning_memopt.solvers.rollout import keep_all
 
 RESULTS = Path(__file__).parent / "results" / "throughput.json"

@@ -21,8 +21,8 @@ from benchmarks.papers.networks import network
 from lightning_memopt.graph import Graph, resident_nbytes
 from lightning_memopt.plan import Life, Prediction, lower, simulate, validate
 from lightning_memopt.plan.rates import Rates, profile
-from lightning_memopt.solvers.transfer import carry_out
-from lightning_memopt.solvers.transfer_baselines import POLICIES
+from lightning_memopt.solvers.offload.dymem import carry_out
+from lightning_memopt.solvers.offload.policies import POLICIES
 
 RESULTS = Path(__file__).parent / "results" / "transfer_papers.json"
 PROFILE = "pcie3-12gb"

@@ -24,8 +24,8 @@ from lightning_memopt.graph import Graph
 from lightning_memopt.integrations.plain import Run
 from lightning_memopt.plan import simulate
 from lightning_memopt.session import solving
+from lightning_memopt.solvers.offload.trips import send_away
 from lightning_memopt.solvers.planner import UNSEEN_NBYTES, Candidate, Frontier
-from lightning_memopt.solvers.trips import send_away
 
 ROOM_NBYTES = 4096
 """What a step may take above its plan: what the planner leaves free in every budget."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life
-from lightning_memopt.solvers.trips import Trip, gaps
+from lightning_memopt.solvers.offload.trips import Trip, gaps
 
 LEAST_NBYTES = 64
 

@@ -15,7 +15,7 @@ from lightning_memopt.plan.allocator import Allocator
 from lightning_memopt.plan.allocator_settings import MIB, Settings
 from lightning_memopt.plan.reserved import _spans, _Step, reserved
 from lightning_memopt.solvers import planner
-from lightning_memopt.solvers.baselines import recompute_everything
+from lightning_memopt.solvers.recompute.baselines import recompute_everything
 from lightning_memopt.solvers.rollout import Rollout, keep_all
 
 

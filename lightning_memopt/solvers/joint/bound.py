@@ -16,8 +16,8 @@ from ortools.linear_solver import pywraplp
 from lightning_memopt.graph import Graph, base_levels, unmodified_levels, workspaces
 from lightning_memopt.plan.clocks import Rates, leaves_at
 from lightning_memopt.plan.forms import codec_of, tier_of
-from lightning_memopt.solvers.bound import requirements
-from lightning_memopt.solvers.trips import Form
+from lightning_memopt.solvers.offload.trips import Form
+from lightning_memopt.solvers.recompute.bound import requirements
 
 Forms = Mapping[int, Sequence[Form]]
 """Tensor -> the forms in which it may be away, with its bytes there."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lightning_memopt.solvers.chain_model import Chain, Checkpoint, Hold, Rebuild, Schedule
+from lightning_memopt.solvers.chain.model import Chain, Checkpoint, Hold, Rebuild, Schedule
 
 _NEVER = np.iinfo(np.int64).max // 4
 

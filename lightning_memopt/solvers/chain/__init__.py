@@ -1,16 +1,18 @@
-"""Optimal checkpointing of a chain: the public names, and `solve`.
+"""Optimal checkpointing of a chain of stages: the public names, and `solve`.
 
 `solve(chain, budget)` gives a table of the least extra seconds for every level up to the budget; `minimum_budget` the
 smallest budget, exact in bytes; `simulate` judges any schedule without the solver's code. The mathematics is in
 docs/formulation.md; the source is Beaumont et al., "Optimal checkpointing for heterogeneous chains" (2019).
+`model` has the data, `bounds`, `cells` and `table` the dynamic program, `by_numbers` solves a chain that a user gives by numbers.
+Another solver of the same problem is a module of this package, and `simulate` judges its schedules too.
 """
 
 from __future__ import annotations
 
-from lightning_memopt.solvers.chain_bounds import minimum_budget, smallest_schedule
-from lightning_memopt.solvers.chain_model import Chain, Checkpoint, Hold, Option, Rebuild, Schedule, Stage
-from lightning_memopt.solvers.chain_simulate import operations, simulate, simulate_operations
-from lightning_memopt.solvers.chain_table import ChainTable
+from lightning_memopt.solvers.chain.bounds import minimum_budget, smallest_schedule
+from lightning_memopt.solvers.chain.model import Chain, Checkpoint, Hold, Option, Rebuild, Schedule, Stage
+from lightning_memopt.solvers.chain.simulate import operations, simulate, simulate_operations
+from lightning_memopt.solvers.chain.table import ChainTable
 
 __all__ = [
     "Chain",

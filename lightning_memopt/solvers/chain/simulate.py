@@ -1,7 +1,7 @@
 """An interpreter of chain schedules, independent of the solver: it keeps what is held and adds up what is run.
 
 In: a chain and a schedule tree. Out: the explicit operations, the extra seconds, the peak bytes. It shares no code with
-`chain_table` (no recurrence, no bucket), so that it can be the judge of what the solver returns.
+`table` (no recurrence, no bucket), so that it can be the judge of what the solver returns.
 
 The operations, in the order they run:
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from lightning_memopt.errors import ChainError
-from lightning_memopt.solvers.chain_model import Chain, Checkpoint, Hold, Rebuild, Schedule
+from lightning_memopt.solvers.chain.model import Chain, Checkpoint, Hold, Rebuild, Schedule
 
 Operation: TypeAlias = tuple[str, int] | tuple[str, int, int]
 

@@ -1,6 +1,6 @@
 """The optimum over arbitrary schedules of a tiny chain, by exhaustive search: what memory-persistence gives away.
 
-The table of `chain_table` is exact among memory-persistent schedules: a boundary once kept stays until its backward.
+The table of `solvers.chain` is exact among memory-persistent schedules: a boundary once kept stays until its backward.
 Without that rule the problem has no known polynomial algorithm; for up to five or six stages Dijkstra over every state
 is possible. Only for tests and benchmarks: time and memory are exponential in the number of stages.
 
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from itertools import count
 from typing import TypeAlias
 
-from lightning_memopt.solvers.chain_model import Chain
+from lightning_memopt.solvers.chain.model import Chain
 
 State: TypeAlias = tuple[int, int, tuple[bool, ...], tuple[int, ...]]
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from lightning_memopt.graph import Graph, base_levels, workspaces
 from lightning_memopt.plan import Life, lower, simulate
 from lightning_memopt.solvers import chain as dp
-from lightning_memopt.solvers.mincut import HoldOrReplay
+from lightning_memopt.solvers.recompute.mincut import HoldOrReplay
+from lightning_memopt.solvers.recompute.stages import Stages, StageSpan
 from lightning_memopt.solvers.rollout import Rollout
-from lightning_memopt.solvers.stages import Stages, StageSpan
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_memopt.graph import Graph, base_levels, unmodified_levels, workspaces
-from lightning_memopt.solvers.mincut import HoldOrReplay, Hull
+from lightning_memopt.solvers.recompute.mincut import HoldOrReplay, Hull
 
 
 @dataclass(frozen=True, slots=True)

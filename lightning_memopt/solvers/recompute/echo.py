@@ -18,7 +18,7 @@ from itertools import accumulate
 
 from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.plan import Life, Schedule, Timeline, simulate
-from lightning_memopt.solvers.footprint import Footprint
+from lightning_memopt.solvers.recompute.footprint import Footprint
 from lightning_memopt.solvers.rollout import Rollout, keep_all
 
 _NOTHING_RUNS = Schedule(frozenset(), {}, {}, {})

@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 
 from lightning_memopt.errors import ChainError, InfeasibleError
-from lightning_memopt.solvers.chain_bounds import SweepNeeds, base_nbytes, option_need_nbytes
-from lightning_memopt.solvers.chain_cells import PER_BLOCK, Cells, Floats, Ints
-from lightning_memopt.solvers.chain_model import Chain, Checkpoint, Hold, Rebuild, Schedule
-from lightning_memopt.solvers.chain_simulate import simulate
+from lightning_memopt.solvers.chain.bounds import SweepNeeds, base_nbytes, option_need_nbytes
+from lightning_memopt.solvers.chain.cells import PER_BLOCK, Cells, Floats, Ints
+from lightning_memopt.solvers.chain.model import Chain, Checkpoint, Hold, Rebuild, Schedule
+from lightning_memopt.solvers.chain.simulate import simulate
 
 FLOAT64_NBYTES = 128 << 20
 _BLOCK = 64  # columns that are bounded, and computed or left out, together

@@ -13,8 +13,8 @@ from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life, simulate
 from lightning_memopt.plan.clocks import Rates
 from lightning_memopt.plan.forms import tier_of
-from lightning_memopt.solvers.joint_bound import Forms
-from lightning_memopt.solvers.trips import Planner, Trip, send_away
+from lightning_memopt.solvers.joint.bound import Forms
+from lightning_memopt.solvers.offload.trips import Planner, Trip, send_away
 
 _FEW = 6
 """Where no more places than these to leave or to come back, all of them are tried; else the nearest, the first and the last."""

@@ -1,13 +1,13 @@
 """Recomputation, offload and compression decided together, for one budget.
 
 Relaxed, the three are one minimum cut: at the moment at which most is held, a tensor that backward needs is on the device, or
-there in encoded form, or in a tier, or made again later (`joint_bound`, which also proves what no plan is below).
+there in encoded form, or in a tier, or made again later (`bound`, which also proves what no plan is below).
 
 From the cuts, and from the plans that only recompute, come starts; what goes away so that a start fits the budget is chosen
-by CP-SAT against the link's capacity (`joint_choice`), and each result is priced by the simulator. Starts that fit as they are
-take part, and so do the heuristics of `transfer_baselines` and the best plans found that only move or only encode: the result
+by CP-SAT against the link's capacity (`choice`), and each result is priced by the simulator. Starts that fit as they are
+take part, and so do the heuristics of `offload.policies` and the best plans found that only move or only encode: the result
 is never worse than recomputation alone, nor than any of them. What is encoded *and* moved comes last: the other starts do not
-depend on it. The best plan is polished (`joint_polish`).
+depend on it. The best plan is polished (`polish`).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from lightning_memopt.graph import Graph, unmodified_levels
 from lightning_memopt.plan import Life, LoweringError, Prediction, Run, Timeline, lower, simulate
 from lightning_memopt.plan.clocks import Rates
 from lightning_memopt.plan.forms import EXACT, TIERS, codec_of, tier_of
-from lightning_memopt.solvers.joint_bound import Forms, Point, Prices, Relaxed, bound
-from lightning_memopt.solvers.joint_choice import chosen
-from lightning_memopt.solvers.joint_polish import polished
+from lightning_memopt.solvers.joint.bound import Forms, Point, Prices, Relaxed, bound
+from lightning_memopt.solvers.joint.choice import chosen
+from lightning_memopt.solvers.joint.polish import polished
+from lightning_memopt.solvers.offload.policies import POLICIES
+from lightning_memopt.solvers.offload.trips import Form, Planner, Trip, send_away
 from lightning_memopt.solvers.rollout import Rollout, keep_all, unrepeatable
-from lightning_memopt.solvers.transfer_baselines import POLICIES
-from lightning_memopt.solvers.trips import Form, Planner, Trip, send_away
 
 _PRICES = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)
 """Prices of a byte, in seconds of the whole step per byte of what is held in it."""
@@ -189,7 +189,7 @@ class _Search:
             self.consider(self.best.solver, lives, better)
 
     def policies(self, forms: Forms, recompute: bool) -> None:
-        """What those who decide by dependencies alone would do (`transfer_baselines`), with the forms that are allowed here."""
+        """What those who decide by dependencies alone would do (`offload.policies`), with the forms that are allowed here."""
         tiers = sorted({f for found in forms.values() for f, _ in found if not codec_of(f)}) or [TIERS[0]]
         for name, policy in POLICIES.items():
             for tier in tiers:

@@ -1,7 +1,7 @@
 """What to compare transfers with: the policies of the sources, as solvers of the same shape.
 
-Each is a `transfer.Policy`: a graph, the rates of a link and the tier at its other end in; lives and trips out. `SOLVERS` are
-the same as functions from a graph and rates to lives.
+Each is a `dymem.Policy`: a graph, the rates of a link and the tier at its other end in; lives and trips out. `joint` tries all
+of them as starts.
 
 Sources: Rhu et al., *vDNN* (MICRO 2016), layer by layer with a barrier; Wang et al., *SuperNeurons* (PPoPP 2018), 3.2 to 3.4;
 both as Dymem (HPDC 2020, 2.3 and 4.1) and FreeLunch (III and IV) describe and measure them. All are priced by `simulate`.
@@ -9,7 +9,7 @@ both as Dymem (HPDC 2020, 2.3 and 4.1) and FreeLunch (III and IV) describe and m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
@@ -17,13 +17,12 @@ from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life
 from lightning_memopt.plan.clocks import Rates
 from lightning_memopt.plan.readers import short
+from lightning_memopt.solvers.offload.dymem import CONVOLUTIONS, Policy, comes_back, dymem_trips, kinds, requests
+from lightning_memopt.solvers.offload.trips import Form, Planner, Trip
 from lightning_memopt.solvers.rollout import Rollout, keep_all, unrepeatable
-from lightning_memopt.solvers.transfer import CONVOLUTIONS, Policy, carry_out, comes_back, dymem_trips, kinds, requests
-from lightning_memopt.solvers.trips import Form, Planner, Trip
 
 Lives = tuple[Life, ...]
 Away = tuple[Lives, list[Trip]]
-Solver = Callable[[Graph, Rates], Lives]
 
 CHEAP = frozenset(
     {
@@ -175,10 +174,3 @@ POLICIES: dict[str, Policy] = {
     "compression + swapping": hybrid,
 }
 """By the name in tables."""
-
-
-def _lives(policy: Policy, graph: Graph, rates: Rates) -> Lives:
-    return carry_out(policy, graph, rates)[0]
-
-
-SOLVERS: dict[str, Solver] = {name: partial(_lives, policy) for name, policy in POLICIES.items()}

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_memopt.solvers.chain import Checkpoint, Hold, Rebuild, Schedule, simulate
-from lightning_memopt.solvers.sequence import base_seconds, chain_from_dict
+from lightning_memopt.solvers.chain.by_numbers import base_seconds, chain_from_dict
 
 
 def keep_all(length: int) -> Schedule:

@@ -8,11 +8,11 @@ import random
 from typing import Any
 
 import pytest
+from schedules import BASELINES, baselines, periodic
 
 from lightning_memopt.errors import ChainError, InfeasibleError
 from lightning_memopt.solvers.chain import minimum_budget, simulate, solve
-from lightning_memopt.solvers.sequence import Status, base_seconds, chain_from_dict, solve_sequence
-from lightning_memopt.solvers.sequence_baselines import BASELINES, baselines, periodic
+from lightning_memopt.solvers.chain.by_numbers import Status, base_seconds, chain_from_dict, solve_sequence
 
 
 def random_sequence(rng: random.Random, length: int, unit: int = 1) -> dict[str, Any]:
@@ -102,9 +102,9 @@ def test_the_named_smallest_budget_works() -> None:
 
 
 def test_where_no_bucket_can_help_the_smallest_schedule_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_memopt.solvers import sequence
+    from lightning_memopt.solvers.chain import by_numbers
 
-    monkeypatch.setattr(sequence, "_MOST_CELLS", 0)
+    monkeypatch.setattr(by_numbers, "_MOST_CELLS", 0)
     data = random_sequence(random.Random(21), 12, unit=4097)
     smallest = minimum_budget(chain_from_dict(data))
     result = solve_sequence(data, smallest, bucket_nbytes=smallest)

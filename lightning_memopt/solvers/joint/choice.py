@@ -9,8 +9,8 @@ from ortools.sat.python import cp_model
 
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan.clocks import Rates
-from lightning_memopt.solvers.joint_bound import Forms, Place
-from lightning_memopt.solvers.trips import Form, Gap, Planner
+from lightning_memopt.solvers.joint.bound import Forms, Place
+from lightning_memopt.solvers.offload.trips import Form, Gap, Planner
 
 _UNITS = 1 << 20
 """Bytes and seconds are counted in so many parts of the largest."""

@@ -114,6 +114,6 @@ class Rebuild:
     stage: int
 
 
-# Trees of long chains are deep: walk them with an explicit stack (`chain_simulate.operations`), and compare the
+# Trees of long chains are deep: walk them with an explicit stack (`simulate.operations`), and compare the
 # operation lists rather than the trees.
 Schedule: TypeAlias = Checkpoint | Hold | Rebuild

@@ -18,8 +18,8 @@ from lightning_memopt.graph import Graph, Op, Save
 from lightning_memopt.plan import Life
 from lightning_memopt.plan.clocks import Rates
 from lightning_memopt.plan.readers import short
+from lightning_memopt.solvers.offload.trips import Form, Gap, Planner, Trip, send_away
 from lightning_memopt.solvers.rollout import keep_all
-from lightning_memopt.solvers.trips import Form, Gap, Planner, Trip, send_away
 
 CONVOLUTIONS = frozenset({"convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution", "convolution_overrideable"})
 STAYING = frozenset(
@@ -134,8 +134,3 @@ def carry_out(
         within = Planner(graph, lives, rates).within(forms, budget_nbytes, planned=trips)
         return send_away(lives, trips if within is None else within), within is not None
     return send_away(lives, trips), True
-
-
-def dymem(graph: Graph, rates: Rates, tier: str = "host") -> tuple[Life, ...]:
-    """Dymem's lives; see the module."""
-    return carry_out(dymem_trips, graph, rates, tier)[0]
