@@ -11,7 +11,7 @@ whole step:
   used (FreeLunch, III-B: a stack). What is freed below the top stays a hole until all above it is free;
 - buffers: what is decoded lies in buffers of the size of the largest, for the whole step (III-C), as many as are used at once.
 
-The peak is that of bytes asked for (`simulate`); reserved is what CUDA's caching allocator takes for them (plan/reserved.py),
+The peak is that of bytes asked for (`simulate`); reserved is what CUDA's caching allocator takes for them (plan/allocator),
 with its own segments and with expandable ones. CPU graphs: sizes and order are those of the device's, but for workspaces.
 """
 
@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.lossy import MODELS, TITLES, eligible, everything_away, observed
 from lightning_memopt.graph import BEFORE, Graph, Tensor
 from lightning_memopt.plan import Life, simulate
-from lightning_memopt.plan.allocator_settings import Settings
-from lightning_memopt.plan.reserved import _Step, reserved
+from lightning_memopt.plan.allocator.reserved import _Step, reserved
+from lightning_memopt.plan.allocator.settings import Settings
 from lightning_memopt.plan.simulate import encoded
 
 MIB = 2**20

@@ -14,8 +14,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("there is no CUDA device", allow_module_level=True)
 
-from lightning_memopt.plan.allocator_settings import Settings
-from lightning_memopt.plan.allocator_trace import compare
+from lightning_memopt.plan.allocator import Settings, compare
 
 ROOT = Path(__file__).parent.parent.parent
 # In a process of its own: the settings are read once, and the trace must begin before anything is allocated.

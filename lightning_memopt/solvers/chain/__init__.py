@@ -3,8 +3,10 @@
 `solve(chain, budget)` gives a table of the least extra seconds for every level up to the budget; `minimum_budget` the
 smallest budget, exact in bytes; `simulate` judges any schedule without the solver's code. The mathematics is in
 docs/formulation.md; the source is Beaumont et al., "Optimal checkpointing for heterogeneous chains" (2019).
-`model` has the data, `bounds`, `cells` and `table` the dynamic program, `by_numbers` solves a chain that a user gives by numbers.
-Another solver of the same problem is a module of this package, and `simulate` judges its schedules too.
+`model` has the data, `bounds`, `cells` and `table` the dynamic program, and `by_numbers` solves
+a chain that a user gives by numbers.
+
+Another solver of the same problem is a module of this package; `simulate` judges its schedules too.
 """
 
 from __future__ import annotations

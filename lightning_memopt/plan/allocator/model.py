@@ -26,8 +26,8 @@ from bisect import insort
 from collections.abc import Hashable
 
 from lightning_memopt.errors import MemOptError
-from lightning_memopt.plan.allocator_blocks import Block, Pool, cut, join, reach, room
-from lightning_memopt.plan.allocator_settings import MIN_BLOCK_NBYTES, SMALL_NBYTES, Settings
+from lightning_memopt.plan.allocator.blocks import Block, Pool, cut, join, reach, room
+from lightning_memopt.plan.allocator.settings import MIN_BLOCK_NBYTES, SMALL_NBYTES, Settings
 
 _ADDRESS_SPACE_NBYTES = 1 << 46
 """What an expandable segment may grow to."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from lightning_memopt.graph import BEFORE, Graph
-from lightning_memopt.plan.allocator import Allocator
-from lightning_memopt.plan.allocator_settings import Settings
+from lightning_memopt.plan.allocator.model import Allocator
+from lightning_memopt.plan.allocator.settings import Settings
 from lightning_memopt.plan.lower import Fetch, Run, Schedule, lower
 from lightning_memopt.plan.model import Life
 from lightning_memopt.plan.simulate import encoded
