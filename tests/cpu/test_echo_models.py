@@ -9,11 +9,11 @@ import torch
 
 pytest.importorskip("transformers")
 
-from benchmarks import recurrent
-from benchmarks.bench import MIB, Bench
-from benchmarks.bench import equal as same_bits
 from benchmarks.lib.baselines import all_light
-from benchmarks.models import MODELS
+from benchmarks.lib.bench import MIB, Bench
+from benchmarks.lib.bench import equal as same_bits
+from benchmarks.models import recurrent
+from benchmarks.models.registry import MODELS
 from lightning_memopt.graph import Graph, resident_nbytes, unmodified_levels
 from lightning_memopt.plan import Life, lower, simulate, validate
 from lightning_memopt.report.breakdown import at_peak

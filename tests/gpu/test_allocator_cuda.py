@@ -22,7 +22,7 @@ SCRIPT = """
 import json, sys, torch
 torch.cuda.init()
 torch.cuda.memory._record_memory_history(context=None, stacks="python", max_entries=2_000_000)
-from benchmarks.models import MODELS
+from benchmarks.models.registry import MODELS
 torch.manual_seed(0)
 model, batch, _ = MODELS[sys.argv[1]]()
 model, batch = model.cuda(), {k: t.cuda() for k, t in batch.items()}

@@ -201,7 +201,7 @@ def _blocks(count: int) -> list:
 
 
 def test_time_grows_with_the_ops_and_not_with_their_square() -> None:
-    """In processor time, and with room for a busy machine; benchmarks/echo.py measures the paper's 15.9K ops."""
+    """In processor time, and with room for a busy machine; benchmarks/recompute/echo.py measures the paper's 15.9K ops."""
     seconds = []
     for count in (300, 3000):
         graph = training_step(lstm_steps(count), inputs={"input": 1})

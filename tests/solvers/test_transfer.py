@@ -14,8 +14,8 @@ from build import Step, random_step
 from test_trips import Link
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from benchmarks.papers.layers import Net
-from benchmarks.papers.networks import alexnet, network, resnet
+from benchmarks.models.papers.layers import Net
+from benchmarks.models.papers.networks import alexnet, network, resnet
 from lightning_memopt.graph import Graph, unmodified_levels
 from lightning_memopt.plan import Fetch, Life, Prediction, lower, simulate, validate
 from lightning_memopt.plan.clocks import Rates
