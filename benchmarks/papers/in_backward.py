@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.lib.bench import held_nbytes
+from benchmarks.lib.paths import RESULTS
 from benchmarks.models.registry import MODELS, built
 from lightning_memopt import optimize
 from lightning_memopt.session import RunStatus
@@ -87,7 +88,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--batches", default="1,32")
     parser.add_argument("--budget", default="8GiB", help="holds the unmodified step of every model")
-    parser.add_argument("-o", "--output", default="benchmarks/results/in_backward.json")
+    parser.add_argument("-o", "--output", default=RESULTS / "in_backward.json")
     arguments = parser.parse_args()
     torch.use_deterministic_algorithms(True)
     output = Path(arguments.output)

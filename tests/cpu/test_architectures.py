@@ -1,4 +1,4 @@
-"""`transformers` architectures of different structure within half of their activations; `python -m benchmarks architectures` has all."""
+"""`transformers` architectures of different structure in half of their activations; `python -m benchmarks architectures`."""
 
 from __future__ import annotations
 
