@@ -15,25 +15,33 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
+OWN_WORDS = {"gpu": frozenset({"replay", "offload", "compress", "batch"})}
+"""Words that a benchmark takes as arguments, though another benchmark may have that name."""
 SHORT = (["chain", "--small"], ["echo", "--small"], ["meter"], ["overhead"])
 """Commands that take a minute or less."""
 
 
+def modules() -> dict[str, str]:
+    """Name -> module of every file in a room that is run by itself, by name."""
+    paths = sorted(FOLDER.glob("*/*.py"), key=lambda path: path.stem)
+    run = [path for path in paths if '__name__ == "__main__"' in path.read_text()]
+    return {path.stem: f"benchmarks.{path.parent.name}.{path.stem}" for path in run}
+
+
 def benchmarks() -> dict[str, str]:
-    """Name -> the first line of its docstring, of every file here that is run by itself."""
+    """Name -> the first line of its docstring."""
     lines = {}
-    for path in sorted(FOLDER.glob("*.py")):
-        text = path.read_text()
-        if path.name != "__main__.py" and '__name__ == "__main__"' in text:
-            lines[path.stem] = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+    for name, module in modules().items():
+        text = FOLDER.parent.joinpath(*module.split(".")).with_suffix(".py").read_text()
+        lines[name] = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
     return lines
 
 
 def commands(words: list[str]) -> list[list[str]]:
     """One list a benchmark: its name and its arguments. Raises ValueError where the first word names none."""
-    known, split = benchmarks(), list[list[str]]()
+    known, split = modules(), list[list[str]]()
     for word in words:
-        if word in known:
+        if word in known and not (split and word in OWN_WORDS.get(split[-1][0], ())):
             split.append([word])
         elif split:
             split[-1].append(word)
@@ -56,8 +64,9 @@ def main(words: list[str] | None = None) -> int:
             print(f"{name:16} {line}")
     failed = []
     for name, *arguments in chosen:
-        print(f"== {' '.join([name, *arguments])}", flush=True)
-        if subprocess.run([sys.executable, str(FOLDER / f"{name}.py"), *arguments], cwd=FOLDER.parent).returncode:
+        if len(chosen) > 1:  # the output of one may be meant for a file
+            print(f"== {' '.join([name, *arguments])}", flush=True)
+        if subprocess.run([sys.executable, "-m", modules()[name], *arguments], cwd=FOLDER.parent).returncode:
             failed.append(name)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)

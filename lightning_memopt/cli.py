@@ -106,8 +106,8 @@ def _explain(args: argparse.Namespace) -> int:
 def _breakdown(args: argparse.Namespace) -> int:
     from lightning_memopt.plan import read_plan
     from lightning_memopt.report import breakdown
-    from lightning_memopt.solvers.baselines import mirror, unmodified
-    from lightning_memopt.solvers.dataflow import echo
+    from lightning_memopt.solvers.recompute.baselines import mirror, unmodified
+    from lightning_memopt.solvers.recompute.echo import echo
 
     plan, graph = read_plan(args.plan)
     lives = {"unmodified": unmodified(graph), "Mirror": mirror(graph), "Echo": echo(graph), "plan": plan.lives}
@@ -123,7 +123,7 @@ def _breakdown(args: argparse.Namespace) -> int:
 
 
 def _chain(args: argparse.Namespace) -> int:
-    from lightning_memopt.solvers.sequence import Status, solve_sequence
+    from lightning_memopt.solvers.chain.by_numbers import Status, solve_sequence
 
     data = jsonio.read(args.chain)
     budget = parse_budget(args.budget, _NO_DEVICE)

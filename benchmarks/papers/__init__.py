@@ -1,1 +1,1 @@
-"""Networks of published papers as graphs, computed from their shapes: no framework, no machine."""
+"""What published papers report, repeated: Echo's, Dymem's, FreeLunch's and OLLA's numbers beside those of this project."""

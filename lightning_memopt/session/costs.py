@@ -24,7 +24,7 @@ from lightning_memopt.runtime import Learned, PlannedEngine, Program
 from lightning_memopt.session import times
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.recording import PlannedRecording
-from lightning_memopt.solvers.baselines import recompute_everything
+from lightning_memopt.solvers.recompute.baselines import recompute_everything
 
 T = TypeVar("T")
 _LINKS = 12

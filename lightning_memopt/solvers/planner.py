@@ -20,11 +20,11 @@ from typing import Literal
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph, Op, fingerprint, resident_nbytes, unmodified_levels
 from lightning_memopt.plan import Life, LoweringError, Plan, Prediction, reserved_bytes_of, simulate
-from lightning_memopt.solvers import bound, replay_chain
 from lightning_memopt.solvers import chain as dp
-from lightning_memopt.solvers.dataflow import echo
+from lightning_memopt.solvers.recompute import bound, stage_chain
+from lightning_memopt.solvers.recompute.echo import echo
+from lightning_memopt.solvers.recompute.stages import COARSE, FINE, cut, given_tensors
 from lightning_memopt.solvers.rollout import Rollout, keep_all, unrepeatable
-from lightning_memopt.solvers.stages import COARSE, FINE, cut, given_tensors
 from lightning_memopt.units import format_nbytes
 
 _LEVELS = 160
@@ -168,7 +168,7 @@ def _whole_graph(moment: bound.Moment) -> Iterator[tuple[str, tuple[Life, ...]]]
             yield f"minimum cut, {format_nbytes(choice.nbytes)} held", roll.lives()
 
 
-def _chains(graph: Graph) -> Iterator[tuple[str, replay_chain.ModelChain]]:
+def _chains(graph: Graph) -> Iterator[tuple[str, stage_chain.ModelChain]]:
     """The graph as chains of coarse and of fine stages, with and without ambient tensors."""
     seen: set[tuple[int, ...]] = set()
     for span, share in itertools.product((0.2, 2.0), (COARSE, FINE)):
@@ -176,7 +176,7 @@ def _chains(graph: Graph) -> Iterator[tuple[str, replay_chain.ModelChain]]:
         key = tuple(s.first for s in stages.spans)
         if key not in seen and len(stages.spans) > 1:
             seen.add(key)
-            yield f"chain of {len(stages.spans)} stages", replay_chain.build(stages)
+            yield f"chain of {len(stages.spans)} stages", stage_chain.build(stages)
 
 
 def _chain(graph: Graph, limit: int, say: Progress) -> Iterator[tuple[str, tuple[Life, ...]]]:
@@ -187,7 +187,7 @@ def _chain(graph: Graph, limit: int, say: Progress) -> Iterator[tuple[str, tuple
         say(f"{name}, {len(levels)} levels")
         step = max(1, -(-len(levels) // _LEVELS))
         for level in sorted({*levels[::step], *levels[:8]}):
-            yield name, replay_chain.lives(model, table.schedule(level))
+            yield name, stage_chain.lives(model, table.schedule(level))
 
 
 def _smallest(graph: Graph) -> Iterator[tuple[str, tuple[Life, ...]]]:
@@ -202,7 +202,7 @@ def _smallest(graph: Graph) -> Iterator[tuple[str, tuple[Life, ...]]]:
     for moment in bound.moments(timeless, vertices=6):
         yield from _whole_graph(moment)
     for name, model in _chains(timeless):
-        yield f"{name}, smallest", replay_chain.lives(model, dp.smallest_schedule(model.chain))
+        yield f"{name}, smallest", stage_chain.lives(model, dp.smallest_schedule(model.chain))
 
 
 def smallest(graph: Graph) -> Candidate:

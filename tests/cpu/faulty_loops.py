@@ -1,4 +1,4 @@
-"""Training scripts with one fault each that only shows within a budget, judged by `benchmarks/loops.py`'s functions.
+"""Training scripts with one fault each that only shows within a budget, judged as `python -m benchmarks loops` judges.
 
 Run as a program, in a process that counts: a line of JSON, the name of a script with what was found.
 """
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.loops_judge import sizes, within
-from benchmarks.loops_run import Watching, forked
-from benchmarks.scripts import Log, Script
+from benchmarks.robustness.loops_judge import sizes, within
+from benchmarks.robustness.loops_run import Watching, forked
+from benchmarks.robustness.scripts import Log, Script
 
 STEPS = 6
 FAULTS = ("wrong", "draws", "hungry", "aborts")

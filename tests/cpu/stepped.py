@@ -19,8 +19,8 @@ from lightning_memopt.runtime.tiers import DiskTier
 from lightning_memopt.runtime.tiers.worker import Copy
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.recording import PlannedRecording
+from lightning_memopt.solvers.offload.trips import Form, Planner, send_away
 from lightning_memopt.solvers.rollout import Rollout, keep_all, unrepeatable
-from lightning_memopt.solvers.trips import Form, Planner, send_away
 from lightning_memopt.trace import metered_cpu
 from tests.cpu.harness import draws, same_bits
 from tests.cpu.planned import engine_of

@@ -1,11 +1,11 @@
-"""`transformers` architectures of different structure within half of their activations; benchmarks/architectures.py has all."""
+"""`transformers` architectures of different structure in half of their activations; `python -m benchmarks architectures`."""
 
 from __future__ import annotations
 
 import pytest
 
 pytest.importorskip("transformers")
-from benchmarks.architectures import examine
+from benchmarks.robustness.architectures import examine
 
 PLANNED = {
     "fnet": "Fourier transforms, complex views",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 pytest.importorskip("transformers")
-from benchmarks.zoo import ZOO
+from benchmarks.models.zoo import ZOO
 from lightning_memopt.plan import simulate
 from tests.cpu.stepped import Stepped, held, same
 

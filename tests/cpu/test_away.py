@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_memopt.errors import OffloadError
 from lightning_memopt.plan import simulate
 from lightning_memopt.runtime import Program
-from lightning_memopt.solvers.baselines import recompute_everything
+from lightning_memopt.solvers.recompute.baselines import recompute_everything
 from lightning_memopt.solvers.rollout import keep_all
 from tests.cpu.loops import batches, loss_of, small
 from tests.cpu.stepped import Stepped, held, same

@@ -29,7 +29,7 @@ ZFP = {
     **{("odd", 4): 0.255, ("odd", 8): 0.0168, ("odd", 16): 6.32e-05},
     **{("odd walks", 4): 0.427, ("odd walks", 8): 0.0271, ("odd walks", 16): 0.000108},
 }
-"""RMSE of zfpy 1.0.1 at a fixed rate on `maps()`: the best of one, two and three dimensions (`zfp` in benchmarks/codecs.py)."""
+"""RMSE of zfpy 1.0.1 at a fixed rate on `maps()`: the best of one, two and three dimensions (`python -m benchmarks codecs`)."""
 given_quickly = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
 

@@ -23,7 +23,7 @@ from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.peak_meter import StepMeter
 from lightning_memopt.session.states import Running
 from lightning_memopt.solvers import planner
-from lightning_memopt.solvers.baselines import recompute_everything
+from lightning_memopt.solvers.recompute.baselines import recompute_everything
 from tests.cpu.harness import assert_exact, outcome
 from tests.cpu.inside import state_of
 from tests.cpu.loops import QUIET, batches, sgd, small, train

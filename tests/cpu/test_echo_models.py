@@ -9,17 +9,18 @@ import torch
 
 pytest.importorskip("transformers")
 
-from benchmarks import recurrent
-from benchmarks.bench import MIB, Bench
-from benchmarks.bench import equal as same_bits
-from benchmarks.models import MODELS
+from benchmarks.lib.baselines import all_light
+from benchmarks.lib.bench import MIB, Bench
+from benchmarks.lib.bench import equal as same_bits
+from benchmarks.models import recurrent
+from benchmarks.models.registry import MODELS
 from lightning_memopt.graph import Graph, resident_nbytes, unmodified_levels
 from lightning_memopt.plan import Life, lower, simulate, validate
 from lightning_memopt.report.breakdown import at_peak
 from lightning_memopt.runtime import Program
 from lightning_memopt.solvers import planner
-from lightning_memopt.solvers.baselines import all_light, mirror
-from lightning_memopt.solvers.dataflow import echo
+from lightning_memopt.solvers.recompute.baselines import mirror
+from lightning_memopt.solvers.recompute.echo import echo
 
 SMALL: dict[str, Callable[[], recurrent.Built]] = {
     "nmt": lambda: recurrent.nmt(time=4, batch=8, width=16),

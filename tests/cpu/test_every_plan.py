@@ -13,7 +13,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from benchmarks.zoo import ZOO  # noqa: E402
+from benchmarks.models.zoo import ZOO  # noqa: E402
 from lightning_memopt.graph import Graph, resident_nbytes  # noqa: E402
 from lightning_memopt.runtime import Program  # noqa: E402
 from lightning_memopt.session.graphs import smoothed  # noqa: E402

@@ -11,8 +11,8 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from benchmarks.bench import MIB, Bench, equal  # noqa: E402
-from benchmarks.frontier import SHARES  # noqa: E402
+from benchmarks.lib.bench import MIB, Bench, equal  # noqa: E402
+from benchmarks.recompute.frontier import SHARES  # noqa: E402
 from lightning_memopt.errors import InfeasibleError  # noqa: E402
 from lightning_memopt.graph import resident_nbytes  # noqa: E402
 from lightning_memopt.plan import lower, validate  # noqa: E402

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from benchmarks.fuzzing.case import Case, Departure, Node, Step, draw
-from benchmarks.fuzzing.runs import judge, ran
-from benchmarks.fuzzing.shrink import shrunk
+from benchmarks.robustness.fuzzing.case import Case, Departure, Node, Step, draw
+from benchmarks.robustness.fuzzing.runs import judge, ran
+from benchmarks.robustness.fuzzing.shrink import shrunk
 from lightning_memopt.runtime.engine import rebuild
 from lightning_memopt.session.states import Running
 

@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py on the CPU: the same code on tiny models; what differs on a GPU, with `torch.cuda` replaced."""
+"""`python -m benchmarks gpu` on the CPU: the same code on tiny models; what differs on a GPU, with `torch.cuda` replaced."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from benchmarks import gpu, gpu_away, gpu_codecs, gpu_replay
-from benchmarks.gpu_bench import MIB, GpuBench, table
-from benchmarks.gpu_models import MODELS, SMOKE
+from benchmarks.gpu import away, codecs, gpu, replay
+from benchmarks.gpu.bench import MIB, GpuBench, table
+from benchmarks.models.gpu import MODELS, SMOKE
 from lightning_memopt.runtime.codecs import NAMES, codec
 
 
@@ -82,10 +82,10 @@ def test_codecs_that_break_their_promise_are_found(monkeypatch: Any) -> None:
             return 0.25
 
     x = torch.linspace(-1, 1, 8)
-    assert gpu_codecs.keeps(Broken(), x, x + 0.2) == (True, pytest.approx(0.8))  # type: ignore[arg-type]
-    assert not gpu_codecs.keeps(Broken(), x, x + 0.3)[0]  # type: ignore[arg-type]
-    assert not gpu_codecs.keeps(codec("positive"), x, x + 0.3)[0] and gpu_codecs.keeps(codec("positive"), x, 2 * x)[0]
-    assert not gpu_codecs.keeps(codec("bools"), x > 0, x < 0)[0]
+    assert codecs.keeps(Broken(), x, x + 0.2) == (True, pytest.approx(0.8))  # type: ignore[arg-type]
+    assert not codecs.keeps(Broken(), x, x + 0.3)[0]  # type: ignore[arg-type]
+    assert not codecs.keeps(codec("positive"), x, x + 0.3)[0] and codecs.keeps(codec("positive"), x, 2 * x)[0]
+    assert not codecs.keeps(codec("bools"), x > 0, x < 0)[0]
 
 
 def test_what_does_not_fit_is_left_out_with_the_reason(monkeypatch: Any) -> None:
@@ -96,12 +96,12 @@ def test_what_does_not_fit_is_left_out_with_the_reason(monkeypatch: Any) -> None
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried much.")
 
     cpu = torch.device("cpu")
-    assert gpu_replay.replay("none", missing, cpu, 60, 1, False)["left_out"] == "no such model"
-    assert gpu_replay.replay("none", full, cpu, 60, 1, False)["left_out"] == "CUDA out of memory."
-    late = gpu_replay.replay("GPT-2", SMOKE["GPT-2"], cpu, 0, 1, False)
+    assert replay.replay("none", missing, cpu, 60, 1, False)["left_out"] == "no such model"
+    assert replay.replay("none", full, cpu, 60, 1, False)["left_out"] == "CUDA out of memory."
+    late = replay.replay("GPT-2", SMOKE["GPT-2"], cpu, 0, 1, False)
     assert "observing" in late["left_out"] and "unmodified" in late["rows"]
-    assert "left out: observing" in table({"GPT-2": late}, gpu_replay.COLUMNS)
-    assert "per block" in gpu_away.offload("GPT-2", SMOKE["GPT-2"], cpu, 0, 1)["left_out"]
+    assert "left out: observing" in table({"GPT-2": late}, replay.COLUMNS)
+    assert "per block" in away.offload("GPT-2", SMOKE["GPT-2"], cpu, 0, 1)["left_out"]
     with pytest.raises(SystemExit, match="unknown Lama"):
         gpu.main(["replay", "Lama", "--smoke"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -132,4 +132,4 @@ def test_peaks_and_times_on_a_gpu(monkeypatch: Any) -> None:
     assert seconds == 0.25 and 0 < host < 60
     assert calls == ["synchronize", "record", "step", "record", "synchronize"]
     assert bench.outcome()[1] is answers["get_rng_state"]
-    assert gpu_codecs.seconds(lambda: calls.append("codec"), torch.device("cuda")) == 0.25
+    assert codecs.seconds(lambda: calls.append("codec"), torch.device("cuda")) == 0.25

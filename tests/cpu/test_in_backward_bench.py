@@ -12,9 +12,10 @@ import torch
 
 pytest.importorskip("transformers")
 
-from benchmarks import in_backward, recurrent
-from benchmarks.in_backward import built, rows
-from benchmarks.models import MODELS
+from benchmarks.models import recurrent
+from benchmarks.models.registry import MODELS, built
+from benchmarks.papers import in_backward
+from benchmarks.papers.in_backward import rows
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""benchmarks/loops.py: a few of its loops through the command, and a judge that finds what it is there to find."""
+"""`python -m benchmarks loops`: a few of its loops through the command, and a judge that finds what it is there to find."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import loops, loops_count
-from benchmarks.loops_judge import examine, judge
-from benchmarks.loops_run import digest
-from benchmarks.scripts import LOOPS
+from benchmarks.robustness import loops, loops_count
+from benchmarks.robustness.loops_judge import examine, judge
+from benchmarks.robustness.loops_run import digest
+from benchmarks.robustness.scripts import LOOPS
 
-ROOT = Path(loops.__file__).parents[1]
+ROOT = Path(loops.__file__).parents[2]
 counts = pytest.mark.skipif(loops_count.built() is None, reason="needs a compiler")
 QUICK = ("lora", "dqn")
 
@@ -35,7 +35,7 @@ def test_a_few_loops_through_the_command(tmp_path: Path) -> None:
     """Exact and never silent; the page has a row for each, and keeps what the file has of others."""
     results, table = tmp_path / "loops.json", tmp_path / "loops.md"
     results.write_text(json.dumps({"loops": {"vae": {"status": "from before", "runs": {}}}}))
-    _output("benchmarks/loops.py", *QUICK, "--jobs", "1", "--json", str(results), "--table", str(table))
+    _output("-m", "benchmarks", "loops", *QUICK, "--jobs", "1", "--json", str(results), "--table", str(table))
     rows = json.loads(results.read_text())["loops"]
     assert sorted(rows) == sorted([*QUICK, "vae"])
     for name in QUICK:
@@ -51,7 +51,8 @@ def test_a_few_loops_through_the_command(tmp_path: Path) -> None:
 def test_the_count_of_the_allocator() -> None:
     """Each byte that a tensor asks for, and the most there was meanwhile."""
     program = (
-        "import torch; from benchmarks.loops_count import live_nbytes, true_peak; before = live_nbytes(); true_peak();"
+        "import torch; from benchmarks.robustness.loops_count import live_nbytes, true_peak;"
+        "before = live_nbytes(); true_peak();"
         "x = torch.empty(1000); y = torch.empty(500, dtype=torch.uint8); after = live_nbytes(); del x;"
         "print(after - before, live_nbytes() - before, true_peak() - before, true_peak() - before)"
     )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.lossy import counting, eligible, everything_away, observed, plan_of, summary, trained
+from benchmarks.offload.lossy import counting, eligible, everything_away, observed, plan_of, summary, trained
 from lightning_memopt import optimize
 from lightning_memopt.demo import chargpt, digits
 from lightning_memopt.errors import ConfigError

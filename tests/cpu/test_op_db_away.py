@@ -16,8 +16,8 @@ from lightning_memopt.graph import Graph
 from lightning_memopt.runtime import PlannedEngine, Program
 from lightning_memopt.runtime.parked import Depot
 from lightning_memopt.runtime.tiers import DiskTier
+from lightning_memopt.solvers.offload.trips import Form, Planner, send_away
 from lightning_memopt.solvers.rollout import keep_all
-from lightning_memopt.solvers.trips import Form, Planner, send_away
 from tests.cpu.planned import engine_of
 from tests.cpu.stepped import Free
 from tests.cpu.sweeps import Count, assert_none_differs, sweep

@@ -16,7 +16,7 @@ from lightning_memopt.graph import Graph
 from lightning_memopt.runtime import PlannedEngine, Program
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.recording import PlannedRecording
-from lightning_memopt.solvers.baselines import recompute_everything
+from lightning_memopt.solvers.recompute.baselines import recompute_everything
 from tests.cpu.harness import draws
 from tests.cpu.planned import engine_of
 from tests.cpu.sweeps import Count, Ran, assert_none_differs, dense, judge, poison, seed_of, sweep

@@ -1,4 +1,4 @@
-"""A step priced for a card at any batch size (benchmarks/priced.py): against the same step recorded at that size."""
+"""A step priced for a card at any batch size (benchmarks/lib/priced.py): against the same step recorded at that size."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import recurrent, throughput_away
-from benchmarks.priced import Price, PricedFit, priced
-from benchmarks.throughput import Model, ours, with_host
-from benchmarks.throughput_away import Assumed, HostPlans
-from benchmarks.throughput_models import Setup, _adam, _words, observe
+from benchmarks.batch import throughput_away
+from benchmarks.batch.throughput import Model, ours, with_host
+from benchmarks.batch.throughput_away import Assumed, HostPlans
+from benchmarks.lib.priced import Price, PricedFit, priced
+from benchmarks.models import recurrent
+from benchmarks.models.full_size import Setup, _adam, _words, observe
 from lightning_memopt.batching.plans import largest
 from lightning_memopt.graph import Op
 from lightning_memopt.plan import LoweringError, Plan, lower, simulate, validate

@@ -16,8 +16,8 @@ from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life, lower, validate
 from lightning_memopt.runtime import Program
+from lightning_memopt.solvers.offload.trips import Trip, gaps, send_away
 from lightning_memopt.solvers.rollout import keep_all
-from lightning_memopt.solvers.trips import Trip, gaps, send_away
 from tests.cpu.stepped import Stepped, held, same
 
 torch.set_num_threads(1)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.fuzzing.plans import random_lives
+from benchmarks.robustness.fuzzing.plans import random_lives
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life, simulate
 from lightning_memopt.runtime import Program

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lightning_memopt.plan import simulate
-from lightning_memopt.solvers.baselines import recompute_everything
 from lightning_memopt.solvers.planner import Frontier
+from lightning_memopt.solvers.recompute.baselines import recompute_everything
 from tests.cpu.models import Body, data
 
 torch.set_num_threads(1)

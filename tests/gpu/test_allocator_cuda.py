@@ -14,8 +14,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("there is no CUDA device", allow_module_level=True)
 
-from lightning_memopt.plan.allocator_settings import Settings
-from lightning_memopt.plan.allocator_trace import compare
+from lightning_memopt.plan.allocator import Settings, compare
 
 ROOT = Path(__file__).parent.parent.parent
 # In a process of its own: the settings are read once, and the trace must begin before anything is allocated.
@@ -23,7 +22,7 @@ SCRIPT = """
 import json, sys, torch
 torch.cuda.init()
 torch.cuda.memory._record_memory_history(context=None, stacks="python", max_entries=2_000_000)
-from benchmarks.models import MODELS
+from benchmarks.models.registry import MODELS
 torch.manual_seed(0)
 model, batch, _ = MODELS[sys.argv[1]]()
 model, batch = model.cuda(), {k: t.cuda() for k, t in batch.items()}

@@ -9,9 +9,9 @@ if not torch.cuda.is_available():
     pytest.skip("there is no CUDA device", allow_module_level=True)
 pytest.importorskip("transformers")
 
-from benchmarks.bench import MIB
-from benchmarks.gpu import GpuBench
-from benchmarks.models import MODELS
+from benchmarks.gpu.bench import GpuBench
+from benchmarks.lib.bench import MIB
+from benchmarks.models.registry import MODELS
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import resident_nbytes
 from lightning_memopt.plan import reserved

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from lightning_memopt.errors import ConfigError
-from lightning_memopt.plan.allocator import Allocator, ExhaustedError
-from lightning_memopt.plan.allocator_settings import MIB, Settings
-from lightning_memopt.plan.allocator_trace import compare
+from lightning_memopt.plan.allocator import Allocator, ExhaustedError, Settings, compare
+from lightning_memopt.plan.allocator.settings import MIB
 
 KIB = 1024
 

@@ -11,15 +11,16 @@ import pytest
 from build import Step, random_step
 from graphs import lstm_steps, random_steps, training_step
 
+from benchmarks.lib.baselines import all_light, per_stage
 from lightning_memopt.cli import main
 from lightning_memopt.graph import BEFORE, Graph, fingerprint
 from lightning_memopt.plan import Plan, simulate, write_plan
 from lightning_memopt.report import breakdown
-from lightning_memopt.solvers import baselines
-from lightning_memopt.solvers.dataflow import echo
+from lightning_memopt.solvers.recompute.baselines import mirror, unmodified
+from lightning_memopt.solvers.recompute.echo import echo
 from lightning_memopt.solvers.rollout import Rollout, keep_all, unrepeatable
 
-POLICIES = [baselines.unmodified, baselines.mirror, baselines.all_light, baselines.per_stage, echo]
+POLICIES = [unmodified, mirror, all_light, per_stage, echo]
 
 
 def rebuild_most(graph: Graph) -> tuple:

@@ -72,6 +72,7 @@ def test_words_of_a_benchmark_are_its_own() -> None:
         ["frontier", "gpt2", "--rounds", "5"],
         ["chain", "--small"],
     ]
+    assert commands(["gpu", "replay", "offload", "--smoke", "meter"]) == [["gpu", "replay", "offload", "--smoke"], ["meter"]]
     with pytest.raises(ValueError, match="no benchmark 'frontiers'; there are architectures"):
         commands(["frontiers"])
 

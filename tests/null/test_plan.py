@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from build import Step, random_step
 
-from benchmarks.fuzzing.plans import disjoint, random_lives, requests
+from benchmarks.robustness.fuzzing.plans import disjoint, random_lives, requests
 from lightning_memopt.graph import BEFORE, Graph, unmodified_levels
 from lightning_memopt.plan import Free, Life, LoweringError, Run, Schedule, lower, simulate, validate
 from lightning_memopt.solvers.rollout import Rollout, keep_all

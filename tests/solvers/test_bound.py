@@ -12,11 +12,11 @@ import pytest
 from build import Step, random_step
 from exhaustive import cheapest, overwritten_late, random_small_step, then, user_holds
 
-from benchmarks.fuzzing.plans import disjoint, random_lives
+from benchmarks.robustness.fuzzing.plans import disjoint, random_lives
 from lightning_memopt.graph import Graph, unmodified_levels
 from lightning_memopt.plan import Life, lower, simulate, validate
 from lightning_memopt.solvers import planner
-from lightning_memopt.solvers.bound import moment, moments
+from lightning_memopt.solvers.recompute.bound import moment, moments
 
 
 def bound_seconds(graph: Graph, budget_nbytes: int) -> float:

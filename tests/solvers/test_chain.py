@@ -11,9 +11,9 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from chain_exhaustive import unrestricted_seconds
 
 from lightning_memopt.errors import ChainError, InfeasibleError
-from lightning_memopt.solvers import chain_table
 from lightning_memopt.solvers.chain import (
     Chain,
     Hold,
@@ -27,7 +27,7 @@ from lightning_memopt.solvers.chain import (
     smallest_schedule,
     solve,
 )
-from lightning_memopt.solvers.chain_exhaustive import unrestricted_seconds
+from lightning_memopt.solvers.chain import table as chain_table
 
 
 def random_chain(rng: random.Random, length: int, most_options: int = 2, unit: int = 1) -> Chain:

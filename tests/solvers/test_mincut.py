@@ -9,7 +9,7 @@ from itertools import combinations, pairwise
 import pytest
 from build import Step, random_step
 
-from lightning_memopt.solvers.mincut import HoldOrReplay
+from lightning_memopt.solvers.recompute.mincut import HoldOrReplay
 
 
 def problems() -> Iterator[tuple[HoldOrReplay, random.Random]]:

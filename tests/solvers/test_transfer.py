@@ -14,18 +14,19 @@ from build import Step, random_step
 from test_trips import Link
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from benchmarks.papers.layers import Net
-from benchmarks.papers.networks import alexnet, network, resnet
+from benchmarks.models.papers.layers import Net
+from benchmarks.models.papers.networks import alexnet, network, resnet
 from lightning_memopt.graph import Graph, unmodified_levels
-from lightning_memopt.plan import Fetch, Prediction, lower, simulate, validate
+from lightning_memopt.plan import Fetch, Life, Prediction, lower, simulate, validate
+from lightning_memopt.plan.clocks import Rates
 from lightning_memopt.plan.forms import tier_of
 from lightning_memopt.plan.rates import profile
 from lightning_memopt.solvers import joint, planner
-from lightning_memopt.solvers.joint_bound import Point, points
+from lightning_memopt.solvers.joint.bound import Point, points
+from lightning_memopt.solvers.offload.dymem import Policy, carry_out, dymem_trips, flow, prefetches
+from lightning_memopt.solvers.offload.policies import POLICIES
+from lightning_memopt.solvers.offload.trips import Planner, Trip, gaps, send_away
 from lightning_memopt.solvers.rollout import keep_all
-from lightning_memopt.solvers.transfer import carry_out, dymem, flow, prefetches
-from lightning_memopt.solvers.transfer_baselines import POLICIES, SOLVERS
-from lightning_memopt.solvers.trips import Planner, Trip, gaps, send_away
 
 CARD = profile("pcie3-12gb")
 CONVOLUTION, RELU, NORM, LINEAR = "aten::convolution", "aten::relu", "aten::native_batch_norm", "aten::addmm"
@@ -41,6 +42,11 @@ class Codec(Link):
         return nbytes / self.rate / self.times
 
     decode_seconds = encode_seconds
+
+
+def lives_of(policy: Policy, graph: Graph, rates: Rates) -> tuple[Life, ...]:
+    """The lives that the policy gives, with no budget."""
+    return carry_out(policy, graph, rates)[0]
 
 
 def named(graph: Graph, rng: random.Random) -> Graph:
@@ -115,23 +121,24 @@ def test_small_layers_stay() -> None:
     """What only fully connected layers read is not moved."""
     graph = layers("crcll")
     place = inputs(graph)
-    moved = {place[life.tensor] for life in dymem(graph, Link(1000.0)) if life.how == "fetch"}
+    moved = {place[life.tensor] for life in lives_of(dymem_trips, graph, Link(1000.0)) if life.how == "fetch"}
     assert moved == {0, 1, 2}
 
 
-@pytest.mark.parametrize("name", SOLVERS)
+@pytest.mark.parametrize("name", POLICIES)
 def test_lives_are_valid(name: str) -> None:
     """On random graphs with links of all speeds, and on networks of the papers."""
     away = 0
     for seed in range(50):
         rng = random.Random(seed)
         graph = named(random_step(rng), rng)
-        lives = SOLVERS[name](graph, Link(rng.choice((5.0, 100.0, 5000.0))))
+        lives = lives_of(POLICIES[name], graph, Link(rng.choice((5.0, 100.0, 5000.0))))
         price(graph, lives, Link())
         away += sum(life.how != "original" for life in lives)
     assert away > 30 or name == "liveness"
     for net in ("AlexNet", "ResNet-32, no norm", "Inception V4"):
-        price(network(net, 8, CARD.device, 0.7), SOLVERS[name](network(net, 8, CARD.device, 0.7), CARD), CARD)
+        graph = network(net, 8, CARD.device, 0.7)
+        price(graph, lives_of(POLICIES[name], graph, CARD), CARD)
 
 
 def test_networks_are_those_published() -> None:
@@ -155,7 +162,7 @@ def test_shape_of_dymems_comparison() -> None:
     net = Net(CARD.device, 0.7)
     resnet(net, 32, (3, 4, 6, 3))
     graph = net.build()
-    rows = {name: price(graph, solve(graph, CARD), CARD) for name, solve in SOLVERS.items()}
+    rows = {name: price(graph, lives_of(policy, graph, CARD), CARD) for name, policy in POLICIES.items()}
     barriers = rows["vDNN (all)"]
     lives, fits = carry_out(POLICIES["Dymem"], graph, CARD, budget_nbytes=barriers.peak_bytes)
     in_its_bytes = price(graph, lives, CARD)
@@ -215,7 +222,7 @@ def test_dymem_beside_the_optimum() -> None:
         graph = timed(layers("".join(rng.choice("ccr") for _ in range(4))))
         for rate in (30.0, 1000.0):
             link = Link(rate)
-            mine = price(graph, dymem(graph, link), link)
+            mine = price(graph, lives_of(dymem_trips, graph, link), link)
             forms = forms_of(graph, False)
             least = min(s for peak, s in least_seconds(graph, forms, link) if peak <= mine.peak_bytes)
             same = min(s for peak, s in least_seconds(graph, forms, link, stay=False) if peak <= mine.peak_bytes)
@@ -240,7 +247,7 @@ def test_joint_is_never_worse() -> None:
         forms = forms_of(graph, False)
         for found in forms.values():
             found += [(f"block{bits}", -(-found[0][1] * bits // 32)) for bits in (4, 6)]
-        rows = [price(graph, solve(graph, link), link) for solve in SOLVERS.values()]
+        rows = [price(graph, lives_of(policy, graph, link), link) for policy in POLICIES.values()]
         for budget in {row.peak_bytes for row in rows}:
             others = [row.seconds for row in rows if row.peak_bytes <= budget]
             for policy in POLICIES.values():

@@ -13,8 +13,8 @@ from test_plan import disjoint, random_lives
 
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life, LoweringError, lower, simulate, validate
+from lightning_memopt.solvers.offload.trips import Planner, Trip, gaps, send_away
 from lightning_memopt.solvers.rollout import Rollout, keep_all
-from lightning_memopt.solvers.trips import Planner, Trip, gaps, send_away
 
 
 @dataclass(frozen=True)

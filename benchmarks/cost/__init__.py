@@ -1,0 +1,1 @@
+"""What the package itself costs: recording an op, and counting an allocation."""

@@ -1,0 +1,218 @@
+"""`python -m benchmarks gpu offload compress`: tensors that are away, beside stock tools at the same peak.
+
+`offload`: the joint plan within the peak of per-block checkpointing, and of `save_on_cpu(pin_memory=True)`; recomputation alone
+there; everything away (Dymem). `compress`: lossless and lossy plans within the peak of per-block checkpointing, the smallest,
+and all that may be encoded.
+Per plan: peaks, measured and predicted; medians of interleaved step-time ratios (CUDA events); bytes moved, stall and overlap,
+measured and predicted; whether every bit is that of the unmodified step, or how far the gradients of a lossy one are off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.graph import save_on_cpu
+
+from benchmarks.gpu.bench import GpuBench, against, in_time, observed, reference, run, seconds_left, times
+from benchmarks.lib.bench import MIB
+from benchmarks.models.gpu import Build
+from lightning_memopt.config import MemOptConfig
+from lightning_memopt.errors import InfeasibleError
+from lightning_memopt.graph import Graph
+from lightning_memopt.plan import Life, Plan, simulate
+from lightning_memopt.runtime import Program
+from lightning_memopt.session.hybrid import Hybrid
+from lightning_memopt.solvers.offload.dymem import carry_out, dymem_trips
+from lightning_memopt.solvers.offload.trips import Planner, send_away
+from lightning_memopt.solvers.planner import Frontier
+from lightning_memopt.solvers.rollout import keep_all
+
+COLUMNS = {
+    "budget": "budget_mib",
+    "alloc": "allocated_mib",
+    "pred.": "predicted_allocated_mib",
+    "reserved": "reserved_mib",
+    "time": "time_ratio",
+    "pred. ": "predicted_ratio",
+    "moved": "moved_mib",
+    "stall": "stall_ms",
+    "pred.  ": "predicted_stall_ms",
+    "overlap": "overlap_share",
+    "pred.   ": "predicted_overlap_share",
+    "codecs": "codec_ms",
+}
+_UNBOUNDED = 1 << 62
+
+Peer = Callable[[], contextlib.AbstractContextManager[Any]]
+Wanted = tuple[str, Hybrid, Callable[[], Plan], int]
+"""Label, what may be away, the plan, its budget."""
+
+
+def offload(name: str, build: Build, device: torch.device, seconds: float, rounds: int) -> dict[str, Any]:
+    """One model within its share of the time."""
+    return run(name, build, device, seconds, partial(_offload, rounds=rounds))
+
+
+def compress(name: str, build: Build, device: torch.device, seconds: float, rounds: int) -> dict[str, Any]:
+    """One model within its share of the time."""
+    return run(name, build, device, seconds, partial(_compress, rounds=rounds))
+
+
+def _offload(bench: GpuBench, result: dict[str, Any], deadline: float, rounds: int) -> None:
+    tier = "host" if bench.on_gpu else "disk"
+    peers: dict[str, Peer] = {"per block": bench.per_block, "save_on_cpu": partial(save_on_cpu, pin_memory=bench.on_gpu)}
+
+    def wanted(graph: Graph, frontier: Frontier, peaks: dict[str, int]) -> list[Wanted]:
+        hybrid = _hybrid(bench, deadline, offload=tier)
+        both = hybrid.frontier(frontier)
+        found = [(f"at {peer}", hybrid, partial(both.plan, nbytes), nbytes) for peer, nbytes in peaks.items()]
+        alone = partial(frontier.plan, peaks["per block"])
+        least = partial(both.plan, both.smallest_bytes)
+        return [
+            *found,
+            ("recompute, at per block", hybrid, alone, peaks["per block"]),
+            ("smallest", hybrid, least, both.smallest_bytes),
+            ("all away (Dymem)", hybrid, partial(_all_away, graph, hybrid), _UNBOUNDED),
+        ]
+
+    _compared(bench, result, deadline, rounds, peers, wanted)
+
+
+def _compress(bench: GpuBench, result: dict[str, Any], deadline: float, rounds: int) -> None:
+    def wanted(graph: Graph, frontier: Frontier, peaks: dict[str, int]) -> list[Wanted]:
+        found: list[Wanted] = []
+        for kind in ("lossless", "lossy"):
+            hybrid = _hybrid(bench, deadline, compress=kind)
+            both = hybrid.frontier(frontier)
+            found.append((f"{kind}, at per block", hybrid, partial(both.plan, peaks["per block"]), peaks["per block"]))
+            found.append((f"{kind}, smallest", hybrid, partial(both.plan, both.smallest_bytes), both.smallest_bytes))
+            found.append((f"{kind}, all that may", hybrid, partial(_all_encoded, graph, hybrid), _UNBOUNDED))
+        return found
+
+    _compared(bench, result, deadline, rounds, {"per block": bench.per_block}, wanted)
+
+
+def _hybrid(bench: GpuBench, deadline: float, **options: str) -> Hybrid:
+    return Hybrid(bench.device, MemOptConfig(solver_seconds=min(15.0, seconds_left(deadline) / 6), **options))  # type: ignore[arg-type]
+
+
+def _all_away(graph: Graph, hybrid: Hybrid) -> Plan:
+    return _unbounded(graph, hybrid, carry_out(dymem_trips, graph, hybrid.rates, hybrid.tier)[0])
+
+
+def _all_encoded(graph: Graph, hybrid: Hybrid) -> Plan:
+    """Each tensor in the last of the forms in which it may be."""
+    lives = keep_all(graph)
+    trips = Planner(graph, lives, hybrid.rates)
+    forms = {t: options[-1] for t, options in hybrid.forms(graph).items() if options and t in trips.gaps}
+    return _unbounded(graph, hybrid, send_away(lives, trips.plan(forms)))
+
+
+def _unbounded(graph: Graph, hybrid: Hybrid, lives: tuple[Life, ...]) -> Plan:
+    predicted = simulate(graph, lives, rates=hybrid.rates).predicted
+    return Plan(
+        fingerprint="",
+        lives=lives,
+        solver="",
+        budget_bytes=_UNBOUNDED,
+        predicted=predicted,
+        unmodified_peak_bytes=0,
+        step_seconds=graph.step_seconds,
+    )
+
+
+def _compared(
+    bench: GpuBench,
+    result: dict[str, Any],
+    deadline: float,
+    rounds: int,
+    peers: dict[str, Peer],
+    wanted: Callable[[Graph, Frontier, dict[str, int]], list[Wanted]],
+) -> None:
+    """Peers first, since their peaks are the budgets; then plans: their bits, all times interleaved, their peaks."""
+    rows = result["rows"]
+    loss, outcome = reference(bench, rows)
+    forwards: dict[str, Callable[[], Any] | None] = {"unmodified": None}
+    contexts: dict[str, Callable[[], Any]] = {}
+    for label, peer in peers.items():
+        in_time(deadline, label)
+        with peer():
+            bench.step()
+            bench.step()
+            rows[label] = {"equal": bench.equal(outcome)} | bench.peaks()
+        forwards[label], contexts[label] = None, peer
+    graph, frontier = observed(bench, deadline)
+    peaks = {label: int(MIB * rows[label].get("reserved_mib", rows[label]["allocated_mib"])) for label in peers}
+    choices = wanted(graph, frontier, peaks)
+    result |= {"ops": len(graph.ops), "ops_seconds": graph.step_seconds}
+    result["rates"] = {
+        kind: hybrid.rates.to_json() for kind, hybrid in {h.config.compress: h for _, h, _, _ in choices}.items()
+    }
+    plans: dict[str, tuple[Hybrid, Plan, int]] = {}
+    try:
+        for label, hybrid, make, budget in choices:
+            in_time(deadline, label)
+            rows[label] = row = {"budget_mib": budget / MIB if budget != _UNBOUNDED else 0.0}
+            try:
+                plan = make()
+            except InfeasibleError as error:
+                row["smallest_mib"] = (error.smallest_nbytes or 0) / MIB
+                continue
+            forwards[label] = forward = bench.planned(Program(graph, plan.lives), hybrid.depot_of(plan))
+            bench.step(forward)
+            got = bench.step(forward)
+            row["equal"] = torch.equal(loss, got) and bench.equal(outcome)
+            if not row["equal"]:
+                row["gradient_error"] = error_of = _gradient_error(bench, outcome)
+                same = "the same" if torch.equal(loss, got) else "ANOTHER"
+                row["unequal"] = f"{same} loss, gradients {error_of:.1e} off" if hybrid.codec else "NO"
+            del got  # peaks are of all that is held
+            plans[label] = hybrid, plan, budget
+        times(bench, rows, forwards, contexts, rounds, len(graph.forward), deadline)
+        for label, (hybrid, plan, budget) in plans.items():
+            row = rows[label]
+            row |= _moved(hybrid, plan)  # of the steps that were timed; those whose peak is measured begin with no memory
+            row |= bench.peaks(forwards[label])
+            against(bench, graph, plan, budget, row)
+    finally:
+        for _, hybrid, _, _ in choices:
+            hybrid.close()
+
+
+def _gradient_error(bench: GpuBench, outcome: tuple[list[Any], Any]) -> float:
+    """The norm of the difference to the unmodified step's gradients, relative to theirs."""
+    now = [p.grad for p in bench.model.parameters()]
+    pairs = [(a, b.cpu()) for a, b in zip(outcome[0], now, strict=False) if a is not None and b is not None]
+    off = sum(float((a - b).double().square().sum()) for a, b in pairs)
+    return float((off / sum(float(a.double().square().sum()) for a, _ in pairs)) ** 0.5)
+
+
+def _moved(hybrid: Hybrid, plan: Plan) -> dict[str, Any]:
+    """What the plan's depot measured a step, beside what was predicted."""
+    depot, predicted = hybrid.depot_of(plan), plan.predicted
+    forms = Counter({life.tensor: life.form for life in plan.lives if life.how == "fetch"}.values())
+    found: dict[str, Any] = {"forms": dict(forms)}
+    if depot is None or not depot.timed:
+        return found
+    copied, waited = depot.copied_seconds, depot.waited.seconds
+    found |= {
+        "moved_mib": depot.moved_nbytes / depot.forwards / MIB,
+        "predicted_moved_mib": predicted.moved_bytes / MIB,
+        "codec_ms": 1e3 * depot.coded.seconds / depot.timed,
+        "predicted_codec_ms": 1e3 * predicted.codec_seconds,
+        "timed_steps": depot.timed,
+    }
+    if copied:
+        found |= {
+            "stall_ms": 1e3 * waited / depot.timed,
+            "predicted_stall_ms": 1e3 * predicted.stall_seconds,
+            "copies_ms": 1e3 * copied / depot.timed,
+            "overlap_share": max(0.0, 1 - waited / copied),
+            "predicted_overlap_share": predicted.overlap,
+        }
+    return found

@@ -1,0 +1,244 @@
+"""Training loops as people write them, plainly and within three budgets: exact, kept, never silent?
+
+    python -m benchmarks loops [NAME...] [--json FILE] [--table FILE] [--jobs 2] [--list]
+
+Every script of `scripts` trains plainly, then within the plain run's true peak (100 %), within what is there between
+its steps and half of what a step has on top (half), and by the smallest plan (min). A refusal is counted, and the run repeated
+within the number that it names. Losses, parameters, buffers, averages, optimizer state and generators must be the plain run's
+bit by bit; every planned step's peak within the budget, by an allocator count that is no part of the package; and where no plan
+is in force a line must say why. --json adds to what the file has of other scripts; --table writes the page from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lib.paths import RESULTS, ROOT
+from benchmarks.robustness import loops_count
+from benchmarks.robustness.loops_judge import BUDGETS, examine, why_no_plan
+from benchmarks.robustness.scripts import LOOPS
+
+FILE = RESULTS / "loops.json"
+Row = dict[str, Any]
+Done = Callable[[str, Row], None]
+_HEAD = ("loop", "resident", "peak", "exact", "kept", "plan", "refusals", "solves", "peak, predicted / measured")
+
+
+# -- processes ------------------------------------------------------------------------------------------
+
+
+def missing(name: str) -> str | None:
+    """The package that a script needs and that is not installed."""
+    packages = [need.partition(".")[0] for need in LOOPS[name].needs]
+    return next((package for package in packages if importlib.util.find_spec(package) is None), None)
+
+
+def work() -> None:
+    """Read names, answer each with a line of JSON."""
+    from benchmarks.robustness.loops_run import forked
+
+    for line in sys.stdin:
+        script = LOOPS[line.strip()]
+        for need in script.needs:
+            importlib.import_module(need)  # once, not in every run
+        print(json.dumps(examine(partial(forked, script))), flush=True)
+
+
+class Worker(threading.Thread):
+    """Feeds a process, which counts allocations, with the names that are left; `done` is told of every row."""
+
+    def __init__(self, names: list[str], done: Done) -> None:
+        super().__init__(daemon=True)
+        self.names, self.done = names, done
+
+    def run(self) -> None:
+        with subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.robustness.loops", "--worker"], cwd=ROOT,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=loops_count.environment(),
+        ) as process:  # fmt: skip
+            assert process.stdin is not None and process.stdout is not None
+            while self.names:
+                name = self.names.pop(0)
+                process.stdin.write(f"{name}\n")
+                process.stdin.flush()
+                answer = process.stdout.readline()
+                self.done(name, json.loads(answer) if answer else {"status": "the benchmark's process ended", "runs": {}})
+                if not answer:
+                    return
+            process.stdin.close()
+
+
+def measure(names: list[str], jobs: int, done: Done) -> None:
+    """Run these scripts."""
+    left = []
+    for name in names:
+        package = missing(name)
+        if package is None:
+            left.append(name)
+        else:
+            done(name, {"status": f"not installed: {package}", "runs": {}})
+    workers = [Worker(left, done) for _ in range(jobs)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+
+
+# -- what is printed and written --------------------------------------------------------------------------
+
+
+def _kib(nbytes: int | None) -> str:
+    return "-" if nbytes is None else f"{nbytes / 1024:,.1f}"
+
+
+def _exact(run: dict[str, Any]) -> str:
+    if "exact" not in run:
+        return "-"
+    return "yes" if run["exact"] else f"**no**: {', '.join(run['different'][:2])}"
+
+
+def _kept(run: dict[str, Any]) -> str:
+    if run.get("over") is None:
+        return "-"
+    excess = f"{_kib(run['over'])} over in {run['steps_over']}"
+    if run["over"] <= 0:
+        return "yes"
+    return f"no, which a line says: {excess}" if run["not_kept_said"] else f"**no**, {excess}"
+
+
+def _plan(run: dict[str, Any]) -> str:
+    if "error" in run:
+        return f"**{', '.join(run['faults'])}**: {run['error'][:80]}"
+    if not run["planned_steps"]:
+        return f"none: {why_no_plan(run)[:100]}" if "silent" not in run["faults"] else "**none, silent**"
+    what = f"rebuilds {_kib(run['dropped'])}" if run["dropped"] else "keeps all"
+    steps, planned = run["steps"], run["planned_steps"]
+    return what if 2 * planned > steps else f"{what}, in {planned} of {steps} steps"
+
+
+def _refusals(run: dict[str, Any]) -> str:
+    return f"**{run['refusals']}**" if run["refusals"] > 1 else str(run["refusals"])
+
+
+def _solves(run: dict[str, Any]) -> str:
+    return f"{run['solves']}, {run['solve_seconds']:.1f} s" if "solves" in run else "-"
+
+
+def _peaks(run: dict[str, Any]) -> str:
+    return f"{_kib(run.get('predicted'))} / {_kib(run.get('measured'))}"
+
+
+def cells(name: str, row: Row) -> list[str]:
+    """Bytes in KiB. A cell has the three budgets' in turn, or one where they agree."""
+    if not row["runs"]:
+        return [name, "", "", "", "", row["status"], "", "", ""]
+    found = [name, _kib(row["resident"]), _kib(row["peak"])]
+    for cell in (_exact, _kept, _plan, _refusals, _solves, _peaks):
+        parts = [cell(row["runs"][budget]) for budget in BUDGETS]
+        found.append(parts[0] if len(set(parts)) == 1 else "; ".join(parts))
+    return found
+
+
+def line_of(name: str, row: Row) -> str:
+    if not row["runs"]:
+        return f"{name:24} {row['status']} {row.get('error', '')}"
+    parts = []
+    for budget in BUDGETS:
+        run = row["runs"][budget]
+        parts.append(f"{budget}: {', '.join(run['faults']) or 'ok'} ({_plan(run)[:40]}, {run['refusals']} ref, {_solves(run)})")
+    return f"{name:24} " + " | ".join(parts)
+
+
+def summary(rows: dict[str, Row]) -> str:
+    """How many loops and runs there were, and how many of each fault."""
+    ran = [row for row in rows.values() if row["runs"]]
+    runs = [run for row in ran for run in row["runs"].values()]
+    faults = [fault for run in runs for fault in run["faults"]]
+    counts = ", ".join(f"{faults.count(fault)} {fault}" for fault in sorted(set(faults))) or "no fault"
+    return f"{len(ran)} loops, {len(runs)} runs: {counts}; {len(rows) - len(ran)} loops not run"
+
+
+def page(results: dict[str, Any]) -> str:
+    """docs/loops.md"""
+    rows = results["loops"]
+    lines = [
+        "# Loops as people write them",
+        "",
+        f"Generated by `python -m benchmarks loops --json {FILE.relative_to(ROOT)} --table docs/loops.md`; do "
+        f"not edit. torch {results['torch']}, CPU, one thread.",
+        "",
+        "Each loop trains plainly, and then within three budgets: the plain run's true peak (100 %), what is there between its "
+        "steps (*resident*) and half of what a step has on top, and the smallest plan (`min`). Where the three differ, a cell "
+        "has all of them in this order.",
+        "A step begins with its first forward: what loading the next batch takes beside the last one is no part of it.",
+        "*Exact*: losses, parameters, buffers, averages, optimizer state and the generators of torch, numpy and Python are the "
+        "plain run's bit by bit. *Kept*: the peak of every step in which a plan was in force is within the budget (`min`: "
+        "within the number that it reports), by a count of torch's allocator that is no part of this package (preloaded around "
+        "`c10::alloc_cpu`). A step that is larger than all before it is foreseen by nobody: it is no fault where a "
+        "line says so, and later steps are within the budget. *Refusals*: how often a budget was refused; the run was repeated "
+        "within the number that was named. "
+        "Bytes are in KiB; seconds of solving are those of a shared machine.",
+        "",
+        summary(rows) + ".",
+        "",
+        "| " + " | ".join(_HEAD) + " |",
+        "|" + "---|" * len(_HEAD),
+        *("| " + " | ".join(cell.replace("|", "/") for cell in cells(name, row)) + " |" for name, row in rows.items()),
+        "",
+        "| loop | what it is |",
+        "|---|---|",
+        *(f"| {name} | {LOOPS[name].title} |" for name in rows),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="scripts; all of them where none is given")
+    parser.add_argument("--json", type=Path, help="where the results are written")
+    parser.add_argument("--table", type=Path, help="where the page is written")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time, of one thread each")
+    parser.add_argument("--list", action="store_true", help="say what scripts there are")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.worker:
+        work()
+        return
+    if options.list:
+        print("\n".join(f"{name:24} {script.title}" for name, script in LOOPS.items()))
+        return
+    if unknown := [name for name in options.names if name not in LOOPS]:
+        parser.error(f"no such script: {', '.join(unknown)}; --list says which there are")
+    rows: dict[str, Row] = {}
+    if options.json is not None and options.names and options.json.exists():  # the other scripts' rows stay
+        rows = json.loads(options.json.read_text())["loops"]
+    results: dict[str, Any] = {"torch": version("torch").partition("+")[0], "loops": rows}
+    turns = threading.Lock()
+
+    def done(name: str, row: Row) -> None:
+        with turns:
+            print(line_of(name, row), flush=True)
+            rows[name] = row
+            results["loops"] = {name: rows[name] for name in LOOPS if name in rows}
+            if options.json is not None:
+                options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+    measure(options.names or list(LOOPS), options.jobs, done)
+    if options.table is not None:
+        options.table.write_text(page(results))
+    print(summary(results["loops"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""One run of a training script, plainly or within a budget, in a process of its own; and what it left, as plain data.
+
+A run's results are compared bit by bit, so tensors become digests of their bytes. Every step's peak is counted from outside
+(loops_count.py). What the package does meanwhile is watched at its doors: which state a forward of training belongs to, how
+often a plan is solved, what is said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import re
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch._dynamo  # optimizers import it when they are made: once, not in every run
+from torch import Tensor, nn
+
+from benchmarks.robustness.loops_count import live_nbytes, true_peak
+from benchmarks.robustness.scripts import Script
+from lightning_memopt import optimize
+from lightning_memopt.errors import InfeasibleError
+from lightning_memopt.session import Session
+from lightning_memopt.session.states import Running
+from lightning_memopt.solvers import planner
+
+TIMEOUT = 600
+_PREFIX = re.compile(r".*?(?=MemOpt: )")
+Budget = int | str | None
+"""Bytes, "min", or None for the plain run."""
+
+
+def digest(value: Any) -> Any:
+    """A value as plain data that differs where a bit does."""
+    if isinstance(value, nn.Module):
+        tensors = dict(value.named_parameters()) | dict(value.named_buffers())
+        return {name: digest(t) for name, t in tensors.items()}
+    if isinstance(value, torch.optim.Optimizer):
+        return [digest(list(value.state.values())), digest([len(group["params"]) for group in value.param_groups])]
+    if isinstance(value, Tensor):
+        if value.layout is torch.sparse_coo:
+            value = value.coalesce()
+            return ["sparse", list(value.shape), digest(value.indices()), digest(value.values())]
+        nbytes = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return [str(value.dtype), list(value.shape), hashlib.sha256(nbytes).hexdigest()]
+    if isinstance(value, dict):
+        return {str(key): digest(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [digest(entry) for entry in value]
+    return float(value).hex() if isinstance(value, float) else value if isinstance(value, int | str) else repr(value)
+
+
+def generators() -> dict[str, str]:
+    states = {"torch": torch.get_rng_state().tolist(), "numpy": np.random.get_state(), "random": random.getstate()}
+    return {name: hashlib.sha256(repr(state).encode()).hexdigest() for name, state in states.items()}
+
+
+@dataclass
+class Watching:
+    """What a script is given: `optimize` within a budget, or nothing around the loop. Bytes are above those before the script.
+
+    `steps`: of every step its peak, and what was promised of it: the plan's own peak in bytes where all forwards of training
+    had a plan in force, else None. A step that the package watches begins with its first forward: what loading the next batch
+    takes beside the last one is no part of it, that peak is `between`.
+    """
+
+    budget: Budget
+    losses: list[Any] = field(default_factory=list)
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    solves: int = 0
+    solve_seconds: float = 0.0
+    reports: list[str] = field(default_factory=list)
+    measured: int | None = None
+    _states: list[Any] = field(default_factory=list)
+    _base: int = 0
+    _live: int = 0
+    _watched: bool = False
+    _between: int = 0
+
+    def __call__(self, model: nn.Module, optimizer: Any) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self.budget is None else self._optimized(model, optimizer)
+
+    @contextlib.contextmanager
+    def _optimized(self, model: nn.Module, optimizer: Any) -> Iterator[Any]:
+        assert self.budget is not None
+        with optimize(model, optimizer, budget=self.budget) as run:
+            yield run
+            self.reports.append(run.report())
+
+    def strategy(self) -> Any:
+        if self.budget is None:
+            return "auto"
+        from lightning_memopt import MemOptStrategy
+
+        return MemOptStrategy(budget=self.budget)
+
+    def begin(self) -> None:
+        self._base = self._live = live_nbytes() or 0
+        true_peak()
+
+    def log(self, *values: Any) -> None:
+        """A step is over."""
+        peak, live = true_peak(), live_nbytes()
+        self.losses.append(digest(values))
+        planned = bool(self._states) and all(isinstance(state, Running) for state in self._states)
+        plans = [state.plan for state in self._states] if planned else []
+        for state in self._states:
+            if getattr(state, "measured_bytes", None) is not None:
+                self.measured = max(self.measured or 0, state.measured_bytes)
+        entry = {
+            "began": self._live - self._base,
+            "peak": None if peak is None else peak - self._base,
+            "between": self._between,
+            "predicted": max((plan.predicted.needed_bytes for plan in plans), default=None),
+            "promised": max((plan.budget_bytes for plan in plans), default=None),
+            "dropped": max((plan.predicted.rebuilt_bytes for plan in plans), default=0),
+        }
+        self.steps.append(entry)
+        self._live = live or 0
+        self._states.clear()
+        self._watched, self._between = False, 0
+        true_peak()
+
+    @contextlib.contextmanager
+    def doors(self) -> Iterator[None]:
+        """Watch what the package does, at the functions through which it is asked."""
+        begin, solve = Session._begin_round, planner.solve
+
+        def begins(session: Session, batch: Any, part: int) -> Any:  # a Lightning step may have several, with a plan each
+            if not self._watched:
+                self._watched, self._between = True, (true_peak() or 0) - self._base
+            recording = begin(session, batch, part)
+            self._states.append(session._current)
+            return recording
+
+        def solved(*args: Any, **options: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return solve(*args, **options)
+            finally:
+                self.solves += 1
+                self.solve_seconds += time.perf_counter() - began
+
+        Session._begin_round, planner.solve = begins, solved  # type: ignore[method-assign,assignment]
+        try:
+            yield
+        finally:
+            Session._begin_round, planner.solve = begin, solve  # type: ignore[method-assign]
+
+
+def outcome(script: Script, budget: Budget) -> dict[str, Any]:
+    """Train, and say what came of it. Refusals and errors are part of that."""
+    torch.set_num_threads(1)
+    torch.manual_seed(7)
+    np.random.seed(7)
+    random.seed(7)
+    warnings.simplefilter("always")
+    warnings.formatwarning = lambda message, category, *_, **__: f"{category.__name__}: {message}\n"  # without the code's line
+    watch = Watching(budget)
+    found: dict[str, Any] = {"status": "trained"}
+    began = time.perf_counter()
+    with watch.doors():
+        watch.begin()
+        try:
+            results = script.train(watch, watch.log, script.steps)
+            found |= {"state": digest(results), "generators": generators()}
+        except InfeasibleError as error:
+            found |= {"status": "refused", "smallest": error.smallest_nbytes, "error": str(error)}
+        except BaseException as error:  # whatever ends a run is its outcome
+            where = "".join(traceback.format_exception(error))
+            found |= {"status": "crashed", "error": f"{type(error).__name__}: {error}"[:600], "traceback": where[-4000:]}
+    return found | {
+        "losses": watch.losses,
+        "steps": watch.steps,
+        "solves": watch.solves,
+        "solve_seconds": watch.solve_seconds,
+        "measured_by_session": watch.measured,
+        "reports": watch.reports,
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def _says(text: str) -> list[str]:
+    """Lines of this package, once each, without where they came from."""
+    lines = [line for line in text.splitlines() if "MemOpt: " in line]
+    return list(dict.fromkeys(_PREFIX.sub("", line, count=1) for line in lines))
+
+
+def forked(script: Script, budget: Budget) -> dict[str, Any]:
+    """`outcome` in a child of this process, so that nothing is left of earlier runs, and a crash ends no more than it."""
+    with tempfile.TemporaryDirectory() as folder:
+        answer, output = Path(folder, "answer"), Path(folder, "output")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                written = os.open(output, os.O_WRONLY | os.O_CREAT)
+                os.dup2(written, 1)
+                os.dup2(written, 2)
+                signal.alarm(TIMEOUT)
+                answer.write_text(json.dumps(outcome(script, budget)))
+                code = 0
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        text = output.read_text(errors="replace") if output.exists() else ""
+        if answer.exists():
+            found: dict[str, Any] = json.loads(answer.read_text())
+        else:
+            number = os.waitstatus_to_exitcode(status)
+            why = f"no end after {TIMEOUT} s" if number == -signal.SIGALRM else f"the process ended with {number}"
+            found = {"status": "crashed", "error": why, "traceback": text[-2000:], "losses": [], "steps": []}
+        found["said"] = _says(text)
+        found["output"] = [line for line in text.splitlines() if line.strip() and "MemOpt" not in line][:40]
+        return found

@@ -1,0 +1,21 @@
+"""A model of PyTorch's caching allocator for CUDA: the bytes of the device that a step reserves.
+
+`model` carries out requests by the allocator's documented rules, on the data of `blocks` and with the options of `settings`;
+`reserved` gives it the allocations and frees of a planned step; `trace` compares it with a recording of the real allocator.
+"""
+
+from lightning_memopt.plan.allocator.model import Allocator, ExhaustedError
+from lightning_memopt.plan.allocator.reserved import Reserved, reserved, reserved_bytes_of
+from lightning_memopt.plan.allocator.settings import Settings
+from lightning_memopt.plan.allocator.trace import Comparison, compare
+
+__all__ = [
+    "Allocator",
+    "Comparison",
+    "ExhaustedError",
+    "Reserved",
+    "Settings",
+    "compare",
+    "reserved",
+    "reserved_bytes_of",
+]

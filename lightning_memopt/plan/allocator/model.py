@@ -1,0 +1,263 @@
+"""A model of PyTorch's caching allocator for CUDA: which bytes of the device a sequence of allocations and frees reserves.
+
+Made from its documented rules (torch 2.11 to 2.13), without torch and without a device:
+
+1. Sizes are rounded up to 512 bytes (`Settings.rounded`). Up to 1 MiB comes from the pool of small blocks, the rest from
+   that of large ones.
+2. The smallest free block of the same pool and stream that is large enough serves a request, the one at the lowest address
+   among equals. A small block is split where 512 bytes are left, a large one where more than 1 MiB is left and the request is
+   below `max_split_size`; requests below that size do not take blocks above it, those above it none larger by 20 MiB or more.
+3. Where there is none, a segment is taken from the device (`Settings.segment_nbytes`).
+4. A block that is freed is joined with free neighbours in its segment. The segment stays reserved.
+5. Segments that nobody uses go back to the device by `empty_cache`, or when the device (`limit_nbytes`) has no room for one
+   more: first those above `max_split_size` (where that is set), then all. Above `gc_threshold` of the limit, before any new
+   segment, large ones that were not used for longest.
+6. `expandable_segments`: a pool has one segment for each stream, which grows at its end by pages (2 MiB; 20 MiB for large
+   blocks); free pages go back by the rules of 5. Blocks are always split, and a free block that can grow counts as large as
+   it can become.
+
+Not modelled: private pools of CUDA graphs, blocks that other streams use (`record_stream`), the addresses that the device
+hands out (they rise here), memory that does not pass through the allocator.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Hashable
+
+from lightning_memopt.errors import MemOptError
+from lightning_memopt.plan.allocator.blocks import Block, Pool, cut, join, reach, room
+from lightning_memopt.plan.allocator.settings import MIN_BLOCK_NBYTES, SMALL_NBYTES, Settings
+
+_ADDRESS_SPACE_NBYTES = 1 << 46
+"""What an expandable segment may grow to."""
+
+
+class ExhaustedError(MemOptError):
+    """The modelled device has no room for a block, with all that is cached given back."""
+
+
+class Allocator:
+    """The state of one device's allocator. Bytes: `requested` as asked for, `allocated` as torch counts them (whole blocks),
+    `reserved` (segments); `peak_` the most of each since `reset_peaks`.
+    """
+
+    def __init__(self, settings: Settings | None = None, limit_nbytes: int | None = None) -> None:
+        self.settings = settings or Settings()
+        self.limit_nbytes = limit_nbytes
+        self.requested = self.allocated = self.reserved = 0
+        self._small, self._large = Pool(True), Pool(False)
+        self._blocks: dict[Hashable, Block] = {}
+        self._next_address = 0
+        self.reset_peaks()
+
+    def reset_peaks(self) -> None:
+        """Peaks start again from what there is now."""
+        self.peak_requested, self.peak_allocated, self.peak_reserved = self.requested, self.allocated, self.reserved
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def alloc(self, name: Hashable, nbytes: int, stream: int = 0) -> None:
+        """A request of `nbytes`, to be freed by its name. Nothing is allocated for 0 bytes. Raises ExhaustedError."""
+        if nbytes == 0:
+            return
+        if name in self._blocks:
+            raise ValueError(f"{name!r} is allocated already")
+        size = self.settings.rounded(nbytes)
+        pool = self._small if size <= SMALL_NBYTES else self._large
+        pool.requests += 1
+        block = self._found(pool, size, stream) or self._taken(pool, size, stream)
+        self._split(block, size)
+        block.free, block.requested = False, nbytes
+        self._blocks[name] = block
+        self.requested += nbytes
+        self.allocated += block.nbytes
+        self.peak_requested = max(self.peak_requested, self.requested)
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+
+    def free(self, name: Hashable) -> None:
+        """The end of an allocation; unknown names (of 0 bytes) are passed over."""
+        block = self._blocks.pop(name, None)
+        if block is None:
+            return
+        self.requested -= block.requested
+        self.allocated -= block.nbytes
+        block.free = True
+        join(block)
+        block.pool.add(block)
+
+    def rename(self, old: Hashable, new: Hashable) -> None:
+        """The same memory under another name."""
+        if old in self._blocks:
+            self._blocks[new] = self._blocks.pop(old)
+
+    def empty_cache(self) -> None:
+        """Give back what nobody uses: whole segments, and whole pages of expandable ones."""
+        for pool in (self._large, self._small):
+            for block in list(pool.at.values()):
+                if block.expandable:
+                    self._unmap(block)
+                elif block.alone:
+                    self._release(block)
+
+    # -- blocks ------------------------------------------------------------------------------------
+
+    def _found(self, pool: Pool, size: int, stream: int) -> Block | None:
+        """A free block that serves the request, taken out of the pool."""
+        i, n = pool.from_size(stream, size), len(pool.keys)
+        if i == n:
+            return None
+        block = pool.block(i)
+        while block.expandable and i + 1 < n and pool.keys[i + 1][0] == stream:
+            following = pool.block(i + 1)
+            if reach(following) >= reach(block):
+                break
+            i, block = i + 1, following
+        limit = self.settings.max_split_nbytes
+        if limit is not None:
+            if size < limit <= block.nbytes:
+                return None
+            if size >= limit and block.nbytes >= size + self.settings.max_non_split_rounding_nbytes:
+                return None
+        pool.remove(block)
+        return block
+
+    def _taken(self, pool: Pool, size: int, stream: int) -> Block:
+        """A block of new memory."""
+        self._collect()
+        block = self._new(pool, size, stream)
+        if block is None and self._release_oversize(pool, size, stream):
+            block = self._new(pool, size, stream)
+        if block is None:
+            self.empty_cache()
+            block = self._new(pool, size, stream)
+        if block is None:
+            raise ExhaustedError(f"{size} bytes are asked for, {self.reserved} of {self.limit_nbytes} are reserved")
+        return block
+
+    def _has_room(self, nbytes: int) -> bool:
+        return self.limit_nbytes is None or self.reserved + nbytes <= self.limit_nbytes
+
+    def _new(self, pool: Pool, size: int, stream: int) -> Block | None:
+        nbytes = self.settings.segment_nbytes(size)
+        if self.settings.expandable:
+            return self._grown(pool, size, stream)
+        if not self._has_room(nbytes):
+            return None
+        self._reserve(nbytes)
+        return self._segment(pool, nbytes, stream)
+
+    def _segment(self, pool: Pool, nbytes: int, stream: int) -> Block:
+        block = Block(self._next_address, nbytes, stream, pool, self._next_address)
+        self._next_address += nbytes
+        return block
+
+    def _reserve(self, nbytes: int) -> None:
+        self.reserved += nbytes
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+
+    def _split(self, block: Block, size: int) -> None:
+        """Cut a block that is taken to `size`, where the rules say so."""
+        left = block.nbytes - size
+        if block.pool.small or self.settings.expandable:
+            splits = left >= MIN_BLOCK_NBYTES
+        else:
+            limit = self.settings.max_split_nbytes
+            splits = left > SMALL_NBYTES and (limit is None or size < limit)
+        if splits:
+            block.pool.add(cut(block, size))
+
+    # -- giving back -------------------------------------------------------------------------------
+
+    def _release(self, block: Block) -> None:
+        block.pool.remove(block)
+        self.reserved -= block.nbytes
+
+    def _release_oversize(self, pool: Pool, size: int, stream: int) -> bool:
+        """Give back enough of what is above `max_split_size`: one block that is as large, or the largest ones."""
+        limit = self.settings.max_split_nbytes
+        if limit is None:
+            return False
+        wanted = max(size, limit)
+        i = pool.from_size(stream, wanted)
+        if i < len(pool.keys):
+            self._release(pool.block(i))
+            return True
+        released = 0
+        while released < wanted:
+            mine = [key for key in pool.keys if key[0] == stream and key[1] >= limit]
+            if not mine:
+                return False
+            released += mine[-1][1]
+            self._release(pool.at[mine[-1][2]])
+        return True
+
+    def _collect(self) -> None:
+        """The garbage collection of rule 5: rounds in which what is older than the average goes, until enough went."""
+        if not self.settings.gc_threshold or self.limit_nbytes is None:
+            return
+        excess = self.reserved - int(self.settings.gc_threshold * self.limit_nbytes)
+        while excess > 0:
+            ages = {b: self._large.requests - b.since for b in self._large.at.values() if b.alone and not b.expandable}
+            average = sum(ages.values()) / max(1, len(ages))
+            old = [block for block, age in ages.items() if age >= average]
+            if not old:
+                return
+            for block in old:
+                excess -= block.nbytes
+                self._release(block)
+
+    # -- expandable segments -----------------------------------------------------------------------
+
+    def _grown(self, pool: Pool, size: int, stream: int) -> Block | None:
+        """Free memory of `size` bytes at the lowest address where there is room for it, mapped as far as it is not."""
+        block = next((b for u in pool.unmapped if u.stream == stream and (b := room(u, size)) is not None), None)
+        if block is None:
+            block = self._segment(pool, _ADDRESS_SPACE_NBYTES, stream)
+            block.expandable, block.mapped = True, False
+            insort(pool.unmapped, block, key=lambda b: b.address)
+        if not block.mapped and not self._map(block, min(block.nbytes, size)):
+            return None
+        while block.nbytes < size:
+            following = block.next
+            assert following is not None
+            if not self._map(following, min(size - block.nbytes, following.nbytes)):
+                return None
+            block = following
+        pool.remove(block)
+        return block
+
+    def _map(self, block: Block, nbytes: int) -> bool:
+        """Put pages under the first `nbytes` of a block without; False where the device has none."""
+        page = self.settings.page_nbytes(block.pool.small)
+        nbytes = min(-(-nbytes // page) * page, block.nbytes)
+        if not self._has_room(nbytes):
+            return False
+        block.pool.unmapped.remove(block)
+        if nbytes < block.nbytes:
+            insort(block.pool.unmapped, cut(block, nbytes), key=lambda b: b.address)
+        block.mapped = True
+        self._reserve(nbytes)
+        join(block)
+        block.pool.add(block)
+        return True
+
+    def _unmap(self, block: Block) -> None:
+        """Take the whole pages inside of a free block back."""
+        page = self.settings.page_nbytes(block.pool.small)
+        first = -(-(block.address - block.base) // page) * page + block.base
+        last = (block.address + block.nbytes - block.base) // page * page + block.base
+        if first >= last:
+            return
+        pool = block.pool
+        pool.remove(block)
+        if first > block.address:
+            before, block = block, cut(block, first - block.address)
+            pool.add(before)
+        if last < block.address + block.nbytes:
+            pool.add(cut(block, last - block.address))
+        self.reserved -= last - first
+        block.mapped = False
+        join(block)
+        if not block.alone:  # else nothing of the segment is left
+            insort(pool.unmapped, block, key=lambda b: b.address)

@@ -1,0 +1,218 @@
+"""What a planned step reserves on a CUDA device: its allocations and frees, in order, given to a model of the allocator.
+
+The companion of `simulate`: bytes requested are those that `simulate` counts, to the byte; bytes reserved are what the card
+loses. What counts is the steady state, so the history is followed: what is there before the step (parameters, the batch); one
+step as it is, whose update makes the optimizer's state in the midst of what is cached; the cache is emptied; planned steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from lightning_memopt.graph import BEFORE, Graph
+from lightning_memopt.plan.allocator.model import Allocator
+from lightning_memopt.plan.allocator.settings import Settings
+from lightning_memopt.plan.lower import Fetch, Run, Schedule, lower
+from lightning_memopt.plan.model import Life
+from lightning_memopt.plan.simulate import encoded
+
+_TURNS = 2
+"""Planned steps: the second one meets what the first one left cached."""
+
+_WORKSPACE = "workspace"
+_NO_SCHEDULE = Schedule(frozenset(), {}, {}, {})
+
+Name = int | tuple[str, int] | str
+Action = tuple[Name, int]
+"""Allocate so many bytes under a name, or free the name where bytes are negative."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Highest bytes in planned steps: of segments, of whole blocks (`memory_allocated`), and as requested."""
+
+    peak_bytes: int
+    allocated_bytes: int
+    requested_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """One allocation of the user's step: the versions of one storage that follow each other, named by the first of them."""
+
+    name: int
+    nbytes: int
+    born_at: int
+    freed_at: int
+
+
+def _spans(graph: Graph, until: Mapping[int, int]) -> Iterator[_Span]:
+    """The allocations of a step in which tensors stay to `until` at least. An in-place op goes on in the same memory."""
+    versions: dict[int, list[int]] = {}
+    for t in graph.tensors:
+        versions.setdefault(t.storage, []).append(t.id)
+    for ids in versions.values():
+        span: _Span | None = None
+        for id in sorted(ids, key=lambda i: (graph.tensors[i].born_at, i)):
+            t = graph.tensors[id]
+            end = max(t.freed_at, until.get(id, BEFORE))
+            if span is not None and t.born_at == span.freed_at + 1 and t.nbytes == span.nbytes:
+                span = _Span(span.name, span.nbytes, span.born_at, max(end, span.freed_at))
+                continue
+            if span is not None and span.freed_at >= max(span.born_at, 0):
+                yield span
+            span = _Span(id, t.nbytes, t.born_at, end)
+        if span is not None and span.freed_at >= max(span.born_at, 0):
+            yield span
+
+
+class _Step:
+    """The actions of one step, made once and repeated. `before` and `after`: what it starts from and does not keep (old
+    gradients), and what it leaves (new ones); `resident`: what is there all the time.
+    """
+
+    def __init__(self, graph: Graph, until: Mapping[int, int], schedule: Schedule, lives: Iterable[Life] = ()) -> None:
+        self.graph, self.schedule = graph, schedule
+        self.actions: list[Action] = []
+        self.resident: list[_Span] = []
+        self.before: list[_Span] = []
+        self.after: list[_Span] = []
+        self._made: dict[int, list[Name]] = {}
+        self._count = 0
+        last = len(graph.points) - 1
+        born: dict[int, list[_Span]] = {}
+        freed: dict[int, list[_Span]] = {}
+        for span in sorted(_spans(graph, until), key=lambda s: s.name):
+            if span.born_at == BEFORE:
+                (self.resident if span.freed_at == last else self.before).append(span)
+            else:
+                born.setdefault(span.born_at, []).append(span)
+                if span.freed_at == last:
+                    self.after.append(span)
+            if span.freed_at < last:
+                freed.setdefault(span.freed_at, []).append(span)
+        ends: dict[int, list[int]] = {}
+        lives = tuple(lives)
+        encodings: dict[int, list[Action]] = {}
+        for tensor, first, end, nbytes in encoded(graph, lives):
+            encodings.setdefault(first, []).append((("encoded", tensor), nbytes))
+            encodings.setdefault(end + 1, []).insert(0, (("encoded", tensor), -1))
+        for life in lives:
+            if life.how != "original":
+                ends.setdefault(life.freed_at, []).append(life.tensor)
+        for p, point in enumerate(graph.points):
+            self.actions += encodings.get(p, ())
+            for span in born.get(p, ()):
+                self.actions.append((span.name, span.nbytes))
+            if point.kind == "op":
+                op = graph.ops[point.id]
+                if op.id in schedule.replayed:
+                    self.actions.append((("state", op.id), op.state_nbytes))
+                self._work(op.workspace_nbytes)
+            self._segment(p)
+            self.actions += [(self._made[t].pop(), -1) for t in ends.get(p, ())]
+            self.actions += [(span.name, -1) for span in freed.get(p, ())]
+            if p == graph.last_release:
+                self.actions += [(("state", op), -1) for op in schedule.replayed]
+
+    def _work(self, nbytes: int) -> None:
+        if nbytes:
+            self.actions += [(_WORKSPACE, nbytes), (_WORKSPACE, -1)]
+
+    def _make(self, tensor: int, nbytes: int) -> Name:
+        self._count += 1
+        name = ("again", self._count)
+        self.actions.append((name, nbytes))
+        return name
+
+    def _segment(self, p: int) -> None:
+        tensors = self.graph.tensors
+        for step in self.schedule.segments.get(p, ()):
+            if isinstance(step, Fetch):
+                self._made.setdefault(step.tensor, []).append(self._make(step.tensor, tensors[step.tensor].nbytes))
+                continue
+            if not isinstance(step, Run):
+                self.actions.append((self._made[step.tensor].pop(), -1))
+                continue
+            op = self.graph.ops[step.op]
+            overwritten = {new: old for old, new in op.mutates}
+            for t in op.outputs:
+                old = overwritten.get(t)
+                if old is None:
+                    name = self._make(t, tensors[t].nbytes)
+                elif old in step.clones:
+                    name = self._make(t, tensors[old].nbytes)
+                else:
+                    name = self._made[old].pop()
+                self._made.setdefault(t, []).append(name)
+            self._work(op.workspace_nbytes)
+
+    def run(self, allocator: Allocator) -> None:
+        """One step, from `before` to `before`: what it leaves is what the next one starts from, where sizes agree."""
+        alloc, free = allocator.alloc, allocator.free
+        for name, nbytes in self.actions:
+            if nbytes >= 0:
+                alloc(name, nbytes)
+            else:
+                free(name)
+        left: dict[int, list[int]] = {}
+        for span in self.after:
+            left.setdefault(span.nbytes, []).append(span.name)
+        missing = []
+        for span in self.before:
+            if left.get(span.nbytes):
+                allocator.rename(left[span.nbytes].pop(0), span.name)
+            else:
+                missing.append(span)
+        for names in left.values():
+            for name in names:
+                free(name)
+        for span in missing:
+            alloc(span.name, span.nbytes)
+
+
+def _unmodified(graph: Graph) -> _Step:
+    return _Step(graph, {t: graph.saved_until(t) for t in graph.saves_of}, _NO_SCHEDULE)
+
+
+def reserved(
+    graph: Graph, lives: Iterable[Life], settings: Settings | None = None, schedule: Schedule | None = None
+) -> Reserved:
+    """Carry out the history and planned steps of `lives`; the peaks are those of the planned steps."""
+    lives = tuple(lives)
+    schedule = schedule or lower(graph, lives)
+    until = {life.tensor: life.freed_at for life in lives if life.how == "original"}
+    allocator = Allocator(settings)
+    observed, planned = _unmodified(graph), _Step(graph, until, schedule, lives)
+    kinds = {span.name: graph.tensors[span.name].kind for span in planned.resident}
+    made = [span for span in planned.resident if kinds[span.name] == "optimizer_state"]
+    for span in planned.resident:
+        if kinds[span.name] != "optimizer_state":
+            allocator.alloc(span.name, span.nbytes)
+    for span in observed.before:
+        allocator.alloc(span.name, span.nbytes)
+    observed.run(allocator)
+    for span in made:
+        allocator.alloc(span.name, span.nbytes)
+    for span in observed.before:
+        allocator.free(span.name)
+    for span in planned.before:
+        allocator.alloc(span.name, span.nbytes)
+    allocator.empty_cache()
+    allocator.reset_peaks()
+    for _ in range(_TURNS):
+        planned.run(allocator)
+    return Reserved(allocator.peak_reserved, allocator.peak_allocated, allocator.peak_requested)
+
+
+def reserved_bytes_of(graph: Graph, settings: Settings | None = None) -> Callable[[tuple[Life, ...]], int] | None:
+    """The reserved peak of a plan of this graph, as a function of its lives; None where its device has no such allocator."""
+    if graph.device != "cuda":
+        return None
+    return partial(_peak_bytes, graph, settings or Settings.from_environment())
+
+
+def _peak_bytes(graph: Graph, settings: Settings, lives: tuple[Life, ...]) -> int:
+    return reserved(graph, lives, settings).peak_bytes

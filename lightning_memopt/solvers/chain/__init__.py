@@ -1,0 +1,45 @@
+"""Optimal checkpointing of a chain of stages: the public names, and `solve`.
+
+`solve(chain, budget)` gives a table of the least extra seconds for every level up to the budget; `minimum_budget` the
+smallest budget, exact in bytes; `simulate` judges any schedule without the solver's code. The mathematics is in
+docs/formulation.md; the source is Beaumont et al., "Optimal checkpointing for heterogeneous chains" (2019).
+`model` has the data, `bounds`, `cells` and `table` the dynamic program, and `by_numbers` solves
+a chain that a user gives by numbers.
+
+Another solver of the same problem is a module of this package; `simulate` judges its schedules too.
+"""
+
+from __future__ import annotations
+
+from lightning_memopt.solvers.chain.bounds import minimum_budget, smallest_schedule
+from lightning_memopt.solvers.chain.model import Chain, Checkpoint, Hold, Option, Rebuild, Schedule, Stage
+from lightning_memopt.solvers.chain.simulate import operations, simulate, simulate_operations
+from lightning_memopt.solvers.chain.table import ChainTable
+
+__all__ = [
+    "Chain",
+    "ChainTable",
+    "Checkpoint",
+    "Hold",
+    "Option",
+    "Rebuild",
+    "Schedule",
+    "Stage",
+    "minimum_budget",
+    "operations",
+    "simulate",
+    "simulate_operations",
+    "smallest_schedule",
+    "solve",
+]
+
+
+def solve(chain: Chain, budget_nbytes: int, *, bucket_nbytes: int | None = None, buckets: int = 512) -> ChainTable:
+    """The table of least extra seconds for every level up to `budget_nbytes` (everything counted, x_0 included).
+
+    The bucket is `bucket_nbytes`, or the budget over `buckets`, rounded up. Time grows as L^3 * columns / 6, memory as
+    L^2 * columns * 4 bytes / 2 (8 for small tables). Raises ChainError for a negative budget or an empty bucket.
+    """
+    if bucket_nbytes is None:
+        bucket_nbytes = max(1, -(-budget_nbytes // buckets))
+    return ChainTable(chain, budget_nbytes, bucket_nbytes)

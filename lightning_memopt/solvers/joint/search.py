@@ -1,0 +1,331 @@
+"""Recomputation, offload and compression decided together, for one budget.
+
+Relaxed, the three are one minimum cut: at the moment at which most is held, a tensor that backward needs is on the device, or
+there in encoded form, or in a tier, or made again later (`bound`, which also proves what no plan is below).
+
+From the cuts, and from the plans that only recompute, come starts; what goes away so that a start fits the budget is chosen
+by CP-SAT against the link's capacity (`choice`), and each result is priced by the simulator. Starts that fit as they are
+take part, and so do the heuristics of `offload.policies` and the best plans found that only move or only encode: the result
+is never worse than recomputation alone, nor than any of them. What is encoded *and* moved comes last: the other starts do not
+depend on it. The best plan is polished (`polish`).
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from lightning_memopt.graph import Graph, unmodified_levels
+from lightning_memopt.plan import Life, LoweringError, Prediction, Run, Timeline, lower, simulate
+from lightning_memopt.plan.clocks import Rates
+from lightning_memopt.plan.forms import EXACT, TIERS, codec_of, tier_of
+from lightning_memopt.solvers.joint.bound import Forms, Point, Prices, Relaxed, bound
+from lightning_memopt.solvers.joint.choice import chosen
+from lightning_memopt.solvers.joint.polish import polished
+from lightning_memopt.solvers.offload.policies import POLICIES
+from lightning_memopt.solvers.offload.trips import Form, Planner, Trip, send_away
+from lightning_memopt.solvers.rollout import Rollout, keep_all, unrepeatable
+
+_PRICES = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)
+"""Prices of a byte, in seconds of the whole step per byte of what is held in it."""
+_LINK = (0.0, 0.25, 0.5, 1.0)
+_STARTS, _NEXT = 24, 8
+_SHARES = (1.0, 0.85, 0.7, 0.55)
+_CHOICE_SECONDS = 0.4
+ALONE_SHARE, _BOUND_SHARE, _POLISH_SHARE = 0.4, 0.15, 0.2
+"""Of the time limit, at most: for plans that only move, or only encode; for the bound; for what is tried on the best plan."""
+_CLOSE = 1e-3
+"""A plan this close to the bound is good enough."""
+Lives = tuple[Life, ...]
+_Plans = Sequence[tuple[str, Lives]]
+_Start = tuple[str, Lives, Mapping[int, Form] | None, float]
+"""Who made it, its lives, the forms of what of it is away (None: to be chosen), the share of the budget to choose for."""
+
+
+@dataclass(frozen=True)
+class Joint:
+    """A plan, its price, and what no plan is below. `solver`: where it came from."""
+
+    lives: Lives
+    predicted: Prediction
+    solver: str
+    bound_seconds: float
+    seconds: float
+
+    @property
+    def gap(self) -> float:
+        """How far above the bound it may be, as a share of its own extra seconds."""
+        found = self.predicted.seconds
+        return max(0.0, 1.0 - self.bound_seconds / found) if found > 0 else 0.0
+
+
+def _allowed(graph: Graph, lives: Iterable[Life], forms: Forms) -> dict[int, Sequence[Form]]:
+    """Without those forms that do not give back the bits that a rebuild starts from."""
+    read = {
+        t
+        for steps in lower(graph, lives).segments.values()
+        for step in steps
+        if isinstance(step, Run)
+        for t in graph.ops[step.op].inputs
+    }
+    return {t: [f for f in found if t not in read or codec_of(f[0]) in EXACT] for t, found in forms.items()}
+
+
+def _accepted(trips: Iterable[Trip], forms: Forms) -> Iterator[Trip]:
+    """Trips in forms that are allowed: their own, or one of the same kind; what may not be away stays."""
+    for trip in trips:
+        mine = forms.get(trip.gap.tensor, ())
+        kind = bool(codec_of(trip.form)), bool(tier_of(trip.form))
+        same = [f for f in mine if (bool(codec_of(f[0])), bool(tier_of(f[0]))) == kind]
+        if (trip.form, trip.away_nbytes) in same:
+            yield trip
+        elif same:
+            yield replace(trip, form=same[0][0], away_nbytes=same[0][1])
+
+
+class _Instant:
+    """Links and codecs that take no time: what is away is away for as long as it can be."""
+
+    def out_seconds(self, tier: str, nbytes: int) -> float:
+        return 0.0
+
+    in_seconds = encode_seconds = decode_seconds = out_seconds
+
+
+def least(
+    graph: Graph, plans: Iterable[Lives], forms: Forms, needed: Callable[[Lives], int] | None = None
+) -> tuple[int, Lives]:
+    """Of these plans with everything away, in its smallest form, for as long as it can be, the one that needs the fewest bytes,
+    and those. `needed`: what a plan needs; its peak by default.
+    """
+    needed = needed or (lambda lives: simulate(graph, lives).predicted.peak_bytes)
+    found = []
+    for lives in (keep_all(graph), *plans):
+        planner, allowed = Planner(graph, lives, _Instant()), _allowed(graph, lives, forms)
+        chosen = {t: min(allowed[t], key=_device_nbytes) for t in planner.gaps if allowed.get(t)}
+        sent = send_away(lives, planner.plan(chosen))
+        found.append((needed(sent), sent))
+    return min(found, key=lambda one: one[0])
+
+
+def _device_nbytes(form: Form) -> int:
+    return 0 if tier_of(form[0]) else form[1]
+
+
+class _Search:
+    """The best plan so far."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        budget_nbytes: int,
+        rates: Rates,
+        limit_seconds: float,
+        clock: Callable[[], float],
+        overhead: Callable[[Lives], float],
+    ) -> None:
+        self.graph, self.budget_nbytes, self.rates, self.overhead = graph, budget_nbytes, rates, overhead
+        self.limit_seconds = limit_seconds
+        self.best: Joint | None = None
+        self.origin: tuple[Lives, Sequence[Trip]] = (), ()
+        self.clock = clock
+        self._began = clock()
+        self._seen: dict[tuple[Lives, float, int], Forms] = {}
+
+    @property
+    def seconds(self) -> float:
+        return self.clock() - self._began
+
+    @property
+    def over(self) -> bool:
+        """Whether there is a plan and no time for another."""
+        return self.best is not None and self.seconds > (1 - _POLISH_SHARE) * self.limit_seconds
+
+    def _loses(self, seconds: float) -> bool:
+        return self.best is not None and seconds >= self.best.predicted.seconds
+
+    def consider(self, solver: str, lives: Lives, trips: Sequence[Trip] = ()) -> Timeline:
+        """A plan, and its trips."""
+        away = send_away(lives, trips)
+        line = simulate(self.graph, away, rates=self.rates)
+        if line.predicted.peak_bytes <= self.budget_nbytes and not self._loses(line.predicted.seconds):
+            predicted = replace(line.predicted, overhead_seconds=self.overhead(away))
+            if not self._loses(predicted.seconds):
+                self.best = Joint(away, predicted, solver, 0.0, 0.0)
+                self.origin = lives, trips
+        return line
+
+    def extend(self, start: _Start, forms: Forms) -> None:
+        """The plan with these tensors away, or as many as the budget asks for, or a `share` of it: copies lag behind."""
+        solver, lives, first, share = start
+        line = self.consider(solver, lives)
+        if max(line.nbytes) <= self.budget_nbytes or self._loses(line.predicted.seconds):
+            return  # it fits as it is, or what runs again takes too long already
+        planner, allowed = Planner(self.graph, lives, self.rates), _allowed(self.graph, lives, forms)
+        away = first
+        if away is None:
+            key = lives, share, id(forms)
+            if key in self._seen:
+                return
+            self._seen[key] = forms
+            again = line.predicted.seconds
+            below = self.best.predicted.seconds - again if self.best is not None and again else None
+            target = int(share * self.budget_nbytes)
+            away = chosen(self.graph, planner, line.nbytes, target, allowed, self.rates, _CHOICE_SECONDS, below)
+        away = {t: f for t, f in (away or {}).items() if t in planner.gaps and f in allowed.get(t, ())}
+        trips = planner.within(away, self.budget_nbytes) if away else None
+        if trips is not None:
+            self.consider(f"{solver}, {len(trips)} away", lives, trips)
+
+    def polish(self, forms: Forms) -> None:
+        """The best plan so far, as long as it gets better by a change of a trip."""
+        lives, trips = self.origin
+        if self.best is not None and trips:
+            left = max(0.0, min(_POLISH_SHARE * self.limit_seconds, self.limit_seconds - self.seconds))
+            allowed = _allowed(self.graph, lives, forms)
+            better = polished(self.graph, lives, trips, self.budget_nbytes, allowed, self.rates, left, self.clock)
+            self.consider(self.best.solver, lives, better)
+
+    def policies(self, forms: Forms, recompute: bool) -> None:
+        """What those who decide by dependencies alone would do (`offload.policies`), with the forms that are allowed here."""
+        tiers = sorted({f for found in forms.values() for f, _ in found if not codec_of(f)}) or [TIERS[0]]
+        for name, policy in POLICIES.items():
+            for tier in tiers:
+                try:
+                    lives, trips = policy(self.graph, self.rates, tier)
+                    if not recompute and any(life.how == "replay" for life in lives):
+                        continue
+                    if not trips:
+                        self.consider(name, lives)
+                        continue
+                    trips = list(_accepted(trips, _allowed(self.graph, lives, forms)))
+                    away = {trip.gap.tensor: (trip.form, trip.away_nbytes) for trip in trips}
+                    fits = Planner(self.graph, lives, self.rates).within(away, self.budget_nbytes, planned=trips)
+                    if fits is not None:
+                        self.consider(name, lives, fits)
+                except ValueError:  # its lives ask for what cannot be made in this graph, or it needs a link that there is not
+                    continue
+            if self.over:
+                return
+
+
+class _Cuts:
+    """Starts from minimum cuts at one point, and at others."""
+
+    def __init__(self, graph: Graph, forms: Forms, rates: Rates) -> None:
+        self.graph, self.forms, self.rates = graph, forms, rates
+        self._requests = sorted((p, s.tensor) for s in graph.saves for p in s.unpacked_at)
+        self._lost = {old for op in graph.ops if op.at <= graph.last_release for old, _ in op.mutates}
+
+    def rolled(self, point: Point, held: Iterable[int]) -> Lives:
+        """The lives that hold this and what costs nothing there, and make the rest again when it is asked for."""
+        problem, asked = point.problem, {t for _, t in self._requests}
+        spare = asked.difference(problem.needed).union(filter(problem.given, self.graph.producers))
+        roll = Rollout(self.graph)
+        roll.serve(self._requests, spare.union(held) - self._lost | unrepeatable(self.graph))
+        return roll.lives()
+
+    def starts(self) -> Iterator[_Start]:
+        """Cuts for a grid of prices, with what they say is away."""
+        if not self._requests:
+            return
+        levels = unmodified_levels(self.graph)[: self._requests[-1][0] + 1]
+        point = Point(self.graph, min(self._requests[0][0], levels.index(max(levels))), self.forms, self.rates)
+        unit = sum(op.seconds for op in self.graph.ops) / max(1, point.problem.total_nbytes)
+        seen = set()
+        for price in (unit * p for p in _PRICES):
+            for link in _LINK:  # both directions are as busy, where what goes out comes back
+                try:
+                    found = point.cheapest(Prices(price, link, link))
+                except ValueError:  # something is needed there that nobody can make
+                    return
+                key = found.held, tuple(sorted(found.away.items()))
+                if key not in seen:
+                    seen.add(key)
+                    yield "joint cut", self.rolled(point, found.held), found.away, 1.0
+
+
+def _kept(graph: Graph) -> Iterator[_Start]:
+    for share in _SHARES:
+        yield "keep all", keep_all(graph), None, share
+
+
+def _spread(plans: _Plans, fitting: int) -> list[_Start]:
+    """Some of the plans that only recompute: the next ones above those that fit, which need little to go; some of all."""
+    stride = max(1, -(-len(plans) // _STARTS))
+    chosen = dict.fromkeys((*range(fitting, min(len(plans), fitting + _NEXT)), *range(len(plans) - 1, -1, -stride), 0))
+    return [(*plans[i], None, 1.0) for i in chosen if i < len(plans)]
+
+
+def _of(forms: Forms, kinds: Iterable[tuple[bool, bool]]) -> Forms:
+    """Those of these kinds: (with a codec, in a tier)."""
+    return {t: [f for f in found if (bool(codec_of(f[0])), bool(tier_of(f[0]))) in kinds] for t, found in forms.items()}
+
+
+_TIER, _CODEC, _BOTH = (False, True), (True, False), (True, True)
+
+
+def _search(search: _Search, forms: Forms, plans: Iterable[tuple[str, Lives]], recompute: bool) -> float:
+    """Seconds that no plan is below."""
+    graph, budget_nbytes, rates = search.graph, search.budget_nbytes, search.rates
+    recomputed = list(plans)
+    fitting = bisect_right(recomputed, budget_nbytes, key=lambda plan: simulate(graph, plan[1]).predicted.peak_bytes)
+    if fitting:
+        search.consider(*recomputed[fitting - 1])
+    plain, both = _of(forms, (_TIER, _CODEC)), _of(forms, (_TIER, _CODEC, _BOTH))
+    search.policies(plain, recompute)
+    for alone in (_of(forms, (kind,)) for kind in (_TIER, _CODEC)) if recompute else ():
+        only = _Search(graph, budget_nbytes, rates, ALONE_SHARE * search.limit_seconds, search.clock, search.overhead)
+        _search(only, alone, (), recompute=False)
+        if only.best is not None:
+            search.consider(only.best.solver, *only.origin)
+    proved, priced = 0.0, list[tuple[Point, Relaxed]]()
+    if recompute:
+        proved, priced = bound(graph, budget_nbytes, forms, rates, _BOUND_SHARE * search.limit_seconds, search.clock)
+
+    def starts() -> Iterator[tuple[_Start, Forms]]:
+        """What needs no choice comes first."""
+        later: list[tuple[_Start, Forms]] = []
+        for some in (plain, both) if both != plain else (plain,):
+            if recompute:
+                cuts = _Cuts(graph, some, rates)
+                for start in (*cuts.starts(), *(("priced cut", cuts.rolled(p, r.held), r.away, 1.0) for p, r in priced)):
+                    yield start, some
+                    later.append(((start[0], start[1], None, 1.0), some))
+                yield from ((start, some) for start in _spread(recomputed, fitting))
+            yield from ((start, some) for start in _kept(graph))
+        yield from later
+
+    for start, some in starts():
+        try:
+            search.extend(start, some)
+        except LoweringError:
+            continue
+        if search.over or (search.best is not None and search.best.predicted.seconds <= (1 + _CLOSE) * proved):
+            break
+    search.polish(forms)
+    return proved
+
+
+def solve(
+    graph: Graph,
+    budget_nbytes: int,
+    *,
+    rates: Rates,
+    forms: Forms,
+    plans: Iterable[tuple[str, Lives]] = (),
+    recompute: bool = True,
+    limit_seconds: float = 30.0,
+    clock: Callable[[], float] = time.process_time,
+    overhead: Callable[[Lives], float] = lambda _: 0.0,
+) -> Joint | None:
+    """The fastest plan found within the budget; None where none fits. `plans`: those that only recompute, by peaks rising.
+    `recompute`: without it, nothing runs again, and no bound is proved. `clock`: what the limit is counted by.
+    """
+    search = _Search(graph, budget_nbytes, rates, limit_seconds, clock, overhead)
+    proved = _search(search, forms, plans, recompute)
+    if search.best is None:
+        return None
+    return replace(search.best, bound_seconds=proved, seconds=search.seconds)

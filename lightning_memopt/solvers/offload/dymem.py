@@ -1,0 +1,136 @@
+"""What of a step is moved off the device and when it comes back, by the dependencies between layers alone.
+
+Input: an observed graph and the rates of a link. Output: lives; every saved feature map goes away but those of layers that
+hold next to nothing. No budget and no search among plans. Source: Yang, Cheng, *Efficient GPU Memory Management for Nonlinear
+DNNs* (HPDC 2020; "Dymem"), 3.1 and 3.2, Algorithms 1 and 2. What is different here: docs/formulation.md, "Away".
+
+A copy out begins when its tensor is packed; the bytes are let go when it has ended, and no layer waits for it before. A copy in
+begins when the search of a layer finds its tensor: no more than two compute-heavy layers ahead, that layer included.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+
+from lightning_memopt.graph import Graph, Op, Save
+from lightning_memopt.plan import Life
+from lightning_memopt.plan.clocks import Rates
+from lightning_memopt.plan.readers import short
+from lightning_memopt.solvers.offload.trips import Form, Gap, Planner, Trip, send_away
+from lightning_memopt.solvers.rollout import keep_all
+
+CONVOLUTIONS = frozenset({"convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution", "convolution_overrideable"})
+STAYING = frozenset(
+    {"addmm", "mm", "bmm", "linear", "_softmax", "_log_softmax", "native_dropout", "nll_loss_forward", "cross_entropy_loss"}
+)
+"""Fully connected layers, softmax and dropout hold under a hundredth of all bytes: they are not moved (Dymem, 2.3, 3.3.2)."""
+HEAVY_AHEAD = 2
+
+
+def flow(graph: Graph) -> list[int]:
+    """Forward ops in depth-first order of forks and joins: a join comes when its last branch has been walked (Algorithm 1)."""
+    makers = {op.id: {graph.producers[t].id for t in op.inputs if t in graph.producers} for op in graph.forward}
+    readers: dict[int, list[int]] = {}
+    for op, sources in makers.items():
+        for source in sources:
+            readers.setdefault(source, []).append(op)
+    met = dict.fromkeys(makers, 0)
+    order = []
+    stack = [op for op in reversed(makers) if not makers[op]]
+    while stack:
+        op = stack.pop()
+        met[op] += 1
+        if met[op] >= len(makers[op]):
+            order.append(op)
+            stack.extend(reversed(readers.get(op, ())))
+    return order
+
+
+def layer_of(graph: Graph, save: Save) -> Op | None:
+    """The forward op for whose backward a tensor was saved: the one that reads it when it is packed, else its maker."""
+    packed = graph.packed(save)
+    if save.op < len(graph.forward) and packed in graph.ops[save.op].inputs:
+        return graph.ops[save.op]
+    return graph.producers.get(packed)
+
+
+def kinds(graph: Graph) -> dict[int, set[str]]:
+    """Saved tensor -> the names of the layers whose backward reads it."""
+    found: dict[int, set[str]] = {}
+    for save in graph.saves:
+        layer = layer_of(graph, save)
+        found.setdefault(save.tensor, set()).add(short(layer.name) if layer else "")
+    return found
+
+
+def requests(graph: Graph, tensors: Iterable[int]) -> list[int]:
+    """The points at which autograd asks for one of these tensors, made by an op of the step."""
+    wanted = {t for t in tensors if t in graph.producers}
+    return sorted({p for s in graph.saves if s.tensor in wanted for p in s.unpacked_at})
+
+
+def comes_back(gap: Gap, wanted: int, gone_at: int, graph: Graph, asked: list[int]) -> int:
+    """The request at which a tensor begins to come back: the first from `wanted` on at which it is away, or when needed."""
+    after = max(gone_at, graph.tensors[gap.tensor].freed_at) + 1
+    i = bisect_right(asked, max(wanted, after) - 1)
+    return min(gap.needed, asked[i]) if i < len(asked) else gap.needed
+
+
+def prefetches(graph: Graph, gaps: Mapping[int, Gap]) -> dict[int, int]:
+    """Tensor -> the request at which the search of a layer finds it (Algorithm 2).
+
+    The layer whose backward begins looks down the reverse of the flow. It takes what is away, up to the heavy layer that would
+    be one too many; light layers on the way cost nothing to wait for. Who is not found in time is fetched when it is read.
+    """
+    order = flow(graph)[::-1]
+    place = {op: i for i, op in enumerate(order)}
+    of_layer: dict[int, list[int]] = {}
+    begins: dict[int, int] = {}
+    for save in graph.saves:
+        layer = layer_of(graph, save)
+        if layer is not None and layer.id in place and save.tensor in gaps and save.unpacked_at:
+            of_layer.setdefault(layer.id, []).append(save.tensor)
+            begins[layer.id] = min(save.unpacked_at[0], begins.get(layer.id, save.unpacked_at[0]))
+    found: dict[int, int] = {}
+    for begun, point in sorted(begins.items(), key=lambda item: item[1]):
+        heavy = int(graph.ops[begun].heavy)
+        for after in order[place[begun] + 1 :]:
+            heavy += graph.ops[after].heavy
+            if heavy > HEAVY_AHEAD:
+                break
+            for t in of_layer.get(after, ()):
+                found.setdefault(t, point)
+    return found
+
+
+Policy = Callable[[Graph, Rates, str], tuple[tuple[Life, ...], list[Trip]]]
+"""(graph, rates, tier) -> the lives of a step in which nothing is away, and the trips of what goes."""
+
+
+def dymem_trips(graph: Graph, rates: Rates, tier: str = "host") -> tuple[tuple[Life, ...], list[Trip]]:
+    """Everything that layers save goes, but what is in `STAYING`; copies out end by themselves, copies in are searched for."""
+    lives = keep_all(graph)
+    planner = Planner(graph, lives, rates)
+    read_by = kinds(graph)
+    forms: dict[int, Form] = {t: (tier, graph.tensors[t].nbytes) for t in planner.gaps if not read_by.get(t, set()) <= STAYING}
+    found = prefetches(graph, {t: planner.gaps[t] for t in forms})
+    asked = requests(graph, forms)
+    trips = []
+    for trip in planner.plan(forms):
+        wanted = found.get(trip.gap.tensor, trip.gap.needed)
+        trips.append(replace(trip, back_at=comes_back(trip.gap, wanted, trip.gone_at, graph, asked)))
+    return lives, trips
+
+
+def carry_out(
+    policy: Policy, graph: Graph, rates: Rates, tier: str = "host", budget_nbytes: int | None = None
+) -> tuple[tuple[Life, ...], bool]:
+    """The lives of a policy, and whether they fit the budget: where memory runs out, the step waits for copies (3.2.1)."""
+    lives, trips = policy(graph, rates, tier)
+    if budget_nbytes is not None:
+        forms = {trip.gap.tensor: (trip.form, trip.away_nbytes) for trip in trips}
+        within = Planner(graph, lives, rates).within(forms, budget_nbytes, planned=trips)
+        return send_away(lives, trips if within is None else within), within is not None
+    return send_away(lives, trips), True

@@ -1,0 +1,164 @@
+"""Which light ops to run again so that autograd saves fewer bytes: a dataflow analysis in near-linear time.
+
+Input: an observed graph. Output: lives whose simulated peak is below that of the unmodified step, or its own lives.
+No budget and no search: what cannot shrink the footprint is not run again, so the extra seconds stay small.
+Source: Zheng, Vijaykumar, Pekhimenko, *Echo: Compiler-based GPU memory footprint reduction for LSTM RNN training*
+(ISCA 2020), sections IV and V, Algorithm 1. Mathematics and departures from it: docs/formulation.md.
+
+The *path* is the set of ops to run again. A *feature* is a tensor that backward asks for. What the path reads and does
+not make must be held. Heavy ops are never on the path, but what their gradients read may be rebuilt: the saves say so.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+
+from lightning_memopt.graph import BEFORE, Graph
+from lightning_memopt.plan import Life, Schedule, Timeline, simulate
+from lightning_memopt.solvers.recompute.footprint import Footprint
+from lightning_memopt.solvers.rollout import Rollout, keep_all
+
+_NOTHING_RUNS = Schedule(frozenset(), {}, {}, {})
+
+
+def subgraphs(path: Footprint, ops: Iterable[int]) -> list[list[int]]:
+    """Split ops of the path where they share no bytes: disjoint, each in topological order, the last of forward first.
+
+    Two ops belong together if one reads what the other makes, or if both read a tensor that is held for the path alone.
+    Compute-heavy ops and anchors are the boundaries, for they are not on the path.
+    """
+    root = {o: o for o in ops}
+
+    def find(o: int) -> int:
+        while root[o] != o:
+            root[o] = o = root[root[o]]
+        return o
+
+    first_reader: dict[int, int] = {}
+    for o in root:
+        for t in path.reads[o]:
+            maker = path.made_by[t]
+            if maker in root:
+                root[find(o)] = find(maker)
+            elif path.holds(t) and path.nbytes(t):
+                root[find(o)] = find(first_reader.setdefault(t, o))
+    found: dict[int, list[int]] = {}
+    for o in sorted(root, reverse=True):
+        found.setdefault(find(o), []).append(o)
+    return [group[::-1] for group in found.values()]
+
+
+def sweep(path: Footprint, subgraph: list[int]) -> None:
+    """Remove what does not shrink the footprint, in topological order.
+
+    Ops that read a tensor held for the path alone are judged together, when the first and when the last of them is met:
+    its bytes are let go only if all of them are removed. Then each op is judged by itself.
+    """
+    last = {t: o for o in subgraph for t in path.reads[o]}
+    met: set[int] = set()
+    for o in subgraph:
+        if o not in path.ops:
+            continue
+        inputs = [t for t in path.reads[o] if path.holds(t)]
+        due = [t for t in inputs if t not in met or last[t] == o]
+        met.update(inputs)
+        group = {o}.union(*(path.readers[t] for t in due))
+        if not path.remove(group) and len(group) > 1:
+            path.remove({o})
+
+
+def prune(path: Footprint, piece: list[int]) -> None:
+    """Keep the results of a piece of the path rather than its inputs if that costs no more bytes."""
+    ops = [path.graph.ops[o] for o in piece]
+    features = {t for op in ops for t in op.outputs if t in path.features}
+    inputs = {t for op in ops for t in path.reads[op.id] if path.holds(t)}
+    rebuilt = sum(path.nbytes(t) for t in features)
+    held = sum(path.nbytes(t) for t in inputs) + sum(path.replay_nbytes(op) for op in ops)
+    if rebuilt <= held:
+        path.remove(piece, only_if_no_worse=False)
+
+
+def trim(path: Footprint, subgraph: list[int]) -> None:
+    """Sweep a subgraph, then prune the pieces that are left of it."""
+    sweep(path, subgraph)
+    for piece in subgraphs(path, [o for o in subgraph if o in path.ops]):
+        prune(path, piece)
+
+
+def recomputation(graph: Graph) -> Footprint:
+    """The path that is left after every subgraph was trimmed by itself."""
+    path = Footprint(graph)
+    for subgraph in subgraphs(path, sorted(path.ops)):
+        trim(path, subgraph)
+    return path
+
+
+def just_in_time(path: Footprint, held: Collection[int] = ()) -> tuple[Life, ...]:
+    """Lives that hold what the path does not make, and `held`, where it is read; each op of the path runs when first needed."""
+    roll = Rollout(path.graph)
+    kept = {t for op in path.graph.ops if op.id not in path.ops for t in op.outputs}.union(held)
+    saved = [s for s in path.graph.saves if path.made_by.get(s.tensor) in path.ops]
+    roll.serve(sorted((p, s.tensor) for s in saved for p in s.unpacked_at), kept)
+    return roll.lives()
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """No cycles are made here, and each collection walks the whole graph: a third of the planning time at 100K ops."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_collector_paused()
+def echo(graph: Graph) -> tuple[Life, ...]:
+    """Lives of the analysis, never worse than the unmodified step: a lower simulated peak, or `keep_all`."""
+    path = recomputation(graph)
+    if not path.ops:
+        return keep_all(graph)
+    lives = just_in_time(path)
+    floor = simulate(graph, lives, _NOTHING_RUNS)  # replays take bytes as well: the peak of `lives` is this or higher
+    back = back_at_peak(path, lives, floor)
+    for t in back:
+        if path.made_by[t] in path.ops:
+            path.remove({path.made_by[t]}, only_if_no_worse=False)
+    fewer = just_in_time(path) if back else lives
+    peak = simulate(graph, fewer).predicted.peak_bytes
+    if back and peak > floor.predicted.peak_bytes and (other := simulate(graph, lives).predicted.peak_bytes) < peak:
+        fewer, peak = lives, other
+    return fewer if peak < unmodified_peak_nbytes(graph) else keep_all(graph)
+
+
+def back_at_peak(path: Footprint, lives: Iterable[Life], timeline: Timeline) -> list[int]:
+    """Tensors that are rebuilt by the peak and in memory at it: dropping them has not lowered it.
+
+    As many as can be held until then without making a new peak, those that come back the earliest first.
+    """
+    peak = timeline.peak_at
+    found = [life for life in lives if life.how == "replay" and life.born_at <= peak <= life.freed_at]
+    found.sort(key=lambda life: (life.born_at - life.freed_at, life.tensor))
+    before = list(accumulate(timeline.nbytes[:peak], max, initial=0))
+    taken, back = 0, []
+    for life in found:
+        nbytes = path.nbytes(life.tensor)
+        if before[life.born_at] + taken + nbytes <= timeline.predicted.peak_bytes:
+            taken += nbytes
+            back.append(life.tensor)
+    return back
+
+
+def unmodified_peak_nbytes(graph: Graph) -> int:
+    """The simulated peak of `keep_all`, without its lives: what autograd asks for is there until it is released."""
+    until: dict[int, int] = {}
+    for save in graph.saves:
+        if save.unpacked_at and graph.tensors[save.tensor].born_at != BEFORE:
+            until[save.tensor] = max(save.released_at, until.get(save.tensor, BEFORE))
+    held = [Life(tensor=t, born_at=graph.tensors[t].born_at, freed_at=p, how="original") for t, p in until.items()]
+    return simulate(graph, held, _NOTHING_RUNS).predicted.peak_bytes
