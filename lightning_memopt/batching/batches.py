@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_memopt.errors import ConfigError, MemOptError, UnsupportedError
+from lightning_memopt.torch_private import tree_leaves
 from lightning_memopt.units import host_memory_nbytes
 
 _HOST_SHARE = 2

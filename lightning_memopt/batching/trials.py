@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from lightning_memopt.batching.batches import Exhausted
 from lightning_memopt.batching.energy import Spent, StepEnergy
@@ -22,6 +21,7 @@ from lightning_memopt.graph import Graph
 from lightning_memopt.session import Session
 from lightning_memopt.session.budget import foreign_nbytes, resident_nbytes, resident_tensors
 from lightning_memopt.session.peak_meter import StepMeter
+from lightning_memopt.torch_private import tree_map
 from lightning_memopt.trace import count_all
 
 _OBSERVED = 1 << 20

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from lightning_memopt.errors import MemOptError
+from lightning_memopt.torch_private import CXX11_ABI
 
 _SOURCE = Path(__file__).with_name("counter.cpp")
 _LIBRARY, _CHECKSUM = "counter.so", "counter.sha256"
@@ -56,7 +57,7 @@ def _key(compiler: str) -> str:
     parts = (
         str(torch.__version__),
         str(torch.version.git_version),
-        str(torch._C._GLIBCXX_USE_CXX11_ABI),
+        str(CXX11_ABI),
         str(Path(torch.__file__).parent),
         compiler,
         sys.platform,
@@ -108,7 +109,7 @@ def _compile(compiler: str, target: Path) -> None:
     command = [
         compiler,
         *("-std=c++20", "-O2", "-fPIC", "-shared", "-w"),
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(CXX11_ABI)}",
         f"-I{home / 'include'}",
         str(_SOURCE),
         *("-o", str(target)),

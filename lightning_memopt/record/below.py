@@ -6,14 +6,23 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from lightning_memopt.record.levels import in_transform
+from lightning_memopt.torch_private import (
+    DispatchKey,
+    DispatchKeySet,
+    below_autograd_keys,
+    dispatch_key,
+    excluding_keys,
+    no_dispatch_modes,
+    set_grad_enabled,
+    without_functorch,
+)
 
 _ABOVE = (
-    torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-    | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
-    | torch._C.DispatchKeySet(torch._C._dispatch_key_parse("VmapMode"))  # of `autograd.grad(is_grads_batched=True)`: no draws
+    DispatchKeySet(DispatchKey.AutocastCPU)
+    | DispatchKeySet(DispatchKey.AutocastCUDA)
+    | DispatchKeySet(dispatch_key("VmapMode"))  # of `autograd.grad(is_grads_batched=True)`: no draws
 )
 
 
@@ -24,9 +33,9 @@ def below_autograd() -> Iterator[None]:
     Calls run in it under their own grad mode; that of the caller is put back.
     """
     grad = torch.is_grad_enabled()
-    with torch._C._DisableTorchDispatch(), torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_ABOVE):
+    with no_dispatch_modes(), below_autograd_keys(), excluding_keys(_ABOVE):
         try:
-            with temporarily_clear_interpreter_stack() if in_transform() else contextlib.nullcontext():
+            with without_functorch() if in_transform() else contextlib.nullcontext():
                 yield
         finally:
-            torch._C._set_grad_enabled(grad)
+            set_grad_enabled(grad)

@@ -21,6 +21,7 @@ import torch
 
 from lightning_memopt.record.settings import SETTERS
 from lightning_memopt.record.uncompiled import uncompiled
+from lightning_memopt.torch_private import AUTOGRAD, innermost_hooks, no_dispatch_modes
 
 Watcher = Callable[[torch.Tensor, bool], None]
 Resize = Callable[[torch.Tensor], None]
@@ -82,7 +83,7 @@ def _of_storage(original: Any) -> Any:
 
 
 def _on(storage: torch.UntypedStorage) -> torch.Tensor:
-    with torch._C._DisableTorchDispatch():
+    with no_dispatch_modes():
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
@@ -116,7 +117,7 @@ def _setting(original: Any) -> Any:
 def _forbidding(original: Any) -> Any:
     @uncompiled
     def disable(message: str, fail_if_non_empty: bool = True) -> Any:
-        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        top = innermost_hooks(False)
         ours = top is not None and any(top[0] is hook for hook in _hooks)
         return original(message, fail_if_non_empty and not ours)
 
@@ -140,7 +141,7 @@ def _install() -> None:
     for owner, name in SETTERS:
         if hasattr(owner, name):  # not every version of torch has all of them
             _replace(owner, name, _setting)
-    _replace(torch._C._autograd, "_saved_tensors_hooks_disable", _forbidding)
+    _replace(AUTOGRAD, "_saved_tensors_hooks_disable", _forbidding)
 
 
 def _restore(originals: list[Any] = _originals) -> None:

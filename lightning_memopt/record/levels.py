@@ -14,10 +14,10 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch.autograd import forward_ad
 
 from lightning_memopt.record.uncompiled import uncompiled
+from lightning_memopt.torch_private import functorch_level
 
 Told = Callable[[], None]
 _lock = threading.Lock()
@@ -27,7 +27,7 @@ _originals: list[tuple[str, Any]] = []
 
 def in_transform() -> bool:
     """Whether a transform of `torch.func` is under way in this thread."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return functorch_level() is not None
 
 
 def in_dual_level() -> bool:

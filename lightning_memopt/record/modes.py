@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+from lightning_memopt.torch_private import TorchDispatchMode, current_modes, pop_mode, push_mode
 
 
 class Outside(TorchDispatchMode):
@@ -33,12 +33,12 @@ class Outside(TorchDispatchMode):
 
     def enter(self, beneath: bool = False) -> None:
         """Begin to see ops, before the modes that are on do or `beneath` them."""
-        on = _get_current_dispatch_mode_stack()
+        on = current_modes()
         _put_on([self, *on] if beneath else [*on, self])
 
     def leave(self) -> None:
         """See no more ops, whichever modes were entered since. May be repeated."""
-        on = _get_current_dispatch_mode_stack()
+        on = current_modes()
         if self in on:
             _put_on([mode for mode in on if mode is not self])
 
@@ -54,10 +54,10 @@ def _put_on(modes: list[TorchDispatchMode]) -> None:
 
 def _stack(modes: list[TorchDispatchMode]) -> None:
     same = 0
-    on = _get_current_dispatch_mode_stack()
+    on = current_modes()
     while same < min(len(on), len(modes)) and on[same] is modes[same]:
         same += 1
     for _ in range(len(on) - same):
-        _pop_mode()
+        pop_mode()
     for mode in modes[same:]:
-        _push_mode(mode)
+        push_mode(mode)

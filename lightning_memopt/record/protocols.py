@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch._ops import OpOverload
 
 from lightning_memopt.record.rules import Rule
 from lightning_memopt.record.tape import Call, StorageVersion
+from lightning_memopt.torch_private import OpOverload
 
 
 @dataclass(slots=True)

@@ -11,13 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverload
 
 from lightning_memopt.record.modes import Outside
 from lightning_memopt.record.protocols import Observer, OpRecord, Owner
 from lightning_memopt.record.rules import may_replay, rule_of_call, written_by
 from lightning_memopt.record.settings import numeric_flags
-from lightning_memopt.record.tape import UNKNOWN, UNSHARED, Call, Origin, StorageVersion, Tape, View, storage_id
+from lightning_memopt.record.tape import UNKNOWN, UNSHARED, Call, Origin, StorageVersion, Tape, View
 from lightning_memopt.record.tensors import (
     PLAIN,
     conjugating,
@@ -30,6 +29,7 @@ from lightning_memopt.record.tensors import (
     tensors_in,
 )
 from lightning_memopt.record.uncompiled import uncompiled
+from lightning_memopt.torch_private import HigherOrderOperator, OpOverload, storage_id
 
 _DETACH = torch.ops.aten.detach.default
 _EMPTY_STRIDED = torch.ops.aten.empty_strided.default

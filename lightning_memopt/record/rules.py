@@ -13,9 +13,9 @@ from functools import cache
 from typing import Any, Literal
 
 import torch
-from torch._ops import OpOverload
 
 from lightning_memopt.record.tensors import is_plain, tensors_in
+from lightning_memopt.torch_private import OpOverload
 
 _ALL = 1 << 30
 Handling = Literal["pure", "random", "empty", "opaque"]

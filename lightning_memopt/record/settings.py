@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-_C: Any = torch._C
+from lightning_memopt.torch_private import C
+
 _PRECISIONS = (
     ("generic", "all"),
     ("cuda", "all"),
@@ -45,7 +46,7 @@ _NAMED = (
     "native_aot_enabled",
     "native_aot_unconditional_masked",
 )
-"""Read by `torch._C._get_NAME()`, set by `torch._C._set_NAME(value)`, or `(*value)` where it is a tuple."""
+"""Read by `torch.C._get_NAME()`, set by `torch.C._set_NAME(value)`, or `(*value)` where it is a tuple."""
 _PAIRS = (
     *((f"_get_{name}", f"_set_{name}") for name in _NAMED),
     ("_get_flash_sdp_enabled", "_set_sdp_use_flash"),
@@ -67,20 +68,20 @@ if torch.version.cuda or torch.version.hip:  # reading these takes ten times as 
     )
 if torch.version.hip:
     _PAIRS = (*_PAIRS, ("_get_rocm_fa_preferred_backend", "_set_rocm_fa_preferred_backend"))
-_PAIRS = tuple((get, put) for get, put in _PAIRS if hasattr(_C, get) and hasattr(_C, put))  # no version has all of them
-_GETTERS = tuple(getattr(_C, get) for get, _ in _PAIRS)
-_PUTTERS = tuple(getattr(_C, put) for _, put in _PAIRS)  # as torch has them: what tells listeners is put in their place later
+_PAIRS = tuple((get, put) for get, put in _PAIRS if hasattr(C, get) and hasattr(C, put))  # no version has all of them
+_GETTERS = tuple(getattr(C, get) for get, _ in _PAIRS)
+_PUTTERS = tuple(getattr(C, put) for _, put in _PAIRS)  # as torch has them: what tells listeners is put in their place later
 
 SETTERS = (
-    *((torch._C, put) for _, put in _PAIRS),
+    *((C, put) for _, put in _PAIRS),
     # what these set is read under other names: precisions, and the default dtype
-    (torch._C, "_set_cudnn_allow_tf32"),
-    (torch._C, "_set_cublas_allow_tf32"),
-    (torch._C, "_set_float32_matmul_precision"),
-    (torch._C, "_set_fp32_precision_setter"),
-    (torch._C, "_set_deterministic_algorithms"),
-    (torch._C, "_set_default_dtype"),
-    (torch._C, "_set_default_tensor_type"),
+    (C, "_set_cudnn_allow_tf32"),
+    (C, "_set_cublas_allow_tf32"),
+    (C, "_set_float32_matmul_precision"),
+    (C, "_set_fp32_precision_setter"),
+    (C, "_set_deterministic_algorithms"),
+    (C, "_set_default_dtype"),
+    (C, "_set_default_tensor_type"),
     (torch, "set_num_threads"),
     (torch, "set_flush_denormal"),
     (torch.backends.ContextProp, "__set__"),  # of `torch.backends.mkldnn.enabled = ...`: it keeps setters of its own
@@ -88,14 +89,14 @@ SETTERS = (
 """What sets one of them: owner and name."""
 _DENORMAL = 5e-324
 _matmul, _deterministic, _warn_only = (
-    _C._get_float32_matmul_precision,
-    _C._get_deterministic_algorithms,
-    _C._get_deterministic_algorithms_warn_only,
+    C._get_float32_matmul_precision,
+    C._get_deterministic_algorithms,
+    C._get_deterministic_algorithms_warn_only,
 )
 _threads, _default_dtype = torch.get_num_threads, torch.get_default_dtype
-_precision, _set_precision = _C._get_fp32_precision_getter, _C._set_fp32_precision_setter
-_set_matmul_precision, _set_default_dtype = _C._set_float32_matmul_precision, _C._set_default_dtype
-_set_deterministic = _C._set_deterministic_algorithms
+_precision, _set_precision = C._get_fp32_precision_getter, C._set_fp32_precision_setter
+_set_matmul_precision, _set_default_dtype = C._set_float32_matmul_precision, C._set_default_dtype
+_set_deterministic = C._set_deterministic_algorithms
 _set_threads, _set_denormal = torch.set_num_threads, torch.set_flush_denormal
 
 

@@ -13,17 +13,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-from torch._ops import OpOverload
 
 from lightning_memopt.record.settings import numeric_flags
 from lightning_memopt.record.uncompiled import uncompiled
+from lightning_memopt.torch_private import OpOverload, conjugate, free_weak, negative, storage_of_weak
 
 UNKNOWN = -1
 """No count: the version counter has not been read yet."""
 UNSHARED = -2
 """No count: views of the storage count for themselves."""
-
-storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]
 
 
 class Origin(enum.Enum):
@@ -115,7 +113,7 @@ class StorageVersion(Generic[H]):
 
     def alive(self) -> torch.UntypedStorage | None:
         """The storage itself while anybody holds it."""
-        storage = torch.UntypedStorage._new_with_weak_ptr(self.weak)
+        storage = storage_of_weak(self.weak)
         return storage if isinstance(storage, torch.UntypedStorage) else None
 
 
@@ -152,9 +150,9 @@ class View:
             empty = torch.empty(0, dtype=self.dtype, device=base.device)
             window = empty.set_(base.untyped_storage(), self.offset, self.size, self.stride)
         if self.conj:
-            window = torch._conj(window)
+            window = conjugate(window)
         if self.neg:
-            window = torch._neg_view(window)
+            window = negative(window)
         return window
 
 
@@ -215,4 +213,4 @@ class Tape(Generic[H]):
     def __del__(self) -> None:
         weak = getattr(self, "_weak", None)  # interrupted before it was made, there is none
         while weak:
-            torch.UntypedStorage._free_weak_ref(weak.pop())
+            free_weak(weak.pop())

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
+from lightning_memopt.torch_private import DispatchKey, no_dispatch_modes, set_excluded_keys
+
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 _CPU = torch.device("cpu")
-_COUNTER = torch._C.DispatchKey.ADInplaceOrView
+_COUNTER = DispatchKey.ADInplaceOrView
 
 
 def is_plain(t: torch.Tensor) -> bool:
@@ -34,7 +36,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 def detached(t: torch.Tensor) -> torch.Tensor:
     """An alias of `t` without its autograd history that shares its version counter; made below no dispatch mode."""
     # inside of a dispatch mode the key that shares the counter is off: without it the alias would count for itself
-    with torch._C._DisableTorchDispatch(), torch._C._SetExcludeDispatchKeyGuard(_COUNTER, False):
+    with no_dispatch_modes(), set_excluded_keys(_COUNTER, False):
         return t.detach()
 
 
@@ -50,8 +52,8 @@ def conjugating(func: Callable[..., Any]) -> Callable[..., Any]:
     """The op as outside of a dispatch mode: inside of one, conjugations that its kernel takes are ignored (pytorch#198118)."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        off = torch._C._SetExcludeDispatchKeyGuard
-        keys = torch._C.DispatchKey
+        off = set_excluded_keys
+        keys = DispatchKey
         with off(keys.Conjugate, False), off(keys.Negative, False):
             return func(*args, **kwargs)
 

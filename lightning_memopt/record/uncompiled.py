@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-import torch
+from lightning_memopt.torch_private import EVAL_FRAME
 
 F = TypeVar("F")
-_dynamo: Any = torch._C._dynamo.eval_frame
+_dynamo: Any = EVAL_FRAME
 _SKIP, _DEFAULT = _dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT
 
 

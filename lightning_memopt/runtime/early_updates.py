@@ -22,6 +22,7 @@ from torch import optim
 from lightning_memopt.errors import UpdatesInBackwardError
 from lightning_memopt.record import uncompiled
 from lightning_memopt.runtime.gradients import Told, reads_of_gradients
+from lightning_memopt.torch_private import backward_keeps_graph
 
 ALLOWED: tuple[type[optim.Optimizer], ...] = (
     optim.SGD,
@@ -206,7 +207,7 @@ class EarlyUpdates:
                     "optimizer_in_backward='never'."
                 )
             context = self._final(p) if self._final is not None else None
-            again = torch.is_grad_enabled() or torch._C._autograd._get_current_graph_task_keep_graph()
+            again = torch.is_grad_enabled() or backward_keeps_graph()
             if context is None or p.grad is None or again:
                 return  # a hook of the user's took it; or, with create_graph or retain_graph, another backward may follow
             with context:

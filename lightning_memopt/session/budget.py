@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from lightning_memopt.config import MemOptConfig, free_nbytes
 from lightning_memopt.errors import ConfigError, InfeasibleError, PlanMismatchError, UnsupportedError
@@ -20,6 +19,7 @@ from lightning_memopt.native import counter
 from lightning_memopt.plan import Plan, read_plan
 from lightning_memopt.plan.forms import LOSSLESS, codec_of
 from lightning_memopt.record import is_plain
+from lightning_memopt.torch_private import tree_leaves
 from lightning_memopt.units import format_nbytes
 
 Named = tuple[torch.Tensor, Kind, str]

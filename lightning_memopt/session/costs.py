@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memopt.plan import Run
 from lightning_memopt.runtime import Learned, PlannedEngine, Program
@@ -25,6 +24,7 @@ from lightning_memopt.session import times
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.recording import PlannedRecording
 from lightning_memopt.solvers.recompute.baselines import recompute_everything
+from lightning_memopt.torch_private import TorchDispatchMode, schema_of
 
 T = TypeVar("T")
 _LINKS = 12
@@ -65,7 +65,7 @@ class Costs:
 def _arguments(name: str) -> int:
     """How many values the arguments of an op are, by its schema: a list counts for three."""
     try:
-        schema = torch._C._get_schema(*name.partition(".")[::2])
+        schema = schema_of(*name.partition(".")[::2])
     except RuntimeError:
         return 3
     return sum(3 if "[]" in str(a.real_type) else 1 for a in schema.arguments)

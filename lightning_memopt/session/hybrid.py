@@ -31,6 +31,7 @@ from lightning_memopt.runtime.tiers.scratch import Scratch
 from lightning_memopt.session import costs, times
 from lightning_memopt.solvers import joint
 from lightning_memopt.solvers.planner import UNSEEN_NBYTES, Frontier
+from lightning_memopt.torch_private import schema_of
 from lightning_memopt.trace.link import measure
 
 LEAST_NBYTES = 4096
@@ -174,7 +175,7 @@ def _workspace_nbytes(graph: Graph, life: Life) -> int:
 def _tensor_arguments(name: str) -> tuple[str, ...] | None:
     """Names of the arguments of an op, `aten::name.overload`, that are tensors; None where they cannot be told apart."""
     try:
-        schema = torch._C._get_schema(*name.partition(".")[::2])
+        schema = schema_of(*name.partition(".")[::2])
     except RuntimeError:
         return None
     kinds = [(a.name, str(a.real_type)) for a in schema.arguments]

@@ -10,10 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import (
-    _get_current_dispatch_mode,
-    _get_current_dispatch_mode_stack,
-)
 
 from lightning_memopt.graph import Graph, Op
 from lightning_memopt.native import counter
@@ -22,6 +18,7 @@ from lightning_memopt.runtime import ObservingEngine
 from lightning_memopt.session.budget import resident_tensors
 from lightning_memopt.session.finals import NEVER, Final, freed_early, kept, settled
 from lightning_memopt.session.recording import Recording, hooks_allowed
+from lightning_memopt.torch_private import current_mode, current_modes
 from lightning_memopt.trace import AllocatorEvents, Ledger, Scopes, Tracer, metered_cpu, others_nbytes, watch_all
 
 _ROOM = 4
@@ -109,7 +106,7 @@ class Observation:
 
     def _level_begins(self) -> None:
         """What runs on a level of forward-mode AD runs as if nobody observed (record/levels.py)."""
-        if self._round is not None and hooks_allowed() and _get_current_dispatch_mode() is self._round[2]:
+        if self._round is not None and hooks_allowed() and current_mode() is self._round[2]:
             self._round[2].leave()
             self._aside = self._round[2]
 
@@ -269,14 +266,14 @@ class Observation:
 def observing() -> bool:
     """Whether somebody's step is being observed in this thread."""
     take_off()
-    return any(type(mode) is Recorder for mode in _get_current_dispatch_mode_stack())
+    return any(type(mode) is Recorder for mode in current_modes())
 
 
 def take_off() -> None:
     """Leave modes whose step is over. Autograd puts back, when backward ends, what was on when it began, also a mode that was
     left meanwhile, because a hook raised.
     """
-    while (top := _get_current_dispatch_mode()) is not None and type(top) is Recorder and top.observer is None:
+    while (top := current_mode()) is not None and type(top) is Recorder and top.observer is None:
         top.leave()
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from lightning_memopt.native import counter
 from lightning_memopt.session.budget import foreign_nbytes, resident_nbytes, resident_tensors
 from lightning_memopt.session.observation import Observation
+from lightning_memopt.torch_private import COMPILED_FRAME
 from lightning_memopt.trace import AllocatorEvents, metered_cpu
 
 
@@ -21,7 +22,7 @@ def in_compiled_code() -> bool:
     """Whether a function of torch.compile's runs: when it ends, dynamo puts dispatch keys back as they were when it began."""
     frame = inspect.currentframe()
     while frame is not None:
-        if frame.f_code.co_name == "compile_wrapper" and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame":
+        if (frame.f_code.co_name, frame.f_globals.get("__name__")) == COMPILED_FRAME:
             return True
         frame = frame.f_back
     return False

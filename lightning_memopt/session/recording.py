@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lightning_memopt.record import (
     Recorder,
@@ -24,6 +23,7 @@ from lightning_memopt.record import (
 )
 from lightning_memopt.runtime import Engine, PlannedEngine
 from lightning_memopt.runtime.engine.matching import Matcher
+from lightning_memopt.torch_private import current_mode, hooks_are_enabled, innermost_hooks
 
 
 class _Pack:
@@ -83,9 +83,9 @@ class Recording:
 
     def _may_leave(self) -> bool:
         """Whether our contexts are the innermost ones, and can be entered again."""
-        if not hooks_allowed() or (self._own_mode and _get_current_dispatch_mode() is not self.recorder):
+        if not hooks_allowed() or (self._own_mode and current_mode() is not self.recorder):
             return False
-        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        top = innermost_hooks(False)
         return top is not None and top[0] is self._pack
 
     def _begin(self) -> None:
@@ -155,14 +155,14 @@ def hooks_allowed() -> bool:
     """
     if in_transform() or in_dual_level():
         return False
-    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
+    return bool(hooks_are_enabled())
 
 
 def others_hooks() -> bool:
     """Whether saved-tensor hooks are on whose place ours would take, and that do more than to keep bits: a checkpoint runs the
     forward twice, and what that writes is written twice. `save_on_cpu` only moves them.
     """
-    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    top = innermost_hooks(False)
     if top is None or type(top[0]) is _Pack:
         return False
     return not getattr(top[0], "__qualname__", "").startswith("save_on_cpu.")

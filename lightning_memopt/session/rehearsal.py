@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import optim
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_memopt.torch_private import TorchDispatchMode, no_torch_functions, tree_leaves, tree_map_only, without_modes
 
 _LATER = 1000
 """The number of the last step that is rehearsed: some optimizers do something else in the first ones (RAdam)."""
@@ -82,7 +82,7 @@ def rehearse(optimizer: optim.Optimizer, groups: Iterable[Group], device: torch.
         if group.get("differentiable") or any(_gradient(p).layout is not torch.strided for p in there):
             return UNKNOWN
         try:
-            with _disable_current_modes(), torch._C.DisableTorchFunction():
+            with without_modes(), no_torch_functions():
                 found = found.then(_of_group(optimizer, group, there, device, rounded))
         except (RuntimeError, TypeError, ValueError):
             return UNKNOWN  # whatever is wrong with it, the user's own step will say

@@ -7,7 +7,8 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+
+from lightning_memopt.torch_private import tree_leaves
 
 Signature = tuple[Any, ...]
 _Shapes = list[tuple[int, ...]]

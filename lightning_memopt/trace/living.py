@@ -6,9 +6,9 @@ import gc
 from collections.abc import Callable
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memopt.native import counter, install
+from lightning_memopt.torch_private import no_torch_functions, without_modes
 
 
 def storages(t: torch.Tensor) -> list[torch.UntypedStorage]:
@@ -40,7 +40,7 @@ def living(device: torch.device) -> list[torch.UntypedStorage]:
     """Distinct storages on a device, of tensors of every kind and of their gradients, but for those that C++ alone holds."""
     found: dict[int, torch.UntypedStorage] = {}
     kinds: dict[type, bool] = {}
-    with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
+    with torch.no_grad(), no_torch_functions(), without_modes():
         for known in gc.get_objects():
             kind = type(known)  # `isinstance` asks the object, and lazy ones then begin to live
             if kind not in kinds:

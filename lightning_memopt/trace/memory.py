@@ -24,6 +24,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_memopt.native import Counter, Window, counter
+from lightning_memopt.torch_private import KINETO_PROFILE, profiler_is_on, record_function
 from lightning_memopt.trace.counted import Marks
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler otherwise writes two lines to stderr a step that is metered
@@ -31,7 +32,7 @@ _MARK = "memopt#"
 
 
 def _profiler_mark(index: int) -> Any:
-    return torch._C._profiler._RecordFunctionFast(f"{_MARK}{index}")
+    return record_function(f"{_MARK}{index}")
 
 
 @dataclass
@@ -116,7 +117,7 @@ def _profiled() -> Iterator[AllocatorEvents]:
     after it, while a later such block runs, writes to memory that is no longer there: none may begin before it has ended.
     """
     found = AllocatorEvents(profiled=True)
-    if torch.autograd._profiler_enabled() or _others():  # torch would start a second one without a word, and end the first
+    if profiler_is_on() or _others():  # torch would start a second one without a word, and end the first
         found.available = False
         _say_unmeasured()
         yield found
@@ -166,7 +167,7 @@ def _warnings_off() -> Iterator[None]:
 
 
 _LOG_ERRORS = 2
-_PROFILERS = {torch.profiler.profiler._KinetoProfile, torch.autograd.profiler.profile}
+_PROFILERS = {KINETO_PROFILE, torch.autograd.profiler.profile}
 _ours: weakref.WeakSet[Any] = weakref.WeakSet()
 """Profilers that were made here, until the collector meets them."""
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lightning_memopt.graph.model import Kind
+from lightning_memopt.torch_private import storage_use_count
 
 
 @dataclass(slots=True)
@@ -52,7 +53,7 @@ def never_asked(saves: Iterable[SeenSave], end: int, written: Collection[int]) -
 def _own_count() -> int:
     t = torch.empty(1)
     cdata = t.untyped_storage()._cdata
-    return torch._C._storage_Use_Count(cdata) - 1
+    return storage_use_count(cdata) - 1
 
 
 OWN_COUNT = _own_count()

@@ -15,12 +15,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
 from lightning_memopt.graph import BEFORE, Graph, Op, Point, Save, Tensor
 from lightning_memopt.graph.model import Kind, Phase
 from lightning_memopt.record import OpRecord, Recorder, StorageVersion, fills, storage_id, uncompiled, written_by
+from lightning_memopt.torch_private import OpOverload, backward_task, storage_use_count
 from lightning_memopt.trace.counted import Ledger
 from lightning_memopt.trace.lines import user_line
 from lightning_memopt.trace.lingering import Lingering
@@ -36,7 +36,7 @@ _NO_BACKWARD = -1
 
 def backward_runs() -> bool:
     """Whether autograd runs a backward in this thread."""
-    return bool(torch._C._current_graph_task_id() != _NO_BACKWARD)
+    return bool(backward_task() != _NO_BACKWARD)
 
 
 class Tracer:
@@ -264,7 +264,7 @@ class Tracer:
         if version.holding.value is None:
             return version.alive() is not None
         held = self._held(version.holding.value, self.tensors[version.id].storage)
-        return bool(torch._C._storage_Use_Count(version.weak) > held + OWN_COUNT)
+        return bool(storage_use_count(version.weak) > held + OWN_COUNT)
 
     def _held(self, value: torch.Tensor, storage: int) -> int:
         """How many tensors on the memory of `value` the engine holds: those of overwritten versions count."""

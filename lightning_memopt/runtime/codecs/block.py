@@ -30,7 +30,8 @@ import torch
 from torch import Tensor
 
 from lightning_memopt.runtime.codecs import block_tables as layout
-from lightning_memopt.runtime.codecs.base import FLOATS, SLACK_NBYTES, check, flat, in_memory, largest_finite, nbytes_of
+from lightning_memopt.runtime.codecs.base import FLOATS, SLACK_NBYTES, check, flat, largest_finite, nbytes_of
+from lightning_memopt.runtime.codecs.block_device import SCALE, Constants, across, constants, shares
 from lightning_memopt.runtime.codecs.block_tables import HEADER_BITS, MODE_BITS, MODES, NOT_FINITE, SIDE, STEP_BITS, VALUES
 
 RATES = (4, 6, 8, 10, 12, 14, 16)
@@ -38,50 +39,9 @@ CHUNK = 1 << 12
 """Blocks at a time."""
 BLOCK_NBYTES = 640
 """Of workspace, for each block of a chunk: five arrays of 16 int64 or so are alive at once."""
-SCALE = 2.0**-6
-"""Of values when they are coded: no sum of the transform overflows, and no reciprocal of a step is denormal."""
 GAIN = (15 / 4) ** 2
 """The inverse transform's: errors of 1 in all coefficients become one of this at most."""
 _WORD = (1 << 32) - 1
-
-
-@dataclass(frozen=True)
-class Constants:
-    """Tables on a device, `[coefficient, mode]`, and float32 `[1024]` of every step and of its reciprocal.
-
-    `merges`: how often the codes of neighbours can be joined pairwise and still have no more than 63 bits.
-    """
-
-    bits: Tensor
-    at: Tensor
-    reach: Tensor
-    modes: Tensor
-    step: Tensor
-    reciprocal: Tensor
-    merges: int
-
-
-@cache
-def constants(rate: int, device: torch.device, header: int = HEADER_BITS) -> Constants:
-    tables = layout.tables(rate, header)
-    powers = [2.0 ** ((s >> 2) - 127) if 0 < s >> 2 < 255 else 0.0 for s in range(NOT_FINITE + 1)]
-    step = torch.tensor([p * (1 + (s & 3) / 4) for s, p in enumerate(powers)], dtype=torch.float32)
-    merges = 0
-    while 2 << merges <= VALUES and _widest(tables.bits, 2 << merges) <= 63:
-        merges += 1
-    return Constants(
-        bits=torch.tensor(tables.bits).t().contiguous().to(device),
-        at=torch.tensor(tables.at).t().contiguous().to(device),
-        reach=torch.tensor(tables.reach, dtype=torch.int16).t().contiguous().to(device),
-        modes=torch.arange(MODES, dtype=torch.int16)[:, None].to(device),
-        step=step.to(device),
-        reciprocal=step.reciprocal().where(step > 0, 0).to(device),
-        merges=merges,
-    )
-
-
-def _widest(bits: tuple[tuple[int, ...], ...], together: int) -> int:
-    return max(sum(of[i : i + together]) for of in bits for i in range(0, VALUES, together))
 
 
 @dataclass(frozen=True)
@@ -227,13 +187,6 @@ def _imported() -> ModuleType | None:
     return block_triton
 
 
-def across(t: Tensor) -> int:
-    """How many blocks lie side by side in a strip: 1 where blocks are 16 values in a row."""
-    sizes = in_memory(t)
-    square = t.numel() > 0 and len(sizes) > 1 and sizes[-1] % SIDE == 0 and sizes[-2] % SIDE == 0
-    return sizes[-1] // SIDE if square else 1
-
-
 def _tiles(t: Tensor) -> Iterator[tuple[int, Tensor]]:
     """(first block, tile `[strips, 4, blocks of a strip, 4]`) of at most `CHUNK` blocks: views of `t`, but for the last block
     where it is not full, which is a copy filled with the last value."""
@@ -253,12 +206,6 @@ def _tiles(t: Tensor) -> Iterator[tuple[int, Tensor]]:
 def _open(tile: Tensor) -> Tensor:
     """Which values' gates are open, bool `[16, blocks]`. That of a NaN is: torch's ReLU lets its gradient pass."""
     return (tile.permute(1, 3, 0, 2) <= 0).logical_not_().reshape(VALUES, -1)
-
-
-@cache
-def shares(device: torch.device) -> Tensor:
-    """Reciprocals of how many values are above 0."""
-    return torch.tensor([0.0, *(1 / n for n in range(1, VALUES + 1))], device=device)
 
 
 def _filled(c: Tensor, open: Tensor) -> None:

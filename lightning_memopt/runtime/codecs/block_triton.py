@@ -13,24 +13,24 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_memopt.runtime.codecs.base import flat
-from lightning_memopt.runtime.codecs.block import SCALE, Block, across, constants, shares
+from lightning_memopt.runtime.codecs.block_device import SCALE, BlockForm, across, constants, shares
 from lightning_memopt.runtime.codecs.block_tables import HEADER_BITS, LEAST_STEP, MODES, NOT_FINITE, STEP_BITS
 
 _BLOCKS = 64
 """Of 16 values, to a program."""
 
 
-def encode(codec: Block, t: Tensor, out: Tensor) -> None:
+def encode(codec: BlockForm, t: Tensor, out: Tensor) -> None:
     """As `Block.encode`, where `aligned(out)`."""
     _launch(_encode, codec, t, out)
 
 
-def decode(codec: Block, encoded: Tensor, out: Tensor) -> None:
+def decode(codec: BlockForm, encoded: Tensor, out: Tensor) -> None:
     """As `Block.decode`, where `aligned(encoded)`."""
     _launch(_decode, codec, out, encoded)
 
 
-def _launch(kernel: triton.JITFunction, codec: Block, t: Tensor, encoded: Tensor) -> None:
+def _launch(kernel: triton.JITFunction, codec: BlockForm, t: Tensor, encoded: Tensor) -> None:
     count = encoded.numel() // (2 * codec.rate)
     if not count:
         return

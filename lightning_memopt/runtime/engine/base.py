@@ -22,6 +22,7 @@ from lightning_memopt.runtime.engine.handles import Handle, Kept, version_guard
 from lightning_memopt.runtime.engine.holding import Holding, Holdings, Version, in_order
 from lightning_memopt.runtime.engine.naming import Names, modified, of_saved, of_start
 from lightning_memopt.runtime.engine.rebuild import StartChangedError, rebuild
+from lightning_memopt.torch_private import no_dispatch_modes
 
 
 class Engine:
@@ -124,7 +125,7 @@ class Engine:
             value = self.value_of(self.present(handle), handle)
             if handle.view.same(value):
                 return value
-            with torch._C._DisableTorchDispatch():  # the value has no history: a view of it needs no more than that
+            with no_dispatch_modes():  # the value has no history: a view of it needs no more than that
                 return handle.view.on(value)
 
     def value_of(self, version: Version, handle: Handle) -> torch.Tensor:

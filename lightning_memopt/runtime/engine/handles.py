@@ -9,6 +9,7 @@ import torch
 from lightning_memopt.record import UNKNOWN, View, is_plain, uncompiled
 from lightning_memopt.runtime.engine.holding import Version
 from lightning_memopt.runtime.engine.naming import Names, modified, of_kept
+from lightning_memopt.torch_private import no_dispatch_modes
 
 _EMPTY: dict[torch.dtype, torch.Tensor] = {}
 """CPU tensors without memory, by type."""
@@ -16,14 +17,14 @@ _EMPTY: dict[torch.dtype, torch.Tensor] = {}
 
 def alias(t: torch.Tensor) -> torch.Tensor:
     """`detached`, where autograd asks: outside of a dispatch mode's handler the version counter is shared as it is."""
-    with torch._C._DisableTorchDispatch():
+    with no_dispatch_modes():
         return t.detach()
 
 
 def version_guard(t: torch.Tensor) -> torch.Tensor:
     """A tensor without memory that shares `t`'s version counter: it sees in-place changes of what was dropped."""
     empty = _EMPTY.get(t.dtype) if t.is_cpu else None
-    with torch._C._DisableTorchDispatch():
+    with no_dispatch_modes():
         if empty is None:
             empty = torch.empty(0, dtype=t.dtype, device=t.device)
             if t.is_cpu:

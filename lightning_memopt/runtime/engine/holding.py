@@ -17,7 +17,8 @@ Five doors lead from one to another; nothing else sets `value`, `expected`, `str
               COPIED, PARKED    COPIED
     drop      HELD, EMPTY       EMPTY             a plan that lets go, eviction, autograd's last handle
               COPIED, PARKED    PARKED
-    park      HELD, EMPTY       COPIED, EMPTY     a plan that parks: the copy out begins while the value is there
+    park      HELD              COPIED            a plan that parks: the copy out begins while the value is there
+              EMPTY             PARKED            the same, of bytes that autograd or the user holds
     unpark    COPIED            HELD              the parked copy is not needed any more, or was found to be wrong
               PARKED            EMPTY
 
@@ -37,6 +38,7 @@ import torch
 from lightning_memopt.record import UNKNOWN, StorageVersion, detached
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.runtime.parked import ParkedTensor
+from lightning_memopt.torch_private import no_dispatch_modes
 
 
 class Claim(enum.Enum):
@@ -162,7 +164,7 @@ def in_order(holding: Holding) -> None:
         return
     if holding.stream is not None:  # a rebuild on another stream; what the forward made, the user has put in order
         stream.wait_stream(holding.stream)
-    with torch._C._DisableTorchDispatch():  # no op of the step
+    with no_dispatch_modes():  # no op of the step
         value.record_stream(stream)
     holding.stream = stream
 

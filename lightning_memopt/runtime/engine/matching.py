@@ -8,7 +8,6 @@ import weakref
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from lightning_memopt.record import (
     UNKNOWN,
@@ -38,6 +37,7 @@ from lightning_memopt.runtime.engine.templates import (
     template_of,
     with_state,
 )
+from lightning_memopt.torch_private import OpOverload
 
 _STRIDED = torch.strided
 

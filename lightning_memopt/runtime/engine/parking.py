@@ -17,6 +17,7 @@ from lightning_memopt.runtime.engine.handles import Handle
 from lightning_memopt.runtime.engine.holding import Holding, Version
 from lightning_memopt.runtime.engine.program import Program
 from lightning_memopt.runtime.parked import Depot, ParkedTensor, whole
+from lightning_memopt.torch_private import backward_keeps_graph, backward_task
 
 
 class Parking:
@@ -160,7 +161,7 @@ class Parking:
 
     def _may_show(self, version: Version, handle: Handle, lossy: bool) -> None:
         """Raise where it is not an ordinary backward that asks: the form was chosen for its formula."""
-        outside = torch._C._current_graph_task_id() == -1
+        outside = backward_task() == -1
         if outside or (lossy and torch.is_grad_enabled()):
             tensor = version.holding.tensor
             assert tensor is not None
@@ -181,4 +182,4 @@ class Parking:
         tensor = version.holding.tensor
         if not self._cursor.strict or tensor is None or self._cursor.point < self._program.last_fetch[tensor]:
             return False
-        return torch._C._current_graph_task_id() != -1 and not torch._C._autograd._get_current_graph_task_keep_graph()
+        return backward_task() != -1 and not backward_keeps_graph()

@@ -13,12 +13,12 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from lightning_memopt.errors import ModifiedError, ReplayMismatchError, UnsupportedError
 from lightning_memopt.record import Call, Tape, View, numeric_flags, set_numeric_flags, tensors_in
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.runtime.engine.holding import Holding, Version, copy_of, current_stream, in_order, rebuildable
+from lightning_memopt.torch_private import OpOverload, set_grad_enabled
 
 Versions = Mapping[int, Version]
 
@@ -227,7 +227,7 @@ def run(call: Call, versions: Versions, survives: Callable[[Version], bool]) -> 
 
     args = [_restored(a, versions, fresh) for a in call.args]
     kwargs = {k: _restored(v, versions, fresh) for k, v in call.kwargs.items()}
-    torch._C._set_grad_enabled(call.grad)  # the engine's threads, and `below_autograd`, put it back
+    set_grad_enabled(call.grad)  # the engine's threads, and `below_autograd`, put it back
     out = call.func._op(*args, **kwargs) if call.rng is None else _draw(call, args, kwargs)
     if call.made:
         outs = tensors_in(out)

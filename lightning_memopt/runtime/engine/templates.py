@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from lightning_memopt.record import Call, OpRecord, View, rules_generation
 from lightning_memopt.runtime.engine.holding import Version
 from lightning_memopt.runtime.engine.rebuild import Versions
+from lightning_memopt.torch_private import OpOverload
 
 _COMPARED = (int, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 

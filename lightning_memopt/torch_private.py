@@ -1,0 +1,110 @@
+"""Every private name of torch that this package uses, with the reason. Open this file when the next version of torch comes.
+
+A name that the installed torch lacks raises UnsupportedError where it is used, not here; `missing()` lists all of them, and
+tests/cpu/test_torch_private.py says which.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload  # the types of ops, as dispatch modes get them
+from torch.utils._python_dispatch import TorchDispatchMode  # documented, although its module is private
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only  # tensors in whatever users return
+
+from lightning_memopt.errors import UnsupportedError
+
+__all__ = ["HigherOrderOperator", "OpOverload", "TorchDispatchMode", "tree_leaves", "tree_map", "tree_map_only"]
+
+_MISSING: list[str] = []
+
+
+def _named(path: str) -> Any:
+    """The object with this dotted name; where there is none, a function that says so."""
+    module, _, names = path.partition(":")
+    try:
+        owner: Any = importlib.import_module(module)
+        for name in names.split("."):
+            owner = getattr(owner, name)
+        return owner
+    except (ImportError, AttributeError):
+        name = path.replace(":", ".")
+    _MISSING.append(name)
+
+    def absent(*_: Any, **__: Any) -> NoReturn:
+        raise UnsupportedError(f"torch {torch.__version__} has no {name}: install a version of torch that is supported")
+
+    return absent
+
+
+# -- storages ----------------------------------------------------------------------------------------
+
+storage_id: Callable[[torch.Tensor], int] = _named("torch:_C._storage_id")  # which storage a tensor is on
+storage_use_count: Callable[[int], int] = _named("torch:_C._storage_Use_Count")  # who holds a storage besides the engine
+storage_of_weak: Callable[[int], Any] = _named("torch:UntypedStorage._new_with_weak_ptr")  # the storage, while it lives
+free_weak: Callable[[int], None] = _named("torch:UntypedStorage._free_weak_ref")  # ends a weak reference
+conjugate: Callable[[torch.Tensor], torch.Tensor] = _named("torch:_conj")  # a saved view that is conjugate, made again
+negative: Callable[[torch.Tensor], torch.Tensor] = _named("torch:_neg_view")  # a saved view that is negative, made again
+
+# -- dispatch ----------------------------------------------------------------------------------------
+
+no_dispatch_modes = _named("torch:_C._DisableTorchDispatch")  # our own ops are no ops of the step
+no_torch_functions = _named("torch:_C.DisableTorchFunction")  # nor do users' subclasses see them
+below_autograd_keys = _named("torch:_C._AutoDispatchBelowAutograd")  # rebuilds record no history (R6)
+excluding_keys = _named("torch:_C._ExcludeDispatchKeyGuard")  # rebuilds run without autocast and vmap's random mode (R6)
+set_excluded_keys = _named("torch:_C._SetExcludeDispatchKeyGuard")  # aliases share version counters inside of a mode
+DispatchKey = _named("torch:_C.DispatchKey")  # names of the keys above
+DispatchKeySet = _named("torch:_C.DispatchKeySet")  # sets of them
+dispatch_key = _named("torch:_C._dispatch_key_parse")  # keys that Python does not name
+set_grad_enabled: Callable[[bool], None] = _named("torch:_C._set_grad_enabled")  # the grad mode of a call, without a context
+current_mode = _named("torch.utils._python_dispatch:_get_current_dispatch_mode")  # whether our mode is the innermost
+current_modes = _named("torch.utils._python_dispatch:_get_current_dispatch_mode_stack")  # the modes that are on
+pop_mode = _named("torch.utils._python_dispatch:_pop_mode")  # our mode is entered beneath others, and left from there
+push_mode = _named("torch.utils._python_dispatch:_push_mode")  # the same
+without_modes = _named("torch.utils._python_dispatch:_disable_current_modes")  # to look at tensors without being seen
+schema_of = _named("torch:_C._get_schema")  # kinds of an op's arguments, by its name
+
+# -- autograd ----------------------------------------------------------------------------------------
+
+backward_task: Callable[[], int] = _named("torch:_C._current_graph_task_id")  # whether a backward runs in this thread
+backward_keeps_graph: Callable[[], bool] = _named("torch:_C._autograd._get_current_graph_task_keep_graph")  # retain_graph
+innermost_hooks = _named("torch:_C._autograd._top_saved_tensors_default_hooks")  # whether our hooks are the innermost
+hooks_are_enabled: Callable[[], bool] = _named("torch:_C._autograd._saved_tensors_hooks_is_enabled")  # may ours be entered
+AUTOGRAD = _named("torch:_C._autograd")  # where `_saved_tensors_hooks_disable` is replaced (exposure.py)
+functorch_level = _named("torch:_C._functorch.peek_interpreter_stack")  # whether a transform of torch.func is under way
+without_functorch = _named("torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack")  # rebuilds inside of one
+
+# -- compilers, profilers, settings ------------------------------------------------------------------
+
+EVAL_FRAME = _named("torch:_C._dynamo.eval_frame")  # marks on code objects that keep dynamo away (uncompiled.py)
+COMPILED_FRAME = ("compile_wrapper", "torch._dynamo.eval_frame")  # function and module below which compiled code runs
+KINETO_PROFILE = _named("torch.profiler.profiler:_KinetoProfile")  # torch.profiler.profile, and what is derived from it
+profiler_is_on: Callable[[], bool] = _named("torch:autograd._profiler_enabled")  # whose profiler it would be
+record_function = _named("torch:_C._profiler._RecordFunctionFast")  # marks ops in a profile of the allocator
+CXX11_ABI: bool = _named("torch:_C._GLIBCXX_USE_CXX11_ABI")  # how the native allocator must be compiled
+C: Any = _named("torch:_C")  # getters and setters of numeric settings, each by name (settings.py)
+
+ATTRIBUTES: tuple[tuple[Any, str], ...] = (
+    (torch.UntypedStorage, "_cdata"),  # the address of a storage
+    (torch.UntypedStorage, "_weak_ref"),  # a weak reference that keeps the address from being used again
+    (torch.Tensor, "_version"),  # the version counter
+    (torch.Tensor, "_base"),  # whether a view is one of a parameter
+    (torch.Tensor, "_is_zerotensor"),  # zeros of tangents have no bytes
+    (torch.ops.aten.add.Tensor, "_op"),  # the op without Python's wrapper
+    (torch.ops.aten.add.Tensor, "_name"),  # its name, without making a string
+    (torch.ops.aten.add.Tensor, "_schema"),  # which arguments it writes
+    (torch.ops.aten.add.Tensor, "_overloadpacket"),  # its other overloads
+    (torch.ops.aten.add.Tensor, "_overloadname"),  # which of them it is
+    (torch.autograd.forward_ad, "_current_level"),  # whether a level of forward-mode AD is open
+    (torch.nn.Module, "_compiled_call_impl"),  # the seam at which calls of modules are seen (calls.py)
+)
+"""Private attributes that are read where they are needed: a function around each would cost a call an op."""
+
+
+def missing() -> list[str]:
+    """The private names that this package uses and that the installed torch does not have."""
+    attributes = [f"{owner}.{name}" for owner, name in ATTRIBUTES if not hasattr(owner, name)]
+    return [*_MISSING, *attributes]
