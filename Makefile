@@ -32,4 +32,4 @@ bench: setup
 clean:
 	rm -rf $(VENV) build dist demo *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
-	find lightning_memopt tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find lightning_memopt examples tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -26,7 +26,7 @@ import zfpy
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from lightning_memopt.demo import chargpt, digits
+from examples import chargpt, digits
 from lightning_memopt.runtime.codecs import codec
 
 RATES = (4, 6, 8, 10, 12, 16)

@@ -51,10 +51,11 @@ def test_setup_makes_the_environment(tmp_path: Path) -> None:
 
 def test_clean_leaves_what_is_yours(tmp_path: Path) -> None:
     shutil.copy(ROOT / "Makefile", tmp_path)
-    for name in (".venv", "build", "runs", "lightning_logs", "tests/__pycache__", "lightning_memopt"):
+    for name in (".venv", "build", "runs", "lightning_logs", "tests/__pycache__", "lightning_memopt", "examples"):
         (tmp_path / name).mkdir(parents=True)
     subprocess.run(["make", "clean"], cwd=tmp_path, check=True, capture_output=True)
-    assert {p.name for p in tmp_path.iterdir()} == {"Makefile", "runs", "lightning_logs", "tests", "lightning_memopt"}
+    yours = {"runs", "lightning_logs", "tests", "lightning_memopt", "examples"}
+    assert {p.name for p in tmp_path.iterdir()} == {"Makefile", *yours}
     assert not list((tmp_path / "tests").iterdir())
 
 

@@ -16,7 +16,7 @@ PAGES = sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").rglob("*.md"))
 def sources() -> Iterator[Path]:
     """Every page but the changelog, which names what has gone; and all Python."""
     yield from (page for page in PAGES if page.name != "CHANGELOG.md")
-    for folder in ("lightning_memopt", "tests", "benchmarks"):
+    for folder in ("lightning_memopt", "examples", "tests", "benchmarks"):
         yield from sorted((ROOT / folder).rglob("*.py"))
 
 
