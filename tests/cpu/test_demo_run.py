@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -38,7 +40,21 @@ def test_an_example_runs(name: str, tmp_path: Path) -> None:
     assert name != "plain_loop" or "identical to the plain run's: True" in done.stdout
 
 
-def test_a_wheel_has_the_examples() -> None:
-    """`memopt demo` imports them from the package there: setup.py puts the folder into it."""
-    assert '"lightning_memopt.examples": "examples"' in (ROOT / "setup.py").read_text()
-    assert not (ROOT / "lightning_memopt" / "examples").exists()
+def test_a_wheel_has_the_examples(tmp_path: Path) -> None:
+    """setup.py puts the folder into the package, and there `memopt demo` imports it; nothing else comes along."""
+    pytest.importorskip("setuptools")
+    for name in ("lightning_memopt", "examples"):
+        shutil.copytree(ROOT / name, tmp_path / "source" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path / "source")
+    build = "from setuptools.build_meta import build_wheel; build_wheel('..')"
+    done = subprocess.run([sys.executable, "-c", build], cwd=tmp_path / "source", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as file:
+        assert {name.split("/")[0] for name in file.namelist()} == {"lightning_memopt", "lightning_memopt-0.1.0.dist-info"}
+        file.extractall(tmp_path / "installed")
+    where = "from lightning_memopt.cli import _example; print(_example('demo').__name__)"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
+    done = subprocess.run([sys.executable, "-c", where], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout == "lightning_memopt.examples.demo\n", done.stderr
