@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test bench clean
+.PHONY: setup demo test bench docs clean
 
 setup: $(STAMP)
 
@@ -12,7 +12,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "no python3.11 or python3 found; set PYTHON=/path/to/python3" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install torch==2.13.0
-	$(BIN)/python -m pip install -c constraints.txt -e '.[demo,dev]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[demo,dev,docs]'
 	touch $@
 
 demo: setup
@@ -28,8 +28,12 @@ test: setup
 bench: setup
 	$(BIN)/python -m benchmarks --short
 
+# A dead link fails.
+docs: setup
+	$(BIN)/mkdocs build --strict
+
 # What the other targets made; recorded runs (runs/, lightning_logs/) are yours and stay.
 clean:
-	rm -rf $(VENV) build dist demo *.egg-info
+	rm -rf $(VENV) build dist site demo *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
-	find lightning_memopt tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find lightning_memopt examples tests -name __pycache__ -type d -prune -exec rm -rf {} +

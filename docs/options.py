@@ -14,7 +14,8 @@ HEAD = """\
 # Options
 
 Generated from `MemOptConfig` by `python docs/options.py`; do not edit. `optimize(model, optimizer, ...)` and
-`MemOptStrategy(...)` take these as keyword arguments, or all of them in one `config=MemOptConfig(...)`.
+`MemOptStrategy(...)` take these as keyword arguments, or all of them in one `config=MemOptConfig(...)`. The
+[usage](usage.md) page says what a budget covers, and when it is refused.
 
 | option | default | |
 |---|---|---|

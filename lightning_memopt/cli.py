@@ -19,10 +19,17 @@ _NO_DEVICE = 1 << 62
 """The chain tool plans for any memory: its budget has no device to be checked against."""
 
 
-def _demo(args: argparse.Namespace) -> int:
-    from lightning_memopt.demo.run import run
+def _example(name: str) -> Any:
+    """A module of examples/: an installed wheel has that folder inside of the package, a clone has it beside the package."""
+    package = Path(__file__).parent
+    if (package / "examples").is_dir():
+        return importlib.import_module(f"lightning_memopt.examples.{name}")
+    sys.path.insert(0, str(package.parent))
+    return importlib.import_module(f"examples.{name}")
 
-    outcomes = run(Path(args.folder), quick=args.quick)
+
+def _demo(args: argparse.Namespace) -> int:
+    outcomes = _example("demo").run(Path(args.folder), quick=args.quick)
     return 0 if all(o.losses_identical for o in outcomes) else 1
 
 

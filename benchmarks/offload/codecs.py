@@ -24,7 +24,7 @@ import torch
 import zfpy
 from torch import Tensor, nn
 
-from lightning_memopt.demo import chargpt, digits
+from examples import chargpt, digits
 from lightning_memopt.runtime.codecs import codec
 
 RATES = (4, 6, 8, 10, 12, 16)

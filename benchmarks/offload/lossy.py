@@ -31,9 +31,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.lib.paths import RESULTS
+from examples import chargpt, digits
 from lightning_memopt import optimize
 from lightning_memopt.config import MemOptConfig
-from lightning_memopt.demo import chargpt, digits
 from lightning_memopt.graph import Graph, fingerprint
 from lightning_memopt.plan import Life, Plan, simulate, write_plan
 from lightning_memopt.runtime import parked

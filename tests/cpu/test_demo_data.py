@@ -7,7 +7,7 @@ import torch
 L = pytest.importorskip("lightning")
 pytest.importorskip("sklearn")
 
-from lightning_memopt.demo import chargpt, digits  # noqa: E402
+from examples import chargpt, digits  # noqa: E402
 
 
 class Losses(L.Callback):
@@ -100,8 +100,8 @@ def test_a_seed_fixes_weights_and_batches_and_spares_the_global_generator(module
 def test_quick_chargpt_learns():
     settings = chargpt.CharGPTSettings.quick()
     losses, metrics = fit(
-        chargpt.CharGPTTask(settings),
-        chargpt.TextData(settings),
+        chargpt.task(settings),
+        chargpt.data(settings),
         max_steps=settings.steps,
         val_check_interval=settings.steps,
     )
@@ -112,7 +112,7 @@ def test_quick_chargpt_learns():
 
 def test_quick_digits_learns():
     settings = digits.DigitsSettings.quick()
-    losses, metrics = fit(digits.DigitsTask(settings), digits.DigitsData(settings), max_epochs=settings.epochs)
+    losses, metrics = fit(digits.task(settings), digits.data(settings), max_epochs=settings.epochs)
     assert sum(losses[-5:]) / 5 < losses[0] / 2
     assert metrics["val_acc"] > 0.3
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("lightning")
 pytest.importorskip("sklearn")
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_quick_demo(tmp_path: Path) -> None:
@@ -22,3 +27,34 @@ def test_a_quick_demo(tmp_path: Path) -> None:
     for outcome in outcomes:
         assert outcome["measured_peak_bytes"] <= outcome["budget_bytes"] < outcome["unmodified_peak_bytes"]
         assert outcome["losses_identical"]
+
+
+@pytest.mark.parametrize("name", ["plain_loop", "lightning_trainer", "batch_size", "offload_disk", "plan_offline"])
+def test_an_example_runs(name: str, tmp_path: Path) -> None:
+    """Each short example ends by itself; its output files go where it was started."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-m", f"examples.{name}"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert name != "plain_loop" or "identical to the plain run's: True" in done.stdout
+
+
+def test_a_wheel_has_the_examples(tmp_path: Path) -> None:
+    """setup.py puts the folder into the package, and there `memopt demo` imports it; nothing else comes along."""
+    pytest.importorskip("setuptools")
+    for name in ("lightning_memopt", "examples"):
+        shutil.copytree(ROOT / name, tmp_path / "source" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path / "source")
+    build = "from setuptools.build_meta import build_wheel; build_wheel('..')"
+    done = subprocess.run([sys.executable, "-c", build], cwd=tmp_path / "source", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as file:
+        assert {name.split("/")[0] for name in file.namelist()} == {"lightning_memopt", "lightning_memopt-0.1.0.dist-info"}
+        file.extractall(tmp_path / "installed")
+    where = "from lightning_memopt.cli import _example; print(_example('demo').__name__)"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
+    done = subprocess.run([sys.executable, "-c", where], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout == "lightning_memopt.examples.demo\n", done.stderr

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.offload.lossy import counting, eligible, everything_away, observed, plan_of, summary, trained
+from examples import chargpt, digits
 from lightning_memopt import optimize
-from lightning_memopt.demo import chargpt, digits
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.plan import write_plan
 from lightning_memopt.plan.forms import codec_of

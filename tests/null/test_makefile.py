@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shlex
@@ -31,9 +32,19 @@ def recipe(target: str) -> list[str]:
 def test_what_a_target_runs_is_there(target: str) -> None:
     """Every command of it exists and takes the arguments it is given: with `--help` it says so and does nothing else."""
     assert recipe(target)
+    if target == "docs" and not (BIN / "mkdocs").exists():
+        pytest.skip("mkdocs is not installed: pip install -c constraints.txt '.[docs]'")
     for command in recipe(target):
         ended = subprocess.run([*shlex.split(command), "--help"], cwd=ROOT, capture_output=True, text=True)
         assert ended.returncode == 0 and "usage" in ended.stdout.lower(), (command, ended.stderr)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="pip install -c constraints.txt '.[docs]'")
+def test_the_site_builds(tmp_path: Path) -> None:
+    """Every page is in its table of contents, and every link leads to a page of it: `--strict` fails otherwise."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_setup_makes_the_environment(tmp_path: Path) -> None:
@@ -46,15 +57,16 @@ def test_setup_makes_the_environment(tmp_path: Path) -> None:
     for _ in range(2):
         subprocess.run(["make", "setup", f"PYTHON={fake}"], cwd=tmp_path, check=True, capture_output=True)
     calls = (tmp_path / "calls").read_text().splitlines()
-    assert calls[0] == "-m venv .venv" and calls[-1].endswith(".[demo,dev]") and len(calls) == 3
+    assert calls[0] == "-m venv .venv" and calls[-1].endswith(".[demo,dev,docs]") and len(calls) == 3
 
 
 def test_clean_leaves_what_is_yours(tmp_path: Path) -> None:
     shutil.copy(ROOT / "Makefile", tmp_path)
-    for name in (".venv", "build", "runs", "lightning_logs", "tests/__pycache__", "lightning_memopt"):
+    for name in (".venv", "build", "runs", "lightning_logs", "tests/__pycache__", "lightning_memopt", "examples"):
         (tmp_path / name).mkdir(parents=True)
     subprocess.run(["make", "clean"], cwd=tmp_path, check=True, capture_output=True)
-    assert {p.name for p in tmp_path.iterdir()} == {"Makefile", "runs", "lightning_logs", "tests", "lightning_memopt"}
+    yours = {"runs", "lightning_logs", "tests", "lightning_memopt", "examples"}
+    assert {p.name for p in tmp_path.iterdir()} == {"Makefile", *yours}
     assert not list((tmp_path / "tests").iterdir())
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+import lightning_memopt
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").rglob("*.md"))
@@ -16,7 +19,7 @@ PAGES = sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").rglob("*.md"))
 def sources() -> Iterator[Path]:
     """Every page but the changelog, which names what has gone; and all Python."""
     yield from (page for page in PAGES if page.name != "CHANGELOG.md")
-    for folder in ("lightning_memopt", "tests", "benchmarks"):
+    for folder in ("lightning_memopt", "examples", "tests", "benchmarks"):
         yield from sorted((ROOT / folder).rglob("*.py"))
 
 
@@ -71,3 +74,13 @@ def test_links_lead_to_files(page: Path) -> None:
 def test_the_index_lists_every_page() -> None:
     index = (ROOT / "docs" / "index.md").read_text()
     assert {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"} <= set(re.findall(r"\]\((\w+\.md)\)", index))
+
+
+def test_the_architecture_lists_every_package() -> None:
+    """Each package at any depth, and each module at the top, has a row; no row is of one that is not there."""
+    section = (ROOT / "docs" / "architecture.md").read_text().partition("## Packages")[2].partition("\n## ")[0]
+    listed = re.findall(r"^\| `([\w.]+)` \|", section, re.M)
+    top = {module.name for module in pkgutil.iter_modules(lightning_memopt.__path__)}
+    root = ROOT / "lightning_memopt"
+    packages = {".".join(path.parent.relative_to(root).parts) for path in root.rglob("__init__.py")} - {""}
+    assert sorted(listed) == sorted(top | packages)

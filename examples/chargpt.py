@@ -1,23 +1,22 @@
 """A character-level GPT trained on the source text of the Python standard library.
 
 In: the `*.py` files beside `os.py` of the running interpreter, so the text (and the loss, a little) depends on its
-version. Out: `build` for plain torch, `CharGPTTask` with `TextData` for Lightning. The network is GPT-2's pre-norm
+version. Out: `build` for plain torch, `task` and `data` for Lightning. The network is GPT-2's pre-norm
 block (Radford et al., 2019, section 2.3) without attention dropout, which keeps the fused attention kernel on CPU.
 """
 
 import re
 import sysconfig
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
+
+from .training import Data, Task, Workload, fit, loss_of
 
 CHARACTERS = "\t\n\f\r" + "".join(map(chr, range(32, 127)))
 UNKNOWN = len(CHARACTERS)
@@ -175,15 +174,6 @@ class CharGPT(nn.Module):
 # Training
 
 
-class Workload(NamedTuple):
-    """All that a plain training loop needs; batches go to `loss_of`."""
-
-    model: CharGPT
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
-    train_loader: DataLoader
-    held_out_loader: DataLoader
-
-
 def build_model(seed: int, settings: CharGPTSettings) -> CharGPT:
     """The network with the weights of `seed`; the caller's random state is left as it was."""
     with torch.random.fork_rng(devices=[]):
@@ -201,47 +191,17 @@ def build(seed: int, settings: CharGPTSettings = FULL) -> Workload:
     return Workload(build_model(seed, settings), lambda model: make_optimizer(model, settings), *loaders(settings, seed))
 
 
-def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Mean cross-entropy of the next character, in nats: a scalar with its graph."""
-    tokens, targets = batch
-    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+def task(settings: CharGPTSettings = FULL, seed: int = 0) -> Task:
+    """The network with its optimizer, for a Trainer."""
+    return Task(build_model(seed, settings), lambda model: make_optimizer(model, settings))
 
 
-class TextData(L.LightningDataModule):
-    """The loaders of `loaders`, made anew (same order for the same seed) whenever a Trainer asks."""
-
-    def __init__(self, settings: CharGPTSettings = FULL, seed: int = 0) -> None:
-        super().__init__()
-        self.settings, self.seed = settings, seed
-
-    def train_dataloader(self) -> DataLoader:
-        return loaders(self.settings, self.seed)[0]
-
-    def val_dataloader(self) -> DataLoader:
-        return loaders(self.settings, self.seed)[1]
+def data(settings: CharGPTSettings = FULL, seed: int = 0) -> Data:
+    """The loaders, for a Trainer."""
+    return Data(lambda: loaders(settings, seed))
 
 
-class CharGPTTask(L.LightningModule):
-    """Trains `CharGPT`; logs train_loss each step, val_loss (nats per character) and val_acc per validation."""
+__all__ = ["FULL", "CharGPTSettings", "build", "build_model", "data", "loss_of", "task"]
 
-    def __init__(self, settings: CharGPTSettings = FULL, seed: int = 0) -> None:
-        super().__init__()
-        self.settings = settings
-        self.model = build_model(seed, settings)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.model(tokens)
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        loss = loss_of(self.model, batch)
-        self.log("train_loss", loss, prog_bar=True)
-        return loss
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        logits, targets = self.model(batch[0]), batch[1]
-        count = len(targets)
-        self.log("val_loss", F.cross_entropy(logits.flatten(0, 1), targets.flatten()), prog_bar=True, batch_size=count)
-        self.log("val_acc", (logits.argmax(-1) == targets).float().mean(), prog_bar=True, batch_size=count)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return make_optimizer(self.model, self.settings)
+if __name__ == "__main__":
+    fit(task(), data(), budget="64MiB", max_steps=FULL.steps, val_check_interval=FULL.steps)

@@ -1,4 +1,4 @@
-"""`memopt demo`: train two real models within a budget, next to the plain run, and say what came of it."""
+"""What `memopt demo` runs: two real models trained within a budget, each beside its plain run, and a table of both."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from lightning_memopt.demo import chargpt, digits
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.report.table import summary
 from lightning_memopt.strategies import MemOptStrategy
 from lightning_memopt.units import format_nbytes
+
+from . import chargpt, digits
 
 _PLAIN_STEPS = 12
 """Steps of the plain run that the planned run's losses are compared with."""
@@ -61,7 +62,6 @@ class _Log(pl.Callback):
 
 
 def _fit(workload: Any, settings: Any, strategy: Any, **limits: Any) -> tuple[pl.Trainer, _Log]:
-    module, data = workload(settings)
     torch.manual_seed(0)
     log = _Log()
     trainer = pl.Trainer(
@@ -76,7 +76,7 @@ def _fit(workload: Any, settings: Any, strategy: Any, **limits: Any) -> tuple[pl
         num_sanity_val_steps=0,
         **limits,
     )
-    trainer.fit(module, datamodule=data)
+    trainer.fit(workload.task(settings), datamodule=workload.data(settings))
     return trainer, log
 
 
@@ -120,24 +120,8 @@ def run(folder: Path, quick: bool = False) -> list[Outcome]:
     if quick:
         resnet, gpt = digits.DigitsSettings(epochs=2), chargpt.CharGPTSettings(steps=16)
     outcomes = [
-        _train(
-            "digits",
-            lambda s: (digits.DigitsTask(s), digits.DigitsData(s)),
-            resnet,
-            "40MiB",
-            {"max_epochs": resnet.epochs},
-            folder,
-            console,
-        ),
-        _train(
-            "chargpt",
-            lambda s: (chargpt.CharGPTTask(s), chargpt.TextData(s)),
-            gpt,
-            "64MiB",
-            {"max_steps": gpt.steps, "val_check_interval": gpt.steps},
-            folder,
-            console,
-        ),
+        _train("digits", digits, resnet, "40MiB", {"max_epochs": resnet.epochs}, folder, console),
+        _train("chargpt", chargpt, gpt, "64MiB", {"max_steps": gpt.steps, "val_check_interval": gpt.steps}, folder, console),
     ]
     table = Table(title="MemOpt demo")
     for column in ("", *(o.name for o in outcomes)):
@@ -160,3 +144,7 @@ def run(folder: Path, quick: bool = False) -> list[Outcome]:
     target.write_text(json.dumps({"workloads": [asdict(o) for o in outcomes]}, indent=2) + "\n")
     console.print(f"wrote {target} and {folder / 'plan.json'}")
     return outcomes
+
+
+if __name__ == "__main__":
+    run(Path("demo"))

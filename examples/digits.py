@@ -1,21 +1,20 @@
 """A small ResNet trained on scikit-learn's bundled handwritten digits.
 
 In: `sklearn.datasets.load_digits` (1797 grey images of 8x8 pixels, ten classes), enlarged once to 16x16. Out: `build`
-for plain torch, `DigitsTask` with `DigitsData` for Lightning. The network is the basic block of He et al. (2015,
+for plain torch, `task` and `data` for Lightning. The network is the basic block of He et al. (2015,
 section 3.3) with BatchNorm and in-place ReLU: state that a second forward pass would disturb.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from .training import Data, Task, Workload, fit, loss_of
 
 CLASSES = 10
 HELD_OUT_COUNT = 360
@@ -122,15 +121,6 @@ class SmallResNet(nn.Module):
 # Training
 
 
-class Workload(NamedTuple):
-    """All that a plain training loop needs; batches go to `loss_of`."""
-
-    model: SmallResNet
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
-    train_loader: DataLoader
-    held_out_loader: DataLoader
-
-
 def build_model(seed: int, settings: DigitsSettings) -> SmallResNet:
     """The network with the weights of `seed`; the caller's random state is left as it was."""
     with torch.random.fork_rng(devices=[]):
@@ -148,47 +138,17 @@ def build(seed: int, settings: DigitsSettings = FULL) -> Workload:
     return Workload(build_model(seed, settings), lambda model: make_optimizer(model, settings), *loaders(settings, seed))
 
 
-def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Mean cross-entropy of the class, in nats: a scalar with its graph."""
-    images, labels = batch
-    return F.cross_entropy(model(images), labels)
+def task(settings: DigitsSettings = FULL, seed: int = 0) -> Task:
+    """The network with its optimizer, for a Trainer."""
+    return Task(build_model(seed, settings), lambda model: make_optimizer(model, settings))
 
 
-class DigitsData(L.LightningDataModule):
-    """The loaders of `loaders`, made anew (same order for the same seed) whenever a Trainer asks."""
-
-    def __init__(self, settings: DigitsSettings = FULL, seed: int = 0) -> None:
-        super().__init__()
-        self.settings, self.seed = settings, seed
-
-    def train_dataloader(self) -> DataLoader:
-        return loaders(self.settings, self.seed)[0]
-
-    def val_dataloader(self) -> DataLoader:
-        return loaders(self.settings, self.seed)[1]
+def data(settings: DigitsSettings = FULL, seed: int = 0) -> Data:
+    """The loaders, for a Trainer."""
+    return Data(lambda: loaders(settings, seed))
 
 
-class DigitsTask(L.LightningModule):
-    """Trains `SmallResNet`; logs train_loss each step, val_loss and val_acc (share of right classes) per validation."""
+__all__ = ["FULL", "DigitsSettings", "build", "build_model", "data", "loss_of", "task"]
 
-    def __init__(self, settings: DigitsSettings = FULL, seed: int = 0) -> None:
-        super().__init__()
-        self.settings = settings
-        self.model = build_model(seed, settings)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.model(images)
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        loss = loss_of(self.model, batch)
-        self.log("train_loss", loss, prog_bar=True)
-        return loss
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        logits, labels = self.model(batch[0]), batch[1]
-        count = len(labels)
-        self.log("val_loss", F.cross_entropy(logits, labels), prog_bar=True, batch_size=count)
-        self.log("val_acc", (logits.argmax(-1) == labels).float().mean(), prog_bar=True, batch_size=count)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return make_optimizer(self.model, self.settings)
+if __name__ == "__main__":
+    fit(task(), data(), budget="40MiB", max_epochs=FULL.epochs)

@@ -1,0 +1,24 @@
+"""One budget kept in two ways: by rebuilding saved tensors, and by parking them on a disk until backward."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_memopt import optimize
+
+from .plain_loop import BATCH, WIDTH, build, step
+
+
+def train(offload: str) -> None:
+    """Ten steps within 12 MiB, and the run's table; `offload` is "none" or "disk"."""
+    model = build()
+    optimizer = torch.optim.Adam(model.parameters())
+    with optimize(model, optimizer, budget="12MiB", offload=offload, verbose=False) as run:
+        for _ in range(10):
+            step(model, optimizer, torch.randn(BATCH, WIDTH))
+    print(run.report())
+
+
+if __name__ == "__main__":
+    train("none")
+    train("disk")  # "disk:/fast/nvme" names the directory
