@@ -1,4 +1,4 @@
-"""What goes away and comes back, executed: same bits, bytes really gone, and the rules of `runtime/away.py` (A1 to A6)."""
+"""What goes away and comes back, executed: same bits, bytes really gone, and the rules of `runtime/parked.py` (A1 to A6)."""
 
 from __future__ import annotations
 

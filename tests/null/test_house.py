@@ -54,6 +54,7 @@ ALLOWED_IMPORTS = {
     "cli.py",  # by what the user typed
     "runtime/codecs/block.py",
     "telemetry/nvml.py",
+    "torch_private.py",  # names of torch that stand there
 }
 
 

@@ -44,9 +44,9 @@ def test_files_that_the_text_names_are_there() -> None:
 
 
 def test_rules_that_comments_cite_are_stated() -> None:
-    """R1 to R11 in record/__init__.py, A1 to A8 in runtime/away.py, T1 to T8 in runtime/tiers/base.py: once, and in order."""
+    """R1 to R11 in record/__init__.py, A1 to A8 in runtime/parked.py, T1 to T8 in runtime/tiers/base.py: once, and in order."""
     package = ROOT / "lightning_memopt"
-    notes = {"R": "record/__init__.py", "A": "runtime/away.py", "T": "runtime/tiers/base.py"}
+    notes = {"R": "record/__init__.py", "A": "runtime/parked.py", "T": "runtime/tiers/base.py"}
     cited = {letter: set[int]() for letter in notes}
     for path in package.rglob("*.py"):
         for letter, number in re.findall(r"\b([RAT])(\d+)\b", path.read_text()):

@@ -2,7 +2,7 @@
 
 A codec works on a tensor in the order of its memory: `flat`. So it takes any dense stride order, and its size depends on
 neither strides nor values. It keeps no state, draws no random numbers, and calls plain aten ops chunk by chunk:
-it may run below autograd and outside of dispatch modes (`runtime/execute.py`), on any device, and takes a few MiB.
+it may run below autograd and outside of dispatch modes (`record/below.py`), on any device, and takes a few MiB.
 """
 
 from __future__ import annotations
