@@ -29,7 +29,7 @@ from lightning_memopt.callbacks.reduction import Reduction
 from lightning_memopt.plan import Plan
 from lightning_memopt.plan.forms import codec_of, tier_of
 from lightning_memopt.session import RunStatus, Session
-from lightning_memopt.telemetry import Meter, Rates, read_rates
+from lightning_memopt.telemetry import Meter, Throughput, read_throughput
 
 try:
     from lightning.pytorch.callbacks import Callback
@@ -52,13 +52,13 @@ class MemOptMonitor(Callback):
         self,
         batch_size_fn: Callable[[Any], int] | None = None,
         cpu: bool = False,
-        before: Rates | str | os.PathLike[str] | None = None,
+        before: Throughput | str | os.PathLike[str] | None = None,
         save: str | os.PathLike[str] | None = None,
         verbose: bool = True,
     ) -> None:
         super().__init__()
         self.batch_size_fn, self.cpu, self.save, self.verbose = batch_size_fn, cpu, save, verbose
-        self.before = before if before is None or isinstance(before, Rates) else read_rates(before)
+        self.before = before if before is None or isinstance(before, Throughput) else read_throughput(before)
         self.meter: Meter | None = None
         self._reduction: Reduction | None = None
         self._plan: Plan | None = None

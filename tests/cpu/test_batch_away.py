@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_memopt import find_max_batch_size, optimize
 from lightning_memopt.batching import Found
 from lightning_memopt.batching.choose import Chooser, unmodified_peak
-from lightning_memopt.batching.plans import AwayPlans, Plans
+from lightning_memopt.batching.plans import ParkingPlans, Plans
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph
@@ -79,7 +79,7 @@ def test_a_size_that_needs_the_disk_is_found_confirmed_and_trained_at() -> None:
         trained(int(1.02 * away.size) + 2, offload="disk")
 
 
-class Sizes(AwayPlans):
+class Sizes(ParkingPlans):
     """Counts the sizes that were solved for."""
 
     def solved(self) -> list[int]:
