@@ -5,14 +5,14 @@ Users call it through `find_max_batch_size` (plain PyTorch) or `MemOptBatchScale
 
 from lightning_memopt.batching.batches import FromFunction, FromLoader, refuse_loader
 from lightning_memopt.batching.choose import MODES, Mode
-from lightning_memopt.batching.found import Found
 from lightning_memopt.batching.oom import is_out_of_memory
+from lightning_memopt.batching.result import BatchSizeResult
 from lightning_memopt.batching.search import Search
 from lightning_memopt.batching.untouched import Snapshot, untouched
 
 __all__ = [
     "MODES",
-    "Found",
+    "BatchSizeResult",
     "FromFunction",
     "FromLoader",
     "Mode",

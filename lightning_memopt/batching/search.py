@@ -19,9 +19,9 @@ from lightning_memopt.batching.bisection import bisected
 from lightning_memopt.batching.choose import MODES, Chooser, Mode, SizeEstimate
 from lightning_memopt.batching.energy import EnergyModel, StepEnergy, fitted, given
 from lightning_memopt.batching.fit import StepFit
-from lightning_memopt.batching.found import Found
 from lightning_memopt.batching.plans import ParkingPlans, Plans
 from lightning_memopt.batching.profile import profile, sharpened
+from lightning_memopt.batching.result import BatchSizeResult
 from lightning_memopt.batching.trials import BatchSource, Step, Trial, Trials
 from lightning_memopt.batching.untouched import untouched
 from lightning_memopt.config import MemOptConfig, disabled
@@ -76,7 +76,7 @@ class Search:
     watts: float | None = None
     clock: Clock = time.perf_counter
 
-    def find(self) -> Found:
+    def find(self) -> BatchSizeResult:
         """Run the search. Raises InfeasibleError if no permitted size fits, ConfigError for options that are not accepted."""
         self._check()
         with ExitStack() as stack:
@@ -130,7 +130,7 @@ class _RunningSearch:
             return range(1, limit + 1)
         return [size for size in range(1, min(limit, effective) + 1) if effective % size == 0]
 
-    def result(self) -> Found:
+    def result(self) -> BatchSizeResult:
         """Profile, predict and confirm; bisect if that gives no result. Raises InfeasibleError if no size fits."""
         profiled = profile(self.trials)
         if profiled is None:
@@ -146,9 +146,9 @@ class _RunningSearch:
             raise self._infeasible(why)
         if self.trials.energy is not None:
             best = self.trials.confirm(best.size, spend=True) or best
-        return self._found(best, None if self.chooser is None else self.chooser.predicted(best.size))
+        return self._result_of(best, None if self.chooser is None else self.chooser.predicted(best.size))
 
-    def _predicted(self, step: StepFit) -> Found | None:
+    def _predicted(self, step: StepFit) -> BatchSizeResult | None:
         """Predict a size and confirm it; if the trial does not fit, correct the limit by its peak and repeat. None: bisect."""
         step = sharpened(self.trials, step, self._chooser(step, None, self.limit).largest_unmodified(self.trials.cap))
         plans = self._plans(step)
@@ -166,7 +166,7 @@ class _RunningSearch:
             if trial is None:  # no step ran: the data has fewer samples
                 continue
             if trial.fits:
-                return self._found(trial, estimate)
+                return self._result_of(trial, estimate)
             if estimate.size == self.search.effective:  # its estimate is a best case (`spare_nbytes`): take a smaller one
                 self.trials.cap = estimate.size - 1
                 continue
@@ -205,11 +205,11 @@ class _RunningSearch:
         self.why = "no size fits without a plan, so that no energy was measured before: the fastest one was taken"
         return None
 
-    def _found(self, trial: Trial, estimate: SizeEstimate | None) -> Found:
+    def _result_of(self, trial: Trial, estimate: SizeEstimate | None) -> BatchSizeResult:
         spent = self.trials.spent
         before = self.search.source.size
         before_estimate = self.chooser.unmodified(before) if self.chooser is not None else None
-        return Found(
+        return BatchSizeResult(
             size=trial.size,
             before=before,
             mode=self.search.mode,

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_memopt.batching import MODES, Found, FromLoader, Mode, Search, refuse_loader, untouched
+from lightning_memopt.batching import MODES, BatchSizeResult, FromLoader, Mode, Search, refuse_loader, untouched
 from lightning_memopt.callbacks import probe
 from lightning_memopt.callbacks.learning_rate import FACTORS, scale
 from lightning_memopt.config import MemOptConfig, disabled
@@ -77,7 +77,7 @@ class MemOptBatchScaler(Callback):
             )
         self.mode, self.budget, self.max_size = mode, budget, max_size
         self.keep_effective, self.lr_scaling, self.watts, self.verbose = keep_effective, lr_scaling, watts, verbose
-        self.found: Found | None = None
+        self.found: BatchSizeResult | None = None
         self._set: dict[str, Any] = {}
         self._undo = contextlib.ExitStack()
         self._training = False

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed, nn
 
-from lightning_memopt.batching import Found, FromFunction, FromLoader, Mode, Search
+from lightning_memopt.batching import BatchSizeResult, FromFunction, FromLoader, Mode, Search
 from lightning_memopt.config import MemOptConfig, PlanOptions
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.integrations.plain import Optimizers, Run, _attach, _wrapped
@@ -36,7 +36,7 @@ def find_max_batch_size(
     watts: float | None = None,
     keep: Iterable[Any] = (),
     **options: Unpack[PlanOptions],
-) -> Found:
+) -> BatchSizeResult:
     """The batch size for a training loop, found with few real steps that leave nothing behind.
 
     Args:

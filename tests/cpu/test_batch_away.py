@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memopt import find_max_batch_size, optimize
-from lightning_memopt.batching import Found
+from lightning_memopt.batching import BatchSizeResult
 from lightning_memopt.batching.choose import Chooser, unmodified_peak
 from lightning_memopt.batching.plans import ParkingPlans, Plans
 from lightning_memopt.config import MemOptConfig
@@ -41,7 +41,7 @@ def words(size: int, seed: int = 1) -> tuple[Tensor, Tensor]:
     return torch.randint(0, WORDS, (size, LENGTH), generator=g), torch.randint(0, CLASSES, (size, LENGTH), generator=g)
 
 
-def found(**options: Any) -> Found:
+def found(**options: Any) -> BatchSizeResult:
     model, optimizer = made()
     return find_max_batch_size(
         lambda batch: step(model, optimizer, batch), words, model, optimizer, budget=BUDGET, **OPTIONS, **options

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_memopt import MemOptBatchScaler, find_max_batch_size
-from lightning_memopt.batching import Found, energy
+from lightning_memopt.batching import BatchSizeResult, energy
 from lightning_memopt.batching.energy import EnergyModel, MeasuredEnergy, StepEnergy, fitted, given
 from lightning_memopt.errors import ConfigError, EnergyUnavailableError
 from tests.cpu.fake_nvml import Board, Clock, FakeNvml, install
@@ -41,7 +41,7 @@ class Card:
         self.board.counted += round(1e3 * self.joules(size))
         step(self.model, self.optimizer, batch)
 
-    def find(self, source: Any = None, **options: Any) -> Found:
+    def find(self, source: Any = None, **options: Any) -> BatchSizeResult:
         options = {**QUIET, "planned": False, **options}
         make = source or (lambda size: batches(1, size)[0])
         return find_max_batch_size(self.step, make, self.model, self.optimizer, **options)

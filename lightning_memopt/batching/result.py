@@ -10,7 +10,7 @@ from lightning_memopt.units import format_nbytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class BatchSizeResult:
     """A batch size that fits, with what was predicted and measured for it.
 
     Predictions are None if no step could be fitted.
