@@ -23,11 +23,11 @@ _HOST_SHARE = 2
 
 
 class Exhausted(MemOptError):
-    """The data has fewer samples than were asked for; `there` is the number that it has."""
+    """The data has fewer samples than were asked for; `available` is the number that it has."""
 
-    def __init__(self, there: int) -> None:
-        super().__init__(f"The data gave {there} samples. Ask for no more.")
-        self.there = there
+    def __init__(self, available: int) -> None:
+        super().__init__(f"The data gave {available} samples. Ask for no more.")
+        self.available = available
 
 
 def nbytes_of(batch: Any) -> int:
@@ -75,7 +75,7 @@ class FromLoader:
         with sized(loader, size):
             indices: list[Any] = next(iter(sampler), [])
         if len(indices) != size:
-            self._short(len(indices), size)
+            self._refuse_length(len(indices), size)
         if self.iterable:
             samples = list(itertools.islice(iter(loader.dataset), size))
             if len(samples) < size:
@@ -86,11 +86,12 @@ class FromLoader:
             samples = [loader.dataset[i] for i in indices]
         return loader.collate_fn(samples)
 
-    def _short(self, there: int, size: int) -> None:
-        if there < size:
-            raise Exhausted(there)
+    def _refuse_length(self, length: int, size: int) -> None:
+        """Raise for a batch sampler that gave `length` indices, not `size`."""
+        if length < size:
+            raise Exhausted(length)
         raise UnsupportedError(
-            f"The batch sampler ({type(self.loader.batch_sampler).__name__}) gave {there} indices with batch_size={size}: it "
+            f"The batch sampler ({type(self.loader.batch_sampler).__name__}) gave {length} indices with batch_size={size}: it "
             "does not follow its batch_size. Set the batch size there, and leave the batch scaler out."
         )
 

@@ -96,7 +96,9 @@ class Search:
         if self.watts is not None and not self.watts > 0:
             raise ConfigError(f"watts is {self.watts!r}; give the power that the device draws in training, above 0.")
         if any(nn.parameter.is_lazy(p) for p in self.model.parameters()):
-            raise ConfigError("The model has lazy parameters, which no trial could unmake. Run one batch through it first.")
+            raise ConfigError(
+                "The model has lazy parameters, which a trial would initialise for good. Run one batch through it first."
+            )
 
 
 class _RunningSearch:

@@ -240,10 +240,10 @@ class Trials:
         outcome = _Outcome()
         try:
             yield outcome
-        except Exhausted as short:
-            if short.there < 1:
+        except Exhausted as error:
+            if error.available < 1:
                 raise ConfigError("The data gave no sample. Give a loader with data.") from None
-            self.cap = min(self.cap, short.there)
+            self.cap = min(self.cap, error.available)
             return
         except Exception as error:
             if not isinstance(error, InfeasibleError) and not is_out_of_memory(error):

@@ -200,7 +200,7 @@ class MemOptMonitor(Callback):
         if what not in self._warned:
             self._warned.add(what)
             warnings.warn(
-                f"MemOpt: {what} failed ({type(error).__name__}: {error}); training goes on without.{remedy}", stacklevel=3
+                f"MemOpt: {what} failed ({type(error).__name__}: {error}); training continues without it.{remedy}", stacklevel=3
             )
 
 

@@ -34,7 +34,7 @@ def nvml_source(device: torch.device, clock: Clock = time.perf_counter) -> Energ
     """The energy source of a CUDA device. Raises EnergyUnavailableError, which says why, if it cannot be read."""
     if device.type != "cuda" or torch.version.hip is not None:
         raise EnergyUnavailableError(
-            "it is no NVIDIA GPU; only the energy of those is read. Leave energy out, or use cpu=True for the processor's"
+            "it is no NVIDIA GPU; only their energy can be read. Leave energy out, or use cpu=True for that of the processors"
         )
     try:
         nvml = importlib.import_module("pynvml")
@@ -43,7 +43,7 @@ def nvml_source(device: torch.device, clock: Clock = time.perf_counter) -> Energ
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        raise EnergyUnavailableError(f"NVML does not begin ({error}); check NVIDIA's driver") from error
+        raise EnergyUnavailableError(f"NVML cannot be started ({error}); check NVIDIA's driver") from error
     try:
         return _source(nvml, uuid_of(device), clock)
     except BaseException:

@@ -30,7 +30,7 @@ def rapl_sources(directory: str | os.PathLike[str] = DIRECTORY, clock: Clock = t
             EnergyCounter(p.name, partial(_count, p / "energy_uj"), _MICRO, (_wrap(p),), _MOST_WATTS, clock) for p in packages
         ]
     except PermissionError as error:
-        raise EnergyUnavailableError(f"{error.filename} is not readable for this user; ask who administers it") from error
+        raise EnergyUnavailableError(f"{error.filename} is not readable for this user; ask for access") from error
     except (OSError, ValueError) as error:
         raise EnergyUnavailableError(f"a counter below {directory} cannot be read ({error}); leave cpu=True out") from error
 

@@ -168,7 +168,7 @@ def test_p31_neither_energy_nor_power(monkeypatch: Any, clock: Clock, error: str
 @pytest.mark.parametrize("error", ["LibraryNotFound", "DriverNotLoaded", "NoPermission"])
 def test_p31_nvml_does_not_begin(monkeypatch: Any, clock: Clock, error: str) -> None:
     device = install(monkeypatch, FakeNvml([Board("a", clock)], begins=error))(0)
-    unavailable(lambda: [nvml_source(device, clock)], "does not begin")
+    unavailable(lambda: [nvml_source(device, clock)], "cannot be started")
 
 
 def test_p31_no_module(monkeypatch: Any, clock: Clock) -> None:
