@@ -239,7 +239,7 @@ def test_o4_a_logger_that_raises(tmp_path: Path, clock: Clock) -> None:
     loggers = [Breaks(str(tmp_path), name="broken"), CSVLogger(str(tmp_path), name="", version="")]
     plain = outcome(fit("auto", Timed, logger=False))
     seen: list[Any] = []
-    with pytest.warns(UserWarning, match=r"Breaks.log_metrics failed \(OSError: disk full\); training goes on") as said:
+    with pytest.warns(UserWarning, match=r"Breaks.log_metrics failed \(OSError: disk full\); training continues") as said:
         trainer = fit("auto", Timed, task={"clock": clock, "seen": seen}, callbacks=lambda: [MemOptMonitor()],
                       logger=loggers, log_every_n_steps=2)  # fmt: skip
     assert sum("disk full" in str(w.message) for w in said) == 1
