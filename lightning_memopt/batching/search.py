@@ -147,7 +147,7 @@ class _RunningSearch:
             why = f"the smallest permitted size is {sizes[0]}, and it does not fit" if sizes else "no size is permitted"
             raise self._infeasible(why)
         if self.trials.energy is not None:
-            best = self.trials.confirm(best.size, spend=True) or best
+            best = self.trials.confirm(best.size, measure_energy=True) or best
         return self._result_of(best, None if self.chooser is None else self.chooser.predicted(best.size))
 
     def _predicted(self, step: StepFit) -> BatchSizeResult | None:
@@ -164,7 +164,7 @@ class _RunningSearch:
             if estimate is None:
                 self.why = "no permitted size was predicted to fit"
                 return None
-            trial = self.trials.confirm(estimate.size, spend=True)
+            trial = self.trials.confirm(estimate.size, measure_energy=True)
             if trial is None:  # no step ran: the data has fewer samples
                 continue
             if trial.fits:
@@ -201,14 +201,15 @@ class _RunningSearch:
     def _measured_energy_model(self, plain: int, energy: StepEnergy) -> EnergyModel | None:
         """Measure energy at two sizes well below `plain`, the largest size that needs no plan; None if `plain` is 0."""
         sizes = sorted({max(1, plain // 8), max(1, plain // 2)}) if plain else []
-        measured = [spent for spent in map(self.trials.spend, sizes) if spent is not None]
-        if measured:
-            return fitted(measured[0] if len(measured) > 1 else None, measured[-1], energy.approximate)
+        measurements = [measured for measured in map(self.trials.measure_energy, sizes) if measured is not None]
+        if measurements:
+            smaller = measurements[0] if len(measurements) > 1 else None
+            return fitted(smaller, measurements[-1], energy.approximate)
         self.why = "no size fits without a plan, so that no energy was measured before: the fastest one was taken"
         return None
 
     def _result_of(self, trial: Trial, estimate: SizeEstimate | None) -> BatchSizeResult:
-        spent = self.trials.spent
+        measured = self.trials.measured
         before = self.search.source.size
         before_estimate = self.chooser.unmodified(before) if self.chooser is not None else None
         return BatchSizeResult(
@@ -221,7 +222,7 @@ class _RunningSearch:
             samples_per_second=estimate.samples_per_second if estimate is not None else None,
             before_samples_per_second=before_estimate.samples_per_second if before_estimate is not None else None,
             joules_per_sample=estimate.joules_per_sample if estimate is not None else None,
-            measured_joules_per_sample=spent.joules_per_step / spent.size if spent is not None else None,
+            measured_joules_per_sample=measured.joules_per_step / measured.size if measured is not None else None,
             energy_source=self.energy_model.source if self.energy_model is not None else "",
             planned=estimate.planned if estimate is not None else self.config is not None,
             trials=tuple(self.trials.done),

@@ -108,7 +108,7 @@ class Trials:
         self.device, self.budget_nbytes, self.config = device, budget_nbytes, config
         self.cap = min(cap, source.cap or cap)
         self.done: list[Trial] = []
-        self.spent: MeasuredEnergy | None = None
+        self.measured: MeasuredEnergy | None = None
         """Energy of the size that was last confirmed; None if it was not measured."""
         self.energy: StepEnergy | None = None
         self._step = step
@@ -142,19 +142,19 @@ class Trials:
             graph = session.observed_graph
         return graph if trial.fits else None
 
-    def confirm(self, size: int, spend: bool = False) -> Trial | None:
+    def confirm(self, size: int, measure_energy: bool = False) -> Trial | None:
         """Run and measure steps as the run that follows will: one step; with plans, an observed and a planned one.
 
-        Returns None if the data has no such batch. `spend`: also repeat the step to measure its energy into `spent`, if it
-        fits and one batch is a whole update.
+        Returns None if the data has no such batch. `measure_energy`: also repeat the step to measure its energy into
+        `measured`, if it fits and one batch is a whole update.
         """
         trials_before = len(self.done)
-        self.spent = None
-        spend = spend and self._whole(size)
+        self.measured = None
+        measure_energy = measure_energy and self._whole(size)
         if self.config is not None:
-            self._planned(size, self.config, spend)
-        elif self._unplanned(size) and spend:
-            self.spent = self.spend(size)
+            self._planned(size, self.config, measure_energy)
+        elif self._unplanned(size) and measure_energy:
+            self.measured = self.measure_energy(size)
         return next((trial for trial in self.done[trials_before:] if trial.kind == "trial"), None)
 
     def _unplanned(self, size: int) -> bool:
@@ -174,7 +174,7 @@ class Trials:
                 trial.peak_nbytes = meter.close()
         return trial.fits
 
-    def _planned(self, size: int, config: MemOptConfig, spend: bool) -> None:
+    def _planned(self, size: int, config: MemOptConfig, measure_energy: bool) -> None:
         """Measure an observed step and a planned one."""
         quiet = dataclasses.replace(config, profile_steps=1, plan=None, on_exceed="warn", verify=False, verbose=False)
         with self._running("trial", size) as trial, self._session(quiet) as session, warnings.catch_warnings():
@@ -183,10 +183,10 @@ class Trials:
                 self._run(self.source.batch(size), session, self._whole(size))
                 session.step_ended()
             trial.peak_nbytes = session.status().measured_peak_nbytes
-            if spend and not self._over(trial.peak_nbytes):
-                self.spent = self.spend(size, session)
+            if measure_energy and not self._over(trial.peak_nbytes):
+                self.measured = self.measure_energy(size, session)
 
-    def spend(self, size: int, session: Session | None = None) -> MeasuredEnergy | None:
+    def measure_energy(self, size: int, session: Session | None = None) -> MeasuredEnergy | None:
         """Repeat steps of a size that fits and measure their energy; None without a meter, or if the data has no such batch."""
         if self.energy is None:
             return None
