@@ -60,19 +60,20 @@ class EnergyCounter:
         self.key = key
         self._read, self._clock = read, clock
         self._unit_joules, self._wraps, self._most_watts = unit_joules, wraps, most_watts
-        self._last, self._at = read(), clock()
+        self._last_count = read()
+        self._read_at = clock()
         self._on_close = contextlib.ExitStack()
         self._on_close.callback(finish)
 
     def take(self) -> float | None:
-        now, at = self._read(), self._clock()
-        last, seconds = self._last, at - self._at
-        self._last, self._at = now, at
+        count, now = self._read(), self._clock()
+        last, seconds = self._last_count, now - self._read_at
+        self._last_count, self._read_at = count, now
         # the hardware updates its counter with a delay, so one second is added
         most = self._most_watts * (seconds + 1.0) / self._unit_joules
         if most >= self._wraps[-1]:
             return None  # it may have wrapped and grown past its last value
-        growths = [now - last, *(now + wrap - last for wrap in self._wraps if last < wrap)]
+        growths = [count - last, *(count + wrap - last for wrap in self._wraps if last < wrap)]
         return next((growth * self._unit_joules for growth in growths if 0 <= growth <= most), None)
 
     def close(self) -> None:
@@ -103,7 +104,8 @@ class PowerSampler:
         self.key = key
         self._watts, self._clock = watts, clock
         self._joules = 0.0
-        self._at, self._last = clock(), watts()
+        self._sampled_at = clock()
+        self._last_watts = watts()
         self._lock = threading.Lock()
         self._error: Exception | None = None
         self._on_close = contextlib.ExitStack()
@@ -120,9 +122,9 @@ class PowerSampler:
     def sample(self) -> None:
         """Read the power and add the joules since the last sample."""
         with self._lock:
-            at, watts = self._clock(), self._watts()
-            self._joules += 0.5 * (watts + self._last) * (at - self._at)
-            self._at, self._last = at, watts
+            now, watts = self._clock(), self._watts()
+            self._joules += 0.5 * (watts + self._last_watts) * (now - self._sampled_at)
+            self._sampled_at, self._last_watts = now, watts
 
     def failed(self, error: Exception) -> None:
         """Remember an error of the thread; the next `take` raises it."""

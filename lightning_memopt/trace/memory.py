@@ -108,13 +108,14 @@ def metered_cpu() -> Iterator[AllocatorEvents]:
 @contextlib.contextmanager
 def _counted(counts: Counter, whole: Window, ops: Window) -> Iterator[AllocatorEvents]:
     """Measure with the native counter. `whole`: its window for the block; `ops`: its window for single ops."""
-    began, marks = whole.reset(), Marks(ops)
+    live_nbytes = whole.reset()
+    marks = Marks(ops)
     events = AllocatorEvents(mark=marks, workspaces=marks.workspaces)
     try:
         yield events
     finally:
         marks.close()
-        events.peak_nbytes = whole.peak_nbytes - began
+        events.peak_nbytes = whole.peak_nbytes - live_nbytes
         events.available = bool(counts.installed())
         whole.close()
 
