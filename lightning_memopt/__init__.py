@@ -1,7 +1,7 @@
 """Keep PyTorch training within a memory budget: optimal recomputation plans, executed with bit-identical gradients.
 
-`optimize(model, optimizer, budget="8GiB")` for plain loops, `MemOptStrategy(budget="8GiB")` for Lightning. Importing the
-package registers the Lightning strategy "memopt" when Lightning is (or gets) imported by it; planning needs no torch.
+`optimize(model, optimizer, budget="8GiB")` is for plain loops, `MemOptStrategy(budget="8GiB")` for Lightning. Importing this
+package registers the Lightning strategy "memopt" as soon as Lightning is imported too. The planning modules need no torch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # what a type checker reads; `__getattr__` imports a name when it is first used
+if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` imports a name when it is first used
     from lightning_memopt.callbacks import MemOptBatchScaler, MemOptMonitor
     from lightning_memopt.config import MemOptConfig
     from lightning_memopt.errors import InfeasibleError, MemOptError
@@ -63,7 +63,7 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # to a type checker, a module that has it has every name
+if not TYPE_CHECKING:  # a type checker would accept every name of a module that has `__getattr__`
 
     def __getattr__(name: str) -> Any:
         module = _PUBLIC.get(name)
@@ -72,10 +72,10 @@ if not TYPE_CHECKING:  # to a type checker, a module that has it has every name
         return getattr(importlib.import_module(module), name)
 
 
-def _announce() -> None:
+def _register_strategy() -> None:
     from lightning_memopt._registration import register_when_loaded
 
     register_when_loaded()
 
 
-_announce()
+_register_strategy()

@@ -1,4 +1,4 @@
-"""Register the Lightning strategy without importing Lightning: now if it is loaded, else right after somebody loads it."""
+"""Register the Lightning strategy without importing Lightning: now if it is loaded, else right after it is imported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TARGET = "lightning.pytorch"
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Finds the target once, and runs the registration after its loader has executed it."""
+    """An import hook that runs the registration once, after `_TARGET` was imported."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -36,12 +36,12 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 
 def _register() -> None:
-    # importing it registers; where it is being imported now, and imports Lightning itself, it will when it is done
+    # the import registers; if it is already running, and itself imports Lightning, it registers when it ends
     importlib.import_module("lightning_memopt.strategies")
 
 
 def register_when_loaded() -> None:
-    """Call once, when the package is imported."""
+    """Register now or when Lightning is imported. The package calls this once, when it is imported itself."""
     if _TARGET in sys.modules:
         _register()
     elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):

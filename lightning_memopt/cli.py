@@ -1,4 +1,7 @@
-"""`memopt`: demo, plan, explain, chain. Exit codes: 0 done, 2 bad input, 3 infeasible."""
+"""The command line `memopt`: demo, plan, explain, breakdown, chain.
+
+Exit codes: 0 done, 1 a demo whose losses differ, 2 bad input, 3 no plan fits the budget.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from lightning_memopt.errors import ConfigError, InfeasibleError, MemOptError
 from lightning_memopt.units import format_nbytes, parse_budget
 
 _NO_DEVICE = 1 << 62
-"""The chain tool plans for any memory: its budget has no device to be checked against."""
+"""Bytes of the device for budgets that are not checked against a real device."""
 
 
 def _example(name: str) -> Any:
@@ -30,10 +33,11 @@ def _example(name: str) -> Any:
 
 def _demo(args: argparse.Namespace) -> int:
     outcomes = _example("demo").run(Path(args.folder), quick=args.quick)
-    return 0 if all(o.losses_identical for o in outcomes) else 1
+    return 0 if all(outcome.losses_identical for outcome in outcomes) else 1
 
 
 def _factory(spec: str) -> Any:
+    """The function that `package.module:function` names. Raises ConfigError if it cannot be imported."""
     module, colon, name = spec.partition(":")
     if not colon:
         raise ConfigError(
@@ -47,8 +51,8 @@ def _factory(spec: str) -> Any:
         raise ConfigError(f"{spec!r} cannot be imported: {error}. Give a module that can, and a name in it.") from error
 
 
-def _away(device: str, args: argparse.Namespace) -> Any:
-    """What may be away, on this machine: its links and codecs are measured."""
+def _hybrid(device: str, args: argparse.Namespace) -> Any:
+    """The `Hybrid` that plans parked tensors with the measured rates of this machine's links and codecs."""
     import torch
 
     from lightning_memopt.config import MemOptConfig
@@ -87,7 +91,7 @@ def _plan(args: argparse.Namespace) -> int:
         graph, objective=args.objective, limit_seconds=args.solver_seconds, say=lambda s: print(s, file=sys.stderr)
     )
     if (args.offload, args.compress) != ("none", "none"):
-        frontier = _away(graph.device, args).frontier(frontier)
+        frontier = _hybrid(graph.device, args).frontier(frontier)
     budget = frontier.smallest_bytes if args.budget == "min" else parse_budget(args.budget, args.device_nbytes or _NO_DEVICE)
     plan = frontier.plan(budget)
     write_plan(args.output, plan, graph)
@@ -117,13 +121,13 @@ def _breakdown(args: argparse.Namespace) -> int:
     from lightning_memopt.solvers.recompute.echo import echo
 
     plan, graph = read_plan(args.plan)
-    lives = {"unmodified": unmodified(graph), "Mirror": mirror(graph), "Echo": echo(graph), "plan": plan.lives}
-    peaks = {name: breakdown.at_peak(graph, found) for name, found in lives.items()}
+    policies = {"unmodified": unmodified(graph), "Mirror": mirror(graph), "Echo": echo(graph), "plan": plan.lives}
+    peaks = {name: breakdown.at_peak(graph, lives) for name, lives in policies.items()}
     for axis, kind in ((1, "data structure"), (0, "layer")):
         print(breakdown.compared(peaks, axis, f"In memory at the peak, by {kind}", args.layers))
-    kept = {name: breakdown.saved(graph, found) for name, found in lives.items()}
-    print(breakdown.compared(kept, 1, "What autograd saves, by what becomes of it"))
-    print(breakdown.compared({"all": kept["plan"]}, 0, "What autograd saves, by layer", args.layers))
+    saved = {name: breakdown.saved(graph, lives) for name, lives in policies.items()}
+    print(breakdown.compared(saved, 1, "What autograd saves, by what becomes of it"))
+    print(breakdown.compared({"all": saved["plan"]}, 0, "What autograd saves, by layer", args.layers))
     if args.png:
         breakdown.plot(peaks, args.png, args.plan)
     return 0
@@ -167,27 +171,27 @@ def _chain(args: argparse.Namespace) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """The parser of the command line."""
     top = argparse.ArgumentParser(prog="memopt", description="Keep PyTorch training within a memory budget.")
     commands = top.add_subparsers(dest="command", required=True)
     demo = commands.add_parser("demo", help="train two real models within a budget (needs lightning and scikit-learn)")
-    demo.add_argument("--folder", default="demo", help="where summary.json and plan.json go (default: demo)")
+    demo.add_argument("--folder", default="demo", help="folder for summary.json and plan.json (default: demo)")
     demo.add_argument("--quick", action="store_true", help="a few steps only")
     demo.set_defaults(run=_demo)
-    plan = commands.add_parser("plan", help="plan a model, or a recorded step again for another budget")
+    plan = commands.add_parser("plan", help="solve a plan for a model, or for the recorded step of a plan file")
     plan.add_argument(
         "source",
         help="a plan file (its recorded step is planned again), or package.module:function returning (model, optimizer, step)",
     )
     plan.add_argument("--budget", required=True, help="8GiB, 80%%, bytes, or min")
-    plan.add_argument("--device-nbytes", type=int, default=None, help="what the device has, for budgets given as a share")
+    plan.add_argument("--device-nbytes", type=int, default=None, help="bytes of the device, for budgets given as a share")
     plan.add_argument(
-        "--objective", choices=["throughput", "flops"], default="throughput", help="what the plan takes the least of"
+        "--objective", choices=["throughput", "flops"], default="throughput", help="what the plan minimises"
     )
     plan.add_argument(
         "--offload",
         default="none",
-        help="none, disk, disk:/a/directory, host or auto: where saved tensors may be till backward",
+        help="none, disk, disk:/a/directory, host or auto: where saved tensors may be parked until backward",
     )
     plan.add_argument("--compress", default="none", help="none, lossless, lossy, or a codec's name")
     plan.add_argument("--solver-seconds", type=float, default=30.0)
@@ -197,7 +201,7 @@ def parser() -> argparse.ArgumentParser:
     explain.add_argument("plan")
     explain.set_defaults(run=_explain)
     breakdown = commands.add_parser(
-        "breakdown", help="what is in memory at a plan's peak, by layer and by what it is for, beside simpler policies"
+        "breakdown", help="bytes in memory at a plan's peak, by layer and by data structure, beside simpler policies"
     )
     breakdown.add_argument("plan")
     breakdown.add_argument("--layers", type=int, default=12, help="rows for the largest layers (default: 12)")
@@ -205,22 +209,22 @@ def parser() -> argparse.ArgumentParser:
     breakdown.set_defaults(run=_breakdown)
     chain = commands.add_parser("chain", help="optimal checkpointing of a sequence given by numbers")
     chain.add_argument("chain", help='JSON: {"stages": [...]}, see docs/formulation.md')
-    chain.add_argument("--budget", required=True, help="bytes, 11GiB, ...: everything counted, the chain's input included")
-    chain.add_argument("--bucket", default=None, help="memory bucket, e.g. 1MiB (default: a 512th of the budget)")
+    chain.add_argument("--budget", required=True, help="bytes, 11GiB, ...: of all memory, the chain's input included")
+    chain.add_argument("--bucket", default=None, help="granularity of memory, e.g. 1MiB (default: a 512th of the budget)")
     chain.add_argument("-o", "--output", default=None, help="write the schedule here")
     chain.set_defaults(run=_chain)
     return top
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; errors of ours become one line on stderr and an exit code."""
+    """Run a command and return its exit code; errors of this package become one line on stderr."""
     args = parser().parse_args(argv)
     try:
         code = int(args.run(args))
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # `memopt explain plan.json | head`: the reader has what it wanted
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it flushes at its end
+    except BrokenPipeError:  # `memopt explain plan.json | head`: the reader has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python reports an error when it flushes
         return 0
     except InfeasibleError as error:
         print(f"memopt: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Every option, once: the single source of truth for all fronts (strategy, `optimize`, command line)."""
+"""All options, defined once for the strategy, `optimize` and the command line."""
 
 from __future__ import annotations
 
@@ -23,33 +23,34 @@ LOSSY = tuple(name for name in NAMES if name.startswith(("block", "int")))
 
 @dataclass(frozen=True, kw_only=True)
 class MemOptConfig:
-    """What to keep to, and how.
+    """The options: what a step may use, and by which means it is kept within that.
 
     Args:
         budget: bytes of the training device that a whole step may use: `"8GiB"`, `"8GB"`, `"80%"` or a float in (0, 1] of
-            the device, an int of bytes, `"auto"` (90 % of the device) or `"min"` (the smallest plan there is).
-        recompute: whether saved tensors may be dropped and rebuilt. False: no op runs twice; a budget is kept by `offload`,
-            `compress` and `optimizer_in_backward` alone, and the observed steps are as large as they are without a plan.
-        offload: where saved tensors may be until backward: `"disk"` (a nameless file, on any device; in the system's
-            directory for temporary files, or in that of `"disk:/fast/nvme"`), `"host"` (page-locked memory beside a CUDA
-            device), `"auto"` (host where there is one), or `"none"`.
-        compress: `"none"`; `"lossless"`: boolean and ReLU masks are stored as one bit a value, gradients are the same bits;
-            `"lossy"`, opt-in: also the inputs of convolutions and linear layers at 8 bits a value, or at what a codec's name
-            says (`"block6"`, `"int8"`).
+            the device, an int of bytes, `"auto"` (90 % of the device) or `"min"` (the smallest plan that exists).
+        recompute: whether saved tensors may be dropped and rebuilt. False: no op runs twice. Then only `offload`, `compress`
+            and `optimizer_in_backward` reduce memory, and observed steps use as much memory as without a plan.
+        offload: where saved tensors may be parked until backward: `"none"`; `"disk"` (an unnamed temporary file, for any
+            device, in the system's temporary directory or the given one: `"disk:/fast/nvme"`); `"host"` (page-locked memory,
+            for CUDA devices); `"auto"` (`"host"` for CUDA devices, else `"none"`).
+        compress: `"none"`; `"lossless"`: boolean and ReLU masks are stored as one bit per value, gradients are unchanged;
+            `"lossy"` also stores the inputs of convolutions and linear layers at 8 bits per value, which changes gradients; a
+            codec's name (`"block6"`, `"int8"`) stores them in that codec.
         objective: what a plan within the budget minimises: measured time (`"throughput"`) or `"flops"`.
-        optimizer_in_backward: whether a parameter is updated in backward, as soon as its gradient is final, which is freed at
-            once: `"never"`; `"auto"`: where it is seen to be exact, else it says why not; `"always"`: else it raises
-            UpdatesInBackwardError. Nothing may look at `p.grad` after backward. Plain loops mark the last backward before a
-            step by `with run.last_backward():`.
-        profile_steps: real training steps that are observed before the plan is made.
-        solver_seconds: time limit of the planner, in seconds of CPU: a busy machine has the same plans.
-        headroom: bytes of the budget that the plan leaves free, for what no trace shows.
-        on_exceed: what to do when a planned step was measured above the budget, or no plan of a later step keeps it (then the
-            smallest one is in force, unless this is `"raise"`).
-        plan: path of a plan file to use instead of observing and solving: in force from the first step.
-        verify: compare rebuilt tensors bit by bit with the original ones while observing, and by checksum in the first planned
+        optimizer_in_backward: whether each parameter is updated in backward as soon as its gradient is final, so that the
+            gradient is freed at once. `"never"`; `"auto"`: if that gives the same bits, else one line says why not;
+            `"always"`: raises UpdatesInBackwardError if not. Nothing may read `p.grad` after backward. Plain loops must mark
+            the last backward before a step by `with run.last_backward():`.
+        profile_steps: number of real training steps that are observed before the plan is solved.
+        solver_seconds: time limit of the planner, in seconds of CPU time, so that a busy machine gets the same plans.
+        headroom: bytes of the budget that the plan leaves free, for memory that observed steps do not show.
+        on_exceed: what to do if a planned step was measured above the budget, or no plan for a later step keeps it:
+            `"replan"` (put a smaller plan in force), `"warn"` or `"raise"`. Unless it is `"raise"`, the smallest plan is in
+            force if none keeps the budget.
+        plan: path of a plan file, which is in force from the first step: nothing is observed or solved.
+        verify: compare rebuilt tensors bit by bit with the originals in observed steps, and by checksum in the first planned
             step.
-        verbose: print progress and the table at the end.
+        verbose: print progress, and the table at the end.
     """
 
     budget: str | float | int = "auto"
@@ -97,11 +98,11 @@ class MemOptConfig:
         if self.budget is None:
             raise BudgetError("The budget is None; give bytes like '8GiB', a share like '80%', 'auto' or 'min'.")
         if not self._smallest:
-            parse_budget(self.budget, 1 << 62)  # its form; its size against the device comes when the device is known
+            parse_budget(self.budget, 1 << 62)  # checks the form only; the device, and so the upper limit, is not known yet
 
     @property
     def offload_to(self) -> tuple[str, str | None]:
-        """The tier, or `"none"` or `"auto"`, and the directory of a disk's file, where one is named."""
+        """(tier, or "none" or "auto"; directory of the disk's file, None if none is given)."""
         name, _, directory = self.offload.partition(":")
         return name, os.path.expanduser(directory) or None
 
@@ -110,14 +111,14 @@ class MemOptConfig:
         return isinstance(self.budget, str) and self.budget.strip().lower() == "min"
 
     def budget_nbytes(self, device: torch.device) -> int | None:
-        """The budget in bytes of this device; None for "min", the smallest plan."""
+        """The budget in bytes on this device; None for "min", the smallest plan."""
         if self._smallest:
             return None
         return parse_budget(self.budget, device_nbytes(device))
 
 
 class PlanOptions(TypedDict, total=False):
-    """The options of `MemOptConfig` without the budget: for functions whose budget is an argument of their own."""
+    """The options of `MemOptConfig` without the budget, for functions that have an argument `budget` themselves."""
 
     recompute: bool
     offload: str
@@ -140,7 +141,7 @@ class Options(PlanOptions, total=False):
 
 
 def config_of(config: MemOptConfig | None, options: Mapping[str, Any]) -> MemOptConfig:
-    """The config that was given, or one made of the options. Raises ConfigError where both are given: neither is dropped."""
+    """`config` if it is given, else a config of the options. Raises ConfigError if both are given."""
     if config is None:
         return MemOptConfig(**options)
     if not isinstance(config, MemOptConfig):
@@ -160,19 +161,19 @@ def changed(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def device_nbytes(device: torch.device) -> int:
-    """What the device has: a CUDA device's memory, or what this process may use of the host's, cgroup limit included."""
+    """Bytes of memory of a CUDA device, or bytes of the host's memory that this process may use (with its cgroup limit)."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return host_memory_nbytes()
 
 
 def free_nbytes(device: torch.device) -> int | None:
-    """What this process may take of a CUDA device beside other programs, its own memory included; None on the CPU."""
+    """Bytes of a CUDA device that other programs do not use, what this process already uses included; None on the CPU."""
     if device.type != "cuda":
         return None
     return int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device)
 
 
 def disabled() -> bool:
-    """The kill switch: `MEMOPT_DISABLE=1` gives the plain run, exactly."""
+    """Whether `MEMOPT_DISABLE=1` switches the package off: training then runs exactly as without it."""
     return os.environ.get("MEMOPT_DISABLE", "") not in ("", "0")

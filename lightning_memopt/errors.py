@@ -1,22 +1,22 @@
-"""Every error this package raises on purpose: one base class, one subclass per cause.
+"""Every error that this package raises on purpose: one base class, one subclass for each cause.
 
-A message says what was wrong, the numbers, and what to do. Where a cause has a builtin exception that callers already
-catch (a bad value, what autograd raises for a modified tensor), the subclass is that builtin too.
+A message says what was wrong, with numbers, and what to do. If callers already catch a builtin exception for a cause
+(ValueError for a bad value, RuntimeError for a tensor that was modified in place), the subclass derives from that builtin too.
 """
 
 from __future__ import annotations
 
 
 class MemOptError(Exception):
-    """Base of every error of this package: catching it catches them all."""
+    """Base class of every error of this package."""
 
 
 class BudgetError(MemOptError, ValueError):
-    """The memory budget cannot be read, or no device could give it."""
+    """The memory budget cannot be understood, or is more than the device has."""
 
 
 class InfeasibleError(MemOptError):
-    """No plan fits the budget; `smallest_nbytes` is the smallest that would do, as far as known by then (None: not at all)."""
+    """No plan fits `budget_nbytes`; `smallest_nbytes` is the smallest budget that is known to suffice, None if unknown."""
 
     def __init__(self, message: str, *, smallest_nbytes: int | None = None, budget_nbytes: int | None = None) -> None:
         super().__init__(message)
@@ -25,15 +25,15 @@ class InfeasibleError(MemOptError):
 
 
 class PlanFileError(MemOptError, ValueError):
-    """A plan, trace or profile file cannot be read, cannot be written, or is not what it must be."""
+    """A plan, graph or profile file cannot be read or written, or has wrong content."""
 
 
 class PlanMismatchError(MemOptError):
-    """The plan was made for another model: the message names the fingerprint and the first op that differ."""
+    """The plan was made for another model; the message names both fingerprints and the first different op."""
 
 
 class ChainError(MemOptError, ValueError):
-    """The stages given, or cut from a graph, are not a chain that can be solved."""
+    """The given stages, or those cut from a graph, are not a chain that can be solved."""
 
 
 class ModifiedError(MemOptError, RuntimeError):
@@ -45,27 +45,27 @@ class ConfigError(MemOptError, ValueError):
 
 
 class UnsupportedError(MemOptError):
-    """What was asked for cannot be done safely, and is refused by name."""
+    """The request cannot be carried out safely; the message names what is refused."""
 
 
 class UpdatesInBackwardError(UnsupportedError):
-    """Updating parameters in backward would be wrong, or the loop does not keep to what it needs: says what, and the fix."""
+    """Updating parameters in backward would give wrong results for this loop; the message says why, and what to change."""
 
 
 class AlreadyAttachedError(MemOptError):
-    """The model is already attached to a run: detach that one first."""
+    """The model already belongs to an open run; close that one first."""
 
 
 class ReplayMismatchError(MemOptError, RuntimeError):
-    """An op run again gave other bits than in the forward pass; raised before anything is updated."""
+    """An op gave other bits in a rebuild than in the forward pass; raised before any parameter is updated."""
 
 
 class OffloadError(MemOptError, RuntimeError):
-    """A tensor could not be moved to a tier, or back: no room, a failed copy, or a tier that is closed."""
+    """A tensor could not be copied to a tier or back: no space, a failed copy, or a closed tier."""
 
 
 class TierFullError(OffloadError):
-    """A tier has no room for a tensor."""
+    """A tier has no space for a tensor."""
 
 
 class EnergyUnavailableError(MemOptError):

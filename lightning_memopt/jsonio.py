@@ -1,11 +1,11 @@
-"""JSON files from anywhere, read within bounds; written whole or not at all. Never pickle.
+"""Read JSON files from anywhere safely, and write them completely or not at all. Never uses pickle.
 
-A plan, trace or profile may come from another machine or person, so a file is data to check before it is data to use.
-`read` and `parse` accept a subset of JSON that means the same to every reader: UTF-8, an object at the top, no key
-twice in an object, no NaN or infinity, and limits on size, nesting and the length of a number. What is outside raises
-PlanFileError with the file, the position and the reason. `write` refuses what `read` would.
+A plan, graph or profile may come from another machine or person, so a file is checked before it is used. `read` and `parse`
+accept a subset of JSON that every reader understands alike: UTF-8, an object at the top, no key twice in an object, no NaN or
+infinity, and limits on size, nesting and the length of a number. Everything else raises PlanFileError with the file, the
+position and the reason. `write` refuses what `read` would refuse.
 
-The checks run at C speed on a good file; only a bad one is walked in Python (`_problems`), to say where it is bad.
+The checks of a valid file run at C speed. Only an invalid file is walked in Python (`_problems`), to find the position.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class _Refused(Exception):
-    """A value of well-formed JSON that is not accepted; what it is, not yet where."""
+    """A value of well-formed JSON is not accepted. The text says why; `_refuse` adds the position."""
 
 
 def read(path: str | os.PathLike[str], *, max_nbytes: int = MAX_NBYTES) -> dict[str, Any]:
     """The object in the JSON file at `path`, of at most `max_nbytes` bytes. Raises PlanFileError."""
     name = _shown(path)
     try:
-        # O_NONBLOCK: opening a named pipe must not wait for a writer.
+        # O_NONBLOCK: opening a named pipe must not wait for a writer
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
         with open(descriptor, "rb") as file:
             status = os.fstat(descriptor)
@@ -63,7 +63,7 @@ def read(path: str | os.PathLike[str], *, max_nbytes: int = MAX_NBYTES) -> dict[
 
 
 def parse(data: bytes | str, *, name: str = "the JSON text", max_nbytes: int = MAX_NBYTES) -> dict[str, Any]:
-    """The object that JSON `data` holds; `name` stands for it in messages. Raises PlanFileError."""
+    """The object in the JSON text `data`; messages call it `name`. Raises PlanFileError."""
     if isinstance(data, str):
         data = data.encode("utf-8", errors="surrogatepass")  # decoded strictly below, with the position
     if len(data) > max_nbytes:
@@ -102,10 +102,10 @@ def parse(data: bytes | str, *, name: str = "the JSON text", max_nbytes: int = M
 def write(
     path: str | os.PathLike[str], obj: dict[str, Any], *, indent: int | None = None, max_nbytes: int = MAX_NBYTES
 ) -> None:
-    """Write `obj` as JSON to `path`, atomically: readers find the old file or the new one, never a part.
+    """Write `obj` as JSON to `path`, atomically: readers find the old file or the new one, never a part of it.
 
-    The file is for its owner only (mode 0600). A symlink at `path` is replaced, not followed. Raises PlanFileError when
-    `obj` is not something `read` would accept, or the file cannot be written; `path` is then as it was.
+    Only the owner may read and write the file (mode 0600). A symlink at `path` is replaced, not followed. Raises PlanFileError
+    if `read` would not accept `obj`, or if the file cannot be written; `path` is unchanged then.
     """
     name = _shown(path)
     separators = (",", ":") if indent is None else (",", ": ")
@@ -122,7 +122,7 @@ def write(
 
 
 def _replace(path: Path, data: bytes) -> None:
-    # Same directory, so that the replacement is one rename within one file system; a name nobody can prepare a link at.
+    # in the same directory, so that the replacement is one rename; with a random name, so that nobody can put a link there
     temporary = path.parent / f".memopt-{secrets.token_hex(8)}.tmp"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
     descriptor = os.open(temporary, flags, 0o600)
@@ -136,7 +136,7 @@ def _replace(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
-    with contextlib.suppress(OSError):  # the rename itself; not every file system syncs a directory
+    with contextlib.suppress(OSError):  # makes the rename durable; not every file system can sync a directory
         directory = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(directory)
@@ -145,16 +145,17 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def _depth(data: bytes) -> int:
-    """How deep brackets outside strings nest, without recursion; exact up to the first character that is not JSON.
+    """The deepest nesting of brackets outside of strings, without recursion; exact up to the first character that is not JSON.
 
-    Escape pairs go first (a backslash is legal only inside a string), so that each quote left opens or closes one.
+    Escape pairs are removed first (a backslash is legal only inside a string), so each quote left begins or ends a string.
     """
     bare = data.replace(rb"\\", b"").replace(rb"\"", b"")
     deepest = depth = inside = 0
-    for start in range(0, len(bare), _CHUNK_NBYTES):  # in parts: splitting a file of quotes whole takes gigabytes
+    for start in range(0, len(bare), _CHUNK_NBYTES):  # in chunks: splitting a whole file of quotes takes gigabytes
         pieces = bare[start : start + _CHUNK_NBYTES].split(b'"')
         brackets = b"".join(pieces[inside::2]).translate(None, _NOT_BRACKETS)
-        inside ^= (len(pieces) - 1) & 1
+        if (len(pieces) - 1) % 2:  # an odd number of quotes: the next chunk begins on the other side
+            inside = 1 - inside
         deepest = max(deepest, max(accumulate(map(_STEP.__getitem__, brackets), initial=depth)))
         depth += sum(_STEP[bracket] * brackets.count(bracket) for bracket in _STEP)
     return deepest
@@ -190,7 +191,7 @@ def _check_surrogates(text: str) -> None:
 
 
 def _refuse(name: str, text: str, problem: str) -> NoReturn:
-    """Raise for `problem`, with the position of the first thing in `text` that is not accepted."""
+    """Raise PlanFileError for `problem`, with the position of the first problem in `text`."""
     position, problem = next(_problems(text), (0, problem))
     line = text.count("\n", 0, position) + 1
     column = position - text.rfind("\n", 0, position)
@@ -198,8 +199,8 @@ def _refuse(name: str, text: str, problem: str) -> NoReturn:
 
 
 def _problems(text: str) -> Iterator[tuple[int, str]]:
-    """(position, problem) of what `parse` does not accept in `text`, by a walk over its tokens."""
-    keys: list[set[str] | None] = []  # per open bracket: the keys so far; None for an array
+    """(position, problem) of everything in `text` that `parse` does not accept, found by walking over its tokens."""
+    keys: list[set[str] | None] = []  # for each open bracket: the keys so far, or None for an array
     key_next = False
     position = 0
     while match := _TOKEN.search(text, position):
@@ -238,7 +239,7 @@ def _refusals(token: str) -> Iterator[_Refused]:
     except _Refused as refused:
         yield refused
     except ValueError:
-        return  # not a number at all: the parser has its own words for it
+        return  # not a number at all: the JSON parser raises its own error
 
 
 def _number(token: str) -> float:

@@ -1,7 +1,7 @@
 """Bytes as people write them, and the memory this process may use on the CPU.
 
-Text or a number goes in, whole bytes come out; nothing here knows what a budget is for. `8GiB` is 2^30-based and `8GB`
-is 10^9-based. Amounts are computed as exact fractions and rounded down: a budget is never rounded up.
+`parse_budget` turns text or a number into whole bytes, and `format_nbytes` turns bytes into text. `8GiB` is 2^30-based and
+`8GB` is 10^9-based. Amounts are computed as exact fractions and rounded down: a budget is never rounded up.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path, PurePosixPath
 from lightning_memopt.errors import BudgetError, UnsupportedError
 
 Budget = int
-"""A budget after `parse_budget`: whole bytes. `"min"` is no amount of bytes; whoever takes it handles it first."""
+"""A budget after `parse_budget`, in whole bytes. `"min"` is not an amount of bytes; callers that accept it handle it before."""
 
 AUTO_FRACTION = Fraction(9, 10)
-"""The share of the device that `"auto"` means."""
+"""The share of the device's memory that `"auto"` means."""
 
 ACCEPTED = "write '8GiB' (2^30-based), '8GB' (10^9-based), '80%' or 0.8 (of the device), a whole number of bytes, or 'auto'"
 
@@ -32,15 +32,25 @@ _AMOUNT = re.compile(r"([+-]?)([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z%]*)")
 _MAX_TEXT_CHARS = 64
 
 
+def ceil_div(dividend: int, divisor: int) -> int:
+    """The quotient of two integers, rounded up; `divisor` is positive."""
+    return -(-dividend // divisor)
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` (positive) that is not below `value`."""
+    return ceil_div(value, multiple) * multiple
+
+
 def parse_budget(budget: object, device_nbytes: int) -> Budget:
-    """Bytes (int, 1 <= result <= `device_nbytes`) that `budget` means on a device of `device_nbytes` bytes.
+    """The bytes (int, 1 <= result <= `device_nbytes`) that `budget` means on a device of `device_nbytes` bytes.
 
     Accepted: text with a unit (`"8GiB"`, `"1.5 gb"`, `"512 B"`; case does not matter), a percentage of the device
     (`"80%"`), `"auto"` (0.9 of the device), a float in (0, 1] (a share of the device) and an int (bytes). Text of a
-    bare number means what that number means: `"0.8"` is a share, `"1000"` is bytes. `"min"` is refused here: it has
-    no bytes until a planner has run, so callers handle it before.
+    bare number means the same as that number: `"0.8"` is a share, `"1000"` is bytes. `"min"` is refused: its bytes are
+    unknown until a planner has run, so callers handle it before.
 
-    Raises BudgetError for anything else, and for more than the device has.
+    Raises BudgetError for anything else, and for more bytes than the device has.
     """
     device = _whole(device_nbytes)
     if device is None or device <= 0:
@@ -58,9 +68,9 @@ def parse_budget(budget: object, device_nbytes: int) -> Budget:
 
 
 def format_nbytes(nbytes: int) -> str:
-    """`nbytes` for people, 2^10-based, two decimals: `"7.25 GiB"`, `"512 B"`.
+    """`nbytes` as text for people, 2^10-based with two decimals: `"7.25 GiB"`, `"512 B"`.
 
-    It is rounded, so a message whose number may be copied as a budget says the bytes too.
+    The text is rounded. A message whose number may be copied as a budget must give the exact bytes too.
     """
     sign, size = ("-" if nbytes < 0 else ""), abs(nbytes)
     if size < 1024:
@@ -89,7 +99,7 @@ def host_memory_nbytes() -> int:
 
 
 def _whole(value: object) -> int | None:
-    """`value` when it is an integer of any library, but no bool; else None."""
+    """`value` as an int if it is an integer of any library; None for bools and everything else."""
     try:
         return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -97,7 +107,7 @@ def _whole(value: object) -> int | None:
 
 
 def _shown(budget: object) -> str:
-    """What was given, for a message: never longer than a line, whatever was given."""
+    """The given budget as text for a message; never longer than a line."""
     if isinstance(budget, int) and budget.bit_length() > 200:  # repr() of a huge int raises, or fills the screen
         return f"a number of {budget.bit_length()} bits"
     text = repr(budget)
@@ -105,7 +115,7 @@ def _shown(budget: object) -> str:
 
 
 def _amount(budget: object, given: str, device_nbytes: int) -> Fraction:
-    """The exact bytes `budget` means, positive; BudgetError if it means none."""
+    """The exact, positive number of bytes that `budget` means. Raises BudgetError if it means none."""
     if isinstance(budget, str):
         return _text_amount(budget, given, device_nbytes)
     nbytes = _whole(budget)
@@ -124,7 +134,7 @@ def _amount(budget: object, given: str, device_nbytes: int) -> Fraction:
 
 
 def _share(share: Fraction, given: str) -> Fraction:
-    """`share` itself, when it is a share of the device: in (0, 1]."""
+    """`share` unchanged. Raises BudgetError if it is not in (0, 1]."""
     if share <= 0:
         raise BudgetError(f"budget {given} is not positive; {ACCEPTED}")
     if share > 1:
@@ -154,10 +164,13 @@ def _text_amount(budget: str, given: str, device_nbytes: int) -> Fraction:
     if "bit" in unit:
         raise BudgetError(f"budget {given} is in bits; memory is counted in bytes: {ACCEPTED}")
     if re.fullmatch("[kmgt]i?", unit):
-        spellings = [unit[0].upper() + rest for rest in (("iB",) if len(unit) == 2 else ("B", "iB"))]
+        letter = unit[0].upper()
+        if len(unit) == 1:
+            spellings, why = [f"{letter}B", f"{letter}iB"], "ambiguous"
+        else:
+            spellings, why = [f"{letter}iB"], "not a unit of bytes"
         choice = " or ".join(f"'{digits}{spelling}'" for spelling in spellings)
-        why = "ambiguous" if len(spellings) == 2 else "not a unit of bytes"
-        raise BudgetError(f"budget {given}: {unit.upper()[0] + unit[1:]} is {why}; write {choice}")
+        raise BudgetError(f"budget {given}: {letter + unit[1:]} is {why}; write {choice}")
     raise BudgetError(f"budget {given} has no unit that is known ('{unit}'); {ACCEPTED}")
 
 
@@ -166,10 +179,10 @@ def _article(noun: str) -> str:
 
 
 def _cgroup_limit_nbytes(membership: Path, root: Path) -> int | None:
-    """The lowest memory limit on the way up from this process's control group; None if there is none.
+    """The lowest memory limit, in bytes, of this process's control group and its ancestors; None if there is none.
 
-    `membership` lists one group per line, `id:controllers:path` (version 2 has no controllers). A limit binds from any
-    ancestor, and inside a container the listed path may not be visible: so every level up to the root is tried.
+    `membership` lists one group per line, `id:controllers:path` (version 2 has no controllers). The limit of every
+    ancestor applies, and inside a container the listed path may not be visible. So every level up to the root is read.
     """
     limits = []
     for line in _text_of(membership).splitlines():
@@ -184,7 +197,7 @@ def _cgroup_limit_nbytes(membership: Path, root: Path) -> int | None:
         parts = [part for part in PurePosixPath(path).parts if part not in ("/", "..")]
         for depth in range(len(parts) + 1):
             text = _text_of(top.joinpath(*parts[:depth], name)).strip()
-            if re.fullmatch("[0-9]{1,30}", text) and int(text) > 0:  # version 2 writes "max" for no limit
+            if re.fullmatch("[0-9]{1,30}", text) and int(text) > 0:  # version 2 writes "max" where there is no limit
                 limits.append(int(text))
     return min(limits, default=None)
 

@@ -1,4 +1,4 @@
-"""The versions of torch that replay was tested on. On others nothing is patched or recorded: the run is the plain one."""
+"""The versions of torch that rebuilding was tested on. With any other version nothing is patched or recorded."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from functools import cache
 import torch
 
 TESTED = ((2, 11), (2, 15))
-"""The first and the last (major, minor), both included. What replay stands on below the dispatcher is no public interface."""
+"""First and last tested (major, minor), inclusive. Rebuilding relies on internals below the dispatcher that may change."""
 
 
 def supported() -> bool:
-    """Whether this torch is one of those; where it is not, one warning a process says so."""
+    """Whether the installed torch was tested; if not, warns once a process."""
     return _tested(str(torch.__version__))
 
 
 @cache
 def _tested(version: str) -> bool:
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is not None and TESTED[0] <= (int(found[1]), int(found[2])) <= TESTED[1]:
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is not None and TESTED[0] <= (int(match[1]), int(match[2])) <= TESTED[1]:
         return True
     first, last = (".".join(map(str, v)) for v in TESTED)
     warnings.warn(

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.lib.paths import RESULTS
 from benchmarks.models.recurrent import deepspeech2, nmt, resnet, transformer
 from lightning_memopt import MemOptBatchScaler, find_max_batch_size
-from lightning_memopt.batching import Found
+from lightning_memopt.batching import BatchSizeResult
 from lightning_memopt.session.budget import resident_nbytes, resident_tensors
 from lightning_memopt.session.peak_meter import StepMeter
 from tests.cpu.limits import Device
@@ -216,7 +216,7 @@ class Plain:
         assert found is not None
         return found
 
-    def find(self, limit: int, start: int, **options: Any) -> Found:
+    def find(self, limit: int, start: int, **options: Any) -> BatchSizeResult:
         return find_max_batch_size(
             self.step, self.make, self.model, self.optimizer, budget=limit, start=start, max_size=SAMPLES, **options
         )
@@ -233,7 +233,7 @@ class Plain:
         return True
 
 
-def _ours(found: Found) -> dict[str, Any]:
+def _ours(found: BatchSizeResult) -> dict[str, Any]:
     return {
         "training_steps_run": found.profile_steps + found.trial_steps,
         "profile_steps": found.profile_steps,

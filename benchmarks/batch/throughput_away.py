@@ -1,8 +1,9 @@
 """The third policy of `throughput.py`: recomputation, the host's memory and lossless codecs, decided together by the library.
 
-Plans come from `HybridFrontier`, whose starts are the plans that only recompute, so that none is slower than those; how far
-they go says `AwayPlans`. Copies and codecs take what the profile's link and codecs take, by the simulator's clocks: what a step
-waits for depends on all that it does, at that size. So a plan is priced where it was solved, and solved at few sizes.
+Plans come from `HybridFrontier`, whose starts are the plans that only recompute, so that none is slower than those.
+`ParkingPlans` gives the largest size that fits. Copies and codecs take what the profile's link and codecs take, by the
+simulator's clocks: what a step waits for depends on all that it does, at that size. So a plan is priced where it was
+solved, and solved at few sizes.
 There is no time limit: the joint solver then ends by counts of its own work (CP-SAT's deterministic time, one worker, one
 seed), and the same traces give the same plans. The host is asked for as many bytes as a plan puts there (`Row.host_bytes`).
 """
@@ -18,7 +19,7 @@ from itertools import pairwise
 import torch
 
 from benchmarks.lib.priced import Price, PricedFit
-from lightning_memopt.batching.plans import AwayPlans
+from lightning_memopt.batching.plans import ParkingPlans
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph
@@ -104,7 +105,7 @@ class HostPlans:
 
     def largest(self, found: int, cap: int) -> int:
         """The largest batch, from one that a plan holds. Bytes depend on no rate."""
-        most = AwayPlans(self.fit, self.frontier, self.hybrid).largest(found, cap, self.budget_nbytes)
+        most = ParkingPlans(self.fit, self.frontier, self.hybrid).largest(found, cap, self.budget_nbytes)
         if most >= cap:
             raise RuntimeError(f"a plan holds a batch of {most}: widen the range")
         return most

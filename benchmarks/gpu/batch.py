@@ -20,7 +20,7 @@ from benchmarks.gpu.bench import GpuBench, in_time, run, seconds_left
 from benchmarks.lib.bench import MIB
 from benchmarks.models.gpu import Build
 from lightning_memopt import find_max_batch_size, optimize
-from lightning_memopt.batching import Found
+from lightning_memopt.batching import BatchSizeResult
 from lightning_memopt.telemetry import Meter
 
 COLUMNS = {
@@ -67,7 +67,7 @@ class _Loop:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def find(self, budget: int | str, most: int, **options: Any) -> Found:
+    def find(self, budget: int | str, most: int, **options: Any) -> BatchSizeResult:
         return find_max_batch_size(
             self.step, self.make, self.model, self.optimizer, budget=budget, start=self.size, max_size=most, **options
         )
@@ -103,7 +103,9 @@ def _solver_seconds(deadline: float) -> float:
     return min(20.0, seconds_left(deadline) / 8)
 
 
-def _trained(bench: GpuBench, loop: _Loop, found: Found, budget: int | None, rounds: int, deadline: float) -> dict[str, Any]:
+def _trained(
+    bench: GpuBench, loop: _Loop, found: BatchSizeResult, budget: int | None, rounds: int, deadline: float
+) -> dict[str, Any]:
     """A row: training at this size, and what was predicted of it. `budget`: of the plan."""
     batch, peak = loop.make(found.size), found.confirmed_peak_bytes
     bench.synchronize()

@@ -81,19 +81,19 @@ class PricedFit(StepFit):
     price: Price
 
     def at(self, size: int) -> Graph:
-        while size not in self._made and len(self._made) >= KEPT:
-            self._made.pop(next(iter(self._made)))
+        while size not in self._graphs and len(self._graphs) >= KEPT:
+            self._graphs.pop(next(iter(self._graphs)))
         return super().at(size)
 
     def bytes_moved(self, op: int, size: int) -> int:
-        return self._nbytes(self.moved[0][op], self.moved[1][op], size)
+        return self._count(self.moved[0][op], self.moved[1][op], size)
 
     def priced(self, price: Price, size: int) -> list[float]:
         """Seconds of every op."""
         found = []
         for a, b in zip(self.small.ops, self.large.ops, strict=True):
             one, other = self.moved[0][a.id], self.moved[1][a.id]
-            flops, nbytes = self._nbytes(a.flops, b.flops, size), self._nbytes(one, other, size)
+            flops, nbytes = self._count(a.flops, b.flops, size), self._count(one, other, size)
             found.append(price.seconds(a, flops, nbytes, one != other))
         return found
 

@@ -1,4 +1,4 @@
-"""Every model that a benchmark trains or plans. Those of the package's demo are in lightning_memopt/demo/.
+"""Every model that a benchmark trains or plans. Those of the demo are in examples/.
 
     registry       the fifteen models of most commands, by name; those of convolutional and recurrent (Echo's four) among them
     full_size      Echo's four models at the source's sizes

@@ -1,7 +1,7 @@
-"""Batches of any size: from a function, or from a loader's own sampler, dataset and collation, beside its iterator.
+"""Make batches of any size: with a function of the user, or with the sampler, dataset and collation of a DataLoader.
 
-A loader is asked for nothing: its sampler's indices are drawn, and its samples fetched and collated, here. What that draws from
-generators is put back by who calls this (`untouched`). A size counts only when a batch of that many samples was there.
+The loader itself is not iterated: this module draws indices from its sampler, reads the samples and collates them. That
+changes the state of random generators; the caller restores it (`untouched`). A batch always has the size that was asked for.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from lightning_memopt.torch_private import tree_leaves
 from lightning_memopt.units import host_memory_nbytes
 
 _HOST_SHARE = 2
-"""One part in so many of the host's memory is for batches on their way."""
+"""One in this many parts of the host's memory may be used by batches that wait for training."""
 
 
 class Exhausted(MemOptError):
-    """The data gives no batch of this many samples; `there` is how many it gave."""
+    """The data has fewer samples than were asked for; `available` is the number that it has."""
 
-    def __init__(self, there: int) -> None:
-        super().__init__(f"The data gave {there} samples. Ask for no more.")
-        self.there = there
+    def __init__(self, available: int) -> None:
+        super().__init__(f"The data gave {available} samples. Ask for no more.")
+        self.available = available
 
 
 def nbytes_of(batch: Any) -> int:
@@ -36,7 +36,7 @@ def nbytes_of(batch: Any) -> int:
 
 
 class FromFunction:
-    """Batches that `make(size)` gives."""
+    """Batches made by `make(size)`. `size`: samples of a batch before the search."""
 
     def __init__(self, make: Callable[[int], Any], size: int = 2) -> None:
         self.make, self.size = make, size
@@ -44,20 +44,20 @@ class FromFunction:
         self.copies = 1
 
     def batch(self, size: int) -> Any:
-        """A batch of so many samples. Raises ConfigError where nothing in it has that many."""
-        found = self.make(size)
-        tensors = [t for t in tree_leaves(found) if isinstance(t, torch.Tensor)]
+        """A batch of `size` samples. Raises ConfigError if no dimension of its tensors has that size."""
+        batch = self.make(size)
+        tensors = [t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)]
         if tensors and not any(size in t.shape for t in tensors):
             shapes = ", ".join(str(tuple(t.shape)) for t in tensors[:4])
             raise ConfigError(
                 f"make_batch({size}) gave tensors of {shapes}: no dimension is {size}, so it does not follow the size it is "
                 "given. Make it return that many samples."
             )
-        return found
+        return batch
 
 
 class FromLoader:
-    """Batches of a DataLoader's samples. Raises UnsupportedError, by name, for loaders whose batch size cannot be set."""
+    """Batches of a DataLoader's samples. Raises UnsupportedError if the loader's batch size cannot be set (`refuse_loader`)."""
 
     def __init__(self, loader: Any) -> None:
         refuse_loader(loader)
@@ -65,17 +65,17 @@ class FromLoader:
         self.size: int = loader.batch_sampler.batch_size
         self.iterable = isinstance(loader.dataset, IterableDataset)
         self.cap: int | None = None if self.iterable else len(loader.dataset)
-        # every worker prepares some batches ahead; the one in use, the next, and pinned copies of them come on top
+        # every worker prepares `prefetch_factor` batches ahead; the batch in use and the next one come on top
         self.copies = 2 + loader.num_workers * (loader.prefetch_factor or 0)
 
     def batch(self, size: int) -> Any:
-        """A batch as the loader would make it at this size. Raises Exhausted where the data gives fewer samples."""
+        """A batch as the loader would make it at this size. Raises Exhausted if the data has fewer samples."""
         loader = self.loader
         sampler: Any = loader.batch_sampler
         with sized(loader, size):
             indices: list[Any] = next(iter(sampler), [])
         if len(indices) != size:
-            self._short(len(indices), size)
+            self._refuse_length(len(indices), size)
         if self.iterable:
             samples = list(itertools.islice(iter(loader.dataset), size))
             if len(samples) < size:
@@ -86,17 +86,18 @@ class FromLoader:
             samples = [loader.dataset[i] for i in indices]
         return loader.collate_fn(samples)
 
-    def _short(self, there: int, size: int) -> None:
-        if there < size:
-            raise Exhausted(there)
+    def _refuse_length(self, length: int, size: int) -> None:
+        """Raise for a batch sampler that gave `length` indices, not `size`."""
+        if length < size:
+            raise Exhausted(length)
         raise UnsupportedError(
-            f"The batch sampler ({type(self.loader.batch_sampler).__name__}) gave {there} indices with batch_size={size}: it "
+            f"The batch sampler ({type(self.loader.batch_sampler).__name__}) gave {length} indices with batch_size={size}: it "
             "does not follow its batch_size. Set the batch size there, and leave the batch scaler out."
         )
 
 
 def refuse_loader(loader: Any) -> None:
-    """Raise UnsupportedError where a loader's batch size cannot be set in place, naming what it is."""
+    """Raise UnsupportedError if a loader's batch size cannot be set in place; the message says why."""
     if not isinstance(loader, DataLoader):
         raise UnsupportedError(
             f"The batch size of a {type(loader).__name__} cannot be set. Give a torch DataLoader, or set the batch size there "
@@ -131,7 +132,7 @@ def refuse_loader(loader: Any) -> None:
 
 @contextmanager
 def sized(loader: DataLoader[Any], size: int) -> Iterator[None]:
-    """The loader's batches have this many samples inside of this block."""
+    """Set the loader's batch size to `size` samples inside of this block."""
     sampler: Any = loader.batch_sampler
     before = sampler.batch_size
     sampler.batch_size = size
@@ -142,7 +143,10 @@ def sized(loader: DataLoader[Any], size: int) -> Iterator[None]:
 
 
 def host_cap(sample_nbytes: float, copies: int) -> int | None:
-    """The largest size whose batches, as many as are prepared at once, leave most of the host's memory free."""
+    """The largest batch size whose batches take at most 1 / `_HOST_SHARE` of the host's memory; None if samples have no bytes.
+
+    `sample_nbytes`: bytes of a sample. `copies`: number of batches that exist at once.
+    """
     if sample_nbytes <= 0:
         return None
     return max(1, int(host_memory_nbytes() // _HOST_SHARE / (sample_nbytes * copies)))

@@ -1,4 +1,4 @@
-"""The largest size by real steps alone: where nothing could be predicted, or a trial said otherwise."""
+"""The largest batch size by real steps alone: used if no step could be fitted, or if a trial contradicted the predictions."""
 
 from __future__ import annotations
 
@@ -9,29 +9,31 @@ from collections.abc import Callable, Sequence
 from lightning_memopt.batching.trials import Trial, Trials
 
 CLOSE = 0.02
-"""The end: the smallest size that failed is this share above the largest one that ran."""
+"""The search ends when the smallest size that failed is at most this share above the largest one that ran."""
 
 
 def bisected(trials: Trials, permitted: Callable[[int], Sequence[int]], known: int) -> Trial | None:
-    """The largest permitted size that fits, to within `CLOSE`; None where none does.
+    """A real trial of the largest permitted size that fits, to within `CLOSE`; None if none fits.
 
-    From `known`, which ran, it doubles until a size fails; then what fits is between two sizes, halved by ratio while they are
-    far apart. What failed before is not tried again.
+    From `known`, a size that ran, it doubles until a size fails. Then it bisects between the largest size that fits and the
+    smallest that fails: by ratio while they are far apart, else by difference. Sizes that failed before are not tried again.
     """
     sizes = permitted(trials.cap)
     failed = min((t.size for t in trials.done if not t.fits), default=None)
     best: Trial | None = None
-    low, high = -1, len(sizes) if failed is None else bisect_left(sizes, failed)  # the last that fits, the first that does not
+    low = -1  # index of the last size that fits
+    high = len(sizes) if failed is None else bisect_left(sizes, failed)  # index of the first size that does not
     i = bisect_right(sizes, known) - 1
     while low + 1 < high:
         i = min(max(i, low + 1), high - 1)
         trial = trials.confirm(sizes[i])
-        if trial is None:  # what the data gave may fit
+        if trial is None:  # the data has no such batch: `trials.cap` is now the largest batch that it has, which may fit
             high = bisect_right(sizes, trials.cap)
             i = high - 1
             continue
         if trial.fits:
-            best, low = trial, i
+            best = trial
+            low = i
         else:
             high = i
         if high == len(sizes):
@@ -44,4 +46,5 @@ def bisected(trials: Trials, permitted: Callable[[int], Sequence[int]], known: i
 
 
 def _between(small: int, large: int) -> int:
+    """The geometric mean of two sizes if they are far apart, else the arithmetic mean."""
     return math.isqrt(small * large) if large > 4 * small else (small + large) // 2

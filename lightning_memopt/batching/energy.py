@@ -1,8 +1,9 @@
-"""Joules of training steps, as a meter of the device has them, and what they say of steps that were not measured.
+"""Measure the joules of training steps, and predict the joules of other batch sizes.
 
-Counters of energy are read every 20 to 100 ms by what they count, and most steps take less: a step is repeated, for
-`MIN_SECONDS`, and unwatched, because recording keeps a device waiting. A line through two batch sizes gives any other; what a
-step takes beyond what was measured (rebuilds, copies) is priced at its watts. All is of the whole device, whoever uses it.
+The hardware updates its energy counters every 20 to 100 ms, and most steps are shorter. So a step is repeated for
+`MIN_SECONDS`, without being observed, because recording keeps the device waiting. A line through two measured batch sizes
+predicts any other size. Seconds that were not measured (rebuilds, copies) are priced at the measured watts. All joules are of
+the whole device, other programs on it included.
 """
 
 from __future__ import annotations
@@ -16,16 +17,22 @@ import torch
 
 from lightning_memopt.errors import ConfigError, EnergyUnavailableError
 from lightning_memopt.telemetry import EnergyMeter, Meter, nvml_source
-from lightning_memopt.telemetry.rates import MIN_SECONDS
 from lightning_memopt.telemetry.sources import Clock
+from lightning_memopt.telemetry.throughput import MIN_SECONDS
 
 _MOST_STEPS = 5000
-"""Of one batch size: no more are run to fill `MIN_SECONDS`."""
+"""Most steps of one batch size that are run to fill `MIN_SECONDS`."""
 
 
 @dataclass(frozen=True)
-class Spent:
-    """What `steps` steps of `size` samples took of the device."""
+class MeasuredEnergy:
+    """The energy that several steps of one batch size took.
+
+    size: samples of a step.
+    steps: number of steps.
+    seconds: duration of all steps.
+    joules: energy of all steps.
+    """
 
     size: int
     steps: int
@@ -33,8 +40,7 @@ class Spent:
     joules: float
 
     @property
-    def each(self) -> float:
-        """Joules of one step."""
+    def joules_per_step(self) -> float:
         return self.joules / self.steps
 
     @property
@@ -43,43 +49,54 @@ class Spent:
 
 
 @dataclass(frozen=True)
-class Joules:
-    """Joules of a step: `fixed + a_sample * size` of one that is as it was measured, `watts` for every second on top of that.
+class EnergyModel:
+    """Predicts the joules of a step of any batch size.
 
-    Where `measured` is false, `watts` for every second is all there is. `source` says where the numbers come from.
+    watts: power that every second beyond the measured step takes; if `measured` is false, power of the whole step.
+    source: where the numbers come from, for messages.
+    fixed: joules of a measured step that do not depend on the batch size.
+    per_sample: joules that each sample adds to a measured step.
+    measured: whether `fixed` and `per_sample` are known.
     """
 
     watts: float
     source: str
     fixed: float = 0.0
-    a_sample: float = 0.0
+    per_sample: float = 0.0
     measured: bool = False
 
-    def of(self, size: int, seconds: float, beyond: float) -> float:
-        """Of a step of `size` samples that takes `seconds` as it is and `beyond` on top; less where that is negative."""
-        whole = self.fixed + self.a_sample * size if self.measured else self.watts * seconds
-        return max(0.0, whole + self.watts * beyond)
+    def joules(self, size: int, seconds: float, beyond: float) -> float:
+        """Joules of a step of `size` samples, at least 0.
+
+        `seconds`: duration of the unmodified step. `beyond`: seconds that come on top of them; negative if the step is shorter.
+        """
+        unmodified = self.fixed + self.per_sample * size if self.measured else self.watts * seconds
+        return max(0.0, unmodified + self.watts * beyond)
 
 
-def given(watts: float) -> Joules:
-    """Of a device that draws `watts` whatever it does."""
-    return Joules(watts, f"at the given {watts:g} W")
+def given(watts: float) -> EnergyModel:
+    """The model of a device that always draws `watts`."""
+    return EnergyModel(watts, f"at the given {watts:g} W")
 
 
-def fitted(small: Spent | None, large: Spent, approximate: bool) -> Joules:
-    """From one or two batch sizes, the smaller one first. A line that falls, or begins below 0, goes through the larger one."""
+def fitted(small: MeasuredEnergy | None, large: MeasuredEnergy, approximate: bool) -> EnergyModel:
+    """The model from measurements at one or two batch sizes; `small` is the smaller one, None if there is only one.
+
+    The line has no negative slope and no negative constant: it is bent to go through the larger size if it had.
+    """
     source = f"by the device's {'sampled power' if approximate else 'counter'}"
     if small is None:
-        return Joules(large.watts, f"{source}, as watts at batch {large.size}")
-    a_sample = max(0.0, (large.each - small.each) / (large.size - small.size))
-    fixed = large.each - a_sample * large.size
+        return EnergyModel(large.watts, f"{source}, as watts at batch {large.size}")
+    per_sample = max(0.0, (large.joules_per_step - small.joules_per_step) / (large.size - small.size))
+    fixed = large.joules_per_step - per_sample * large.size
     if fixed < 0:
-        fixed, a_sample = 0.0, large.each / large.size
-    return Joules(large.watts, f"{source} at batches {small.size} and {large.size}", fixed, a_sample, True)
+        fixed = 0.0
+        per_sample = large.joules_per_step / large.size
+    return EnergyModel(large.watts, f"{source} at batches {small.size} and {large.size}", fixed, per_sample, True)
 
 
 class StepEnergy:
-    """Measures steps of one device. Raises ConfigError, before anything is run, where the device's energy cannot be read."""
+    """Measures the energy of steps on one device. Its constructor raises ConfigError if that energy cannot be read."""
 
     def __init__(self, device: torch.device, clock: Clock = time.perf_counter) -> None:
         try:
@@ -94,28 +111,28 @@ class StepEnergy:
 
     @property
     def approximate(self) -> bool:
-        """Whether joules are integrated from samples of power."""
+        """Whether joules are integrated from power samples, not read from an energy counter."""
         return self._meter.approximate
 
-    def measure(self, step: Callable[[], None], size: int) -> Spent:
-        """`step` again and again for `MIN_SECONDS`. Raises EnergyUnavailableError where that gave no number."""
+    def measure(self, step: Callable[[], None], size: int) -> MeasuredEnergy:
+        """Repeat `step`, of `size` samples, for `MIN_SECONDS`. Raises EnergyUnavailableError if no energy could be read."""
         meter = Meter(self._device, every=0, warmup=0, clock=self._clock, energies={"device": self._meter})
-        steps, seconds, more = 0, 0.0, 1
+        steps, seconds, next_steps = 0, 0.0, 1
         while seconds < MIN_SECONDS and steps < _MOST_STEPS:
-            for _ in range(more):
+            for _ in range(next_steps):
                 step()
                 meter.step(size)
-            steps += more
+            steps += next_steps
             seconds += meter.lap().seconds
             missing = math.ceil((MIN_SECONDS - seconds) * steps / seconds) if seconds > 0 else 1
-            more = min(max(1, missing), _MOST_STEPS - steps)
+            next_steps = min(max(1, missing), _MOST_STEPS - steps)
         energy = meter.steady.energy.get("device")
         if energy is None or not energy.joules or not energy.samples:
             raise EnergyUnavailableError(
                 f"the energy of {steps} steps of batch {size}, {seconds:.3g} s in all, could not be read. Give watts=, or use "
                 "mode='throughput'"
             )
-        return Spent(size, steps, energy.seconds, energy.joules)
+        return MeasuredEnergy(size, steps, energy.seconds, energy.joules)
 
     def close(self) -> None:
         self._meter.close()

@@ -1,8 +1,8 @@
-"""A step at any batch size, from the same step recorded at two: every dimension, byte count and time is a + b * size.
+"""Predict a step at any batch size from the same step observed at two sizes: each dimension and time is `a + b * size`.
 
-Only dimensions have to be linear. Bytes follow from them, so that what grows with the square of the batch (the logits of a
-contrastive loss) is exact too; a tensor that no dimensions are known of has linear bytes. Both steps must be the same ops on
-the same tensors in the same order, backward and update included; `fit` says where they are not.
+Bytes are computed from the dimensions, so tensors that grow with the square of the batch (the logits of a contrastive loss)
+are exact too. If the dimensions of a tensor are unknown, its bytes are taken as linear. Both steps must have the same ops on
+the same tensors in the same order, backward and update included; otherwise `fit` raises FitError, naming the difference.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from functools import cached_property
 
 from lightning_memopt.errors import MemOptError
 from lightning_memopt.graph import Graph, Op, Tensor
+from lightning_memopt.units import round_up
 
-_CUDA_ROUND = 512
+_CUDA_ROUND_NBYTES = 512
+"""CUDA's caching allocator rounds the bytes of a tensor up to a multiple of this."""
 
 
 class FitError(MemOptError, ValueError):
@@ -23,63 +25,72 @@ class FitError(MemOptError, ValueError):
 
 
 def itemsize(dtype: str) -> int | None:
-    """Bytes of an element: "float32" 4, "bool" 1, "float8_e4m3fn" 1; None where the name does not say."""
+    """Bytes of an element: "float32" 4, "bool" 1, "float8_e4m3fn" 1; None if the name does not say."""
     if dtype == "bool":
         return 1
-    found = re.match(r"[a-z]+(\d+)", dtype)
-    return int(found[1]) // 8 or None if found else None
+    match = re.match(r"[a-z]+(\d+)", dtype)
+    if match is None:
+        return None
+    return int(match[1]) // 8 or None
 
 
 def _allocated(dtype: str, size: tuple[int, ...], device: str) -> int | None:
-    """Bytes that the device's allocator gives for a tensor that fills its storage."""
+    """Bytes that the device's allocator gives to a tensor that fills its storage; None if the dtype is unknown."""
     item = itemsize(dtype)
     if item is None:
         return None
     nbytes = math.prod(size) * item
-    return -(-nbytes // _CUDA_ROUND) * _CUDA_ROUND if device == "cuda" else nbytes
+    return round_up(nbytes, _CUDA_ROUND_NBYTES) if device == "cuda" else nbytes
 
 
 @dataclass(frozen=True, eq=False)
 class StepFit:
-    """The step at two sizes; `at` gives it at any."""
+    """A training step at any batch size: `at(size)`.
+
+    small: graph of the step at the smaller observed size.
+    large: graph of the step at the larger observed size.
+    sizes: the two observed sizes, in samples, the smaller one first.
+    """
 
     small: Graph
     large: Graph
     sizes: tuple[int, int]
 
     def at(self, size: int) -> Graph:
-        """The step at this batch size. Bytes are exact or rounded up, times are not below 0."""
-        found = self._made.get(size)
-        if found is None:
-            found = self._made[size] = self._at(size)
-        return found
+        """The graph of the step at this batch size. Bytes are exact or rounded up; seconds are not negative."""
+        graph = self._graphs.get(size)
+        if graph is None:
+            graph = self._at(size)
+            self._graphs[size] = graph
+        return graph
 
     @cached_property
-    def _made(self) -> dict[int, Graph]:
+    def _graphs(self) -> dict[int, Graph]:
         return {}
 
     @property
     def _span(self) -> int:
         return self.sizes[1] - self.sizes[0]
 
-    def _nbytes(self, one: int, other: int, size: int) -> int:
-        """The line through two counts, rounded up; one that falls with the size is held at its larger value."""
-        if other <= one:
-            return one
-        return max(0, one - (one - other) * (size - self.sizes[0]) // self._span)
+    def _count(self, small: int, large: int, size: int) -> int:
+        """The line through a count (bytes, FLOPs) at both sizes, rounded up; a count that falls keeps its larger value."""
+        if large <= small:
+            return small
+        return max(0, small - (small - large) * (size - self.sizes[0]) // self._span)
 
-    def _seconds(self, one: float, other: float, size: int) -> float:
-        return max(0.0, one + max(0.0, other - one) * (size - self.sizes[0]) / self._span)
+    def _seconds(self, small: float, large: float, size: int) -> float:
+        """The line through the seconds at both sizes, at least 0; seconds that fall keep their larger value."""
+        return max(0.0, small + max(0.0, large - small) * (size - self.sizes[0]) / self._span)
 
-    def _dimensions(self, one: tuple[int, ...], other: tuple[int, ...], size: int) -> tuple[int, ...] | None:
-        """None where a dimension is not on a line of whole numbers."""
-        found = []
-        for a, b in zip(one, other, strict=True):
-            step, rest = divmod((b - a) * (size - self.sizes[0]), self._span)
-            if rest or a + step < 0:
+    def _dimensions(self, small: tuple[int, ...], large: tuple[int, ...], size: int) -> tuple[int, ...] | None:
+        """The line through each dimension at both sizes; None if one is not a whole number of 0 or more."""
+        dimensions = []
+        for a, b in zip(small, large, strict=True):
+            growth, remainder = divmod((b - a) * (size - self.sizes[0]), self._span)
+            if remainder or a + growth < 0:
                 return None
-            found.append(a + step)
-        return tuple(found)
+            dimensions.append(a + growth)
+        return tuple(dimensions)
 
     def _tensor(self, a: Tensor, b: Tensor, size: int) -> Tensor:
         freed_at = max(a.freed_at, b.freed_at)
@@ -92,14 +103,14 @@ class StepFit:
             nbytes = _allocated(a.dtype, dimensions, device) if dimensions is not None else None
             if dimensions is not None and nbytes is not None:
                 return replace(a, freed_at=freed_at, size=dimensions, nbytes=nbytes)
-        return replace(a, freed_at=freed_at, dtype="", size=(), nbytes=self._nbytes(a.nbytes, b.nbytes, size))
+        return replace(a, freed_at=freed_at, dtype="", size=(), nbytes=self._count(a.nbytes, b.nbytes, size))
 
     def _op(self, a: Op, b: Op, size: int) -> Op:
         return replace(
             a,
             seconds=self._seconds(a.seconds, b.seconds, size),
-            workspace_nbytes=self._nbytes(a.workspace_nbytes, b.workspace_nbytes, size),
-            flops=self._nbytes(a.flops, b.flops, size),
+            workspace_nbytes=self._count(a.workspace_nbytes, b.workspace_nbytes, size),
+            flops=self._count(a.flops, b.flops, size),
             recomputable=a.recomputable and b.recomputable,
         )
 
@@ -110,7 +121,10 @@ class StepFit:
 
 
 def fit(small: Graph, large: Graph, sizes: tuple[int, int]) -> StepFit:
-    """The step at any size, from its graphs at `sizes`, the smaller one first. Raises FitError naming the first difference."""
+    """Fit a step from its graphs at two batch sizes; `sizes` are in samples, the smaller one first.
+
+    Raises FitError, naming the first difference, if the graphs are not the same step.
+    """
     if not 0 < sizes[0] < sizes[1]:
         raise FitError(f"A fit needs two batch sizes, the smaller one first, not {sizes}.")
     for a, b in zip(small.ops, large.ops, strict=False):

@@ -1,4 +1,4 @@
-"""Which errors mean that memory ran out: by type first, then by what libraries write where they raise a plain RuntimeError."""
+"""Recognise errors that mean that memory ran out: by type, or by the message of a library that raises a plain RuntimeError."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ _TEXTS = re.compile(
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, and those it was raised from."""
+    """The error, then its cause or context, and so on; cycles end."""
     seen: set[int] = set()
-    found: BaseException | None = error
-    while found is not None and id(found) not in seen:
-        seen.add(id(found))
-        yield found
-        found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this error says that memory ran out, of the device or of the host, whoever wrapped it."""
-    return any(_says_so(e) for e in _chain(error))
+    """Whether this error, or one that it was raised from, means that memory of the device or the host ran out."""
+    return any(_is_memory_error(e) for e in _chain(error))
 
 
-def _says_so(error: BaseException) -> bool:
+def _is_memory_error(error: BaseException) -> bool:
     if isinstance(error, _TYPES):
         return True
     if isinstance(error, OSError):
@@ -52,7 +52,7 @@ def _says_so(error: BaseException) -> bool:
 
 
 def release(error: BaseException) -> None:
-    """Let go of the tensors that the frames of an error hold, and of what the device's allocator caches."""
+    """Free the tensors that the frames of an error hold, and the cached memory of the device's allocator."""
     for e in _chain(error):
         traceback.clear_frames(e.__traceback__)
         e.__traceback__ = None

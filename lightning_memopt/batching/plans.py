@@ -1,7 +1,8 @@
-"""Plans of a fitted step at any batch size: how far the smallest one goes, and the fastest one within a budget.
+"""Plans of a fitted step at any batch size: the largest size that some plan makes fit, and the fastest plan within a budget.
 
-A plan is lives on the points of the step, and those are the same at every size: one that was solved at a size is priced at
-another by simulating it there. With `offload` or `compress` plans are made, and priced at measured rates, as a session does.
+A plan is lives on the points of the step, and the points are the same at every size. So a plan that was solved at one size is
+priced at another by simulating it there. With `offload` or `compress`, plans are solved and priced as in a session, at
+measured rates.
 """
 
 from __future__ import annotations
@@ -15,92 +16,111 @@ from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life, LoweringError, reserved_bytes_of, simulate
 from lightning_memopt.session.hybrid import Hybrid, HybridFrontier, peak_bytes
 from lightning_memopt.solvers import joint, planner
+from lightning_memopt.units import ceil_div
 
 Lives = tuple[Life, ...]
 Solve = Callable[[Graph], planner.Frontier]
 _ROUNDS = 4
-"""How often the smallest plan is solved anew at the size that the one before it allows."""
+"""Most times that the smallest plan is solved again at the largest size that the plan before it allows."""
 _POOL = 32
-"""Plans of a frontier that are priced at other sizes."""
+"""Most plans of a frontier that are priced at other sizes."""
 
 
 def largest(fits: Callable[[int], bool], low: int, high: int) -> int:
-    """The largest size in [low, high] that fits, where `low` does and what fits is an interval; 0 where `low` does not."""
+    """The largest size in [low, high] that fits; 0 if `low` does not. The sizes that fit must be an interval from `low`."""
     if high < low or not fits(low):
         return 0
     step = 1
     while low + step <= high and fits(low + step):
-        low, step = low + step, 2 * step
+        low += step
+        step *= 2
     high = min(high, low + step - 1)
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+        if fits(middle):
+            low = middle
+        else:
+            high = middle - 1
     return low
 
 
 class Plans:
-    """Plans that rebuild tensors. `solve`: the planner, as the session calls it."""
+    """Plans that rebuild tensors, at any batch size.
+
+    fit: the step at any batch size.
+    solve: graph -> frontier, as a session calls the planner.
+    """
 
     def __init__(self, fit: StepFit, solve: Solve) -> None:
         self.fit, self.solve = fit, solve
         self._pool: list[tuple[Lives, float]] = []
 
-    def largest(self, found: int, cap: int, budget_nbytes: int) -> int:
-        """The largest size for which there is a plan, from one that fits; 0 for none. The smallest plan of one size says how
-        far it goes; solved anew there, it may go further."""
+    def largest(self, fitting_size: int, cap: int, budget_nbytes: int) -> int:
+        """The largest size, at most `cap`, for which a plan fits; 0 if there is none.
 
-        def goes(lives: Lives) -> Callable[[int], bool]:
+        `fitting_size` is a size that fits, or 0. The smallest plan of one size may also fit larger sizes; solved again at the
+        largest of those, it may fit even larger ones.
+        """
+
+        def fits_with(lives: Lives) -> Callable[[int], bool]:
             return lambda size: self.needs(size, lives) <= budget_nbytes
 
+        size = fitting_size
         for _ in range(_ROUNDS):
-            further = largest(goes(self.smallest(max(found, 1))), max(found, 1), cap) if found < cap else found
-            if further <= found:
+            if size >= cap:
                 break
-            found = further
-        # a plan that is smallest at the size itself may need less than one that is at a smaller size
-        while found < cap and goes(self.smallest(found + 1))(found + 1):
-            found += 1
-        return found
+            start = max(size, 1)
+            larger_size = largest(fits_with(self.smallest(start)), start, cap)
+            if larger_size <= size:
+                break
+            size = larger_size
+        # the smallest plan of a size itself may need less than the smallest plan of the size below it
+        while size < cap and fits_with(self.smallest(size + 1))(size + 1):
+            size += 1
+        return size
 
     def needs(self, size: int, lives: Lives) -> int:
-        """The smallest budget for a plan, at this size."""
+        """The smallest budget, in bytes, that the plan with these lives needs at this size."""
         return _needs(self.fit.at(size), lives)
 
     def smallest(self, size: int) -> Lives:
-        """A plan for few bytes."""
+        """The lives of a plan that needs few bytes at this size."""
         return planner.smallest(self.fit.at(size)).lives
 
     def fastest(self, size: int, budget_nbytes: int) -> tuple[float, int] | None:
-        """Extra seconds and needed bytes of the fastest plan within the budget; None for none. The frontier of one size has all
-        sorts of plans: those are priced here."""
-        graph, found = self.fit.at(size), list[tuple[float, int]]()
+        """(extra seconds, needed bytes) of the fastest plan within the budget at this size; None if no plan fits.
+
+        The plans of one frontier, which was solved at the size that was asked for first, are priced at this size.
+        """
+        graph = self.fit.at(size)
+        best: tuple[float, int] | None = None
         for lives, overhead in self._pooled(size):
             try:
                 seconds = simulate(graph, lives).predicted.seconds + overhead
             except LoweringError:
                 continue
-            if not found or seconds < found[-1][0]:
+            if best is None or seconds < best[0]:
                 needs = self.needs(size, lives)
                 if needs <= budget_nbytes:
-                    found.append((seconds, needs))
-        if found:
-            return found[-1]
-        lives = self.smallest(size)  # solved at another size, all of them: this one has a plan of its own
+                    best = (seconds, needs)
+        if best is not None:
+            return best
+        lives = self.smallest(size)  # the pooled plans were solved at another size: one solved at this size may still fit
         needs = self.needs(size, lives)
         return (simulate(graph, lives).predicted.seconds, needs) if needs <= budget_nbytes else None
 
     def _pooled(self, size: int) -> list[tuple[Lives, float]]:
-        """Plans with the seconds that recording takes, solved once, at the first size that is asked for."""
+        """(lives, seconds that recording takes) of plans, solved once, at the size that is asked for first."""
         if not self._pool:
             smallest = planner.smallest(self.fit.at(size))
             candidates = self.solve(self.fit.at(size)).candidates
-            some = (*candidates[:: -(-len(candidates) // _POOL)], smallest)
-            self._pool = [(c.lives, c.predicted.overhead_seconds) for c in some]
+            pooled = (*candidates[:: ceil_div(len(candidates), _POOL)], smallest)
+            self._pool = [(plan.lives, plan.predicted.overhead_seconds) for plan in pooled]
         return self._pool
 
 
-class AwayPlans(Plans):
-    """Plans that rebuild tensors, and put them away: in the forms that `hybrid` allows. `solve` gives its frontiers."""
+class ParkingPlans(Plans):
+    """Plans that rebuild tensors and park them in the forms that `hybrid` allows; `solve` gives frontiers of such plans."""
 
     def __init__(self, fit: StepFit, solve: Solve, hybrid: Hybrid) -> None:
         super().__init__(fit, solve)
@@ -111,7 +131,7 @@ class AwayPlans(Plans):
         return _needs(self.fit.at(size), self.resized(size, lives))
 
     def resized(self, size: int, lives: Lives) -> Lives:
-        """Lives that were found at any size, with the bytes that what is away takes at this one."""
+        """The lives, which may come from another size, with the bytes that parked tensors take at this size."""
         forms = self.hybrid.forms(self.fit.at(size))
 
         def nbytes(life: Life) -> int:
@@ -135,15 +155,16 @@ class AwayPlans(Plans):
         return predicted.seconds, predicted.needed_bytes
 
     def _frontier(self, size: int) -> planner.Frontier:
-        found = self._frontiers.get(size)
-        if found is None:
-            found = self._frontiers[size] = self.solve(self.fit.at(size))
-        return found
+        frontier = self._frontiers.get(size)
+        if frontier is None:
+            frontier = self.solve(self.fit.at(size))
+            self._frontiers[size] = frontier
+        return frontier
 
 
 def _needs(graph: Graph, lives: Lives) -> int:
-    """The smallest budget for a plan."""
+    """The smallest budget, in bytes, that the plan with these lives needs."""
     peak, reserve = peak_bytes(graph, lives), reserved_bytes_of(graph)
-    if reserve is not None:  # it knows nothing of what codecs allocate beside what they read and make
+    if reserve is not None:  # the allocator's model does not know the workspaces of codecs, which `peak_bytes` includes
         peak += reserve(lives) - simulate(graph, lives).predicted.peak_bytes
     return peak + planner.UNSEEN_NBYTES

@@ -1,4 +1,4 @@
-"""Two small sizes, each recorded in one real step, and the step at any size that follows from them."""
+"""Observe one real step at each of two small batch sizes, and fit the step at any size from them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,17 @@ from lightning_memopt.graph import Graph
 from lightning_memopt.session.graphs import smoothed
 
 _FAR = 4
-"""A size that is more than so many times the recorded ones is far from them."""
+"""A size is far from the observed ones if it is more than this many times the larger one."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """`largest`: the largest size that ran. `step`: the step at any size; None where there is none, and `why` says why."""
+    """The result of profiling.
+
+    largest: the largest size, in samples, that ran.
+    step: the step at any size; None if it could not be fitted.
+    why: why it could not be fitted; empty if it could.
+    """
 
     largest: int
     step: StepFit | None = None
@@ -24,9 +29,9 @@ class Profile:
 
 
 def profile(trials: Trials) -> Profile | None:
-    """Record two sizes, at most what is used now, and smaller ones where those do not fit; None where not even 1 does.
+    """Observe two sizes, at most the size in use, and smaller ones if those do not fit; None if not even size 1 fits.
 
-    Not 1 if that can be: torch takes other ways for dimensions of 1.
+    Size 1 is avoided if possible: torch chooses other kernels for dimensions of 1.
     """
     size = min(trials.cap, max(2, trials.source.size // 2))
     while not trials.warm(size):
@@ -36,28 +41,28 @@ def profile(trials: Trials) -> Profile | None:
     first = trials.observe(size)
     if first is None:
         return Profile(size, why="one step could not be recorded")
-    other, second = _other(trials, size)
+    second_size, second = _second(trials, size)
     if second is None:
         return Profile(size, why="there is only one size to profile")
-    if other > size:
-        return _fitted(trials, first, second, (size, other))
-    return _fitted(trials, second, first, (other, size))
+    if second_size > size:
+        return _fitted(trials, first, second, (size, second_size))
+    return _fitted(trials, second, first, (second_size, size))
 
 
-def _other(trials: Trials, size: int) -> tuple[int, Graph | None]:
-    """A second size that fits, and its graph: the double, or all that the data gives; else the half."""
+def _second(trials: Trials, size: int) -> tuple[int, Graph | None]:
+    """A second size that fits, and its graph: double the first size, or all samples of the data; else half of it."""
     double = min(2 * size, trials.cap)
     if double > size:
         graph = trials.observe(double)
         if graph is not None:
             return double, graph
-        if size < trials.cap < double:  # the data ended
+        if size < trials.cap < double:  # the data has fewer samples than `double`: the failed attempt lowered `cap`
             return trials.cap, trials.observe(trials.cap)
     return size // 2, trials.observe(size // 2) if size > 1 else None
 
 
 def _fitted(trials: Trials, small: Graph, large: Graph, sizes: tuple[int, int]) -> Profile:
-    """The step from two graphs. Lowers `cap` where the host's memory would not hold the batches."""
+    """Fit the step from two graphs. Lowers `trials.cap` to the size whose batches still fit into the host's memory."""
     try:
         step = fit(smoothed([small]), smoothed([large]), sizes)
     except FitError as error:
@@ -69,8 +74,10 @@ def _fitted(trials: Trials, small: Graph, large: Graph, sizes: tuple[int, int]) 
 
 
 def sharpened(trials: Trials, step: StepFit, plain: int) -> StepFit:
-    """The step, recorded once more at half of `plain`, the largest size that is predicted to fit as it is, where that is far
-    from what was recorded: what libraries take on their way, and how long ops take, is on no line that two tiny batches show.
+    """The step, fitted again with a larger second size if `plain` is far from the observed sizes; else `step` itself.
+
+    `plain` is the largest size that is predicted to fit without a plan; half of it is observed. Two tiny batches do not show
+    the workspaces that libraries take, and the seconds that ops take, at large sizes.
     """
     half = plain // 2
     graph = trials.observe(half) if half > _FAR * step.sizes[1] else None

@@ -1,7 +1,7 @@
-"""Find a batch size: profile two small sizes, predict every other one, confirm one with real steps; where that fails, bisect.
+"""Search for a batch size: profile two small sizes, predict all others, confirm the best by real steps; else bisect.
 
-Everything runs inside `untouched`: afterwards weights, optimizer state, generators, gradients and attributes are bit by bit
-what they were. Only a size that ran, and fitted, is ever the answer.
+Everything runs inside `untouched`: weights, optimizer state, generators, gradients and attributes are restored bit by bit.
+The result is always a size that really ran and fitted. See docs/adr/0010-batch-size-from-two-traces.md.
 """
 
 from __future__ import annotations
@@ -16,49 +16,53 @@ import torch
 from torch import nn
 
 from lightning_memopt.batching.bisection import bisected
-from lightning_memopt.batching.choose import MODES, Choice, Chooser, Mode
-from lightning_memopt.batching.energy import Joules, StepEnergy, fitted, given
+from lightning_memopt.batching.choose import MODES, Chooser, Mode, SizeEstimate
+from lightning_memopt.batching.energy import EnergyModel, StepEnergy, fitted, given
 from lightning_memopt.batching.fit import StepFit
-from lightning_memopt.batching.found import Found
-from lightning_memopt.batching.plans import AwayPlans, Plans
+from lightning_memopt.batching.plans import ParkingPlans, Plans
 from lightning_memopt.batching.profile import profile, sharpened
-from lightning_memopt.batching.trials import Source, Step, Trial, Trials
+from lightning_memopt.batching.result import BatchSizeResult
+from lightning_memopt.batching.trials import BatchSource, Step, Trial, Trials
 from lightning_memopt.batching.untouched import untouched
 from lightning_memopt.config import MemOptConfig, disabled
 from lightning_memopt.errors import ConfigError, InfeasibleError
+from lightning_memopt.graph import Graph
 from lightning_memopt.session.hybrid import Hybrid
 from lightning_memopt.session.solving import frontier_of
+from lightning_memopt.solvers.planner import Frontier
 from lightning_memopt.telemetry.sources import Clock
 from lightning_memopt.units import format_nbytes
 from lightning_memopt.versions import supported
 
 _ATTEMPTS = 3
-"""Predictions that are tried before bisection."""
+"""Most predictions that are tried before bisection."""
 _UNLIMITED = 1 << 20
+"""The cap on the batch size, in samples, if none is given."""
 
 
 @dataclass(kw_only=True)
 class Search:
-    """What to search, and within what. `find` does it.
+    """A search for a batch size; `find` runs it.
 
     Args:
-        step: one whole training step on a batch, update included.
-        source: where batches come from.
+        step: runs one whole training step on a batch, update included.
+        source: makes the batches.
         model, optimizers: what the step trains.
-        keep: whatever else a step may change: a datamodule, schedulers, a precision plugin, the loader.
-        config: how the run will plan; None for a run without plans.
-        budget_nbytes: what a step may take of the device.
+        device: the training device.
+        budget_nbytes: bytes of the device that a step may use.
+        keep: other objects that a step may change: a datamodule, schedulers, a precision plugin, the loader.
+        config: options of the run that will follow; None if it has no plans.
         mode: "largest", "throughput", or "energy", which needs a device whose energy can be read, or `watts`.
-        effective: samples between two updates, where they are accumulated over batches: only sizes that divide them are chosen,
-            and `step` is told when one batch is all.
-        spare_nbytes: what a batch of all samples of an update does without at best: the gradients of others before it.
-        max_size: no size is larger.
-        watts: what the device draws while it trains; None: it is measured where it is needed.
-        clock: seconds, for energy.
+        effective: samples between two updates if gradients are accumulated over batches. Only sizes that divide it are
+            chosen, and `step` is told whether one batch has all of them.
+        spare_nbytes: most bytes of gradients that a step does without if one batch has all `effective` samples.
+        max_size: the largest size that may be chosen; None for no limit.
+        watts: power that the device draws in training; None: it is measured if it is needed.
+        clock: gives seconds; used to measure energy.
     """
 
     step: Step
-    source: Source
+    source: BatchSource
     model: nn.Module
     optimizers: list[torch.optim.Optimizer]
     device: torch.device
@@ -72,15 +76,15 @@ class Search:
     watts: float | None = None
     clock: Clock = time.perf_counter
 
-    def find(self) -> Found:
-        """Search. Raises InfeasibleError where no permitted size fits, ConfigError for options that contradict each other."""
+    def find(self) -> BatchSizeResult:
+        """Run the search. Raises InfeasibleError if no permitted size fits, ConfigError for options that are not accepted."""
         self._check()
         with ExitStack() as stack:
             energy: StepEnergy | None = None
             if self.mode == "energy" and self.watts is None:
                 energy = stack.enter_context(closing(StepEnergy(self.device, self.clock)))
             stack.enter_context(untouched(self.model, self.optimizers, *self.keep))
-            return _Run(self, energy).found()
+            return _RunningSearch(self, energy).result()
 
     def _check(self) -> None:
         if self.mode not in MODES:
@@ -92,11 +96,13 @@ class Search:
         if self.watts is not None and not self.watts > 0:
             raise ConfigError(f"watts is {self.watts!r}; give the power that the device draws in training, above 0.")
         if any(nn.parameter.is_lazy(p) for p in self.model.parameters()):
-            raise ConfigError("The model has lazy parameters, which no trial could unmake. Run one batch through it first.")
+            raise ConfigError(
+                "The model has lazy parameters, which a trial would initialise for good. Run one batch through it first."
+            )
 
 
-class _Run:
-    """One search, from profile to answer."""
+class _RunningSearch:
+    """The state of one search while it runs, from the profile to the result."""
 
     def __init__(self, search: Search, energy: StepEnergy | None) -> None:
         self.search = search
@@ -114,107 +120,117 @@ class _Run:
             search.max_size or _UNLIMITED,
         )
         self.trials.energy = energy
-        self.joules: Joules | None = None if search.watts is None else given(search.watts)
+        self.energy_model: EnergyModel | None = None if search.watts is None else given(search.watts)
         self.chooser: Chooser | None = None
         self.why = ""
 
     def permitted(self, limit: int) -> Sequence[int]:
-        """The sizes that may be chosen, up to a limit, rising."""
-        limit, effective = min(limit, self.trials.cap), self.search.effective
+        """The sizes up to `limit` that may be chosen, ascending."""
+        limit = min(limit, self.trials.cap)
+        effective = self.search.effective
         if effective is None:
             return range(1, limit + 1)
         return [size for size in range(1, min(limit, effective) + 1) if effective % size == 0]
 
-    def found(self) -> Found:
+    def result(self) -> BatchSizeResult:
+        """Profile, predict and confirm; bisect if that gives no result. Raises InfeasibleError if no size fits."""
         profiled = profile(self.trials)
         if profiled is None:
-            raise self._nothing("not even a batch of 1 fits")
+            raise self._infeasible("not even a batch of 1 fits")
         self.why = profiled.why
-        answer = None if profiled.step is None else self._predicted(profiled.step)
-        if answer is not None:
-            return answer
+        result = None if profiled.step is None else self._predicted(profiled.step)
+        if result is not None:
+            return result
         best = bisected(self.trials, self.permitted, profiled.largest)
         if best is None:
             sizes = self.permitted(self.trials.cap)
-            smallest = f"the smallest permitted size is {sizes[0]}, and it does not fit" if sizes else "no size is permitted"
-            raise self._nothing(smallest)
+            why = f"the smallest permitted size is {sizes[0]}, and it does not fit" if sizes else "no size is permitted"
+            raise self._infeasible(why)
         if self.trials.energy is not None:
-            best = self.trials.confirm(best.size, spend=True) or best
-        return self._answer(best, None if self.chooser is None else self.chooser.predicted(best.size))
+            best = self.trials.confirm(best.size, measure_energy=True) or best
+        return self._result_of(best, None if self.chooser is None else self.chooser.predicted(best.size))
 
-    def _predicted(self, step: StepFit) -> Found | None:
-        """Predict and confirm; again, with what the trial before measured, where it did not fit. None: bisect."""
+    def _predicted(self, step: StepFit) -> BatchSizeResult | None:
+        """Predict a size and confirm it; if the trial does not fit, correct the limit by its peak and repeat. None: bisect."""
         step = sharpened(self.trials, step, self._chooser(step, None, self.limit).largest_unmodified(self.trials.cap))
-        plans, limit = self._plans(step), self.limit
+        plans = self._plans(step)
+        limit = self.limit
         if self.trials.energy is not None:
             plain = self._chooser(step, None, limit).largest_unmodified(self.trials.cap)
-            self.joules = self._joules(plain, self.trials.energy)
+            self.energy_model = self._measured_energy_model(plain, self.trials.energy)
         for _ in range(_ATTEMPTS):
             self.chooser = self._chooser(step, plans, limit)
-            choice = self.chooser.choose(self.search.mode, self.permitted, self.trials.cap)
-            if choice is None:
+            estimate = self.chooser.choose(self.search.mode, self.permitted, self.trials.cap)
+            if estimate is None:
                 self.why = "no permitted size was predicted to fit"
                 return None
-            trial = self.trials.confirm(choice.size, spend=True)
-            if trial is None:  # nothing ran: the data gave less
+            trial = self.trials.confirm(estimate.size, measure_energy=True)
+            if trial is None:  # no step ran: the data has fewer samples
                 continue
             if trial.fits:
-                return self._answer(trial, choice)
-            if choice.size == self.search.effective:  # it was hoped for
-                self.trials.cap = choice.size - 1
+                return self._result_of(trial, estimate)
+            if estimate.size == self.search.effective:  # its estimate is a best case (`spare_nbytes`): take a smaller one
+                self.trials.cap = estimate.size - 1
                 continue
             self.why = "a trial step ran out of memory"
             if trial.peak_nbytes is None:
                 return None
-            self.why = f"a trial step took {trial.peak_nbytes} bytes, {choice.peak_nbytes} were predicted"
-            if trial.peak_nbytes <= choice.peak_nbytes:
+            self.why = f"a trial step took {trial.peak_nbytes} bytes, {estimate.peak_nbytes} were predicted"
+            if trial.peak_nbytes <= estimate.peak_nbytes:
                 return None
-            # what the prediction lacks, it lacks in proportion
-            limit = self.limit * choice.peak_nbytes // trial.peak_nbytes
+            # assume that the predictions are too low by the same factor at every size
+            limit = self.limit * estimate.peak_nbytes // trial.peak_nbytes
         return None
 
     def _plans(self, step: StepFit) -> Plans | None:
-        """Plans as a session of this run will make them."""
+        """Makes plans as a session of the run that follows will; None if it has no plans."""
         if self.config is None:
             return None
-        hybrid = Hybrid(self.search.device, self.config)  # no plan is carried out here: nothing to close
-        solve = lambda graph: frontier_of(graph, hybrid, lambda _: None)  # noqa: E731
-        return AwayPlans(step, solve, hybrid) if hybrid.wanted else Plans(step, solve)
+        hybrid = Hybrid(self.search.device, self.config)  # no plan is executed, so nothing has to be closed
 
-    def _chooser(self, step: StepFit, plans: Plans | None, limit: int) -> Chooser:
-        room = limit - (self.config.headroom if self.config is not None else 0)
-        return Chooser(step, room, plans, self.search.effective, self.search.spare_nbytes, self.joules)
+        def solve(graph: Graph) -> Frontier:
+            return frontier_of(graph, hybrid, lambda _: None)
 
-    def _joules(self, plain: int, energy: StepEnergy) -> Joules | None:
-        """Measured at two sizes well below the largest that needs no plan; None where every size needs one."""
+        return ParkingPlans(step, solve, hybrid) if hybrid.wanted else Plans(step, solve)
+
+    def _chooser(self, step: StepFit, plans: Plans | None, budget_nbytes: int) -> Chooser:
+        headroom = self.config.headroom if self.config is not None else 0
+        limit = budget_nbytes - headroom
+        return Chooser(step, limit, plans, self.search.effective, self.search.spare_nbytes, self.energy_model)
+
+    def _measured_energy_model(self, plain: int, energy: StepEnergy) -> EnergyModel | None:
+        """Measure energy at two sizes well below `plain`, the largest size that needs no plan; None if `plain` is 0."""
         sizes = sorted({max(1, plain // 8), max(1, plain // 2)}) if plain else []
-        spent = [one for one in map(self.trials.spend, sizes) if one is not None]
-        if spent:
-            return fitted(spent[0] if len(spent) > 1 else None, spent[-1], energy.approximate)
+        measurements = [measured for measured in map(self.trials.measure_energy, sizes) if measured is not None]
+        if measurements:
+            smaller = measurements[0] if len(measurements) > 1 else None
+            return fitted(smaller, measurements[-1], energy.approximate)
         self.why = "no size fits without a plan, so that no energy was measured before: the fastest one was taken"
         return None
 
-    def _answer(self, trial: Trial, choice: Choice | None) -> Found:
-        spent, before = self.trials.spent, self.search.source.size
-        return Found(
+    def _result_of(self, trial: Trial, estimate: SizeEstimate | None) -> BatchSizeResult:
+        measured = self.trials.measured
+        before = self.search.source.size
+        before_estimate = self.chooser.unmodified(before) if self.chooser is not None else None
+        return BatchSizeResult(
             size=trial.size,
             before=before,
             mode=self.search.mode,
             budget_bytes=self.search.budget_nbytes,
-            predicted_peak_bytes=choice.peak_nbytes if choice is not None else None,
+            predicted_peak_bytes=estimate.peak_nbytes if estimate is not None else None,
             confirmed_peak_bytes=trial.peak_nbytes,
-            samples_per_second=choice.samples_per_second if choice is not None else None,
-            before_samples_per_second=self.chooser.unmodified(before).samples_per_second if self.chooser is not None else None,
-            joules_per_sample=choice.joules_per_sample if choice is not None else None,
-            measured_joules_per_sample=spent.each / spent.size if spent is not None else None,
-            energy_source=self.joules.source if self.joules is not None else "",
-            planned=choice.planned if choice is not None else self.config is not None,
+            samples_per_second=estimate.samples_per_second if estimate is not None else None,
+            before_samples_per_second=before_estimate.samples_per_second if before_estimate is not None else None,
+            joules_per_sample=estimate.joules_per_sample if estimate is not None else None,
+            measured_joules_per_sample=measured.joules_per_step / measured.size if measured is not None else None,
+            energy_source=self.energy_model.source if self.energy_model is not None else "",
+            planned=estimate.planned if estimate is not None else self.config is not None,
             trials=tuple(self.trials.done),
             why=self.why,
         )
 
-    def _nothing(self, why: str) -> InfeasibleError:
-        tried = ", ".join(str(size) for size in sorted({t.size for t in self.trials.done}, reverse=True))
+    def _infeasible(self, why: str) -> InfeasibleError:
+        tried = ", ".join(str(size) for size in sorted({trial.size for trial in self.trials.done}, reverse=True))
         return InfeasibleError(
             f"No batch size fits {self.limit} bytes ({format_nbytes(self.limit)}): {why} (tried {tried or 'none'}). The model, "
             "its optimizer and the batch size are as they were. Raise the budget, or make the model or the samples smaller.",

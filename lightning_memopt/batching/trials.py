@@ -1,4 +1,7 @@
-"""Real steps at a given size: unwatched, observed, or measured; what runs out of memory leaves nothing behind."""
+"""Run real training steps at a given batch size: a warm-up, an observed step, or a measured one.
+
+A step that runs out of memory leaves no tensors behind; its result is that the size does not fit.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import torch
 from torch import nn
 
 from lightning_memopt.batching.batches import Exhausted
-from lightning_memopt.batching.energy import Spent, StepEnergy
+from lightning_memopt.batching.energy import MeasuredEnergy, StepEnergy
 from lightning_memopt.batching.oom import is_out_of_memory, release
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import ConfigError, InfeasibleError
@@ -24,29 +27,41 @@ from lightning_memopt.session.peak_meter import StepMeter
 from lightning_memopt.torch_private import tree_map
 from lightning_memopt.trace import count_all
 
-_OBSERVED = 1 << 20
-"""Steps to observe before a plan is solved: never."""
+_NEVER_PLANNED = 1 << 20
+"""A `profile_steps` so large that every step is observed and no plan is solved."""
 
 
-class Source(Protocol):
-    """Where batches come from. `size`: what it makes now; `cap`: no batch is larger; `copies`: how many are there at once."""
+class BatchSource(Protocol):
+    """Makes batches of any size.
+
+    size: samples of a batch before the search.
+    cap: most samples that a batch can have; None if that is not known.
+    copies: number of batches that are in the host's memory at once during training.
+    """
 
     size: int
     cap: int | None
     copies: int
 
-    def batch(self, size: int) -> Any: ...
+    def batch(self, size: int) -> Any:
+        """A batch of `size` samples. Raises Exhausted if the data has fewer."""
 
 
 Step = Callable[[Any, Session | None, bool], None]
-"""`step(batch, session, whole)`: one training step, update included; it tells the session, where there is one, of its rounds
-and updates. `whole`: the batch is all samples of its update; else gradients of batches before it are there, and stay."""
+"""`step(batch, session, whole)` runs one training step, update included. If a session is given, the step calls its rounds and
+updates. `whole`: the batch has all samples of its update; if not, gradients of earlier batches exist and are kept."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """Steps that ran, or did not: `fits`, and the peak where it was measured. `kind`: what they were run for, "warm-up",
-    "profile", "trial" or "energy"."""
+    """Steps of one batch size that were run for one purpose.
+
+    kind: the purpose: "warm-up", "profile", "trial" or "energy".
+    size: samples of a batch.
+    steps: number of steps that began.
+    fits: whether they ended within the memory that they may use.
+    peak_nbytes: measured peak; None if it was not measured.
+    """
 
     kind: str
     size: int
@@ -57,24 +72,30 @@ class Trial:
 
 @dataclasses.dataclass
 class _Outcome:
-    """What a trial comes to; `fits` is known when it is over."""
+    """The result of a trial. `peak_nbytes`: measured peak, None if not measured. `fits` is set when the trial has ended."""
 
     peak_nbytes: int | None = None
     fits: bool = False
 
 
 class Trials:
-    """Runs steps, counts them, and says which did not fit.
+    """Runs real steps, counts them in `done`, and reports which sizes fit.
 
-    `config`: how the run will plan, where it does; None for a run without plans. `budget_nbytes` is what a step may take.
-    `effective`: samples an update, where they are accumulated; None: every batch has its update. `cap`: no size is larger, as
-    asked for or as the data is seen to give.
+    Args:
+        step: runs one training step.
+        source: makes the batches.
+        model, optimizers: what the step trains.
+        device: the training device.
+        budget_nbytes: bytes that a step may use.
+        config: options of the run that will follow; None if it has no plans.
+        effective: samples of an update if gradients are accumulated over batches; None if every batch has its update.
+        cap: the largest size that may be tried. Lowered when the data turns out to have fewer samples.
     """
 
     def __init__(
         self,
         step: Step,
-        source: Source,
+        source: BatchSource,
         model: nn.Module,
         optimizers: list[torch.optim.Optimizer],
         device: torch.device,
@@ -87,20 +108,21 @@ class Trials:
         self.device, self.budget_nbytes, self.config = device, budget_nbytes, config
         self.cap = min(cap, source.cap or cap)
         self.done: list[Trial] = []
-        self.spent: Spent | None = None
-        """Of the size that was last confirmed, where that was asked for."""
+        self.measured: MeasuredEnergy | None = None
+        """Energy of the size that was last confirmed; None if it was not measured."""
         self.energy: StepEnergy | None = None
-        self._step, self._begun = step, 0
-        self._unmetered: list[weakref.ref[Any]] = []
+        self._step = step
+        self._begun = 0  # number of steps that began
+        self._unmetered: list[weakref.ref[Any]] = []  # storages of gradients that were allocated before any `StepMeter`
         if device.type == "cpu":
             count_all(lambda _: None)
 
-    # -- three kinds of steps ----------------------------------------------------------------------
+    # -- kinds of steps ---------------------------------------------------------------------------
 
     def warm(self, size: int) -> bool:
-        """An unwatched step, which makes what a first step makes: optimizer state, gradients, a library's workspaces.
+        """Run one step, so that optimizer state, gradients and workspaces of libraries exist. Returns whether it fitted.
 
-        With plans it is observed within the budget, and the graph thrown away.
+        With plans the step is observed within the budget, and its graph is thrown away.
         """
         if self.config is not None:
             return self.observe(size, "warm-up") is not None
@@ -110,9 +132,9 @@ class Trials:
         return trial.fits
 
     def observe(self, size: int, kind: str = "profile") -> Graph | None:
-        """The graph of one step at this size, update included; None where it does not fit, or the data has no such batch."""
+        """The graph of one step of this size, update included; None if it does not fit, or the data has no such batch."""
         config = self.config or MemOptConfig(budget="min")
-        quiet = dataclasses.replace(config, profile_steps=_OBSERVED, plan=None, verify=False, verbose=False)
+        quiet = dataclasses.replace(config, profile_steps=_NEVER_PLANNED, plan=None, verify=False, verbose=False)
         graph: Graph | None = None
         with self._running(kind, size) as trial, self._session(quiet) as session:
             self._run(self.source.batch(size), session, self.effective is None)
@@ -120,26 +142,30 @@ class Trials:
             graph = session.observed_graph
         return graph if trial.fits else None
 
-    def confirm(self, size: int, spend: bool = False) -> Trial | None:
-        """Real steps of the run to come at this size, measured: one; with plans an observed and a planned one. None: the data
-        has no such batch. `spend`: where they fit, and a batch is an update, `spent` is filled from more of them.
+    def confirm(self, size: int, measure_energy: bool = False) -> Trial | None:
+        """Run and measure steps as the run that follows will: one step; with plans, an observed and a planned one.
+
+        Returns None if the data has no such batch. `measure_energy`: also repeat the step to measure its energy into
+        `measured`, if it fits and one batch is a whole update.
         """
-        before, self.spent = len(self.done), None
-        spend = spend and self._whole(size)
+        trials_before = len(self.done)
+        self.measured = None
+        measure_energy = measure_energy and self._whole(size)
         if self.config is not None:
-            self._planned(size, self.config, spend)
-        elif self._unplanned(size) and spend:
-            self.spent = self.spend(size)
-        return next((t for t in self.done[before:] if t.kind == "trial"), None)
+            self._planned(size, self.config, measure_energy)
+        elif self._unplanned(size) and measure_energy:
+            self.measured = self.measure_energy(size)
+        return next((trial for trial in self.done[trials_before:] if trial.kind == "trial"), None)
 
     def _unplanned(self, size: int) -> bool:
+        """Measure one step without a plan. Returns whether it fits."""
         with self._running("trial", size) as trial:
             batch = self.source.batch(size)
             tensors = list(resident_tensors(self.model, self.optimizers, batch))
             resident, foreign = resident_nbytes(tensors, self.device), foreign_nbytes(tensors)
             del tensors
-            unseen = {id(ref()) for ref in self._unmetered}
-            gradients = [g for g in self._gradients() if id(g.untyped_storage()) in unseen]
+            unmetered = {id(ref()) for ref in self._unmetered}
+            gradients = [g for g in self._gradients() if id(g.untyped_storage()) in unmetered]
             meter = StepMeter(self.device, resident, gradients, foreign)
             try:
                 self._run(batch, None, self._whole(size))
@@ -148,7 +174,8 @@ class Trials:
                 trial.peak_nbytes = meter.close()
         return trial.fits
 
-    def _planned(self, size: int, config: MemOptConfig, spend: bool) -> None:
+    def _planned(self, size: int, config: MemOptConfig, measure_energy: bool) -> None:
+        """Measure an observed step and a planned one."""
         quiet = dataclasses.replace(config, profile_steps=1, plan=None, on_exceed="warn", verify=False, verbose=False)
         with self._running("trial", size) as trial, self._session(quiet) as session, warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -156,33 +183,35 @@ class Trials:
                 self._run(self.source.batch(size), session, self._whole(size))
                 session.step_ended()
             trial.peak_nbytes = session.status().measured_peak_nbytes
-            if spend and not self._over(trial.peak_nbytes):
-                self.spent = self.spend(size, session)
+            if measure_energy and not self._over(trial.peak_nbytes):
+                self.measured = self.measure_energy(size, session)
 
-    def spend(self, size: int, session: Session | None = None) -> Spent | None:
-        """Steps at a size that fits, repeated while energy is read; None where it is not, or the data has no such batch."""
+    def measure_energy(self, size: int, session: Session | None = None) -> MeasuredEnergy | None:
+        """Repeat steps of a size that fits and measure their energy; None without a meter, or if the data has no such batch."""
         if self.energy is None:
             return None
-        found: Spent | None = None
+        measured: MeasuredEnergy | None = None
         with self._running("energy", size):
             batch = self.source.batch(size)
 
-            def again() -> None:
-                self._run(tree_map(lambda t: t, batch), session, self._whole(size))  # dicts and lists of its own, to take from
+            def run_once() -> None:
+                # new dicts and lists for each step, because a step may take items out of its batch
+                self._run(tree_map(lambda t: t, batch), session, self._whole(size))
                 if session is not None:
                     session.step_ended()
 
-            again()  # what only a first step at this size does is not measured
-            found = self.energy.measure(again, size)
-        return found
+            run_once()  # the first step at a size does extra work, which is not measured
+            measured = self.energy.measure(run_once, size)
+        return measured
 
-    # -- around them -------------------------------------------------------------------------------
+    # -- common to all kinds -----------------------------------------------------------------------
 
     def _run(self, batch: Any, session: Session | None, whole: bool) -> None:
         self._begun += 1
         self._step(batch, session, whole)
 
     def _whole(self, size: int) -> bool:
+        """Whether a batch of this size has all samples of its update."""
         return self.effective is None or size == self.effective
 
     def _gradients(self) -> list[torch.Tensor]:
@@ -201,24 +230,30 @@ class Trials:
 
     @contextlib.contextmanager
     def _running(self, kind: str, size: int) -> Iterator[_Outcome]:
-        """Around the steps of a trial: running out of memory, of the device or of plans, is its result, and so is a peak above
-        the budget. Where the data has no such batch, nothing ran, and `cap` is lowered. Trials may be nested."""
-        at, begun, ran = len(self.done), self._begun, False
+        """Run the steps of a trial inside this context, and add the `Trial` to `done`.
+
+        A trial does not fit if memory ran out, if no plan fits, or if the measured peak is above the budget. If the data has no
+        such batch, nothing is added and `cap` is lowered. Trials may be nested.
+        """
+        trials_before, begun_before = len(self.done), self._begun
+        ran = False
         outcome = _Outcome()
         try:
             yield outcome
-        except Exhausted as short:
-            if short.there < 1:
+        except Exhausted as error:
+            if error.available < 1:
                 raise ConfigError("The data gave no sample. Give a loader with data.") from None
-            self.cap = min(self.cap, short.there)
+            self.cap = min(self.cap, error.available)
             return
         except Exception as error:
             if not isinstance(error, InfeasibleError) and not is_out_of_memory(error):
                 raise
             for p in self.model.parameters():
-                p.grad = None  # of a backward that did not end
+                p.grad = None  # an interrupted backward left partial gradients
             release(error)
         else:
-            ran, outcome.fits = True, not self._over(outcome.peak_nbytes)
-        steps = self._begun - begun - sum(t.steps for t in self.done[at:])
-        self.done.insert(at, Trial(kind, size, steps, outcome.fits, outcome.peak_nbytes if ran else None))
+            ran = True
+            outcome.fits = not self._over(outcome.peak_nbytes)
+        steps_of_nested = sum(trial.steps for trial in self.done[trials_before:])
+        steps = self._begun - begun_before - steps_of_nested
+        self.done.insert(trials_before, Trial(kind, size, steps, outcome.fits, outcome.peak_nbytes if ran else None))

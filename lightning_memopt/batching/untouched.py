@@ -1,11 +1,13 @@
-"""Leave everything as it was: what trial steps change is put back, bit by bit.
+"""Restore everything that trial steps change, bit by bit.
 
-Copied, each storage once, into the host's memory: every tensor that is reached from what is given, gradients included. Noted,
-and put back in place: attributes of modules, optimizers, schedulers, samplers and loaders, the dicts, lists, sets and deques in
-them, and the state of generators, those of torch, numpy and Python for everybody too. What was not there before is gone
-afterwards: state that an optimizer makes in its first update, caches, counters, torchmetrics' states.
+Input: the objects to follow ("roots"). A snapshot remembers
 
-Not followed: attributes of other objects (a logger, a dataclass of the user's). They stay the objects that they were.
+- every tensor that is reachable from them, gradients included: each storage is copied once into the host's memory;
+- attributes of modules, optimizers, schedulers, samplers and loaders, and the dicts, lists, sets and deques in them;
+- the state of random generators among them, and of the global ones of torch, numpy and Python.
+
+All of it is restored in place. What steps add is removed: optimizer state, caches, counters, states of torchmetrics.
+Attributes of other objects (a logger, a user's dataclass) are not followed and not restored.
 """
 
 from __future__ import annotations
@@ -23,13 +25,13 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 _OPEN = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler, Sampler, DataLoader)
-"""Objects whose attributes are followed."""
+"""Types of objects whose attributes are followed."""
 _MANY = 4096
-"""A container with more items is noted, and its items are not followed (a vocabulary)."""
+"""The items of a container with more items than this (a vocabulary) are restored, but not followed."""
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """All of a storage as bytes, on its own memory and with a version counter of its own."""
+    """A uint8 tensor on the memory of a storage, with a version counter of its own."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
@@ -38,7 +40,7 @@ def _refill(alias: torch.Tensor, kept: np.ndarray[Any, Any]) -> None:
 
 
 def _same_tensor(t: torch.Tensor, alias: torch.Tensor) -> None:
-    """A tensor whose data was replaced (`p.data = other`) gets its own again."""
+    """Give a tensor its own data again if it was replaced (`p.data = other`). `alias` shares the original data."""
     if t.data_ptr() != alias.data_ptr() or t.shape != alias.shape or t.stride() != alias.stride():
         t.data = alias
 
@@ -65,30 +67,30 @@ def _same_items(value: Any, kept: list[Any]) -> None:
 
 
 class Snapshot:
-    """What there is now; `restore` may be called once."""
+    """The state of everything reachable from `roots` when it is created; `restore` may be called once."""
 
     def __init__(self, *roots: Any) -> None:
         self._undo: list[Callable[[], Any]] = []
-        self._seen: dict[int, Any] = {}  # keeps them, so that an id stays theirs
+        self._seen: dict[int, Any] = {}  # id -> object; the reference keeps the id from being used again
         self._storages: set[int] = set()
         self._generators()
         todo = list(roots)
         while todo:
             value = todo.pop()
             if id(value) not in self._seen:
-                found = list(self._note(value))
-                if found or isinstance(value, (torch.Tensor, *_OPEN, dict, list, set, deque)):
+                children = list(self._note(value))
+                if children or isinstance(value, (torch.Tensor, *_OPEN, dict, list, set, deque)):
                     self._seen[id(value)] = value
-                todo.extend(found)
+                todo.extend(children)
 
     def restore(self) -> None:
-        """Put everything back: containers and attributes first, then tensors, then generators."""
+        """Restore containers and attributes first, then tensors, then generators."""
         with torch.no_grad():
             while self._undo:
                 self._undo.pop()()
 
     def _note(self, value: Any) -> Iterable[Any]:
-        """Remember one object; gives what is to be followed from it."""
+        """Remember how to restore one object. Returns the objects that are followed from it."""
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
@@ -121,9 +123,9 @@ class Snapshot:
         storage = alias.untyped_storage()
         if storage._cdata not in self._storages and t.device.type != "meta":
             self._storages.add(storage._cdata)
-            # numpy's own memory: what torch's allocator of the device counts stays as it is
+            # numpy's memory, so that the counters of torch's allocator do not change
             kept = np.empty(storage.nbytes(), dtype=np.uint8)
-            # never `.numpy()` of the storage itself: from then on torch holds it for memory of another library
+            # never `.numpy()` of the storage itself: torch would then treat the storage as memory of another library
             torch.from_numpy(kept).copy_(_bytes_of(storage))
             self._undo.insert(0, partial(_refill, alias, kept))
         self._undo.append(partial(_same_tensor, t, alias))
@@ -153,7 +155,7 @@ class Snapshot:
 
 
 def _holds_data(value: Any) -> bool:
-    """Whether this is what a dataset is made of, which reading does not change."""
+    """Whether an attribute of a dataset is its data (arrays, or large containers), which reading samples does not change."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return True
     if isinstance(value, (dict, list, tuple, set, deque)):
@@ -164,7 +166,7 @@ def _holds_data(value: Any) -> bool:
 
 @contextmanager
 def untouched(*roots: Any) -> Iterator[None]:
-    """After this block, however it is left, everything that is reached from `roots` is bit by bit what it was before."""
+    """After this block, also after an exception, everything reachable from `roots` has the same bits as before."""
     before = Snapshot(*roots)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Lightning callbacks: thin adapters over what works in any loop."""
+"""Lightning callbacks: thin adapters around `batching` and `telemetry`, which work in any loop."""
 
 from lightning_memopt.callbacks.batch_scaler import MemOptBatchScaler
 from lightning_memopt.callbacks.monitor import MemOptMonitor

@@ -1,9 +1,9 @@
-"""`MemOptBatchScaler`: the batch size that the budget allows, chosen before training starts and before schedules are built.
+"""`MemOptBatchScaler`: choose the batch size for a budget before training starts, and before schedules are built.
 
-The probe runs where Lightning makes the optimizers (`Strategy.setup_optimizers`): with optimizers that are thrown away, on real
-batches, without callbacks, loggers or loops, inside `untouched`. Then the optimizers are made for good, when the number of
-steps is known. The size is set on the loader's batch sampler where Lightning hands loaders to the strategy
-(`Strategy.process_dataloader`, before lengths are taken), and put back at the end.
+The search runs when Lightning creates the optimizers (`Strategy.setup_optimizers`): with temporary optimizers, on real batches,
+without callbacks, loggers or loops, inside `untouched`. Afterwards the final optimizers are created, with the number of steps
+known. The size is set on the loader's batch sampler when Lightning passes the loader to the strategy
+(`Strategy.process_dataloader`), before the loop computes its length, and restored at the end.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_memopt.batching import MODES, Found, FromLoader, Mode, Search, refuse_loader, untouched
+from lightning_memopt.batching import MODES, BatchSizeResult, FromLoader, Mode, Search, refuse_loader, untouched
 from lightning_memopt.callbacks import probe
 from lightning_memopt.callbacks.learning_rate import FACTORS, scale
 from lightning_memopt.config import MemOptConfig, disabled
 from lightning_memopt.errors import ConfigError, UnsupportedError
 from lightning_memopt.session.budget import bytes_on
-from lightning_memopt.strategies import MemOptMixin
+from lightning_memopt.strategies import MemOptMixin, lightning_private
 
 LrScaling = Literal["none", "linear", "sqrt"]
 
 
-class _Instead:
-    """In the place of the method `name` of `holder`. A copy of the holder has its own method back."""
+class _Replacement:
+    """Replaces the method `name` of `holder` by `call`. A copy or pickle of the holder has the original method again."""
 
     def __init__(self, holder: Any, name: str, call: Callable[..., Any]) -> None:
         self._holder, self._name, self._call = holder, name, call
@@ -39,21 +39,27 @@ class _Instead:
         return self._call(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._holder, self._name)  # asked of the copy before it has attributes of its own
+        # `getattr` runs on the copy before its instance attributes are set, so it gives the method of the copy's class
+        return getattr, (self._holder, self._name)
 
 
 class MemOptBatchScaler(Callback):
-    """Choose the training batch size before training starts; with few real steps, which leave nothing behind.
+    """Choose the training batch size before training starts, by a few real steps whose effects are all restored.
 
     Args:
-        mode: `"largest"` that fits, `"throughput"`: the most samples a second, `"energy"`: the fewest joules a sample.
-        budget: bytes of the device that a step may use, where the strategy is not `MemOptStrategy`, which has its own.
-        max_size: no size is larger.
-        keep_effective: keep the samples between two updates as they are, by changing `accumulate_grad_batches`: only sizes
-            that divide them are chosen. False: every batch may grow, and updates with it.
-        lr_scaling: of learning rates where `keep_effective=False`: by nothing, the ratio of samples an update, or its root.
-        watts: what the device draws while it trains, for `"energy"`; by default it is measured, on NVIDIA GPUs.
-        verbose: say what was chosen, and at the end what came of it.
+        mode: `"largest"`: the largest size that fits; `"throughput"`: the most samples a second; `"energy"`: the fewest joules
+            a sample.
+        budget: bytes of the device that a step may use. Only for other strategies than `MemOptStrategy`, which has its own.
+        max_size: the largest size that may be chosen.
+        keep_effective: keep the number of samples between two updates, by changing `accumulate_grad_batches`. Only sizes that
+            divide this number are chosen. False: accumulation stays, and an update has more samples.
+        lr_scaling: how to scale learning rates if `keep_effective=False`: not, by the ratio of samples an update, or by the
+            square root of that ratio.
+        watts: power that the device draws in training, for `"energy"`. By default it is measured, on NVIDIA GPUs.
+        verbose: print what was chosen, and the result again at the end.
+
+    Attributes:
+        found: the result of the search; None before it, and if a checkpoint gave the size.
     """
 
     def __init__(
@@ -77,13 +83,13 @@ class MemOptBatchScaler(Callback):
             )
         self.mode, self.budget, self.max_size = mode, budget, max_size
         self.keep_effective, self.lr_scaling, self.watts, self.verbose = keep_effective, lr_scaling, watts, verbose
-        self.found: Found | None = None
-        self._set: dict[str, Any] = {}
+        self.found: BatchSizeResult | None = None
+        self._set: dict[str, Any] = {}  # what was set: batch size, accumulation, factor of learning rates; saved in checkpoints
         self._undo = contextlib.ExitStack()
         self._training = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy or pickle has nothing to put back: what it was attached to is the original's."""
+        """A copy or pickle has nothing to restore: the changes belong to the original."""
         return vars(self) | {"_undo": contextlib.ExitStack(), "_training": False}
 
     # -- Lightning's hooks -------------------------------------------------------------------------
@@ -91,14 +97,15 @@ class MemOptBatchScaler(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit" or disabled() or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        self._undo.close()  # of a fit that was not torn down
+        self._undo.close()  # the fit before may have ended without `teardown`
         self.found, self._set = None, {}
         self._refuse(trainer, pl_module)
         strategy: Any = trainer.strategy
-        make, process, load = strategy.setup_optimizers, strategy.process_dataloader, trainer.fit_loop.setup_data
-        self._patch(strategy, "setup_optimizers", lambda trainer: self._setup_optimizers(trainer, make))
-        self._patch(strategy, "process_dataloader", lambda loader: self._process(process(loader)))
-        self._patch(trainer.fit_loop, "setup_data", lambda: self._load(load))
+        setup_optimizers, process_dataloader = strategy.setup_optimizers, strategy.process_dataloader
+        setup_data = trainer.fit_loop.setup_data
+        self._replace(strategy, "setup_optimizers", lambda trainer: self._setup_optimizers(trainer, setup_optimizers))
+        self._replace(strategy, "process_dataloader", lambda loader: self._process_dataloader(process_dataloader(loader)))
+        self._replace(trainer.fit_loop, "setup_data", lambda: self._setup_data(setup_data))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit" and self.found is not None and self.verbose:
@@ -106,17 +113,17 @@ class MemOptBatchScaler(Callback):
         self._undo.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._undo.close()  # teardown is not called where setup failed
+        self._undo.close()  # Lightning does not call `teardown` if `setup` failed
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self._set)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """A run that goes on keeps its batch size: nothing is searched again."""
+        """A resumed run keeps its batch size: nothing is searched again."""
         self._set = dict(state_dict)
 
     def summary(self) -> str:
-        """One line: batch size before and after, predicted and confirmed peak, and what accumulation became."""
+        """One line: batch size and accumulation before and after, predicted and confirmed peak."""
         if self.found is None:
             return "MemOpt: the batch size was not searched."
         return (
@@ -127,6 +134,7 @@ class MemOptBatchScaler(Callback):
     # -- before training ---------------------------------------------------------------------------
 
     def _refuse(self, trainer: Trainer, module: LightningModule) -> None:
+        """Raise UnsupportedError or ConfigError if the batch size cannot be searched for with this Trainer."""
         if trainer.world_size > 1:
             raise UnsupportedError(
                 f"MemOptBatchScaler searches on one device; this Trainer has {trainer.world_size}. Use devices=1, or set the "
@@ -153,42 +161,43 @@ class MemOptBatchScaler(Callback):
                 f"The budget is {self.budget!r} and the strategy is {type(trainer.strategy).__name__}: give the budget to "
                 "MemOptStrategy, or, with another strategy, to MemOptBatchScaler."
             )
-        given = trainer.strategy.memopt_config.plan if isinstance(trainer.strategy, MemOptMixin) else None
-        if given is not None:
+        plan_path = trainer.strategy.memopt_config.plan if isinstance(trainer.strategy, MemOptMixin) else None
+        if plan_path is not None:
             raise ConfigError(
-                f"The plan {given} was made for one batch size, and MemOptBatchScaler chooses another. Leave plan= out, or "
+                f"The plan {plan_path} was made for one batch size, and MemOptBatchScaler chooses another. Leave plan= out, or "
                 "leave MemOptBatchScaler out."
             )
 
-    def _setup_optimizers(self, trainer: Trainer, make: Callable[[Trainer], None]) -> None:
-        loop: Any = trainer.fit_loop
+    def _setup_optimizers(self, trainer: Trainer, setup_optimizers: Callable[[Trainer], None]) -> None:
+        """Search, unless a checkpoint gave the size; then create the optimizers. `setup_optimizers`: Lightning's method."""
         if not self._set:
-            self._search(trainer, make)
-            loop._combined_loader = None  # as Lightning's own finder has it: loaders are made anew, lengths taken anew
+            self._search(trainer, setup_optimizers)
+            lightning_private.forget_loaders(trainer)
         self._undo.callback(setattr, trainer, "accumulate_grad_batches", trainer.accumulate_grad_batches)
         trainer.accumulate_grad_batches = self._set["accumulate"]
-        make(trainer)
+        setup_optimizers(trainer)
         factor = self._set["lr_factor"]
         if factor != 1.0:
             schedulers = [c.scheduler for c in trainer.strategy.lr_scheduler_configs]
             scale(trainer.strategy.optimizers, schedulers, factor)
             rank_zero_info(f"MemOpt: learning rates and their schedules are scaled by {factor:g} ({self.lr_scaling})")
 
-    def _search(self, trainer: Trainer, make: Callable[[Trainer], None]) -> None:
+    def _search(self, trainer: Trainer, setup_optimizers: Callable[[Trainer], None]) -> None:
+        """Search with temporary optimizers, and decide what to set."""
         module, strategy = trainer.lightning_module, trainer.strategy
         data = () if trainer.datamodule is None else (vars(trainer.datamodule),)  # type: ignore[attr-defined]
         accumulate = trainer.accumulate_grad_batches
         with untouched(module, *data, vars(strategy.precision_plugin)), probe.quiet(trainer):
-            make(trainer)
-            trainer.fit_loop._combined_loader = None
+            setup_optimizers(trainer)
+            lightning_private.forget_loaders(trainer)
             loader = probe.training_loader(trainer)
             source = FromLoader(loader)
             config, budget = self._budget(strategy)
             effective = source.size * accumulate
-            alone = self.keep_effective or accumulate == 1
-            gradients = sum(p.nbytes for p in module.parameters() if p.requires_grad)
+            zero_when_whole = self.keep_effective or accumulate == 1  # else gradients of earlier batches stay
+            gradient_nbytes = sum(p.nbytes for p in module.parameters() if p.requires_grad)
             self.found = Search(
-                step=lambda batch, session, whole: probe.step(trainer, batch, session, whole and alone),
+                step=lambda batch, session, whole: probe.step(trainer, batch, session, whole and zero_when_whole),
                 source=source,
                 model=strategy.model or module,
                 optimizers=strategy.optimizers,
@@ -198,7 +207,7 @@ class MemOptBatchScaler(Callback):
                 budget_nbytes=budget,
                 mode=self.mode,
                 effective=effective if self.keep_effective else None,
-                spare_nbytes=gradients,
+                spare_nbytes=gradient_nbytes,
                 max_size=self.max_size,
                 watts=self.watts,
             ).find()
@@ -212,14 +221,16 @@ class MemOptBatchScaler(Callback):
             "lr_factor": FACTORS[self.lr_scaling](ratio),
         }
         if self.verbose:
-            self._say(trainer, source)
+            self._print_result(trainer, source)
 
     def _budget(self, strategy: Any) -> tuple[MemOptConfig | None, int]:
+        """(options of the run, or None if it has no plans; bytes that a step may use)."""
         planned = isinstance(strategy, MemOptMixin)
         config = strategy.memopt_config if planned else MemOptConfig(budget=self.budget)  # type: ignore[arg-type]
         return (config if planned else None), bytes_on(strategy.root_device, config)
 
-    def _say(self, trainer: Trainer, source: FromLoader) -> None:
+    def _print_result(self, trainer: Trainer, source: FromLoader) -> None:
+        """Print the summary, and warn of everything that depends on the batch size."""
         rank_zero_info(self.summary())
         size = self._set["size"]
         if size == source.size:
@@ -239,15 +250,16 @@ class MemOptBatchScaler(Callback):
 
     # -- the loader --------------------------------------------------------------------------------
 
-    def _load(self, load: Callable[[], None]) -> None:
+    def _setup_data(self, setup_data: Callable[[], None]) -> None:
+        """Remember that the loaders that are now processed are for training. `setup_data`: Lightning's method."""
         self._training = True
         try:
-            load()
+            setup_data()
         finally:
             self._training = False
 
-    def _process(self, loader: Any) -> Any:
-        """The size is set on what is about to be the training loader; loaders of other stages pass."""
+    def _process_dataloader(self, loader: Any) -> Any:
+        """Set the batch size on the training loader; loaders of other stages are not changed."""
         if self._training and self._set:
             refuse_loader(loader)
             sampler = loader.batch_sampler
@@ -256,6 +268,7 @@ class MemOptBatchScaler(Callback):
                 sampler.batch_size = self._set["size"]
         return loader
 
-    def _patch(self, holder: Any, name: str, with_this: Callable[..., Any]) -> None:
-        setattr(holder, name, _Instead(holder, name, with_this))
+    def _replace(self, holder: Any, name: str, call: Callable[..., Any]) -> None:
+        """Replace a method of one object until `_undo` is closed."""
+        setattr(holder, name, _Replacement(holder, name, call))
         self._undo.callback(vars(holder).pop, name, None)

@@ -1,4 +1,4 @@
-"""Learning rates after a change of the samples an update, and the schedules that were made from them."""
+"""Scale learning rates, and the schedules that were built from them, after a change of the samples an update."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 FACTORS: dict[str, Callable[[float], float]] = {"none": lambda _: 1.0, "linear": lambda ratio: ratio, "sqrt": math.sqrt}
-"""How a learning rate follows the ratio of samples an update: linear suits SGD, the root Adam and its kin."""
+"""Name -> factor of the learning rate for a ratio of samples an update. Linear suits SGD, the square root suits Adam."""
 
 _OF_GROUP = ("lr", "initial_lr", "max_lr", "min_lr")
 _OF_SCHEDULE = ("base_lrs", "max_lrs", "_last_lr")
@@ -20,8 +20,9 @@ def _scaled(value: Any, factor: float) -> Any:
 
 
 def scale(optimizers: Iterable[torch.optim.Optimizer], schedules: Iterable[Any], factor: float) -> None:
-    """Multiply the learning rates of all groups, and what schedules compute them from. Floors that a schedule was given as a
-    number (`eta_min`, ReduceLROnPlateau's `min_lr`) stay.
+    """Multiply the learning rates of all groups, and the values from which schedules compute them, by `factor`.
+
+    Lower bounds that a schedule was given as a number (`eta_min`, ReduceLROnPlateau's `min_lr`) stay.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -32,8 +33,7 @@ def scale(optimizers: Iterable[torch.optim.Optimizer], schedules: Iterable[Any],
     todo = list(schedules)
     while todo:
         schedule = todo.pop()
-        inner = getattr(schedule, "_schedulers", ())  # SequentialLR, ChainedScheduler
-        todo.extend(inner)
+        todo.extend(getattr(schedule, "_schedulers", ()))  # the parts of a SequentialLR or ChainedScheduler
         for name in _OF_SCHEDULE:
             values = getattr(schedule, name, None)
             if isinstance(values, list) and id(values) not in seen:

@@ -1,17 +1,17 @@
-"""`MemOptMonitor`: samples and joules per second and per sample, peak memory and the plan, under ThroughputMonitor's names.
+"""`MemOptMonitor`: log throughput, energy, peak memory and the plan, under the names of Lightning's ThroughputMonitor.
 
-Every `log_every_n_steps` optimizer steps, at which alone the device is synchronised, the loggers get, per device:
+Every `log_every_n_steps` optimizer steps the device is synchronised, and the loggers get, per device:
 
-    train/time, train/batches, train/samples       since training began; evaluation is left out
-    train/device/samples_per_sec, .../batches_per_sec, .../step_seconds     since the values before
-    train/device/peak_memory_bytes                 reserved on CUDA; on the CPU what was measured of planned steps
+    train/time, train/batches, train/samples       since training began, without evaluation
+    train/device/samples_per_sec, .../batches_per_sec, .../step_seconds     since the values logged before
+    train/device/peak_memory_bytes                 CUDA: reserved bytes; CPU: measured peak of planned steps
     train/device/energy_joules                     since training began
     train/device/power_watts, .../energy_joules_per_sample      of whole stretches of a second or more
-    train/device/energy_approximate                1 where joules are integrated from samples of power
+    train/device/energy_approximate                1 if joules are integrated from power samples
 
-with several ranks also train/samples_per_sec and train/energy_joules of all of them, what ranks share counted once, and with
-`cpu=True` train/cpu/energy_joules and so on of the processors. What is not measured has no key. Within MemOptStrategy, once
-there is a plan, and whenever there is another one: memopt/budget_bytes, memopt/predicted_peak_bytes, ... (`_plan_metrics`).
+With several ranks, train/samples_per_sec and train/energy_joules are totals of all ranks; a device that ranks share counts
+once. With `cpu=True`, train/cpu/energy_joules and so on are those of the processors. Values that were not measured have no
+key. With MemOptStrategy, every new plan adds memopt/budget_bytes, memopt/predicted_peak_bytes, ... (`_plan_metrics`).
 """
 
 from __future__ import annotations
@@ -29,36 +29,40 @@ from lightning_memopt.callbacks.reduction import Reduction
 from lightning_memopt.plan import Plan
 from lightning_memopt.plan.forms import codec_of, tier_of
 from lightning_memopt.session import RunStatus, Session
-from lightning_memopt.telemetry import Meter, Rates, read_rates
+from lightning_memopt.strategies import lightning_private
+from lightning_memopt.telemetry import Meter, Throughput, read_throughput
 
 try:
     from lightning.pytorch.callbacks import Callback
-except ModuleNotFoundError:  # the same hooks under the other name: each Trainer takes either's callbacks
+except ModuleNotFoundError:  # the same class under its other name; the Trainers of both packages accept both
     from pytorch_lightning.callbacks import Callback  # type: ignore[assignment]
 
 
 class MemOptMonitor(Callback):
-    """Log and sum up what training takes: time, energy, memory. Works with any strategy; never raises into training.
+    """Log time, energy and memory of training, and print a summary. Works with any strategy; its errors never end training.
 
     Args:
-        batch_size_fn: the number of samples in a batch; as Lightning infers it for `self.log` where left out.
-        cpu: also measure the energy of the processors' packages (RAPL; mostly readable for root alone).
-        before: rates of the same training without a plan, to show beside: what `save` wrote, or its path.
-        save: path for the rates of this run, as JSON. With `MEMOPT_DISABLE=1` they are those of the plain run.
-        verbose: say the rates at the end of training.
+        batch_size_fn: batch -> number of samples. Default: as Lightning infers it for `self.log`.
+        cpu: also measure the energy of the processors' packages (RAPL, which most systems let only root read).
+        before: throughput of the same training without a plan, shown for comparison; or the path that `save` wrote it to.
+        save: path to write the throughput of this run to, as JSON. With `MEMOPT_DISABLE=1` it is that of the plain run.
+        verbose: print the throughput at the end of training.
+
+    Attributes:
+        meter: the meter of the current or last fit; None before the first.
     """
 
     def __init__(
         self,
         batch_size_fn: Callable[[Any], int] | None = None,
         cpu: bool = False,
-        before: Rates | str | os.PathLike[str] | None = None,
+        before: Throughput | str | os.PathLike[str] | None = None,
         save: str | os.PathLike[str] | None = None,
         verbose: bool = True,
     ) -> None:
         super().__init__()
         self.batch_size_fn, self.cpu, self.save, self.verbose = batch_size_fn, cpu, save, verbose
-        self.before = before if before is None or isinstance(before, Rates) else read_rates(before)
+        self.before = before if before is None or isinstance(before, Throughput) else read_throughput(before)
         self.meter: Meter | None = None
         self._reduction: Reduction | None = None
         self._plan: Plan | None = None
@@ -66,7 +70,7 @@ class MemOptMonitor(Callback):
         self._warned: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy or pickle is a monitor that has measured nothing: counters of devices belong to their process."""
+        """A copy or pickle has measured nothing, because the counters of devices belong to their process."""
         return vars(self) | {"meter": None, "_reduction": None}
 
     # -- Lightning's hooks -------------------------------------------------------------------------
@@ -90,15 +94,15 @@ class MemOptMonitor(Callback):
         if self.meter is None:
             return
         samples = self._samples(trainer, batch)
-        if trainer.fit_loop._should_accumulate():
+        if lightning_private.accumulates(trainer):
             self.meter.batch(samples)
             return
         self.meter.step(samples)
         plan = _status(trainer).plan
         if plan is not None and self._profile_seconds is None:
             self._profile_seconds = max(0.0, self.meter.total.seconds - plan.solve_seconds)
-        every, step = trainer.log_every_n_steps, trainer.fit_loop.epoch_loop._batches_that_stepped
-        if every and (step + 1) % every == 0:  # all ranks in the same step, whatever one was told of stopping
+        every, step = trainer.log_every_n_steps, lightning_private.batches_that_stepped(trainer)
+        if every and (step + 1) % every == 0:  # depends on the step alone, so that all ranks log in the same step
             self._log(trainer, step)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
@@ -114,15 +118,15 @@ class MemOptMonitor(Callback):
             return
         self.meter.stop()
         if trainer.log_every_n_steps:
-            self._log(trainer, trainer.fit_loop.epoch_loop._batches_that_stepped - 1)
+            self._log(trainer, lightning_private.batches_that_stepped(trainer) - 1)
         if not trainer.is_global_zero:
             return
-        rates = self.meter.rates()
-        if rates is not None and self.save is not None:
-            self._try("the file of rates", partial(rates.write, self.save))
+        throughput = self.meter.rates()
+        if throughput is not None and self.save is not None:
+            self._try("the file of rates", partial(throughput.write, self.save))
         if self.verbose:
-            text = "no step was measured that was as all others are" if rates is None else rates.text()
-            self._try("the summary", partial(_say, trainer, f"MemOpt: {text}"))
+            text = "no steady step was measured" if throughput is None else throughput.text()
+            self._try("the summary", partial(_print, trainer, f"MemOpt: {text}"))
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._close()
@@ -132,12 +136,12 @@ class MemOptMonitor(Callback):
 
     def _close(self) -> None:
         if self.meter is not None:
-            self.meter.abandon()  # a second time does nothing
+            self.meter.abandon()  # a second call does nothing
 
-    # -- what there is to log ----------------------------------------------------------------------
+    # -- the logged values -------------------------------------------------------------------------
 
     def _samples(self, trainer: Any, batch: Any) -> int:
-        """0 where nobody knows: then there are no rates per sample."""
+        """Samples of a batch; 0 if unknown: then nothing is logged per sample."""
         try:
             with torch.inference_mode():
                 if self.batch_size_fn is not None:
@@ -148,7 +152,7 @@ class MemOptMonitor(Callback):
             return 0
 
     def _log(self, trainer: Any, step: int) -> None:
-        """Called by all ranks."""
+        """Log the values of this lap under the step number `step`. All ranks must call it, because values are reduced."""
         assert self.meter is not None and self._reduction is not None
         status, peak = _status(trainer), self.meter.peak_bytes()
         if peak is None:
@@ -163,38 +167,40 @@ class MemOptMonitor(Callback):
                 self._try(name, partial(logger.log_metrics, metrics=dict(metrics), step=step))
 
     def _plan_metrics(self, status: RunStatus, plan: Plan) -> dict[str, float]:
-        """What was planned. Seconds only of what this run did: a plan that was given took none."""
-        away = {life.tensor: life.form for life in plan.lives if life.how == "fetch"}
-        found: dict[str, float] = {
+        """The numbers of the plan. Without `solve_seconds` and `profile_seconds` if the plan was read from a file."""
+        parked = {life.tensor: life.form for life in plan.lives if life.how == "fetch"}
+        metrics: dict[str, float] = {
             "predicted_peak_bytes": plan.predicted_peak_bytes,
             "unmodified_peak_bytes": plan.unmodified_peak_bytes,
             "plan/recompute_count": len({life.tensor for life in plan.lives if life.how == "replay"}),
-            "plan/offload_count": sum(bool(tier_of(form)) for form in away.values()),
-            "plan/compress_count": sum(bool(codec_of(form)) for form in away.values()),
+            "plan/offload_count": sum(bool(tier_of(form)) for form in parked.values()),
+            "plan/compress_count": sum(bool(codec_of(form)) for form in parked.values()),
         }
         if status.budget_nbytes is not None:
-            found["budget_bytes"] = status.budget_nbytes
+            metrics["budget_bytes"] = status.budget_nbytes
         if plan.predicted.reserved_bytes:
-            found["predicted_reserved_bytes"] = plan.predicted.reserved_bytes
+            metrics["predicted_reserved_bytes"] = plan.predicted.reserved_bytes
         if status.frontier is not None:
-            found["solve_seconds"] = plan.solve_seconds
+            metrics["solve_seconds"] = plan.solve_seconds
             if self._profile_seconds is not None:
-                found["profile_seconds"] = self._profile_seconds
-        return {f"memopt/{key}": value for key, value in found.items()}
+                metrics["profile_seconds"] = self._profile_seconds
+        return {f"memopt/{key}": value for key, value in metrics.items()}
 
-    # -- nothing of this ends training -------------------------------------------------------------
+    # -- errors become warnings --------------------------------------------------------------------
 
     def _try(self, what: str, call: Callable[[], object]) -> None:
+        """Call, and warn if it raises. `what`: the subject of the warning."""
         try:
             call()
         except Exception as error:
             self._warn(what, error)
 
     def _warn(self, what: str, error: Exception, remedy: str = "") -> None:
+        """Warn once for each `what`."""
         if what not in self._warned:
             self._warned.add(what)
             warnings.warn(
-                f"MemOpt: {what} failed ({type(error).__name__}: {error}); training goes on without.{remedy}", stacklevel=3
+                f"MemOpt: {what} failed ({type(error).__name__}: {error}); training continues without it.{remedy}", stacklevel=3
             )
 
 
@@ -209,16 +215,16 @@ def _status(trainer: Any) -> RunStatus:
 
 
 def _lightning(trainer: Any, name: str) -> Any:
-    """A module of the Lightning that the trainer is of: `lightning.pytorch` or `pytorch_lightning`."""
+    """The module `name` of the trainer's package, which is `lightning.pytorch` or `pytorch_lightning`."""
     names = [base.__module__ for base in type(trainer).__mro__ if base.__module__.endswith(".trainer.trainer")]
     return importlib.import_module(f"{names[-1].removesuffix('.trainer.trainer')}.{name}")
 
 
-def _say(trainer: Any, text: str) -> None:
-    """In the progress bar where one is shown, without breaking it; else as a line of the log."""
+def _print(trainer: Any, text: str) -> None:
+    """Print through the progress bar if there is one, which keeps its line intact; else log the text."""
     bar = trainer.progress_bar_callback
     enabled = bar is not None and getattr(bar, "is_enabled", False)
-    # tqdm's prints through its bar, and says nothing once that is closed (`disable`)
+    # the tqdm progress bar prints nothing once it is closed (`disable`)
     if enabled and not getattr(getattr(bar, "train_progress_bar", None), "disable", False):
         bar.print(text)
     else:

@@ -1,4 +1,4 @@
-"""A Trainer's training step without its loop: what `MemOptBatchScaler` runs before training starts."""
+"""Run training steps of a Trainer without its loop: `MemOptBatchScaler` does this before training starts."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from lightning.pytorch.utilities import CombinedLoader
 
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.session import Session
+from lightning_memopt.strategies import lightning_private
 
 
 def training_loader(trainer: Trainer) -> Any:
-    """The loader that training will use. Raises UnsupportedError where there are several, or none."""
-    source = trainer.fit_loop._data_source
+    """The loader that training will use. Raises UnsupportedError if there are several, or none."""
+    source = lightning_private.data_source(trainer)
     if not source.is_defined():
         raise UnsupportedError("There is no training loader. Give one to fit, or define train_dataloader.")
-    found = source.dataloader()
-    combined = found if isinstance(found, CombinedLoader) else CombinedLoader(found, "max_size_cycle")
+    loaders = source.dataloader()
+    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
     if len(combined.flattened) != 1:
         raise UnsupportedError(
             f"There are {len(combined.flattened)} training loaders, so there is no one batch size. Give one, or leave "
@@ -33,7 +34,7 @@ def training_loader(trainer: Trainer) -> Any:
 
 @contextlib.contextmanager
 def quiet(trainer: Trainer) -> Iterator[None]:
-    """Steps inside this block reach no callback and no logger. `untouched`, around it, puts the module's attributes back."""
+    """Steps inside this block call no callback and no logger. `untouched`, around it, restores the module's attributes."""
     module, state = trainer.lightning_module, trainer.state
     before = trainer.callbacks, trainer.loggers, state.stage  # type: ignore[attr-defined]
     trainer.callbacks = []  # type: ignore[attr-defined]
@@ -48,14 +49,17 @@ def quiet(trainer: Trainer) -> Iterator[None]:
 
 
 def _log_nothing(*args: Any, **kwargs: Any) -> None:
-    """In the place of `LightningModule.log` while there is no loop."""
+    """Replaces `LightningModule.log` while no loop runs."""
 
 
 def step(trainer: Trainer, batch: Any, session: Session | None, whole: bool) -> None:
-    """One step as Lightning's loop for automatic optimization does it. Not `whole`: one that accumulates."""
+    """Run one step as Lightning's loop for automatic optimization does.
+
+    `whole`: set gradients to zero before backward; False: add to the gradients, as in a step that accumulates.
+    """
     module, strategy = trainer.lightning_module, trainer.strategy
     batch = strategy.precision_plugin.convert_input(batch)
-    batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+    batch = lightning_private.before_batch_transfer(module, batch)
     batch = strategy.batch_to_device(batch, dataloader_idx=0)
     names = inspect.signature(module.training_step).parameters
     args = (batch, 0) if "batch_idx" in names or len(names) > 1 else (batch,)
@@ -68,7 +72,7 @@ def step(trainer: Trainer, batch: Any, session: Session | None, whole: bool) -> 
         loss = out["loss"] if isinstance(out, Mapping) else out
         if loss is None:
             return None
-        if whole:  # after the forward: gradients of the update before are there in it, as they will be in training
+        if whole:  # after the forward, as in Lightning's loop: the gradients of the last update exist during forward
             module.optimizer_zero_grad(trainer.current_epoch, 0, optimizer)
         with session.backward() if session is not None else nothing():
             strategy.backward(loss / trainer.accumulate_grad_batches, optimizer)
@@ -76,6 +80,6 @@ def step(trainer: Trainer, batch: Any, session: Session | None, whole: bool) -> 
             session.update_begins(optimizer)
         return loss.detach()
 
-    module.optimizer_step(trainer.current_epoch, 0, strategy._lightning_optimizers[0], closure)
+    module.optimizer_step(trainer.current_epoch, 0, lightning_private.lightning_optimizers(strategy)[0], closure)
     if session is not None:
         session.update_ended(optimizer)

@@ -1,4 +1,4 @@
-"""What one training step is: tensors, ops, saves on one axis of points. Pure data, no torch."""
+"""One training step as pure data: tensors, ops and saves on one axis of points. Needs no torch."""
 
 from lightning_memopt.graph.codec import graph_from_json, graph_to_json
 from lightning_memopt.graph.fingerprint import fingerprint, first_difference

@@ -1,9 +1,9 @@
-"""A graph as JSON and back, with everything checked: a file may come from anywhere.
+"""Write a graph as JSON and read it back. A file may come from anywhere, so everything is checked.
 
-Columns, not rows: one array per field, ids by position, texts in a table, values of a closed set as one letter each:
-the first of each name (`f`orward, `b`ackward, `u`pdate); flags are `0` and `1`. A graph of 1,500 ops takes 130 KB.
-`graph_from_json` gives a graph on which every id leads somewhere and every interval lies on the axis, or raises
-PlanFileError with the field and the index.
+The file has columns, not rows: one array for each field. Ids are positions, and texts are indices into a table. Values of a
+closed set are one letter each, the first of the name (`f`orward, `b`ackward, `u`pdate), and flags are `0` and `1`. A graph of
+1,500 ops takes 130 KB. In a graph from `graph_from_json`, every id refers to an existing object and every interval lies on the
+axis; otherwise it raises PlanFileError with the field and the index.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _POINTS = letters(get_args(PointKind))
 
 
 def graph_to_json(graph: Graph) -> dict[str, Any]:
-    """Columns of `graph`, in a fixed order of keys. Nothing is checked here."""
+    """The columns of `graph`, with keys in a fixed order. Nothing is checked."""
     texts: dict[str, int] = {}
 
     def text(value: str) -> int:
@@ -51,8 +51,8 @@ def graph_to_json(graph: Graph) -> dict[str, Any]:
             "workspace_nbytes": [o.workspace_nbytes for o in ops],
             "flops": [o.flops for o in ops],
             "scope": [text(o.scope) for o in ops],
-            "heavy": "".join("01"[o.heavy] for o in ops),
-            "recomputable": "".join("01"[o.recomputable] for o in ops),
+            "heavy": "".join("1" if o.heavy else "0" for o in ops),
+            "recomputable": "".join("1" if o.recomputable else "0" for o in ops),
             "state_nbytes": [o.state_nbytes for o in ops],
             "at": [o.at for o in ops],
         },
@@ -196,26 +196,26 @@ def graph_from_json(obj: object) -> Graph:
 
 
 def _check_points(graph: Graph, fields: Fields) -> None:
-    """Every point is the op, unpack or release that it says it is."""
+    """Check that every point refers to an existing op or save, which refers to this point."""
     ops, saves = graph.ops, graph.saves
     for i, (kind, id, occurrence) in enumerate(graph.points):
         if id >= (len(ops) if kind == "op" else len(saves)):
             fields.refuse("id", i, f"there is no {'op' if kind == 'op' else 'save'} {id}")
         if kind != "unpack" and occurrence:
             fields.refuse("occurrence", i, f"{occurrence}, but {kind} {id} happens once")
-        found: int | None
+        stated_point: int | None
         if kind == "op":
-            found = ops[id].at
+            stated_point = ops[id].at
         elif kind == "release":
-            found = saves[id].released_at
+            stated_point = saves[id].released_at
         else:
-            found = saves[id].unpacked_at[occurrence] if occurrence < len(saves[id].unpacked_at) else None
-        if found != i:
-            fields.refuse("id", i, f"{kind} {id}, occurrence {occurrence}, is said to be at point {found}")
+            stated_point = saves[id].unpacked_at[occurrence] if occurrence < len(saves[id].unpacked_at) else None
+        if stated_point != i:
+            fields.refuse("id", i, f"{kind} {id}, occurrence {occurrence}, is said to be at point {stated_point}")
 
 
 def _check_ops(graph: Graph, fields: Fields) -> None:
-    """In order on the axis, forward first; each tensor is made once, by an op that reads what is there."""
+    """Check that ops are in order on the axis, forward first, and that each tensor is made once, before ops read it."""
     made = [t.born_at == BEFORE for t in graph.tensors]
     phase, last = "forward", -1
     for op in graph.ops:
@@ -249,7 +249,7 @@ def _check_ops(graph: Graph, fields: Fields) -> None:
 
 
 def _check_tensors(graph: Graph, fields: Fields) -> None:
-    """What no op makes during the step, nothing uses: it is but in memory."""
+    """Check lifetimes, and that a tensor that appears during the step without an op is neither read nor saved."""
     used = {t for op in graph.ops for t in op.inputs} | {save.tensor for save in graph.saves}
     for t in graph.tensors:
         if t.born_at != BEFORE and t.id not in graph.producers and t.id in used:
@@ -259,8 +259,9 @@ def _check_tensors(graph: Graph, fields: Fields) -> None:
 
 
 def _check_saves(graph: Graph, fields: Fields) -> None:
+    """Check that each save is packed after its tensor is made, then unpacked, then released."""
     for save in graph.saves:
-        producer = graph.producers.get(graph.packed(save))  # what is read may have been written over it since
+        producer = graph.producers.get(graph.packed(save))  # `save.tensor` may be a later version of the packed one
         if producer is not None and producer.id > save.op:
             fields.refuse("op", save.id, f"{save.op}, but tensor {save.tensor} is made by op {producer.id}")
         last = graph.tensors[save.tensor].born_at

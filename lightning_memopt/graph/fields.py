@@ -1,4 +1,7 @@
-"""Objects of a JSON file, read field by field and column by column. A file may come from anywhere: everything is checked."""
+"""Read the objects of a JSON file field by field and column by column.
+
+A file may come from anywhere, so every value is checked; PlanFileError names the field and the index.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,27 @@ from typing import Any, NoReturn, TypeVar
 from lightning_memopt.errors import PlanFileError
 
 MOST = (1 << 63) - 1
-"""No count, size or id is larger."""
+"""The largest count, size or id that a file may have."""
 
 _T = TypeVar("_T", bound=str)
 
 
 def letters(values: tuple[_T, ...]) -> dict[str, _T]:
-    """First letter -> value, of a closed set of names."""
+    """First letter -> value, for a closed set of names."""
     return {value[0]: value for value in values}
 
 
 class Fields:
-    """One object of a file, read field by field; every reading is checked. `where` leads to it in messages."""
+    """One object of a file, read field by field.
+
+    Every method raises PlanFileError if its field is not as expected.
+
+    Args:
+        obj: the object.
+        where: its path in the file, for messages.
+        keys: the fields that it must have, and no others.
+        schema: the version that its field "schema" must have; None: it has no such field.
+    """
 
     def __init__(self, obj: object, where: str, keys: Sequence[str], schema: int | None = None) -> None:
         self.where = where
@@ -28,10 +40,10 @@ class Fields:
             raise PlanFileError(f"{where} is {_shown(obj)}, not an object; make the file again")
         self.obj = obj
         if schema is not None:
-            found = obj.get("schema")
-            if type(found) is not int or found != schema:
+            version = obj.get("schema")
+            if type(version) is not int or version != schema:
                 raise PlanFileError(
-                    f"{where}.schema is {_shown(found)}; this version knows schema {schema} only: "
+                    f"{where}.schema is {_shown(version)}; this version knows schema {schema} only: "
                     "make the file again, or use the version that wrote it"
                 )
         missing = sorted(set(keys) - set(obj))
@@ -40,6 +52,7 @@ class Fields:
             raise PlanFileError(f"{where}: missing fields {missing}, unknown {_shown(unknown)}; make the file again")
 
     def refuse(self, key: str, index: int | None, reason: str) -> NoReturn:
+        """Raise PlanFileError for a field, or for one entry of a column."""
         at = "" if index is None else f"[{index}]"
         raise PlanFileError(f"{self.where}.{key}{at}: {reason}; make the file again")
 
@@ -47,7 +60,7 @@ class Fields:
         return Fields(self.obj[key], f"{self.where}.{key}", keys)
 
     def table(self, key: str, keys: Sequence[str], counted: str) -> tuple[Fields, int]:
-        """An object of columns, and their length: that of the column `counted`."""
+        """(object of columns, length of its column `counted`)."""
         inner = self.inner(key, keys)
         column = inner.obj[counted]
         if not isinstance(column, (list, str)):
@@ -76,7 +89,7 @@ class Fields:
         """A column of `length` ints in `low .. high`."""
         values = self._list(key, length)
         for i, value in enumerate(values):
-            if type(value) is not int or not low <= value <= high:  # a bool is no int here
+            if type(value) is not int or not low <= value <= high:  # `type`, because a bool is an int for `isinstance`
                 self.refuse(key, i, _no_int(value, low, high))
         return values
 
@@ -106,9 +119,9 @@ class Fields:
         return [float(value) for value in values]
 
     def chosen(self, key: str, length: int, values: dict[str, _T]) -> list[_T]:
-        """A column of `length` values of a closed set, written as one letter each."""
+        """A column of `length` values, written as one letter each; `values`: letter -> value."""
         text = self.string(key)
-        self._same(key, len(text), length)
+        self._check_length(key, len(text), length)
         for i, letter in enumerate(text):
             if letter not in values:
                 self.refuse(key, i, f"{_shown(letter)} is none of {', '.join(f'{k} ({v})' for k, v in values.items())}")
@@ -119,12 +132,12 @@ class Fields:
         if not isinstance(value, list):
             self.refuse(key, None, f"{_shown(value)} is not a list")
         if length is not None:
-            self._same(key, len(value), length)
+            self._check_length(key, len(value), length)
         return value
 
-    def _same(self, key: str, found: int, length: int) -> None:
-        if found != length:
-            self.refuse(key, None, f"{found} entries, but the columns beside it have {length}")
+    def _check_length(self, key: str, entries: int, length: int) -> None:
+        if entries != length:
+            self.refuse(key, None, f"{entries} entries, but the columns beside it have {length}")
 
 
 def _is_amount(value: object) -> bool:

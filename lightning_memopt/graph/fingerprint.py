@@ -1,4 +1,4 @@
-"""What a plan is made for: a digest of the forward ops and sizes, and where two graphs first differ."""
+"""The fingerprint of a graph, by which a plan recognises the model it was made for; and where two graphs first differ."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_memopt.graph.model import Graph
 
 
 def _lines(graph: Graph, of_any_size: Container[int] = ()) -> list[str]:
-    """One line per forward op. Tensors are numbered by first appearance, so what else was in memory does not matter."""
+    """One line for each forward op. Tensors are numbered by first use, so other tensors in memory make no difference."""
     number: dict[int, int] = {}
 
     def names(tensors: tuple[int, ...]) -> str:
@@ -22,8 +22,9 @@ def _lines(graph: Graph, of_any_size: Container[int] = ()) -> list[str]:
 
 
 def fingerprint(graph: Graph, of_any_size: Container[int] = ()) -> str:
-    """Hex digest of the forward pass: op names, dataflow, sizes, what is saved, device. Times do not enter, nor do the sizes
-    of tensors `of_any_size`.
+    """Hex digest of the forward pass: names and dataflow of ops, sizes of tensors, saves, device.
+
+    Times are not part of it, nor are the sizes of the tensors in `of_any_size`.
     """
     digest = hashlib.sha256(graph.device.encode())
     for line in _lines(graph, of_any_size):
@@ -34,11 +35,11 @@ def fingerprint(graph: Graph, of_any_size: Container[int] = ()) -> str:
     return digest.hexdigest()[:32]
 
 
-def first_difference(one: Graph, other: Graph) -> str | None:
-    """Text naming the first forward op in which two graphs differ; None when the forward passes agree."""
-    for a, b, line, line_b in zip(one.forward, other.forward, _lines(one), _lines(other), strict=False):
-        if line != line_b:
+def first_difference(first: Graph, second: Graph) -> str | None:
+    """Text that names the first forward op in which two graphs differ; None if the forward passes are equal."""
+    for a, b, line_a, line_b in zip(first.forward, second.forward, _lines(first), _lines(second), strict=False):
+        if line_a != line_b:
             return f"op {a.id}: {a.name} in {a.scope or 'the model'} against {b.name} in {b.scope or 'the model'}"
-    if len(one.forward) != len(other.forward):
-        return f"{len(one.forward)} forward ops against {len(other.forward)}"
-    return None if fingerprint(one) == fingerprint(other) else "the tensors that autograd saves"
+    if len(first.forward) != len(second.forward):
+        return f"{len(first.forward)} forward ops against {len(second.forward)}"
+    return None if fingerprint(first) == fingerprint(second) else "the tensors that autograd saves"

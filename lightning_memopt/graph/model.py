@@ -1,8 +1,8 @@
-"""One training step as data: tensors, ops, what autograd saved, and the one total order of everything that happened.
+"""One training step as data: tensors, ops, saves of autograd, and the order in which everything happened.
 
-The axis is `Graph.points`: every op, every request of autograd for a saved tensor (*unpack*) and every moment it lets one
-go (*release*), in the order in which they were observed. All lifetimes are closed intervals of indices on that axis:
-a tensor is in memory at the points `born_at .. freed_at`. Bytes are ints, times are float seconds, ids are dense ints.
+The axis is `Graph.points`: every op, every request of autograd for a saved tensor (*unpack*) and every moment when it lets go
+of one (*release*), in the observed order. Lifetimes are closed intervals of indices on that axis: a tensor is in memory at the
+points `born_at .. freed_at`. Bytes are ints, times are float seconds, ids are consecutive ints from 0.
 """
 
 from __future__ import annotations
@@ -17,11 +17,16 @@ Kind = Literal["parameter", "buffer", "input", "activation", "gradient", "optimi
 PointKind = Literal["op", "unpack", "release"]
 
 BEFORE = -1
-"""`born_at` of what exists when the step begins."""
+"""`born_at` of tensors that exist when the step begins."""
 
 
 class Point(NamedTuple):
-    """One thing that happened: an op ran, autograd asked for save `id` the `occurrence`-th time, or let it go."""
+    """One thing that happened in a step.
+
+    kind: an op ran, or autograd asked for a save ("unpack"), or let go of it ("release").
+    id: id of the op or of the save.
+    occurrence: how often autograd had asked for this save before; 0 for other kinds.
+    """
 
     kind: PointKind
     id: int
@@ -30,12 +35,19 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """One version of one storage: what an op wrote. Views are no tensors of their own; they share the storage.
+    """One version of one storage: the bytes that an op wrote. Views share the storage and are not tensors of their own.
 
-    `born_at .. freed_at` is the interval in which it is in memory *whatever the plan says*: because user code, a
-    gradient in flight or the model itself holds it. What autograd holds beyond that is in the graph's saves.
-    An in-place op makes a new version: same `storage`, `born_at` the op, and the old version's interval ends before it.
-    `dtype` ("float32") and `size` are those of the tensor that fills the storage; empty where none does.
+    An in-place op makes a new version with the same `storage`; the lifetime of the old version ends before the op.
+
+    id: index in `Graph.tensors`.
+    name: scope and op that made it, or name of the parameter.
+    nbytes: bytes on the training device.
+    kind: what it is used for.
+    storage: id of the first version of the same storage.
+    born_at, freed_at: first and last point at which it is in memory *without any plan*, because user code, a gradient or the
+        model holds it. Saves of autograd, which may hold it longer, are in `Graph.saves`.
+    dtype: dtype of the tensor that fills the storage ("float32"); "" if none does.
+    size: shape of that tensor; () if none does.
     """
 
     id: int
@@ -53,10 +65,20 @@ class Tensor:
 class Op:
     """One dispatched operation.
 
-    `inputs` are the tensors it read, `outputs` those it made. `mutates` pairs the version it overwrote with the version it
-    made. `workspace_nbytes` is what it allocates at its worst moment beyond its outputs. `recomputable` says that running
-    it again on the same inputs gives the same bits; `state_nbytes` is what must be kept to do so (a generator's state).
-    `whole` says that it overwrites what it mutates without reading it. `scope` is `module.path#call`.
+    id: index in `Graph.ops`.
+    name: overload, as "aten::addmm".
+    phase: forward, backward or update.
+    inputs: ids of the tensors that it read.
+    outputs: ids of the tensors that it made.
+    mutates: (overwritten version, new version) of each storage that it wrote in place.
+    seconds: measured time.
+    workspace_nbytes: most bytes that it allocates beyond its outputs.
+    flops: floating-point operations; 0 if unknown.
+    scope: the module that ran it, as "module.path#call".
+    heavy: whether it is expensive to run again (a matrix product, a convolution).
+    recomputable: whether running it again on the same inputs gives the same bits.
+    state_nbytes: bytes of other state that running it again needs (of a random generator).
+    at: index of its point in `Graph.points`.
     """
 
     id: int
@@ -73,16 +95,18 @@ class Op:
     recomputable: bool = False
     state_nbytes: int = 0
     at: int = 0
-    """Its index in `Graph.points`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Save:
-    """One tensor packed by autograd for one node; `unpacked_at` and `released_at` index `Graph.points`.
+    """One tensor that autograd packed for one node of backward.
 
-    `op` is the op during which it was packed, or the one after it (what an op makes is packed when it has run). `tensor` is the
-    version that autograd reads: what was packed, or what was written over it where no version counter moved (the gates
-    of an LSTM cell are pieces of one storage). A save that the step never released has `released_at` at the last point.
+    id: index in `Graph.saves`.
+    tensor: the version that autograd reads. It is the packed one, or a later one that overwrote it without changing torch's
+        version counter (the gates of an LSTM cell are parts of one storage).
+    op: the op during which it was packed, or the next one (outputs are packed after their op has run).
+    unpacked_at: points at which autograd asked for it.
+    released_at: point at which autograd let go of it; the last point if it never did.
     """
 
     id: int
@@ -94,7 +118,17 @@ class Save:
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """A whole observed step. `ops` are in observed order, forward first; `ops[i].id == i`, `tensors[i].id == i`."""
+    """A whole observed step.
+
+    ops: in observed order, forward first; `ops[i].id == i`.
+    tensors: `tensors[i].id == i`.
+    saves: `saves[i].id == i`.
+    points: the axis.
+    device: type of the training device, "cpu" or "cuda".
+    step_seconds: time of the unmodified step, measured or estimated from its ops.
+    lines: id of a forward op -> line of user code that ran it. Not in files.
+    save_lines: id of a save -> line of user code during which autograd packed it. Not in files.
+    """
 
     ops: tuple[Op, ...]
     tensors: tuple[Tensor, ...]
@@ -102,46 +136,44 @@ class Graph:
     points: tuple[Point, ...]
     device: str = "cpu"
     step_seconds: float = 0.0
-    """Median time of the unmodified step, measured or estimated from its ops."""
     lines: Mapping[int, str] = field(default_factory=dict, repr=False)
-    """Forward op -> the line of user code that ran it. Known where the step was observed; files do not have them."""
     save_lines: Mapping[int, str] = field(default_factory=dict, repr=False)
-    """The same of saves: the line during which autograd packed them."""
 
     @cached_property
     def producers(self) -> dict[int, Op]:
-        """Tensor id -> the op that made it; what existed before the step has none."""
+        """Tensor id -> the op that made it. Tensors from before the step are not in it."""
         return {t: op for op in self.ops for t in op.outputs}
 
     @cached_property
     def consumers(self) -> dict[int, tuple[Op, ...]]:
         """Tensor id -> the ops that read it, in order."""
-        found: dict[int, list[Op]] = {}
+        readers: dict[int, list[Op]] = {}
         for op in self.ops:
             for t in dict.fromkeys(op.inputs):
-                found.setdefault(t, []).append(op)
-        return {t: tuple(ops) for t, ops in found.items()}
+                readers.setdefault(t, []).append(op)
+        return {t: tuple(ops) for t, ops in readers.items()}
 
     @cached_property
     def saves_of(self) -> dict[int, tuple[Save, ...]]:
-        """Tensor id -> what autograd saved of it."""
-        found: dict[int, list[Save]] = {}
+        """Tensor id -> its saves."""
+        saves_by_tensor: dict[int, list[Save]] = {}
         for save in self.saves:
-            found.setdefault(save.tensor, []).append(save)
-        return {t: tuple(saves) for t, saves in found.items()}
+            saves_by_tensor.setdefault(save.tensor, []).append(save)
+        return {t: tuple(saves) for t, saves in saves_by_tensor.items()}
 
     @cached_property
     def overwritten(self) -> frozenset[int]:
-        """Tensors whose storage a later op overwrote in place: they cannot be kept, only rebuilt."""
+        """Tensors that a later op overwrote in place: they cannot be kept, only rebuilt."""
         return frozenset(old for op in self.ops for old, _ in op.mutates)
 
     @cached_property
     def anchors(self) -> frozenset[int]:
-        """What forward ops made that cannot run again: rebuilds may start from it, none can make it."""
+        """Outputs of forward ops that must not run again: rebuilds may start from them, but cannot make them."""
         return frozenset(t for op in self.forward if not op.recomputable for t in op.outputs)
 
     @cached_property
     def forward(self) -> tuple[Op, ...]:
+        """The ops of the forward pass."""
         return tuple(op for op in self.ops if op.phase == "forward")
 
     @cached_property
@@ -152,22 +184,25 @@ class Graph:
 
     @cached_property
     def last_release(self) -> int:
-        """The point at which autograd lets go of the last saved tensor; `BEFORE` when it saves none."""
+        """The point at which autograd lets go of its last save; `BEFORE` if it saves nothing."""
         return max((s.released_at for s in self.saves), default=BEFORE)
 
     @cached_property
     def release_after(self) -> list[int]:
-        """For every point the first one from there on at which autograd lets go of what an op of the step made; else the last
-        point.
+        """For every point, the first point from there on at which autograd releases a tensor that an op of the step made.
+
+        It is the last point of the step if there is none.
         """
-        found, last = [], len(self.points) - 1
+        releases = []
+        next_release = len(self.points) - 1
         for p in range(len(self.points) - 1, -1, -1):
-            last = p if self.points[p].kind == "release" and self.asked_at(p) in self.producers else last
-            found.append(last)
-        return found[::-1]
+            if self.points[p].kind == "release" and self.asked_at(p) in self.producers:
+                next_release = p
+            releases.append(next_release)
+        return releases[::-1]
 
     def packed(self, save: Save) -> int:
-        """The version that was there when autograd packed: `save.tensor`, or one that was overwritten until it was read."""
+        """The version that autograd packed: `save.tensor`, or an earlier one that was overwritten before autograd read it."""
         tensor = save.tensor
         while tensor in self._written_over and self.producers[tensor].id >= save.op:
             tensor = self._written_over[tensor]
@@ -175,10 +210,11 @@ class Graph:
 
     @cached_property
     def _written_over(self) -> dict[int, int]:
+        """New version -> the version that it overwrote."""
         return {new: old for op in self.ops for old, new in op.mutates}
 
     def asked_at(self, point: int) -> int:
-        """The tensor that autograd asks for, or lets go of, at a point that is no op."""
+        """The tensor that autograd asks for, or lets go of, at an unpack or release point."""
         return self.saves[self.points[point].id].tensor
 
     def saved_until(self, tensor: int) -> int:

@@ -1,4 +1,4 @@
-"""`find_max_batch_size` for plain loops: the batch size that a budget allows, and everything as it was."""
+"""`find_max_batch_size` for plain PyTorch loops: find the batch size that a budget allows, and restore everything else."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import contextlib
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import distributed, nn
 
-from lightning_memopt.batching import Found, FromFunction, FromLoader, Mode, Search
+from lightning_memopt.batching import BatchSizeResult, FromFunction, FromLoader, Mode, Search
 from lightning_memopt.config import MemOptConfig, PlanOptions
 from lightning_memopt.errors import UnsupportedError
-from lightning_memopt.integrations.plain import Optimizers, Run, _attach, _wrapped
+from lightning_memopt.integrations.plain import Optimizers, Run, attach, unwrapped
 from lightning_memopt.runtime.early_updates import several_processes
 from lightning_memopt.session import Session
 from lightning_memopt.session.budget import bytes_on, device_of
@@ -36,30 +35,34 @@ def find_max_batch_size(
     watts: float | None = None,
     keep: Iterable[Any] = (),
     **options: Unpack[PlanOptions],
-) -> Found:
-    """The batch size for a training loop, found with few real steps that leave nothing behind.
+) -> BatchSizeResult:
+    """Find the batch size of a training loop, by a few real steps whose effects are all restored.
+
+    The size that is returned ran in a real step, so it is never larger than the number of samples in the data.
 
     Args:
-        step: the body of the loop, `step(batch)`: forward, backward, `optimizer.step()`, `zero_grad()`. What it returns is
-            not used.
-        batches: a DataLoader, or `make_batch(size)` giving a batch of that many samples. Where samples differ in length,
-            let it give the longest.
-        model: what is trained; it is called in `step`.
-        optimizer: the optimizers that `step` updates with.
+        step: the body of the loop, `step(batch)`: forward, backward, `optimizer.step()`, `zero_grad()`. Its result is not used.
+        batches: a DataLoader, or `make_batch(size)`, which returns a batch of that many samples. If samples differ in length,
+            it should return the longest ones.
+        model: the trained model; `step` calls it.
+        optimizer: the optimizer, or optimizers, that `step` uses.
         budget: bytes of the device that a step may use, as for `optimize`.
-        planned: whether the loop will run inside `optimize` within this budget; False: as it is, without a plan.
-        mode: `"largest"` that fits, `"throughput"`: the most samples a second, `"energy"`: the fewest joules a sample.
-        start: the size that is used now; what is profiled is no larger (2 and 4 at least). That of the loader, or 8.
-        max_size: no size is larger.
-        effective: samples between two updates, where you accumulate: only sizes that divide it are chosen. Then `step` is what
-            runs for one of the batches, with the update but without `zero_grad`, so that gradients are there as they will be.
-        watts: what the device draws while it trains, for `"energy"`; by default it is measured, on NVIDIA GPUs.
-        keep: what else `step` changes: a scheduler, a GradScaler, lists.
-        options: of `MemOptConfig`, for `planned=True`.
+        planned: whether the loop will run inside `optimize` within this budget; False: it will run without a plan.
+        mode: `"largest"`: the largest size that fits; `"throughput"`: the most samples a second; `"energy"`: the fewest joules
+            a sample.
+        start: the size in use now. Profiled sizes are not larger (but at least 2 and 4). Default: the loader's, or 8.
+        max_size: the largest size that may be chosen.
+        effective: samples between two updates, if you accumulate gradients: only sizes that divide it are chosen. `step` is
+            then the body for one of the batches, with the update but without `zero_grad`, so that gradients exist as in
+            training.
+        watts: power that the device draws in training, for `"energy"`. By default it is measured, on NVIDIA GPUs.
+        keep: other objects that `step` changes and that must be restored: a scheduler, a GradScaler, lists.
+        options: options of `MemOptConfig`, for `planned=True`.
 
-    Raises InfeasibleError where no size fits, UnsupportedError for loaders whose batch size cannot be set and in one of several
-    processes, ConfigError for `"energy"` where the device's cannot be read and no watts are given; then nothing has run. The
-    size is that of a step that ran: it is never larger than what the data gave.
+    Raises:
+        InfeasibleError: no size fits.
+        UnsupportedError: the loader's batch size cannot be set, or this is one of several processes.
+        ConfigError: the mode is `"energy"`, the device's energy cannot be read, and no `watts` are given. No step has run then.
     """
     if several_processes():
         raise UnsupportedError(
@@ -67,18 +70,19 @@ def find_max_batch_size(
             f"{distributed.get_world_size()}: each would come to a size of its own. Search before init_process_group, in one "
             "process, and give that size to all ranks."
         )
-    optimizers = [_wrapped(o) for o in ([optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer)]
+    optimizers = unwrapped(optimizer)
     config = MemOptConfig(budget=budget, **options)
     device = device_of(model)
     nbytes = bytes_on(device, config)
     source = FromFunction(batches, start or 8) if callable(batches) else FromLoader(batches)
     if start is not None:
         source.size = start
+    dataset = (batches, batches.dataset) if isinstance(source, FromLoader) else ()
 
     def run(batch: Any, session: Session | None, whole: bool) -> None:
         with contextlib.ExitStack() as stack:
             if session is not None:
-                _attach(stack, Run(session), model, optimizers)
+                attach(stack, Run(session), model, optimizers)
             step(batch)
 
     return Search(
@@ -87,7 +91,7 @@ def find_max_batch_size(
         model=model,
         optimizers=optimizers,
         device=device,
-        keep=(*keep, *((batches, batches.dataset) if isinstance(source, FromLoader) else ())),
+        keep=(*keep, *dataset),
         config=config if planned else None,
         budget_nbytes=nbytes,
         mode=mode,

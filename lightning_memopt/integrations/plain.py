@@ -1,4 +1,7 @@
-"""Plain PyTorch: `with optimize(model, optimizer, budget=...) as run:` around an unchanged training loop."""
+"""Plain PyTorch: `with optimize(model, optimizer, budget=...) as run:` around an unchanged training loop.
+
+A session is told of every call of the model (its forwards) and of every `optimizer.step()`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """What `optimize` gives: the plan in force, the report, and the controls."""
+    """The handle that `optimize` returns: the plan in force, the report and controls.
+
+    session: the session that observes and plans the training steps.
+    """
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -39,54 +45,64 @@ class Run:
         return self.session.plan
 
     def status(self) -> RunStatus:
-        """What became of the run so far: its phase, the plan, peaks as predicted and measured."""
+        """The status of the run: its phase, the plan, the predicted and measured peaks."""
         return self.session.status()
 
     def save_plan(self, path: str) -> None:
-        """Write the plan in force, with its graph, as JSON: `plan=path` uses it. Raises ConfigError where there is none yet."""
+        """Write the plan in force and its graph as JSON, for the option `plan=path`. Raises ConfigError if there is no plan."""
         self.session.save_plan(path)
 
     def report(self) -> str:
-        """The table: budget, predicted, measured and unmodified peak, extra time, what is rebuilt, why the rest is kept."""
+        """A table: budget, peaks (predicted, measured, unmodified), extra time, rebuilt tensors, and why the rest is kept."""
         return summary(self.status(), self._meter, self.session.transfers())
 
     def monitor(self, **options: Unpack[MeterOptions]) -> Meter:
-        """A meter for this loop, options as of `Meter`: call its `step(samples=...)` after every optimizer step, and the report
-        gains samples and joules."""
+        """A meter for this loop; options are those of `Meter`.
+
+        Call its `step(samples=...)` after every optimizer step; the report then shows samples a second and joules a sample.
+        """
         self._meter = Meter(self.session.device, steady=lambda: self.session.steady, **options)
         return self._meter
 
     def frontier(self) -> list[Row]:
-        """Every Pareto plan as a row: peak bytes, extra seconds, rebuilt bytes, extra FLOPs."""
+        """One row for each plan of the frontier: peak bytes, extra seconds, rebuilt bytes, extra FLOPs."""
         return rows(self.status().frontier)
 
     def step(self) -> None:
-        """End a step by hand, where steps are not the optimizer's."""
+        """End a step by hand, for loops in which no torch optimizer ends it."""
         self.session.step_ended()
 
-    def _measured(self, *raised: Any) -> None:
+    def _end_meter(self, *raised: Any) -> None:
+        """End the meter when the block ends. `raised`: the exception of the block, as `__exit__` gets it."""
         if self._meter is not None:
             self._meter.__exit__(*raised)
 
     def last_backward(self) -> contextlib.AbstractContextManager[None]:
-        """Around the last `backward()` before `optimizer.step()`: with `optimizer_in_backward` parameters are updated in it, as
-        soon as their gradients are final, and `step()` finds nothing left to do. It must follow. Without, this does nothing.
+        """A context for the last `backward()` before `optimizer.step()`.
+
+        With `optimizer_in_backward`, each parameter is updated in this backward as soon as its gradient is final, and `step()`,
+        which must follow, has nothing left to do. Without that option, this context does nothing.
         """
         return contextlib.nullcontext() if self._paused else self.session.last_backward()
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """The plain model inside this block."""
-        before, self._paused = self._paused, True
+        """Run the plain model inside this block: its forwards are neither observed nor planned."""
+        before = self._paused
+        self._paused = True
         self.session.silence.paused = True
         try:
             yield
         finally:
-            self._paused = self.session.silence.paused = before
+            self._paused = before
+            self.session.silence.paused = before
 
 
 class _Call:
-    """Around one call of the model: its round, of which a compiled step that calls the model eagerly sees nothing."""
+    """The context of one call of the model: a round of the session.
+
+    It is hidden from dynamo, so that a compiled step that calls the model eagerly does not trace it.
+    """
 
     __slots__ = ("_round",)
 
@@ -103,20 +119,20 @@ class _Call:
         return self._round.__exit__(*error)
 
 
-def _attach(stack: contextlib.ExitStack, run: Run, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-    """Watch the model's calls and the optimizers' updates until the stack is closed.
+def attach(stack: contextlib.ExitStack, run: Run, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    """Tell the run's session of the model's calls and the optimizers' updates, until the stack is closed.
 
-    Calls go through torch's own seam for replacing them (record/calls.py): it is left on every kind of exit (a forward hook is
-    not told of KeyboardInterrupt), and no copy or pickle of the model sees it.
+    The calls are replaced through an attribute that torch provides for that (record/calls.py). Unlike a forward hook, the
+    replacement also ends its round on KeyboardInterrupt; and copies and pickles of the model do not contain it.
     """
     session = run.session
 
     @uncompiled_itself
-    def watched(*args: Any, **kwargs: Any) -> Any:
+    def call_in_round(*args: Any, **kwargs: Any) -> Any:
         with _Call(run, (args, kwargs)):
             return unwatched_call(model)(*args, **kwargs)
 
-    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    def before_update(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if not any(optimizer is o for o in optimizers):
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -131,29 +147,35 @@ def _attach(stack: contextlib.ExitStack, run: Run, model: nn.Module, optimizers:
 
         return (optimizer, forward_and_backward, *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
 
-    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def after_update(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(optimizer is o for o in optimizers):
             session.update_ended(optimizer)
 
-    # a step that is compiled runs them as they are: dynamo would trace what they enter and leave
-    stack.callback(register_optimizer_step_pre_hook(torch.compiler.disable(before)).remove)
-    stack.callback(register_optimizer_step_post_hook(torch.compiler.disable(after)).remove)
-    stack.enter_context(instead_of_calls(model, watched))
+    # hidden from dynamo, which would trace the session's contexts in a compiled step
+    stack.callback(register_optimizer_step_pre_hook(torch.compiler.disable(before_update)).remove)
+    stack.callback(register_optimizer_step_post_hook(torch.compiler.disable(after_update)).remove)
+    stack.enter_context(instead_of_calls(model, call_in_round))
 
 
-def _readers(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> list[Reason]:
-    """What about the model and its optimizers forbids updates in backward."""
-    found = []
+def _reasons_against_early_updates(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> list[Reason]:
+    """Reasons why the parameters of this model must not be updated in backward; an empty list if there are none."""
+    reasons = []
     for module in model.modules():
         if type(module).__module__.startswith(("torch.nn.parallel", "torch.distributed")):
-            found.append(Reason(f"{type(module).__name__} reduces gradients after they are final here", "Train without it"))
+            reasons.append(Reason(f"{type(module).__name__} reduces gradients after they are final here", "Train without it"))
     if any(o._optimizer_step_pre_hooks for o in optimizers):
-        found.append(Reason("a step pre-hook of the optimizer would see no gradients", "Remove it"))
-    return found
+        reasons.append(Reason("a step pre-hook of the optimizer would see no gradients", "Remove it"))
+    return reasons
 
 
-def _wrapped(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer whose hooks torch calls: Accelerate's and Lightning's wrappers are none of their own."""
+def unwrapped(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
+    """The optimizers as a list, without the wrappers of Accelerate and Lightning, whose hooks torch does not call."""
+    if isinstance(optimizers, torch.optim.Optimizer):
+        return [_unwrapped(optimizers)]
+    return [_unwrapped(optimizer) for optimizer in optimizers]
+
+
+def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
     inner = getattr(optimizer, "optimizer", None)
     while isinstance(inner, torch.optim.Optimizer):
         optimizer, inner = inner, getattr(inner, "optimizer", None)
@@ -179,37 +201,39 @@ def optimize(
 def optimize(
     model: nn.Module, optimizer: Optimizers, *, config: MemOptConfig | None = None, **options: Any
 ) -> Iterator[Run]:
-    """Keep the training loop in this block within a budget. The loop is unchanged; options are those of `MemOptConfig`, or one
-    `config` that has them all: both together raise ConfigError.
+    """Keep the training loop in this block within a memory budget. The loop itself is unchanged.
 
-    Steps are delimited by the optimizer's own steps: the first `profile_steps` are observed, then the plan is in force.
-    Raises InfeasibleError where no plan can keep the budget, as early as that is known:
+    `options` are those of `MemOptConfig`; `config` has all of them in one object. Both together raise ConfigError.
 
-    - in the first forward, before it runs, where parameters, buffers, optimizer state and the batch alone are above it;
-    - in the first `optimizer.step()`, before it updates, where no plan of the first forward and backward keeps it, with what
-      the update takes: torch's own optimizers are rehearsed on tensors without memory. The budget that it names works.
+    A step ends with `optimizer.step()`. The first `profile_steps` steps are observed, then the plan is in force. If no plan can
+    keep the budget, InfeasibleError is raised as early as that is known:
 
-    What only later steps show (a larger batch, what the update of another optimizer takes) ends no training: the smallest plan
-    is in force, and one line names a budget that works. With `on_exceed="raise"`, it is InfeasibleError.
+    - in the first forward, before it runs, if parameters, buffers, optimizer state and the batch alone are above the budget;
+    - in the first `optimizer.step()`, before it updates, if no plan for the first forward and backward, together with the
+      update, keeps the budget. For this, the update of torch's own optimizers is rehearsed on tensors without memory. The
+      budget that the error names is large enough.
 
-    The observed steps are kept within the budget by eviction as well as can be; that is no promise.
+    Training does not end if only a later step shows that the budget is too small (a larger batch, or the update of another
+    optimizer). The smallest plan is then in force, and one line names a budget that is large enough. With `on_exceed="raise"`,
+    InfeasibleError is raised instead.
+
+    Observed steps are kept within the budget by evicting tensors as far as possible, without a guarantee.
     """
     config = config_of(config, options)
-    given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-    optimizers = [_wrapped(o) for o in given]
+    optimizers = unwrapped(optimizer)
     session = Session(model, optimizers, config)
     with contextlib.ExitStack() as stack:
-        for _ in range(2):  # the second does nothing, unless the first was interrupted
+        for _ in range(2):  # the second call does nothing, unless the first one was interrupted
             stack.callback(_close, session)
         run = Run(session)
-        stack.push(run._measured)
-        if session.enabled:  # else nothing is touched
-            session.update_in_backward(lambda: _readers(model, optimizers))
-            _attach(stack, run, model, optimizers)
+        stack.push(run._end_meter)
+        if session.enabled:  # otherwise the loop runs exactly as without this block
+            session.update_in_backward(lambda: _reasons_against_early_updates(model, optimizers))
+            attach(stack, run, model, optimizers)
         yield run
 
 
 def _close(session: Session) -> None:
-    """Close it, unless Python ends: torch 2.15 imports a module to leave a mode, and then it cannot."""
+    """Close the session, unless Python is shutting down: torch 2.15 imports a module to leave a mode, which fails then."""
     if not sys.is_finalizing():
         session.close()

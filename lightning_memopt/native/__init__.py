@@ -1,7 +1,7 @@
-"""A small native allocator that counts every byte of torch's for the CPU: built on first use, cached, never unloaded.
+"""A small native allocator around torch's CPU allocator that counts every byte: built on first use, cached, never unloaded.
 
-`counter()` gives it once it is in place (`install`), None where it is not: no compiler, another allocator after it. Then
-torch's profiler is asked instead (trace/memory.py).
+`install` puts it in place. `counter()` returns it then, and None if it is not in place: there is no compiler, or another
+allocator was installed later. torch's profiler measures instead in that case (trace/memory.py).
 """
 
 from lightning_memopt.native.counting import Counter, Window, counter, install

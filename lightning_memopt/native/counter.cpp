@@ -1,8 +1,9 @@
-// An allocator around torch's own for the CPU that counts: bytes alive now, and the most there were in each of a few windows.
+// An allocator around torch's CPU allocator that counts live bytes, and their peak in each of a few windows.
 //
-// What is handed out is the memory of the allocator within, at its address, with its context; only the deleter is ours. So
-// memory that was allocated before, or is freed by another allocator after, is freed as ever: sizes are in a table by context,
-// never beside the bytes. Nothing here is ever destroyed: memory may be freed while the process ends.
+// It returns the memory of the inner allocator, with its address and its context; only the deleter is replaced. Sizes are in a
+// table by context, never beside the bytes. So memory from before the installation, and memory that another allocator frees
+// later, is freed as without this allocator. No object here is ever destroyed, because memory may be freed while the process
+// ends.
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/StorageImpl.h>
 
@@ -18,7 +19,7 @@
 namespace {
 
 constexpr int kWindows = 32;
-constexpr int64_t kNone = INT64_MAX;  // the peak of a window that is not open: nothing is above it
+constexpr int64_t kNone = INT64_MAX;  // the peak of a window that is not open: no count exceeds it
 
 class Spin {
  public:
@@ -39,10 +40,10 @@ struct Entry {
   bool own;
 };
 
-// Open addressing with linear probing; a removal moves later entries up, so there are no gaps to skip.
+// Open addressing with linear probing; a removal moves later entries up, so there are no gaps.
 class Table {
  public:
-  // Returns the place of the entry, null where there is none.
+  // Returns the entry, or null if there is none.
   Entry* find(void* context) {
     for (size_t i = home(context); at_ != nullptr && at_[i].context != nullptr; i = (i + 1) & mask_)
       if (at_[i].context == context) return &at_[i];
@@ -94,10 +95,10 @@ class Table {
   size_t mask_ = 0, used_ = 0;
 };
 
-Spin guard;  // of all that follows
+Spin guard;  // protects everything below
 Table& table = *new Table;
-int64_t live[2] = {0, 0};            // all bytes, and all but our own
-int64_t lowest[2] = {kNone, kNone};  // of the peaks of open windows: most allocations compare with these alone
+int64_t live[2] = {0, 0};            // all bytes; bytes that were not allocated while hidden
+int64_t lowest[2] = {kNone, kNone};  // lowest peak of the open windows: most allocations compare only with it
 int64_t peaks[2][kWindows];
 thread_local int hidden = 0;
 c10::Allocator* inner = nullptr;
@@ -123,7 +124,7 @@ void subtract(Entry* entry) {
 
 bool add(void* context, int64_t nbytes, c10::DeleterFnPtr deleter) {
   const Locked locked;
-  if (Entry* before = table.find(context)) subtract(before);  // somebody freed it without us
+  if (Entry* before = table.find(context)) subtract(before);  // it was freed without this allocator's deleter
   const bool own = hidden > 0;
   if (!table.add({context, nbytes, deleter, own})) return false;
   live[0] += nbytes;
@@ -143,7 +144,7 @@ void release(void* context) {
       subtract(entry);
     }
   }
-  if (deleter == nullptr) deleter = inner->raw_deleter();  // from before, by `raw_deallocate`
+  if (deleter == nullptr) deleter = inner->raw_deleter();  // memory from before the installation, freed by `raw_deallocate`
   if (deleter != nullptr) deleter(context);
 }
 
@@ -168,10 +169,10 @@ Counting& counting = *new Counting;
 
 extern "C" {
 
-// Whether torch allocates through us.
+// Whether torch allocates through this allocator.
 int memopt_installed() { return inner != nullptr && c10::GetAllocator(c10::kCPU) == &counting; }
 
-// Puts the allocator around the one that is set, with the lowest priority that is enough: who sets one later still can.
+// Installs the allocator around the current one, with the lowest sufficient priority, so that others can still set theirs.
 int memopt_install() {
   if (inner != nullptr) return memopt_installed();
   for (auto& kind : peaks)
@@ -185,16 +186,16 @@ int memopt_install() {
   return memopt_installed();
 }
 
-// `kind` 0: all bytes; 1: all but our own.
+// Live bytes. `kind` 0: all bytes; 1: bytes that were not allocated while hidden.
 int64_t memopt_live(int kind) {
   const Locked locked;
   return live[kind];
 }
 
-// What this thread allocates from now on is our own, until `memopt_hide(-1)`.
+// Allocations of this thread are hidden from now on, until `memopt_hide(-1)`.
 void memopt_hide(int by) { hidden += by; }
 
-// Opens a window whose peak begins at what is alive. Returns its number, -1 where all are open.
+// Opens a window whose peak begins at the live bytes. Returns its number, or -1 if all windows are open.
 int memopt_open(int kind) {
   const Locked locked;
   for (int i = 0; i < kWindows; ++i)
@@ -211,7 +212,7 @@ int64_t memopt_peak(int kind, int window) {
   return peaks[kind][window];
 }
 
-// The window begins again. Returns what is alive.
+// Sets the peak of a window to the live bytes, and returns them.
 int64_t memopt_reset(int kind, int window) {
   const Locked locked;
   peaks[kind][window] = live[kind];
@@ -225,8 +226,8 @@ void memopt_close(int kind, int window) {
   raise(kind);
 }
 
-// Counts the bytes of a storage (a `c10::StorageImpl`) that was made before us from now on, their end too. Returns whether they
-// are counted; not so those of another allocator (numpy, shared memory, a file).
+// Counts the bytes of a storage (a `c10::StorageImpl`) from before the installation until they are freed. Returns whether they
+// are counted: bytes of another allocator (numpy, shared memory, a file) cannot be.
 int memopt_adopt(void* storage) {
   auto* const impl = static_cast<c10::StorageImpl*>(storage);
   c10::DataPtr& data = impl->_mutable_data_ptr_no_checks();
@@ -241,14 +242,14 @@ int memopt_adopt(void* storage) {
   return 1;
 }
 
-// The bytes of a storage as they are counted, -1 where they are not.
+// The counted bytes of a storage, or -1 if it is not counted.
 int64_t memopt_nbytes(void* storage) {
   const Locked locked;
   const Entry* const entry = table.find(static_cast<c10::StorageImpl*>(storage)->_mutable_data_ptr_no_checks().get_context());
   return entry == nullptr ? -1 : entry->nbytes;
 }
 
-// Nanoseconds are measured around this: allocations and frees through the allocator within, or through ours.
+// For measurements of time: allocations and frees through the inner allocator, or through this one.
 void memopt_exercise(int64_t nbytes, int64_t times, int counted) {
   c10::Allocator* const allocator = counted ? static_cast<c10::Allocator*>(&counting) : inner;
   for (int64_t i = 0; i < times; ++i) (void)allocator->allocate(static_cast<size_t>(nbytes));

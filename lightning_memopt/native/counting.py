@@ -1,4 +1,4 @@
-"""The counting allocator from Python. See counter.cpp for what it counts."""
+"""The Python side of the counting allocator; counter.cpp says what it counts."""
 
 from __future__ import annotations
 
@@ -25,34 +25,35 @@ _SIGNATURES: dict[str, tuple[type[ctypes._SimpleCData] | None, tuple[type[ctypes
     "nbytes": (ctypes.c_int64, (ctypes.c_void_p,)),
     "exercise": (None, (ctypes.c_int64, ctypes.c_int64, ctypes.c_int)),
 }
-"""What the library exports as `memopt_<name>`: result, arguments."""
+"""Name of an exported function, without its prefix `memopt_` -> (type of its result, types of its arguments)."""
 
 
 _ALL, _PLAIN = 0, 1
 _TRIES = 20
-"""Of the check: other threads may allocate meanwhile."""
+"""Most attempts of the check, which fails when another thread allocates at the same time."""
 
 
 class Window:
-    """The most bytes that were alive since it was opened, or reset. Close it: there are but a few."""
+    """Measures the peak of live bytes since it was opened or reset. Close it, because only a few can be open at once."""
 
     _number = -1
-    """Of the class, because a window whose making was interrupted is destroyed, too."""
+    """A class attribute, because `__del__` also runs for a window whose constructor was interrupted."""
 
     def __init__(self, counter: Counter, kind: int) -> None:
         self._counter, self._kind = counter, kind
 
     def opened(self) -> bool:
-        """Open it; False where too many are open."""
-        self._number = self._counter.open(self._kind)  # nobody but the window knows the number: it closes what it opened
+        """Open the window. Returns False if too many are open."""
+        self._number = self._counter.open(self._kind)  # stored at once, so that the window is closed whatever happens next
         return self._number >= 0
 
     @property
     def peak_nbytes(self) -> int:
+        """The most bytes that were live since the window was opened or reset."""
         return int(self._counter.peak(self._kind, self._number))
 
     def reset(self) -> int:
-        """Begin again; bytes that are alive."""
+        """Begin a new measurement. Returns the bytes that are live now."""
         return int(self._counter.reset(self._kind, self._number))
 
     def close(self) -> None:
@@ -65,12 +66,15 @@ class Window:
 
 
 class Counter:
-    """Bytes of torch's CPU allocator, as they were requested. All threads count."""
+    """Counts the requested bytes of torch's CPU allocator, in all threads.
+
+    Its functions are those of the library, see counter.cpp.
+    """
 
     def __init__(self, path: str) -> None:
-        found = ctypes.PyDLL(path)  # the calls are shorter than letting go of the interpreter's lock
+        loaded = ctypes.PyDLL(path)  # keeps the interpreter's lock: releasing it would take longer than the calls
         for name, (result, arguments) in _SIGNATURES.items():
-            function = getattr(found, f"memopt_{name}")
+            function = getattr(loaded, f"memopt_{name}")
             function.restype, function.argtypes = result, arguments
             setattr(self, name, function)
 
@@ -88,26 +92,29 @@ class Counter:
 
     @property
     def live_nbytes(self) -> int:
-        """What is alive now of all that is counted."""
+        """All counted bytes that are live now."""
         return int(self.live(_ALL))
 
     @property
     def plain_nbytes(self) -> int:
-        """Of this, what was not allocated while `hidden`."""
+        """Those of `live_nbytes` that were not allocated while `hidden`."""
         return int(self.live(_PLAIN))
 
     def counts(self, storage: torch.UntypedStorage) -> bool:
-        """Whether the bytes of a storage are counted, if need be from now on. Not so memory of others: numpy's, or shared."""
+        """Whether the bytes of a storage are counted; those of an uncounted storage are counted from now on, if possible.
+
+        Memory of others (numpy's, shared memory) cannot be counted.
+        """
         return bool(self.adopt(storage._cdata))
 
     def window(self, plain: bool = False) -> Window | None:
-        """A new window; None where too many are open. `plain`: what was allocated while `hidden` is left out."""
+        """A new window; None if too many are open. `plain`: bytes that were allocated while `hidden` do not count."""
         window = Window(self, _PLAIN if plain else _ALL)
         return window if window.opened() else None
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
-        """What this thread allocates in here is our own: a plain run has none of it."""
+        """Mark allocations of this thread inside this block as this package's own: a plain run would not have them."""
         self.hide(1)
         try:
             yield
@@ -116,7 +123,12 @@ class Counter:
 
 
 class Process:
-    """What there is one of in a process; `tried`: it is known whether there is a counter."""
+    """The state of the process.
+
+    lock: held while the counter is installed.
+    tried: whether installing was tried; it is tried once.
+    counter: the counter; None if it is not installed.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -128,13 +140,13 @@ process = Process()
 
 
 def counter() -> Counter | None:
-    """The counter, where it is in place and torch allocates through it."""
-    found = process.counter
-    return found if found is not None and found.installed() else None
+    """The counter, if it is installed and torch allocates through it; else None."""
+    current = process.counter
+    return current if current is not None and current.installed() else None
 
 
 def install(say: Callable[[str], None] = lambda _: None) -> Counter | None:
-    """Put the counter in place, once a process. Where that is not possible, one warning says why, and the result is None."""
+    """Install the counter, once a process. If that is impossible, one warning says why, and the result is None."""
     with process.lock:
         if not process.tried:
             process.tried = True
@@ -143,37 +155,42 @@ def install(say: Callable[[str], None] = lambda _: None) -> Counter | None:
             except BuildError as error:
                 warnings.warn(
                     f"MemOpt: the native memory meter is not there: {error}. torch's profiler measures instead: steps that "
-                    "another profiler watches, and tensors that the loop or another model holds, are not measured.",
+                    "another profiler measures, and tensors that the loop or another model holds, are not measured.",
                     stacklevel=2,
                 )
     return counter()
 
 
 def _installed(path: str) -> Counter:
+    """Load the library, install its allocator and check it. Raises BuildError."""
     try:
-        found = Counter(path)
+        loaded = Counter(path)
     except (OSError, AttributeError) as error:
         raise BuildError(f"{path} cannot be loaded ({error})") from None
-    if not found.install():
+    if not loaded.install():
         raise BuildError("torch has an allocator for the CPU that cannot be replaced")
-    _check(found)
-    return found
+    _check(loaded)
+    return loaded
 
 
 def _check(counter: Counter) -> None:
-    """Raise BuildError where known allocations are not counted to the byte."""
+    """Raise BuildError if known allocations are not counted to the byte."""
     for _ in range(_TRIES):
         seen = _known_bytes(counter)
         if seen == ([1, 1000, 4097], 5000, [5098, 9098, 9098, 0], 10106):
             return
-    raise BuildError(f"it counts otherwise than expected ({seen})")
+    raise BuildError(f"it counts other bytes than expected ({seen})")
 
 
 def _known_bytes(counter: Counter) -> tuple[list[int], int, list[int], int]:
-    """Of three tensors, one of which grows, and a hidden one: what is counted of each, of all, and the most of all."""
+    """Allocate three tensors, one of which grows, and a hidden one.
+
+    Returns the counted bytes: (of each tensor, of the one that grew, of all at four moments, at the peak).
+    """
     window = counter.window()
     assert window is not None, "nobody else has a window yet"
-    before, began = counter.plain_nbytes, window.reset()
+    before = counter.plain_nbytes
+    began = window.reset()
     tensors = [torch.empty(n, dtype=torch.uint8, device="cpu") for n in (1, 1000, 4097)]
     each = [counter.nbytes(t.untyped_storage()._cdata) for t in tensors]
     alive = [counter.live_nbytes - began]
@@ -186,6 +203,6 @@ def _known_bytes(counter: Counter) -> tuple[list[int], int, list[int], int]:
     del grows
     tensors.clear()
     alive.append(counter.live_nbytes - began)
-    most = window.peak_nbytes - began
+    peak = window.peak_nbytes - began
     window.close()
-    return each, grown, alive, most
+    return each, grown, alive, peak

@@ -1,7 +1,8 @@
-"""Where the bytes of a step are, in tables and plots: at the peak of a plan, and over all that autograd saves.
+"""Break down the bytes of a step by layer and data structure, as tables and plots.
 
-Input: a graph and the lives of a plan, no torch. Output: a table of bytes by (layer, structure). Source: Echo (ISCA 2020),
-section III-B and figures 4, 16, 21, 23: *by layer types* and *by data structures*.
+Input: a graph and the lives of a plan; no torch. Output: bytes by (layer, structure) at the peak (`at_peak`), or bytes by
+(layer, fate) of all saved tensors (`saved`). Source: Echo (ISCA 2020), section III-B and figures 4, 16, 21, 23: *by layer
+types* and *by data structures*.
 """
 
 from __future__ import annotations
@@ -19,31 +20,39 @@ from lightning_memopt.units import format_nbytes
 __all__ = ["FATES", "STRUCTURES", "Breakdown", "at_peak", "compared", "layer_of", "line", "plot", "saved"]
 
 FATES = ("held", "rebuilt", "there anyway")
-"""What becomes of what autograd saves; `there anyway`: user code holds it until backward asks."""
+"""What becomes of a saved tensor. `there anyway`: user code holds it until backward asks for it."""
 
 
 def saved(graph: Graph, lives: Iterable[Life], layer: LayerOf = layer_of) -> Breakdown:
-    """All bytes that autograd saves and asks for, by layer and fate; each tensor once."""
+    """Bytes that autograd saves in forward and asks for in backward, by (layer, fate). Each tensor counts once."""
     held = {life.tensor for life in lives if life.how == "original"}
-    found: Counter[tuple[str, str]] = Counter()
+    nbytes: Counter[tuple[str, str]] = Counter()
     for tensor, saves in graph.saves_of.items():
         t = graph.tensors[tensor]
         requests = [p for s in saves for p in s.unpacked_at]
         if not requests or t.born_at == BEFORE:
             continue
-        fate = "held" if tensor in held else "there anyway" if t.freed_at >= max(requests) else "rebuilt"
-        found[layer_name(graph, t, layer), fate] += t.nbytes
-    return Breakdown(dict(found))
+        if tensor in held:
+            fate = "held"
+        elif t.freed_at >= max(requests):
+            fate = "there anyway"
+        else:
+            fate = "rebuilt"
+        nbytes[layer_name(graph, t, layer), fate] += t.nbytes
+    return Breakdown(dict(nbytes))
 
 
-def line(found: Breakdown) -> str:
-    """What is in memory at the peak, in one line, by structure."""
-    parts = ", ".join(f"{name} {format_nbytes(nbytes)}" for name, nbytes in found.by(1).most_common())
+def line(peak: Breakdown) -> str:
+    """The bytes of each structure at the peak, in one line."""
+    parts = ", ".join(f"{name} {format_nbytes(nbytes)}" for name, nbytes in peak.by(1).most_common())
     return f"At the peak: {parts}."
 
 
 def compared(named: dict[str, Breakdown], axis: int, title: str, most: int = 12) -> str:
-    """A table of breakdowns beside each other: a row a layer (axis 0), or a structure (axis 1)."""
+    """A table with one column for each breakdown and one row for each layer (axis 0) or structure (axis 1).
+
+    Only the `most` layers with the most bytes have their own row; the last row sums up the others.
+    """
     columns = {name: b.by(axis) for name, b in named.items()}
     rows = _rows(columns, axis, most)
     table = Table(title=title)
@@ -56,7 +65,7 @@ def compared(named: dict[str, Breakdown], axis: int, title: str, most: int = 12)
 
 
 def _rows(columns: dict[str, Counter[str]], axis: int, most: int) -> dict[str, list[str]]:
-    """Row -> the keys it sums up: structures in their order, layers by their largest bytes, the last ones together."""
+    """Row -> the keys that it sums up: structures in their order; layers by descending bytes, the last ones in one row."""
     if axis == 1:
         return {s: [s] for s in (*STRUCTURES, *FATES) if any(c[s] for c in columns.values())}
     largest: Counter[str] = Counter()
@@ -64,11 +73,13 @@ def _rows(columns: dict[str, Counter[str]], axis: int, most: int) -> dict[str, l
         largest |= c
     names = [name for name, _ in largest.most_common()]
     rows = {name: [name] for name in names[:most]}
-    return rows | ({f"{len(names) - most} others": names[most:]} if len(names) > most else {})
+    if len(names) > most:
+        rows[f"{len(names) - most} others"] = names[most:]
+    return rows
 
 
 def plot(named: dict[str, Breakdown], path: Path, title: str, most: int = 8) -> None:
-    """Stacked bars by layer and by structure. Needs matplotlib."""
+    """Write a picture with stacked bars by layer and by structure to `path`. Needs matplotlib."""
     import matplotlib
 
     matplotlib.use("agg")

@@ -1,4 +1,7 @@
-"""A plan in words: what is rebuilt, what is kept and why, tensor by tensor. Needs the plan and its graph, no torch."""
+"""Explain a plan as text: which tensors are rebuilt, which are kept and why.
+
+Input: a plan and its graph. Needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,12 @@ from lightning_memopt.units import format_nbytes
 
 
 def _operator(name: str) -> str:
+    """`"aten::addmm.out"` -> `"addmm"`."""
     return name.partition("::")[2].partition(".")[0]
 
 
 def rebuilt(graph: Graph, plan: Plan) -> list[tuple[str, int, int]]:
-    """(operator, times, bytes) of what is dropped and made again, by bytes."""
+    """(operator, number of tensors, bytes) of the saved tensors that are rebuilt, most bytes first."""
     count: Counter[str] = Counter()
     nbytes: Counter[str] = Counter()
     for life in plan.lives:
@@ -27,17 +31,17 @@ def rebuilt(graph: Graph, plan: Plan) -> list[tuple[str, int, int]]:
 
 
 def kept(graph: Graph, plan: Plan) -> list[tuple[str, int, int]]:
-    """(reason, tensors, bytes) of what autograd saves and the plan keeps, by bytes."""
+    """(reason, number of tensors, bytes) of the saved tensors that the plan keeps, most bytes first."""
     dropped = {life.tensor for life in plan.lives if life.how != "original"}
     count: Counter[str] = Counter()
     nbytes: Counter[str] = Counter()
-    any_runs_again = any(op.recomputable for op in graph.forward)  # none does with recompute=False
+    any_recomputable = any(op.recomputable for op in graph.forward)  # false with recompute=False
     for tensor in graph.saves_of:
         op = graph.producers.get(tensor)
         if tensor in dropped or op is None:
             continue
         t = graph.tensors[tensor]
-        if not any_runs_again:
+        if not any_recomputable:
             why = "no op of this step runs again"
         elif not op.recomputable:
             why = f"{_operator(op.name)} is not run again"
@@ -53,11 +57,12 @@ def kept(graph: Graph, plan: Plan) -> list[tuple[str, int, int]]:
 
 
 def items(entries: list[tuple[str, int, int]], most: int = 4) -> str:
+    """The first `most` entries of `rebuilt` or `kept` as one line."""
     return ", ".join(f"{name} x{n} ({format_nbytes(b)})" for name, n, b in entries[:most]) or "nothing"
 
 
 def explain(plan: Plan, graph: Graph) -> str:
-    """What the plan does with every saved tensor, and why what is kept is kept."""
+    """A table with one row for each saved tensor: its lives in the plan, or why it is kept."""
     schedule = lower(graph, plan.lives)
     lives: dict[int, list[str]] = {}
     for life in plan.lives:
@@ -73,8 +78,8 @@ def explain(plan: Plan, graph: Graph) -> str:
         if t.born_at == BEFORE:
             continue
         op = graph.producers[tensor]
-        what = "; ".join(lives.get(tensor, ["never read"]))
+        fate = "; ".join(lives.get(tensor, ["never read"]))
         if tensor in graph.anchors:
-            what += f" (kept: {_operator(op.name)} is not run again)"
-        table.add_row(str(tensor), _operator(op.name), op.scope or "-", format_nbytes(t.nbytes), what)
+            fate += f" (kept: {_operator(op.name)} is not run again)"
+        table.add_row(str(tensor), _operator(op.name), op.scope or "-", format_nbytes(t.nbytes), fate)
     return render(table, 140)

@@ -1,4 +1,4 @@
-"""The frontier of a session as rows, for tables and plots."""
+"""The plans of a frontier as rows, for tables and plots."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from lightning_memopt.solvers.planner import Frontier
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One Pareto plan: what it peaks at and what it costs on top of the unmodified step."""
+    """One plan of the frontier.
+
+    peak_bytes: predicted peak of a step.
+    extra_seconds: predicted time on top of the unmodified step.
+    extra_flops: FLOPs on top of the unmodified step.
+    rebuilt_bytes: bytes that a step rebuilds.
+    solver: name of the solver that found the plan.
+    """
 
     peak_bytes: int
     extra_seconds: float
@@ -19,16 +26,16 @@ class Row:
 
 
 def rows(frontier: Frontier | None) -> list[Row]:
-    """Rows by rising peak; empty without a frontier."""
+    """One row for each plan, by ascending peak; an empty list without a frontier."""
     if frontier is None:
         return []
     return [
         Row(
-            c.predicted.peak_bytes,
-            c.predicted.seconds,
-            c.predicted.extra_flops,
-            c.predicted.rebuilt_bytes,
-            c.solver,
+            plan.predicted.peak_bytes,
+            plan.predicted.seconds,
+            plan.predicted.extra_flops,
+            plan.predicted.rebuilt_bytes,
+            plan.solver,
         )
-        for c in frontier.candidates
+        for plan in frontier.candidates
     ]

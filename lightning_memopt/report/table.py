@@ -1,4 +1,4 @@
-"""The table at the end of a run."""
+"""The table that a run prints at its end: budget, peaks, times and what the plan does."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from lightning_memopt.plan.forms import codec_of
 from lightning_memopt.report.explain import items, kept, rebuilt
 from lightning_memopt.report.text import Table, render
 from lightning_memopt.session import RunStatus, Transfers
-from lightning_memopt.telemetry import Meter, Rates
+from lightning_memopt.telemetry import Meter, Throughput
 from lightning_memopt.units import format_nbytes
 
 
-def _away(plan: Plan, transfers: Transfers | None) -> str:
-    """What moved, in which forms, and what a step waits for it: as measured where it was, beside what was predicted.
+def parked_text(plan: Plan, transfers: Transfers | None) -> str:
+    """One line about parked tensors: forms, moved bytes and waiting time a step, as measured and as predicted.
 
     A step is a planned forward and its backward.
     """
     tensors = {life.tensor: life.form for life in plan.lives if life.how == "fetch"}
     forms = ", ".join(f"{list(tensors.values()).count(form)} in {form}" for form in sorted(set(tensors.values())))
-    p = plan.predicted
-    moved, stall, overlap, codecs = ("not measured",) * 4
+    predicted = plan.predicted
+    moved = stall = overlap = codecs = "not measured"
     if transfers is not None and transfers.forwards:
         moved = format_nbytes(transfers.moved_nbytes // transfers.forwards)
     if transfers is not None and transfers.timed:
@@ -28,53 +28,58 @@ def _away(plan: Plan, transfers: Transfers | None) -> str:
         overlap = f"{100 * max(0.0, 1 - waited / copied):.0f} %" if copied else overlap
         codecs = f"{1e3 * transfers.coded_seconds / transfers.timed:.1f} ms"
     parts = [forms]
-    if p.moved_bytes:
+    if predicted.moved_bytes:
         parts += [
-            f"moved {moved} a step, both ways (predicted {format_nbytes(p.moved_bytes)}), "
-            f"at most {format_nbytes(p.tier_bytes)} in tiers (predicted)",
-            f"stall {stall} a step (predicted {1e3 * p.stall_seconds:.1f})",
-            f"overlap {overlap} of the copies' time behind compute (predicted {100 * p.overlap:.0f} %)",
+            f"moved {moved} a step, both ways (predicted {format_nbytes(predicted.moved_bytes)}), "
+            f"at most {format_nbytes(predicted.tier_bytes)} in tiers (predicted)",
+            f"stall {stall} a step (predicted {1e3 * predicted.stall_seconds:.1f})",
+            f"overlap {overlap} of the copies' time behind compute (predicted {100 * predicted.overlap:.0f} %)",
         ]
     if any(codec_of(form) for form in tensors.values()):
-        parts.append(f"codecs {codecs} a step (predicted {1e3 * p.codec_seconds:.1f})")
+        parts.append(f"codecs {codecs} a step (predicted {1e3 * predicted.codec_seconds:.1f})")
     return "; ".join(parts)
 
 
-def _beside(after: float | None, before: float | None) -> str:
-    """A figure, and what it was without a plan where that was measured: in a run of its own, never from observed steps, which
-    recording slows down."""
+def _compared(after: float | None, before: float | None) -> str:
+    """A figure beside the same figure of a run without a plan. Observed steps are no such run: recording slows them down."""
     if after is None:
         return "not measured"
-    return f"{after:.4g}" + (f"; before {before:.4g}, x{after / before:.3f}" if before else "; before: not measured")
+    if not before:
+        return f"{after:.4g}; before: not measured"
+    return f"{after:.4g}; before {before:.4g}, x{after / before:.3f}"
 
 
-def _gains(meter: Meter) -> list[tuple[str, str]]:
-    """Rows of what the run came to, in planned steps only."""
+def _measured_rows(meter: Meter) -> list[tuple[str, str]]:
+    """(name, text) of samples a step, samples a second and joules a sample, measured in planned steps only."""
     after = meter.rates()
     if after is None:
         return []
-    before = meter.before or Rates(device="", steps=0)
-    found = [
-        ("batch, samples a step", _beside(after.samples_per_step, before.samples_per_step)),
-        ("samples/s", _beside(after.samples_per_sec, before.samples_per_sec)),
+    before = meter.before or Throughput(device="", steps=0)
+    rows = [
+        ("batch, samples a step", _compared(after.samples_per_step, before.samples_per_step)),
+        ("samples/s", _compared(after.samples_per_sec, before.samples_per_sec)),
     ]
     if after.joules_per_sample is not None:
-        whole = "; the whole device, whoever uses it" + ", integrated from its power" * after.approximate
-        found.append(("J/sample", _beside(after.joules_per_sample, before.joules_per_sample) + whole))
-    return found
+        joules = _compared(after.joules_per_sample, before.joules_per_sample)
+        how = ", integrated from its power" if after.approximate else ""
+        rows.append(("J/sample", f"{joules}; the whole device, whoever uses it{how}"))
+    return rows
 
 
 def summary(status: RunStatus, meter: Meter | None = None, transfers: Transfers | None = None) -> str:
-    """The table of a run, with what a meter measured and what was moved; says what is missing where there is no plan."""
+    """The table of a run as text; without a plan, one line that says why there is none.
+
+    `meter`: adds its throughput and energy. `transfers`: adds the measured times of parked tensors.
+    """
     if status.phase == "off":
         return "MemOpt: off (MEMOPT_DISABLE, or an untested torch); the run was the plain one."
-    told = f" There is no plan yet, because {status.reason}. {status.remedy}." if status.remedy is not None else ""
+    advice = f" There is no plan yet, because {status.reason}. {status.remedy}." if status.remedy is not None else ""
     if status.phase == "waiting":
-        return f"MemOpt: no training step was seen.{told}"
+        return f"MemOpt: no training step was seen.{advice}"
     if status.phase == "unplanned":
         return f"MemOpt: no plan: {status.reason}."
     if status.phase == "observing":
-        return f"MemOpt: still observing ({status.observed_steps} of {status.profile_steps} steps).{told}"
+        return f"MemOpt: still observing ({status.observed_steps} of {status.profile_steps} steps).{advice}"
     plan, graph = status.plan, status.graph
     assert plan is not None and graph is not None
     table = Table(title="MemOpt", show_header=False)
@@ -83,16 +88,14 @@ def summary(status: RunStatus, meter: Meter | None = None, transfers: Transfers 
     budget = "min" if status.budget_nbytes is None else format_nbytes(status.budget_nbytes)
     table.add_row("budget", budget)
     table.add_row("predicted peak", format_nbytes(plan.predicted_peak_bytes))
-    needed = plan.predicted.needed_bytes  # what is measured on this device
+    needed = plan.predicted.needed_bytes  # comparable with the measured peak of this device
     if plan.predicted.reserved_bytes:
         table.add_row("reserved at the peak, predicted", format_nbytes(needed))
-    measured = status.measured_peak_nbytes
-    table.add_row(
-        "measured peak",
-        "not measured"
-        if measured is None
-        else f"{format_nbytes(measured)} ({100 * (measured / needed - 1):+.2f} % of predicted)",
-    )
+    measured_text = "not measured"
+    if status.measured_peak_nbytes is not None:
+        measured = status.measured_peak_nbytes
+        measured_text = f"{format_nbytes(measured)} ({100 * (measured / needed - 1):+.2f} % of predicted)"
+    table.add_row("measured peak", measured_text)
     table.add_row("unmodified peak", format_nbytes(plan.unmodified_peak_bytes))
     extra, step = plan.predicted.seconds, plan.step_seconds
     share = f" ({100 * extra / step:.1f} % of the step's ops)" if step else ""
@@ -105,11 +108,12 @@ def summary(status: RunStatus, meter: Meter | None = None, transfers: Transfers 
         "ops run again", f"{plan.predicted.replayed_ops}, {format_nbytes(plan.predicted.rebuilt_bytes)} rebuilt a step"
     )
     if any(life.how == "fetch" for life in plan.lives):
-        table.add_row("away", _away(plan, transfers))
+        table.add_row("parked", parked_text(plan, transfers))
     table.add_row("rebuilt", items(rebuilt(graph, plan)))
     table.add_row("kept", items(kept(graph, plan)))
-    for row in _gains(meter) if meter is not None else ():
-        table.add_row(*row)
+    if meter is not None:
+        for row in _measured_rows(meter):
+            table.add_row(*row)
     if status.compiled is not None:
         table.add_row("compiled", status.compiled)
     table.add_row("plan by", f"{plan.solver}, {plan.solve_seconds:.1f} s")

@@ -1,4 +1,7 @@
-"""Tables as text. `rich` draws them: it is loaded with the first table, because importing it draws from Python's `random`."""
+"""Tables as text, drawn by `rich`.
+
+`rich` is imported for the first table only, because importing it draws numbers from Python's `random`.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,19 @@ Justify = Literal["left", "right"]
 
 @functools.cache
 def _rich() -> tuple[Any, Any]:
-    """The classes that are used. The numbers that the user's program draws next are those it would draw without us."""
+    """(Console, Table) of `rich`. The state of Python's `random` is restored, so the user's program draws the same numbers."""
     state = random.getstate()
     try:
         from rich.console import Console
-        from rich.table import Table as Drawn
+        from rich.table import Table as RichTable
     finally:
         random.setstate(state)
-    return Console, Drawn
+    return Console, RichTable
 
 
 @dataclass
 class Table:
-    """Rows of text under `title`."""
+    """A table of text with a title. `show_header`: whether the names of the columns are shown."""
 
     title: str
     show_header: bool = True
@@ -41,8 +44,8 @@ class Table:
 
 def render(table: Table, width: int = 110) -> str:
     """The table as lines of at most `width` characters."""
-    console, drawn = _rich()
-    grid = drawn(title=table.title, show_header=table.show_header)
+    console, rich_table = _rich()
+    grid = rich_table(title=table.title, show_header=table.show_header)
     for header, justify in table._columns:
         grid.add_column(header, justify=justify)
     for row in table._rows:

@@ -19,7 +19,7 @@ from lightning_memopt.session.budget import resident_tensors
 from lightning_memopt.session.finals import NEVER, Final, freed_early, kept, settled
 from lightning_memopt.session.recording import Recording, hooks_allowed
 from lightning_memopt.torch_private import current_mode, current_modes
-from lightning_memopt.trace import AllocatorEvents, Ledger, Scopes, Tracer, metered_cpu, others_nbytes, watch_all
+from lightning_memopt.trace import AllocatorEvents, Ledger, Scopes, Tracer, adopt_all, metered_cpu, others_nbytes
 
 _ROOM = 4
 """How many of the largest tensors so far an observed step leaves room for."""
@@ -84,7 +84,7 @@ class Observation:
         if counts is not None:
             tracer.ledger = Ledger(counts)
             recorder.hidden = engine.hidden = counts.hidden
-        watch_all(tracer, recorder, resident_tensors(self.model, self.optimizers, batch))
+        adopt_all(tracer, recorder, resident_tensors(self.model, self.optimizers, batch))
         self._others_nbytes = others_nbytes(tracer, recorder)
         self._round = tracer, engine, recorder
         self._ops = self._states_nbytes = 0
@@ -97,7 +97,7 @@ class Observation:
             if self.events.available:
                 tracer.marks = self.events.mark
         self._contexts = contextlib.ExitStack()
-        self._contexts.enter_context(self.scopes.watching())
+        self._contexts.enter_context(self.scopes.tracking())
         self._contexts.enter_context(watching_sizes(recorder.resizing, recorder.resized))
         recorder.enter_in(self._contexts, beneath=True)
         self._contexts.callback(self._level_ends)

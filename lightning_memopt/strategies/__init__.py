@@ -1,4 +1,4 @@
-"""Lightning strategies: thin adapters that hold a Session. Importing them makes `strategy="memopt"` known."""
+"""Lightning strategies: thin adapters that hold a Session. Importing this package registers `strategy="memopt"`."""
 
 from lightning_memopt.strategies.mixin import MemOptMixin
 from lightning_memopt.strategies.single import MemOptStrategy, register

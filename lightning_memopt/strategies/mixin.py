@@ -1,7 +1,8 @@
-"""MemOptMixin: one cooperative mixin over Lightning's own strategies (every override calls `super()`).
+"""`MemOptMixin`: a cooperative mixin for Lightning's own strategies (every override calls `super()`).
 
-Lightning decides by `isinstance`, so a strategy that wraps and delegates does not work; a mixin does. It must derive from
-`abc.ABC`. The session is opened in `setup` when fitting and closed in `teardown`, which Lightning also calls on exceptions.
+Lightning tests strategies with `isinstance`, so a strategy that wraps another one and delegates to it would not work. The mixin
+derives from `abc.ABC`, because Lightning's strategies do. The session is opened in `setup` when fitting, and closed in
+`teardown`, which Lightning also calls after exceptions.
 """
 
 from __future__ import annotations
@@ -24,21 +25,25 @@ CHECKPOINT_KEY = "lightning_memopt"
 
 
 class MemOptMixin(abc.ABC):
-    """Keeps training steps within the budget of `memopt_config`. Validation, test and predict are not touched."""
+    """Keeps training steps within the budget of `memopt_config`. Validation, test and predict run unchanged.
+
+    memopt_config: the options.
+    session: the session of the last fit; None before the first.
+    telemetry: a meter that a callback sets; the table at the end shows its results.
+    """
 
     memopt_config: MemOptConfig
     session: Session | None = None
     telemetry: Meter | None = None
-    """Set by a callback that measures; the table at the end shows what it found."""
     _stepping = False
-    """Whether an optimizer's step runs the closure: the backward in it is the last one."""
+    """Whether `optimizer_step` is running the closure: its backward is then the last one before the update."""
 
     # -- lifecycle ---------------------------------------------------------------------------------
 
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)  # type: ignore[misc]
         if self.session is not None:
-            self.session.close()  # of a fit that was not torn down
+            self.session.close()  # the fit before may have ended without `teardown`
         self.session = None
         if trainer.state.fn == "fit":
             self.session = Session(self.model, self.optimizers, self.memopt_config, say=rank_zero_info)  # type: ignore[attr-defined]
@@ -55,18 +60,18 @@ class MemOptMixin(abc.ABC):
             super().teardown()  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy or pickle of the strategy, or of its Trainer, has not been set up: the session stays where it is."""
+        """A copy or pickle of the strategy, or of its Trainer, has no session: it has not been set up."""
         state: Any = super().__getstate__()
         return {name: value for name, value in state.items() if name not in ("session", "telemetry")}
 
     # -- results -----------------------------------------------------------------------------------
 
     def status(self) -> RunStatus:
-        """What became of the last fit so far: its phase, the plan, peaks as predicted and measured. It stays after the fit."""
+        """The status of the current or last fit: its phase, the plan, the predicted and measured peaks."""
         return self.session.status() if self.session is not None else RunStatus(phase="waiting")
 
     def save_plan(self, path: str) -> None:
-        """Write the plan in force, with its graph, as JSON: `plan=path` uses it. Raises ConfigError where there is none yet."""
+        """Write the plan in force and its graph as JSON, for the option `plan=path`. Raises ConfigError if there is no plan."""
         if self.session is None:
             raise ConfigError("There is no plan yet: nothing was fitted with this strategy. Run `trainer.fit` first.")
         self.session.save_plan(path)
@@ -120,14 +125,14 @@ class MemOptMixin(abc.ABC):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         plan = self.session.plan if self.session is not None else None
         halfway = self.session.halfway if self.session is not None else 0
-        found: dict[str, Any] = {"mid_step": halfway} if halfway else {}
+        entry: dict[str, Any] = {"mid_step": halfway} if halfway else {}
         if plan is not None:
-            found["fingerprint"] = plan.fingerprint
-            found["budget_bytes"] = plan.budget_bytes
-            found["predicted_peak_bytes"] = plan.predicted_peak_bytes
-        if found:
-            # primitives only, so that the checkpoint loads with weights_only=True and in a plain Trainer
-            checkpoint = checkpoint | {CHECKPOINT_KEY: found}
+            entry["fingerprint"] = plan.fingerprint
+            entry["budget_bytes"] = plan.budget_bytes
+            entry["predicted_peak_bytes"] = plan.predicted_peak_bytes
+        if entry:
+            # primitive types only, so that the checkpoint loads with weights_only=True and in a plain Trainer
+            checkpoint = checkpoint | {CHECKPOINT_KEY: entry}
         super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

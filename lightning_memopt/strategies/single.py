@@ -6,20 +6,20 @@ import os
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_memopt.config import InBackward, MemOptConfig, OnExceed, changed, config_of
 from lightning_memopt.solvers.planner import Objective
+from lightning_memopt.strategies.lightning_private import OneDeviceStrategy
 from lightning_memopt.strategies.mixin import MemOptMixin
 
 
-class MemOptStrategy(MemOptMixin, SingleDeviceStrategy):
-    """Train on one device within a budget of bytes.
+class MemOptStrategy(MemOptMixin, OneDeviceStrategy):
+    """Train on one device within a memory budget.
 
     Args, besides the options of `MemOptConfig` (docs/options.md):
-        device: the device; filled in from the Trainer when left out.
-        config: all of those options in one object, instead of them. Raises ConfigError where both are given.
+        device: the training device; the Trainer's if left out.
+        config: all of those options in one object, instead of single ones. Raises ConfigError if both are given.
     """
 
     strategy_name = "memopt"
@@ -43,7 +43,7 @@ class MemOptStrategy(MemOptMixin, SingleDeviceStrategy):
         config: MemOptConfig | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(device="cpu" if device is None else device, **kwargs)
+        super().__init__(device=device, **kwargs)
         options = dict(
             budget=budget,
             recompute=recompute,
@@ -60,26 +60,9 @@ class MemOptStrategy(MemOptMixin, SingleDeviceStrategy):
             verbose=verbose,
         )
         self.memopt_config = config_of(config, options if config is None else changed(options))
-        self._chosen = device is not None
-        # the connector fills these in; a plain SingleDeviceStrategy would train on one of several devices without a word
-        self.parallel_devices: list[torch.device] | None = None
-        self.cluster_environment: Any = None
-        self.num_nodes = 1
-        self._layer_sync: Any = None
-
-    def _configure_launcher(self) -> None:
-        devices = self.parallel_devices or []
-        if len(devices) > 1 or self.num_nodes > 1:
-            raise MisconfigurationException(
-                f"MemOptStrategy trains on one device; the Trainer was given {len(devices)} and {self.num_nodes} nodes. "
-                "Use devices=1."
-            )
-        if devices and not self._chosen:
-            self._root_device = devices[0]
-        super()._configure_launcher()
 
 
 def register() -> None:
-    """Make `Trainer(strategy="memopt")` work. Idempotent."""
+    """Make `Trainer(strategy="memopt")` work. A second call does nothing."""
     if "memopt" not in StrategyRegistry:
         StrategyRegistry.register("memopt", MemOptStrategy, description="Single device, within a memory budget")

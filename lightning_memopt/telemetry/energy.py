@@ -1,40 +1,45 @@
-"""Joules of what is measured together, or none: what fails is said once, and nothing takes its place."""
+"""Sum the joules of several energy sources.
+
+If one source fails, one warning is given and no joules are reported any more: nothing replaces the missing number.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
 
-from lightning_memopt.telemetry.sources import Source
+from lightning_memopt.telemetry.sources import EnergySource
 
 
 class EnergyMeter:
-    """The sum over the sources that `open_sources` opens. Where one fails, now or later: one warning, and never a number again.
+    """The joules of all sources that `open_sources` opens. It never raises, because training must not end for lack of a meter.
 
-    `name` is what the warning calls it; `failed` says that it came to that. Nothing here raises: training does not end for
-    want of a meter.
+    name: how the warning calls the measured device.
+    failed: whether a source failed; from then on there are no joules.
     """
 
-    def __init__(self, name: str, open_sources: Callable[[], Iterable[Source]]) -> None:
+    def __init__(self, name: str, open_sources: Callable[[], Iterable[EnergySource]]) -> None:
         self.name, self.failed = name, False
-        self._sources: tuple[Source, ...] = ()
+        self._sources: tuple[EnergySource, ...] = ()
         self._joules: float | None = 0.0
         try:
             self._sources = tuple(open_sources())
-        except Exception as error:  # whatever a driver's library may raise
+        except Exception as error:  # the library of a driver may raise anything
             self._give_up(error)
 
     @property
     def available(self) -> bool:
+        """Whether there is a source, and none failed."""
         return bool(self._sources)
 
     @property
     def approximate(self) -> bool:
+        """Whether the joules of a source are integrated from power samples."""
         return any(source.approximate for source in self._sources)
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """What is measured; two processes with the same keys measure the same thing."""
+        """Names of the measured devices; two processes with the same keys measure the same devices."""
         return tuple(source.key for source in self._sources)
 
     def poll(self) -> None:
@@ -48,7 +53,7 @@ class EnergyMeter:
             self._joules = None if self._joules is None or joules is None else self._joules + joules
 
     def take(self) -> float | None:
-        """Joules since the last call; None where they cannot be known."""
+        """Joules since the last call; None if they are unknown."""
         self.poll()
         joules, self._joules = self._joules, 0.0
         return joules if self.available else None
@@ -59,7 +64,7 @@ class EnergyMeter:
             try:
                 source.close()
             except Exception:
-                pass  # a driver that is gone needs no end
+                pass  # the driver is gone, so there is nothing to close
 
     def _give_up(self, error: Exception) -> None:
         self.failed = True

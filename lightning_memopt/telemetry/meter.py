@@ -6,9 +6,9 @@
             meter.step(samples=len(x))
     print(meter.rates())
 
-Time is cut into *stretches*; the device is synchronised at their edges, and nowhere else. A stretch counts as *steady* where
-all its batches were as all later ones will be: after the warm-up, and where `steady` says so (no recording, no verifying).
-Energy is read at the first edge that comes `MIN_SECONDS` or more after it was read last.
+Time is divided into *stretches*; the device is synchronised only at their ends. A stretch is *steady* if all its batches are
+like all later ones: they come after the warm-up, and `steady` says so (nothing is recorded or verified). Energy is read at the
+first end of a stretch that comes `MIN_SECONDS` or more after the last reading.
 """
 
 from __future__ import annotations
@@ -23,36 +23,40 @@ import torch
 from lightning_memopt.telemetry.energy import EnergyMeter
 from lightning_memopt.telemetry.nvml import nvml_source
 from lightning_memopt.telemetry.rapl import rapl_sources
-from lightning_memopt.telemetry.rates import MIN_SECONDS, Energy, Rates, Tally
 from lightning_memopt.telemetry.sources import Clock
+from lightning_memopt.telemetry.throughput import MIN_SECONDS, Energy, Tally, Throughput
 
 _POLL_SECONDS = 10.0
-"""Counters are read at least as often, where steps are: RAPL's wrap within minutes."""
+"""Most seconds between two readings of the counters while batches are counted: those of RAPL wrap within minutes."""
 
 
 class MeterOptions(TypedDict, total=False):
-    """What `Run.monitor` passes on: it knows the device, and which steps are steady."""
+    """The options of a `Meter` that `Run.monitor` passes on; `Run` itself gives `device` and `steady`."""
 
     cpu: bool
     every: int
     warmup: int
-    before: Rates | None
+    before: Throughput | None
     clock: Clock
     energies: Mapping[str, EnergyMeter] | None
 
 
 class Meter:
-    """Begins to measure at once.
+    """Measures a training loop, beginning when it is created.
 
     Args:
-        device: what is trained on, and synchronised; energy is read where it is an NVIDIA GPU.
+        device: the training device, which is synchronised. Its energy is read if it is an NVIDIA GPU.
         cpu: also read the energy of the processors' packages (RAPL).
-        every: batches in a stretch; 0 leaves the edges to `lap`, `pause` and `stop`.
-        warmup: batches at the beginning that do not count as steady.
-        steady: whether the batch that just ended was as all later ones will be.
-        before: what the same training reached without what is done to it now; shown beside.
-        clock: seconds.
-        energies: meters to use instead, by name: `"device"`, `"cpu"`.
+        every: batches of a stretch; 0: only `lap`, `pause` and `stop` end a stretch.
+        warmup: number of first batches that are not steady.
+        steady: whether the batch that just ended was like all later ones.
+        before: throughput of the same training without the change that is measured now; reports show it for comparison.
+        clock: gives seconds.
+        energies: energy meters to use instead of the default ones, by name: `"device"`, `"cpu"`.
+
+    Attributes:
+        total: counts of all stretches.
+        steady: counts of the steady stretches.
     """
 
     def __init__(
@@ -63,7 +67,7 @@ class Meter:
         every: int = 50,
         warmup: int = 3,
         steady: Callable[[], bool] = lambda: True,
-        before: Rates | None = None,
+        before: Throughput | None = None,
         clock: Clock = time.perf_counter,
         energies: Mapping[str, EnergyMeter] | None = None,
     ) -> None:
@@ -73,52 +77,57 @@ class Meter:
         self._every, self._warmup, self._is_steady, self._clock = every, warmup, steady, clock
         self.energies = dict(_energies(self.device, cpu, clock) if energies is None else energies)
         self._approximate: dict[str, bool] = {}
-        self._lap = self._now = self._long = Tally()
-        self._now_steady = self._long_steady = True
-        self._at: float | None = None  # where the stretch began; None between `pause` and `resume`
+        self._lap = Tally()  # since the last `lap`
+        self._stretch = Tally()  # the open stretch; its seconds are added at its end
+        self._stretch_steady = True
+        self._energy_stretch = Tally()  # since energy was last read; one or more stretches
+        self._energy_stretch_steady = True
+        self._stretch_began: float | None = None  # in seconds of the clock; None between `pause` and `resume`
         self._ended = False
-        self._polled = clock()
+        self._polled_at = clock()
         self.resume()
 
     # -- a loop ------------------------------------------------------------------------------------
 
     def batch(self, samples: int) -> None:
-        """A batch of so many samples is through, and its optimizer step is still to come (accumulation)."""
+        """Count a batch of `samples` samples that ended without an optimizer step (gradients are accumulated)."""
         self._count(Tally(batches=1, samples=samples))
 
     def step(self, samples: int) -> None:
-        """A batch of so many samples is through, and the optimizer has stepped."""
+        """Count a batch of `samples` samples that ended with an optimizer step."""
         self._count(Tally(batches=1, steps=1, samples=samples))
 
     def pause(self) -> None:
-        """What comes is no training (evaluation), until `resume`."""
-        if self._at is not None:
-            self._edge(close=True)
-            self._at = None
+        """Stop measuring until `resume`, for example during evaluation."""
+        if self._stretch_began is not None:
+            self._end_stretch(read_energy=True)
+            self._stretch_began = None
 
     def resume(self) -> None:
-        """Begin, or go on."""
-        if self._at is None and not self._ended:
+        """Measure again after `pause`."""
+        if self._stretch_began is None and not self._ended:
             self._synchronize()
             for energy in self.energies.values():
-                energy.take()  # what was used meanwhile
-            self._at = self._clock()
+                energy.take()  # joules of the pause do not count
+            self._stretch_began = self._clock()
 
     def lap(self) -> Tally:
-        """What there was since the last lap; its energy is of the stretches that ended with a reading in it."""
-        if self._at is not None:
-            self._edge()
+        """The counts since the last lap. Their energy is that of the readings since then, which may cover other stretches."""
+        if self._stretch_began is not None:
+            self._end_stretch()
         lap, self._lap = self._lap, Tally()
         return lap
 
     def stop(self) -> None:
-        """The end: what was measured stays, what measures is let go."""
+        """End the measurement and close the energy meters. The results stay available."""
         self.pause()
         self.abandon()
 
     def abandon(self) -> None:
-        """The end after an error: the open stretch is dropped, and the device not asked."""
-        self._at, self._now, self._ended = None, Tally(), True
+        """End the measurement after an error: drop the open stretch, and do not synchronise the device."""
+        self._stretch_began = None
+        self._stretch = Tally()
+        self._ended = True
         for energy in self.energies.values():
             energy.close()
 
@@ -133,73 +142,77 @@ class Meter:
 
     # -- results -----------------------------------------------------------------------------------
 
-    def rates(self) -> Rates | None:
-        """What the steady stretches come to, those that have ended; None before the first."""
-        found = self.steady
-        if found.samples_per_sec is None:
+    def rates(self) -> Throughput | None:
+        """The throughput of the steady stretches that have ended; None before the first one has."""
+        steady = self.steady
+        if steady.samples_per_sec is None:
             return None
-        # where the processors are what is trained on, their energy is the device's
-        name = "cpu" if self.device.type == "cpu" and "device" not in found.energy else "device"
-        energy = found.energy.get(name, Energy())
-        return Rates(
+        # if the training device is the CPU, its energy is that of the processors
+        name = "cpu" if self.device.type == "cpu" and "device" not in steady.energy else "device"
+        energy = steady.energy.get(name, Energy())
+        return Throughput(
             device=_name(self.device),
-            steps=found.steps,
-            samples_per_step=found.samples / found.steps if found.steps else None,
-            samples_per_sec=found.samples_per_sec,
+            steps=steady.steps,
+            samples_per_step=steady.samples / steady.steps if steady.steps else None,
+            samples_per_sec=steady.samples_per_sec,
             joules_per_sample=energy.joules_per_sample,
             approximate=energy.samples > 0 and self._approximate[name],
             peak_bytes=self.peak_bytes(),
         )
 
     def peak_bytes(self) -> int | None:
-        """The most bytes reserved on the device since its statistics were last reset; None where nobody counts."""
+        """The most bytes reserved on the CUDA device since its statistics were last reset; None on the CPU."""
         return int(torch.cuda.max_memory_reserved(self.device)) if self.device.type == "cuda" else None
 
     # -- stretches ---------------------------------------------------------------------------------
 
-    def _count(self, one: Tally) -> None:
-        if self._at is None:
+    def _count(self, batch: Tally) -> None:
+        if self._stretch_began is None:
             return
         self._warmup -= 1
-        self._now += one
-        self._now_steady &= self._warmup < 0 and self._is_steady()
-        if not self._now_steady or self._now.batches == self._every:
-            self._edge()  # the next batch may be steady: one that is not has a stretch of its own
-        elif self.energies and self._clock() - self._polled > _POLL_SECONDS:
-            self._polled = self._clock()
+        self._stretch += batch
+        if self._warmup >= 0 or not self._is_steady():
+            self._stretch_steady = False
+        if not self._stretch_steady or self._stretch.batches == self._every:
+            self._end_stretch()  # the next batch may be steady, so a batch that is not ends its stretch
+        elif self.energies and self._clock() - self._polled_at > _POLL_SECONDS:
+            self._polled_at = self._clock()
             for energy in self.energies.values():
                 energy.poll()
 
-    def _edge(self, close: bool = False) -> None:
-        """End the stretch, and begin the next. `close`: that of the energy too, however short."""
-        assert self._at is not None
+    def _end_stretch(self, read_energy: bool = False) -> None:
+        """End the stretch and begin the next. `read_energy`: read energy even if less than `MIN_SECONDS` passed."""
+        assert self._stretch_began is not None
         self._synchronize()
-        at = self._clock()
-        now, self._now = self._now + Tally(seconds=at - self._at), Tally()
-        steady, self._now_steady = self._now_steady, True
-        self._at = at
-        self._long += now
-        self._long_steady &= steady or not now.batches
-        self._book(now, steady and now.batches > 0)  # a pause that follows a lap leaves time without a batch
-        if close or self._long.seconds >= MIN_SECONDS:
-            self._read()
+        now = self._clock()
+        stretch, steady = self._stretch + Tally(seconds=now - self._stretch_began), self._stretch_steady
+        self._stretch, self._stretch_steady, self._stretch_began = Tally(), True, now
+        self._energy_stretch += stretch
+        if stretch.batches and not steady:
+            self._energy_stretch_steady = False
+        self._add(stretch, steady and stretch.batches > 0)  # a pause right after a lap leaves time without a batch
+        if read_energy or self._energy_stretch.seconds >= MIN_SECONDS:
+            self._read_energy()
 
-    def _read(self) -> None:
-        """End the stretch of the energy."""
-        long, self._long = self._long, Tally()
-        steady, self._long_steady = self._long_steady, True
-        rated = long.seconds >= MIN_SECONDS
+    def _read_energy(self) -> None:
+        """Read the joules of the stretches since the last reading, and add them to the results."""
+        stretch, steady = self._energy_stretch, self._energy_stretch_steady
+        self._energy_stretch, self._energy_stretch_steady = Tally(), True
+        long_enough = stretch.seconds >= MIN_SECONDS
         energy = {}
         for name, meter in self.energies.items():
             joules = meter.take()
             if not meter.available:
                 continue
             self._approximate[name] = meter.approximate
-            known = rated and joules is not None
-            energy[name] = Energy(joules, joules or 0.0, long.seconds, long.samples) if known else Energy(joules)
-        self._book(Tally(energy=energy), steady)
+            if long_enough and joules is not None:
+                energy[name] = Energy(joules, joules, stretch.seconds, stretch.samples)
+            else:
+                energy[name] = Energy(joules)
+        self._add(Tally(energy=energy), steady)
 
-    def _book(self, tally: Tally, steady: bool) -> None:
+    def _add(self, tally: Tally, steady: bool) -> None:
+        """Add counts to the results; `steady`: also to those of steady stretches."""
         self.total += tally
         self._lap += tally
         if steady:
@@ -211,12 +224,13 @@ class Meter:
 
 
 def _energies(device: torch.device, cpu: bool, clock: Clock) -> dict[str, EnergyMeter]:
-    found = {}
+    """Name -> energy meter of the training device (unless it is the CPU) and, with `cpu`, of the processors."""
+    meters = {}
     if device.type != "cpu":
-        found["device"] = EnergyMeter(str(device), lambda: [nvml_source(device, clock)])
+        meters["device"] = EnergyMeter(str(device), lambda: [nvml_source(device, clock)])
     if cpu:
-        found["cpu"] = EnergyMeter("the processors", partial(rapl_sources, clock=clock))
-    return found
+        meters["cpu"] = EnergyMeter("the processors", partial(rapl_sources, clock=clock))
+    return meters
 
 
 def _name(device: torch.device) -> str:

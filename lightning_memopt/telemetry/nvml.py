@@ -1,7 +1,8 @@
-"""The energy of a CUDA device by NVML: its counter, else its power, sampled. The whole board, whoever uses it.
+"""The energy of a CUDA device by NVML: from its energy counter, or else from power samples.
 
-NVML numbers devices as the PCI bus does and knows nothing of CUDA_VISIBLE_DEVICES: devices are found by their UUID. A slice of
-a board (MIG) has neither energy nor power of its own. Needs the module `pynvml` of the package `nvidia-ml-py`.
+It is the energy of the whole board, other programs on it included. NVML numbers devices by their PCI bus and ignores
+CUDA_VISIBLE_DEVICES, so devices are found by their UUID. A slice of a board (MIG) has neither energy nor power of its own.
+Needs the module `pynvml` of the package `nvidia-ml-py`.
 """
 
 from __future__ import annotations
@@ -13,26 +14,27 @@ from typing import Any
 import torch
 
 from lightning_memopt.errors import EnergyUnavailableError
-from lightning_memopt.telemetry.sources import Clock, Counter, PowerSampler, Source
+from lightning_memopt.telemetry.sources import Clock, EnergyCounter, EnergySource, PowerSampler
 
 _MILLI = 1e-3
 _WRAPS = (1 << 32, 1 << 64)
-"""Of the counter in mJ; old bindings give its lower 32 bits."""
+"""Values, in mJ, at which the counter begins again at 0: it has 64 bits, of which old bindings give the lower 32."""
 _NO_ENERGY, _NO_POWER = (1 << 64) - 1, (1 << 32) - 1  # NVML_VALUE_NOT_AVAILABLE of each type
-_MOST_WATTS = 5000.0  # boards of 2026 take up to 1,400
+_MOST_WATTS = 5000.0
+"""More power than a board takes; boards of 2026 take up to 1,400 W."""
 
 
 def uuid_of(device: torch.device) -> str:
-    """Of a CUDA device, without the prefix that says what it is."""
-    found = str(torch.cuda.get_device_properties(device).uuid)
-    return found.removeprefix("GPU-").removeprefix("MIG-")
+    """The UUID of a CUDA device, without the prefix "GPU-" or "MIG-"."""
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    return uuid.removeprefix("GPU-").removeprefix("MIG-")
 
 
-def nvml_source(device: torch.device, clock: Clock = time.perf_counter) -> Source:
-    """Raises EnergyUnavailableError, which says why, where the device's energy cannot be had."""
+def nvml_source(device: torch.device, clock: Clock = time.perf_counter) -> EnergySource:
+    """The energy source of a CUDA device. Raises EnergyUnavailableError, which says why, if it cannot be read."""
     if device.type != "cuda" or torch.version.hip is not None:
         raise EnergyUnavailableError(
-            "it is no NVIDIA GPU; only the energy of those is read. Leave energy out, or use cpu=True for the processor's"
+            "it is no NVIDIA GPU; only their energy can be read. Leave energy out, or use cpu=True for that of the processors"
         )
     try:
         nvml = importlib.import_module("pynvml")
@@ -41,7 +43,7 @@ def nvml_source(device: torch.device, clock: Clock = time.perf_counter) -> Sourc
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        raise EnergyUnavailableError(f"NVML does not begin ({error}); check NVIDIA's driver") from error
+        raise EnergyUnavailableError(f"NVML cannot be started ({error}); check NVIDIA's driver") from error
     try:
         return _source(nvml, uuid_of(device), clock)
     except BaseException:
@@ -49,38 +51,38 @@ def nvml_source(device: torch.device, clock: Clock = time.perf_counter) -> Sourc
         raise
 
 
-def _source(nvml: Any, uuid: str, clock: Clock) -> Source:
+def _source(nvml: Any, uuid: str, clock: Clock) -> EnergySource:
     handle = _handle(nvml, uuid)
 
     def energy() -> int:
-        found = int(nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
-        if found == _NO_ENERGY:
+        millijoules = int(nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
+        if millijoules == _NO_ENERGY:
             raise EnergyUnavailableError("its energy counter has no value; check NVIDIA's driver")
-        return found
+        return millijoules
 
     def power() -> float:
-        found = int(nvml.nvmlDeviceGetPowerUsage(handle))
-        if found == _NO_POWER:
+        milliwatts = int(nvml.nvmlDeviceGetPowerUsage(handle))
+        if milliwatts == _NO_POWER:
             raise EnergyUnavailableError("its power has no value; check NVIDIA's driver")
-        return _MILLI * found
+        return _MILLI * milliwatts
 
-    # AttributeError: a binding that is older than the function
+    # AttributeError: the installed binding is older than the function
     failures = (nvml.NVMLError, AttributeError, EnergyUnavailableError)
     key = f"GPU-{uuid}"
     try:
-        return Counter(key, energy, _MILLI, _WRAPS, _MOST_WATTS, clock, lambda: _end(nvml))
-    except failures as error:  # before Volta: no counter
-        counter = error
+        return EnergyCounter(key, energy, _MILLI, _WRAPS, _MOST_WATTS, clock, lambda: _end(nvml))
+    except failures as error:  # boards before Volta have no counter
+        counter_error = error
     try:
         return PowerSampler(key, power, clock, finish=lambda: _end(nvml))
     except failures as error:
         raise EnergyUnavailableError(
-            f"NVML gives neither its energy ({counter}) nor its power ({error}); check NVIDIA's driver"
+            f"NVML gives neither its energy ({counter_error}) nor its power ({error}); check NVIDIA's driver"
         ) from error
 
 
 def _handle(nvml: Any, uuid: str) -> Any:
-    """Of the device with this UUID, whatever its number. Raises where it is a slice, or has slices."""
+    """NVML's handle of the device with this UUID. Raises EnergyUnavailableError if it is a slice, or has slices."""
     sliced = EnergyUnavailableError(
         "it is a slice of a board (MIG), of which NVML measures neither energy nor power; measure on a whole one"
     )
@@ -95,7 +97,7 @@ def _handle(nvml: Any, uuid: str) -> Any:
     try:
         current, _ = nvml.nvmlDeviceGetMigMode(handle)
     except (nvml.NVMLError, AttributeError):
-        return handle  # it cannot be sliced
+        return handle  # this board cannot have slices
     if current == nvml.NVML_DEVICE_MIG_ENABLE:
         raise sliced
     return handle
@@ -105,4 +107,4 @@ def _end(nvml: Any) -> None:
     try:
         nvml.nvmlShutdown()
     except nvml.NVMLError:
-        pass  # it was over before
+        pass  # NVML was shut down before

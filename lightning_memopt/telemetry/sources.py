@@ -1,4 +1,4 @@
-"""Where joules come from: a counter of energy that only grows, or power that is sampled and integrated."""
+"""Sources of joules: a hardware counter of energy, or power that is sampled and integrated."""
 
 from __future__ import annotations
 
@@ -12,27 +12,37 @@ from typing import Protocol
 from lightning_memopt.errors import EnergyUnavailableError
 
 Clock = Callable[[], float]
+"""Gives seconds since any fixed time."""
 
 
-class Source(Protocol):
-    """`key`: what is measured, the same wherever two processes measure one thing. `approximate`: whether joules are integrated
-    from samples of power."""
+class EnergySource(Protocol):
+    """Gives the joules of one device.
+
+    key: name of the device; two processes that measure the same device have the same key.
+    approximate: whether the joules are integrated from power samples.
+    """
 
     key: str
     approximate: bool
 
     def take(self) -> float | None:
-        """Joules since the last call; None where they cannot be known. Raises EnergyUnavailableError where they never will."""
+        """Joules since the last call; None if they are unknown. Raises EnergyUnavailableError once they cannot be read."""
 
     def close(self) -> None:
-        """Ends what runs beside; a second time does nothing."""
+        """End threads and release the driver. A second call does nothing."""
 
 
-class Counter:
-    """`read` gives a count of `unit_joules` each, which begins anew at one of `wraps` (ascending), or where it is reset.
+class EnergyCounter:
+    """Joules from a hardware counter, which only grows, except where it wraps or is reset.
 
-    `most_watts`: more than what is measured ever takes; a counter that grew faster was reset, or wrapped more than once.
-    `finish` ends what `read` needs.
+    Args:
+        key: name of the device.
+        read: gives the value of the counter.
+        unit_joules: joules of one count.
+        wraps: values at which the counter may begin again at 0, ascending.
+        most_watts: more power than the device takes. A counter that grew faster was reset, or wrapped more than once.
+        clock: gives seconds.
+        finish: releases what `read` needs.
     """
 
     approximate = False
@@ -50,18 +60,20 @@ class Counter:
         self.key = key
         self._read, self._clock = read, clock
         self._unit_joules, self._wraps, self._most_watts = unit_joules, wraps, most_watts
-        self._last, self._at = read(), clock()
+        self._last_count = read()
+        self._read_at = clock()
         self._on_close = contextlib.ExitStack()
         self._on_close.callback(finish)
 
     def take(self) -> float | None:
-        now, at = self._read(), self._clock()
-        last, seconds = self._last, at - self._at
-        self._last, self._at = now, at
-        most = self._most_watts * (seconds + 1.0) / self._unit_joules  # a counter is behind by its period, so a second more
+        count, now = self._read(), self._clock()
+        last, seconds = self._last_count, now - self._read_at
+        self._last_count, self._read_at = count, now
+        # the hardware updates its counter with a delay, so one second is added
+        most = self._most_watts * (seconds + 1.0) / self._unit_joules
         if most >= self._wraps[-1]:
-            return None  # it may have wrapped, and passed where it was
-        growths = [now - last, *(now + wrap - last for wrap in self._wraps if last < wrap)]
+            return None  # it may have wrapped and grown past its last value
+        growths = [count - last, *(count + wrap - last for wrap in self._wraps if last < wrap)]
         return next((growth * self._unit_joules for growth in growths if 0 <= growth <= most), None)
 
     def close(self) -> None:
@@ -69,7 +81,15 @@ class Counter:
 
 
 class PowerSampler:
-    """Integrates `watts()` by trapezoids; a thread samples every `period` seconds, 0 for none (whoever uses it samples)."""
+    """Joules from power samples, integrated by the trapezoidal rule.
+
+    Args:
+        key: name of the device.
+        watts: gives the present power.
+        clock: gives seconds.
+        period: seconds between two samples of a background thread; 0 for no thread: then the caller calls `sample`.
+        finish: releases what `watts` needs.
+    """
 
     approximate = True
 
@@ -84,7 +104,8 @@ class PowerSampler:
         self.key = key
         self._watts, self._clock = watts, clock
         self._joules = 0.0
-        self._at, self._last = clock(), watts()
+        self._sampled_at = clock()
+        self._last_watts = watts()
         self._lock = threading.Lock()
         self._error: Exception | None = None
         self._on_close = contextlib.ExitStack()
@@ -99,12 +120,14 @@ class PowerSampler:
             thread.start()
 
     def sample(self) -> None:
+        """Read the power and add the joules since the last sample."""
         with self._lock:
-            at, watts = self._clock(), self._watts()
-            self._joules += 0.5 * (watts + self._last) * (at - self._at)
-            self._at, self._last = at, watts
+            now, watts = self._clock(), self._watts()
+            self._joules += 0.5 * (watts + self._last_watts) * (now - self._sampled_at)
+            self._sampled_at, self._last_watts = now, watts
 
     def failed(self, error: Exception) -> None:
+        """Remember an error of the thread; the next `take` raises it."""
         self._error = error
 
     def take(self) -> float | None:
@@ -120,14 +143,14 @@ class PowerSampler:
 
 
 def _sample(ref: weakref.ref[PowerSampler], stop: threading.Event, period: float) -> None:
-    """The thread: holds the sampler only while it samples, so that one that is forgotten ends."""
+    """The thread's function. It holds the sampler only while it samples, so that a sampler nobody uses is collected."""
     while not stop.wait(period):
         sampler = ref()
         if sampler is None:
             return
         try:
             sampler.sample()
-        except Exception as error:  # whatever it is, nobody above this frame would see it
+        except Exception as error:  # nobody above this frame would see it
             sampler.failed(error)
             return
         del sampler

@@ -1,9 +1,9 @@
-"""Observe one real step through the recorder, into a Graph."""
+"""Observe one real training step through the recorder, and build its `Graph`."""
 
 from lightning_memopt.trace.counted import Ledger
 from lightning_memopt.trace.living import count_all
 from lightning_memopt.trace.memory import AllocatorEvents, metered_cpu
-from lightning_memopt.trace.resident import others_nbytes, watch_all
+from lightning_memopt.trace.resident import adopt_all, others_nbytes
 from lightning_memopt.trace.scopes import Scopes
 from lightning_memopt.trace.tracer import Tracer, backward_runs
 
@@ -16,5 +16,5 @@ __all__ = [
     "count_all",
     "metered_cpu",
     "others_nbytes",
-    "watch_all",
+    "adopt_all",
 ]

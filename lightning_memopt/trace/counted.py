@@ -1,8 +1,8 @@
-"""Allocator events by the native counter: the peak of a block, what each op takes, and bytes that no op made.
+"""Measurements by the native counter: the workspace of each op, and bytes that no recorded op allocated.
 
-A checkpoint's generator states, what compiled code saves for its backward: the recorder sees no op that makes them. Where the
-counter has more alive than is known storage by storage, the difference is a tensor of its own, from the op where it was first
-seen to the one before which it was gone.
+The recorder sees no op that allocates the generator states of a checkpoint, or the tensors that compiled code saves for its
+backward. If the counter has more live bytes than the known storages, the difference becomes a tensor of its own. It lives from
+the op after which it was first seen to the op before which it was freed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,12 @@ from lightning_memopt.native import Counter, Window
 
 
 class Unseen(NamedTuple):
-    """Bytes that were in memory at the points `born_at .. freed_at`; None: to the end."""
+    """Bytes that no recorded op allocated, or that are held longer than autograd holds them.
+
+    nbytes: their number.
+    born_at: first point at which they are in memory.
+    freed_at: last such point; None: until the end of the step.
+    """
 
     nbytes: int
     born_at: int
@@ -24,9 +29,9 @@ class Unseen(NamedTuple):
 
 
 class Ledger:
-    """What is known to be counted, storage by storage, against all that is counted.
+    """Compares the bytes of known storages with the live bytes of the native counter.
 
-    `settle` when everything is known that was there before the step, `note` before every op.
+    Call `settle` when all storages from before the step are known, `note` before every op, and `ran` after it.
     """
 
     def __init__(self, counter: Counter) -> None:
@@ -37,12 +42,13 @@ class Ledger:
         self._closed: list[Unseen] = []
 
     def born(self, key: int, storage: torch.UntypedStorage) -> None:
-        """A storage is known under this key."""
+        """Add a storage to the known ones, under a key."""
         if key not in self._known and self.counter.counts(storage):
             self._known[key] = self.counter.nbytes(storage._cdata)
             self._known_nbytes += self._known[key]
 
     def died(self, key: int) -> None:
+        """Remove a storage that was freed from the known ones."""
         self._known_nbytes -= self._known.pop(key, 0)
 
     @property
@@ -50,34 +56,38 @@ class Ledger:
         return self.counter.plain_nbytes - self._known_nbytes - self._base_nbytes
 
     def settle(self) -> int:
-        """Bytes that are held by what nobody knows; from now on they are no difference."""
+        """Take the present difference as the normal state. Returns it: live bytes of unknown storages."""
         self._base_nbytes += self._difference_nbytes
         return self._base_nbytes
 
     def ran(self, now: int) -> None:
-        """The op at the point `now` is over, and what it is known to have made is known: the rest of it is not."""
+        """The op at the point `now` has ended and its known outputs were added; new bytes beyond them are unseen ones."""
         change = self._difference_nbytes - sum(unseen.nbytes for unseen in self._open)
         if change > 0:
             self._open.append(Unseen(change, now, None))
 
     def note(self, now: int) -> None:
-        """An op is about to run at the point after `now`."""
+        """An op is about to run at the point after `now`: find unseen bytes that were allocated or freed since the last op."""
         self.ran(now + 1)
         change = self._difference_nbytes - sum(unseen.nbytes for unseen in self._open)
         while change < 0 and self._open:
-            last = self._open.pop()
-            gone = min(last.nbytes, -change)
-            self._closed.append(Unseen(gone, last.born_at, now))
-            if gone < last.nbytes:
-                self._open.append(last._replace(nbytes=last.nbytes - gone))
-            change += gone
+            newest = self._open.pop()
+            freed_nbytes = min(newest.nbytes, -change)
+            self._closed.append(Unseen(freed_nbytes, newest.born_at, now))
+            if freed_nbytes < newest.nbytes:
+                self._open.append(newest._replace(nbytes=newest.nbytes - freed_nbytes))
+            change += freed_nbytes
 
     def unseen(self) -> Iterable[Unseen]:
+        """The bytes that no recorded op allocated."""
         return (u for u in (*self._closed, *self._open) if u.freed_at is None or u.freed_at >= u.born_at)
 
 
 class Marks:
-    """Around every op: what it took beyond what it left. What rose between two ops is the first one's, too."""
+    """A context for every op that measures its workspace: its peak bytes beyond the bytes that are left after it.
+
+    A rise between two ops counts as workspace of the first one. `workspaces`: index of an op -> bytes.
+    """
 
     def __init__(self, window: Window) -> None:
         self._window = window
@@ -85,7 +95,7 @@ class Marks:
         self.workspaces: dict[int, int] = {}
 
     def __call__(self, index: int) -> Marks:
-        self._since()
+        self._count_rise()
         self._index = index
         return self
 
@@ -98,11 +108,12 @@ class Marks:
         self._left = self._window.reset()
         self.workspaces[self._index] = max(0, peak - max(self._left, self._began))
 
-    def _since(self) -> None:
+    def _count_rise(self) -> None:
+        """Add the rise since the last op ended to its workspace."""
         if self._index >= 0:
             rose = self._window.peak_nbytes - self._left
             self.workspaces[self._index] = max(self.workspaces.get(self._index, 0), rose)
 
     def close(self) -> None:
-        self._since()
+        self._count_rise()
         self._window.close()

@@ -1,5 +1,7 @@
-"""The line of user code that is running: for messages. Looked up in observed steps alone, where an op costs much more than
-the few frames between it and its caller; planned steps answer with what was seen then.
+"""The line of user code that is running, for messages.
+
+Frames are inspected in observed steps only, where an op costs much more than the few frames up to its caller. Planned steps use
+the lines of the observed step.
 """
 
 from __future__ import annotations
@@ -11,16 +13,16 @@ from types import FrameType
 import torch
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_NOT_THEIRS = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, _PACKAGE + os.sep)
-"""Where torch and this package are."""
+_NOT_USER_CODE = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, _PACKAGE + os.sep)
+"""The directories of torch and of this package."""
 
 
 def user_line() -> str:
-    """`file:line in function` of the innermost frame outside of torch and this package; empty where there is none."""
+    """`file:line in function` of the innermost frame outside of torch and this package; "" if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if not code.co_filename.startswith(_NOT_THEIRS) and not code.co_filename.startswith("<"):
+        if not code.co_filename.startswith(_NOT_USER_CODE) and not code.co_filename.startswith("<"):
             return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
         frame = frame.f_back
     return ""

@@ -1,5 +1,7 @@
-"""What is held after autograd has let go of it: compiled code takes all that its forward saved when its backward begins, and
-keeps it until that ends. Whether a plan kept it or made it again, it is there for as long.
+"""Saved tensors that stay in memory after autograd released them.
+
+Compiled code takes all tensors that its forward saved when its backward begins, and holds them until that ends. They stay in
+memory for that time whether a plan keeps or rebuilds them.
 """
 
 from __future__ import annotations
@@ -12,37 +14,37 @@ from lightning_memopt.trace.counted import Unseen
 
 
 class Lingering:
-    """Of one step."""
+    """Tracks the saved versions of one step from their last release until nobody holds their memory."""
 
     def __init__(self) -> None:
         self._saves: Counter[int] = Counter()
         self._versions: dict[int, StorageVersion] = {}
         self._since: dict[int, int] = {}
-        self._gone: list[Unseen] = []
+        self._freed: list[Unseen] = []
 
     def packed(self, version: StorageVersion) -> None:
-        """Autograd saves a version, perhaps once more."""
+        """Autograd saves a version; it may save the same version several times."""
         self._saves[version.id] += 1
         self._versions[version.id] = version
 
     def released(self, id: int, now: int, by_user: bool) -> None:
-        """Autograd lets go of one of its saves at the point `now`. `by_user`: the user still holds it, which others know."""
+        """Autograd releases one save of a version at the point `now`. `by_user`: user code holds it; then it is not tracked."""
         self._saves[id] -= 1
         if self._saves[id] == 0 and not by_user:
             self._since[id] = now + 1
 
     def poll(self, now: int, held: Callable[[StorageVersion], bool]) -> None:
-        """`held(version)`: whether anybody but the engine holds its memory."""
+        """Find versions whose memory was freed. `held(version)`: whether anything but the engine holds it."""
         for id, born_at in list(self._since.items()):
             version = self._versions[id]
             if not held(version):
                 del self._since[id]
                 if born_at <= now:
-                    self._gone.append(Unseen(version.nbytes, born_at, now))
+                    self._freed.append(Unseen(version.nbytes, born_at, now))
 
     def seen(self) -> Iterator[Unseen]:
-        """What was held, from the point after its release on."""
-        yield from self._gone
+        """The held bytes, each from the point after its release on."""
+        yield from self._freed
         yield from (Unseen(self._versions[id].nbytes, born_at, None) for id, born_at in self._since.items())
 
     def close(self) -> None:

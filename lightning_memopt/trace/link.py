@@ -1,7 +1,8 @@
-"""How fast this machine's tiers and codecs are: a few real copies of two sizes each way, in less than a second.
+"""Measure how fast this machine's tiers and codecs are, by a few real copies of two sizes each way, in less than a second.
 
-A copy of n bytes is taken to last `latency + n / rate`: medians at two sizes give both. Codecs are given what they accept of
-float32, bfloat16 and bool. Bytes per second everywhere; for codecs, bytes of what is decoded.
+Output: `plan.rates.Rates`, in bytes per second. A copy of n bytes is assumed to take `latency + n / rate` seconds; the medians
+at two sizes give both numbers. Codecs are measured on the first of float32, bfloat16 and bool that they accept, and their
+bytes are those of the decoded tensor.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from lightning_memopt.plan.rates import Coding, Link, Rates
 
 SMALL_NBYTES = 256 << 10
 MOST_ROUNDS = 5
-_TIMES_SMALL = 32  # the large copy, at most: 8 MiB
+_TIMES_SMALL = 32
+"""The large copy has at most this many times the bytes of the small one: 8 MiB."""
 _CODED = (16, 64, 16, 16)
+"""Shape of the tensor that codecs are measured on."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.bool)
 
 
@@ -55,25 +58,28 @@ def measure(
     seconds: float = 0.8,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Rates:
-    """The rates of these tiers and codecs on this machine, measured for about `seconds` in all.
+    """The rates of these tiers and codecs on this machine, measured for about `seconds` altogether.
 
-    A tier needs room for one copy; one that has none, or fails, raises its OffloadError. A codec that accepts none of float32,
-    bfloat16 and bool is left out.
+    Raises the tier's OffloadError if a tier fails, or has no space for one copy. A codec that accepts none of float32, bfloat16
+    and bool is left out.
     """
     device, tiers, codecs = torch.device(device), tuple(tiers), tuple(codecs)
     share = seconds / max(1, len(tiers) + len(codecs))
     links = {tier.name: _link(tier, device, share, clock) for tier in tiers}
-    found = {codec.name: coding for codec in codecs if (coding := _coding(codec, device, share, clock)) is not None}
+    codings = {codec.name: _coding(codec, device, share, clock) for codec in codecs}
     return Rates(
         name="measured",
         links=links,
-        codecs=found,
+        codecs={name: coding for name, coding in codings.items() if coding is not None},
         sources={"links": f"measured on {device}", "codecs": f"measured on {device}"},
     )
 
 
 def fit(small: int, small_seconds: float, large: int, large_seconds: float) -> tuple[float, float]:
-    """(bytes per second, latency): the line through two copies that took so long, or one through 0 where noise leaves none."""
+    """(bytes per second, latency in seconds) of the line through two measured copies.
+
+    If noise gives a negative slope or latency, the line goes through 0 and the large copy.
+    """
     slope = (large_seconds - small_seconds) / (large - small) if large > small else 0.0
     latency = small_seconds - small * slope
     if slope <= 0 or latency < 0:
@@ -82,7 +88,7 @@ def fit(small: int, small_seconds: float, large: int, large_seconds: float) -> t
 
 
 def _seconds(action: Callable[[], None], device: torch.device, clock: Callable[[], float]) -> float:
-    """What an action takes until the device is done with it."""
+    """Seconds until the device has finished an action."""
     synchronize = torch.get_device_module(device).synchronize
     synchronize(device)
     began = clock()
@@ -94,16 +100,17 @@ def _seconds(action: Callable[[], None], device: torch.device, clock: Callable[[
 def _link(tier: _Tier, device: torch.device, share: float, clock: Callable[[], float]) -> Link:
     deadline = clock() + share
     small = max(1, min(SMALL_NBYTES, tier.capacity_nbytes))
-    first = sum(_round_trip(tier, small, device, clock))  # also warms up; says how large the large copy may be
+    first = sum(_round_trip(tier, small, device, clock))  # a warm-up, whose time limits the size of the large copy
     times = min(max(2, int(share / (8 * max(first, 1e-9)))), _TIMES_SMALL)
     large = max(small, min(small * times, tier.capacity_nbytes))
     taken: dict[int, list[tuple[float, float]]] = {small: [], large: []}
     for _ in range(MOST_ROUNDS):
-        for nbytes, found in taken.items():
-            found.append(_round_trip(tier, nbytes, device, clock))
+        for nbytes, pairs in taken.items():
+            pairs.append(_round_trip(tier, nbytes, device, clock))
         if clock() > deadline:
             break
-    out, back = ({nbytes: median(pair[way] for pair in found) for nbytes, found in taken.items()} for way in (0, 1))
+    out = {nbytes: median(out_seconds for out_seconds, _ in pairs) for nbytes, pairs in taken.items()}
+    back = {nbytes: median(in_seconds for _, in_seconds in pairs) for nbytes, pairs in taken.items()}
     out_rate, out_latency = fit(small, out[small], large, out[large])
     in_rate, in_latency = fit(small, back[small], large, back[large])
     return Link(
@@ -115,27 +122,28 @@ def _link(tier: _Tier, device: torch.device, share: float, clock: Callable[[], f
 
 
 def _round_trip(tier: _Tier, nbytes: int, device: torch.device, clock: Callable[[], float]) -> tuple[float, float]:
-    """Seconds out and back of one copy."""
+    """(seconds out, seconds back) of one copy of `nbytes` bytes."""
     source = torch.ones(nbytes, dtype=torch.uint8, device=device)
     out = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     parked: list[_Parked] = []
 
-    def away() -> None:
+    def park() -> None:
         parked.append(tier.store(source, "a copy that is timed"))
         parked[0].wait_stored()
 
-    def back() -> None:
+    def fetch() -> None:
         parked[0].fetch(out)
         parked[0].wait_fetched()
 
     try:
-        return _seconds(away, device, clock), _seconds(back, device, clock)
+        return _seconds(park, device, clock), _seconds(fetch, device, clock)
     finally:
-        for one in parked:
-            one.release()
+        for copy in parked:
+            copy.release()
 
 
 def _coding(codec: _Codec, device: torch.device, share: float, clock: Callable[[], float]) -> Coding | None:
+    """The rates of one codec, measured for `share` seconds; None if it accepts none of `_DTYPES`."""
     dtype = next((dtype for dtype in _DTYPES if codec.accepts(_CODED, dtype)), None)
     if dtype is None:
         return None
@@ -146,13 +154,14 @@ def _coding(codec: _Codec, device: torch.device, share: float, clock: Callable[[
     out = torch.empty_like(t)
     taken: list[tuple[float, float]] = []
     for i in range(MOST_ROUNDS + 1):
-        encode = _seconds(lambda: codec.encode(t, encoded), device, clock)
-        pair = encode, _seconds(lambda: codec.decode(encoded, out), device, clock)
+        encode_seconds = _seconds(lambda: codec.encode(t, encoded), device, clock)
+        decode_seconds = _seconds(lambda: codec.decode(encoded, out), device, clock)
         late = clock() > deadline
-        if i or late:  # the first warms up
-            taken.append(pair)
+        if i > 0 or late:  # the first round is a warm-up, unless there is no time for another
+            taken.append((encode_seconds, decode_seconds))
         if late:
             break
     nbytes = t.numel() * t.element_size()
-    encode, decode = (max(median(pair[way] for pair in taken), 1e-9) for way in (0, 1))
+    encode = max(median(encode_seconds for encode_seconds, _ in taken), 1e-9)
+    decode = max(median(decode_seconds for _, decode_seconds in taken), 1e-9)
     return Coding(encode_bytes_per_second=nbytes / encode, decode_bytes_per_second=nbytes / decode)

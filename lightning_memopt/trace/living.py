@@ -1,4 +1,4 @@
-"""The storages that are alive: those of every tensor that Python knows, each once."""
+"""All live storages: those of every tensor that Python's garbage collector knows, each once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_memopt.torch_private import no_torch_functions, without_modes
 
 
 def storages(t: torch.Tensor) -> list[torch.UntypedStorage]:
-    """What a tensor's bytes are in; none for one without memory of its own. Call where no torch function or mode sees it."""
+    """The storages with a tensor's bytes; none if it has no memory of its own. Call where torch functions and modes are off."""
     try:
         if t.layout is torch.strided:
             return [t.untyped_storage()]
@@ -23,44 +23,44 @@ def storages(t: torch.Tensor) -> list[torch.UntypedStorage]:
         elif t.layout in (torch.sparse_csc, torch.sparse_bsc):
             parts = [t.ccol_indices(), t.row_indices(), t.values()]
         else:
-            return []  # mkldnn: opaque, and nothing tells where its bytes are
+            return []  # mkldnn: torch does not tell where its bytes are
         return [part.untyped_storage() for part in parts]
     except (RuntimeError, NotImplementedError):
-        return []  # a wrapper around other tensors, which are met by themselves
+        return []  # a wrapper around other tensors, which the garbage collector lists too
 
 
 def _gradient(t: torch.Tensor) -> torch.Tensor | None:
     try:
         return t.grad if t.is_leaf or t.retains_grad else None
     except RuntimeError:
-        return None  # torch forbids a write that was made into this view, and says so whenever autograd is asked of it
+        return None  # the user wrote into a view where torch forbids it: torch then raises at each use of autograd
 
 
 def living(device: torch.device) -> list[torch.UntypedStorage]:
-    """Distinct storages on a device, of tensors of every kind and of their gradients, but for those that C++ alone holds."""
-    found: dict[int, torch.UntypedStorage] = {}
+    """Distinct storages on a device, of all tensors and their gradients; without tensors that only C++ holds."""
+    storage_of: dict[int, torch.UntypedStorage] = {}
     kinds: dict[type, bool] = {}
     with torch.no_grad(), no_torch_functions(), without_modes():
         for known in gc.get_objects():
-            kind = type(known)  # `isinstance` asks the object, and lazy ones then begin to live
+            kind = type(known)  # not `isinstance`, which asks the object: lazy objects would be initialised by that
             if kind not in kinds:
                 kinds[kind] = torch.Tensor in kind.__mro__
             if kinds[kind]:
                 for t in (known, _gradient(known)):
                     for storage in () if t is None else storages(t):
                         if storage.device.type == device.type:
-                            found[storage._cdata] = storage
-    return list(found.values())
+                            storage_of[storage._cdata] = storage
+    return list(storage_of.values())
 
 
 def count_all(say: Callable[[str], None]) -> None:
-    """Put the native counter in place where it can be, once a process: what is alive on the CPU is counted too.
+    """Install the native counter once a process, if possible, and let it count the storages that are alive on the CPU.
 
-    What nobody can reach any more (a run that an error ended, in a cycle with its traceback) goes before: it would count.
+    Unreachable objects (a run that an error ended, in a cycle with its traceback) are collected before, so they do not count.
     """
     gc.collect()
-    known = counter() is not None
+    installed_before = counter() is not None
     counts = install(say)
-    if counts is not None and not known:
+    if counts is not None and not installed_before:
         for storage in living(torch.device("cpu")):
             counts.counts(storage)

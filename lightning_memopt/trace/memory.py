@@ -1,9 +1,9 @@
-"""What the allocator says: the peak of a step, and what each op takes beyond its outputs.
+"""Measure with the allocator: the peak of a step, and the workspace of each op (its peak beyond its outputs).
 
-CPU: the native counter (counted.py). Where there is none, torch's own allocator events (`torch.profiler`,
-`profile_memory=True`), in order, with marks around the ops.
-CUDA: the caching allocator's statistics and events on the stream, around each op. The bytes are those that were requested:
-whole blocks, which torch counts as allocated, may be larger by up to 1 MiB each.
+CPU: the native counter (counted.py). Without it, the allocator events of torch's profiler (`profile_memory=True`), with marks
+around the ops.
+CUDA: the statistics of the caching allocator, and events on the stream around each op. Bytes are the requested ones; the
+blocks, which torch counts as allocated, may be larger by up to 1 MiB each.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lightning_memopt.native import Counter, Window, counter
 from lightning_memopt.torch_private import KINETO_PROFILE, profiler_is_on, record_function
 from lightning_memopt.trace.counted import Marks
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler otherwise writes two lines to stderr a step that is metered
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would write two lines to stderr a step
 _MARK = "memopt#"
 
 
@@ -37,9 +37,13 @@ def _profiler_mark(index: int) -> Any:
 
 @dataclass
 class AllocatorEvents:
-    """Filled when the metered block ends: `peak_nbytes` above its start, `workspaces` op index -> bytes beyond its net.
+    """The measurements of a metered block; complete when the block has ended.
 
-    `mark(index)` goes around every op. `profiled`: by torch's profiler.
+    available: whether anything was measured.
+    profiled: whether torch's profiler measured, not the native counter.
+    peak_nbytes: peak above the bytes at the start of the block.
+    workspaces: index of an op -> peak bytes of the op beyond the bytes that are left after it.
+    mark: `mark(index)` is a context that must be around every op.
     """
 
     available: bool = True
@@ -50,19 +54,21 @@ class AllocatorEvents:
 
 
 def requested_nbytes(device: torch.device) -> tuple[int, int]:
-    """Bytes that are allocated on a CUDA device, as they were requested: now, and the most since peaks were reset."""
+    """(requested bytes that are allocated now, their peak since peaks were reset) on a CUDA device."""
     stats = torch.cuda.memory_stats_as_nested_dict(device)
-    found = stats.get("requested_bytes") or stats["allocated_bytes"]  # other allocators do not know what was requested
-    return int(found["all"]["current"]), int(found["all"]["peak"])
+    nbytes = stats.get("requested_bytes") or stats["allocated_bytes"]  # other allocators do not count requested bytes
+    return int(nbytes["all"]["current"]), int(nbytes["all"]["peak"])
 
 
 class CudaOps:
-    """What each op takes on a CUDA device: time between events on its stream, read when all have run, and bytes."""
+    """Seconds and bytes of each op on a CUDA device; seconds are those between two events on the stream.
+
+    peak_nbytes: peak of the last op above the bytes before it.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.peak_nbytes = 0
-        """The most that the last op had allocated beyond what there was before."""
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._before = 0
 
@@ -70,7 +76,7 @@ class CudaOps:
         torch.cuda.reset_peak_memory_stats(self.device)
         self._before = requested_nbytes(self.device)[0]
         pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        self._events[index:] = [pair]  # an op that raised has no end
+        self._events[index:] = [pair]  # replaces the events of an op that raised
         pair[0].record(torch.cuda.current_stream(self.device))
 
     def end(self) -> None:
@@ -78,15 +84,17 @@ class CudaOps:
         self.peak_nbytes = requested_nbytes(self.device)[1] - self._before
 
     def seconds(self, count: int) -> list[float]:
-        """Of the first ops."""
+        """Seconds of the first `count` ops. Waits for the device."""
         torch.cuda.synchronize(self.device)
         return [1e-3 * began.elapsed_time(ended) for began, ended in self._events[:count]]
 
 
 @contextlib.contextmanager
 def metered_cpu() -> Iterator[AllocatorEvents]:
-    """Measure the CPU allocator in this block. By the profiler, nothing is measured where another one is running or about to
-    (`available`), and the end of memory that was allocated before the block is not seen.
+    """Measure the CPU allocator in this block.
+
+    torch's profiler, which is used without the native counter, measures nothing if another profiler runs or is about to
+    (`available` is False then), and does not see when memory from before the block is freed.
     """
     counts = counter()
     whole, ops = (counts.window(), counts.window(plain=True)) if counts is not None else (None, None)
@@ -100,58 +108,60 @@ def metered_cpu() -> Iterator[AllocatorEvents]:
 
 @contextlib.contextmanager
 def _counted(counts: Counter, whole: Window, ops: Window) -> Iterator[AllocatorEvents]:
-    began, marks = whole.reset(), Marks(ops)
-    found = AllocatorEvents(mark=marks, workspaces=marks.workspaces)
+    """Measure with the native counter. `whole`: its window for the block; `ops`: its window for single ops."""
+    live_nbytes = whole.reset()
+    marks = Marks(ops)
+    events = AllocatorEvents(mark=marks, workspaces=marks.workspaces)
     try:
-        yield found
+        yield events
     finally:
         marks.close()
-        found.peak_nbytes = whole.peak_nbytes - began
-        found.available = bool(counts.installed())
+        events.peak_nbytes = whole.peak_nbytes - live_nbytes
+        events.available = bool(counts.installed())
         whole.close()
 
 
 @contextlib.contextmanager
 def _profiled() -> Iterator[AllocatorEvents]:
-    """A span that torch began in this block (`record_function`: every `Optimizer.step`, every node of backward) and that ends
-    after it, while a later such block runs, writes to memory that is no longer there: none may begin before it has ended.
+    """Measure with torch's profiler.
+
+    All spans that torch begins in this block (`record_function`: every `Optimizer.step`, every node of backward) must end
+    before a later block of this kind begins. Otherwise their end writes to memory that was freed.
     """
-    found = AllocatorEvents(profiled=True)
-    if profiler_is_on() or _others():  # torch would start a second one without a word, and end the first
-        found.available = False
-        _say_unmeasured()
-        yield found
+    events = AllocatorEvents(profiled=True)
+    if profiler_is_on() or _user_profiler():  # torch would start a second one silently, and end the first
+        events.available = False
+        _warn_unmeasured()
+        yield events
         return
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False)
-    _ours.add(profiler)
+    _own_profilers.add(profiler)
     quiet = contextlib.ExitStack()
     try:
         profiler.__enter__()
     except RuntimeError:
-        found.available = False
-        yield found
+        events.available = False
+        yield events
         return
     try:
         quiet.enter_context(_warnings_off())
-        yield found
+        yield events
     finally:
         try:
             quiet.close()
             profiler.__exit__(None, None, None)
-            _read(profiler, found)
+            _read(profiler, events)
         finally:
-            # a profiler is a reference cycle; if the collector frees its trace while a later one runs, Kineto crashes
+            # a profiler is a reference cycle; Kineto crashes if the collector frees its trace while a later profiler runs
             if profiler.profiler is not None:
-                _ours.add(profiler.profiler)
+                _own_profilers.add(profiler.profiler)
                 profiler.profiler.kineto_results = None
                 profiler.profiler = None
 
 
 @contextlib.contextmanager
 def _warnings_off() -> Iterator[None]:
-    """torch's log says of memory from before the profiler that its end is not seen: so it is meant, and it would be said in
-    nearly every run.
-    """
+    """Turn off torch's C++ warnings: torch would warn in nearly every run that it did not see when earlier memory was freed."""
     try:
         home = Path(torch.__file__).parent / "lib"
         level = ctypes.c_int.in_dll(ctypes.CDLL(str(next(home.glob("libc10.*")))), "FLAGS_caffe2_log_level")
@@ -168,26 +178,29 @@ def _warnings_off() -> Iterator[None]:
 
 _LOG_ERRORS = 2
 _PROFILERS = {KINETO_PROFILE, torch.autograd.profiler.profile}
-_ours: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Profilers that were made here, until the collector meets them."""
+_own_profilers: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Profilers that this module created and that still exist."""
 
 
-def _others() -> bool:
-    """Whether there is a profiler of somebody else's: while it waits or warms up torch does not tell, and one that is stepped
-    in this block would begin inside of ours.
+def _user_profiler() -> bool:
+    """Whether a profiler of somebody else exists.
+
+    torch does not report a profiler that waits or warms up. If the user steps it inside this block, it would begin to record
+    inside of this module's profiler.
     """
     kinds: dict[type, bool] = {}
     for known in gc.get_objects():
         kind = type(known)
         if kind not in kinds:
             kinds[kind] = not _PROFILERS.isdisjoint(kind.__mro__)
-        if kinds[kind] and known not in _ours:
+        if kinds[kind] and known not in _own_profilers:
             return True
     return False
 
 
 @cache
-def _say_unmeasured() -> None:
+def _warn_unmeasured() -> None:
+    """Warn once a process."""
     warnings.warn(
         "MemOpt: steps beside another profiler are not measured, because two would disturb each other and there is no native "
         "memory meter. Plans are made from what was observed, and are in force.",
@@ -195,10 +208,11 @@ def _say_unmeasured() -> None:
     )
 
 
-def _read(profiler: profile, found: AllocatorEvents) -> None:
+def _read(profiler: profile, events: AllocatorEvents) -> None:
+    """Compute the peak, and the workspace of each op, from the allocations and marks of the profiler."""
     results = profiler.profiler.kineto_results if profiler.profiler is not None else None
     if results is None:
-        found.available = False
+        events.available = False
         return
     marks = []
     allocations = []
@@ -211,23 +225,23 @@ def _read(profiler: profile, found: AllocatorEvents) -> None:
         elif name.startswith(_MARK):
             marks.append((event.start_ns(), event.end_ns(), int(name[len(_MARK) :])))
     marks.sort()
-    now = top = 0
-    k = 0
-    open_net = open_peak = 0
+    live_nbytes = peak_nbytes = 0
+    k = 0  # index of the mark that allocations are compared with
+    open_net = open_peak = 0  # bytes since that mark began
 
     def close(index: int) -> None:
-        found.workspaces[index] = max(0, open_peak - max(open_net, 0))
+        events.workspaces[index] = max(0, open_peak - max(open_net, 0))
 
     for at, nbytes in allocations:
         while k < len(marks) and marks[k][1] < at:
             close(marks[k][2])
             open_net = open_peak = 0
             k += 1
-        now += nbytes
-        top = max(top, now)
+        live_nbytes += nbytes
+        peak_nbytes = max(peak_nbytes, live_nbytes)
         if k < len(marks) and marks[k][0] <= at:
             open_net += nbytes
             open_peak = max(open_peak, open_net)
     if k < len(marks):
         close(marks[k][2])
-    found.peak_nbytes = top
+    events.peak_nbytes = peak_nbytes

@@ -1,4 +1,4 @@
-"""What is in memory before a forward begins: what the step knows, and all else that is on the device."""
+"""Tell the tracer what is in memory before a forward begins: the tensors of the step, and all others on the device."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from lightning_memopt.trace.memory import requested_nbytes
 from lightning_memopt.trace.tracer import Tracer
 
 
-def watch_all(tracer: Tracer, recorder: Recorder, tensors: Iterable[tuple[torch.Tensor, Kind, str]]) -> None:
-    """Enter everything that is in memory before the forward begins: parameters, buffers, gradients, optimizer state, batch.
+def adopt_all(tracer: Tracer, recorder: Recorder, tensors: Iterable[tuple[torch.Tensor, Kind, str]]) -> None:
+    """Let the tracer adopt everything that is in memory before the forward begins.
 
-    With a ledger, and on CUDA, what else is there too: until it ends where Python knows it, else to the end of the step.
+    `tensors`: (tensor, kind, name) of parameters, buffers, gradients, optimizer state and the batch. With a ledger, and on
+    CUDA, other memory is adopted too: storages that Python knows until they are freed, the rest until the end of the step.
     """
     recorder.capturing = False
     for t, kind, name in tensors:
-        if not is_plain(t):  # sparse, nested, made in inference mode: the recorder leaves it alone
+        if not is_plain(t):  # sparse, nested, or made in inference mode: the recorder ignores such tensors
             continue
         version = recorder.of_storage.get(storage_id(t))
         if version is None:
@@ -38,8 +39,9 @@ def watch_all(tracer: Tracer, recorder: Recorder, tensors: Iterable[tuple[torch.
 
 
 def others_nbytes(tracer: Tracer, recorder: Recorder) -> int:
-    """Bytes on the CPU that are in memory before the forward begins and that the tracer leaves out, because it has no ledger:
-    another model, what the loop holds. 0 without the native counter.
+    """Bytes on the CPU that belong to no tensor of the step (another model, tensors of the loop), if the tracer has no ledger.
+
+    0 with a ledger, which adopts them, and without the native counter.
     """
     counts = counter() if tracer.device.type == "cpu" and tracer.ledger is None else None
     if counts is None:
@@ -50,7 +52,8 @@ def others_nbytes(tracer: Tracer, recorder: Recorder) -> int:
 
 
 def _bystanders(tracer: Tracer, recorder: Recorder, ledger: Ledger) -> None:
+    """Adopt the storages that the step does not know, and the live bytes that Python does not know."""
     for storage in living(tracer.device):
         if storage._cdata not in recorder.of_storage and ledger.counter.counts(storage):
-            tracer.stands_by(storage)
+            tracer.adopt_bystander(storage)
     tracer.adopt_unseen(max(0, ledger.settle()))

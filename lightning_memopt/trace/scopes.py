@@ -1,4 +1,4 @@
-"""Which module an op runs in: `path#call`."""
+"""The module in which an op runs, as `path#call`; `#call` is left out for the first call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_memopt.record import around_calls, eager_modules
 
 
 class Scopes:
-    """The stack of modules whose forward is running. `current()` names the innermost one of the watched model."""
+    """The stack of the model's modules whose forward is running."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {id(m): name for name, m in model.named_modules()}
@@ -21,6 +21,7 @@ class Scopes:
         self._calls: dict[str, int] = {}
 
     def current(self) -> str:
+        """The innermost module whose forward is running; "" if there is none."""
         return self._stack[-1] if self._stack else ""
 
     def _enter(self, module: nn.Module) -> None:
@@ -34,7 +35,8 @@ class Scopes:
             self._stack.pop()
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
+    def tracking(self) -> Iterator[None]:
+        """Keep the stack up to date inside this block."""
         model = self._model()
         try:
             with around_calls(eager_modules(model) if model is not None else (), self._enter, self._leave):

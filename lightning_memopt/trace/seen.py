@@ -1,4 +1,4 @@
-"""What a tracer has seen so far of a tensor, and of what autograd saved: a graph's are made of them when the step is over."""
+"""Tensors and saves of a step that is being observed; the tracer builds those of the graph from them at the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_memopt.torch_private import storage_use_count
 
 @dataclass(slots=True)
 class SeenTensor:
-    """One version of a storage. `freed_at`: None while it is there."""
+    """One version of a storage, as `graph.Tensor`, but `freed_at` is None while it is in memory."""
 
     name: str
     nbytes: int
@@ -27,7 +27,14 @@ class SeenTensor:
 
 @dataclass(slots=True)
 class SeenSave:
-    """`line`: of the user's code. `released_at`: None until autograd lets it go."""
+    """One save of autograd.
+
+    tensor: id of the saved tensor.
+    op: number of ops before the save.
+    line: line of user code that made the save.
+    unpacked_at: points at which autograd asked for it.
+    released_at: point at which autograd released it; None before.
+    """
 
     tensor: int
     op: int
@@ -35,26 +42,34 @@ class SeenSave:
     unpacked_at: list[int] = field(default_factory=list)
     released_at: int | None = None
 
+    def first_needed_at(self, end: int) -> int:
+        """The point at which autograd first asks for the save, else releases it; `end` if it does neither."""
+        if self.unpacked_at:
+            return self.unpacked_at[0]
+        return end if self.released_at is None else self.released_at
+
 
 def never_asked(saves: Iterable[SeenSave], end: int, written: Collection[int]) -> dict[int, int]:
-    """Tensor -> the last point at which autograd holds it, for what it saves and never asks for (a head without a loss).
+    """Tensor -> last point at which autograd holds it, for tensors that are saved and never asked for (a head without a loss).
 
-    No plan says anything about those, so they stay. `written`: tensors that were written over.
+    No plan covers these tensors, so they are kept. `end`: last point of the step. `written`: tensors that were overwritten.
     """
     saves = list(saves)
     asked = {save.tensor for save in saves if save.unpacked_at}
-    kept: dict[int, int] = {}
+    held_until: dict[int, int] = {}
     for save in saves:
         if save.tensor not in asked and save.tensor not in written:
-            kept[save.tensor] = max(kept.get(save.tensor, -1), end if save.released_at is None else save.released_at)
-    return kept
+            released_at = end if save.released_at is None else save.released_at
+            held_until[save.tensor] = max(held_until.get(save.tensor, -1), released_at)
+    return held_until
 
 
 def _own_count() -> int:
+    """The use count of a storage that only its Python object refers to, without the tensor."""
     t = torch.empty(1)
     cdata = t.untyped_storage()._cdata
     return storage_use_count(cdata) - 1
 
 
 OWN_COUNT = _own_count()
-"""What a storage whose Python object was once made counts by itself; it differs between versions of torch."""
+"""The part of a storage's use count that its own Python object adds; it differs between versions of torch."""

@@ -1,8 +1,8 @@
 """Observe one real step, op by op, into a `Graph`.
 
-The tracer is told by the recorder when ops begin and end, and by the engine what autograd packs, asks for and lets go. Deaths
-are observed, never inferred: a weak reference on every new storage says when its bytes went; what only the engine still
-holds is found by polling the storage's use count at every op (that is how long the *user* held it).
+The recorder tells the tracer when ops begin and end; the engine tells it what autograd packs, asks for and releases. When a
+storage is freed is observed, never inferred: by a weak reference on every new storage. Storages that only the engine still
+holds are found by polling their use count at every op; this shows how long *user code* held them.
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ from lightning_memopt.trace.lines import user_line
 from lightning_memopt.trace.lingering import Lingering
 from lightning_memopt.trace.memory import CudaOps
 from lightning_memopt.trace.seen import OWN_COUNT, SeenSave, SeenTensor, never_asked
+from lightning_memopt.units import round_up
 
-_CUDA_ROUND = 512
+_CUDA_ROUND_NBYTES = 512
 _UNSEEN = -1
-"""Storage versions count from 0."""
+"""Id of the memory that Python does not know; versions count from 0."""
 _OUTSIDE, _UNRECORDED, _LINGERS = "held outside of the step", "made by what is not recorded", "held by what is not recorded"
 _NO_BACKWARD = -1
+_CPU_GENERATOR_NBYTES, _CUDA_GENERATOR_NBYTES = 5056, 16
+"""Bytes of the state of a random generator, which a rebuild of a random op needs."""
 
 
 def backward_runs() -> bool:
@@ -40,13 +43,13 @@ def backward_runs() -> bool:
 
 
 class Tracer:
-    """Builds the graph of one round: a recorded forward, its backward, and the update where there is one.
+    """Builds the graph of one round: a recorded forward, its backward, and the update if there is one.
 
-    `phase` and `forward_over` are set by who delimits the step; backward begins with the first op that autograd runs, or when
-    it first asks. `live_nbytes` is the ledger: bytes of all storages known to be in memory.
-
-    `backward_ran`: autograd ran an op after the forward, maybe for another model (a GAN's discriminator). `asked`: it asked
-    for what this forward saved. `written`: an op after that wrote to a parameter, outside of any optimizer's step.
+    phase, forward_over: set by the session; backward begins with the first op of autograd, or its first unpack.
+    live_nbytes: bytes of all storages that are known to be in memory.
+    backward_ran: autograd ran an op after the forward, maybe for another model (a GAN's discriminator).
+    asked: autograd asked for a save of this forward.
+    written: a later op wrote to a parameter, outside of any optimizer's step.
     """
 
     def __init__(self, device: torch.device, scope: Callable[[], str] = lambda: "") -> None:
@@ -64,10 +67,10 @@ class Tracer:
         self.marks: Callable[[int], Any] | None = None
         self._open: Any = None
         self._began = 0.0
-        self._watched: dict[int, weakref.ref[Any]] = {}
+        self._alive: dict[int, weakref.ref[Any]] = {}
         self._storages: dict[int, list[int]] = {}
         self._adopted: dict[int, int] = {}
-        self._ours: dict[int, StorageVersion] = {}
+        self._held_by_user: dict[int, StorageVersion] = {}
         self._versions: dict[int, list[StorageVersion]] = {}
         self._cuda = CudaOps(device) if device.type == "cuda" else None
         self._lingering = Lingering()
@@ -105,7 +108,7 @@ class Tracer:
         func, reads, made, mutates = record.func, record.reads, record.made, record.mutates
         now = len(self.points) - 1
         scope = self.scope() if self.phase == "forward" else ""
-        if record.recomputable and self.phase == "forward":  # rebuilds read nothing else
+        if record.recomputable and self.phase == "forward":  # only these ops are rebuilt
             self.lines[len(self.ops)] = user_line()
         name = func._name
         read = tuple(dict.fromkeys(map(self._reads, reads)))
@@ -123,14 +126,13 @@ class Tracer:
             self._birth(new, f"{scope}:{name}", now, version_of=old)
             if before is not None:
                 self.tensors[new.id].dtype, self.tensors[new.id].size = before.dtype, before.size
-        flops = 0
         formula = flop_registry.get(func._overloadpacket)
-        if formula is not None:
-            flops = int(formula(*args, **kwargs, out_val=out))
+        flops = int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
         workspace = 0
         if self._cuda is not None:
             new_nbytes = sum(version.nbytes for version, _ in made if version.device.type == self.device.type)
             workspace = max(0, self._cuda.peak_nbytes - new_nbytes)
+        generator_nbytes = _CPU_GENERATOR_NBYTES if self.device.type == "cpu" else _CUDA_GENERATOR_NBYTES
         outputs = [version.id for version, _ in made] + [new.id for _, new, _ in mutates]
         self.ops.append(
             dict(
@@ -145,7 +147,7 @@ class Tracer:
                 scope=scope,
                 heavy=record.rule.heavy and flops > 0,
                 recomputable=record.recomputable and self.phase == "forward",
-                state_nbytes=(5056 if self.device.type == "cpu" else 16) if record.rule.handling == "random" else 0,
+                state_nbytes=generator_nbytes if record.rule.handling == "random" else 0,
                 at=now,
             )
         )
@@ -153,9 +155,7 @@ class Tracer:
             self.ledger.ran(now)
 
     def _reads(self, version: StorageVersion) -> int:
-        """The tensor that an op finds in a version. Backward reads running statistics, of whose update the graph says nothing:
-        they are the buffer that was there before the step, and count once.
-        """
+        """The id of the tensor that an op reads in a version; running statistics that backward reads are the adopted buffer."""
         if version.id not in self.tensors:
             if version.weak in self._adopted and self.phase != "forward":
                 return self._storages[self._adopted[version.weak]][-1]
@@ -168,37 +168,37 @@ class Tracer:
         return any(id is not None and self.tensors[id].kind == "parameter" for id in versions)
 
     def adopt(self, version: StorageVersion, kind: Kind, name: str = "") -> None:
-        """A storage that was there before anything was recorded."""
-        self._joins(self._bystanders.pop(version.weak, _UNSEEN))
+        """Add a storage that was in memory before the recording began."""
+        self._end_bystander(self._bystanders.pop(version.weak, _UNSEEN))
         self._adopted.setdefault(version.weak, version.id)
         self._birth(version, name or kind, BEFORE, kind=kind)
 
     def adopt_unseen(self, nbytes: int) -> None:
-        """Bytes on the device that belong to nothing of this step: a library's workspace, another model."""
+        """Add bytes on the device that belong to no tensor of this step: a library's workspace, another model."""
         nbytes = self._rounded(nbytes)
         self.tensors[_UNSEEN] = SeenTensor(_OUTSIDE, nbytes, "temporary", _UNSEEN, BEFORE)
         self.live_nbytes += nbytes
 
-    def stands_by(self, storage: torch.UntypedStorage) -> None:
-        """A storage that is held by what the step does not know (the step before, another model), until it ends."""
+    def adopt_bystander(self, storage: torch.UntypedStorage) -> None:
+        """Add a storage that the step does not use (it is of the step before, or of another model), until it is freed."""
         id = next(self._numbers)
         self._bystanders[storage._cdata] = id
         self.tensors[id] = SeenTensor(_OUTSIDE, storage.nbytes(), "temporary", id, BEFORE)
         self._storages[id] = [id]
         self._counts(id, storage)
 
-    def _joins(self, id: int) -> None:
-        """What stood by is part of the step. One that has ended is another one, though its address was the same."""
-        if id in self._watched:
+    def _end_bystander(self, id: int) -> None:
+        """Forget a bystander that the step uses after all. (If it was freed, another storage has its address now.)"""
+        if id in self._alive:
             self._death(id)
             del self.tensors[id], self._storages[id]
 
     def _counts(self, key: int, storage: torch.UntypedStorage) -> None:
-        """From now on a storage is in the ledger, until it ends."""
+        """Count a storage as live until it is freed."""
         self.live_nbytes += self.tensors[key].nbytes
         if self.ledger is not None:
             self.ledger.born(key, storage)
-        self._watched[key] = weakref.ref(storage, partial(self._death, key))
+        self._alive[key] = weakref.ref(storage, partial(self._death, key))
 
     def _birth(
         self, version: StorageVersion, name: str, at: int, kind: Kind | None = None, version_of: StorageVersion | None = None
@@ -214,7 +214,7 @@ class Tracer:
         versions = self._storages.setdefault(storage, [])
         versions.append(version.id)
         if self.phase == "forward":
-            self._ours[version.id] = version
+            self._held_by_user[version.id] = version
             self._versions.setdefault(storage, []).append(version)
         if version_of is None:
             self.largest_nbytes = max(self.largest_nbytes, nbytes if at >= 0 else 0)
@@ -225,49 +225,49 @@ class Tracer:
                 self.live_nbytes += nbytes
 
     def _rounded(self, nbytes: int) -> int:
-        """What the device's allocator makes of a request."""
-        return nbytes if self.device.type != "cuda" else -(-nbytes // _CUDA_ROUND) * _CUDA_ROUND
+        """Bytes that the device's allocator gives for a request."""
+        return round_up(nbytes, _CUDA_ROUND_NBYTES) if self.device.type == "cuda" else nbytes
 
     @uncompiled
     def _death(self, storage: int, _: Any = None) -> None:
         now = len(self.points) - 1
-        self._watched.pop(storage, None)
+        self._alive.pop(storage, None)
         if self.ledger is not None:
             self.ledger.died(storage)
         for id in self._storages[storage]:
             t = self.tensors[id]
-            self._ours.pop(id, None)
+            self._held_by_user.pop(id, None)
             if t.freed_at is None:
                 t.freed_at = now
         self.live_nbytes -= t.nbytes
 
     def poll(self) -> None:
-        """Find what nobody but the engine holds any more: the user let go of it since the last op."""
+        """Find tensors that only the engine still holds: user code released them since the last op."""
         now = len(self.points) - 1
-        gone = []
-        for id in list(self._ours):
-            version = self._ours.get(id)
+        released = []
+        for id in list(self._held_by_user):
+            version = self._held_by_user.get(id)
             if version is None:
-                continue  # the garbage collector ran meanwhile, and its bytes went
+                continue  # the garbage collector ran in this loop and freed it
             t = self.tensors[id]
             if t.freed_at is not None:
-                gone.append(id)
+                released.append(id)
             elif version.holding.value is not None and not version.external and not self._is_held(version):
                 t.freed_at = now
-                gone.append(id)
-        for id in gone:
-            self._ours.pop(id, None)
+                released.append(id)
+        for id in released:
+            self._held_by_user.pop(id, None)
         self._lingering.poll(now, self._is_held)
 
     def _is_held(self, version: StorageVersion) -> bool:
-        """Whether somebody besides the engine holds a version's memory."""
+        """Whether anything but the engine holds a version's memory."""
         if version.holding.value is None:
             return version.alive() is not None
         held = self._held(version.holding.value, self.tensors[version.id].storage)
         return bool(storage_use_count(version.weak) > held + OWN_COUNT)
 
     def _held(self, value: torch.Tensor, storage: int) -> int:
-        """How many tensors on the memory of `value` the engine holds: those of overwritten versions count."""
+        """Number of tensors on the memory of `value` that the engine holds, overwritten versions included."""
         values = [version.holding.value for version in self._versions[storage] if version.holding.value is not None]
         return 1 if len(values) == 1 else [storage_id(v) for v in values].count(storage_id(value))
 
@@ -284,22 +284,23 @@ class Tracer:
         return self.saves[save].line if save in self.saves else ""
 
     def reader_of(self, version: StorageVersion) -> tuple[str, str]:
-        op = next((i for i, op in enumerate(self.ops) if version.id in op["inputs"]), None)
-        return ("", "") if op is None else (self.ops[op]["name"], self.lines.get(op, ""))
+        """(name, user's line) of the first op that reads a version."""
+        index = next((i for i, op in enumerate(self.ops) if version.id in op["inputs"]), None)
+        return ("", "") if index is None else (self.ops[index]["name"], self.lines.get(index, ""))
 
     def kept(self, where: int, t: torch.Tensor) -> tuple[str, str]:
         return (self.tensors[where].name, "") if where in self.tensors else ("", "")
 
     def unpacked(self, save: int) -> None:
-        found = self.saves.get(save)
+        seen = self.saves.get(save)
         self.autograd_asked()
-        if found is not None:
+        if seen is not None:
             self.poll()
-            found.unpacked_at.append(len(self.points))
-            self.points.append(Point("unpack", save, len(found.unpacked_at) - 1))
+            seen.unpacked_at.append(len(self.points))
+            self.points.append(Point("unpack", save, len(seen.unpacked_at) - 1))
 
     def autograd_asked(self) -> None:
-        """Autograd reads something that the forward saved, kept or not: this is the backward of this forward."""
+        """Autograd reads a save of this forward, kept or not: its backward has begun."""
         self.asked = self.asked or self.forward_over
         self._backward_begins()
 
@@ -308,37 +309,37 @@ class Tracer:
             self.phase = "backward"
 
     def released(self, save: int) -> None:
-        found = self.saves.get(save)
-        if found is not None and found.released_at is None:
-            if backward_runs():  # else nobody needs the outputs of the forward any more: it has no backward
+        seen = self.saves.get(save)
+        if seen is not None and seen.released_at is None:
+            if backward_runs():  # otherwise the outputs of the forward were dropped: it has no backward
                 self.autograd_asked()
-            found.released_at = len(self.points)
-            t = self.tensors.get(found.tensor)
-            self._lingering.released(found.tensor, len(self.points), by_user=t is None or t.freed_at is None)
+            seen.released_at = len(self.points)
+            t = self.tensors.get(seen.tensor)
+            self._lingering.released(seen.tensor, len(self.points), by_user=t is None or t.freed_at is None)
             self.points.append(Point("release", save))
 
     def close(self) -> None:
-        """Stop watching. The weak references' callbacks refer to the tracer: a cycle, until they are dropped."""
-        self._watched.clear()
-        self._ours.clear()
+        """Stop observing. Drops the weak references, whose callbacks form a reference cycle with the tracer."""
+        self._alive.clear()
+        self._held_by_user.clear()
         self._versions.clear()
         self._lingering.close()
 
     # -- the result --------------------------------------------------------------------------------
 
     def graph(self, recorder: Recorder) -> Graph:
-        """What was observed so far. Ids are made dense; versions that no op met are left out."""
+        """The graph of what was observed so far, with consecutive ids; versions that no op used are left out."""
         self.poll()
         end = len(self.points) - 1
         known = self.tensors | self._unrecorded()
-        ids = {version: i for i, version in enumerate(sorted(known))}
-        saves = {save: i for i, save in enumerate(sorted(self.saves))}
+        ids = {id: i for i, id in enumerate(sorted(known))}
+        saves = {id: i for i, id in enumerate(sorted(self.saves))}
         written = {old: (new, op["at"]) for op in self.ops for old, new in op["mutates"]}
         seconds = [op["seconds"] for op in self.ops] if self._cuda is None else self._cuda.seconds(len(self.ops))
         kept = never_asked(self.saves.values(), end, written.keys())
         ops = []
         for i, op in enumerate(self.ops):
-            # R5: what was there before the step, and is gone when a replay would read it
+            # an input from before the step is overwritten: a rebuild in backward would read other bytes
             lost = any(t in written and self.tensors[t].born_at == BEFORE for t in op["inputs"])
             fields = op | dict(
                 inputs=tuple(ids[t] for t in op["inputs"]),
@@ -362,13 +363,11 @@ class Tracer:
             )
             for id, t in sorted(known.items())
         )
-        points = tuple(p if p.kind == "op" else p._replace(id=saves[p.id]) for p in self.points)
 
         def read(save: SeenSave) -> int:
-            """What autograd finds where it saved: the bytes that are there when it first asks, or lets go."""
-            tensor = save.tensor
-            until = save.unpacked_at[0] if save.unpacked_at else end if save.released_at is None else save.released_at
-            while tensor in written and written[tensor][1] < until:
+            """The version of the saved tensor that autograd reads: that of the time when it first needs the save."""
+            tensor, needed_at = save.tensor, save.first_needed_at(end)
+            while tensor in written and written[tensor][1] < needed_at:
                 tensor = written[tensor][0]
             return ids[tensor]
 
@@ -385,7 +384,7 @@ class Tracer:
                 )
                 for i, s in sorted(self.saves.items())
             ),
-            points=points,
+            points=tuple(p if p.kind == "op" else p._replace(id=saves[p.id]) for p in self.points),
             device=self.device.type,
             step_seconds=sum(op.seconds for op in ops),
             lines=dict(self.lines),
@@ -393,8 +392,9 @@ class Tracer:
         )
 
     def _unrecorded(self) -> dict[int, SeenTensor]:
-        """What was made, or held, during the step by what the recorder does not see."""
-        made, first = self.ledger.unseen() if self.ledger is not None else (), max(self.tensors, default=0) + 1
+        """Tensors for the bytes that code which the recorder does not see allocated or held during the step."""
+        first = max(self.tensors, default=0) + 1
+        made = self.ledger.unseen() if self.ledger is not None else ()
         seen = [*((_UNRECORDED, u) for u in made), *((_LINGERS, u) for u in self._lingering.seen())]
         return {i: SeenTensor(name, u.nbytes, "temporary", i, u.born_at, u.freed_at) for i, (name, u) in enumerate(seen, first)}
 

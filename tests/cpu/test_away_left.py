@@ -51,7 +51,7 @@ def test_backward_after_the_block(times: int) -> None:
     assert_same(expected, after(model, optimizer, loss, times))
     del loss
     assert file.closed and len(workers()) == threads
-    assert "away" in run.report()
+    assert "parked" in run.report()
 
 
 def test_a_forward_that_is_forgotten_after_the_block() -> None:

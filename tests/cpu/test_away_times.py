@@ -13,7 +13,7 @@ import torch
 
 from lightning_memopt.plan import Plan
 from lightning_memopt.plan.model import Prediction
-from lightning_memopt.report.table import _away
+from lightning_memopt.report.table import parked_text
 from lightning_memopt.runtime import Program
 from lightning_memopt.runtime.parked import Depot, ParkedTensor
 from lightning_memopt.runtime.tiers import DiskTier, HostTier, Stopwatch
@@ -219,7 +219,7 @@ def test_what_was_measured_stands_beside_what_was_predicted(masked: Stepped) -> 
     )  # fmt: skip
     plan = Plan(fingerprint="", lives=lives, solver="", budget_bytes=1, predicted=predicted, unmodified_peak_bytes=1)
     for transfers in (None, Transfers.of(Depot())):
-        text = _away(plan, transfers)
+        text = parked_text(plan, transfers)
         assert "stall not measured a step (predicted 10.0)" in text and "overlap not measured" in text
         assert "moved not measured a step, both ways (predicted 4.00 KiB)" in text
         assert "codecs not measured a step (predicted 1.0)" in text
@@ -227,10 +227,10 @@ def test_what_was_measured_stands_beside_what_was_predicted(masked: Stepped) -> 
     depot.forwards, depot.timed, depot.moved_nbytes = 10, 4, 10 * 5120
     for watch, seconds in ((depot.waited, 0.048), (depot.coded, 0.006), (depot.tiers["disk"].copied, 0.8)):
         watch._seconds = seconds
-    text = _away(plan, Transfers.of(depot))
+    text = parked_text(plan, Transfers.of(depot))
     assert "moved 5.00 KiB a step, both ways (predicted 4.00 KiB)" in text
     assert "stall 12.0 ms a step (predicted 10.0)" in text
     assert "overlap 94 % of the copies' time behind compute (predicted 95 %)" in text
     assert "codecs 1.5 ms a step (predicted 1.0)" in text
     depot.waited._seconds = 3.0  # threads that wait for each other: longer than the copies
-    assert "overlap 0 %" in _away(plan, Transfers.of(depot))
+    assert "overlap 0 %" in parked_text(plan, Transfers.of(depot))

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memopt import find_max_batch_size, optimize
-from lightning_memopt.batching import Found
+from lightning_memopt.batching import BatchSizeResult
 from lightning_memopt.batching.choose import Chooser, unmodified_peak
-from lightning_memopt.batching.plans import AwayPlans, Plans
+from lightning_memopt.batching.plans import ParkingPlans, Plans
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph
@@ -42,7 +42,7 @@ def words(size: int, seed: int = 1) -> tuple[Tensor, Tensor]:
     return torch.randint(0, WORDS, (size, LENGTH), generator=g), torch.randint(0, CLASSES, (size, LENGTH), generator=g)
 
 
-def found(**options: Any) -> Found:
+def found(**options: Any) -> BatchSizeResult:
     model, optimizer = made()
     return find_max_batch_size(
         lambda batch: step(model, optimizer, batch), words, model, optimizer, budget=BUDGET, **OPTIONS, **options
@@ -80,7 +80,7 @@ def test_a_size_that_needs_the_disk_is_found_confirmed_and_trained_at() -> None:
         trained(int(1.02 * away.size) + 2, offload="disk")
 
 
-class Sizes(AwayPlans):
+class Sizes(ParkingPlans):
     """Counts the sizes that were solved for."""
 
     def solved(self) -> list[int]:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_memopt import MemOptBatchScaler, find_max_batch_size
-from lightning_memopt.batching import Found, energy
-from lightning_memopt.batching.energy import Joules, Spent, StepEnergy, fitted, given
+from lightning_memopt.batching import BatchSizeResult, energy
+from lightning_memopt.batching.energy import EnergyModel, MeasuredEnergy, StepEnergy, fitted, given
 from lightning_memopt.errors import ConfigError, EnergyUnavailableError
 from tests.cpu.fake_nvml import Board, Clock, FakeNvml, install
 from tests.cpu.loops import batches, loss_of, small, step
@@ -41,7 +41,7 @@ class Card:
         self.board.counted += round(1e3 * self.joules(size))
         step(self.model, self.optimizer, batch)
 
-    def find(self, source: Any = None, **options: Any) -> Found:
+    def find(self, source: Any = None, **options: Any) -> BatchSizeResult:
         options = {**QUIET, "planned": False, **options}
         make = source or (lambda size: batches(1, size)[0])
         return find_max_batch_size(self.step, make, self.model, self.optimizer, **options)
@@ -173,15 +173,15 @@ def test_batches_that_a_step_takes_apart_are_whole_in_the_next(nvml: FakeNvml) -
 
 
 def test_lines_never_fall_and_never_begin_below_nothing() -> None:
-    one, two = Spent(8, 10, 2.0, 100.0), Spent(32, 10, 4.0, 160.0)
+    one, two = MeasuredEnergy(8, 10, 2.0, 100.0), MeasuredEnergy(32, 10, 4.0, 160.0)
     found = fitted(one, two, False)
-    assert found.of(8, 0.2, 0.0) == pytest.approx(10.0) and found.of(32, 0.4, 0.0) == pytest.approx(16.0)
-    assert found.of(32, 0.4, 0.1) == pytest.approx(16.0 + 0.1 * 40.0), "at the watts of the larger one"
-    assert fitted(one, Spent(32, 10, 4.0, 90.0), False).of(64, 1.0, 0.0) == pytest.approx(9.0)
-    assert fitted(one, Spent(32, 10, 4.0, 900.0), False).of(1, 0.1, 0.0) == pytest.approx(90.0 / 32)
+    assert found.joules(8, 0.2, 0.0) == pytest.approx(10.0) and found.joules(32, 0.4, 0.0) == pytest.approx(16.0)
+    assert found.joules(32, 0.4, 0.1) == pytest.approx(16.0 + 0.1 * 40.0), "at the watts of the larger one"
+    assert fitted(one, MeasuredEnergy(32, 10, 4.0, 90.0), False).joules(64, 1.0, 0.0) == pytest.approx(9.0)
+    assert fitted(one, MeasuredEnergy(32, 10, 4.0, 900.0), False).joules(1, 0.1, 0.0) == pytest.approx(90.0 / 32)
     alone = fitted(None, two, True)
-    assert alone.of(5, 0.5, 0.25) == pytest.approx(0.75 * 40.0) and "sampled" in alone.source
-    assert given(30.0).of(5, 0.5, -0.1) == pytest.approx(12.0) and Joules(10.0, "").of(1, 0.1, -1.0) == 0.0
+    assert alone.joules(5, 0.5, 0.25) == pytest.approx(0.75 * 40.0) and "sampled" in alone.source
+    assert given(30.0).joules(5, 0.5, -0.1) == pytest.approx(12.0) and EnergyModel(10.0, "").joules(1, 0.1, -1.0) == 0.0
 
 
 def test_steps_that_never_fill_a_second_give_no_number(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from lightning_memopt.errors import EnergyUnavailableError
 from lightning_memopt.telemetry import EnergyMeter, nvml_source, rapl_sources, uuid_of
-from lightning_memopt.telemetry.sources import Counter, PowerSampler
+from lightning_memopt.telemetry.sources import EnergyCounter, PowerSampler
 from tests.cpu.fake_nvml import Board, Clock, FakeNvml, install
 
 
@@ -168,7 +168,7 @@ def test_p31_neither_energy_nor_power(monkeypatch: Any, clock: Clock, error: str
 @pytest.mark.parametrize("error", ["LibraryNotFound", "DriverNotLoaded", "NoPermission"])
 def test_p31_nvml_does_not_begin(monkeypatch: Any, clock: Clock, error: str) -> None:
     device = install(monkeypatch, FakeNvml([Board("a", clock)], begins=error))(0)
-    unavailable(lambda: [nvml_source(device, clock)], "does not begin")
+    unavailable(lambda: [nvml_source(device, clock)], "cannot be started")
 
 
 def test_p31_no_module(monkeypatch: Any, clock: Clock) -> None:
@@ -210,7 +210,7 @@ def test_p31_lost_on_the_way(monkeypatch: Any, clock: Clock) -> None:
 
 def test_one_of_several_that_fails(clock: Clock) -> None:
     """The sum over some of the sources is no number either."""
-    counts = [Counter(str(i), lambda: int(1e6 * clock.now), 1e-6, (1 << 60,), 500.0, clock) for i in range(2)]
+    counts = [EnergyCounter(str(i), lambda: int(1e6 * clock.now), 1e-6, (1 << 60,), 500.0, clock) for i in range(2)]
     meter = EnergyMeter("both", lambda: counts)
     clock.after(3)
     assert meter.take() == pytest.approx(6.0) and meter.keys == ("0", "1")

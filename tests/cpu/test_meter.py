@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from lightning_memopt.errors import PlanFileError
-from lightning_memopt.telemetry import EnergyMeter, Meter, Rates, read_rates
-from lightning_memopt.telemetry.sources import Counter
+from lightning_memopt.telemetry import EnergyMeter, Meter, Throughput, read_throughput
+from lightning_memopt.telemetry.sources import EnergyCounter
 from tests.cpu.fake_nvml import Clock
 
 
@@ -23,7 +23,8 @@ def clock() -> Clock:
 
 
 def counting(clock: Clock, watts: float = 100.0) -> EnergyMeter:
-    return EnergyMeter("fake", lambda: [Counter("a", lambda: int(1e3 * watts * clock.now), 1e-3, (1 << 64,), 500.0, clock)])
+    counter = lambda: EnergyCounter("a", lambda: int(1e3 * watts * clock.now), 1e-3, (1 << 64,), 500.0, clock)  # noqa: E731
+    return EnergyMeter("fake", lambda: [counter()])
 
 
 def loop(meter: Meter, clock: Clock, batches: int, seconds: float, samples: int = 4) -> None:
@@ -42,7 +43,7 @@ def test_o5_windows(monkeypatch: Any, clock: Clock) -> None:
         read.append(clock.now)
         return int(1e5 * clock.now)
 
-    energy = EnergyMeter("fake", lambda: [Counter("a", count, 1e-3, (1 << 64,), 500.0, clock)])
+    energy = EnergyMeter("fake", lambda: [EnergyCounter("a", count, 1e-3, (1 << 64,), 500.0, clock)])
     meter = Meter("cuda:0", every=4, warmup=0, clock=clock, energies={"device": energy})
     assert synchronised == [100.0]
     loop(meter, clock, 12, 0.125)
@@ -141,7 +142,8 @@ def test_an_error_asks_nobody(monkeypatch: Any, clock: Clock) -> None:
 
 def test_counters_are_read_between_edges(clock: Clock) -> None:
     """A counter that wraps every 100 s is followed through a stretch of 300."""
-    joules = EnergyMeter("fake", lambda: [Counter("a", lambda: int(clock.now * 1e4) % 10**6, 1e-2, (10**6,), 500.0, clock)])
+    counter = EnergyCounter("a", lambda: int(clock.now * 1e4) % 10**6, 1e-2, (10**6,), 500.0, clock)
+    joules = EnergyMeter("fake", lambda: [counter])
     meter = Meter(warmup=0, every=0, clock=clock, energies={"cpu": joules})
     loop(meter, clock, 320, 0.95)
     meter.stop()
@@ -163,9 +165,9 @@ def test_no_energy_where_nothing_is_measured(clock: Clock) -> None:
 
 
 def test_a_reset_leaves_the_sum_unknown(clock: Clock) -> None:
-    """Rates go on with other stretches; a sum over all of them is none any more."""
+    """Throughput goes on with other stretches; a sum over all of them is none any more."""
     count = [0]
-    energy = EnergyMeter("fake", lambda: [Counter("a", lambda: count[0], 1.0, (1 << 64,), 500.0, clock)])
+    energy = EnergyMeter("fake", lambda: [EnergyCounter("a", lambda: count[0], 1.0, (1 << 64,), 500.0, clock)])
     meter = Meter(warmup=0, every=1, clock=clock, energies={"device": energy})
     for value in (100, 200, 0, 100):
         count[0] = value
@@ -177,13 +179,13 @@ def test_a_reset_leaves_the_sum_unknown(clock: Clock) -> None:
 
 # -- rates in a file -----------------------------------------------------------------------------------
 
-RATES = Rates(device="cpu", steps=5, samples_per_step=8.0, samples_per_sec=100.5, joules_per_sample=0.25, approximate=True)
+RATES = Throughput(device="cpu", steps=5, samples_per_step=8.0, samples_per_sec=100.5, joules_per_sample=0.25, approximate=True)
 
 
 def test_rates_in_a_file(tmp_path: Path) -> None:
     for rates in (RATES, replace(RATES, joules_per_sample=None, peak_bytes=1 << 33, approximate=False)):
         rates.write(tmp_path / "rates.json")
-        assert read_rates(tmp_path / "rates.json") == rates
+        assert read_throughput(tmp_path / "rates.json") == rates
     assert "about 0.25 J/sample (the whole device, whoever uses it)" in RATES.text(), "O3"
 
 
@@ -208,4 +210,4 @@ def test_bad_files_of_rates(tmp_path: Path, change: dict[str, Any]) -> None:
     RATES.write(path)
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(PlanFileError, match="rates"):
-        read_rates(path)
+        read_throughput(path)

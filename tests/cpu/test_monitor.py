@@ -19,8 +19,8 @@ from torch import Tensor
 from lightning_memopt import MemOptMonitor
 from lightning_memopt.callbacks import monitor as monitor_module
 from lightning_memopt.report.table import summary
-from lightning_memopt.telemetry import EnergyMeter, Meter, meter, nvml_source, read_rates
-from lightning_memopt.telemetry.sources import Counter
+from lightning_memopt.telemetry import EnergyMeter, Meter, meter, nvml_source, read_throughput
+from lightning_memopt.telemetry.sources import EnergyCounter
 from tests.cpu.fake_nvml import CODES, Board, Clock, FakeNvml, install
 from tests.cpu.fits import COUNT, SIZE, Task, assert_planned, assert_same_tree, both, fit, loader, memopt, outcome, session_of
 from tests.cpu.loops import small
@@ -34,7 +34,8 @@ def clock(monkeypatch: Any) -> Clock:
     clock = Clock()
 
     def made(*args: Any, **kwargs: Any) -> Meter:
-        counter = functools.partial(Counter, "GPU-a", lambda: round(1e3 * WATTS * clock.now), 1e-3, (1 << 64,), 5e3, clock)
+        millijoules = lambda: round(1e3 * WATTS * clock.now)  # noqa: E731
+        counter = functools.partial(EnergyCounter, "GPU-a", millijoules, 1e-3, (1 << 64,), 5e3, clock)
         return Meter(*args, **kwargs, clock=clock, energies={"device": EnergyMeter("fake", lambda: [counter()])})
 
     monkeypatch.setattr(monitor_module, "Meter", made)
@@ -213,7 +214,7 @@ def test_no_plan_no_keys(tmp_path: Path, clock: Clock, monkeypatch: Any) -> None
     monkeypatch.delenv("MEMOPT_DISABLE")
     assert not any(k.startswith("memopt/") for row in rows.values() for k in row)
     after_warmup = seen[3:]
-    rates = read_rates(saved)
+    rates = read_throughput(saved)
     assert rates.steps == 11 and rates.samples_per_sec == pytest.approx(
         sum(n for n, _ in after_warmup) / sum(s for _, s in after_warmup)
     )
@@ -238,7 +239,7 @@ def test_o4_a_logger_that_raises(tmp_path: Path, clock: Clock) -> None:
     loggers = [Breaks(str(tmp_path), name="broken"), CSVLogger(str(tmp_path), name="", version="")]
     plain = outcome(fit("auto", Timed, logger=False))
     seen: list[Any] = []
-    with pytest.warns(UserWarning, match=r"Breaks.log_metrics failed \(OSError: disk full\); training goes on") as said:
+    with pytest.warns(UserWarning, match=r"Breaks.log_metrics failed \(OSError: disk full\); training continues") as said:
         trainer = fit("auto", Timed, task={"clock": clock, "seen": seen}, callbacks=lambda: [MemOptMonitor()],
                       logger=loggers, log_every_n_steps=2)  # fmt: skip
     assert sum("disk full" in str(w.message) for w in said) == 1

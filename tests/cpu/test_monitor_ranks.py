@@ -12,8 +12,8 @@ from torch import distributed
 from lightning_memopt import optimize
 from lightning_memopt.callbacks.reduction import Reduction
 from lightning_memopt.native import install
-from lightning_memopt.telemetry import Energy, EnergyMeter, Rates, Tally
-from lightning_memopt.telemetry.sources import Counter
+from lightning_memopt.telemetry import Energy, EnergyMeter, Tally, Throughput
+from lightning_memopt.telemetry.sources import EnergyCounter
 from tests.cpu.fake_nvml import Clock
 from tests.cpu.loops import QUIET, batches, sgd, small, step, without_counter
 
@@ -55,7 +55,7 @@ def test_ranks_are_reduced() -> None:
     found: dict[int, list[dict[str, float]]] = {}
 
     def rank(number: int) -> None:
-        counter = Counter(boards[number], lambda: 0, 1e-3, (1 << 64,), 5e3)
+        counter = EnergyCounter(boards[number], lambda: 0, 1e-3, (1 << 64,), 5e3)
         meters = {"device": EnergyMeter("fake", lambda: [counter])}
         reduction = Reduction(4, torch.device("cpu"), meters)
         used, samples = joules[boards[number]], 10 * (number + 1)
@@ -99,10 +99,10 @@ def test_a_plain_loop(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("no compiler is here")
     slow = 2 if native else 3
     clock, data = Clock(), batches(12)
-    counter = Counter("a", lambda: round(1e3 * WATTS * clock.now), 1e-3, (1 << 64,), 5e3, clock)
+    counter = EnergyCounter("a", lambda: round(1e3 * WATTS * clock.now), 1e-3, (1 << 64,), 5e3, clock)
     energies = {"device": EnergyMeter("fake", lambda: [counter])}
     model = small()
-    before = Rates(device="cpu", steps=9, samples_per_step=24.0, samples_per_sec=12.0)
+    before = Throughput(device="cpu", steps=9, samples_per_step=24.0, samples_per_sec=12.0)
     optimizer = sgd(model)
     with optimize(model, optimizer, budget="min", **QUIET) as run:
         meter = run.monitor(warmup=0, clock=clock, energies=energies, before=before)

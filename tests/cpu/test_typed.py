@@ -63,7 +63,7 @@ REVEALED = [
     "lightning_memopt.strategies.single.MemOptStrategy",
     "lightning_memopt.callbacks.monitor.MemOptMonitor",
     "lightning_memopt.callbacks.batch_scaler.MemOptBatchScaler",
-    "lightning_memopt.batching.found.Found",
+    "lightning_memopt.batching.result.BatchSizeResult",
     "int | None",
     "str",
 ]

@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
     pytest.skip("there is no CUDA device", allow_module_level=True)
 from lightning_memopt.telemetry import EnergyMeter, Meter, nvml_source, uuid_of
 from lightning_memopt.telemetry.nvml import _handle
-from lightning_memopt.telemetry.sources import Counter, PowerSampler
+from lightning_memopt.telemetry.sources import EnergyCounter, PowerSampler
 
 nvml: Any = pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
 CUDA = torch.device("cuda", 0)
@@ -71,7 +71,7 @@ def test_the_counter_agrees_with_sampled_power() -> None:
     if sliced():
         pytest.skip("the device is a slice (MIG)")
     source = nvml_source(CUDA)
-    if not isinstance(source, Counter):
+    if not isinstance(source, EnergyCounter):
         pytest.skip("the device has no energy counter (before Volta)")
     nvml.nvmlInit()
     handle = _handle(nvml, uuid_of(CUDA))

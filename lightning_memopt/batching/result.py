@@ -1,4 +1,4 @@
-"""What a search for a batch size comes to."""
+"""The result of a search for a batch size."""
 
 from __future__ import annotations
 
@@ -10,15 +10,25 @@ from lightning_memopt.units import format_nbytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """The batch size that was found, and how.
+class BatchSizeResult:
+    """A batch size that fits, with what was predicted and measured for it.
 
-    `predicted_peak_bytes`, `samples_per_second`, `before_samples_per_second` (of the size before, as it is) and
-    `joules_per_sample` are predictions, None where nothing could be fitted;
-    `confirmed_peak_bytes` was measured, in a real step at this size, None where another profiler was running;
-    `measured_joules_per_sample` in steps like it, where the device's energy is read. `energy_source` says where joules come
-    from. `planned`: whether tensors are rebuilt, or away. `trials` are all steps that ran: `profile_steps`, `trial_steps` and
-    `energy_steps`. `why` says why the first prediction was not the answer; empty where it was.
+    Predictions are None if no step could be fitted.
+
+    size: samples of a batch; a real step of this size ran and fitted.
+    before: samples of a batch before the search.
+    mode: what was searched for: "largest", "throughput" or "energy".
+    budget_bytes: bytes of the device that a step may use.
+    predicted_peak_bytes: predicted peak of a step.
+    confirmed_peak_bytes: peak that was measured in a real step; None if another profiler was running.
+    samples_per_second: predicted throughput.
+    before_samples_per_second: predicted throughput at the size `before`, without a plan.
+    joules_per_sample: predicted energy; None too if the energy of a step is not known.
+    planned: whether the step fits only with a plan that rebuilds or parks tensors.
+    trials: all steps that ran; `profile_steps`, `trial_steps` and `energy_steps` count them.
+    measured_joules_per_sample: energy that was measured in real steps; None if the device's energy is not read.
+    energy_source: where the joules come from, for messages.
+    why: why the first prediction is not the result; empty if it is.
     """
 
     size: int
@@ -38,15 +48,17 @@ class Found:
 
     @property
     def trial_steps(self) -> int:
+        """Number of real steps that confirmed, or refuted, a size."""
         return self._steps("trial")
 
     @property
     def profile_steps(self) -> int:
+        """Number of real steps that the predictions are made from, warm-up steps included."""
         return self._steps("warm-up", "profile")
 
     @property
     def energy_steps(self) -> int:
-        """Run only so that there is time to read energy."""
+        """Number of real steps that ran only to measure energy."""
         return self._steps("energy")
 
     def _steps(self, *kinds: str) -> int:

@@ -1,4 +1,7 @@
-"""What a meter counts, what follows from it, and the file in which one run keeps it for the next to be compared with."""
+"""The counts of a meter, the throughput computed from them, and the file that keeps it.
+
+A later run reads the file (`read_throughput`) to show its own throughput beside it.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,18 @@ from lightning_memopt.errors import PlanFileError
 from lightning_memopt.units import format_nbytes
 
 MIN_SECONDS = 1.0
-"""Counters of energy are read every 20 to 100 ms by what they count: of a shorter stretch they say little."""
+"""The shortest stretch whose energy is used: the hardware updates its counters only every 20 to 100 ms."""
 _KIND, _SCHEMA = "memopt rates", 1
 
 
 @dataclass(frozen=True, slots=True)
 class Energy:
-    """`total_joules` of every stretch, None where those of one are not known; the others of stretches of `MIN_SECONDS` or more,
-    of which rates are made.
+    """The energy of several stretches.
+
+    total_joules: joules of all stretches; None if those of one stretch are unknown.
+    joules: joules of the stretches that took `MIN_SECONDS` or more; watts and joules a sample are computed from these.
+    seconds: duration of the same stretches.
+    samples: samples of the same stretches.
     """
 
     total_joules: float | None = 0.0
@@ -43,7 +50,14 @@ class Energy:
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """Batches, optimizer steps, samples and seconds of one stretch or of several, and joules by what was measured."""
+    """Counts of one or several stretches.
+
+    batches: number of batches.
+    steps: number of optimizer steps.
+    samples: number of samples.
+    seconds: duration.
+    energy: name of a meter ("device", "cpu") -> energy.
+    """
 
     batches: int = 0
     steps: int = 0
@@ -71,10 +85,16 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
-    """What a run reached, in the steps that were as all others are. None: not measured.
+class Throughput:
+    """The throughput of a run in its steady stretches. None: not measured.
 
-    `approximate`: joules were integrated from samples of power.
+    device: name of the training device.
+    steps: number of optimizer steps that were measured.
+    samples_per_step: samples of an optimizer step.
+    samples_per_sec: samples a second.
+    joules_per_sample: energy of the whole device a sample.
+    approximate: whether the joules were integrated from power samples.
+    peak_bytes: most bytes reserved on the device.
     """
 
     device: str
@@ -86,41 +106,45 @@ class Rates:
     peak_bytes: int | None = None
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """As JSON. Raises PlanFileError."""
+        """Write a JSON file that `read_throughput` reads. Raises PlanFileError if it cannot be written."""
         jsonio.write(path, {"kind": _KIND, "schema": _SCHEMA, **asdict(self)}, indent=1)
 
     def text(self) -> str:
-        """One line."""
+        """All numbers in one line."""
         parts = [f"{self.steps} steps on {self.device}"]  # no brackets: Rich would take them for markup
         if self.samples_per_sec is not None:
             parts.append(f"{self.samples_per_sec:.4g} samples/s, {self.samples_per_step or 0:.4g} a step")
         if self.joules_per_sample is not None:
-            about = "about " * self.approximate
+            about = "about " if self.approximate else ""
             parts.append(f"{about}{self.joules_per_sample:.4g} J/sample (the whole device, whoever uses it)")
         if self.peak_bytes is not None:
             parts.append(f"{format_nbytes(self.peak_bytes)} reserved at most")
         return "; ".join(parts)
 
 
-def read_rates(path: str | os.PathLike[str]) -> Rates:
-    """What `Rates.write` wrote. Raises PlanFileError."""
-    found = jsonio.read(path, max_nbytes=1 << 16)
-    kind, schema = found.pop("kind", None), found.pop("schema", None)
+def read_throughput(path: str | os.PathLike[str]) -> Throughput:
+    """Read a file that `Throughput.write` wrote. Raises PlanFileError if it cannot be read, or is another kind of file."""
+    values = jsonio.read(path, max_nbytes=1 << 16)
+    kind, schema = values.pop("kind", None), values.pop("schema", None)
     if kind != _KIND or schema != _SCHEMA:
         raise PlanFileError(f"{path} is of kind {kind!r}, schema {schema!r}; give a file of {_KIND!r}, schema {_SCHEMA}.")
-    wanted = {f.name: str(f.type) for f in fields(Rates)}
-    if found.keys() != wanted.keys():
-        raise PlanFileError(f"{path} has the keys {sorted(found)}; {sorted(wanted)} are wanted: write it again.")
-    bad = [key for key, value in found.items() if not _fits(value, wanted[key])]
+    types = {f.name: str(f.type) for f in fields(Throughput)}
+    if values.keys() != types.keys():
+        raise PlanFileError(f"{path} has the keys {sorted(values)}; {sorted(types)} are wanted: write it again.")
+    bad = [key for key, value in values.items() if not _has_type(value, types[key])]
     if bad:
-        raise PlanFileError(f"{path} has no usable {bad[0]}: {found[bad[0]]!r}; write it again.")
-    return Rates(**found)
+        raise PlanFileError(f"{path} has no usable {bad[0]}: {values[bad[0]]!r}; write it again.")
+    return Throughput(**values)
 
 
-def _fits(value: Any, kind: str) -> bool:
+def _has_type(value: Any, annotation: str) -> bool:
+    """Whether a value may stand in a field with this annotation; numbers must be finite and not negative."""
     if value is None:
-        return "None" in kind
-    if "str" in kind or "bool" in kind:
-        return isinstance(value, str if "str" in kind else bool)
-    number = isinstance(value, int) or ("float" in kind and isinstance(value, float) and math.isfinite(value))
-    return number and not isinstance(value, bool) and value >= 0
+        return "None" in annotation
+    if "str" in annotation:
+        return isinstance(value, str)
+    if "bool" in annotation or isinstance(value, bool):
+        return "bool" in annotation and isinstance(value, bool)
+    if isinstance(value, float):
+        return "float" in annotation and math.isfinite(value) and value >= 0
+    return isinstance(value, int) and value >= 0

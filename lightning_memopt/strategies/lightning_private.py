@@ -1,0 +1,102 @@
+"""Every private name of Lightning that this package uses; no other file uses one.
+
+Lightning may rename or remove these names in any release: `tests/cpu/test_private_api.py` lists the missing ones. All of them
+are in Lightning 2.0.0, 2.5.0 (the first version that pyproject.toml admits) and 2.6.6.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+
+def accumulates(trainer: Any) -> bool:
+    """Whether the batch that just ran only added to the gradients, without an optimizer step.
+
+    `_FitLoop._should_accumulate`: the monitor counts batches and optimizer steps separately.
+    """
+    return bool(trainer.fit_loop._should_accumulate())
+
+
+def batches_that_stepped(trainer: Any) -> int:
+    """Number of batches that ended with an optimizer step: the step number under which Lightning's own loggers log.
+
+    `_TrainingEpochLoop._batches_that_stepped`: the monitor logs under the same step numbers.
+    """
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def forget_loaders(trainer: Any) -> None:
+    """Make the fit loop build its loaders again, and compute their lengths again.
+
+    `_FitLoop._combined_loader`: the batch scaler changes the batch size after the probe. Lightning's own BatchSizeFinder
+    does the same.
+    """
+    trainer.fit_loop._combined_loader = None
+
+
+def data_source(trainer: Any) -> Any:
+    """The source of the training loaders: `is_defined()`, `dataloader()`.
+
+    `_FitLoop._data_source`: the probe needs the loader before the loop has built it.
+    """
+    return trainer.fit_loop._data_source
+
+
+def before_batch_transfer(module: Any, batch: Any) -> Any:
+    """The batch after the user's hook `on_before_batch_transfer`.
+
+    `LightningModule._on_before_batch_transfer`: the probe runs a step without the loop that calls this.
+    """
+    return module._on_before_batch_transfer(batch, dataloader_idx=0)
+
+
+def lightning_optimizers(strategy: Any) -> list[Any]:
+    """The `LightningOptimizer` wrappers of the strategy's optimizers.
+
+    `Strategy._lightning_optimizers`: the probe passes them to `LightningModule.optimizer_step`, as the loop does.
+    """
+    return list(strategy._lightning_optimizers)
+
+
+def detects_anomalies(trainer: Any) -> bool:
+    """Whether the Trainer was created with `detect_anomaly=True`.
+
+    `Trainer._detect_anomaly`: updates in backward are refused then.
+    """
+    return bool(trainer._detect_anomaly)
+
+
+class OneDeviceStrategy(SingleDeviceStrategy):
+    """A `SingleDeviceStrategy` that takes its device from the Trainer, and refuses a Trainer with several devices.
+
+    Lightning's own class would train on one of several devices without a warning. The accelerator connector assigns
+    `parallel_devices`, `cluster_environment`, `num_nodes` and `_layer_sync` to strategies that have these attributes, and calls
+    `_configure_launcher` afterwards.
+
+    Args:
+        device: the training device; None: the Trainer's.
+        kwargs: as of `SingleDeviceStrategy`.
+    """
+
+    def __init__(self, device: str | torch.device | None = None, **kwargs: Any) -> None:
+        super().__init__(device="cpu" if device is None else device, **kwargs)
+        self._device_given = device is not None
+        self.parallel_devices: list[torch.device] | None = None
+        self.cluster_environment: Any = None
+        self.num_nodes = 1
+        self._layer_sync: Any = None
+
+    def _configure_launcher(self) -> None:
+        devices = self.parallel_devices or []
+        if len(devices) > 1 or self.num_nodes > 1:
+            raise MisconfigurationException(
+                f"{type(self).__name__} trains on one device; the Trainer was given {len(devices)} and {self.num_nodes} nodes. "
+                "Use devices=1."
+            )
+        if devices and not self._device_given:
+            self._root_device = devices[0]
+        super()._configure_launcher()
