@@ -14,8 +14,8 @@ import pytest
 
 from lightning_memopt.native import counter
 from lightning_memopt.session import times
-from tests.cpu.loops import without_counter
-from tests.cpu.times import Known, given
+from tests.cpu.lib.loops import without_counter
+from tests.cpu.lib.times import Known, given
 
 LEFT_NBYTES = 200_000
 """Small beside every budget of a module that does not ask what is held."""
