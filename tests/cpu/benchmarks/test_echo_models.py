@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -22,18 +22,13 @@ from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.recompute.baselines import mirror
 from lightning_memopt.solvers.recompute.echo import echo
 
+pytestmark = pytest.mark.usefixtures("deterministic")
+
 SMALL: dict[str, Callable[[], recurrent.Built]] = {
     "nmt": lambda: recurrent.nmt(time=4, batch=8, width=16),
     "deepspeech2": lambda: recurrent.deepspeech2(frames=32, batch=4, width=16, layers=1),
     "transformer": lambda: recurrent.transformer(layers=1, batch=4, time=16, width=48),
 }
-
-
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="module", params=SMALL)

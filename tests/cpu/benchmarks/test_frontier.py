@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -20,12 +19,7 @@ from lightning_memopt.runtime import Program  # noqa: E402
 from lightning_memopt.solvers import planner  # noqa: E402
 from lightning_memopt.solvers.rollout import keep_all  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "resnet50", "t5", "unet"])

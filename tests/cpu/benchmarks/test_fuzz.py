@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 import pytest
-import torch
 
 from benchmarks.robustness.fuzzing.case import Case, Departure, Node, Step, draw
 from benchmarks.robustness.fuzzing.runs import judge, ran
@@ -14,15 +12,10 @@ from benchmarks.robustness.fuzzing.shrink import shrunk
 from lightning_memopt.runtime.engine import rebuild
 from lightning_memopt.session.states import Running
 
+pytestmark = pytest.mark.usefixtures("deterministic")
+
 SEEDS = range(12)
 PLAIN = Case(seed=1, nodes=tuple(Node(op, 0, 1, 1) for op in ("gated", "tanh", "dropout", "linear")), steps=(Step(8),) * 5)
-
-
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +16,7 @@ from benchmarks.models.registry import MODELS, built
 from benchmarks.papers import in_backward
 from benchmarks.papers.in_backward import rows
 
-
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -15,13 +15,8 @@ from torch import Tensor
 
 from lightning_memopt.errors import UpdatesInBackwardError
 from lightning_memopt.strategies.mixin import CHECKPOINT_KEY
-from tests.cpu.lib.early import ALWAYS, counted
+from tests.cpu.lib.early import ALWAYS
 from tests.cpu.lib.fits import Manual, Task, assert_same_tree, fit, loader, memopt, outcome
-
-
-@pytest.fixture
-def updates(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    return counted(monkeypatch)
 
 
 class Hooked(Task):

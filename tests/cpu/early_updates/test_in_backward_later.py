@@ -15,17 +15,12 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from lightning_memopt import optimize
 from lightning_memopt.errors import UpdatesInBackwardError
 from lightning_memopt.integrations.plain import Run
-from tests.cpu.lib.early import OPTIMIZERS, WIDE, counted, plain, same_as_plain
+from tests.cpu.lib.early import OPTIMIZERS, WIDE, plain, same_as_plain
 from tests.cpu.lib.loops import leaves_nothing
 from tests.cpu.lib.models import Body, made, squares
 from tests.cpu.lightning.test_lightning_copies import Task, loader, trainer_of
 
 LATER = 3
-
-
-@pytest.fixture
-def updates(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    return counted(monkeypatch)
 
 
 Look = Callable[[nn.Module, torch.optim.Optimizer], Any]

@@ -14,16 +14,11 @@ from torch.utils.checkpoint import checkpoint
 from lightning_memopt import optimize
 from lightning_memopt.integrations.plain import Run
 from lightning_memopt.session.finals import early_in
-from tests.cpu.lib.early import OPTIMIZERS, WIDE, Make, counted, plain, same_as_plain
+from tests.cpu.lib.early import OPTIMIZERS, WIDE, Make, plain, same_as_plain
 from tests.cpu.lib.harness import same_bits
 from tests.cpu.lib.inside import state_of
 from tests.cpu.lib.loops import counted_nbytes
 from tests.cpu.lib.models import Body, data, made, squares
-
-
-@pytest.fixture
-def updates(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    return counted(monkeypatch)
 
 
 class Matrices(nn.Module):

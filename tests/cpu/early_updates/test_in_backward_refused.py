@@ -14,14 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from lightning_memopt import MemOptConfig, optimize
 from lightning_memopt.errors import ConfigError, UpdatesInBackwardError
 from lightning_memopt.integrations.plain import Run
-from tests.cpu.lib.early import OPTIMIZERS, WIDE, counted, plain, same_as_plain
+from tests.cpu.lib.early import OPTIMIZERS, WIDE, plain, same_as_plain
 from tests.cpu.lib.loops import leaves_nothing, small
 from tests.cpu.lib.models import Body, made, squares
-
-
-@pytest.fixture
-def updates(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    return counted(monkeypatch)
 
 
 def looking(look: Callable[[nn.Module], Any], scaler: Any = None) -> Callable[..., None]:

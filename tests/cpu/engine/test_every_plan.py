@@ -6,8 +6,6 @@ where autograd holds the tensor itself, nobody would tell the engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -22,6 +20,8 @@ from lightning_memopt.session.recording import PlannedRecording  # noqa: E402
 from lightning_memopt.solvers import planner  # noqa: E402
 from lightning_memopt.trace import metered_cpu  # noqa: E402
 from tests.cpu.lib.planned import engine_of  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("deterministic")
 
 CPU = torch.device("cpu")
 ROOM = 0.01
@@ -73,13 +73,6 @@ class Tiny:
             assert graph is not None
             graphs.append(graph)
         return smoothed(graphs)
-
-
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "t5"])

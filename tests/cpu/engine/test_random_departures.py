@@ -20,7 +20,6 @@ from lightning_memopt.solvers.offload.trips import Trip, gaps, send_away
 from lightning_memopt.solvers.rollout import keep_all
 from tests.cpu.lib.stepped import Stepped, held, same
 
-torch.set_num_threads(1)
 WIDTH = 16
 
 UNARY: list[Callable[[Tensor], Tensor]] = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -17,6 +16,8 @@ from lightning_memopt.session.graphs import common, roomy
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.trace import metered_cpu
 from tests.cpu.lib.loops import QUIET, assert_same, counted_nbytes, no_step_is_measured, sgd, state
+
+pytestmark = pytest.mark.usefixtures("deterministic")
 
 WIDTH, TOKENS, STEPS = 48, 768, 7
 
@@ -50,13 +51,6 @@ class Mixture(nn.Module):
         for layer in self.layers:
             x = x + layer(torch.tanh(x))
         return x
-
-
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def mixture() -> Mixture:

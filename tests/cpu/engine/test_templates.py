@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from tests.cpu.lib.models import data, trains
 from tests.cpu.lib.turns import NAN, STEPS, Turns, first, last, mean, pick, plans, tanh  # noqa: F401 (a fixture)
 
-torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore:MemOpt. the forward left the plan")
 
 

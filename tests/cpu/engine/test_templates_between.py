@@ -19,7 +19,6 @@ from lightning_memopt.trace import metered_cpu
 from tests.cpu.lib.models import Body, attached, data, made, sgd, trains
 from tests.cpu.lib.turns import STEPS, Turns, first, last, mean, plans  # noqa: F401 (a fixture)
 
-torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore:MemOpt. the forward left the plan")
 
 

@@ -24,8 +24,6 @@ from tests.cpu.lib.harness import same_bits
 from tests.cpu.lib.inside import states_of
 from tests.cpu.lib.models import Body, X, assert_drops, data, made, sgd, squares
 
-torch.set_num_threads(1)
-
 Loss = Callable[[nn.Module, Tensor], Tensor]
 SIZE = 256
 

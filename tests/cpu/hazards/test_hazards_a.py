@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from tests.cpu.lib.harness import assert_exact, dropping, outcome, same_bits
 from tests.cpu.lib.models import Body, data, exact, made, squares, stock_is_wrong, trains
 
-torch.set_num_threads(1)
 X = data(8, 16)
 
 

@@ -14,7 +14,6 @@ from tests.cpu.lib.harness import dropping, same_bits
 from tests.cpu.lib.models import Body, data, exact, made, same_error, squares, stock_is_wrong, train, trains, verified
 from tests.cpu.lib.stepped import Stepped
 
-torch.set_num_threads(1)
 X = data(8, 16)
 
 

@@ -7,7 +7,6 @@ from torch import nn
 from tests.cpu.lib.harness import dropping
 from tests.cpu.lib.models import Body, data, made, same_error, squares
 
-torch.set_num_threads(1)
 X = data(8, 16)
 
 

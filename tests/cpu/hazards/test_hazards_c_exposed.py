@@ -20,8 +20,6 @@ from tests.cpu.lib.models import (
     trains,
 )
 
-torch.set_num_threads(1)
-
 
 def by_numpy(t):
     t.detach().numpy()[0] = 0.5

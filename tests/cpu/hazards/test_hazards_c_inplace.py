@@ -24,8 +24,6 @@ from tests.cpu.lib.models import (
     trains,
 )
 
-torch.set_num_threads(1)
-
 
 @pytest.mark.parametrize("where", ["in the forward", "after the forward"])
 def test_c1_changed_after_it_was_saved_and_dropped(where):

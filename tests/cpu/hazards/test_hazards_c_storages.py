@@ -23,8 +23,6 @@ from tests.cpu.lib.models import (
     verified,
 )
 
-torch.set_num_threads(1)
-
 
 def test_c5_views_of_parameters_are_kept_as_themselves():
     """A parameter and its views are never copied and never dropped."""

@@ -13,18 +13,16 @@ from tests.cpu.lib.models import (
     Body,
     Noisy,
     X,
-    both,
     data,
     exact,
     grads,
     made,
     planned,
     same,
+    same_when_dropped,
     squares,
     trains,
 )
-
-torch.set_num_threads(1)
 
 
 def test_e6_several_forwards_then_one_backward():
@@ -54,7 +52,7 @@ def test_e6_several_forwards_then_one_backward():
         (losses[1] * losses[3]).backward()
         return grads(model)
 
-    both(engines)
+    same_when_dropped(engines)
     trains(Body, loss=lambda m, x: squares(m, x) + squares(m, x + 1))  # contrastive, also while observing
 
 
@@ -72,7 +70,7 @@ def test_e7_two_backwards_with_retain_graph(factory):
         loss.backward()
         return first + grads(model) + [torch.rand(3)]
 
-    both(twice, factory)
+    same_when_dropped(twice, factory)
     planned(twice, factory)
     trains(factory, backward=lambda loss: (loss.backward(retain_graph=True), loss.backward()), drops=False)
 
@@ -117,7 +115,7 @@ def second_order(model, recording=contextlib.nullcontext):
 
 def test_e8_double_backward():
     """EXACT: create_graph, a gradient penalty, third order."""
-    both(second_order)
+    same_when_dropped(second_order)
     planned(second_order)
 
     def third(model, recording=contextlib.nullcontext):
@@ -130,7 +128,7 @@ def test_e8_double_backward():
         y.backward()
         return [*grads(model), x.grad]
 
-    both(third)
+    same_when_dropped(third)
     planned(third)
     trains(Body, loss=second_order_loss, drops=False)
 
@@ -150,7 +148,7 @@ def test_e8_autograd_grad_and_jvp():
             loss = squares(model, data(128, 16))
         return torch.autograd.grad(loss, [model.layers[1].weight, model.layers[2].bias])
 
-    both(some)
+    same_when_dropped(some)
     planned(some)
 
     def tangents(model):
@@ -206,7 +204,7 @@ def test_e10_saved_attributes_are_read_outside_of_backward():
     assert seen
     loss.backward()
     assert plain.loss is not None and all(p.grad is not None for p in model.parameters())
-    both(read_saved)
+    same_when_dropped(read_saved)
 
 
 def read_saved(model, recording):
@@ -260,7 +258,7 @@ def test_e11_e12_custom_functions():
     """EXACT: saved tensors read twice, outputs saved, tensors stashed on the context, in-place with mark_dirty."""
     exact(Custom, lambda m: squares(m, X))
     trains(Custom, drops=False)
-    both(read_twice, Custom)
+    same_when_dropped(read_twice, Custom)
 
 
 def read_twice(model, recording):

@@ -25,7 +25,6 @@ from tests.cpu.lib.harness import same_bits
 from tests.cpu.lib.models import data
 from tests.cpu.lib.stepped import Stepped, held, same
 
-torch.set_num_threads(1)
 WIDTH = 16
 X = data(24, WIDTH)
 
@@ -69,7 +68,7 @@ def programs(one: Stepped) -> Iterator[Program]:
 Use = Callable[[Stepped, Program | None], list[Tensor]]
 
 
-def exact(one: Stepped, use: Use = Stepped.step, times: int = 2) -> None:
+def exact_while_parked(one: Stepped, use: Use = Stepped.step, times: int = 2) -> None:
     """`use` gives the same bits under all programs as without, several times, and leaves nothing in the tier."""
     expected = use(one, None)
     try:
@@ -252,7 +251,7 @@ def test_what_a_forward_does(name: str) -> None:
         counts[program is None].add(tuple(one.model.seen))  # type: ignore[arg-type]
         return found
 
-    exact(one, use)
+    exact_while_parked(one, use)
     assert counts[True] == counts[False]
 
 
@@ -278,5 +277,5 @@ def test_e20_hooks_of_modules_in_order_and_once() -> None:
         counts.append(tuple(model.seen))
         return found
 
-    exact(one, use)
+    exact_while_parked(one, use)
     assert len(set(counts)) == 1 and len(counts[0]) > 20

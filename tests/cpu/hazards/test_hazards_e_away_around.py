@@ -20,14 +20,11 @@ from lightning_memopt.graph import fingerprint
 from lightning_memopt.plan import Plan, simulate, write_plan
 from lightning_memopt.runtime import Program
 from lightning_memopt.session.states import Running
-from tests.cpu.hazards.test_hazards_e_away import WIDTH, Body, Use, X, exact, loss_of, programs, stepped
+from tests.cpu.hazards.test_hazards_e_away import WIDTH, Body, Use, X, exact_while_parked, loss_of, programs, stepped
 from tests.cpu.lib.inside import state_of
 from tests.cpu.lib.loops import leaves_nothing
 from tests.cpu.lib.models import sgd
 from tests.cpu.lib.stepped import Stepped, same
-
-torch.set_num_threads(1)
-
 
 # -- what is around it -------------------------------------------------------------------------------------
 
@@ -142,7 +139,7 @@ USES: dict[str, Use] = {
 @pytest.mark.parametrize("name", USES)
 def test_what_is_around_a_forward(name: str) -> None:
     """EXACT."""
-    exact(stepped(Body()), USES[name], times=1)
+    exact_while_parked(stepped(Body()), USES[name], times=1)
 
 
 def test_anomaly_mode_names_the_forward_op_of_a_nan() -> None:

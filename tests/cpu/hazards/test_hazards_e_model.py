@@ -28,8 +28,6 @@ from tests.cpu.lib.models import (
     trains,
 )
 
-torch.set_num_threads(1)
-
 
 class Structured(Body):
     def forward(self, x, *, scale, table=None, nothing=None):

@@ -32,8 +32,6 @@ from tests.cpu.lib.fake_streams import Streams
 from tests.cpu.lib.loops import batches, loss_of, small
 from tests.cpu.lib.stepped import Stepped, held, same
 
-torch.set_num_threads(1)
-
 
 @pytest.fixture
 def stepped() -> Iterator[Stepped]:

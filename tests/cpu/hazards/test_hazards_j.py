@@ -21,7 +21,6 @@ from lightning_memopt.solvers.rollout import keep_all
 from tests.cpu.lib.harness import same_bits
 from tests.cpu.lib.stepped import Masked, Stepped, held, same, stepped
 
-torch.set_num_threads(1)
 SPECIAL = [0.0, -0.0, float("nan"), -float("nan"), float("inf"), -float("inf"), 1e-40, -1e-40, 1.0, -1.0, 3e38]
 LOSSY = [name for name in NAMES if not codec(name).exact and not name.startswith("gated")]  # those are for ReLU's results
 

@@ -12,20 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_memopt import optimize
 from lightning_memopt.native import counter
+from tests.cpu.lib.models import Calls
 
 torch.set_num_threads(1)
 F = nn.functional
-
-
-class Calls(nn.Module):
-    """Layers, and how they are called."""
-
-    def __init__(self, call: Callable[..., Tensor], *layers: nn.Module) -> None:
-        super().__init__()
-        self.call, self.layers = call, nn.ModuleList(layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.call(x, *self.layers)
 
 
 def _gcn(x: Tensor, one: nn.Module, other: nn.Module) -> Tensor:

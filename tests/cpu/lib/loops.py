@@ -25,7 +25,7 @@ from lightning_memopt.trace.living import count_all, living
 WORDS, CLASSES, LENGTH, BATCH = 24, 24, 8, 48
 EXPOSING = ("data_ptr", "numpy", "__array__", "__dlpack__")
 
-torch.set_num_threads(1)  # more only wait for each other on tensors this small
+torch.set_num_threads(1)  # for processes that tests start: they load no conftest
 
 Batch = tuple[Tensor, Tensor]
 Loss = Callable[[nn.Module, Batch], Tensor]

@@ -17,7 +17,18 @@ from lightning_memopt.runtime import ObservingEngine
 from lightning_memopt.session.recording import Recording
 from tests.cpu.lib.harness import assert_exact, dropping, outcome, same_bits
 
-Step = Callable[[nn.Module], torch.Tensor]
+Step = Callable[[nn.Module], torch.torch.Tensor]
+
+
+class Calls(nn.Module):
+    """Layers, and how they are called."""
+
+    def __init__(self, call: Callable[..., torch.Tensor], *layers: nn.Module) -> None:
+        super().__init__()
+        self.call, self.layers = call, nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.call(x, *self.layers)
 
 
 class Body(nn.Module):
@@ -229,7 +240,7 @@ def same(a: Tensors, b: Tensors) -> bool:
     return len(a) == len(b) and all(same_bits(x, y) for x, y in zip(a, b, strict=True))
 
 
-def both(use: Callable[[nn.Module, Callable], Tensors], factory: Callable[[], nn.Module] = Body) -> None:
+def same_when_dropped(use: Callable[[nn.Module, Callable], Tensors], factory: Callable[[], nn.Module] = Body) -> None:
     """`use(model, recording)` plainly and with everything dropped gives the same tensors."""
     plain, dropped = (use(made(factory), recording) for recording in (contextlib.nullcontext, dropping))
     assert same(plain, dropped)

@@ -13,8 +13,6 @@ from lightning_memopt.solvers.planner import Frontier
 from lightning_memopt.solvers.recompute.baselines import recompute_everything
 from tests.cpu.lib.models import Body, data
 
-torch.set_num_threads(1)
-
 STEPS = [data(96, 16, seed=s) for s in range(8)]
 NAN, tanh = float("nan"), torch.tanh
 

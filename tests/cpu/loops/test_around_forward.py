@@ -55,7 +55,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, make: Around, unti
     return losses, contexts
 
 
-def both(make: Around, until: str = "forward") -> tuple[list[Any], list[Any], Run]:
+def trained_twice(make: Around, until: str = "forward") -> tuple[list[Any], list[Any], Run]:
     """The same training, plainly and within the smallest plan: the contexts of each, and the run."""
     model = small()
     plain, expected = train(model, sgd(model), make, until)
@@ -72,7 +72,7 @@ def both(make: Around, until: str = "forward") -> tuple[list[Any], list[Any], Ru
 @pytest.mark.parametrize("until", UNTIL)
 def test_a_mode_of_the_users(until: str) -> None:
     """It sees what it sees plainly, where nothing is rebuilt while it is on, and is left when it says."""
-    expected, found, run = both(Count, until)
+    expected, found, run = trained_twice(Count, until)
     assert run.status().frontier is not None
     counts = [[mode.ops for mode in modes] for modes in (expected, found)]
     if until == "forward":
@@ -93,7 +93,7 @@ def coarse() -> Iterator[None]:
 
 def test_hooks_that_change_bits_stay_and_a_line_says_so() -> None:
     with pytest.warns(UserWarning, match="there is no plan yet, because saved-tensor hooks"):
-        _, _, run = both(coarse)
+        _, _, run = trained_twice(coarse)
     assert run.status().frontier is None
 
 
@@ -126,7 +126,7 @@ def test_a_saved_tensor_that_may_be_written() -> None:
 
 
 def test_torchs_own_hooks_keep_the_bits_and_are_replaced() -> None:
-    assert both(save_on_cpu)[2].session.status().frontier is not None
+    assert trained_twice(save_on_cpu)[2].session.status().frontier is not None
 
 
 def test_a_checkpoint_of_the_whole_model_is_left_alone() -> None:

@@ -29,6 +29,7 @@ from lightning_memopt.session.states import Running
 from lightning_memopt.solvers.rollout import keep_all
 from tests.cpu.lib.inside import state_of
 from tests.cpu.lib.loops import QUIET
+from tests.cpu.lib.models import Calls
 
 ROOT = Path(__file__).parents[3]
 ROWS, WIDTH, CLASSES = 256, 32, 500
@@ -172,15 +173,6 @@ def test_a_failed_state_says_once_that_the_budget_is_not_kept() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         state.measured(150, 100)
-
-
-class Calls(nn.Module):
-    def __init__(self, call: Callable[..., Tensor], *layers: nn.Module) -> None:
-        super().__init__()
-        self.call, self.layers = call, nn.ModuleList(layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.call(x, *self.layers)
 
 
 def block() -> nn.Module:

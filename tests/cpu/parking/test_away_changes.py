@@ -15,7 +15,6 @@ from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.runtime import Program
 from tests.cpu.lib.stepped import Stepped, held, same
 
-torch.set_num_threads(1)
 CHANGED = "modified by an inplace operation"
 WIDTH = 64
 

@@ -24,8 +24,6 @@ from tests.cpu.lib.fake_streams import Streams
 from tests.cpu.lib.stepped import Masked, Stepped, held, stepped
 from tests.cpu.parking.test_tiers_disk import Gate
 
-torch.set_num_threads(1)
-
 
 class Ticks(threading.local):
     """A clock for each thread, one second further every time it is asked: what is timed takes one second."""

@@ -16,7 +16,6 @@ from lightning_memopt.runtime.codecs import NAMES, Codec, block, codec
 from lightning_memopt.trace import metered_cpu
 from tests.cpu.lib.harness import same_bits
 
-torch.set_num_threads(1)
 SOME = [name for name in NAMES if not name.startswith("gated") or name in ("gated4", "gated8")]
 LOSSY = [codec(name) for name in SOME if not codec(name).exact]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from torch import Tensor
 
 from benchmarks.offload.lossy import counting, eligible, everything_away, observed, plan_of, summary, trained
@@ -17,7 +16,6 @@ from lightning_memopt.plan.forms import codec_of
 from tests.cpu.lib.harness import same_bits
 from tests.cpu.lib.stepped import Stepped
 
-torch.set_num_threads(1)
 RESNET = digits.DigitsSettings(widths=(8, 16), blocks_per_stage=1, side=8, batch_size=64)
 
 

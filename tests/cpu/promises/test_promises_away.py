@@ -30,7 +30,6 @@ from lightning_memopt.solvers.rollout import keep_all
 from tests.cpu.lib.harness import same_bits
 from tests.cpu.lib.stepped import Stepped, held, same
 
-torch.set_num_threads(1)
 W = 32
 
 

@@ -11,8 +11,6 @@ from lightning_memopt.session import costs
 from lightning_memopt.session.recording import Recording
 from tests.cpu.lib.models import BATCHES, Noisy, X, attached, made, sgd, squares, train
 
-torch.set_num_threads(1)
-
 
 @pytest.fixture
 def no_collector():

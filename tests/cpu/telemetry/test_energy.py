@@ -18,11 +18,6 @@ from lightning_memopt.telemetry.sources import Counter, PowerSampler
 from tests.cpu.lib.fake_nvml import Board, Clock, FakeNvml, install
 
 
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
 def meter_of(device: torch.device, clock: Clock) -> EnergyMeter:
     return EnergyMeter("the board", lambda: [nvml_source(device, clock)])
 

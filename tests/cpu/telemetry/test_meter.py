@@ -17,11 +17,6 @@ from lightning_memopt.telemetry.sources import Counter
 from tests.cpu.lib.fake_nvml import Clock
 
 
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
 def counting(clock: Clock, watts: float = 100.0) -> EnergyMeter:
     return EnergyMeter("fake", lambda: [Counter("a", lambda: int(1e3 * watts * clock.now), 1e-3, (1 << 64,), 500.0, clock)])
 
