@@ -1,7 +1,7 @@
 """Every private name of torch that this package uses, with the reason. Open this file when the next version of torch comes.
 
 A name that the installed torch lacks raises UnsupportedError where it is used, not here; `missing()` lists all of them, and
-tests/cpu/test_torch_private.py says which.
+tests/cpu/record/test_torch_private.py says which.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Batch finders on a device of so many bytes: ours, Lightning's, Accelerate's; and what a plan makes of the same bytes.
 
 `python -m benchmarks batch_size` writes `benchmarks/results/batch_size.json`. The device is enforced op by op: torch's own
-out-of-memory error is raised when live bytes would pass the limit (`tests/cpu/limits.py`). It does not see what ops take on
+out-of-memory error is raised when live bytes would pass the limit (`tests/cpu/lib/limits.py`). It does not see what ops take on
 their way (workspaces of convolutions), the allocator's events do, and so do we: `true_largest` is by both, `.._of_device` by
 the device alone, which is all that the others run into. Each finder is held against its own loop: a Trainer frees gradients
 after the forward, a plain loop before it, so it can do more.
@@ -32,7 +32,7 @@ from lightning_memopt import MemOptBatchScaler, find_max_batch_size
 from lightning_memopt.batching import BatchSizeResult
 from lightning_memopt.session.budget import resident_nbytes, resident_tensors
 from lightning_memopt.session.peak_meter import StepMeter
-from tests.cpu.limits import Device
+from tests.cpu.lib.limits import Device
 
 CPU = torch.device("cpu")
 FILE = RESULTS / "batch_size.json"

@@ -6,8 +6,8 @@
 
 Fifteen models at the smallest plan and within 0.4 of what a step has on top of what is resident; six with a disk and lossless
 codecs, six with updates in backward, each at the smallest plan. Five steps each, on times of ops that are known beforehand
-(tests/cpu/times.py), so that plans are the same ones on every machine. A row has hashes of the plan's lives, of the losses, and
-of all parameters at the end; and the peaks, predicted and measured, beside what the process held before.
+(tests/cpu/lib/times.py), so that plans are the same ones on every machine. A row has hashes of the plan's lives, of the losses,
+and of all parameters at the end; and the peaks, predicted and measured, beside what the process held before.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from benchmarks.lib.paths import RESULTS
 from benchmarks.models.registry import MODELS, built
 from lightning_memopt import optimize
 from lightning_memopt.session import times
-from tests.cpu.loops import budget_at
-from tests.cpu.times import Known
+from tests.cpu.lib.loops import budget_at
+from tests.cpu.lib.times import Known
 
 FILE = RESULTS / "unchanged.json"
 BATCH, STEPS, SHARE = 4, 5, 0.4

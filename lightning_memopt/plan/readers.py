@@ -1,8 +1,8 @@
 """What backward needs of what was saved for it: all values, their sign, or a size; and who may be given lossy values.
 
 Keys are (name of the backward op, name of its argument), as torch's schemas have them. Every claim of `NEEDS` is run
-against torch with decoded and with garbage values (tests/cpu/test_codecs_readers.py). What is not listed needs its values,
-and needs them exact.
+against torch with decoded and with garbage values (tests/cpu/parking/test_codecs_readers.py). What is not listed needs its
+values, and needs them exact.
 """
 
 from __future__ import annotations

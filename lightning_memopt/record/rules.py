@@ -2,7 +2,7 @@
 
 An op's `Rule` is derived once per overload from its schema and tags, corrected by the tables below, and by what users add
 with `register_op`. The tables hold what schemas do not say; each entry is found by the sweep over torch's `op_db`
-(tests/cpu/test_op_db.py).
+(tests/cpu/record/test_op_db.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Settings that change the bits an op returns (R6): read, put back, and the functions that set them.
 
 The list is every setter of `torch._C` in the supported versions that a kernel may look at, with its getter. Those of no use
-here are named in tests/cpu/test_settings.py, with the reason; a setter of a new version that is in neither fails there.
+here are named in tests/cpu/record/test_settings.py, with the reason; a setter of a new version that is in neither fails there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tensors that are parked between forward and backward: in a tier, encoded on the device, or encoded in a tier.
 
 The bytes of a storage are parked once, however often autograd saves it. The plan decides what the life of a tensor is; this
-file moves its bytes out and back. Rules of lifetimes, each with a test (tests/cpu/test_away.py, test_away_changes.py,
+file moves its bytes out and back. Rules of lifetimes, each with a test (tests/cpu/parking/test_away.py, test_away_changes.py,
 test_hazards_i.py and test_hazards_j.py; A8: tests/gpu/test_away_cuda.py):
 
 A1. The device bytes are held until the copy out has ended (`wait_copied`), whoever else lets go of them before.

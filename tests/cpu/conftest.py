@@ -11,11 +11,14 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from lightning_memopt.native import counter
 from lightning_memopt.session import times
-from tests.cpu.loops import without_counter
-from tests.cpu.times import Known, given
+from tests.cpu.lib.loops import without_counter
+from tests.cpu.lib.times import Known, given
+
+torch.set_num_threads(1)  # more only wait for each other on tensors this small
 
 LEFT_NBYTES = 200_000
 """Small beside every budget of a module that does not ask what is held."""
@@ -73,3 +76,11 @@ def meter_of_a_module(request: pytest.FixtureRequest) -> Iterator[None]:
         if request.node.get_closest_marker("profiled") is not None:
             without_counter(patch)
         yield
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """For `pytestmark = pytest.mark.usefixtures("deterministic")`."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 
 from lightning_memopt.runtime.parked import Depot
 from lightning_memopt.runtime.tiers import DiskTier, HostTier
-from tests.cpu.stepped import Stepped, held, same
+from tests.cpu.lib.stepped import Stepped, held, same
 
 CUDA = torch.device("cuda", 0)
 LONG = 20_000_000  # cycles: about 10 ms

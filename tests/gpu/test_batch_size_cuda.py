@@ -14,8 +14,8 @@ if not torch.cuda.is_available():
 
 from lightning_memopt import find_max_batch_size, optimize
 from lightning_memopt.batching.choose import largest
-from tests.cpu.harness import same_bits
-from tests.cpu.models import Noisy
+from tests.cpu.lib.harness import same_bits
+from tests.cpu.lib.models import Noisy
 
 LIMIT_NBYTES = 1 << 30
 WIDTH, ROWS = 1024, 512

@@ -12,8 +12,8 @@ if not torch.cuda.is_available():
 
 from lightning_memopt.plan.readers import need
 from lightning_memopt.runtime.codecs import NAMES, block, codec
-from tests.cpu.harness import same_bits
-from tests.cpu.test_codecs_readers import RUNS, Swapping, decoded, garbage, gradient
+from tests.cpu.lib.harness import same_bits
+from tests.cpu.parking.test_codecs_readers import RUNS, Swapping, decoded, garbage, gradient
 
 SIZES = [(), (1,), (3, 5), (2, 3, 8, 8), (2, 3, 7, 7), (64, 1000), (1, 4, 1 << 16), (5, 12, 4)]
 KERNELS = [name for name in NAMES if name.startswith(("block", "gated"))]

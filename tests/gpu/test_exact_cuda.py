@@ -16,8 +16,8 @@ if not torch.cuda.is_available():
 
 from lightning_memopt import optimize
 from lightning_memopt.integrations.plain import Run
-from tests.cpu.harness import assert_exact, dropping, outcome, same_bits
-from tests.cpu.models import Body, Noisy, data, made, verified
+from tests.cpu.lib.harness import assert_exact, dropping, outcome, same_bits
+from tests.cpu.lib.models import Body, Noisy, data, made, verified
 
 TYPES = [torch.float32, torch.bfloat16]
 

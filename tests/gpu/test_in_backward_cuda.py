@@ -13,8 +13,8 @@ if not torch.cuda.is_available():
     pytest.skip("there is no CUDA device", allow_module_level=True)
 
 from lightning_memopt import optimize
-from tests.cpu.early import OPTIMIZERS, counted
-from tests.cpu.harness import same_bits
+from tests.cpu.lib.early import OPTIMIZERS, counted
+from tests.cpu.lib.harness import same_bits
 
 DEVICE = "cuda"
 STEPS, WIDTH = 7, 512

@@ -10,10 +10,10 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("there is no CUDA device", allow_module_level=True)
 
-from tests.cpu.sweeps import Count, assert_none_differs, sweep
-from tests.cpu.test_module_db import module_db, sweep_module
-from tests.cpu.test_op_db import op_db, sweep_op
-from tests.cpu.test_op_db_planned import sweep_planned
+from tests.cpu.lib.sweeps import Count, assert_none_differs, sweep
+from tests.cpu.record.test_module_db import module_db, sweep_module
+from tests.cpu.record.test_op_db import op_db, sweep_op
+from tests.cpu.record.test_op_db_planned import sweep_planned
 
 PARTS = 8
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -1,4 +1,4 @@
-"""The tiers on a card: the races of `tests/cpu/test_tiers_host.py`, with `torch.cuda._sleep` at the edges, and real memory."""
+"""Tiers on a card: races of `tests/cpu/parking/test_tiers_host.py`, with `torch.cuda._sleep` at the edges; real memory."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ TESTS = {
 }
 DEFINED = [(path, name) for path, text in TESTS.items() for name in re.findall(r"^ *def (test_\w+)\(", text, re.M)]
 
-OTHER_LISTS = {"cpu/test_away_changes.py": "A"}
+OTHER_LISTS = {"cpu/parking/test_away_changes.py": "A"}
 """Letters that are, in the names of these files' tests, of another list: the rules of runtime/parked.py."""
 CELL = re.compile(r"`test_\w+`(, `test_\w+`)*|no test: (\S+ ){2,}\S+")
 """What may be in the column "test": names, or a reason of three words or more."""

@@ -1,0 +1,78 @@
+"""The budget, kept: models of `benchmarks` at five budgets each, measured by the allocator, equal bit by bit."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from benchmarks.lib.bench import MIB, Bench, equal  # noqa: E402
+from benchmarks.recompute.frontier import SHARES  # noqa: E402
+from lightning_memopt.errors import InfeasibleError  # noqa: E402
+from lightning_memopt.graph import resident_nbytes  # noqa: E402
+from lightning_memopt.plan import lower, validate  # noqa: E402
+from lightning_memopt.runtime import Program  # noqa: E402
+from lightning_memopt.solvers import planner  # noqa: E402
+from lightning_memopt.solvers.rollout import keep_all  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("deterministic")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "resnet50", "t5", "unet"])
+def test_budget_is_kept_and_bits_are_equal(name: str) -> None:
+    bench = Bench(name)
+    bench.step()
+    graph = bench.observe(steps=2)
+    loss, reference = bench.step(), bench.outcome()
+    resident = resident_nbytes(graph)
+    frontier = planner.solve(graph)
+    activations = frontier.unmodified_peak_bytes - resident
+    assert activations >= 0.8 * frontier.unmodified_peak_bytes, "the configuration must be made of activations"
+    assert (
+        abs(bench.peak() + resident / MIB - frontier.unmodified_peak_bytes / MIB) <= 0.01 * frontier.unmodified_peak_bytes / MIB
+    )
+
+    with bench.per_block():
+        per_block_mib = bench.peak()
+
+    seconds, peaks = [], []
+    for share in SHARES:
+        budget = int(resident + share * activations)
+        try:
+            plan = frontier.plan(budget)
+        except InfeasibleError as error:
+            # INFEASIBLE counts only where it names a smallest budget that works and that lies below per-block checkpointing
+            assert error.smallest_nbytes is not None
+            plan = frontier.plan(error.smallest_nbytes)
+            budget = error.smallest_nbytes
+            assert budget <= resident + per_block_mib * MIB
+        report = validate(graph, plan.lives, lower(graph, plan.lives))
+        assert report.ok, report.problems[:3]
+        assert report.peak_bytes == plan.predicted_peak_bytes
+        forward = bench.planned(Program(graph, plan.lives))
+        got = bench.step(forward)
+        assert torch.equal(got, loss), f"loss at f={share}"
+        assert equal(reference, bench.outcome()), f"gradients, buffers or generator at f={share}"
+        measured = bench.peak(forward) * MIB + resident
+        assert measured <= budget * 1.0005, f"f={share}: {measured} bytes measured against a budget of {budget}"
+        assert abs(measured / plan.predicted_peak_bytes - 1) <= 0.01
+        seconds.append(plan.predicted.extra_seconds)
+        peaks.append(plan.predicted_peak_bytes)
+        assert plan.lower_bound_seconds <= plan.predicted.extra_seconds
+    noise = random.Random(0)
+    slower = [replace(op, seconds=3 * noise.uniform(0.5, 2) * op.seconds) for op in graph.ops]
+    assert planner.solve(replace(graph, ops=tuple(slower))).smallest_bytes == frontier.smallest_bytes
+    assert peaks == sorted(peaks, reverse=True), "ask for less, never get more"
+    assert seconds == sorted(seconds), "a larger budget is never slower"
+
+
+def test_p8_plan_is_the_identity_where_the_budget_has_room() -> None:
+    bench = Bench("resnet50")
+    frontier = planner.solve(bench.observe(steps=1))
+    plan = frontier.plan(frontier.unmodified_peak_bytes)
+    assert plan.predicted.extra_seconds <= 1e-12
+    assert Program(frontier.graph, keep_all(frontier.graph)).empty

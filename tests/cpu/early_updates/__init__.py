@@ -1,0 +1,1 @@
+"""Early updates (lightning_memopt/runtime/early_updates.py): updates in backward, in a Trainer and in plain loops."""

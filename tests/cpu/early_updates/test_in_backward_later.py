@@ -1,0 +1,145 @@
+"""Updates in backward, where gradients are looked at from some later step on: refused by name, or left, never other numbers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+from lightning_memopt import optimize
+from lightning_memopt.errors import UpdatesInBackwardError
+from lightning_memopt.integrations.plain import Run
+from tests.cpu.lib.early import OPTIMIZERS, WIDE, plain, same_as_plain
+from tests.cpu.lib.loops import leaves_nothing
+from tests.cpu.lib.models import Body, made, squares
+from tests.cpu.lightning.test_lightning_copies import Task, loader, trainer_of
+
+LATER = 3
+
+
+Look = Callable[[nn.Module, torch.optim.Optimizer], Any]
+
+
+def _unscale(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(1))
+    scaler.unscale_(optimizer)
+
+
+def _clips(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    clip_grad_norm_(optimizer.param_groups[0]["params"], 0.1)
+
+
+LOOKS: dict[str, Look] = {
+    "clip by norm": lambda model, _: clip_grad_norm_(model.parameters(), 0.1),
+    "clip by value": lambda model, _: clip_grad_value_(model.parameters(), 0.1),
+    "total norm": lambda model, _: torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]),
+    "no op": lambda model, _: [p.grad is None for p in model.parameters()],
+    "scaler": _unscale,
+}
+
+
+def looking(look: Look, first: int) -> Callable[..., None]:
+    """A loop that looks at gradients before the step, from step `first` on."""
+
+    def loop(model: nn.Module, run: Run | None, optimizer: torch.optim.Optimizer, batches: list[Any]) -> None:
+        for i, batch in enumerate(batches):
+            loss = squares(model, batch)
+            with run.last_backward() if run is not None else contextlib.nullcontext():
+                loss.backward()
+            if i >= first:
+                look(model, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return loop
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("mode", ["auto", "always"])
+def test_gradients_that_are_read_from_a_later_step_on(mode: str, look: str, updates: list[Tensor]) -> None:
+    """REFUSE, at the first reading: what clips would find no gradients, and clip nothing without a word."""
+    model = made(Body)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    options: dict[str, Any] = dict(budget="min", optimizer_in_backward=mode, profile_steps=1, verbose=False)
+    loop = looking(LOOKS[look], LATER)
+    with leaves_nothing(model), optimize(model, optimizer, **options) as run:
+        with pytest.raises(UpdatesInBackwardError, match=r"gradient .* is read .* 6 parameters were updated"):
+            loop(model, run, optimizer, WIDE)
+        assert len(updates) == 6 * LATER
+        assert all(p.grad is None for p in model.parameters())
+        optimizer.zero_grad()
+        plain(model, run, optimizer, WIDE[:1])  # the run can go on
+
+
+def test_gradients_that_are_read_in_the_first_step_without_an_op_are_kept(updates: list[Tensor]) -> None:
+    """EXACT: who counts gradients finds them in every step, and in those of one parameter only, they alone are kept."""
+    every = looking(LOOKS["no op"], 0)
+    same_as_plain(Body, OPTIMIZERS["sgd"], WIDE, every, mode="auto")
+    assert not updates
+    seen: list[bool] = []
+    first = looking(lambda model, _: seen.append(next(model.parameters()).grad is None), 0)
+    same_as_plain(Body, OPTIMIZERS["sgd"], WIDE, first, mode="auto")
+    assert updates and len({id(p) for p in updates}) == 5 and not any(seen)
+
+
+def test_gradients_are_read_freely_outside_of_backward_and_step(updates: list[Tensor]) -> None:
+    """EXACT: before backward, after the step, and of other models at any time."""
+    other = nn.Linear(2, 2)
+    other(torch.ones(2)).sum().backward()
+
+    def loop(model: nn.Module, run: Run | None, optimizer: torch.optim.Optimizer, batches: list[Any]) -> None:
+        look = looking(lambda *_: clip_grad_norm_(other.parameters(), 0.1), 0)
+        for batch in batches:
+            clip_grad_norm_(model.parameters(), 0.1)
+            look(model, run, optimizer, [batch])
+            clip_grad_norm_(model.parameters(), 0.1)
+
+    same_as_plain(Body, OPTIMIZERS["sgd"], WIDE, loop)
+    assert len(updates) == 4 * 6
+
+
+def test_a_hook_that_comes_later(updates: list[Tensor]) -> None:
+    """EXACT with "auto": a step pre-hook sees its gradients, in ordinary steps. Refused with "always", before anything is
+    updated. Hooks of gradients run before updates."""
+
+    def loop(model: nn.Module, run: Run | None, optimizer: torch.optim.Optimizer, batches: list[Any]) -> None:
+        plain(model, run, optimizer, batches[:2])
+        hook = optimizer.register_step_pre_hook(_clips)
+        handle = next(model.parameters()).register_hook(lambda grad: grad * 0.5)
+        plain(model, run, optimizer, batches[2:4])
+        hook.remove()
+        plain(model, run, optimizer, batches[4:])
+        handle.remove()
+
+    same_as_plain(Body, OPTIMIZERS["sgd"], WIDE, loop, mode="auto")
+    assert len(updates) == 2 * 6
+    with pytest.raises(UpdatesInBackwardError, match="pre-hook"):
+        same_as_plain(Body, OPTIMIZERS["sgd"], WIDE, loop, mode="always")
+
+
+class Clips(pl.Callback):
+    """Sets the Trainer's clipping in a later step."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == LATER:
+            trainer.gradient_clip_val = 0.001
+
+
+def test_clipping_that_a_trainer_begins_later(updates: list[Tensor]) -> None:
+    """EXACT: from then on parameters are updated as usual."""
+    ends = []
+    for mode in ("never", "auto"):
+        torch.manual_seed(0)
+        task = Task()
+        trainer = trainer_of(Clips(), optimizer_in_backward=mode)
+        trainer.fit(task, loader())
+        ends.append(task.state_dict())
+    assert all(torch.equal(ends[0][name], t) for name, t in ends[1].items())
+    assert len(updates) == 6 * (LATER - 1)

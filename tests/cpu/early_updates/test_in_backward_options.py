@@ -1,0 +1,82 @@
+"""Updates in backward take the options of that time: what is set between backward and `optimizer.step()` is refused."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_memopt import optimize
+from lightning_memopt.errors import UpdatesInBackwardError
+from tests.cpu.lib.early import OPTIMIZERS, counted
+from tests.cpu.lib.fits import assert_same_tree
+from tests.cpu.lib.models import Body, data, made, squares
+
+Between = Callable[[torch.optim.Optimizer, int], None]
+
+
+def loop(between: Between, mode: str | None, steps: int = 5) -> list[object]:
+    """A loop that does something between backward and step. `mode`: as of `optimizer_in_backward`, None for the plain loop."""
+    model = made(Body)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    options: dict[str, Any] = {"budget": "min", "optimizer_in_backward": mode, "profile_steps": 1, "verbose": False}
+    with contextlib.nullcontext() if mode is None else optimize(model, optimizer, **options) as run:
+        for i in range(steps):
+            loss = squares(model, data(64, 16, seed=i))
+            with contextlib.nullcontext() if run is None else run.last_backward():
+                loss.backward()
+            between(optimizer, i)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [model.state_dict(), optimizer.state_dict()]
+
+
+def warming(optimizer: torch.optim.Optimizer, i: int) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-3 * (i + 1)
+
+
+def test_a_learning_rate_is_set_after_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """EXACT: seen in the lesson, so nothing is updated in backward."""
+    updates = counted(monkeypatch)
+    assert_same_tree(loop(warming, None), loop(warming, "auto"))
+    assert not updates
+    with pytest.raises(UpdatesInBackwardError, match="between backward and"):
+        loop(warming, "always")
+    assert not updates
+
+
+def decaying(optimizer: torch.optim.Optimizer, i: int) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-2 if i < 4 else 1e-3
+
+
+def decaying_tensor(optimizer: torch.optim.Optimizer, i: int) -> None:
+    if i == 4:
+        optimizer.param_groups[0]["lr"] = torch.tensor(1e-3)
+
+
+def zeroing(optimizer: torch.optim.Optimizer, i: int) -> None:
+    for p in optimizer.param_groups[0]["params"]:
+        if p.grad is None and i == 4:
+            p.grad = torch.zeros_like(p)
+
+
+def test_gradients_that_are_looked_at_in_every_step_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lesson shows who reads them: nothing is updated early, and what is set later is used."""
+    updates = counted(monkeypatch)
+    assert_same_tree(loop(zeroing, None), loop(zeroing, "auto"))
+    assert not updates
+
+
+@pytest.mark.parametrize("between", [decaying, decaying_tensor])
+def test_what_was_not_so_in_the_lesson(between: Between, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps before are as ever; the one that is wrong by then raises."""
+    updates = counted(monkeypatch)
+    assert_same_tree(loop(between, None, steps=4), loop(between, "auto", steps=4))
+    assert updates
+    with pytest.raises(UpdatesInBackwardError, match="cannot be put right"):
+        loop(between, "auto")

@@ -1,0 +1,1 @@
+"""The engine (lightning_memopt/runtime/engine): rebuilding, matching, templates, rejoining, memory written too late."""

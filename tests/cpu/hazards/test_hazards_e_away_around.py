@@ -1,0 +1,397 @@
+"""Hazards of what is around a forward (E), and of parameters that hooks see (N2), while tensors are away: EXACT or REFUSE."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+from lightning_memopt import optimize
+from lightning_memopt.errors import UnsupportedError
+from lightning_memopt.graph import fingerprint
+from lightning_memopt.plan import Plan, simulate, write_plan
+from lightning_memopt.runtime import Program
+from lightning_memopt.session.states import Running
+from tests.cpu.hazards.test_hazards_e_away import WIDTH, Body, Use, X, exact_while_parked, loss_of, programs, stepped
+from tests.cpu.lib.inside import state_of
+from tests.cpu.lib.loops import leaves_nothing
+from tests.cpu.lib.models import sgd
+from tests.cpu.lib.stepped import Stepped, same
+
+# -- what is around it -------------------------------------------------------------------------------------
+
+
+def anomaly(one: Stepped, program: Program | None) -> list[Tensor]:
+    with torch.autograd.detect_anomaly():
+        return one.step(program)
+
+
+def users_hooks(one: Stepped, program: Program | None) -> list[Tensor]:
+    """E14: the user's pair around the loop; the innermost one is ours, and theirs is there again afterwards."""
+    with save_on_cpu(), saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        found = one.step(program)
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    return found
+
+
+def twice(one: Stepped, program: Program | None) -> list[Tensor]:
+    """E7."""
+    loss = one.forward(program)
+    loss.backward(retain_graph=True)
+    first = one.outcome(loss)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return first + one.outcome(loss)
+
+
+def second_order(one: Stepped, program: Program | None) -> list[Tensor]:
+    """E8: a gradient penalty."""
+    loss = one.forward(program)
+    gradients = torch.autograd.grad(loss, list(one.model.parameters()), create_graph=True)
+    (loss + sum(g.square().sum() for g in gradients)).backward()
+    return one.outcome(loss)
+
+
+def some_gradients(one: Stepped, program: Program | None) -> list[Tensor]:
+    """E8."""
+    loss = one.forward(program)
+    some = torch.autograd.grad(loss, [list(one.model.parameters())[2]], retain_graph=True)
+    batched = torch.autograd.grad(loss, list(one.model.parameters())[:2], grad_outputs=torch.arange(3.0), is_grads_batched=True)
+    return [*some, *batched]
+
+
+def other_thread(one: Stepped, program: Program | None) -> list[Tensor]:
+    """E16."""
+    loss = one.forward(program)
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    return one.outcome(loss)
+
+
+def several(one: Stepped, program: Program | None) -> list[Tensor]:
+    """E6: three forwards, their backwards in another order, two of them as one."""
+    losses = [one.forward(program) for _ in range(3)]
+    losses[1].backward()
+    (losses[2] * losses[0]).backward()
+    return one.outcome(losses[0])
+
+
+def in_the_middle_of_a_backward(one: Stepped, program: Program | None) -> list[Tensor]:
+    """E9: another step's backward runs in a hook of this one's."""
+    inner = one.forward(program)
+    loss = one.forward(program)
+    found: list[Tensor] = []
+    loss.register_hook(lambda g: found.extend(torch.autograd.grad(inner, list(one.model.parameters()))))
+    loss.backward()
+    return [*one.outcome(loss), *found]
+
+
+def copies(one: Stepped, program: Program | None) -> list[Tensor]:
+    """E18: a copy of the model computes by itself, in the middle of a step."""
+    loss = one.forward(program)
+    other = copy.deepcopy(one.model)
+    assert type(pickle.loads(pickle.dumps(one.model.layers))) is nn.ModuleList
+    with torch.no_grad():
+        for p in other.parameters():
+            p.zero_()
+    zeros = other(X).detach()
+    loss.backward()
+    return [*one.outcome(loss), zeros]
+
+
+def evaluation(one: Stepped, program: Program | None) -> list[Tensor]:
+    """E17: nothing of it is packed, between a forward and its backward."""
+    loss = one.forward(program)
+    moved = one.depot.moved_nbytes
+    with torch.no_grad():
+        one.model(X)
+    with torch.inference_mode():
+        one.model(X)
+    assert one.depot.moved_nbytes == moved
+    loss.backward()
+    return one.outcome(loss)
+
+
+USES: dict[str, Use] = {
+    "E6 several": several,
+    "E7 twice": twice,
+    "E8 second order": second_order,
+    "E8 some gradients": some_gradients,
+    "E9 inside of another": in_the_middle_of_a_backward,
+    "E14 users hooks": users_hooks,
+    "E16 other thread": other_thread,
+    "E17 evaluation": evaluation,
+    "E18 copies": copies,
+    "anomaly": anomaly,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("name", USES)
+def test_what_is_around_a_forward(name: str) -> None:
+    """EXACT."""
+    exact_while_parked(stepped(Body()), USES[name], times=1)
+
+
+def test_anomaly_mode_names_the_forward_op_of_a_nan() -> None:
+    """The error of plain autograd, with the line of the user's forward."""
+
+    class Model(Body):
+        bad = False
+
+        def between(self, h: Tensor, i: int) -> Tensor:
+            return (h * 0).sqrt() * 0 + h if self.bad and i == 1 else h.sqrt()
+
+    model = Model()
+    one = stepped(model)
+    found = list(programs(one))[:2]
+    model.bad = True
+    for program in (None, *found):
+        with torch.autograd.detect_anomaly(check_nan=True), pytest.warns(UserWarning, match="(?s)SqrtBackward0.*self.bad"):
+            loss = one.forward(program)
+            with pytest.raises(RuntimeError, match="SqrtBackward0.*nan"):
+                loss.backward()
+        del loss
+        gc.collect()
+        assert one.used_nbytes() == 0
+    one.depot.close()
+
+
+def test_e10_saved_attributes_are_read_outside_of_backward() -> None:
+    """EXACT where the bits are there; REFUSED, by name, where a reader of the sign is all that the form serves."""
+
+    def read(loss: Tensor) -> list[Tensor]:
+        found, nodes, seen = [], [loss.grad_fn], set()
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            for name in sorted(n for n in dir(node) if n.startswith("_saved_")):
+                value = getattr(node, name)
+                if isinstance(value, Tensor):
+                    found.append(value.clone())
+            nodes += [n for n, _ in node.next_functions]
+        return found
+
+    one = stepped(Body())
+    first, *rest = programs(one)
+    loss = one.forward(None)
+    expected = [*read(loss), *read(loss)]
+    loss.backward()
+    expected += one.outcome(loss)
+    for program in (first, *rest):
+        loss = one.forward(program)
+        if set(program.parked.values()) == {"positive"}:
+            with pytest.raises(UnsupportedError, match="cannot be read outside of backward"):
+                read(loss)
+            loss.backward()
+            found = one.outcome(loss)
+            assert same(found, expected[-len(found) :])
+        else:
+            found = [*read(loss), *read(loss)]
+            loss.backward()
+            assert same(found + one.outcome(loss), expected)
+        del loss
+        gc.collect()
+        assert one.used_nbytes() == 0
+    one.depot.close()
+
+
+@pytest.mark.parametrize("form", ["block8", "block8@disk"])
+def test_e8_j12_lossy_refuses_what_would_differentiate_its_errors(form: str) -> None:
+    """REFUSE with `create_graph`, and outside of backward; an ordinary backward afterwards is what it would have been."""
+    model = Body()
+    one = stepped(model)
+    read = {t for op in one.graph.forward if "addmm" in op.name for t in op.inputs}
+    program = one.away(form=form, least=1, only=lambda t: t in read)
+    expected = one.step(program)
+    loss = one.forward(program)
+    with pytest.raises(UnsupportedError, match="create_graph=True would differentiate its errors"):
+        torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    loss.backward()
+    assert same(one.outcome(loss), expected)
+    one.depot.close()
+
+
+def test_mutation_that_autograd_is_told_to_allow() -> None:
+    """`allow_mutation_on_saved_tensors`: EXACT where nothing is changed; a change is an error, never another gradient."""
+
+    class Model(Body):
+        change = False
+
+        def between(self, h: Tensor, i: int) -> Tensor:
+            y = h.sin()
+            z = y.exp() * y
+            if self.change and i == 1:
+                with torch.no_grad():
+                    y.mul_(2)
+            return z
+
+    model = Model()
+    one = stepped(model)
+    found = list(programs(one))[:3]
+    for change in (False, True):
+        model.change = change
+        with torch.autograd.graph.allow_mutation_on_saved_tensors():
+            expected = one.step()
+        for program in found:
+            with torch.autograd.graph.allow_mutation_on_saved_tensors():
+                loss = one.forward(program)
+                try:
+                    loss.backward()
+                except RuntimeError as error:
+                    assert change and "modified by an inplace operation" in str(error)
+                else:
+                    assert same(one.outcome(loss), expected)
+            del loss
+            assert one.used_nbytes() == 0
+    one.depot.close()
+
+
+# -- in a session ------------------------------------------------------------------------------------------
+
+
+def hooks_forbidden(model: nn.Module) -> list[Tensor]:
+    """E15: a scope that forbids hooks runs the plain step."""
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        loss_of(model).backward()
+    return []
+
+
+def transformed(model: nn.Module) -> list[Tensor]:
+    """E15: the model inside of functional transforms runs as it is."""
+    weights = dict(model.named_parameters())
+    found = torch.func.grad(lambda w: torch.func.functional_call(model, w, (X,)).sum())(weights)
+    return [*found.values(), torch.vmap(model)(X).detach()]
+
+
+def in_threads(model: nn.Module) -> list[Tensor]:
+    """E16: whole forwards in other threads, one after the other; backward here."""
+    for _ in range(2):
+        losses: list[Tensor] = []
+        thread = threading.Thread(target=lambda found=losses: found.append(loss_of(model)))  # type: ignore[misc]
+        thread.start()
+        thread.join()
+        losses[0].backward()
+    return []
+
+
+def own_around(model: nn.Module) -> list[Tensor]:
+    """E14: the user's own hooks around a step."""
+    with save_on_cpu(), saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        loss_of(model).backward()
+    return []
+
+
+def failing(model: nn.Module) -> list[Tensor]:
+    """E20: an exception in the middle of a forward, with a hook that is always called; the next step is as ever."""
+    called: list[int] = []
+    handles = [
+        model.register_forward_hook(lambda *_: called.append(1), always_call=True),
+        model.layers[2].register_forward_pre_hook(lambda *_: {}[1]),  # type: ignore[index]
+    ]
+    with pytest.raises(KeyError):
+        model(X)
+    for handle in handles:
+        handle.remove()
+    assert called == [1] and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    return []
+
+
+def averaged(model: nn.Module) -> list[Tensor]:
+    """E18: a running average of the weights, kept by copies."""
+    average = torch.optim.swa_utils.AveragedModel(model)
+    loss_of(model).backward()
+    average.update_parameters(model)
+    return [p.detach().clone() for p in average.parameters()]
+
+
+AROUND = (hooks_forbidden, transformed, in_threads, own_around, failing, averaged)
+
+
+def test_a_session_whose_plan_puts_everything_away(tmp_path: Path) -> None:
+    """EXACT: between two planned steps each, and those steps themselves; nothing is left in the tier."""
+    one = stepped(Body())
+    program = one.away(least=1)
+    one.depot.close()
+    predicted = simulate(one.graph, program.lives).predicted
+    plan = Plan(
+        fingerprint=fingerprint(one.graph),
+        lives=program.lives,
+        solver="all away",
+        budget_bytes=1 << 30,
+        predicted=predicted,
+        unmodified_peak_bytes=1 << 30,
+    )
+    write_plan(tmp_path / "plan.json", plan, one.graph)
+
+    def use(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        found: list[Tensor] = []
+        for around in AROUND:
+            loss = loss_of(model)
+            loss.backward()
+            del loss
+            found += around(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        return found + [p.detach().clone() for p in model.parameters()]
+
+    model = Body()
+    expected = use(model, sgd(model))
+    model = Body()
+    optimizer = sgd(model)
+    options = {"plan": tmp_path / "plan.json", "budget": 1 << 30, "offload": f"disk:{tmp_path}", "verbose": False}
+    with leaves_nothing(model), optimize(model, optimizer, **options) as run:
+        assert same(expected, use(model, optimizer))
+        main = state_of(run)
+        assert isinstance(main, Running) and main.depot is not None and not main.deviated
+        assert main.depot.forwards >= len(AROUND) and main.depot.moved_nbytes >= len(AROUND) * predicted.tier_bytes
+        assert main.depot.tiers["disk"].used_nbytes == 0  # type: ignore[attr-defined]
+
+
+def test_n2_gathered_parameters_never_leave() -> None:
+    """Hooks see the whole weight that FSDP gathers: it is no activation, and its storage is never put away. A rebuild would
+    start from it when it is gone: a session REFUSES such models, before anything runs.
+    """
+    distributed = pytest.importorskip("torch.distributed")
+    if not distributed.is_available() or distributed.is_initialized():
+        pytest.skip("no process group of one's own")
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = Body()
+        mesh = init_device_mesh("cpu", (1,))
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+
+        class Sharded(Stepped):
+            def outcome(self, loss: Tensor) -> list[Tensor]:
+                return [loss.detach(), *(p.grad.to_local().clone() for p in self.model.parameters())]  # type: ignore[union-attr]
+
+        one = Sharded(model, partial(loss_of, model))
+        gathered = WIDTH * WIDTH * 4
+        assert sum(t.nbytes == gathered and t.kind == "input" for t in one.graph.tensors) >= 3
+        expected, whole = one.step(), {t.storage for t in one.graph.tensors if t.kind == "input"}
+        for program in programs(one):
+            assert program.parked and not whole & {one.graph.tensors[t].storage for t in program.parked}
+            if not program.schedule.replayed:
+                assert all(same(expected, one.step(program)) for _ in range(2)) and one.used_nbytes() == 0
+        one.depot.close()
+        for attached in (model, nn.Sequential(nn.Tanh(), model)):
+            with pytest.raises(UnsupportedError, match="is sharded"), optimize(attached, sgd(model), offload="disk"):
+                raise AssertionError("the block was entered")
+    finally:
+        distributed.destroy_process_group()

@@ -1,0 +1,85 @@
+"""Two real processes with gloo between them (tests/cpu/lib/ranks.py): F4, F5, L7. Everything is refused by name or exact."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import distributed
+
+import lightning_memopt
+from tests.cpu.lib.ranks import WORLD, WRAPPERS
+
+ROOT = Path(lightning_memopt.__file__).parents[1]
+pytestmark = pytest.mark.skipif(
+    not distributed.is_available() or not distributed.is_gloo_available() or sys.platform == "win32", reason="no gloo"
+)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank wrote. No rank hangs: both end, and well."""
+    folder = tmp_path_factory.mktemp("ranks")
+    env = {k: v for k, v in os.environ.items() if k != "MEMOPT_DISABLE"} | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.cpu.lib.ranks", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=500)
+    assert done.returncode == 0, done.stderr[-5000:]
+    return [json.loads((folder / f"{number}.json").read_text()) for number in range(WORLD)]
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_f4_the_wrapped_model_trains_exactly(ranks: list[dict[str, Any]], wrapper: str) -> None:
+    """EXACT: without updates in backward, and with "auto", which says why it leaves them out: the bits of the plain wrapper."""
+    for found in ranks:
+        plain, *others = (found["in_loops"][wrapper][how] for how in ("plain", "never", "auto", "within"))
+        assert plain["alike"]
+        for other in others:
+            assert other["state"] == plain["state"] and other["alike"]
+            assert other["planned"] > 0 and other["updates"] == 0
+        never, auto, within = (other["said"].count("updated after backward, as usual") for other in others)
+        assert (never, auto, within) == (0, 1, 1)
+        assert "DistributedDataParallel reduces gradients" in others[1]["said"]
+        assert "reduced over several processes" in others[2]["said"]
+
+
+def test_f4_always_is_refused(ranks: list[dict[str, Any]]) -> None:
+    """REFUSE: whether the wrapper is given or what is in it, and where ranks come after the run began."""
+    for found in ranks:
+        wrapper, within = found["in_loops"]["refused"]
+        assert wrapper[0] == within[0] == "UpdatesInBackwardError"
+        assert "DistributedDataParallel reduces" in wrapper[1] and "over several processes" in within[1]
+        assert found["begun_before"]["auto"] == ["nothing", "", True]
+        name, message, alike = found["begun_before"]["always"]
+        assert name == "UpdatesInBackwardError" and "over several processes" in message and alike
+
+
+def test_f4_trainers(ranks: list[dict[str, Any]]) -> None:
+    """REFUSE two devices, and "always" in a strategy that somebody builds for them, which is EXACT with "auto"."""
+    for found in ranks:
+        trainers = found["in_trainers"]
+        assert trainers["ours"][0] == "MisconfigurationException" and "was given 2" in trainers["ours"][1]
+        assert trainers["always"][0] == "UpdatesInBackwardError" and "Parallel reduces gradients" in trainers["always"][1]
+        assert trainers["auto"] == trainers["plain"] and trainers["plain"]["updates"] == 0
+
+
+def test_f5_sharded_models_are_refused(ranks: list[dict[str, Any]]) -> None:
+    """REFUSE, by name, whatever the mode, the model or a part of it; nothing was touched, and both ranks train on."""
+    for found in ranks:
+        for part, name in ((False, "the model is sharded by FSDP"), (True, "4 is sharded by FSDPLinear")):
+            *modes, trains = found["sharded"][str(part)]
+            assert trains and [kind for kind, _ in modes] == ["UnsupportedError"] * 3
+            assert all(name in message for _, message in modes)
+
+
+def test_l7_no_rank_looks_for_a_batch_size(ranks: list[dict[str, Any]]) -> None:
+    """REFUSE, in every rank: each would come to a size of its own."""
+    for number, found in enumerate(ranks):
+        for name, message in found["sizes"].values():
+            assert name == "UnsupportedError" and f"rank {number} of 2" in message
+        name, message = found["in_trainers"]["scaler"]
+        assert name == "UnsupportedError" and "this Trainer has 2" in message

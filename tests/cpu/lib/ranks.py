@@ -1,0 +1,242 @@
+"""Two ranks, real processes with gloo between them, for tests of what is refused there and what is exact:
+`python -m tests.cpu.lib.ranks FOLDER`. Rank r writes what each case came to into FOLDER/r.json.
+
+Imports are made once: the ranks are forked, before anything has run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_memopt import MemOptBatchScaler, MemOptConfig, MemOptStrategy, find_max_batch_size, optimize
+from lightning_memopt.runtime.early_updates import EarlyUpdates
+from lightning_memopt.strategies import MemOptMixin
+from tests.cpu.lib.fits import Task, trainer_of
+from tests.cpu.lib.loops import batches
+from tests.cpu.lib.process import digest, model_of
+
+WORLD, STEPS = 2, 5
+
+
+def data(i: int) -> torch.Tensor:
+    """Another batch in each rank."""
+    rank = distributed.get_rank() if distributed.is_initialized() else 0
+    return torch.randn(24, 16, generator=torch.Generator().manual_seed(WORLD * i + rank))
+
+
+def alike(model: nn.Module) -> bool:
+    """Whether the weights of all ranks have the same bits."""
+    mine = torch.cat([p.detach().flatten() for p in model.parameters()])
+    all_of_them = [torch.empty_like(mine) for _ in range(WORLD)]
+    distributed.all_gather(all_of_them, mine)
+    return all(map(mine.equal, all_of_them))
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[list[Any]]:
+    """Grows by every parameter that is updated in backward."""
+    found: list[Any] = []
+    update = EarlyUpdates._update
+    EarlyUpdates._update = lambda self, p: (found.append(p), update(self, p))[1]  # type: ignore[assignment, method-assign]
+    try:
+        yield found
+    finally:
+        EarlyUpdates._update = update  # type: ignore[method-assign]
+
+
+def train(attach: Callable[[nn.Module], nn.Module] | None = None, mode: str = "never", **ddp: Any) -> dict[str, Any]:
+    """A loop over a wrapped model, within the smallest plan of what `attach` gives of the wrapper, and what it ends with."""
+    wrapped = DistributedDataParallel(model_of(), **ddp)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), 1e-2)
+    options: dict[str, Any] = dict(budget="min", profile_steps=1, optimizer_in_backward=mode)
+    torch.manual_seed(5 + distributed.get_rank())
+    with contextlib.ExitStack() as stack:
+        said = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        updates = stack.enter_context(counted())
+        run = None if attach is None else stack.enter_context(optimize(attach(wrapped), optimizer, **options))
+        for i in range(STEPS):
+            loss = wrapped(data(i)).square().mean()
+            with contextlib.nullcontext() if run is None else run.last_backward():
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        planned = run is not None and run.plan is not None and run.plan.predicted.replayed_ops
+    return {
+        "alike": alike(wrapped),
+        "state": digest(wrapped.state_dict(), optimizer.state_dict()),
+        "planned": planned,
+        "updates": len(updates),
+        "said": said.getvalue(),
+    }
+
+
+@contextlib.contextmanager
+def begun_before() -> Iterator[Callable[[], dict[str, Any]]]:
+    """F4: a run of each mode that knows its model before there are ranks; then what comes of it when there are."""
+    models = {mode: model_of() for mode in ("auto", "always")}
+    optimizers = {mode: torch.optim.AdamW(model.parameters(), 1e-2) for mode, model in models.items()}
+
+    def steps(mode: str, wrap: Callable[[nn.Module], nn.Module]) -> None:
+        wrapped = wrap(models[mode])
+        for i in range(STEPS):
+            loss = wrapped(data(i)).square().mean()
+            with runs[mode].last_backward():
+                loss.backward()
+            optimizers[mode].step()
+            optimizers[mode].zero_grad()
+
+    def late() -> dict[str, Any]:
+        return {
+            mode: [*raised(lambda mode=mode: steps(mode, DistributedDataParallel)), alike(model)]  # type: ignore[misc]
+            for mode, model in models.items()
+        }
+
+    options: dict[str, Any] = dict(budget="min", profile_steps=1, verbose=False)
+    with contextlib.ExitStack() as stack:
+        runs = {
+            mode: stack.enter_context(optimize(model, optimizers[mode], optimizer_in_backward=mode, **options))
+            for mode, model in models.items()
+        }
+        with counted() as updates:
+            for mode in models:
+                steps(mode, lambda model: model)
+        assert updates
+        yield late
+
+
+def raised(call: Callable[[], Any]) -> list[str]:
+    """Name and message of the error."""
+    try:
+        call()
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+    return ["nothing", ""]
+
+
+def enter(model: nn.Module, mode: str) -> None:
+    with optimize(model, torch.optim.AdamW(model.parameters()), budget="min", optimizer_in_backward=mode, verbose=False):
+        pass
+
+
+WRAPPERS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "views": {"gradient_as_bucket_view": True},
+    "unused": {"find_unused_parameters": True},
+    "static": {"static_graph": True},
+}
+
+
+def in_loops() -> dict[str, Any]:
+    """F4: the model in DistributedDataParallel, or the one in it, is given to `optimize`."""
+    found: dict[str, Any] = {}
+    for name, ddp in WRAPPERS.items():
+        found[name] = {"plain": train(**ddp)}
+        for mode in ("never", "auto"):
+            found[name][mode] = train(lambda wrapped: wrapped, mode, **ddp)
+        found[name]["within"] = train(lambda wrapped: wrapped.module, "auto", **ddp)  # type: ignore[return-value, arg-type]
+    wrapped = DistributedDataParallel(model_of())
+    found["refused"] = [raised(lambda m=m: enter(m, "always")) for m in (wrapped, wrapped.module)]  # type: ignore[misc]
+    return found
+
+
+def sharded() -> dict[str, Any]:
+    """F5: `fully_shard`, of the model or of a part of it; it trains on afterwards."""
+    found: dict[str, Any] = {}
+    for part in (False, True):
+        model = model_of()
+        model.add_module("none", nn.BatchNorm1d(4))
+        shard = model[4] if part else model  # type: ignore[index]
+        fully_shard(shard)
+        found[str(part)] = [raised(lambda m=model, mode=mode: enter(m, mode)) for mode in ("never", "auto", "always")]  # type: ignore[misc]
+        model(data(0)).square().mean().backward()
+        found[str(part)].append(all(p.grad is not None for p in model.parameters()))
+    return found
+
+
+class Parallel(MemOptMixin, DDPStrategy):
+    """What this version has not, as somebody may build it."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__(process_group_backend="gloo")
+        self.memopt_config = MemOptConfig(budget="min", profile_steps=1, optimizer_in_backward=mode, verbose=False)  # type: ignore[arg-type]
+
+
+def fit(strategy: Any, *callbacks: pl.Callback) -> pl.Trainer:
+    pl.seed_everything(3, verbose=False)
+    trainer = trainer_of(strategy, devices=WORLD, max_epochs=1, callbacks=list(callbacks))
+    trainer.fit(Task(), DataLoader(TensorDataset(*batches(1, 160)[0]), 16))
+    return trainer
+
+
+def fitted(strategy: Any) -> dict[str, Any]:
+    with counted() as updates:
+        trainer = fit(strategy)
+    return {"state": digest(trainer.model.state_dict(), trainer.optimizers[0].state_dict()), "updates": len(updates)}  # type: ignore[union-attr]
+
+
+def in_trainers() -> dict[str, Any]:
+    """F4 and L7 in a Trainer with two devices."""
+    return {
+        "plain": fitted(DDPStrategy(process_group_backend="gloo")),
+        "auto": fitted(Parallel("auto")),
+        "always": raised(lambda: fit(Parallel("always"))),
+        "ours": raised(lambda: trainer_of(MemOptStrategy(optimizer_in_backward="auto"), devices=WORLD)),
+        "scaler": raised(lambda: fit(DDPStrategy(process_group_backend="gloo"), MemOptBatchScaler(budget="1GiB"))),
+    }
+
+
+def sizes() -> dict[str, Any]:
+    """L7: a batch size is looked for in every rank, of a model that the ranks share and of one that they do not."""
+    found = {}
+    for name, model in (("shared", DistributedDataParallel(model_of())), ("own", model_of())):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def step(x: torch.Tensor, model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        found[name] = raised(
+            lambda m=model, o=optimizer, s=step: find_max_batch_size(s, lambda n: data(0)[:n], m, o, budget="1GiB")
+        )  # type: ignore[misc]
+    return found
+
+
+def rank(number: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"LOCAL_RANK": str(number), "NODE_RANK": "0"}  # where Lightning finds that it need not start the others
+    store = distributed.FileStore(str(folder / "store"), WORLD)
+    with begun_before() as late:
+        distributed.init_process_group("gloo", store=store, rank=number, world_size=WORLD)
+        found = {"begun_before": late()}
+    for case in (in_loops, sharded, sizes, in_trainers):
+        found[case.__name__] = case()
+        distributed.barrier()  # nobody is left waiting in a collective of the case before
+    (folder / f"{number}.json").write_text(json.dumps(found))
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=rank, args=(number, Path(sys.argv[1]))) for number in range(WORLD)]
+    for one in ranks:
+        one.start()
+    for one in ranks:
+        one.join()
+    sys.exit(any(one.exitcode for one in ranks))

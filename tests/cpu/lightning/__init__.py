@@ -1,0 +1,1 @@
+"""Lightning's Trainer (lightning_memopt/strategies): callbacks, optimizers, precisions, copies, resuming."""

@@ -1,0 +1,147 @@
+"""What goes away and comes back, executed: same bits, bytes really gone, and the rules of `runtime/parked.py` (A1 to A6)."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_memopt.errors import OffloadError
+from lightning_memopt.plan import simulate
+from lightning_memopt.runtime import Program
+from lightning_memopt.solvers.recompute.baselines import recompute_everything
+from lightning_memopt.solvers.rollout import keep_all
+from tests.cpu.lib.loops import batches, loss_of, small
+from tests.cpu.lib.stepped import Stepped, held, same
+
+
+@pytest.fixture
+def stepped() -> Iterator[Stepped]:
+    model, (batch,) = small(width=64, depth=4), batches(1)
+    found = Stepped(model, lambda: loss_of(model, batch))
+    yield found
+    found.depot.close()
+
+
+def test_bits_and_bytes(stepped: Stepped) -> None:
+    """Offloaded alone: equal, far below the unmodified peak, and as predicted by the allocator."""
+    expected, program = stepped.step(), stepped.away()
+    for _ in range(3):
+        assert same(expected, stepped.step(program))
+    before = simulate(stepped.graph, keep_all(stepped.graph)).predicted.peak_bytes
+    predicted = simulate(stepped.graph, program.lives).predicted.peak_bytes
+    assert predicted < 0.75 * before
+    assert abs(stepped.peak_nbytes(program) - predicted) <= 0.01 * predicted
+    assert stepped.used_nbytes() == 0 and stepped.depot.moved_nbytes > 0
+
+
+@pytest.mark.parametrize("every", [2, 3, 5])
+def test_together_with_recomputation(stepped: Stepped, every: int) -> None:
+    """Rebuilds start from what was fetched; part of what is held for rebuilds alone goes away too."""
+    expected = stepped.step()
+    base = held(stepped.graph, every)
+    program = stepped.away(base)
+    assert program.parked and program.schedule.replayed
+    for _ in range(3):
+        assert same(expected, stepped.step(program))
+    predicted = simulate(stepped.graph, program.lives).predicted.peak_bytes
+    assert predicted <= simulate(stepped.graph, base).predicted.peak_bytes
+    assert abs(stepped.peak_nbytes(program) - predicted) <= 0.01 * predicted
+
+
+def test_a_storage_goes_away_once() -> None:
+    """q, k and v of one input: saved three times, moved once each way, and its bytes on the device are gone (A1)."""
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(4))
+    x = torch.randn(64, 256)
+
+    def loss() -> Tensor:
+        h = torch.tanh(model[0](x))
+        q, k, v = (model[i](h) for i in (1, 2, 3))
+        return (q * k + v).square().mean()
+
+    stepped = Stepped(model, loss)
+    expected, program = stepped.step(), stepped.away()
+    tensors = stepped.graph.tensors
+    shared = [t for t in program.parked if len(stepped.graph.saves_of.get(t, ())) >= 3]
+    assert shared
+    moved = stepped.depot.moved_nbytes
+    assert same(expected, stepped.step(program))
+    assert stepped.depot.moved_nbytes - moved == 2 * sum(tensors[t].nbytes for t in program.parked)
+    stepped.depot.close()
+
+
+def test_a_second_backward_fetches_again(stepped: Stepped) -> None:
+    """A4: with `retain_graph` everything comes back twice; then the tier is empty."""
+    program = stepped.away()
+    loss = stepped.forward(None)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    expected = stepped.outcome(loss)
+    loss = stepped.forward(program)
+    loss.backward(retain_graph=True)
+    assert stepped.used_nbytes() > 0
+    loss.backward()
+    assert same(expected, stepped.outcome(loss))
+    del loss
+    assert stepped.used_nbytes() == 0
+
+
+def test_backward_on_another_thread(stepped: Stepped) -> None:
+    expected, program = stepped.step(), stepped.away(held(stepped.graph, 3))
+    loss = stepped.forward(program)
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    assert same(expected, stepped.outcome(loss))
+
+
+def test_no_backward_leaves_nothing(stepped: Stepped) -> None:
+    """A6: a loss that is dropped takes its bytes out of the tier."""
+    program = stepped.away()
+    loss = stepped.forward(program)
+    assert stepped.used_nbytes() > 0
+    del loss
+    assert stepped.used_nbytes() == 0
+
+
+def test_a_full_tier_says_so_and_loses_nothing() -> None:
+    """The error names the tensor and the bytes; the model trains on."""
+    model, (batch,) = small(width=64, depth=4), batches(1)
+    stepped = Stepped(model, lambda: loss_of(model, batch), room=1 << 16)
+    expected, program = stepped.step(), stepped.away()
+    with pytest.raises(OffloadError, match="bytes"):
+        stepped.step(program)
+    gc.collect()
+    assert stepped.used_nbytes() == 0
+    assert same(expected, stepped.step())
+    assert same(expected, stepped.step(Program(stepped.graph, recompute_everything(stepped.graph))))
+    stepped.depot.close()
+
+
+def test_an_op_that_the_plan_does_not_know_stops_no_rebuild() -> None:
+    """A metric that is logged now and then: segments run whole all the same, dropout's empty mask included."""
+    model, (batch,) = small(width=64, depth=4), batches(1)
+    logged: list[Tensor] = []
+
+    def loss() -> Tensor:
+        if logged:
+            logged.append(model.head.weight.detach().pow(2).mean())
+        return loss_of(model, batch)
+
+    stepped = Stepped(model, loss)
+    for lives in (recompute_everything(stepped.graph), held(stepped.graph, 3)):
+        logged.clear()
+        program = Program(stepped.graph, lives)
+        predicted = simulate(stepped.graph, lives).predicted
+        expected = stepped.step()
+        logged.append(batch[0])
+        for _ in range(3):
+            assert same(expected, stepped.step(program))
+        assert len(stepped.replayed) == predicted.replayed_ops
+        assert abs(stepped.peak_nbytes(program) - predicted.peak_bytes) <= 0.01 * predicted.peak_bytes
+    stepped.depot.close()

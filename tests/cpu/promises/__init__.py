@@ -1,0 +1,1 @@
+"""The promises of docs/promises.md: names of tests by id."""

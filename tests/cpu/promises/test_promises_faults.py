@@ -1,0 +1,278 @@
+"""P10, P12: an exception at the entry of any function of ours that a step calls: nothing stays, and a retry is exact.
+
+Which functions a step calls is observed, not listed: the recorder's handler, pack, unpack, replays, the tracer, destructors,
+the profiler's start and stop, the solver, every transition of the session. Each of them raises once, in its first call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+import lightning_memopt
+from lightning_memopt import optimize
+from lightning_memopt.integrations.plain import Run
+from lightning_memopt.session.states import Observing, Running
+from tests.cpu.lib.inside import state_of
+from tests.cpu.lib.loops import batches, counted_nbytes, installed, leaves_nothing, sgd, small, step
+
+PACKAGE = str(Path(lightning_memopt.__file__).parent)
+
+
+class Boom(Exception):
+    pass
+
+
+ERRORS: tuple[type[BaseException], ...] = (Boom, KeyboardInterrupt, SystemExit, MemoryError)
+DATA = batches(1, size=4)[0]
+
+
+def name_of(code: CodeType) -> str:
+    return f"{code.co_filename.removeprefix(PACKAGE + '/')}:{code.co_firstlineno} {code.co_name}"
+
+
+def ours(code: CodeType) -> bool:
+    return code.co_filename.startswith(PACKAGE) and not code.co_name.startswith("<")
+
+
+@contextlib.contextmanager
+def calls() -> Iterator[dict[str, CodeType]]:
+    """The functions of the package that run in this block."""
+    found: dict[str, CodeType] = {}
+
+    def seen(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and ours(frame.f_code):
+            found.setdefault(name_of(frame.f_code), frame.f_code)
+
+    sys.setprofile(seen)
+    try:
+        yield found
+    finally:
+        sys.setprofile(None)
+
+
+@contextlib.contextmanager
+def raising(code: CodeType, error: type[BaseException]) -> Iterator[list[str]]:
+    """The first call of the function in this block raises, before it does anything. The list is empty until it did."""
+    fired: list[str] = []
+
+    def fire(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code is code and not fired:
+            fired.append(name_of(code))
+            raise error(name_of(code))
+
+    sys.setprofile(fire)
+    try:
+        yield fired
+    finally:
+        sys.setprofile(None)
+
+
+class Kept:
+    """Everything that a step changes, to take it back."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        self.rng = torch.get_rng_state()
+
+    def back(self) -> None:
+        self.model.load_state_dict(self.state[0])
+        self.optimizer.load_state_dict(copy.deepcopy(self.state[1]))
+        torch.set_rng_state(self.rng)
+        self.optimizer.zero_grad()
+
+    def now(self) -> list[torch.Tensor]:
+        return [*copy.deepcopy(list(self.model.state_dict().values())), torch.get_rng_state()]
+
+
+class Bench:
+    """A model in a run, and a plain twin that says what a step from the same state must leave."""
+
+    def __init__(self, run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.run, self.model, self.optimizer = run, model, optimizer
+        self.twin = small(depth=2)
+        self.twin_optimizer = sgd(self.twin)
+        self.problems: list[str] = []
+
+    def step(self) -> None:
+        step(self.model, self.optimizer, DATA)
+
+    def expected(self, kept: Kept) -> list[torch.Tensor]:
+        twin = Kept(self.twin, self.twin_optimizer)
+        twin.state, twin.rng = kept.state, kept.rng
+        twin.back()
+        step(self.twin, self.twin_optimizer, DATA)
+        return twin.now()
+
+    def attempt(self, code: CodeType, error: type[BaseException], at_once: bool) -> None:
+        """A step in which `code` raises, what is left of us after it, and the retry."""
+        name, kept, before, seen = name_of(code), Kept(self.model, self.optimizer), installed(), 0
+        expected = self.expected(kept)
+        torch.set_rng_state(kept.rng)
+        with raising(code, error) as fired:
+            for _ in range(2):  # what is raised in a destructor comes with the next step
+                try:
+                    self.step()
+                except BaseException as e:
+                    if not (type(e) is error and str(e) == name):
+                        self.problems.append(f"{name}: {type(e).__name__} instead of {error.__name__}: {e}")
+                    seen += 1
+                    break
+        if fired and not seen:
+            self.problems.append(f"{name}: {error.__name__} was lost")
+        if at_once and installed() != before:
+            self.problems.append(f"{name}: {error.__name__} left something of ours")
+        kept.back()
+        try:
+            self.step()
+        except BaseException as e:
+            self.problems.append(f"{name}: {error.__name__}, then {type(e).__name__} in the retry: {e}")
+            kept.back()
+            self.step()
+        if installed() != before:
+            self.problems.append(f"{name}: {error.__name__} left something of ours, after the retry too")
+        if not all(map(torch.equal, kept.now(), expected)):
+            self.problems.append(f"{name}: the retry after {error.__name__} gives other bits")
+
+
+@contextlib.contextmanager
+def bench(**options: Any) -> Iterator[Bench]:
+    model = small(depth=2)
+    with leaves_nothing(model), optimize(model, o := sgd(model), verbose=False, **options) as run:
+        yield Bench(run, model, o)
+
+
+def error_of(k: int) -> type[BaseException]:
+    return ERRORS[k % len(ERRORS)]
+
+
+PLANNED: dict[str, Any] = dict(budget="min", profile_steps=1)
+KEY = {
+    "planned": {"__torch_dispatch__", "pack", "unpack", "run", "__del__", "round", "update_begins", "step_ended", "_restore"},
+    "observed": {"record", "pack", "unpack", "run", "__del__", "evict", "begin", "end", "_death", "metered_cpu", "_verify"},
+    "life": {"solve", "observed", "__enter__", "close", "_install", "watch", "unwatch", "measured", "lower", "checksum"},
+}
+
+
+def observing() -> dict[str, Any]:
+    """A budget near the smallest beside what the process holds now: observed steps evict, and rebuild."""
+    held = counted_nbytes()
+    with bench(**PLANNED) as b:
+        for _ in range(2):
+            b.step()
+        assert b.run.status().frontier is not None
+        smallest = b.run.status().frontier.smallest_bytes - held
+    del b
+    return dict(budget=smallest * 11 // 10 + counted_nbytes(), profile_steps=1 << 30)
+
+
+def steady(options: dict[str, Any]) -> tuple[Bench, dict[str, CodeType], contextlib.ExitStack]:
+    """A run after some steps, and the functions that one more of them calls."""
+    stack = contextlib.ExitStack()
+    b = stack.enter_context(bench(**options))
+    for _ in range(4):
+        b.step()
+    with calls() as found:
+        b.step()
+    return b, found, stack
+
+
+def names(found: dict[str, CodeType]) -> set[str]:
+    return {code.co_name for code in found.values()}
+
+
+def test_p10_p12_faults_in_planned_steps() -> None:
+    """In every function that a planned step calls: gone at once, the plan stays in force, the next step is exact."""
+    b, found, stack = steady(PLANNED)
+    with stack:
+        assert KEY["planned"] <= names(found)
+        for k, code in enumerate(found.values()):
+            b.attempt(code, error_of(k), at_once=True)
+            assert isinstance(state_of(b.run), Running)
+    assert not b.problems, "\n".join(b.problems)
+
+
+def test_p10_p12_faults_in_observed_steps() -> None:
+    """In every function that an observed step calls, evictions included: nothing is left, the next step is exact."""
+    b, found, stack = steady(observing())
+    with stack:
+        assert KEY["observed"] - {"_verify", "metered_cpu"} <= names(found)
+        for k, code in enumerate(found.values()):
+            b.attempt(code, error_of(k + 1), at_once=False)
+            assert isinstance(state_of(b.run), Observing)
+    assert not b.problems, "\n".join(b.problems)
+
+
+def life(code: CodeType | None = None, error: type[BaseException] | None = None) -> list[str]:
+    """Three steps of a run from its making to its end, the first fault in it caught and its step done again: what is wrong."""
+    model, twin = small(depth=2), small(depth=2)
+    optimizer, other = sgd(model), sgd(twin)
+    problems, seen, before = [], 0, (installed(), sys.unraisablehook)
+    attributes = [sorted(vars(m)) for m in model.modules()]
+
+    def caught(e: BaseException) -> None:
+        nonlocal seen
+        seen += 1
+        if code is None or type(e) is not error or str(e) != name_of(code):
+            problems.append(repr(e))
+
+    torch.manual_seed(3)
+    try:
+        with optimize(model, optimizer, verbose=False, **PLANNED) as run:
+            for i in range(3):
+                kept, plain = Kept(model, optimizer), Kept(twin, other)
+                plain.state, plain.rng = kept.state, kept.rng
+                plain.back()
+                step(twin, other, DATA)
+                expected = plain.now()
+                torch.set_rng_state(kept.rng)
+                try:
+                    step(model, optimizer, DATA)
+                except BaseException as e:
+                    caught(e)
+                    kept.back()
+                    step(model, optimizer, DATA)
+                if not all(map(torch.equal, kept.now(), expected)):
+                    problems.append(f"other bits in step {i}")
+            if run.plan is None:
+                problems.append("no plan")
+    except BaseException as e:
+        caught(e)
+    if code is not None and not seen:
+        problems.append("was lost")
+    if (installed(), sys.unraisablehook) != before or attributes != [sorted(vars(m)) for m in model.modules()]:
+        problems.append("left something of ours")
+    return problems
+
+
+def test_p10_p12_faults_at_every_transition() -> None:
+    """In the making of a run, its first steps, profiling, solving, the first planned step, and its end: none is lost, none
+    leaves anything, and every step that is done again is exact.
+    """
+    assert life() == []
+    known = set()
+    for options in (lambda: PLANNED, observing):
+        _, found, stack = steady(options())
+        stack.close()
+        known |= found.keys()
+    with calls() as found:
+        life()
+    assert KEY["life"] <= names(found)
+    problems = []
+    for k, (name, code) in enumerate(found.items()):
+        data = name.startswith(("graph/", "plan/", "solvers/", "units"))  # they touch nothing: two stand for all
+        if name in known or (data and code.co_name not in ("solve", "lower")):
+            continue
+        error = error_of(k)
+        with raising(code, error) as fired:
+            problems += [f"{name}, {error.__name__}: {problem}" for problem in life(code, error) if fired]
+    assert not problems, "\n".join(problems)

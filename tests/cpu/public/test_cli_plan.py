@@ -1,0 +1,70 @@
+"""`memopt plan`: a model by its factory, and a recorded step again for another budget, without the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_memopt.cli import main
+from lightning_memopt.plan import read_plan
+
+
+def build() -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], None]]:
+    """What `memopt plan tests.cpu.public.test_cli_plan:build` calls."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh(), nn.Dropout(0.1))]
+    model = nn.Sequential(*layers).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(512, 64)
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, optimizer, step
+
+
+def test_plan_of_a_factory_then_of_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = str(tmp_path / "min.json"), str(tmp_path / "roomy.json")
+    assert main(["plan", "tests.cpu.public.test_cli_plan:build", "--budget", "min", "-o", first]) == 0
+    smallest, graph = read_plan(first)
+    assert smallest.predicted_peak_bytes < smallest.unmodified_peak_bytes
+    assert main(["plan", first, "--budget", str(smallest.unmodified_peak_bytes), "-o", second]) == 0
+    roomy, _ = read_plan(second)
+    assert roomy.fingerprint == smallest.fingerprint
+    assert roomy.predicted.extra_seconds <= smallest.predicted.extra_seconds
+    assert main(["explain", first]) == 0
+    assert "tanh" in capsys.readouterr().out
+    assert main(["plan", first, "--budget", "1KiB", "-o", str(tmp_path / "none.json")]) == 3
+    assert not (tmp_path / "none.json").exists()
+    assert len(graph.saves) > 0
+
+
+def test_plan_with_a_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The options of a session: a smaller peak than recomputation alone, in a directory of one's own; refused as there."""
+    alone, ours = str(tmp_path / "alone.json"), str(tmp_path / "ours.json")
+    assert main(["plan", "tests.cpu.public.test_cli_plan:build", "--budget", "min", "-o", alone]) == 0
+    assert main(["plan", alone, "--budget", "min", "--offload", f"disk:{tmp_path}", "-o", ours]) == 0
+    (smallest, _), (plan, _) = read_plan(alone), read_plan(ours)
+    assert plan.predicted_peak_bytes < smallest.predicted_peak_bytes
+    assert {life.form for life in plan.lives if life.how == "fetch"} == {"disk"}
+    capsys.readouterr()
+    for options, said in (
+        (["--offload", f"disk:{tmp_path}/missing"], "cannot make a file in"),
+        (["--offload", "tape"], "offload is 'tape'"),
+        (["--compress", "zip"], "compress is 'zip'"),
+        (["--offload", "host"], "on the CPU, use 'disk'"),
+    ):
+        assert main(["plan", alone, "--budget", "min", *options]) == 2
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("source", ["no.such.module:build", f"{__name__}:missing", "neither a file nor a factory"])
+def test_a_source_that_is_neither_file_nor_factory_is_refused(source: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", source, "--budget", "1GiB"]) == 2
+    assert source.split(":")[0] in capsys.readouterr().err

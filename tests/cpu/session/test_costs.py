@@ -1,0 +1,64 @@
+"""What our own work takes: measured, in the prediction, and in the choice of a plan."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_memopt import optimize
+from lightning_memopt.integrations.plain import Run
+from lightning_memopt.plan import read_plan
+from lightning_memopt.runtime import Program
+from lightning_memopt.session import costs
+from lightning_memopt.solvers import planner
+from tests.cpu.lib.loops import QUIET, batches, sgd, small, train
+
+pytestmark = pytest.mark.real_times
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    model = small()
+    with optimize(model, optimizer := sgd(model), budget="min", **QUIET) as run:
+        train(model, optimizer, batches(4))
+    return run
+
+
+def test_what_is_measured_is_predicted(run, tmp_path):
+    """A plan that changes nothing costs nothing; one that rebuilds costs what was measured, in the plan and in its file."""
+    frontier, plan, found = run.status().frontier, run.plan, costs.measured()
+    assert found.call >= 0 and found.argument >= 0 and found.recorded > 0 and found.replayed > 0
+    assert costs.measured() is found
+    assert plan.predicted.replayed_ops > 0
+    assert plan.predicted.overhead_seconds == found.of(Program(frontier.graph, plan.lives)) > 0
+    assert plan.predicted_seconds == pytest.approx(frontier.graph.step_seconds + plan.predicted.seconds)
+    assert found.of(Program(frontier.graph, frontier.candidates[-1].lives)) == 0
+    run.session.save_plan(str(tmp_path / "plan.json"))
+    assert read_plan(str(tmp_path / "plan.json"))[0].predicted == plan.predicted
+
+
+class _Counting(TorchDispatchMode):
+    ops = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_measured_beside_whatever_is_entered_here():
+    """A budget may be refused in the middle of a step: its modes and precision have no part in what is measured."""
+    with _Counting() as mode, torch.autocast("cpu"), torch.no_grad():
+        found = costs._once.__wrapped__(torch.device("cpu"))  # once a process: ask for it again
+    assert mode.ops == 0 and found.recorded > 0 and found.replayed > 0
+
+
+def test_a_plan_must_be_worth_its_overhead(run):
+    """Plans whose own work takes more than they save leave the frontier; the smallest budget stays what it is."""
+    graph = run.status().frontier.graph
+    free = planner.solve(graph)
+    rank = {c.lives: 1.0 + i for i, c in enumerate(free.candidates)}  # the larger the peak, the dearer
+    dear = planner.solve(graph, overhead=lambda lives: rank.get(lives, 100.0))
+    assert len(free.candidates) > 2
+    assert [c.lives for c in dear.candidates] == [free.candidates[0].lives]
+    assert dear.smallest_bytes == free.smallest_bytes

@@ -1,0 +1,87 @@
+"""Drift: forwards that leave the plan lead to observing again, a bounded number of times; results never change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_memopt import optimize
+from lightning_memopt.session.states import Running
+from tests.cpu.lib.inside import state_of
+from tests.cpu.lib.loops import Small, agrees, batches, loss_of, sgd, train
+
+pytestmark = pytest.mark.filterwarnings("ignore:MemOpt. the forward left the plan")
+
+
+class Changing(Small):
+    """After some calls it runs one of several other tails."""
+
+    def __init__(self, tails: list[int]) -> None:
+        super().__init__(depth=2)
+        self.tails, self.calls = tails, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        for _ in range(self.tails[self.calls % len(self.tails)]):
+            out = torch.tanh(out.sin()) + out
+        self.calls += 1
+        return out
+
+
+def changing(*tails: int) -> Changing:
+    torch.manual_seed(0)
+    return Changing(list(tails))
+
+
+def trained(*tails: int, **options: object) -> Running:
+    """The state after one call for each of the tails, compared with the plain run."""
+
+    def use(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        return train(model, optimizer, batches(len(tails)))
+
+    run = agrees(use, lambda: changing(*tails), **options)
+    found = state_of(run)
+    assert isinstance(found, Running)
+    return found
+
+
+def test_a_lasting_change_is_planned_for() -> None:
+    """Two forwards that leave the plan, one that is observed; then the plan is that of the new forward."""
+    found = trained(*[0] * 5, *[2] * 6)
+    assert found.again == 1 and found.steps == 3 and not found.deviated
+    assert found.plan.predicted.replayed_ops > 0
+
+
+def test_now_and_then_is_no_drift() -> None:
+    """Every third forward takes another branch: the plan of the others stays."""
+    found = trained(*[0] * 4, 2, 0, 0, 2, 0, 0, 2, 0)
+    assert found.again == 0 and found.deviated and found.strays == 0
+
+
+def test_observing_again_is_bounded() -> None:
+    """A forward that keeps changing is observed again three times, and not any more."""
+    found = trained(*[0] * 3, *[n for n in range(1, 8) for _ in range(4)])
+    assert found.again == 3 and found.strays > 2
+
+
+def test_it_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """Observing again is logged, with how often."""
+    model = changing(*[0] * 4, *[2] * 4)
+    with optimize(model, o := sgd(model), budget="min", profile_steps=2) as _:
+        train(model, o, batches(8))
+    assert "left the plan; observing again (1 of 3)" in capsys.readouterr().out
+
+
+def test_a_step_is_measured_again_after_drift() -> None:
+    """A forward that left the plan is no longer proven to be within the budget: the next step is measured."""
+    model = changing(*[0] * 4, 2, 0)
+    with optimize(model, o := sgd(model), budget="min", verbose=False, profile_steps=2) as run:
+        train(model, o, batches(4))
+        found = state_of(run)
+        assert isinstance(found, Running) and found.measured_bytes is not None and not found.measures
+        loss_of(model, batches(1)[0]).backward()
+        o.step()
+        assert found.measures
+        train(model, o, batches(1))
+        assert state_of(run) is found and found.measured_bytes is not None
