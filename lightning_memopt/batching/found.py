@@ -13,9 +13,9 @@ from lightning_memopt.units import format_nbytes
 class Found:
     """The batch size that was found, and how.
 
-    `predicted_peak_bytes`, `samples_per_second`, `before_samples_per_second` (of the size before, as it is) and
+    `predicted_peak_nbytes`, `samples_per_second`, `before_samples_per_second` (of the size before, as it is) and
     `joules_per_sample` are predictions, None where nothing could be fitted;
-    `confirmed_peak_bytes` was measured, in a real step at this size, None where another profiler was running;
+    `confirmed_peak_nbytes` was measured, in a real step at this size, None where another profiler was running;
     `measured_joules_per_sample` in steps like it, where the device's energy is read. `energy_source` says where joules come
     from. `planned`: whether tensors are rebuilt, or away. `trials` are all steps that ran: `profile_steps`, `trial_steps` and
     `energy_steps`. `why` says why the first prediction was not the answer; empty where it was.
@@ -24,9 +24,9 @@ class Found:
     size: int
     before: int
     mode: Mode
-    budget_bytes: int
-    predicted_peak_bytes: int | None
-    confirmed_peak_bytes: int | None
+    budget_nbytes: int
+    predicted_peak_nbytes: int | None
+    confirmed_peak_nbytes: int | None
     samples_per_second: float | None
     before_samples_per_second: float | None
     joules_per_sample: float | None
@@ -55,8 +55,8 @@ class Found:
     def __str__(self) -> str:
         plan = ", with a plan" if self.planned else ""
         parts = [
-            f"MemOpt: batch {self.before} -> {self.size} ({self.mode}{plan}): peak {_text(self.predicted_peak_bytes)} "
-            f"predicted, {_text(self.confirmed_peak_bytes)} confirmed of {format_nbytes(self.budget_bytes)}"
+            f"MemOpt: batch {self.before} -> {self.size} ({self.mode}{plan}): peak {_text(self.predicted_peak_nbytes)} "
+            f"predicted, {_text(self.confirmed_peak_nbytes)} confirmed of {format_nbytes(self.budget_nbytes)}"
         ]
         if self.samples_per_second is not None:
             before = self.before_samples_per_second

@@ -12,8 +12,8 @@ from dataclasses import replace
 from lightning_memopt.batching.fit import StepFit
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph
-from lightning_memopt.plan import Life, LoweringError, reserved_bytes_of, simulate
-from lightning_memopt.session.hybrid import Hybrid, HybridFrontier, peak_bytes
+from lightning_memopt.plan import Life, LoweringError, reserved_nbytes_of, simulate
+from lightning_memopt.session.hybrid import Hybrid, HybridFrontier, peak_nbytes
 from lightning_memopt.solvers import joint, planner
 
 Lives = tuple[Life, ...]
@@ -115,9 +115,9 @@ class AwayPlans(Plans):
         forms = self.hybrid.forms(self.fit.at(size))
 
         def nbytes(life: Life) -> int:
-            return dict(forms.get(life.tensor, ())).get(life.form, life.away_nbytes)
+            return dict(forms.get(life.tensor, ())).get(life.form, life.parked_nbytes)
 
-        return tuple(replace(life, away_nbytes=nbytes(life)) if life.how == "fetch" else life for life in lives)
+        return tuple(replace(life, parked_nbytes=nbytes(life)) if life.how == "fetch" else life for life in lives)
 
     def smallest(self, size: int) -> Lives:
         frontier, graph = self._frontier(size), self.fit.at(size)
@@ -132,7 +132,7 @@ class AwayPlans(Plans):
             predicted = self._frontier(size).plan(budget_nbytes).predicted
         except InfeasibleError:
             return None
-        return predicted.seconds, predicted.needed_bytes
+        return predicted.seconds, predicted.needed_nbytes
 
     def _frontier(self, size: int) -> planner.Frontier:
         found = self._frontiers.get(size)
@@ -143,7 +143,7 @@ class AwayPlans(Plans):
 
 def _needs(graph: Graph, lives: Lives) -> int:
     """The smallest budget for a plan."""
-    peak, reserve = peak_bytes(graph, lives), reserved_bytes_of(graph)
+    peak, reserve = peak_nbytes(graph, lives), reserved_nbytes_of(graph)
     if reserve is not None:  # it knows nothing of what codecs allocate beside what they read and make
-        peak += reserve(lives) - simulate(graph, lives).predicted.peak_bytes
+        peak += reserve(lives) - simulate(graph, lives).predicted.peak_nbytes
     return peak + planner.UNSEEN_NBYTES

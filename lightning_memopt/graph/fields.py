@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from lightning_memopt.errors import PlanFileError
@@ -20,54 +20,78 @@ def letters(values: tuple[_T, ...]) -> dict[str, _T]:
 
 
 class Fields:
-    """One object of a file, read field by field; every reading is checked. `where` leads to it in messages."""
+    """One object of a file, read field by field; every reading is checked.
 
-    def __init__(self, obj: object, where: str, keys: Sequence[str], schema: int | None = None) -> None:
+    where: the path to the object, for messages.
+    keys: all fields that the object must have.
+    schemas: the schemas that are read, the newest first. Empty where the object has no schema of its own.
+    old_names: how a file of an older schema calls a field, by its name today.
+    """
+
+    def __init__(
+        self,
+        obj: object,
+        where: str,
+        keys: Sequence[str],
+        schemas: Sequence[int] = (),
+        old_names: Mapping[str, str] | None = None,
+    ) -> None:
         self.where = where
+        self.old_names = old_names or {}
         if not isinstance(obj, dict):
             raise PlanFileError(f"{where} is {_shown(obj)}, not an object; make the file again")
         self.obj = obj
-        if schema is not None:
-            found = obj.get("schema")
-            if type(found) is not int or found != schema:
+        if schemas:
+            schema = obj.get("schema")
+            if type(schema) is not int or schema not in schemas:
+                known = " and ".join(map(str, schemas))
                 raise PlanFileError(
-                    f"{where}.schema is {_shown(found)}; this version knows schema {schema} only: "
+                    f"{where}.schema is {_shown(schema)}; this version knows schema {known} only: "
                     "make the file again, or use the version that wrote it"
                 )
-        missing = sorted(set(keys) - set(obj))
-        unknown = sorted(str(key) for key in set(obj) - set(keys))
+        names = {self.name_of(key) for key in keys}
+        missing = sorted(names - set(obj))
+        unknown = sorted(str(key) for key in set(obj) - names)
         if missing or unknown:
             raise PlanFileError(f"{where}: missing fields {missing}, unknown {_shown(unknown)}; make the file again")
 
+    def name_of(self, key: str) -> str:
+        """How this file calls the field `key`."""
+        return self.old_names.get(key, key)
+
+    def value(self, key: str) -> Any:
+        return self.obj[self.name_of(key)]
+
     def refuse(self, key: str, index: int | None, reason: str) -> NoReturn:
         at = "" if index is None else f"[{index}]"
-        raise PlanFileError(f"{self.where}.{key}{at}: {reason}; make the file again")
+        raise PlanFileError(f"{self.where}.{self.name_of(key)}{at}: {reason}; make the file again")
 
     def inner(self, key: str, keys: Sequence[str]) -> Fields:
-        return Fields(self.obj[key], f"{self.where}.{key}", keys)
+        return Fields(self.value(key), f"{self.where}.{self.name_of(key)}", keys, old_names=self.old_names)
 
     def table(self, key: str, keys: Sequence[str], counted: str) -> tuple[Fields, int]:
         """An object of columns, and their length: that of the column `counted`."""
         inner = self.inner(key, keys)
-        column = inner.obj[counted]
+        column = inner.value(counted)
         if not isinstance(column, (list, str)):
             inner.refuse(counted, None, f"{_shown(column)} is not a column")
         return inner, len(column)
 
     def string(self, key: str) -> str:
-        value = self.obj[key]
+        value = self.value(key)
         if not isinstance(value, str):
             self.refuse(key, None, f"{_shown(value)} is not text")
         return value
 
     def strings(self, key: str) -> list[str]:
-        for i, value in enumerate(self._list(key, None)):
+        values = self._list(key, None)
+        for i, value in enumerate(values):
             if not isinstance(value, str):
                 self.refuse(key, i, f"{_shown(value)} is not text")
-        return list(self.obj[key])
+        return list(values)
 
     def integer(self, key: str, low: int = 0, high: int = MOST) -> int:
-        value = self.obj[key]
+        value = self.value(key)
         if type(value) is not int or not low <= value <= high:
             self.refuse(key, None, _no_int(value, low, high))
         return value
@@ -92,7 +116,7 @@ class Fields:
         return [tuple(row) for row in rows]
 
     def number(self, key: str) -> float:
-        value = self.obj[key]
+        value = self.value(key)
         if not _is_amount(value):
             self.refuse(key, None, f"{_shown(value)} is not a finite number of at least 0")
         return float(value)
@@ -115,7 +139,7 @@ class Fields:
         return [values[letter] for letter in text]
 
     def _list(self, key: str, length: int | None) -> list[Any]:
-        value = self.obj[key]
+        value = self.value(key)
         if not isinstance(value, list):
             self.refuse(key, None, f"{_shown(value)} is not a list")
         if length is not None:

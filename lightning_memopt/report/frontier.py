@@ -11,10 +11,10 @@ from lightning_memopt.solvers.planner import Frontier
 class Row:
     """One Pareto plan: what it peaks at and what it costs on top of the unmodified step."""
 
-    peak_bytes: int
+    peak_nbytes: int
     extra_seconds: float
     extra_flops: int
-    rebuilt_bytes: int
+    rebuilt_nbytes: int
     solver: str
 
 
@@ -24,10 +24,10 @@ def rows(frontier: Frontier | None) -> list[Row]:
         return []
     return [
         Row(
-            c.predicted.peak_bytes,
+            c.predicted.peak_nbytes,
             c.predicted.seconds,
             c.predicted.extra_flops,
-            c.predicted.rebuilt_bytes,
+            c.predicted.rebuilt_nbytes,
             c.solver,
         )
         for c in frontier.candidates

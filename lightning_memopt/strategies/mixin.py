@@ -123,8 +123,8 @@ class MemOptMixin(abc.ABC):
         found: dict[str, Any] = {"mid_step": halfway} if halfway else {}
         if plan is not None:
             found["fingerprint"] = plan.fingerprint
-            found["budget_bytes"] = plan.budget_bytes
-            found["predicted_peak_bytes"] = plan.predicted_peak_bytes
+            found["budget_nbytes"] = plan.budget_nbytes
+            found["predicted_peak_nbytes"] = plan.predicted_peak_nbytes
         if found:
             # primitives only, so that the checkpoint loads with weights_only=True and in a plain Trainer
             checkpoint = checkpoint | {CHECKPOINT_KEY: found}

@@ -13,7 +13,7 @@ from lightning_memopt.units import format_nbytes
 
 MIN_SECONDS = 1.0
 """Counters of energy are read every 20 to 100 ms by what they count: of a shorter stretch they say little."""
-_KIND, _SCHEMA = "memopt rates", 1
+_KIND, _SCHEMA = "memopt rates", 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Rates:
     samples_per_sec: float | None = None
     joules_per_sample: float | None = None
     approximate: bool = False
-    peak_bytes: int | None = None
+    peak_nbytes: int | None = None
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """As JSON. Raises PlanFileError."""
@@ -97,8 +97,8 @@ class Rates:
         if self.joules_per_sample is not None:
             about = "about " * self.approximate
             parts.append(f"{about}{self.joules_per_sample:.4g} J/sample (the whole device, whoever uses it)")
-        if self.peak_bytes is not None:
-            parts.append(f"{format_nbytes(self.peak_bytes)} reserved at most")
+        if self.peak_nbytes is not None:
+            parts.append(f"{format_nbytes(self.peak_nbytes)} reserved at most")
         return "; ".join(parts)
 
 
@@ -106,6 +106,8 @@ def read_rates(path: str | os.PathLike[str]) -> Rates:
     """What `Rates.write` wrote. Raises PlanFileError."""
     found = jsonio.read(path, max_nbytes=1 << 16)
     kind, schema = found.pop("kind", None), found.pop("schema", None)
+    if schema == 1 and "peak_bytes" in found and "peak_nbytes" not in found:
+        schema, found["peak_nbytes"] = _SCHEMA, found.pop("peak_bytes")
     if kind != _KIND or schema != _SCHEMA:
         raise PlanFileError(f"{path} is of kind {kind!r}, schema {schema!r}; give a file of {_KIND!r}, schema {_SCHEMA}.")
     wanted = {f.name: str(f.type) for f in fields(Rates)}

@@ -159,7 +159,7 @@ def test_no_energy_where_nothing_is_measured(clock: Clock) -> None:
         loop(meter, clock, 3, 2.0)
         meter.stop()
     rates = meter.rates()
-    assert meter.total.energy == {} and rates is not None and rates.joules_per_sample is None and rates.peak_bytes is None
+    assert meter.total.energy == {} and rates is not None and rates.joules_per_sample is None and rates.peak_nbytes is None
 
 
 def test_a_reset_leaves_the_sum_unknown(clock: Clock) -> None:
@@ -181,9 +181,13 @@ RATES = Rates(device="cpu", steps=5, samples_per_step=8.0, samples_per_sec=100.5
 
 
 def test_rates_in_a_file(tmp_path: Path) -> None:
-    for rates in (RATES, replace(RATES, joules_per_sample=None, peak_bytes=1 << 33, approximate=False)):
+    for rates in (RATES, replace(RATES, joules_per_sample=None, peak_nbytes=1 << 33, approximate=False)):
         rates.write(tmp_path / "rates.json")
         assert read_rates(tmp_path / "rates.json") == rates
+    older = json.loads((tmp_path / "rates.json").read_text())
+    older |= {"schema": 1, "peak_bytes": older.pop("peak_nbytes")}
+    (tmp_path / "older.json").write_text(json.dumps(older))
+    assert read_rates(tmp_path / "older.json") == rates
     assert "about 0.25 J/sample (the whole device, whoever uses it)" in RATES.text(), "O3"
 
 
@@ -191,7 +195,7 @@ def test_rates_in_a_file(tmp_path: Path) -> None:
     "change",
     [
         {"kind": "plan"},
-        {"schema": 2},
+        {"schema": 3},
         {"steps": None},
         {"steps": -1},
         {"steps": True},
