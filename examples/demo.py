@@ -31,10 +31,10 @@ class Outcome:
 
     name: str
     budget: str
-    budget_bytes: int
-    predicted_peak_bytes: int
-    measured_peak_bytes: int | None
-    unmodified_peak_bytes: int
+    budget_nbytes: int
+    predicted_peak_nbytes: int
+    measured_peak_nbytes: int | None
+    unmodified_peak_nbytes: int
     step_time_ratio: float
     extra_seconds_predicted: float
     losses_identical: bool
@@ -97,10 +97,10 @@ def _train(
     return Outcome(
         name=name,
         budget=budget,
-        budget_bytes=status.budget_nbytes,
-        predicted_peak_bytes=plan.predicted_peak_bytes,
-        measured_peak_bytes=status.measured_peak_nbytes,
-        unmodified_peak_bytes=plan.unmodified_peak_bytes,
+        budget_nbytes=status.budget_nbytes,
+        predicted_peak_nbytes=plan.predicted_peak_nbytes,
+        measured_peak_nbytes=status.measured_peak_nbytes,
+        unmodified_peak_nbytes=plan.unmodified_peak_nbytes,
         step_time_ratio=statistics.median(log.seconds[warm + 4 :]) / statistics.median(plain.seconds[warm:]),
         extra_seconds_predicted=plan.predicted.seconds,
         losses_identical=log.losses[:_PLAIN_STEPS] == plain.losses,
@@ -127,12 +127,12 @@ def run(folder: Path, quick: bool = False) -> list[Outcome]:
     for column in ("", *(o.name for o in outcomes)):
         table.add_column(column)
     table.add_row("budget", *(o.budget for o in outcomes))
-    table.add_row("predicted peak", *(format_nbytes(o.predicted_peak_bytes) for o in outcomes))
+    table.add_row("predicted peak", *(format_nbytes(o.predicted_peak_nbytes) for o in outcomes))
     table.add_row(
         "measured peak",
-        *("not measured" if o.measured_peak_bytes is None else format_nbytes(o.measured_peak_bytes) for o in outcomes),
+        *("not measured" if o.measured_peak_nbytes is None else format_nbytes(o.measured_peak_nbytes) for o in outcomes),
     )
-    table.add_row("unmodified peak", *(format_nbytes(o.unmodified_peak_bytes) for o in outcomes))
+    table.add_row("unmodified peak", *(format_nbytes(o.unmodified_peak_nbytes) for o in outcomes))
     table.add_row("step time against plain", *(f"x{o.step_time_ratio:.2f}" for o in outcomes))
     table.add_row(
         f"first {_PLAIN_STEPS} losses", *("identical to the plain run" if o.losses_identical else "DIFFER" for o in outcomes)

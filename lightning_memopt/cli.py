@@ -92,12 +92,12 @@ def _plan(args: argparse.Namespace) -> int:
     )
     if (args.offload, args.compress) != ("none", "none"):
         frontier = _hybrid(graph.device, args).frontier(frontier)
-    budget = frontier.smallest_bytes if args.budget == "min" else parse_budget(args.budget, args.device_nbytes or _NO_DEVICE)
+    budget = frontier.smallest_nbytes if args.budget == "min" else parse_budget(args.budget, args.device_nbytes or _NO_DEVICE)
     plan = frontier.plan(budget)
     write_plan(args.output, plan, graph)
     print(
-        f"{args.output}: predicted peak {format_nbytes(plan.predicted.needed_bytes)} of {format_nbytes(budget)}, "
-        f"unmodified {format_nbytes(plan.unmodified_peak_bytes)}, {1e3 * plan.predicted.seconds:.1f} ms extra a step "
+        f"{args.output}: predicted peak {format_nbytes(plan.predicted.needed_nbytes)} of {format_nbytes(budget)}, "
+        f"unmodified {format_nbytes(plan.unmodified_peak_nbytes)}, {1e3 * plan.predicted.seconds:.1f} ms extra a step "
         f"(lower bound {1e3 * plan.lower_bound_seconds:.1f} ms), by {plan.solver}"
     )
     return 0
@@ -150,11 +150,11 @@ def _chain(args: argparse.Namespace) -> int:
     report = {
         "status": result.status.name,
         "total_seconds": result.total_seconds,
-        "peak_bytes": result.peak_nbytes,
-        "budget_bytes": budget,
-        "bucket_bytes": result.bucket_nbytes,
+        "peak_nbytes": result.peak_nbytes,
+        "budget_nbytes": budget,
+        "bucket_nbytes": result.bucket_nbytes,
         "solve_seconds": result.solve_seconds,
-        "smallest_budget_bytes": result.smallest_budget_nbytes,
+        "smallest_budget_nbytes": result.smallest_budget_nbytes,
     }
     if args.output:
         jsonio.write(

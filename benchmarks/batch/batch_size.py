@@ -298,7 +298,7 @@ def _in_plain_loop(build: Any, data: Rows, limit: int) -> dict[str, Any]:
             "size": found.size, "batch_multiple": found.size / bare.size,
             "samples_per_second_predicted": found.samples_per_second,
             "unmodified_samples_per_second_predicted": found.before_samples_per_second,
-            "confirmed_peak_bytes": found.confirmed_peak_bytes, "predicted_peak_bytes": found.predicted_peak_bytes,
+            "confirmed_peak_bytes": found.confirmed_peak_nbytes, "predicted_peak_bytes": found.predicted_peak_nbytes,
             "why": found.why,
         } | _ours(found)  # fmt: skip
     return row

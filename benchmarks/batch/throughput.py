@@ -117,7 +117,7 @@ class Model:
             return None
         other = simulate(self.fit.at(high), lives, schedule)
         a, b = np.array(one.nbytes, dtype=float), np.array(other.nbytes, dtype=float)
-        room = self.budget_nbytes - (planner.UNSEEN_NBYTES if schedule.replayed else 0)
+        room = self.budget_nbytes - (planner.UNSEEN_NBYTES if schedule.rebuilt else 0)
         grow = (b - a) / (high - low)
         until = np.where(grow > 0, low + (room - a) / np.where(grow > 0, grow, 1.0), np.where(a > room, 0.0, high))
         most = min(high, math.floor(float(until.min()) + 1e-9))
@@ -154,7 +154,7 @@ class Model:
 
     def row(self, policy: str, plan: Pooled, size: int, price: Price) -> Row:
         """Simulated at this size itself. Raises RuntimeError where it is above the budget after all."""
-        peak = simulate(self.fit.at(size), plan.lives).predicted.peak_bytes
+        peak = simulate(self.fit.at(size), plan.lives).predicted.peak_nbytes
         if peak > self.budget_nbytes:
             raise RuntimeError(f"{policy} at a batch of {size} takes {peak} of {self.budget_nbytes} bytes")
         rate, extra = self.rate(plan, size, price)
@@ -213,19 +213,19 @@ def with_host(model: Model, plans: HostPlans, bare: int, alone: tuple[int, int])
     found = []
     for which, size in sizes.items():
         predicted, step = plans.predicted(size), model.fit.at(size).step_seconds
-        if predicted.peak_bytes > model.budget_nbytes:
-            raise RuntimeError(f"{HOST} at {size} takes {predicted.peak_bytes} of {model.budget_nbytes} bytes")
+        if predicted.peak_nbytes > model.budget_nbytes:
+            raise RuntimeError(f"{HOST} at {size} takes {predicted.peak_nbytes} of {model.budget_nbytes} bytes")
         found.append(
             Row(
                 policy=f"{HOST}, {which}",
                 batch=size,
-                peak_bytes=predicted.peak_bytes,
+                peak_bytes=predicted.peak_nbytes,
                 samples_per_second=size / (step + predicted.seconds),
                 extra_percent=100 * predicted.extra_seconds / step,
                 solver=plans.plan(size).solver,
                 waits_percent=100 * (predicted.stall_seconds + predicted.codec_seconds) / step,
-                moved_bytes=predicted.moved_bytes,
-                host_bytes=predicted.tier_bytes,
+                moved_bytes=predicted.moved_nbytes,
+                host_bytes=predicted.tier_nbytes,
             )
         )
     return found

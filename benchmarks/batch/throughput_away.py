@@ -26,7 +26,7 @@ from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life, LoweringError, Plan, Prediction, Run, lower, simulate
 from lightning_memopt.plan.rates import Rates
 from lightning_memopt.session.foresight import unmodified_peak
-from lightning_memopt.session.hybrid import Hybrid, HybridFrontier, peak_bytes
+from lightning_memopt.session.hybrid import Hybrid, HybridFrontier, peak_nbytes
 from lightning_memopt.solvers import planner
 
 _SIZES = 4
@@ -75,8 +75,8 @@ class HostPlans:
         found = planner.Frontier(
             graph=graph,
             candidates=candidates,
-            smallest_bytes=min(map(planner._needs, candidates)),
-            unmodified_peak_bytes=unmodified_peak(graph),
+            smallest_nbytes=min(map(planner._needs, candidates)),
+            unmodified_peak_nbytes=unmodified_peak(graph),
             moments=(),
             seconds=0.0,
         )
@@ -146,10 +146,10 @@ class HostPlans:
         schedule = lower(graph, plan.lives)
         predicted = simulate(graph, plan.lives, schedule, rates=assumed.rates(self.rates)).predicted
         seconds = graph.step_seconds + predicted.seconds
-        if assumed.recorder_seconds and (schedule.replayed or schedule.away):
+        if assumed.recorder_seconds and (schedule.rebuilt or schedule.parked):
             ran = [s.op for steps in schedule.segments.values() for s in steps if isinstance(s, Run)]
             kernels = sum(graph.ops[o].seconds > 0 for o in ran) + sum(op.seconds > 0 for op in graph.ops)
-            calls = kernels + 2 * len(schedule.away)  # a copy, or a codec, each way
+            calls = kernels + 2 * len(schedule.parked)  # a copy, or a codec, each way
             seconds = max(seconds, calls * assumed.price.launch_seconds + assumed.recorder_seconds * len(graph.forward))
         return size / seconds
 
@@ -157,4 +157,4 @@ class HostPlans:
         """Simulated anew, with what codecs allocate."""
         graph, plan = self.fit.at(size), self.plan(size)
         found = simulate(graph, plan.lives, rates=self.rates).predicted
-        return replace(found, peak_bytes=peak_bytes(graph, plan.lives))
+        return replace(found, peak_nbytes=peak_nbytes(graph, plan.lives))

@@ -72,11 +72,11 @@ def _offload(bench: GpuBench, result: dict[str, Any], deadline: float, rounds: i
         both = hybrid.frontier(frontier)
         found = [(f"at {peer}", hybrid, partial(both.plan, nbytes), nbytes) for peer, nbytes in peaks.items()]
         alone = partial(frontier.plan, peaks["per block"])
-        least = partial(both.plan, both.smallest_bytes)
+        least = partial(both.plan, both.smallest_nbytes)
         return [
             *found,
             ("recompute, at per block", hybrid, alone, peaks["per block"]),
-            ("smallest", hybrid, least, both.smallest_bytes),
+            ("smallest", hybrid, least, both.smallest_nbytes),
             ("all away (Dymem)", hybrid, partial(_all_away, graph, hybrid), _UNBOUNDED),
         ]
 
@@ -90,7 +90,7 @@ def _compress(bench: GpuBench, result: dict[str, Any], deadline: float, rounds: 
             hybrid = _hybrid(bench, deadline, compress=kind)
             both = hybrid.frontier(frontier)
             found.append((f"{kind}, at per block", hybrid, partial(both.plan, peaks["per block"]), peaks["per block"]))
-            found.append((f"{kind}, smallest", hybrid, partial(both.plan, both.smallest_bytes), both.smallest_bytes))
+            found.append((f"{kind}, smallest", hybrid, partial(both.plan, both.smallest_nbytes), both.smallest_nbytes))
             found.append((f"{kind}, all that may", hybrid, partial(_all_encoded, graph, hybrid), _UNBOUNDED))
         return found
 
@@ -119,9 +119,9 @@ def _unbounded(graph: Graph, hybrid: Hybrid, lives: tuple[Life, ...]) -> Plan:
         fingerprint="",
         lives=lives,
         solver="",
-        budget_bytes=_UNBOUNDED,
+        budget_nbytes=_UNBOUNDED,
         predicted=predicted,
-        unmodified_peak_bytes=0,
+        unmodified_peak_nbytes=0,
         step_seconds=graph.step_seconds,
     )
 
@@ -202,7 +202,7 @@ def _moved(hybrid: Hybrid, plan: Plan) -> dict[str, Any]:
     copied, waited = depot.copied_seconds, depot.waited.seconds
     found |= {
         "moved_mib": depot.moved_nbytes / depot.forwards / MIB,
-        "predicted_moved_mib": predicted.moved_bytes / MIB,
+        "predicted_moved_mib": predicted.moved_nbytes / MIB,
         "codec_ms": 1e3 * depot.coded.seconds / depot.timed,
         "predicted_codec_ms": 1e3 * predicted.codec_seconds,
         "timed_steps": depot.timed,

@@ -76,8 +76,8 @@ class _Loop:
 def _batch(bench: GpuBench, result: dict[str, Any], deadline: float, rounds: int) -> None:
     loop, rows = _Loop(bench), result["rows"]
     began = loop.find("auto", loop.size, planned=False)
-    assert began.confirmed_peak_bytes is not None
-    result["budget_bytes"] = budget = began.confirmed_peak_bytes
+    assert began.confirmed_peak_nbytes is not None
+    result["budget_bytes"] = budget = began.confirmed_peak_nbytes
     planned = partial(loop.find, budget, _MOST * loop.size, solver_seconds=_solver_seconds(deadline))
     ways = {
         "unmodified, largest": partial(loop.find, budget, _MOST * loop.size, planned=False),
@@ -107,7 +107,7 @@ def _trained(
     bench: GpuBench, loop: _Loop, found: BatchSizeResult, budget: int | None, rounds: int, deadline: float
 ) -> dict[str, Any]:
     """A row: training at this size, and what was predicted of it. `budget`: of the plan."""
-    batch, peak = loop.make(found.size), found.confirmed_peak_bytes
+    batch, peak = loop.make(found.size), found.confirmed_peak_nbytes
     bench.synchronize()
     if bench.on_gpu:
         torch.cuda.empty_cache()
@@ -133,7 +133,7 @@ def _trained(
         "joules_per_sample": rates.joules_per_sample,
         "energy_is_approximate": rates.approximate,
         "peak_mib": peak / MIB,
-        "predicted_peak_mib": None if found.predicted_peak_bytes is None else found.predicted_peak_bytes / MIB,
+        "predicted_peak_mib": None if found.predicted_peak_nbytes is None else found.predicted_peak_nbytes / MIB,
         "profile_steps": found.profile_steps,
         "trial_steps": found.trial_steps,
         "why": found.why,

@@ -159,11 +159,11 @@ def observed(bench: GpuBench, deadline: float) -> tuple[Graph, Frontier]:
 def against(bench: GpuBench, graph: Graph, plan: Plan, budget: int, row: dict[str, Any]) -> None:
     """What a plan was predicted to do, and whether the peaks in its row keep the budget."""
     predicted = reserved(graph, plan.lives) if bench.on_gpu else None
-    row["predicted_allocated_mib"] = (predicted.allocated_bytes if predicted else plan.predicted.peak_bytes) / MIB
-    row["predicted_reserved_mib"] = plan.predicted.reserved_bytes / MIB
+    row["predicted_allocated_mib"] = (predicted.allocated_nbytes if predicted else plan.predicted.peak_nbytes) / MIB
+    row["predicted_reserved_mib"] = plan.predicted.reserved_nbytes / MIB
     row["within_budget"] = row.get("reserved_mib", row["allocated_mib"]) <= budget / MIB
     row["predicted_ratio"] = 1 + plan.predicted.seconds / graph.step_seconds
-    row["replayed_ops"] = plan.predicted.replayed_ops
+    row["replayed_ops"] = plan.predicted.rebuilt_ops
     row["extra_flops"] = plan.predicted.extra_flops / max(1, sum(op.flops for op in graph.ops))
 
 

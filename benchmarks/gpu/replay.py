@@ -46,7 +46,7 @@ def _replay(bench: GpuBench, result: dict[str, Any], deadline: float, rounds: in
     loss, outcome = reference(bench, rows)
     graph, frontier = observed(bench, deadline)
     resident = resident_nbytes(graph)
-    top = frontier.unmodified_peak_bytes
+    top = frontier.unmodified_peak_nbytes
     if frontier.reserve is not None:
         top = frontier.reserve(frontier.candidates[-1].lives)
     result |= {
@@ -56,15 +56,15 @@ def _replay(bench: GpuBench, result: dict[str, Any], deadline: float, rounds: in
         "resident_mib": resident / MIB,
         "ops_seconds": graph.step_seconds,
         "predicted_unmodified_mib": max(unmodified_levels(graph)) / MIB,
-        "frontier": [(c.predicted.peak_bytes / MIB, c.predicted.seconds / graph.step_seconds) for c in frontier.candidates],
+        "frontier": [(c.predicted.peak_nbytes / MIB, c.predicted.seconds / graph.step_seconds) for c in frontier.candidates],
     }
     forwards: dict[str, Callable[[], Any] | None] = {"unmodified": None}
     contexts: dict[str, Callable[[], Any]] = {}
     for label, budget in [(f"ours f={f}", int(resident + f * (top - resident))) for f in SHARES] + [("ours smallest", 0)]:
         in_time(deadline, label)
-        rows[label] = row = {"budget_mib": (budget or frontier.smallest_bytes) / MIB}
+        rows[label] = row = {"budget_mib": (budget or frontier.smallest_nbytes) / MIB}
         try:
-            plan = frontier.plan(budget or frontier.smallest_bytes)
+            plan = frontier.plan(budget or frontier.smallest_nbytes)
         except InfeasibleError as error:
             row["smallest_mib"] = (error.smallest_nbytes or 0) / MIB
             continue
@@ -73,7 +73,7 @@ def _replay(bench: GpuBench, result: dict[str, Any], deadline: float, rounds: in
         got = bench.step(forward)
         row["equal"] = torch.equal(loss, got) and bench.equal(outcome)
         row |= bench.peaks(forward)
-        against(bench, graph, plan, budget or frontier.smallest_bytes, row)
+        against(bench, graph, plan, budget or frontier.smallest_nbytes, row)
     in_time(deadline, "per block")
     with bench.per_block():
         bench.step()

@@ -90,7 +90,7 @@ def reserved_nbytes(graph: Graph, lives: tuple[Life, ...], settings: Settings, d
         return make(self, tensor, nbytes if decoded or tensor not in fetched else 0)
 
     with mock.patch.object(_Step, "_make", placed):
-        return reserved(graph, lives, settings).peak_bytes
+        return reserved(graph, lives, settings).peak_nbytes
 
 
 def rows(name: str, compress: str, graph: Graph) -> list[str]:
@@ -100,7 +100,7 @@ def rows(name: str, compress: str, graph: Graph) -> list[str]:
         return []
     lives = everything_away(graph, forms)
     stack = stacked(encoded(graph, lives))
-    bare = tuple(replace(life, away_nbytes=0) for life in lives)
+    bare = tuple(replace(life, parked_nbytes=0) for life in lives)
     arena = with_arena(graph, stack.high_nbytes)
     levels, count = decoded_levels(graph, lives)
     size = max(graph.tensors[t].nbytes for t in forms)
@@ -122,7 +122,7 @@ def rows(name: str, compress: str, graph: Graph) -> list[str]:
         taken = [reserved_nbytes(case[0], case[1], s, case[2]) for s in (Settings(), Settings(expandable=True))]
         found.append(
             f"| {TITLES[name]}, {compress} | {label} | {peak(*case) / MIB:.2f} | "
-            f"{100 * (peak(*case) / ours.predicted.peak_bytes - 1):+.1f} % | "
+            f"{100 * (peak(*case) / ours.predicted.peak_nbytes - 1):+.1f} % | "
             + " | ".join(f"{n / MIB:.0f}" for n in taken)
             + " |"
         )

@@ -117,9 +117,9 @@ def plan_of(graph: Graph, lives: tuple[Life, ...]) -> Plan:
         fingerprint=fingerprint(graph),
         lives=lives,
         solver="every eligible map",
-        budget_bytes=predicted.peak_bytes,
+        budget_nbytes=predicted.peak_nbytes,
         predicted=predicted,
-        unmodified_peak_bytes=simulate(graph, keep_all(graph)).predicted.peak_bytes,
+        unmodified_peak_nbytes=simulate(graph, keep_all(graph)).predicted.peak_nbytes,
     )
 
 

@@ -50,12 +50,12 @@ def run(name: str, seconds: float) -> dict[str, Any]:
     row: dict[str, Any] = {
         "title": bench.title,
         "unmodified_mib": unmodified,
-        "smallest_alone_mib": (alone.smallest_bytes - resident) / MIB,
-        "smallest_mib": (frontier.smallest_bytes - resident) / MIB,
+        "smallest_alone_mib": (alone.smallest_nbytes - resident) / MIB,
+        "smallest_mib": (frontier.smallest_nbytes - resident) / MIB,
         "budgets": [],
     }
     budgets = {f"{share:g}": int(resident + share * unmodified * MIB) for share in SHARES} | {
-        "smallest": frontier.smallest_bytes
+        "smallest": frontier.smallest_nbytes
     }
     for label, budget in budgets.items():
         point: dict[str, Any] = {"budget": label, "budget_mib": (budget - resident) / MIB}
@@ -76,14 +76,14 @@ def run(name: str, seconds: float) -> dict[str, Any]:
             "equal": same,
             "within_budget": peak <= budget,
             "peak_mib": (peak - resident) / MIB,
-            "prediction_error": peak / plan.predicted_peak_bytes - 1,
-            "replayed_ops": plan.predicted.replayed_ops,
+            "prediction_error": peak / plan.predicted_peak_nbytes - 1,
+            "replayed_ops": plan.predicted.rebuilt_ops,
             "moved": sum(bool(tier_of(life.form)) for life in away),
-            "moved_mib": sum(life.away_nbytes for life in away if tier_of(life.form)) / MIB,
+            "moved_mib": sum(life.parked_nbytes for life in away if tier_of(life.form)) / MIB,
             "encoded": sum(bool(codec_of(life.form)) for life in away),
             "predicted_seconds": plan.predicted.seconds,
             "bound_seconds": plan.lower_bound_seconds,
-            "predicted_seconds_alone": None if budget < alone.smallest_bytes else alone.plan(budget).predicted.seconds,
+            "predicted_seconds_alone": None if budget < alone.smallest_nbytes else alone.plan(budget).predicted.seconds,
         }
         print(name, json.dumps(point), flush=True)
     hybrid.close()

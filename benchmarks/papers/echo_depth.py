@@ -36,7 +36,7 @@ PAPER = {
 def smallest(graph: Graph) -> tuple[Life, ...]:
     """Our planner's plan for the fewest bytes."""
     frontier = planner.solve(graph)
-    return frontier.plan(frontier.smallest_bytes).lives
+    return frontier.plan(frontier.smallest_nbytes).lives
 
 
 POLICIES: dict[str, Callable[[Graph], tuple[Life, ...]]] = {
@@ -70,7 +70,7 @@ class Family:
             _, graph = self.observed(n)
             for label, solve in POLICIES.items():
                 if label == policy or label != "ours, smallest":  # it takes the longest
-                    self.peaks[label, n] = simulate(graph, solve(graph)).predicted.peak_bytes
+                    self.peaks[label, n] = simulate(graph, solve(graph)).predicted.peak_nbytes
         return self.peaks[policy, n]
 
     def deepest(self, policy: str, budget: int) -> int:

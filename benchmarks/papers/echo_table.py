@@ -83,10 +83,10 @@ class Evaluation:
         """Baseline first."""
         graph = self.graph
         found = {"Baseline": unmodified(graph), "Mirror": mirror(graph), "all light": all_light(graph), "Echo": echo(graph)}
-        at_echo = simulate(graph, found["Echo"]).predicted.peak_bytes
-        if at_echo >= self.frontier.smallest_bytes - _MARGIN_NBYTES:
+        at_echo = simulate(graph, found["Echo"]).predicted.peak_nbytes
+        if at_echo >= self.frontier.smallest_nbytes - _MARGIN_NBYTES:
             found["ours at Echo's peak"] = self.frontier.plan(at_echo + _MARGIN_NBYTES).lives
-        found["ours, smallest"] = self.frontier.plan(self.frontier.smallest_bytes).lives
+        found["ours, smallest"] = self.frontier.plan(self.frontier.smallest_nbytes).lives
         return found
 
     def measure(self, lives: Lives) -> tuple[dict[str, Any], Step]:
@@ -98,12 +98,12 @@ class Evaluation:
         predicted: Prediction = simulate(self.graph, lives).predicted
         kept = breakdown.saved(self.graph, lives).by(1)
         row = {
-            "predicted_mib": (predicted.peak_bytes - self.resident) / MIB,
+            "predicted_mib": (predicted.peak_nbytes - self.resident) / MIB,
             "measured_mib": self.bench.peak(forward),
             "held_mib": (kept["held"] + kept["there anyway"]) / MIB,
             "extra_flops": predicted.extra_flops / self.flops,
-            "rebuilt_mib": predicted.rebuilt_bytes / MIB,
-            "replayed_ops": predicted.replayed_ops,
+            "rebuilt_mib": predicted.rebuilt_nbytes / MIB,
+            "replayed_ops": predicted.rebuilt_ops,
             "equal": equal,
         }
         return row, forward

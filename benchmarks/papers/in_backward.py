@@ -69,9 +69,9 @@ def rows(name: str, batch: int, optimizer: str, budget: str) -> dict[str, Any]:
     for mode in ("never", "always"):
         held = held_nbytes()
         params, status, steps = train(name, batch, optimizer, budget=budget, optimizer_in_backward=mode)
-        peaks = {"measured_nbytes": status.measured_peak_nbytes, "predicted_nbytes": status.plan.predicted_peak_bytes}
+        peaks = {"measured_nbytes": status.measured_peak_nbytes, "predicted_nbytes": status.plan.predicted_peak_nbytes}
         row[mode] = {peak: nbytes - held for peak, nbytes in peaks.items()}
-        row[mode]["replayed_ops"] = status.plan.predicted.replayed_ops
+        row[mode]["replayed_ops"] = status.plan.predicted.rebuilt_ops
         if not followed(status):
             row[mode]["left_plan"] = True
         if steps not in plain:

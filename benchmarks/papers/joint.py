@@ -84,7 +84,7 @@ def others(graph: Graph, budget: int, frontier: planner.Frontier, rates: Rates, 
         lives, fits = carry_out(policy, graph, rates, budget_nbytes=budget)
         if fits:
             found[label] = simulate(graph, lives, rates=rates).predicted.seconds
-    fitting = [c.predicted.seconds for c in frontier.candidates if c.predicted.peak_bytes <= budget]
+    fitting = [c.predicted.seconds for c in frontier.candidates if c.predicted.peak_nbytes <= budget]
     if fitting:
         found["recomputation alone"] = min(fitting)
     all_forms = forms(graph)
@@ -108,8 +108,8 @@ def pairs(make: Callable[[], Graph], name: str, kind: str, rates: Rates, limit_s
     """One network within every budget."""
     graph = make()
     frontier = planner.solve(graph, limit_seconds=120.0)
-    peaks = [simulate(graph, carry_out(policy, graph, rates)[0]).predicted.peak_bytes for policy in POLICIES.values()]
-    least, most = min(*peaks, frontier.smallest_bytes), max(unmodified_levels(graph))
+    peaks = [simulate(graph, carry_out(policy, graph, rates)[0]).predicted.peak_nbytes for policy in POLICIES.values()]
+    least, most = min(*peaks, frontier.smallest_nbytes), max(unmodified_levels(graph))
     plans = [(c.solver, c.lives) for c in frontier.candidates]
     found = []
     for share in BUDGETS:

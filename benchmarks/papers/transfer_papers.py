@@ -58,11 +58,11 @@ def row(graph: Graph, lives: tuple[Life, ...], rates: Rates, batch: int) -> dict
     schedule = lower(graph, lives)
     report = validate(graph, lives, schedule)
     p: Prediction = simulate(graph, lives, schedule, rates=rates).predicted
-    if not report.ok or report.peak_bytes != p.peak_bytes:
-        raise RuntimeError(f"not valid: {report.problems[:1]}, {report.peak_bytes} and {p.peak_bytes} bytes")
+    if not report.ok or report.peak_nbytes != p.peak_nbytes:
+        raise RuntimeError(f"not valid: {report.problems[:1]}, {report.peak_nbytes} and {p.peak_nbytes} bytes")
     step = graph.step_seconds + p.seconds
     return {
-        "peak_mb": p.peak_bytes / MB,
+        "peak_mb": p.peak_nbytes / MB,
         "images_per_second": batch / step,
         "images_per_second_if_codec_hidden": batch / (step - p.codec_seconds),
         "step_seconds": step,

@@ -55,7 +55,7 @@ def measure(source: str, graph: Graph, times: int) -> dict[str, object]:
         "ops": len(graph.ops),
         "analysis_ms": round(analysis),
         "plan_ms": round(plan),
-        "peak_percent": round(100 * after.peak_bytes / before.peak_bytes, 1),
+        "peak_percent": round(100 * after.peak_nbytes / before.peak_nbytes, 1),
         "extra_percent_of_forward": round(100 * after.extra_seconds / sum(op.seconds for op in graph.forward), 1),
     }
 

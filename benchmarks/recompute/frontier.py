@@ -91,16 +91,16 @@ class Measuring:
         peak = self.bench.peak(forward) * MIB + self.resident
         self.points[label] = {
             "budget_mib": (budget - self.resident) / MIB,
-            "predicted_mib": (plan.predicted_peak_bytes - self.resident) / MIB,
+            "predicted_mib": (plan.predicted_peak_nbytes - self.resident) / MIB,
             "peak_mib": (peak - self.resident) / MIB,
             "equal": same,
             "extra_flops": plan.predicted.extra_flops / self.flops,
-            "rebuilt_mib": plan.predicted.rebuilt_bytes / MIB,
+            "rebuilt_mib": plan.predicted.rebuilt_nbytes / MIB,
             "predicted_ratio": 1 + plan.predicted.seconds / self.graph.step_seconds,
             "bound_ratio": 1 + plan.lower_bound_seconds / self.graph.step_seconds,
             "solver": plan.solver,
             "within_budget": peak <= budget,
-            "prediction_error": peak / plan.predicted_peak_bytes - 1,
+            "prediction_error": peak / plan.predicted_peak_nbytes - 1,
         }
         self.forwards[label] = forward
 
@@ -140,13 +140,13 @@ def run(name: str, rounds: int, with_compile: bool) -> dict[str, Any]:
         "fewest FLOPs": planner.solve(graph, objective="flops", overhead=overhead),
     }
     ours = frontiers["ours"]
-    activations = ours.unmodified_peak_bytes - resident
+    activations = ours.unmodified_peak_nbytes - resident
     at_block = measuring.per_block()
     for who, frontier in frontiers.items():
         for f in SHARES:
             measuring.ours(f"{who} f={f}", frontier, int(resident + f * activations))
         if frontier is ours:
-            measuring.ours("ours smallest", frontier, frontier.smallest_bytes)
+            measuring.ours("ours smallest", frontier, frontier.smallest_nbytes)
         measuring.ours(f"{who} at per-block peak", frontier, at_block)
     if with_compile:
         measuring.stock_compiler(rounds)
@@ -155,7 +155,7 @@ def run(name: str, rounds: int, with_compile: bool) -> dict[str, Any]:
     return {
         "title": measuring.bench.title,
         "resident_mib": resident / MIB,
-        "activation_share": activations / ours.unmodified_peak_bytes,
+        "activation_share": activations / ours.unmodified_peak_nbytes,
         "step_flops": measuring.flops,
         "points": measuring.points,
         "frontier": [_priced(graph, c, measuring) for c in ours.candidates],
@@ -168,7 +168,7 @@ def run(name: str, rounds: int, with_compile: bool) -> dict[str, Any]:
 def _priced(graph: Graph, candidate: planner.Candidate, measuring: Measuring) -> dict[str, float]:
     predicted = candidate.predicted
     return {
-        "peak_mib": (predicted.peak_bytes - measuring.resident) / MIB,
+        "peak_mib": (predicted.peak_nbytes - measuring.resident) / MIB,
         "extra_flops": predicted.extra_flops / measuring.flops,
         "extra_ratio": predicted.seconds / graph.step_seconds,
     }

@@ -184,8 +184,8 @@ def _planned(
             else:
                 found = ours.step(architecture)
                 after = run.session._current
-                if isinstance(state, Running) and isinstance(after, Running) and after.measured_bytes is not None:
-                    measured.append(after.measured_bytes - beside)
+                if isinstance(state, Running) and isinstance(after, Running) and after.measured_nbytes is not None:
+                    measured.append(after.measured_nbytes - beside)
             if not all(map(_same, found, reference)):
                 different.append(f"step {i}")
             del found
@@ -198,10 +198,10 @@ def _planned(
     return {
         "status": "planned",
         "different": different,
-        "predicted": plan.predicted_peak_bytes - beside,
+        "predicted": plan.predicted_peak_nbytes - beside,
         "measured": max(measured),
         "measured_steps": measured,
-        "replayed": plan.predicted.replayed_ops,
+        "replayed": plan.predicted.rebuilt_ops,
         "forward_ops": len(graph.forward),
         "opaque_ops": sorted({op.name for op in graph.forward if not op.recomputable}),
         "solver": plan.solver,

@@ -118,15 +118,15 @@ class Watching:
         planned = bool(self._states) and all(isinstance(state, Running) for state in self._states)
         plans = [state.plan for state in self._states] if planned else []
         for state in self._states:
-            if getattr(state, "measured_bytes", None) is not None:
-                self.measured = max(self.measured or 0, state.measured_bytes)
+            if getattr(state, "measured_nbytes", None) is not None:
+                self.measured = max(self.measured or 0, state.measured_nbytes)
         entry = {
             "began": self._live - self._base,
             "peak": None if peak is None else peak - self._base,
             "between": self._between,
-            "predicted": max((plan.predicted.needed_bytes for plan in plans), default=None),
-            "promised": max((plan.budget_bytes for plan in plans), default=None),
-            "dropped": max((plan.predicted.rebuilt_bytes for plan in plans), default=0),
+            "predicted": max((plan.predicted.needed_nbytes for plan in plans), default=None),
+            "promised": max((plan.budget_nbytes for plan in plans), default=None),
+            "dropped": max((plan.predicted.rebuilt_nbytes for plan in plans), default=0),
         }
         self.steps.append(entry)
         self._live = live or 0

@@ -78,9 +78,9 @@ def ran(name: str, above_nbytes: int | None, options: dict[str, Any]) -> tuple[d
     plan = status.plan
     row = {
         "plan": hashlib.sha256(repr(plan.lives).encode()).hexdigest()[:16],
-        "predicted_nbytes": plan.predicted_peak_bytes - held,
+        "predicted_nbytes": plan.predicted_peak_nbytes - held,
         "measured_nbytes": status.measured_peak_nbytes - held,
-        "replayed_ops": plan.predicted.replayed_ops,
+        "replayed_ops": plan.predicted.rebuilt_ops,
         "losses": hashed(losses),
         "parameters": hashed(model.parameters()),
     }

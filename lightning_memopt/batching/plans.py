@@ -13,8 +13,8 @@ from dataclasses import replace
 from lightning_memopt.batching.fit import StepFit
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph
-from lightning_memopt.plan import Life, LoweringError, reserved_bytes_of, simulate
-from lightning_memopt.session.hybrid import Hybrid, HybridFrontier, peak_bytes
+from lightning_memopt.plan import Life, LoweringError, reserved_nbytes_of, simulate
+from lightning_memopt.session.hybrid import Hybrid, HybridFrontier, peak_nbytes
 from lightning_memopt.solvers import joint, planner
 from lightning_memopt.units import ceil_div
 
@@ -135,9 +135,9 @@ class ParkingPlans(Plans):
         forms = self.hybrid.forms(self.fit.at(size))
 
         def nbytes(life: Life) -> int:
-            return dict(forms.get(life.tensor, ())).get(life.form, life.away_nbytes)
+            return dict(forms.get(life.tensor, ())).get(life.form, life.parked_nbytes)
 
-        return tuple(replace(life, away_nbytes=nbytes(life)) if life.how == "fetch" else life for life in lives)
+        return tuple(replace(life, parked_nbytes=nbytes(life)) if life.how == "fetch" else life for life in lives)
 
     def smallest(self, size: int) -> Lives:
         frontier, graph = self._frontier(size), self.fit.at(size)
@@ -152,7 +152,7 @@ class ParkingPlans(Plans):
             predicted = self._frontier(size).plan(budget_nbytes).predicted
         except InfeasibleError:
             return None
-        return predicted.seconds, predicted.needed_bytes
+        return predicted.seconds, predicted.needed_nbytes
 
     def _frontier(self, size: int) -> planner.Frontier:
         frontier = self._frontiers.get(size)
@@ -164,7 +164,7 @@ class ParkingPlans(Plans):
 
 def _needs(graph: Graph, lives: Lives) -> int:
     """The smallest budget, in bytes, that the plan with these lives needs."""
-    peak, reserve = peak_bytes(graph, lives), reserved_bytes_of(graph)
-    if reserve is not None:  # the allocator's model does not know the workspaces of codecs, which `peak_bytes` includes
-        peak += reserve(lives) - simulate(graph, lives).predicted.peak_bytes
+    peak, reserve = peak_nbytes(graph, lives), reserved_nbytes_of(graph)
+    if reserve is not None:  # the allocator's model does not know the workspaces of codecs, which `peak_nbytes` includes
+        peak += reserve(lives) - simulate(graph, lives).predicted.peak_nbytes
     return peak + planner.UNSEEN_NBYTES

@@ -18,9 +18,9 @@ class BatchSizeResult:
     size: samples of a batch; a real step of this size ran and fitted.
     before: samples of a batch before the search.
     mode: what was searched for: "largest", "throughput" or "energy".
-    budget_bytes: bytes of the device that a step may use.
-    predicted_peak_bytes: predicted peak of a step.
-    confirmed_peak_bytes: peak that was measured in a real step; None if another profiler was running.
+    budget_nbytes: bytes of the device that a step may use.
+    predicted_peak_nbytes: predicted peak of a step.
+    confirmed_peak_nbytes: peak that was measured in a real step; None if another profiler was running.
     samples_per_second: predicted throughput.
     before_samples_per_second: predicted throughput at the size `before`, without a plan.
     joules_per_sample: predicted energy; None too if the energy of a step is not known.
@@ -34,9 +34,9 @@ class BatchSizeResult:
     size: int
     before: int
     mode: Mode
-    budget_bytes: int
-    predicted_peak_bytes: int | None
-    confirmed_peak_bytes: int | None
+    budget_nbytes: int
+    predicted_peak_nbytes: int | None
+    confirmed_peak_nbytes: int | None
     samples_per_second: float | None
     before_samples_per_second: float | None
     joules_per_sample: float | None
@@ -67,8 +67,8 @@ class BatchSizeResult:
     def __str__(self) -> str:
         plan = ", with a plan" if self.planned else ""
         parts = [
-            f"MemOpt: batch {self.before} -> {self.size} ({self.mode}{plan}): peak {_text(self.predicted_peak_bytes)} "
-            f"predicted, {_text(self.confirmed_peak_bytes)} confirmed of {format_nbytes(self.budget_bytes)}"
+            f"MemOpt: batch {self.before} -> {self.size} ({self.mode}{plan}): peak {_text(self.predicted_peak_nbytes)} "
+            f"predicted, {_text(self.confirmed_peak_nbytes)} confirmed of {format_nbytes(self.budget_nbytes)}"
         ]
         if self.samples_per_second is not None:
             before = self.before_samples_per_second

@@ -154,7 +154,7 @@ class MemOptMonitor(Callback):
     def _log(self, trainer: Any, step: int) -> None:
         """Log the values of this lap under the step number `step`. All ranks must call it, because values are reduced."""
         assert self.meter is not None and self._reduction is not None
-        status, peak = _status(trainer), self.meter.peak_bytes()
+        status, peak = _status(trainer), self.meter.peak_nbytes()
         if peak is None:
             peak = status.measured_peak_nbytes
         metrics = {f"train/{key}": value for key, value in self._reduction(self.meter.lap(), peak).items()}
@@ -170,16 +170,16 @@ class MemOptMonitor(Callback):
         """The numbers of the plan. Without `solve_seconds` and `profile_seconds` if the plan was read from a file."""
         parked = {life.tensor: life.form for life in plan.lives if life.how == "fetch"}
         metrics: dict[str, float] = {
-            "predicted_peak_bytes": plan.predicted_peak_bytes,
-            "unmodified_peak_bytes": plan.unmodified_peak_bytes,
-            "plan/recompute_count": len({life.tensor for life in plan.lives if life.how == "replay"}),
+            "predicted_peak_bytes": plan.predicted_peak_nbytes,
+            "unmodified_peak_bytes": plan.unmodified_peak_nbytes,
+            "plan/recompute_count": len({life.tensor for life in plan.lives if life.how == "rebuild"}),
             "plan/offload_count": sum(bool(tier_of(form)) for form in parked.values()),
             "plan/compress_count": sum(bool(codec_of(form)) for form in parked.values()),
         }
         if status.budget_nbytes is not None:
             metrics["budget_bytes"] = status.budget_nbytes
-        if plan.predicted.reserved_bytes:
-            metrics["predicted_reserved_bytes"] = plan.predicted.reserved_bytes
+        if plan.predicted.reserved_nbytes:
+            metrics["predicted_reserved_bytes"] = plan.predicted.reserved_nbytes
         if status.frontier is not None:
             metrics["solve_seconds"] = plan.solve_seconds
             if self._profile_seconds is not None:

@@ -56,15 +56,15 @@ class Reduction:
         self._seconds = self._batches = self._samples = 0.0
         self._joules: dict[str, float | None] = dict.fromkeys(self._meters, 0.0)
 
-    def __call__(self, lap: Tally, peak_bytes: int | None) -> dict[str, float]:
+    def __call__(self, lap: Tally, peak_nbytes: int | None) -> dict[str, float]:
         """The metrics of a lap, without the prefix "train/"; an empty dict if no rank had a batch.
 
-        `peak_bytes`: peak of this rank; None if it was not measured.
+        `peak_nbytes`: peak of this rank; None if it was not measured.
         """
         values: list[float] = [lap.samples, lap.batches, lap.steps, lap.seconds]
         for name in self._meters:
             values += self._weighted(name, lap.energy.get(name, Energy()))
-        self._ranks.update(values, -1.0 if peak_bytes is None else float(peak_bytes))
+        self._ranks.update(values, -1.0 if peak_nbytes is None else float(peak_nbytes))
         sums, most = self._ranks.compute()
         self._ranks.reset()
         samples, batches, steps, seconds = (value / self.world_size for value in sums[:4])

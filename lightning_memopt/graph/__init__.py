@@ -1,7 +1,7 @@
 """One training step as pure data: tensors, ops and saves on one axis of points. Needs no torch."""
 
-from lightning_memopt.graph.codec import graph_from_json, graph_to_json
 from lightning_memopt.graph.fingerprint import fingerprint, first_difference
+from lightning_memopt.graph.json_io import graph_from_json, graph_to_json
 from lightning_memopt.graph.liveness import Levels, base_levels, resident_nbytes, unmodified_levels, workspaces
 from lightning_memopt.graph.model import BEFORE, Graph, Op, Point, Save, Tensor
 

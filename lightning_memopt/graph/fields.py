@@ -1,86 +1,97 @@
-"""Read the objects of a JSON file field by field and column by column.
-
-A file may come from anywhere, so every value is checked; PlanFileError names the field and the index.
-"""
+"""Objects of a JSON file, read field by field and column by column. A file may come from anywhere: everything is checked."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from lightning_memopt.errors import PlanFileError
 
 MOST = (1 << 63) - 1
-"""The largest count, size or id that a file may have."""
+"""No count, size or id is larger."""
 
 _T = TypeVar("_T", bound=str)
 
 
 def letters(values: tuple[_T, ...]) -> dict[str, _T]:
-    """First letter -> value, for a closed set of names."""
+    """First letter -> value, of a closed set of names."""
     return {value[0]: value for value in values}
 
 
 class Fields:
-    """One object of a file, read field by field.
+    """One object of a file, read field by field; every reading is checked.
 
-    Every method raises PlanFileError if its field is not as expected.
-
-    Args:
-        obj: the object.
-        where: its path in the file, for messages.
-        keys: the fields that it must have, and no others.
-        schema: the version that its field "schema" must have; None: it has no such field.
+    where: the path to the object, for messages.
+    keys: all fields that the object must have.
+    schemas: the schemas that are read, the newest first. Empty where the object has no schema of its own.
+    old_names: how a file of an older schema calls a field, by its name today.
     """
 
-    def __init__(self, obj: object, where: str, keys: Sequence[str], schema: int | None = None) -> None:
+    def __init__(
+        self,
+        obj: object,
+        where: str,
+        keys: Sequence[str],
+        schemas: Sequence[int] = (),
+        old_names: Mapping[str, str] | None = None,
+    ) -> None:
         self.where = where
+        self.old_names = old_names or {}
         if not isinstance(obj, dict):
             raise PlanFileError(f"{where} is {_shown(obj)}, not an object; make the file again")
         self.obj = obj
-        if schema is not None:
-            version = obj.get("schema")
-            if type(version) is not int or version != schema:
+        if schemas:
+            schema = obj.get("schema")
+            if type(schema) is not int or schema not in schemas:
+                known = " and ".join(map(str, schemas))
                 raise PlanFileError(
-                    f"{where}.schema is {_shown(version)}; this version knows schema {schema} only: "
+                    f"{where}.schema is {_shown(schema)}; this version knows schema {known} only: "
                     "make the file again, or use the version that wrote it"
                 )
-        missing = sorted(set(keys) - set(obj))
-        unknown = sorted(str(key) for key in set(obj) - set(keys))
+        names = {self.name_of(key) for key in keys}
+        missing = sorted(names - set(obj))
+        unknown = sorted(str(key) for key in set(obj) - names)
         if missing or unknown:
             raise PlanFileError(f"{where}: missing fields {missing}, unknown {_shown(unknown)}; make the file again")
 
+    def name_of(self, key: str) -> str:
+        """How this file calls the field `key`."""
+        return self.old_names.get(key, key)
+
+    def value(self, key: str) -> Any:
+        return self.obj[self.name_of(key)]
+
     def refuse(self, key: str, index: int | None, reason: str) -> NoReturn:
-        """Raise PlanFileError for a field, or for one entry of a column."""
         at = "" if index is None else f"[{index}]"
-        raise PlanFileError(f"{self.where}.{key}{at}: {reason}; make the file again")
+        raise PlanFileError(f"{self.where}.{self.name_of(key)}{at}: {reason}; make the file again")
 
     def inner(self, key: str, keys: Sequence[str]) -> Fields:
-        return Fields(self.obj[key], f"{self.where}.{key}", keys)
+        return Fields(self.value(key), f"{self.where}.{self.name_of(key)}", keys, old_names=self.old_names)
 
     def table(self, key: str, keys: Sequence[str], counted: str) -> tuple[Fields, int]:
-        """(object of columns, length of its column `counted`)."""
+        """An object of columns, and their length: that of the column `counted`."""
         inner = self.inner(key, keys)
-        column = inner.obj[counted]
+        column = inner.value(counted)
         if not isinstance(column, (list, str)):
             inner.refuse(counted, None, f"{_shown(column)} is not a column")
         return inner, len(column)
 
     def string(self, key: str) -> str:
-        value = self.obj[key]
+        value = self.value(key)
         if not isinstance(value, str):
             self.refuse(key, None, f"{_shown(value)} is not text")
         return value
 
     def strings(self, key: str) -> list[str]:
-        for i, value in enumerate(self._list(key, None)):
+        values = self._list(key, None)
+        for i, value in enumerate(values):
             if not isinstance(value, str):
                 self.refuse(key, i, f"{_shown(value)} is not text")
-        return list(self.obj[key])
+        return list(values)
 
     def integer(self, key: str, low: int = 0, high: int = MOST) -> int:
-        value = self.obj[key]
+        value = self.value(key)
         if type(value) is not int or not low <= value <= high:
             self.refuse(key, None, _no_int(value, low, high))
         return value
@@ -89,7 +100,7 @@ class Fields:
         """A column of `length` ints in `low .. high`."""
         values = self._list(key, length)
         for i, value in enumerate(values):
-            if type(value) is not int or not low <= value <= high:  # `type`, because a bool is an int for `isinstance`
+            if type(value) is not int or not low <= value <= high:  # a bool is no int here
                 self.refuse(key, i, _no_int(value, low, high))
         return values
 
@@ -105,7 +116,7 @@ class Fields:
         return [tuple(row) for row in rows]
 
     def number(self, key: str) -> float:
-        value = self.obj[key]
+        value = self.value(key)
         if not _is_amount(value):
             self.refuse(key, None, f"{_shown(value)} is not a finite number of at least 0")
         return float(value)
@@ -119,25 +130,25 @@ class Fields:
         return [float(value) for value in values]
 
     def chosen(self, key: str, length: int, values: dict[str, _T]) -> list[_T]:
-        """A column of `length` values, written as one letter each; `values`: letter -> value."""
+        """A column of `length` values of a closed set, written as one letter each."""
         text = self.string(key)
-        self._check_length(key, len(text), length)
+        self._same(key, len(text), length)
         for i, letter in enumerate(text):
             if letter not in values:
                 self.refuse(key, i, f"{_shown(letter)} is none of {', '.join(f'{k} ({v})' for k, v in values.items())}")
         return [values[letter] for letter in text]
 
     def _list(self, key: str, length: int | None) -> list[Any]:
-        value = self.obj[key]
+        value = self.value(key)
         if not isinstance(value, list):
             self.refuse(key, None, f"{_shown(value)} is not a list")
         if length is not None:
-            self._check_length(key, len(value), length)
+            self._same(key, len(value), length)
         return value
 
-    def _check_length(self, key: str, entries: int, length: int) -> None:
-        if entries != length:
-            self.refuse(key, None, f"{entries} entries, but the columns beside it have {length}")
+    def _same(self, key: str, found: int, length: int) -> None:
+        if found != length:
+            self.refuse(key, None, f"{found} entries, but the columns beside it have {length}")
 
 
 def _is_amount(value: object) -> bool:

@@ -1,7 +1,7 @@
 """What to do about a step: lives, lowered to a schedule, priced by a simulator, checked, kept in files."""
 
-from lightning_memopt.plan.allocator import Reserved, reserved, reserved_bytes_of
-from lightning_memopt.plan.codec import plan_from_json, plan_to_json, read_plan, write_plan
+from lightning_memopt.plan.allocator import Reserved, reserved, reserved_nbytes_of
+from lightning_memopt.plan.files import plan_from_json, plan_to_json, read_plan, write_plan
 from lightning_memopt.plan.lower import Fetch, Free, LoweringError, Run, Schedule, Segment, lower
 from lightning_memopt.plan.model import Life, Plan, Prediction
 from lightning_memopt.plan.simulate import Timeline, simulate
@@ -25,7 +25,7 @@ __all__ = [
     "plan_to_json",
     "read_plan",
     "reserved",
-    "reserved_bytes_of",
+    "reserved_nbytes_of",
     "simulate",
     "validate",
     "write_plan",

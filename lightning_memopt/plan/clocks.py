@@ -31,11 +31,11 @@ class Rates(Protocol):
 class Transfers:
     """See `Prediction` for what each field means."""
 
-    moved_bytes: int = 0
+    moved_nbytes: int = 0
     copy_seconds: float = 0.0
     stall_seconds: float = 0.0
     codec_seconds: float = 0.0
-    tier_bytes: int = 0
+    tier_nbytes: int = 0
 
 
 def leaves_at(graph: Graph, tensor: int) -> int:
@@ -99,9 +99,9 @@ def transfers(graph: Graph, lives: Iterable[Life], schedule: Schedule, rates: Ra
     fetched = [life for life in lives if life.how == "fetch"]
     if not fetched:
         return Transfers()
-    nbytes = {life.tensor: life.away_nbytes for life in fetched}
+    nbytes = {life.tensor: life.parked_nbytes for life in fetched}
     leaving: dict[int, list[int]] = {}
-    for t in schedule.away:
+    for t in schedule.parked:
         leaving.setdefault(leaves_at(graph, t), []).append(t)
     in_tiers = Levels(len(graph.points))
     last: dict[int, int] = {}
@@ -109,7 +109,7 @@ def transfers(graph: Graph, lives: Iterable[Life], schedule: Schedule, rates: Ra
     for life in fetched:
         last[life.tensor] = max(life.born_at, last.get(life.tensor, 0))
         ends[life.tensor] = max(life.freed_at, ends.get(life.tensor, 0))
-    for t, form in schedule.away.items():
+    for t, form in schedule.parked.items():
         if tier_of(form):
             in_tiers.add(leaves_at(graph, t), ends[t], nbytes[t])
     clocks = _Clocks(graph, rates)
@@ -118,14 +118,14 @@ def transfers(graph: Graph, lives: Iterable[Life], schedule: Schedule, rates: Ra
     def reads(tensors: Iterable[int]) -> None:
         for t in coming.intersection(tensors):
             coming.discard(t)
-            clocks.read(t, schedule.away[t])
+            clocks.read(t, schedule.parked[t])
 
     for t in leaving.get(BEFORE, ()):
-        clocks.store(t, schedule.away[t], nbytes[t])
+        clocks.store(t, schedule.parked[t], nbytes[t])
     for p, point in enumerate(graph.points):
         for step in schedule.segments.get(p, ()):
             if isinstance(step, Fetch):
-                clocks.fetch(step.tensor, schedule.away[step.tensor], nbytes[step.tensor])
+                clocks.fetch(step.tensor, schedule.parked[step.tensor], nbytes[step.tensor])
                 coming.add(step.tensor)
             elif isinstance(step, Run):
                 reads(graph.ops[step.op].inputs)
@@ -135,8 +135,8 @@ def transfers(graph: Graph, lives: Iterable[Life], schedule: Schedule, rates: Ra
         elif point.kind == "op":
             clocks.now += graph.ops[point.id].seconds
         for t in leaving.get(p, ()):
-            clocks.store(t, schedule.away[t], nbytes[t])
+            clocks.store(t, schedule.parked[t], nbytes[t])
         for t in schedule.frees.get(p, ()):
-            if t in schedule.away and p < last[t]:
+            if t in schedule.parked and p < last[t]:
                 clocks.wait_gone(t)
     return Transfers(clocks.moved, clocks.copied, clocks.stalled, clocks.codec, max(in_tiers.levels()))

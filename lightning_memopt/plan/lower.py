@@ -51,15 +51,15 @@ class Schedule:
     """What to do, keyed by index on the graph's axis.
 
     `holds`: tensors held from their birth in forward; `segments`: before answering an unpack; `frees`: after a point.
-    `replayed`: every op that some segment runs, with the last point at which one does. `away`: tensors that go away, in which
-    form; a free of one that comes back waits until its copy is complete.
+    `rebuilt`: every op that a segment runs, with the last point at which one does. `parked`: tensors that are parked, in which
+    form; a free of a parked tensor waits until its copy is complete.
     """
 
     holds: frozenset[int]
     segments: dict[int, Segment]
     frees: dict[int, tuple[int, ...]]
-    replayed: dict[int, int]
-    away: dict[int, str] = field(default_factory=dict)
+    rebuilt: dict[int, int]
+    parked: dict[int, str] = field(default_factory=dict)
 
 
 class Residency:
@@ -81,7 +81,7 @@ class Residency:
             return True
         return any(
             life.born_at <= point <= life.freed_at
-            and not (life.how == "replay" and life.born_at == point)
+            and not (life.how == "rebuild" and life.born_at == point)
             and codec_of(life.form) in EXACT
             for life in self.lives.get(tensor, ())
         )
@@ -155,9 +155,9 @@ def lower(graph: Graph, lives: Iterable[Life]) -> Schedule:
         if life.how == "original":
             holds.add(life.tensor)
         else:
-            (births if life.how == "replay" else fetches).setdefault(life.born_at, []).append(life.tensor)
+            (births if life.how == "rebuild" else fetches).setdefault(life.born_at, []).append(life.tensor)
         frees.setdefault(life.freed_at, []).append(life.tensor)
-    away = {life.tensor: life.form for life in lives if life.how == "fetch"}
+    parked = {life.tensor: life.form for life in lives if life.how == "fetch"}
     segments: dict[int, Segment] = {p: segment(graph, p, births.get(p, ()), resident) for p in sorted({*births, *fetches})}
     if fetches:
         reads = _reads(graph, segments)
@@ -167,5 +167,5 @@ def lower(graph: Graph, lives: Iterable[Life]) -> Schedule:
     for p in segments:
         if graph.points[p].kind != "unpack" or graph.asked_at(p) not in graph.producers:
             raise LoweringError(f"lives begin at point {p}, where autograd asks for nothing that an op of the step made")
-    replayed = {step.op: p for p, steps in segments.items() for step in steps if isinstance(step, Run)}
-    return Schedule(frozenset(holds), segments, {p: tuple(ts) for p, ts in frees.items()}, replayed, away)
+    rebuilt = {step.op: p for p, steps in segments.items() for step in steps if isinstance(step, Run)}
+    return Schedule(frozenset(holds), segments, {p: tuple(ts) for p, ts in frees.items()}, rebuilt, parked)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-How = Literal["original", "replay", "fetch"]
+How = Literal["original", "rebuild", "fetch"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +19,7 @@ class Life:
 
     `original`: what the user's forward made is held beyond the point where user code lets go of it.
     `replay`: recorded ops make it again at the unpack point `born_at`.
-    `fetch`: it was away since its life before this one, in `form` (plan/forms.py), where it took `away_nbytes`; at the unpack
+    `fetch`: it was away since its life before this one, in `form` (plan/forms.py), where it took `parked_nbytes`; at the unpack
     point `born_at` it begins to come back.
     """
 
@@ -28,31 +28,31 @@ class Life:
     freed_at: int
     how: How
     form: str = ""
-    away_nbytes: int = 0
+    parked_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """What a plan is predicted to cost. `extra_seconds` (of ops that run again) and `extra_flops` are on top of the unmodified
     step; so are `overhead_seconds`, which recording and rebuilding take by themselves on the machine that was measured, 0
-    where none was. `reserved_bytes`: what the device's allocator reserves at most, 0 where nothing is reserved (the CPU).
+    where none was. `reserved_nbytes`: what the device's allocator reserves at most, 0 where nothing is reserved (the CPU).
 
-    Of what is away: `moved_bytes` over links, both ways, which takes `copy_seconds`, of which the step waits for
-    `stall_seconds`; `codec_seconds` of encoding and decoding; `tier_bytes`, the most that is in tiers at once.
+    Of what is away: `moved_nbytes` over links, both ways, which takes `copy_seconds`, of which the step waits for
+    `stall_seconds`; `codec_seconds` of encoding and decoding; `tier_nbytes`, the most that is in tiers at once.
     """
 
-    peak_bytes: int
+    peak_nbytes: int
     extra_seconds: float
     extra_flops: int
-    rebuilt_bytes: int
-    replayed_ops: int
+    rebuilt_nbytes: int
+    rebuilt_ops: int
     overhead_seconds: float = 0.0
-    reserved_bytes: int = 0
-    moved_bytes: int = 0
+    reserved_nbytes: int = 0
+    moved_nbytes: int = 0
     copy_seconds: float = 0.0
     stall_seconds: float = 0.0
     codec_seconds: float = 0.0
-    tier_bytes: int = 0
+    tier_nbytes: int = 0
 
     @property
     def seconds(self) -> float:
@@ -65,9 +65,9 @@ class Prediction:
         return 1.0 - self.stall_seconds / self.copy_seconds if self.copy_seconds else 1.0
 
     @property
-    def needed_bytes(self) -> int:
+    def needed_nbytes(self) -> int:
         """What a budget is compared with, and what is measured: reserved bytes where there is an allocator that reserves."""
-        return self.reserved_bytes or self.peak_bytes
+        return self.reserved_nbytes or self.peak_nbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,16 +80,16 @@ class Plan:
     fingerprint: str
     lives: tuple[Life, ...]
     solver: str
-    budget_bytes: int
+    budget_nbytes: int
     predicted: Prediction
-    unmodified_peak_bytes: int
+    unmodified_peak_nbytes: int
     step_seconds: float = 0.0
     lower_bound_seconds: float = 0.0
     solve_seconds: float = 0.0
 
     @property
-    def predicted_peak_bytes(self) -> int:
-        return self.predicted.peak_bytes
+    def predicted_peak_nbytes(self) -> int:
+        return self.predicted.peak_nbytes
 
     @property
     def predicted_seconds(self) -> float:

@@ -78,7 +78,7 @@ def at_peak(graph: Graph, lives: Iterable[Life], layer: LayerOf = layer_of) -> B
     timeline = simulate(graph, lives, schedule)
     point = timeline.peak_at
     parts = list(_at_rest(graph, lives, schedule, point, births=True))
-    if sum(nbytes for *_, nbytes in parts) < timeline.predicted.peak_bytes:
+    if sum(nbytes for *_, nbytes in parts) < timeline.predicted.peak_nbytes:
         parts = [*_at_rest(graph, lives, schedule, point, births=False), *_in_segment(graph, schedule, point)]
     found: Counter[tuple[str, str]] = Counter()
     for where, structure, nbytes in parts:
@@ -99,10 +99,10 @@ def _at_rest(graph: Graph, lives: Sequence[Life], schedule: Schedule, point: int
         t = graph.tensors[life.tensor]
         if life.how == "original" and max(life.born_at, t.freed_at + 1) <= point <= life.freed_at:
             yield t, "feature maps" if graph.saved_until(t.id) >= point else "held to rebuild", t.nbytes
-        elif life.how == "replay" and life.born_at <= point <= life.freed_at and (births or life.born_at < point):
+        elif life.how == "rebuild" and life.born_at <= point <= life.freed_at and (births or life.born_at < point):
             yield t, "rebuilt", t.nbytes
-    for replayed in schedule.replayed:
-        op = graph.ops[replayed]
+    for op_id in schedule.rebuilt:
+        op = graph.ops[op_id]
         if op.at <= point <= graph.last_release:
             yield op.scope, "generator states", op.state_nbytes
     if graph.points[point].kind == "op":

@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning_memopt import jsonio
 from lightning_memopt.errors import ConfigError, PlanFileError
-from lightning_memopt.graph.codec import Fields
+from lightning_memopt.graph.fields import Fields
 
 FORMAT = "lightning_memopt.rates"
 SCHEMA = 1
@@ -114,7 +114,7 @@ class Rates:
         if not isinstance(obj, dict) or obj.get("format") != FORMAT:
             found = repr(obj.get("format"))[:80] if isinstance(obj, dict) else type(obj).__name__
             raise PlanFileError(f'"format" is {found}, not "{FORMAT}": this is no file of rates; give the path of one')
-        top = Fields(obj, "rates", _FIELDS, SCHEMA)
+        top = Fields(obj, "rates", _FIELDS, (SCHEMA,))
         return cls(
             name=top.string("name"),
             links={key: Link(**_positive(top, f"links.{key}", value, Link)) for key, value in _table(top, "links")},

@@ -22,7 +22,7 @@ class Timeline:
 
     @property
     def peak_at(self) -> int:
-        return self.nbytes.index(self.predicted.peak_bytes)
+        return self.nbytes.index(self.predicted.peak_nbytes)
 
 
 @lru_cache(maxsize=4)
@@ -55,14 +55,14 @@ def simulate(
         levels.add(first - first_point, life.freed_at - first_point, t.nbytes)
     for _, first, last, away in encoded(graph, lives):
         levels.add(first - first_point, last - first_point, away)
-    for replayed in schedule.replayed:  # generator states are kept as long as autograd holds anything
-        levels.add(graph.ops[replayed].at - first_point, graph.last_release - first_point, graph.ops[replayed].state_nbytes)
+    for op_id in schedule.rebuilt:  # generator states are kept as long as autograd holds anything
+        levels.add(graph.ops[op_id].at - first_point, graph.last_release - first_point, graph.ops[op_id].state_nbytes)
     end = last_point + 1
     nbytes = [b + e + more for b, e, more in zip(base[first_point:end], extra[first_point:end], levels.levels(), strict=True)]
     seconds, flops, rebuilt, count = 0.0, 0, 0, 0
     born_here: dict[int, int] = {}
     for life in lives:
-        if life.how == "replay":
+        if life.how == "rebuild":
             born_here[life.born_at] = born_here.get(life.born_at, 0) + graph.tensors[life.tensor].nbytes
     for point, steps in schedule.segments.items():
         if not first_point <= point <= last_point:
@@ -83,18 +83,18 @@ def simulate(
             elif not isinstance(step, Fetch):
                 now -= graph.tensors[step.tensor].nbytes
         nbytes[point - first_point] = max(nbytes[point - first_point], peak)
-    moved = transfers(graph, lives, schedule, rates) if rates is not None and schedule.away else Transfers()
+    moved = transfers(graph, lives, schedule, rates) if rates is not None and schedule.parked else Transfers()
     predicted = Prediction(
-        peak_bytes=max(nbytes, default=0),
+        peak_nbytes=max(nbytes, default=0),
         extra_seconds=seconds,
         extra_flops=flops,
-        rebuilt_bytes=rebuilt,
-        replayed_ops=count,
-        moved_bytes=moved.moved_bytes,
+        rebuilt_nbytes=rebuilt,
+        rebuilt_ops=count,
+        moved_nbytes=moved.moved_nbytes,
         copy_seconds=moved.copy_seconds,
         stall_seconds=moved.stall_seconds,
         codec_seconds=moved.codec_seconds,
-        tier_bytes=moved.tier_bytes,
+        tier_nbytes=moved.tier_nbytes,
     )
     return Timeline(tuple(nbytes), predicted)
 
@@ -117,12 +117,12 @@ def encoded(graph: Graph, lives: Iterable[Life]) -> Iterator[tuple[int, int, int
             leaves = leaves_at(graph, life.tensor)
             read = first_read(graph, life)
             if not tier_of(life.form):
-                spans[life.tensor] = (leaves, read, life.away_nbytes)
+                spans[life.tensor] = (leaves, read, life.parked_nbytes)
             else:
                 last = before.get(life.tensor)
                 if last is not None and last.how == "original":
-                    yield life.tensor, leaves, last.freed_at, life.away_nbytes
-                yield life.tensor, life.born_at, read, life.away_nbytes
+                    yield life.tensor, leaves, last.freed_at, life.parked_nbytes
+                yield life.tensor, life.born_at, read, life.parked_nbytes
         before[life.tensor] = life
     for tensor, (first, last_point, nbytes) in spans.items():
         yield tensor, first, last_point, nbytes

@@ -29,11 +29,11 @@ _MOST_PROBLEMS = 100
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What `validate` found. `peak_bytes` and `replayed_ops` mean what they mean in `Prediction`."""
+    """What `validate` found. `peak_nbytes` and `rebuilt_ops` mean what they mean in `Prediction`."""
 
     problems: tuple[str, ...]
-    peak_bytes: int
-    replayed_ops: int
+    peak_nbytes: int
+    rebuilt_ops: int
 
     @property
     def ok(self) -> bool:
@@ -63,9 +63,9 @@ def _malformed(graph: Graph, lives: tuple[Life, ...], schedule: Schedule) -> Ite
                 f"life {i} of tensor {life.tensor} begins at point {life.born_at}, "
                 f"but the one before it ends at {last.freed_at}: lives of a tensor are disjoint and sorted"
             )
-        if life.how == "fetch" and (last is None or last.how == "replay" or not is_form(life.form) or life.away_nbytes < 0):
+        if life.how == "fetch" and (last is None or last.how == "rebuild" or not is_form(life.form) or life.parked_nbytes < 0):
             yield f"life {i}: tensor {life.tensor} is fetched, but no life before it went away in a form {life.form!r}"
-        if (life.how == "fetch") != bool(life.form) or (life.how == "fetch" and schedule.away.get(life.tensor) != life.form):
+        if (life.how == "fetch") != bool(life.form) or (life.how == "fetch" and schedule.parked.get(life.tensor) != life.form):
             yield f"life {i} of tensor {life.tensor} has the form {life.form!r}; the schedule and its other lives do not agree"
         before[life.tensor] = life
     for p, steps in schedule.segments.items():
@@ -96,7 +96,7 @@ class _Ledger:
         self.graph = graph
         self.schedule = schedule
         self.problems: list[str] = []
-        self.now = self.peak = self.replayed_ops = 0
+        self.now = self.peak = self.rebuilt_ops = 0
         self.live: dict[int, list[_Instance]] = {}
         """Instances that the plan holds, the newest last."""
         self.natural: set[int] = set()
@@ -144,15 +144,15 @@ class _Ledger:
             if tier_of(life.form):
                 spans = [(life.born_at, read)] + [(out, lives[i - 1].freed_at)] * (lives[i - 1].how == "original")
             for first, last in spans:
-                self.staged[first] = self.staged.get(first, 0) + life.away_nbytes
-                self.staged[last + 1] = self.staged.get(last + 1, 0) - life.away_nbytes
+                self.staged[first] = self.staged.get(first, 0) + life.parked_nbytes
+                self.staged[last + 1] = self.staged.get(last + 1, 0) - life.parked_nbytes
 
     # -- the walk ----------------------------------------------------------------------------------
 
     def carry_out(self) -> Report:
         graph = self.graph
-        if self.last_run != self.schedule.replayed:
-            self.problem("`replayed` does not list the ops that the segments run, with the last point of each")
+        if self.last_run != self.schedule.rebuilt:
+            self.problem("`rebuilt` does not list the ops that the segments run, with the last point of each")
         born: dict[int, list[int]] = {}
         freed: dict[int, list[int]] = {}
         for t in graph.tensors:
@@ -175,7 +175,7 @@ class _Ledger:
             if point.kind == "unpack":
                 self.unpack(graph.saves[point.id], p)
             self.leave(freed.get(p, ()), p)
-        return Report(tuple(self.problems), self.peak, self.replayed_ops)
+        return Report(tuple(self.problems), self.peak, self.rebuilt_ops)
 
     def meet(self, extra_nbytes: int = 0) -> None:
         self.peak = max(self.peak, self.now + extra_nbytes)
@@ -237,12 +237,12 @@ class _Ledger:
             if isinstance(step, Run):
                 self.run(self.graph.ops[step.op], step.clones, p)
             elif isinstance(step, Fetch):
-                self.add(step.tensor, _Instance(user=False, exact=codec_of(self.schedule.away[step.tensor]) in EXACT))
+                self.add(step.tensor, _Instance(user=False, exact=codec_of(self.schedule.parked[step.tensor]) in EXACT))
             else:
                 self.free(step.tensor, p, "in the segment at")
 
     def run(self, op: Op, clones: tuple[int, ...], p: int) -> None:
-        self.replayed_ops += 1
+        self.rebuilt_ops += 1
         name = f"the run of op {op.id} ({op.name}) at point {p}"
         if not op.recomputable or op.phase != "forward" or op.at > p:
             self.problem(f"{name}: this op cannot run again there")

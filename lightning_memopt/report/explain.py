@@ -23,7 +23,7 @@ def rebuilt(graph: Graph, plan: Plan) -> list[tuple[str, int, int]]:
     count: Counter[str] = Counter()
     nbytes: Counter[str] = Counter()
     for life in plan.lives:
-        if life.how == "replay" and graph.saves_of.get(life.tensor):
+        if life.how == "rebuild" and graph.saves_of.get(life.tensor):
             name = _operator(graph.producers[life.tensor].name)
             count[name] += 1
             nbytes[name] += graph.tensors[life.tensor].nbytes
@@ -69,7 +69,7 @@ def explain(plan: Plan, graph: Graph) -> str:
         how = f"{life.how} from {life.form}" if life.form else life.how
         lives.setdefault(life.tensor, []).append(f"{how} {life.born_at}..{life.freed_at}")
     table = Table(
-        title=f"Plan of {plan.solver}: peak {format_nbytes(plan.predicted_peak_bytes)}, {len(schedule.replayed)} ops run again"
+        title=f"Plan of {plan.solver}: peak {format_nbytes(plan.predicted_peak_nbytes)}, {len(schedule.rebuilt)} ops run again"
     )
     for column in ("tensor", "made by", "in", "size", "what becomes of it"):
         table.add_column(column)

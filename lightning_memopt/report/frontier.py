@@ -11,17 +11,17 @@ from lightning_memopt.solvers.planner import Frontier
 class Row:
     """One plan of the frontier.
 
-    peak_bytes: predicted peak of a step.
+    peak_nbytes: predicted peak of a step.
     extra_seconds: predicted time on top of the unmodified step.
     extra_flops: FLOPs on top of the unmodified step.
-    rebuilt_bytes: bytes that a step rebuilds.
+    rebuilt_nbytes: bytes that a step rebuilds.
     solver: name of the solver that found the plan.
     """
 
-    peak_bytes: int
+    peak_nbytes: int
     extra_seconds: float
     extra_flops: int
-    rebuilt_bytes: int
+    rebuilt_nbytes: int
     solver: str
 
 
@@ -31,10 +31,10 @@ def rows(frontier: Frontier | None) -> list[Row]:
         return []
     return [
         Row(
-            plan.predicted.peak_bytes,
+            plan.predicted.peak_nbytes,
             plan.predicted.seconds,
             plan.predicted.extra_flops,
-            plan.predicted.rebuilt_bytes,
+            plan.predicted.rebuilt_nbytes,
             plan.solver,
         )
         for plan in frontier.candidates

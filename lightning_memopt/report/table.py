@@ -28,10 +28,10 @@ def parked_text(plan: Plan, transfers: Transfers | None) -> str:
         overlap = f"{100 * max(0.0, 1 - waited / copied):.0f} %" if copied else overlap
         codecs = f"{1e3 * transfers.coded_seconds / transfers.timed:.1f} ms"
     parts = [forms]
-    if predicted.moved_bytes:
+    if predicted.moved_nbytes:
         parts += [
-            f"moved {moved} a step, both ways (predicted {format_nbytes(predicted.moved_bytes)}), "
-            f"at most {format_nbytes(predicted.tier_bytes)} in tiers (predicted)",
+            f"moved {moved} a step, both ways (predicted {format_nbytes(predicted.moved_nbytes)}), "
+            f"at most {format_nbytes(predicted.tier_nbytes)} in tiers (predicted)",
             f"stall {stall} a step (predicted {1e3 * predicted.stall_seconds:.1f})",
             f"overlap {overlap} of the copies' time behind compute (predicted {100 * predicted.overlap:.0f} %)",
         ]
@@ -87,16 +87,16 @@ def summary(status: RunStatus, meter: Meter | None = None, transfers: Transfers 
     table.add_column()
     budget = "min" if status.budget_nbytes is None else format_nbytes(status.budget_nbytes)
     table.add_row("budget", budget)
-    table.add_row("predicted peak", format_nbytes(plan.predicted_peak_bytes))
-    needed = plan.predicted.needed_bytes  # comparable with the measured peak of this device
-    if plan.predicted.reserved_bytes:
+    table.add_row("predicted peak", format_nbytes(plan.predicted_peak_nbytes))
+    needed = plan.predicted.needed_nbytes  # comparable with the measured peak of this device
+    if plan.predicted.reserved_nbytes:
         table.add_row("reserved at the peak, predicted", format_nbytes(needed))
     measured_text = "not measured"
     if status.measured_peak_nbytes is not None:
         measured = status.measured_peak_nbytes
         measured_text = f"{format_nbytes(measured)} ({100 * (measured / needed - 1):+.2f} % of predicted)"
     table.add_row("measured peak", measured_text)
-    table.add_row("unmodified peak", format_nbytes(plan.unmodified_peak_bytes))
+    table.add_row("unmodified peak", format_nbytes(plan.unmodified_peak_nbytes))
     extra, step = plan.predicted.seconds, plan.step_seconds
     share = f" ({100 * extra / step:.1f} % of the step's ops)" if step else ""
     table.add_row(
@@ -105,7 +105,7 @@ def summary(status: RunStatus, meter: Meter | None = None, transfers: Transfers 
         f"itself; lower bound {1e3 * plan.lower_bound_seconds:.1f} ms",
     )
     table.add_row(
-        "ops run again", f"{plan.predicted.replayed_ops}, {format_nbytes(plan.predicted.rebuilt_bytes)} rebuilt a step"
+        "ops run again", f"{plan.predicted.rebuilt_ops}, {format_nbytes(plan.predicted.rebuilt_nbytes)} rebuilt a step"
     )
     if any(life.how == "fetch" for life in plan.lives):
         table.add_row("parked", parked_text(plan, transfers))

@@ -92,11 +92,11 @@ def read_given(
         raise PlanMismatchError(
             f"The plan {path} was made for {graph.device}, the model is on {device.type}. Make a plan there."
         )
-    if budget_nbytes is not None and config.budget != "auto" and plan.predicted.needed_bytes > budget_nbytes:
+    if budget_nbytes is not None and config.budget != "auto" and plan.predicted.needed_nbytes > budget_nbytes:
         raise InfeasibleError(
-            f"The plan {path} peaks at {plan.predicted.needed_bytes} bytes, above the budget of {budget_nbytes}. Give it that "
+            f"The plan {path} peaks at {plan.predicted.needed_nbytes} bytes, above the budget of {budget_nbytes}. Give it that "
             "budget, or leave plan= out.",
-            smallest_nbytes=plan.predicted.needed_bytes,
+            smallest_nbytes=plan.predicted.needed_nbytes,
             budget_nbytes=budget_nbytes,
         )
     lossy = {codec_of(life.form) for life in plan.lives if life.how == "fetch"} - LOSSLESS
@@ -105,9 +105,9 @@ def read_given(
             f"The plan {path} keeps tensors encoded with errors ({', '.join(sorted(lossy))}), and compress is "
             f"{config.compress!r}. Set compress='lossy' to allow it, or leave plan= out."
         )
-    if not config.recompute and any(life.how == "replay" for life in plan.lives):
+    if not config.recompute and any(life.how == "rebuild" for life in plan.lives):
         raise ConfigError(
-            f"The plan {path} runs {plan.predicted.replayed_ops} ops a second time, and recompute=False allows none. Set "
+            f"The plan {path} runs {plan.predicted.rebuilt_ops} ops a second time, and recompute=False allows none. Set "
             "recompute=True, or leave plan= out."
         )
     return plan, graph

@@ -52,7 +52,7 @@ class Costs:
         loud = [op for op in program.graph.forward if op.id not in quiet]
         dispatched = sum(self.call + self.argument * _arguments(op.name) for op in loud)
         recorded = sum(1 for op in loud if not program.passes(op.id))
-        host = dispatched + self.recorded * recorded + self.replayed * len(program.schedule.replayed)
+        host = dispatched + self.recorded * recorded + self.replayed * len(program.schedule.rebuilt)
         if not self.eager:
             return host
         ops = program.graph.ops
@@ -184,7 +184,7 @@ def _measured(device: torch.device) -> Costs:
     argument = max(0.0, (high - low) / (many - few))
     call = max(0.0, low - few * argument)
     dispatched = Costs(call, argument, 0.0, 0.0).of(program)
-    ops = len(program.graph.forward) + len(program.schedule.replayed)
+    ops = len(program.graph.forward) + len(program.schedule.rebuilt)
     rest = took["planned"] - took["step"] - took["forward"] - dispatched  # the replays themselves take what the forward took
     each = max(0.0, rest) / ops  # noting an op and running it again take about the same
     eager = took["forward"] / len(program.graph.forward) if device.type == "cuda" else 0.0

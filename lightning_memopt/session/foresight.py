@@ -18,7 +18,7 @@ import torch
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import BEFORE, Graph, Op, Point, Tensor, resident_nbytes, unmodified_levels
 from lightning_memopt.native import counter
-from lightning_memopt.plan import reserved_bytes_of
+from lightning_memopt.plan import reserved_nbytes_of
 from lightning_memopt.session import times
 from lightning_memopt.session.budget import state_made
 from lightning_memopt.session.finals import Final
@@ -173,7 +173,7 @@ def at_worst(graph: Graph) -> Graph:
 
 def unmodified_peak(graph: Graph) -> int:
     """What a budget is compared with, without a plan."""
-    reserve = reserved_bytes_of(graph)
+    reserve = reserved_nbytes_of(graph)
     return reserve(keep_all(graph)) if reserve is not None else max(unmodified_levels(graph), default=0)
 
 
@@ -208,4 +208,4 @@ def _smallest_nbytes(graph: Graph, hybrid: Hybrid) -> int:
         return planner.smallest_nbytes(graph)
     clock = times.current.solver_clock(time.thread_time)
     solved = planner.solve(smoothed([graph]), limit_seconds=hybrid.config.solver_seconds, clock=clock)
-    return hybrid.frontier(solved).smallest_bytes
+    return hybrid.frontier(solved).smallest_nbytes

@@ -29,15 +29,15 @@ def beside(plan: Plan, nbytes: int) -> Plan:
     """A plan with `nbytes` more in memory at every moment."""
     if not nbytes:
         return plan
-    reserved = plan.predicted.reserved_bytes
+    reserved = plan.predicted.reserved_nbytes
     predicted = dataclasses.replace(
         plan.predicted,
-        peak_bytes=plan.predicted.peak_bytes + nbytes,
-        reserved_bytes=reserved + nbytes if reserved else 0,
+        peak_nbytes=plan.predicted.peak_nbytes + nbytes,
+        reserved_nbytes=reserved + nbytes if reserved else 0,
     )
     return dataclasses.replace(
         plan,
         predicted=predicted,
-        budget_bytes=plan.budget_bytes + nbytes,
-        unmodified_peak_bytes=plan.unmodified_peak_bytes + nbytes,
+        budget_nbytes=plan.budget_nbytes + nbytes,
+        unmodified_peak_nbytes=plan.unmodified_peak_nbytes + nbytes,
     )

@@ -134,7 +134,7 @@ class Hybrid:
         nbytes: dict[str, int] = {}
         for life in fetched.values():
             if name := tier_of(life.form):
-                nbytes[name] = nbytes.get(name, 0) + -(-life.away_nbytes // _ALIGN_NBYTES) * _ALIGN_NBYTES
+                nbytes[name] = nbytes.get(name, 0) + -(-life.parked_nbytes // _ALIGN_NBYTES) * _ALIGN_NBYTES
         more = lambda name: self._made(name, nbytes[name])  # noqa: E731
         return Depot({name: more(name) for name in nbytes}, more=more)
 
@@ -155,10 +155,10 @@ class Hybrid:
             depot.retire()  # whoever holds a handle may still ask, also when the block has been left
 
 
-def peak_bytes(graph: Graph, lives: tuple[Life, ...]) -> int:
+def peak_nbytes(graph: Graph, lives: tuple[Life, ...]) -> int:
     """The peak of a plan, with what its codecs allocate beyond what they read and make."""
     timeline = simulate(graph, lives)
-    found = timeline.predicted.peak_bytes
+    found = timeline.predicted.peak_nbytes
     for life in lives:
         if life.how == "fetch" and codec_of(life.form):
             there = max(timeline.nbytes[at] for at in (leaves_at(graph, life.tensor), first_read(graph, life)))
@@ -236,8 +236,8 @@ class HybridFrontier(Frontier):
         fields: dict[str, Any] = {name: getattr(frontier, name) for name in Frontier.__dataclass_fields__}
         if graph.device != "cuda":  # what the allocator reserves for such plans is known when they are made
             plans = (c.lives for c in frontier.candidates)
-            least, fields["least"] = joint.least(graph, plans, hybrid.forms(graph), lambda lives: peak_bytes(graph, lives))
-            fields["smallest_bytes"] = min(frontier.smallest_bytes, least + UNSEEN_NBYTES)
+            least, fields["least"] = joint.least(graph, plans, hybrid.forms(graph), lambda lives: peak_nbytes(graph, lives))
+            fields["smallest_nbytes"] = min(frontier.smallest_nbytes, least + UNSEEN_NBYTES)
         return cls(**fields, hybrid=hybrid, overhead=lambda lives: costs.measured(graph.device).of(Program(graph, lives)))
 
     @cached_property
@@ -251,7 +251,7 @@ class HybridFrontier(Frontier):
             alone = super().plan(budget_nbytes)
         except InfeasibleError as error:
             alone = error
-        if isinstance(alone, Plan) and not alone.predicted.replayed_ops:
+        if isinstance(alone, Plan) and not alone.predicted.rebuilt_ops:
             return alone  # it fits as it is
         found = self._joint(budget_nbytes)
         if found is None:
@@ -264,9 +264,9 @@ class HybridFrontier(Frontier):
             fingerprint=fingerprint(self.graph),
             lives=found.lives,
             solver=f"joint ({found.solver})",
-            budget_bytes=budget_nbytes,
+            budget_nbytes=budget_nbytes,
             predicted=found.predicted,
-            unmodified_peak_bytes=self.unmodified_peak_bytes,
+            unmodified_peak_nbytes=self.unmodified_peak_nbytes,
             step_seconds=self.graph.step_seconds,
             solve_seconds=self.seconds + found.seconds,
             lower_bound_seconds=found.bound_seconds,
@@ -293,19 +293,19 @@ class HybridFrontier(Frontier):
                 break
             bound = min(bound, found.bound_seconds)
             found = replace(found, predicted=self._predicted(found.lives, found.predicted), bound_seconds=bound)
-            if found.predicted.needed_bytes <= room:
+            if found.predicted.needed_nbytes <= room:
                 return found
-            target -= found.predicted.needed_bytes - room
+            target -= found.predicted.needed_nbytes - room
         if self.least is None:
             return None
         predicted = simulate(self.graph, self.least, rates=self.hybrid.rates).predicted
         predicted = self._predicted(self.least, replace(predicted, overhead_seconds=self.overhead(self.least)))
-        if predicted.needed_bytes > room:
+        if predicted.needed_nbytes > room:
             return None
         return joint.Joint(self.least, predicted, "smallest", 0.0, time.perf_counter() - began)
 
     def _predicted(self, lives: tuple[Life, ...], predicted: Prediction) -> Prediction:
         """With what codecs allocate, and what the device reserves."""
-        peak = peak_bytes(self.graph, lives)
-        reserved = self.reserve(lives) + peak - predicted.peak_bytes if self.reserve is not None else 0
-        return replace(predicted, peak_bytes=peak, reserved_bytes=reserved)
+        peak = peak_nbytes(self.graph, lives)
+        reserved = self.reserve(lives) + peak - predicted.peak_nbytes if self.reserve is not None else 0
+        return replace(predicted, peak_nbytes=peak, reserved_nbytes=reserved)

@@ -43,7 +43,7 @@ class PlanCache(dict[Signature, State]):
     def main(self) -> State | None:
         """The state of the signature with the largest unmodified peak that has a plan of its own, else of any."""
         running = [s for _, s in self._own() if isinstance(s, Running)]
-        return max(running, key=lambda s: s.plan.unmodified_peak_bytes) if running else next(iter(self.values()), None)
+        return max(running, key=lambda s: s.plan.unmodified_peak_nbytes) if running else next(iter(self.values()), None)
 
     def enter(self, signature: Signature, steps: int) -> State:
         """The state for a forward of this signature; a new one observes `steps` steps, unless it may borrow."""

@@ -41,7 +41,7 @@ def chosen(
 
     Raises InfeasibleError where no plan fits and `on_exceed` says so. Parameters have been updated: else training goes on.
     """
-    limit = frontier.smallest_bytes if limit_nbytes is None else limit_nbytes
+    limit = frontier.smallest_nbytes if limit_nbytes is None else limit_nbytes
     above: InfeasibleError | None = None
     try:
         plan = frontier.plan(limit)
@@ -51,8 +51,8 @@ def chosen(
         above, limit = error, error.smallest_nbytes
         plan = frontier.plan(limit)
     say(
-        f"MemOpt: plan in force ({plan.solver}): predicted peak {format_nbytes(plan.predicted.needed_bytes)} of "
-        f"{format_nbytes(limit)}, unmodified {format_nbytes(plan.unmodified_peak_bytes)}; extra "
+        f"MemOpt: plan in force ({plan.solver}): predicted peak {format_nbytes(plan.predicted.needed_nbytes)} of "
+        f"{format_nbytes(limit)}, unmodified {format_nbytes(plan.unmodified_peak_nbytes)}; extra "
         f"{1e3 * plan.predicted.seconds:.1f} ms a step, no plan below {1e3 * plan.lower_bound_seconds:.1f} ms; "
         f"solved in {frontier.seconds:.1f} s"
     )
@@ -61,6 +61,6 @@ def chosen(
             f"the budget is not kept: no plan of this step fits {limit_nbytes} bytes. The smallest one is in force. Set "
             f"budget={limit + config.headroom} or more. {advice(graph, plan.lives, config)}"
         )
-    if frontier.smallest_bytes >= unmodified_peak(graph):
+    if frontier.smallest_nbytes >= unmodified_peak(graph):
         say(f"MemOpt: no plan is smaller than the unmodified step. {advice(graph, plan.lives, config)}")
     return plan, None

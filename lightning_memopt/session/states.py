@@ -136,7 +136,7 @@ def _solved(graph: Graph, limit_nbytes: int | None, hybrid: Hybrid, say: Say) ->
     plan, above = solving.chosen(frontier, graph, limit_nbytes, hybrid.config, say)
     running = Running(plan, graph, frontier)
     if above is not None:
-        running.exceeds(plan.predicted.needed_bytes, above)
+        running.exceeds(plan.predicted.needed_nbytes, above)
     return running
 
 
@@ -153,8 +153,8 @@ class Running:
     wasted: of a lender, uses by much smaller batches.
     proofs: of a lender, measured steps of its borrowers.
     steps: how many steps ran under the plan.
-    measured_bytes: the largest measured peak.
-    said_bytes: the peak that a warning named.
+    measured_nbytes: the largest measured peak.
+    said_nbytes: the peak that a warning named.
     to_measure: steps whose peak is to be measured; `may_measure`: in all no more than these.
     outgrown: measured steps in a row that took clearly more than predicted.
     matched: a forward was that of the plan.
@@ -176,10 +176,10 @@ class Running:
         self.frontier = frontier
         self.replanned = replanned
         self.lender = lender
-        self.measured_bytes: int | None = None
+        self.measured_nbytes: int | None = None
         self.steps = self.strays = self.again = self.wasted = self.proofs = self.refused = self.excess_nbytes = 0
         self.matched = self.deviated = False
-        self.held_nbytes = self.regrown = self.said_bytes = self.outgrown = 0
+        self.held_nbytes = self.regrown = self.said_nbytes = self.outgrown = 0
         self.early_known: bool = lender is not None and lender.early_known
         self.to_measure, self.may_measure = 1, _MEASURED
         self.deviations: list[PlanDeviation] = []
@@ -196,7 +196,7 @@ class Running:
         if times_larger <= 1.0:
             return True
         resident = resident_nbytes(self.program.graph)
-        return resident + times_larger**2 * (self.plan.predicted.needed_bytes - resident) <= self.plan.budget_bytes
+        return resident + times_larger**2 * (self.plan.predicted.needed_nbytes - resident) <= self.plan.budget_nbytes
 
     @property
     def overtaken(self) -> frozenset[int]:
@@ -295,10 +295,10 @@ class Running:
         """Whether a borrower keeps its loan: its step was measured within the budget, whatever its ops were (a recurrent net
         runs fewer ops for fewer words), or it ran those of the plan, and nothing speaks against it.
         """
-        if measured_nbytes is not None and measured_nbytes <= self.plan.budget_bytes:
+        if measured_nbytes is not None and measured_nbytes <= self.plan.budget_nbytes:
             return True
         # each tensor that is larger, and perhaps its gradient, on top of all that was predicted
-        return not self.strays and self.plan.predicted_peak_bytes + 2 * self.excess_nbytes <= self.plan.budget_bytes
+        return not self.strays and self.plan.predicted_peak_nbytes + 2 * self.excess_nbytes <= self.plan.budget_nbytes
 
     def _alone(self, why: str, say: Say) -> Waiting:
         """The state of a borrower that its lender does not serve: it waits for a plan of its own."""
@@ -321,13 +321,13 @@ class Running:
         say: Say,
     ) -> State:
         """A step was measured: where it is above the budget, `on_exceed` says what comes. `base_nbytes`: when it began."""
-        self.measured_bytes = max(peak_nbytes, self.measured_bytes or 0)
+        self.measured_nbytes = max(peak_nbytes, self.measured_nbytes or 0)
         self.was_metered()
-        over = peak_nbytes - (self.plan.budget_bytes if budget_nbytes is None else budget_nbytes)
+        over = peak_nbytes - (self.plan.budget_nbytes if budget_nbytes is None else budget_nbytes)
         if over <= 0:
             self.outgrown = 0
             return self
-        predicted = self.plan.predicted.needed_bytes
+        predicted = self.plan.predicted.needed_nbytes
         grown = 0 if base_nbytes is None else max(0, base_nbytes - resident_nbytes(self.program.graph))
         self.outgrown = self.outgrown + 1 if peak_nbytes - grown - predicted > _SLIGHT * predicted else 0
         if budget_nbytes is None:
@@ -350,14 +350,14 @@ class Running:
         if self.replanned >= 3 and not by_growth:
             return self.exceeds(peak_nbytes, f"{text}.")
         held = self.held_nbytes + (grown if by_growth else 0)
-        least = self.frontier.smallest_bytes + held
+        least = self.frontier.smallest_nbytes + held
         if by_growth:  # and by what the prediction does not explain
             target = budget_nbytes - config.headroom - max(0, peak_nbytes - grown - predicted)
         else:
             target = min(predicted, budget_nbytes) - max(over, 1 << 12)
         target = max(target, least)
         plan = beside(self.frontier.plan(target - held), held)
-        if not by_growth and plan.predicted.needed_bytes >= predicted:
+        if not by_growth and plan.predicted.needed_nbytes >= predicted:
             why = advice(self.program.graph, self.plan.lives, config)
             smallest = f"and no smaller plan exists (the smallest is {format_nbytes(least)})"
             return self.exceeds(peak_nbytes, f"{text}, {smallest}. {why}")
@@ -366,12 +366,12 @@ class Running:
 
     def _no_longer_smallest(self, grown: int, over: int, say: Say) -> State:
         """A step took more than the smallest plan was predicted to: others hold more, or it was another step."""
-        slight = max(_SLIGHT_NBYTES, int(_SLIGHT * self.plan.budget_bytes))
+        slight = max(_SLIGHT_NBYTES, int(_SLIGHT * self.plan.budget_nbytes))
         if self.lender is not None or self.frontier is None or over <= slight:
             return self
         if grown > slight and self.regrown < _REGROWN:
             held = self.held_nbytes + grown
-            return self._replaced(beside(self.frontier.plan(self.frontier.smallest_bytes), held), held, by_growth=True)
+            return self._replaced(beside(self.frontier.plan(self.frontier.smallest_nbytes), held), held, by_growth=True)
         if self.outgrown < _IN_A_ROW or self.deviated or self.again >= _AGAIN:
             return self
         say(f"MemOpt: a step took more than the smallest plan needs; observing again ({self.again + 1} of {_AGAIN})")
@@ -387,8 +387,8 @@ class Running:
 
     def exceeds(self, peak_nbytes: int, text: str) -> Running:
         """Nothing can be done: said once, and again where it has become clearly more."""
-        if peak_nbytes > _MORE * self.said_bytes:
-            self.said_bytes = peak_nbytes
+        if peak_nbytes > _MORE * self.said_nbytes:
+            self.said_nbytes = peak_nbytes
             warnings.warn(f"MemOpt: {text}", stacklevel=3)
         return self
 

@@ -86,12 +86,12 @@ class RunStatus:
     @property
     def predicted_peak_nbytes(self) -> int | None:
         """What a planned step takes of the device, allocator included: what `measured_peak_nbytes` is compared with."""
-        return self.plan.predicted.needed_bytes if self.plan is not None else None
+        return self.plan.predicted.needed_nbytes if self.plan is not None else None
 
     @property
     def unmodified_peak_nbytes(self) -> int | None:
         """What the same step takes without a plan."""
-        return self.plan.unmodified_peak_bytes if self.plan is not None else None
+        return self.plan.unmodified_peak_nbytes if self.plan is not None else None
 
 
 def status_of(state: State | None, budget_nbytes: int | None, silence: Silence) -> RunStatus:
@@ -103,7 +103,7 @@ def status_of(state: State | None, budget_nbytes: int | None, silence: Silence) 
             plan=state.plan,
             graph=state.program.graph,
             frontier=state.frontier,
-            measured_peak_nbytes=state.measured_bytes,
+            measured_peak_nbytes=state.measured_nbytes,
             replans=state.replanned + state.regrown,
             deviates=state.deviated,
             compiled=silence.compiled,

@@ -25,7 +25,7 @@ class Step:
     @property
     def largest(self) -> Running | None:
         """The state of the plan that needs most: what was measured of the step is said of it."""
-        return max(self.plans, key=lambda state: state.plan.predicted_peak_bytes, default=None)
+        return max(self.plans, key=lambda state: state.plan.predicted_peak_nbytes, default=None)
 
     def runs(self, state: Running) -> None:
         """A forward under the plan of this state begins."""

@@ -19,7 +19,7 @@ from typing import Literal
 
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph, Op, fingerprint, resident_nbytes, unmodified_levels
-from lightning_memopt.plan import Life, LoweringError, Plan, Prediction, reserved_bytes_of, simulate
+from lightning_memopt.plan import Life, LoweringError, Plan, Prediction, reserved_nbytes_of, simulate
 from lightning_memopt.solvers import chain as dp
 from lightning_memopt.solvers.recompute import bound, stage_chain
 from lightning_memopt.solvers.recompute.echo import echo
@@ -59,28 +59,28 @@ class Candidate:
 
 def _needs(candidate: Candidate) -> int:
     """The smallest budget for a plan; what changes nothing needs no margin."""
-    return candidate.predicted.needed_bytes + (UNSEEN_NBYTES if candidate.predicted.replayed_ops else 0)
+    return candidate.predicted.needed_nbytes + (UNSEEN_NBYTES if candidate.predicted.rebuilt_ops else 0)
 
 
 def _with_reserved(candidate: Candidate, reserve: Callable[[tuple[Life, ...]], int] | None) -> Candidate:
     if reserve is None:
         return candidate
-    return replace(candidate, predicted=replace(candidate.predicted, reserved_bytes=reserve(candidate.lives)))
+    return replace(candidate, predicted=replace(candidate.predicted, reserved_nbytes=reserve(candidate.lives)))
 
 
 @dataclass(frozen=True, eq=False)
 class Frontier:
     """Pareto set of plans, needed bytes rising and the objective falling; the last one is the unmodified step or better.
 
-    `smallest_bytes` is the smallest budget that holds for any op times; with those of this graph a plan may need a little less.
+    `smallest_nbytes` is the smallest budget that holds for any op times; for the times of this graph a little less may do.
     `reserve`: the bytes that the device's allocator reserves for the lives of a plan; then those must be within the budget, and
-    `smallest` is a plan that needs no more than `smallest_bytes` of them.
+    `smallest` is a plan that needs no more than `smallest_nbytes` of them.
     """
 
     graph: Graph
     candidates: tuple[Candidate, ...]
-    smallest_bytes: int
-    unmodified_peak_bytes: int
+    smallest_nbytes: int
+    unmodified_peak_nbytes: int
     moments: tuple[bound.Moment, ...]
     seconds: float
     reserve: Callable[[tuple[Life, ...]], int] | None = None
@@ -126,10 +126,10 @@ class Frontier:
         if best is None:
             raise InfeasibleError(
                 f"No plan of this model fits {budget_nbytes} bytes ({format_nbytes(budget_nbytes)}): the smallest one peaks at "
-                f"{self.smallest_bytes} bytes ({format_nbytes(self.smallest_bytes)}), of which "
+                f"{self.smallest_nbytes} bytes ({format_nbytes(self.smallest_nbytes)}), of which "
                 f"{format_nbytes(resident_nbytes(self.graph))} are parameters, optimizer state and the batch. "
-                f"Set budget={self.smallest_bytes} or more, or make the batch smaller.",
-                smallest_nbytes=self.smallest_bytes,
+                f"Set budget={self.smallest_nbytes} or more, or make the batch smaller.",
+                smallest_nbytes=self.smallest_nbytes,
                 budget_nbytes=budget_nbytes,
             )
         return best
@@ -145,9 +145,9 @@ class Frontier:
             fingerprint=fingerprint(self.graph),
             lives=best.lives,
             solver=best.solver,
-            budget_bytes=budget_nbytes,
+            budget_nbytes=budget_nbytes,
             predicted=best.predicted,
-            unmodified_peak_bytes=self.unmodified_peak_bytes,
+            unmodified_peak_nbytes=self.unmodified_peak_nbytes,
             step_seconds=self.graph.step_seconds,
             solve_seconds=self.seconds,
             lower_bound_seconds=self.bound_seconds(budget_nbytes),
@@ -213,11 +213,11 @@ def smallest(graph: Graph) -> Candidate:
     for solver, lives in plans:
         with contextlib.suppress(LoweringError):
             pool.append(Candidate(lives, simulate(graph, lives).predicted, solver))
-    return _with_reserved(min(pool, key=_needs), reserved_bytes_of(graph))
+    return _with_reserved(min(pool, key=_needs), reserved_nbytes_of(graph))
 
 
 def smallest_nbytes(graph: Graph) -> int:
-    """`Frontier.smallest_bytes`, with nothing else solved."""
+    """`Frontier.smallest_nbytes`, with nothing else solved."""
     return _needs(smallest(graph))
 
 
@@ -235,7 +235,7 @@ def _pareto(pool: Iterable[Candidate], objective: Objective) -> list[Candidate]:
         return (p.seconds,) if objective == "throughput" else (p.extra_flops, p.seconds)
 
     best: list[Candidate] = []
-    for c in sorted(pool, key=lambda c: (_needs(c), *price(c), c.predicted.replayed_ops)):
+    for c in sorted(pool, key=lambda c: (_needs(c), *price(c), c.predicted.rebuilt_ops)):
         if not best or price(c) < price(best[-1]):
             best.append(c)
     return best
@@ -282,7 +282,7 @@ def solve(
 
     saves = any(s.unpacked_at and s.tensor in graph.producers for s in graph.saves)
     in_time = fill([("keep all", keep_all(graph))]) and saves and fill(_smallest(graph))
-    reserve = reserved_bytes_of(graph)
+    reserve = reserved_nbytes_of(graph)
     smallest = _with_reserved(min(pool, key=_needs), reserve)
     if in_time:
         fill(timed())
@@ -290,8 +290,8 @@ def solve(
     return Frontier(
         graph=graph,
         candidates=tuple(_pareto(found, objective)),
-        smallest_bytes=_needs(smallest),
-        unmodified_peak_bytes=unmodified,
+        smallest_nbytes=_needs(smallest),
+        unmodified_peak_nbytes=unmodified,
         moments=tuple(moments),
         seconds=time.perf_counter() - began,
         reserve=reserve,

@@ -1,7 +1,7 @@
 """From 'which ops run again at which unpack' to lives: the last step of every recomputation solver.
 
 A `Rollout` walks the backward pass in the observed order. A solver says which tensors are held from forward and which ops run
-at which point; every read, by autograd or by a replayed op, uses the newest instance of a tensor, and an instance lives until
+at which point; every read, by autograd or by a rebuilt op, uses the newest instance of a tensor, and an instance lives until
 its last read. So solvers never compute a death, and a plan never holds what nobody will read. What the user's forward made is
 let go when autograd next lets go of something: until then a second backward may be meant, which starts from it again.
 """
@@ -22,7 +22,7 @@ _PASSES = 6
 @dataclass(slots=True)
 class _Instance:
     born_at: int
-    replayed: bool
+    rebuilt: bool
     last_use: int = BEFORE
     outside: bool = False
     """Read after its own segment, or by autograd: it needs a life of its own."""
@@ -97,8 +97,8 @@ class Rollout:
             if instance is None:
                 instance = current[tensor] = _Instance(graph.tensors[tensor].born_at, False)
                 done.append((tensor, instance))
-            instance.last_use = max(instance.last_use, until if instance.replayed else graph.release_after[until])
-            if not (segment and instance.replayed and instance.born_at == point):
+            instance.last_use = max(instance.last_use, until if instance.rebuilt else graph.release_after[until])
+            if not (segment and instance.rebuilt and instance.born_at == point):
                 instance.outside = True
 
         events: list[tuple[int, int]] = sorted((point, save.id) for save in self.saves for point in save.unpacked_at)
@@ -122,7 +122,7 @@ class Rollout:
                     tensor=tensor,
                     born_at=instance.born_at,
                     freed_at=instance.last_use,
-                    how="replay" if instance.replayed else "original",
+                    how="rebuild" if instance.rebuilt else "original",
                 )
             )
         return tuple(sorted(lives, key=lambda life: (life.tensor, life.born_at)))

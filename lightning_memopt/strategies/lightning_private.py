@@ -1,7 +1,7 @@
 """Every private name of Lightning that this package uses; no other file uses one.
 
-Lightning may rename or remove these names in any release: `tests/cpu/lightning/test_private_api.py` lists the missing ones. All of them
-are in Lightning 2.0.0, 2.5.0 (the first version that pyproject.toml admits) and 2.6.6.
+Lightning may rename or remove these names in any release: `tests/cpu/lightning/test_private_api.py` lists the missing
+ones. All of them are in Lightning 2.0.0, 2.5.0 (the first version that pyproject.toml admits) and 2.6.6.
 """
 
 from __future__ import annotations

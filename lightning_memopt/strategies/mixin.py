@@ -128,8 +128,8 @@ class MemOptMixin(abc.ABC):
         entry: dict[str, Any] = {"mid_step": halfway} if halfway else {}
         if plan is not None:
             entry["fingerprint"] = plan.fingerprint
-            entry["budget_bytes"] = plan.budget_bytes
-            entry["predicted_peak_bytes"] = plan.predicted_peak_bytes
+            entry["budget_nbytes"] = plan.budget_nbytes
+            entry["predicted_peak_nbytes"] = plan.predicted_peak_nbytes
         if entry:
             # primitive types only, so that the checkpoint loads with weights_only=True and in a plain Trainer
             checkpoint = checkpoint | {CHECKPOINT_KEY: entry}

@@ -157,10 +157,10 @@ class Meter:
             samples_per_sec=steady.samples_per_sec,
             joules_per_sample=energy.joules_per_sample,
             approximate=energy.samples > 0 and self._approximate[name],
-            peak_bytes=self.peak_bytes(),
+            peak_nbytes=self.peak_nbytes(),
         )
 
-    def peak_bytes(self) -> int | None:
+    def peak_nbytes(self) -> int | None:
         """The most bytes reserved on the CUDA device since its statistics were last reset; None on the CPU."""
         return int(torch.cuda.max_memory_reserved(self.device)) if self.device.type == "cuda" else None
 

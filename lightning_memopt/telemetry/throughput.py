@@ -16,7 +16,7 @@ from lightning_memopt.units import format_nbytes
 
 MIN_SECONDS = 1.0
 """The shortest stretch whose energy is used: the hardware updates its counters only every 20 to 100 ms."""
-_KIND, _SCHEMA = "memopt rates", 1
+_KIND, _SCHEMA = "memopt rates", 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Throughput:
     samples_per_sec: samples a second.
     joules_per_sample: energy of the whole device a sample.
     approximate: whether the joules were integrated from power samples.
-    peak_bytes: most bytes reserved on the device.
+    peak_nbytes: most bytes reserved on the device.
     """
 
     device: str
@@ -103,7 +103,7 @@ class Throughput:
     samples_per_sec: float | None = None
     joules_per_sample: float | None = None
     approximate: bool = False
-    peak_bytes: int | None = None
+    peak_nbytes: int | None = None
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write a JSON file that `read_throughput` reads. Raises PlanFileError if it cannot be written."""
@@ -117,8 +117,8 @@ class Throughput:
         if self.joules_per_sample is not None:
             about = "about " if self.approximate else ""
             parts.append(f"{about}{self.joules_per_sample:.4g} J/sample (the whole device, whoever uses it)")
-        if self.peak_bytes is not None:
-            parts.append(f"{format_nbytes(self.peak_bytes)} reserved at most")
+        if self.peak_nbytes is not None:
+            parts.append(f"{format_nbytes(self.peak_nbytes)} reserved at most")
         return "; ".join(parts)
 
 
@@ -126,6 +126,8 @@ def read_throughput(path: str | os.PathLike[str]) -> Throughput:
     """Read a file that `Throughput.write` wrote. Raises PlanFileError if it cannot be read, or is another kind of file."""
     values = jsonio.read(path, max_nbytes=1 << 16)
     kind, schema = values.pop("kind", None), values.pop("schema", None)
+    if schema == 1 and "peak_bytes" in values and "peak_nbytes" not in values:
+        schema, values["peak_nbytes"] = _SCHEMA, values.pop("peak_bytes")
     if kind != _KIND or schema != _SCHEMA:
         raise PlanFileError(f"{path} is of kind {kind!r}, schema {schema!r}; give a file of {_KIND!r}, schema {_SCHEMA}.")
     types = {f.name: str(f.type) for f in fields(Throughput)}

@@ -66,7 +66,7 @@ def test_within_2_percent_of_the_largest_and_nothing_touched(limited: None) -> N
     before = loop.state()
     found = find_max_batch_size(loop.step, loop.make, loop.model, loop.optimizer, budget=LIMIT_NBYTES, planned=False)
     assert all(map(same_bits, before, loop.state())) and not loop.optimizer.state
-    assert found.trial_steps <= 2 and found.confirmed_peak_bytes is not None and found.confirmed_peak_bytes <= LIMIT_NBYTES
+    assert found.trial_steps <= 2 and found.confirmed_peak_nbytes is not None and found.confirmed_peak_nbytes <= LIMIT_NBYTES
     assert loop.fits(found.size)
     assert found.size >= 0.98 * largest(loop.fits, found.size, 2 * found.size)
 

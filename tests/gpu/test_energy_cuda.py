@@ -102,7 +102,7 @@ def test_o5_a_loop_on_the_device(monkeypatch: Any) -> None:
         batches += 1
     meter.stop()
     rates = meter.rates()
-    assert rates is not None and rates.joules_per_sample is not None and rates.peak_bytes
+    assert rates is not None and rates.joules_per_sample is not None and rates.peak_nbytes
     energy = meter.total.energy["device"]
     assert energy.seconds >= 1.0 and energy.watts is not None and 10 < energy.watts < 3000
     assert len(synchronised) == batches + batches // 10 + 1, "of the work, of the edges, of the end"

@@ -115,19 +115,19 @@ def test_a_loop_inside_optimize_is_the_plain_one_and_keeps_its_budget(make: Any,
     found, run = _trained(copy.deepcopy(model), x, 7, make, budget="min")
     assert run is not None
     assert all(same_bits(a, b) for a, b in zip(plain, found, strict=True))
-    assert run.plan is not None and run.plan.predicted.replayed_ops > 0
+    assert run.plan is not None and run.plan.predicted.rebuilt_ops > 0
     frontier = run.status().frontier
     assert frontier is not None and frontier.reserve is not None
     unmodified = frontier.reserve(frontier.candidates[-1].lives)
     for share in (0.5, 0.25):
-        budget = int(frontier.smallest_bytes + share * (unmodified - frontier.smallest_bytes))
+        budget = int(frontier.smallest_nbytes + share * (unmodified - frontier.smallest_nbytes))
         torch.cuda.empty_cache()
         found, run = _trained(copy.deepcopy(model), x, 7, make, budget=budget)
         assert run is not None and all(same_bits(a, b) for a, b in zip(plain, found, strict=True))
         measured = run.status().measured_peak_nbytes
         assert measured is not None and run.plan is not None
         assert measured <= budget
-        assert abs(measured / run.plan.predicted.reserved_bytes - 1) <= 0.03
+        assert abs(measured / run.plan.predicted.reserved_nbytes - 1) <= 0.03
 
 
 class TwoStreams(nn.Module):

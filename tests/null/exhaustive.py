@@ -284,7 +284,7 @@ class Search:
         for i, (kept, born) in enumerate(sets):
             for t in self.members(kept):
                 since.setdefault(t, (graph.tensors[t].born_at, "original"))
-            since |= {t: (points[i], "replay") for t in self.members(born)}
+            since |= {t: (points[i], "rebuild") for t in self.members(born)}
             stays = sets[i + 1][0] if i + 1 < len(sets) else 0
             for t in self.members((kept | born) & ~stays):
                 begin, how = since.pop(t)

@@ -138,7 +138,7 @@ def held_nbytes(graph: Graph, lives: Iterable[Life]) -> int:
     return sum(graph.tensors[life.tensor].nbytes for life in lives if life.how == "original")
 
 
-def replayed(graph: Graph, lives: Iterable[Life]) -> list[str]:
+def rebuilt(graph: Graph, lives: Iterable[Life]) -> list[str]:
     """Names of the ops that run again, in the order in which they do."""
     segments = lower(graph, lives).segments
     return [graph.ops[s.op].name for p in sorted(segments) for s in segments[p] if isinstance(s, Run)]

@@ -40,7 +40,7 @@ def test_parts_add_up_to_the_peak(policy, seed: int) -> None:
         graph = random_step(rng, 20, mutation=policy is not rebuild_most)
     lives = policy(graph)
     found = breakdown.at_peak(graph, lives)
-    assert found.total == simulate(graph, lives).predicted.peak_bytes
+    assert found.total == simulate(graph, lives).predicted.peak_nbytes
     assert found.total == sum(found.by(0).values()) == sum(found.by(1).values())
     assert set(found.by(1)) <= set(breakdown.STRUCTURES)
     asked = {s.tensor for s in graph.saves if s.unpacked_at and graph.tensors[s.tensor].born_at != BEFORE}
@@ -60,7 +60,7 @@ def test_a_peak_within_a_segment_is_counted() -> None:
     graph = step.build(gradient=40)
     lives = rebuild_most(graph)
     found = breakdown.at_peak(graph, lives)
-    assert found.total == simulate(graph, lives).predicted.peak_bytes
+    assert found.total == simulate(graph, lives).predicted.peak_nbytes
     assert found.nbytes["net.*", "rebuilt"] == 300
     assert found.nbytes["net.*", "workspace"] == 7
 
@@ -86,9 +86,9 @@ def test_the_command_prints_bytes_and_draws(tmp_path: Path, capsys: pytest.Captu
         fingerprint=fingerprint(graph),
         lives=lives,
         solver="Echo",
-        budget_bytes=predicted.peak_bytes,
+        budget_nbytes=predicted.peak_nbytes,
         predicted=predicted,
-        unmodified_peak_bytes=simulate(graph, keep_all(graph)).predicted.peak_bytes,
+        unmodified_peak_nbytes=simulate(graph, keep_all(graph)).predicted.peak_nbytes,
     )
     file, picture = str(tmp_path / "plan.json"), tmp_path / "bars.png"
     write_plan(file, plan, graph)

@@ -27,7 +27,7 @@ def segments(graph: Graph, lives: tuple[Life, ...]) -> list[tuple[Run | Free, ..
     report = validate(graph, lives, schedule)
     predicted = simulate(graph, lives, schedule).predicted
     assert report.problems == ()
-    assert (report.peak_bytes, report.replayed_ops) == (predicted.peak_bytes, predicted.replayed_ops)
+    assert (report.peak_nbytes, report.rebuilt_ops) == (predicted.peak_nbytes, predicted.rebuilt_ops)
     return [schedule.segments[p] for p in sorted(schedule.segments)]
 
 
@@ -38,7 +38,7 @@ def test_what_is_held_is_not_made_again() -> None:
     graph = step.build()
     assert segments(graph, keep_all(graph)) == []
     assert lower(graph, keep_all(graph)).holds == {1, 2}
-    assert simulate(graph, keep_all(graph)).predicted.peak_bytes == max(unmodified_levels(graph))
+    assert simulate(graph, keep_all(graph)).predicted.peak_nbytes == max(unmodified_levels(graph))
 
 
 def test_temporaries_are_freed_at_their_last_use() -> None:
@@ -51,7 +51,7 @@ def test_temporaries_are_freed_at_their_last_use() -> None:
     assert segments(graph, served(graph)) == [(Run(0), Run(1), Run(2), Free(a), Free(b))]
     timeline = simulate(graph, served(graph))
     assert timeline.nbytes[graph.saves[0].unpacked_at[0]] == 8 + 100 + 20 + 30
-    assert timeline.predicted.rebuilt_bytes == 150 and timeline.predicted.extra_seconds == 3.0
+    assert timeline.predicted.rebuilt_nbytes == 150 and timeline.predicted.extra_seconds == 3.0
 
 
 def test_an_output_that_nobody_needs_is_freed_at_once() -> None:
@@ -69,7 +69,7 @@ def test_a_second_copy_of_what_is_held_is_freed_at_once() -> None:
     graph = step.build()
     first, last = graph.saves[0].unpacked_at[0], graph.saves[0].released_at
     lives = (
-        Life(tensor=a, born_at=first, freed_at=last, how="replay"),
+        Life(tensor=a, born_at=first, freed_at=last, how="rebuild"),
         Life(tensor=b, born_at=0, freed_at=graph.saves[1].released_at, how="original"),
     )
     assert segments(graph, lives) == [(Run(0), Free(b))]
@@ -92,7 +92,7 @@ def test_a_mutation_copies_what_is_needed_still() -> None:
     step.op(b, saves=(b,))
     graph = step.build(gradient=0)
     p, last = graph.saves[0].unpacked_at[0], len(graph.points) - 1
-    both = tuple(Life(tensor=t, born_at=p, freed_at=last, how="replay") for t in (a, b))
+    both = tuple(Life(tensor=t, born_at=p, freed_at=last, how="rebuild") for t in (a, b))
     assert segments(graph, both) == [(Run(0), Run(1, clones=(a,)))]
     assert simulate(graph, both).nbytes[p] == 208
 
@@ -104,7 +104,7 @@ def test_a_mutation_without_a_copy_is_seen_when_the_input_must_survive() -> None
     step.op(b, saves=(b,))
     graph = step.build(gradient=0)
     p, last = graph.saves[0].unpacked_at[0], len(graph.points) - 1
-    both = tuple(Life(tensor=t, born_at=p, freed_at=last, how="replay") for t in (a, b))
+    both = tuple(Life(tensor=t, born_at=p, freed_at=last, how="rebuild") for t in (a, b))
     wrong = replace(lower(graph, both), segments={p: (Run(0), Run(1))})
     assert any("in memory 0 times; its lives say 1" in text for text in validate(graph, both, wrong).problems)
 
@@ -130,7 +130,7 @@ def test_a_tensor_lives_several_times() -> None:
     for request in requests(graph):
         roll.serve([request], set())  # everything is forgotten in between
     lives = roll.lives()
-    assert [life.how for life in lives if life.tensor == a] == ["replay", "replay"]
+    assert [life.how for life in lives if life.tensor == a] == ["rebuild", "rebuild"]
     assert segments(graph, lives) == [(Run(0), Run(1), Free(a)), (Run(0),), (Run(0),)]
 
 
@@ -155,7 +155,7 @@ def test_lives_that_cannot_begin_are_refused() -> None:
         served(graph)
     p = graph.saves[1].unpacked_at[0]
     with pytest.raises(LoweringError, match=f"tensor {a} .* needed at point {p}"):
-        lower(graph, [Life(tensor=a, born_at=p, freed_at=p, how="replay")])
+        lower(graph, [Life(tensor=a, born_at=p, freed_at=p, how="rebuild")])
 
 
 def test_lives_begin_where_autograd_asks_for_what_an_op_made() -> None:
@@ -169,9 +169,9 @@ def test_lives_begin_where_autograd_asks_for_what_an_op_made() -> None:
     weight, made = (next(p for p, t in requests(graph) if t == asked) for asked in (w, y))
     until = graph.saves_of[y][0].released_at
     held = Life(tensor=x, born_at=graph.tensors[x].born_at, freed_at=len(graph.points) - 1, how="original")
-    assert lower(graph, (held, Life(tensor=y, born_at=made, freed_at=until, how="replay"))).segments
+    assert lower(graph, (held, Life(tensor=y, born_at=made, freed_at=until, how="rebuild"))).segments
     with pytest.raises(LoweringError, match="asks for nothing that an op"):
-        lower(graph, (held, Life(tensor=y, born_at=weight, freed_at=until, how="replay")))
+        lower(graph, (held, Life(tensor=y, born_at=weight, freed_at=until, how="rebuild")))
 
 
 def test_what_there_was_before_the_step_is_gone_when_the_step_frees_it() -> None:
@@ -184,7 +184,7 @@ def test_what_there_was_before_the_step_is_gone_when_the_step_frees_it() -> None
     assert "autograd reads tensor 0" in validate(freed, (), lower(freed, ())).problems[0]
     held = (Life(tensor=x, born_at=BEFORE, freed_at=freed.saves[0].released_at, how="original"),)
     assert segments(freed, held) == []
-    assert simulate(freed, held).predicted.peak_bytes == max(unmodified_levels(freed))
+    assert simulate(freed, held).predicted.peak_nbytes == max(unmodified_levels(freed))
 
 
 def random_plans(seeds: range) -> list[tuple[Graph, tuple[Life, ...]]]:
@@ -243,8 +243,8 @@ def test_the_unmodified_step_is_the_plan_that_keeps_all() -> None:
     for seed in range(60):
         graph = random_step(random.Random(seed))
         predicted = simulate(graph, keep_all(graph)).predicted
-        assert predicted.peak_bytes == max(unmodified_levels(graph))
-        assert (predicted.extra_seconds, predicted.replayed_ops, predicted.rebuilt_bytes) == (0, 0, 0)
+        assert predicted.peak_nbytes == max(unmodified_levels(graph))
+        assert (predicted.extra_seconds, predicted.rebuilt_ops, predicted.rebuilt_nbytes) == (0, 0, 0)
 
 
 def test_a_window_shows_the_same_bytes() -> None:

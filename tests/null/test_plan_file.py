@@ -19,15 +19,17 @@ from lightning_memopt.graph import Graph, fingerprint, unmodified_levels
 from lightning_memopt.plan import Life, Plan, lower, plan_from_json, plan_to_json, read_plan, simulate, write_plan
 from lightning_memopt.solvers.rollout import Rollout, keep_all
 
+SCHEMA_3 = Path(__file__).parent / "data" / "plan_of_schema_3.json"
+
 
 def plan_of(graph: Graph, lives: tuple[Life, ...]) -> Plan:
     return Plan(
         fingerprint=fingerprint(graph),
         lives=lives,
         solver="by hand",
-        budget_bytes=10**6,
+        budget_nbytes=10**6,
         predicted=simulate(graph, lives, lower(graph, lives)).predicted,
-        unmodified_peak_bytes=max(unmodified_levels(graph)),
+        unmodified_peak_nbytes=max(unmodified_levels(graph)),
         step_seconds=0.1,
         lower_bound_seconds=1e-17,
         solve_seconds=2.0,
@@ -35,7 +37,7 @@ def plan_of(graph: Graph, lives: tuple[Life, ...]) -> Plan:
 
 
 def small() -> tuple[Plan, Graph]:
-    """Three ops in a row, all saved; the middle one is held. Lives: 1 replayed, 2 held, 3 replayed."""
+    """Three ops in a row, all saved; the middle one is held. Lives: 1 rebuilt, 2 held, 3 rebuilt."""
     step = Step()
     t = step.given()
     for name in ("linear", "gelu", "linear"):
@@ -63,6 +65,41 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         assert all(getattr(same, field) == getattr(graph, field) for field in graph.__dataclass_fields__)
 
 
+def test_a_plan_file_of_schema_3_is_read(tmp_path: Path) -> None:
+    """The file was written by the version before schema 4, with `plan_of` and `write_plan` as they were then."""
+    plan, graph = read_plan(SCHEMA_3)
+    assert plan.budget_nbytes == 10**6 and plan.unmodified_peak_nbytes == 52 and plan.predicted.reserved_nbytes == 512
+    assert (plan.predicted_peak_nbytes, plan.predicted.rebuilt_nbytes, plan.predicted.rebuilt_ops) == (37, 24, 3)
+    assert (plan.predicted.moved_nbytes, plan.predicted.tier_nbytes) == (18, 9)
+    assert [life.tensor for life in plan.lives if life.how == "rebuild"] == [1, 4, 5]
+    assert [(life.form, life.parked_nbytes) for life in plan.lives if life.how == "fetch"] == [("host", 8), ("bools@disk", 1)]
+    write_plan(tmp_path / "plan.json", plan, graph)
+    text = (tmp_path / "plan.json").read_text()
+    assert '"schema": 4,' in text and '"budget_nbytes": 1000000,' in text
+    again, same = read_plan(tmp_path / "plan.json")
+    assert again == plan and fingerprint(same) == fingerprint(graph)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("budget_bytes", "budget_nbytes"),
+        ("replayed_ops", "rebuilt_ops"),
+        ("away_nbytes", "parked_nbytes"),
+        ('schema": 3', 'schema": 4'),
+    ],
+)
+def test_the_fields_of_two_schemas_do_not_mix(old: str, new: str) -> None:
+    with pytest.raises(PlanFileError, match="missing fields"):
+        plan_from_json(json.loads(SCHEMA_3.read_text().replace(old, new)))
+
+
+def test_a_wrong_field_of_schema_3_is_called_as_in_the_file() -> None:
+    text = SCHEMA_3.read_text().replace('"budget_bytes": 1000000', '"budget_bytes": -1')
+    with pytest.raises(PlanFileError, match="plan.budget_bytes: -1"):
+        plan_from_json(json.loads(text))
+
+
 def test_the_file_is_the_same_every_time_with_one_array_a_line(written: Path, tmp_path: Path) -> None:
     text = written.read_text()
     write_plan(tmp_path / "again.json", *read_plan(written))
@@ -78,7 +115,7 @@ def test_a_plan_that_would_be_refused_is_not_written(written: Path) -> None:
         replace(plan, lives=plan.lives[1:]),
         replace(plan, fingerprint="0" * 32),
         replace(plan, step_seconds=float("nan")),
-        replace(plan, budget_bytes=-1),
+        replace(plan, budget_nbytes=-1),
         replace(plan, solver=None),  # type: ignore[arg-type]
         replace(plan, solver=object()),  # type: ignore[arg-type]
     ):
@@ -122,15 +159,15 @@ def test_oversize(written: Path) -> None:
     ("path", "value", "words"),
     [
         ("format", "another", '"format" is \'another\', not "lightning_memopt.plan"'),
-        ("schema", 1, "file.schema is 1; this version knows schema 3 only"),
+        ("schema", 1, "file.schema is 1; this version knows schema 4 and 3 only"),
         ("schema", "1", "file.schema is '1'"),
         ("graph.schema", 7, "graph.schema is 7; this version knows schema 2 only"),
         ("plan", [], r"plan is \[\], not an object"),
         ("plan.fingerprint", "0" * 32, "plan.fingerprint: '0+', but the graph in this file has"),
         ("graph.device", "cuda", "plan.fingerprint"),
-        ("plan.budget_bytes", -1, "plan.budget_bytes: -1"),
+        ("plan.budget_nbytes", -1, "plan.budget_nbytes: -1"),
         ("plan.step_seconds", None, "plan.step_seconds: None"),
-        ("plan.predicted.peak_bytes", 1.5, "plan.predicted.peak_bytes: 1.5"),
+        ("plan.predicted.peak_nbytes", 1.5, "plan.predicted.peak_nbytes: 1.5"),
         ("plan.predicted.extra_seconds", -1.0, "plan.predicted.extra_seconds: -1.0"),
         ("plan.lives.tensor.2", 99, r"plan.lives.tensor\[2\]: 99"),
         ("plan.lives.tensor.0", 2, r"plan.lives.born_at\[1\]: 1, but the life of tensor 2 before it"),
@@ -138,10 +175,10 @@ def test_oversize(written: Path) -> None:
         ("plan.lives.tensor.1", True, r"plan.lives.tensor\[1\]: True"),
         ("plan.lives.freed_at.2", 1000, r"plan.lives.freed_at\[2\]: 1000"),
         ("plan.lives.freed_at.2", 1, r"plan.lives.freed_at\[2\]: 1 is before the birth"),
-        ("plan.lives.born_at.0", 0, r"plan.lives.born_at\[0\]: 0: a replay begins at an unpack"),
+        ("plan.lives.born_at.0", 0, r"plan.lives.born_at\[0\]: 0: a rebuild begins at an unpack"),
         ("plan.lives.born_at.1", 0, r"plan.lives.born_at\[1\]: 0, but tensor 2 is made at 1"),
         ("plan.lives.how", "roo", r"plan.lives.born_at\[2\]"),
-        ("plan.lives.how", "rxr", r"plan.lives.how\[1\]: 'x' is none of o \(original\), r \(replay\)"),
+        ("plan.lives.how", "rxr", r"plan.lives.how\[1\]: 'x' is none of o \(original\), r \(rebuild\)"),
         ("plan.lives.how", "ro", "plan.lives.how: 2 entries"),
         ("plan.lives.freed_at.1", 6, "cannot be carried out: tensor 2"),
         ("graph.ops.recomputable", "010000", "cannot be carried out: tensor 3 .* is not in memory"),

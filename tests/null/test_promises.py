@@ -59,7 +59,7 @@ def real_plan() -> dict:
         g for g in map(graph_of, range(99)) if any(op.mutates for op in g.ops) and any(op.state_nbytes for op in g.ops)
     )
     frontier = planner.solve(graph)
-    return plan_to_json(frontier.plan(frontier.smallest_bytes), graph)
+    return plan_to_json(frontier.plan(frontier.smallest_nbytes), graph)
 
 
 MUTATIONS = 1_500  # 100,000 of another seed were tried once

@@ -47,9 +47,9 @@ def test_requested_bytes_are_those_of_the_simulator(seed: int) -> None:
         except planner.LoweringError:
             continue
         found = reserved(graph, lives)
-        assert found.requested_bytes == predicted.peak_bytes
-        assert found.requested_bytes <= found.allocated_bytes <= found.peak_bytes
-    assert reserved(graph, keep_all(graph)).requested_bytes == max(unmodified_levels(graph))
+        assert found.requested_nbytes == predicted.peak_nbytes
+        assert found.requested_nbytes <= found.allocated_nbytes <= found.peak_nbytes
+    assert reserved(graph, keep_all(graph)).requested_nbytes == max(unmodified_levels(graph))
 
 
 def chain(size: int, layers: int = 6, state: int = 0) -> Graph:
@@ -66,29 +66,29 @@ def chain(size: int, layers: int = 6, state: int = 0) -> Graph:
 def test_a_step_of_equal_tensors_reserves_what_they_take() -> None:
     graph = chain(32 * MIB)
     found = reserved(graph, keep_all(graph))
-    assert found.allocated_bytes <= found.requested_bytes + 2048
+    assert found.allocated_nbytes <= found.requested_nbytes + 2048
     # six segments of 32 MiB; the parameter in one of 20; gradients in one of 2
-    assert found.peak_bytes == (6 * 32 + 20 + 2) * MIB
+    assert found.peak_nbytes == (6 * 32 + 20 + 2) * MIB
 
 
 def test_tensors_of_an_odd_size_are_rounded_to_segments() -> None:
     graph = chain(31 * MIB)
-    assert reserved(graph, keep_all(graph)).peak_bytes == (6 * 32 + 20 + 2) * MIB
+    assert reserved(graph, keep_all(graph)).peak_nbytes == (6 * 32 + 20 + 2) * MIB
     rounding = Settings.parse("roundup_power2_divisions:2")
-    assert reserved(graph, keep_all(graph), rounding).peak_bytes == (6 * 32 + 20 + 2) * MIB
-    assert reserved(chain(33 * MIB), keep_all(graph), rounding).peak_bytes == (6 * 48 + 20 + 2) * MIB
-    assert reserved(graph, keep_all(graph), Settings(expandable=True)).peak_bytes == (200 + 2) * MIB  # 6 * 31 + 2, in 20s
+    assert reserved(graph, keep_all(graph), rounding).peak_nbytes == (6 * 32 + 20 + 2) * MIB
+    assert reserved(chain(33 * MIB), keep_all(graph), rounding).peak_nbytes == (6 * 48 + 20 + 2) * MIB
+    assert reserved(graph, keep_all(graph), Settings(expandable=True)).peak_nbytes == (200 + 2) * MIB  # 6 * 31 + 2, in 20s
 
 
 def test_state_that_the_first_update_made_pins_segments_of_activations() -> None:
     """It is cut from a cached segment, which cannot be given back before the planned steps."""
     plain, with_state = chain(32 * MIB), chain(32 * MIB, state=3 * MIB)
     found, without = (reserved(g, recompute_everything(g)) for g in (with_state, plain))
-    assert found.requested_bytes == without.requested_bytes + 3 * MIB
-    assert found.peak_bytes == without.peak_bytes, "3 MiB fit into the segment of 20 MiB that the parameter is in"
+    assert found.requested_nbytes == without.requested_nbytes + 3 * MIB
+    assert found.peak_nbytes == without.peak_nbytes, "3 MiB fit into the segment of 20 MiB that the parameter is in"
     large = chain(32 * MIB, state=24 * MIB)
     found = reserved(large, recompute_everything(large))
-    assert found.peak_bytes == without.peak_bytes + 32 * MIB, "a cached segment of 32 MiB, of which 24 are pinned"
+    assert found.peak_nbytes == without.peak_nbytes + 32 * MIB, "a cached segment of 32 MiB, of which 24 are pinned"
 
 
 def test_versions_of_a_storage_are_one_allocation() -> None:
@@ -117,7 +117,7 @@ def test_gradients_that_the_next_step_frees_stay_where_they_are() -> None:
     step.run(allocator)
     assert allocator.requested == 24 * MIB
     assert allocator._blocks[0].address == 24 * MIB, "in the segment of the activation, which comes after that of 24 MiB"
-    assert reserved(graph, ()).requested_bytes == simulate(graph, ()).predicted.peak_bytes == 88 * MIB
+    assert reserved(graph, ()).requested_nbytes == simulate(graph, ()).predicted.peak_nbytes == 88 * MIB
 
 
 # -- in the choice of a plan -------------------------------------------------------------------------------
@@ -131,14 +131,14 @@ def test_the_plan_within_a_budget_is_chosen_by_reserved_bytes() -> None:
         try:
             plan = frontier.plan(budget)
         except InfeasibleError as error:
-            assert budget < frontier.smallest_bytes == error.smallest_nbytes
+            assert budget < frontier.smallest_nbytes == error.smallest_nbytes
             continue
-        assert plan.predicted.peak_bytes <= plan.predicted.reserved_bytes <= budget
-        assert plan.predicted.reserved_bytes == reserved(graph, plan.lives).peak_bytes == plan.predicted.needed_bytes
-    assert frontier.plan(frontier.smallest_bytes).predicted.reserved_bytes <= frontier.smallest_bytes
-    tight = frontier.unmodified_peak_bytes + 4096
-    assert frontier.plan(tight).predicted.replayed_ops > 0, "the unmodified step fits by allocated bytes, not by reserved ones"
-    assert planner.solve(replace(graph, device="cpu")).plan(tight).predicted.replayed_ops == 0
+        assert plan.predicted.peak_nbytes <= plan.predicted.reserved_nbytes <= budget
+        assert plan.predicted.reserved_nbytes == reserved(graph, plan.lives).peak_nbytes == plan.predicted.needed_nbytes
+    assert frontier.plan(frontier.smallest_nbytes).predicted.reserved_nbytes <= frontier.smallest_nbytes
+    tight = frontier.unmodified_peak_nbytes + 4096
+    assert frontier.plan(tight).predicted.rebuilt_ops > 0, "the unmodified step fits by allocated bytes, not by reserved ones"
+    assert planner.solve(replace(graph, device="cpu")).plan(tight).predicted.rebuilt_ops == 0
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -146,6 +146,6 @@ def test_what_is_chosen_is_within_the_budget_for_any_step(seed: int) -> None:
     graph = scaled(random_step(random.Random(seed), 14, mutation=True), 700 * 1024)
     frontier = planner.solve(graph)
     for share in (0.3, 0.6, 0.9, 1.0, 1.3):
-        budget = int(frontier.smallest_bytes + share * max(0, frontier.unmodified_peak_bytes - frontier.smallest_bytes))
+        budget = int(frontier.smallest_nbytes + share * max(0, frontier.unmodified_peak_nbytes - frontier.smallest_nbytes))
         plan = frontier.plan(budget)
-        assert plan.predicted.reserved_bytes <= budget
+        assert plan.predicted.reserved_nbytes <= budget

@@ -41,7 +41,7 @@ def test_what_the_search_finds_is_valid_and_costs_what_it_says(cases: list) -> N
             schedule = lower(graph, lives)
             predicted = simulate(graph, lives, schedule).predicted
             assert validate(graph, lives, schedule).ok
-            assert (predicted.peak_bytes, predicted.extra_seconds) == (peak, seconds)
+            assert (predicted.peak_nbytes, predicted.extra_seconds) == (peak, seconds)
 
 
 def test_no_other_plan_is_better_than_what_the_search_finds(cases: list) -> None:
@@ -56,7 +56,7 @@ def test_no_other_plan_is_better_than_what_the_search_finds(cases: list) -> None
             if validate(graph, lives, lower(graph, lives)).ok:
                 tried += 1
                 predicted = simulate(graph, lives).predicted
-                assert any(p <= predicted.peak_bytes and s <= predicted.extra_seconds for p, s, _ in plans)
+                assert any(p <= predicted.peak_nbytes and s <= predicted.extra_seconds for p, s, _ in plans)
     assert tried > 500
 
 
@@ -86,7 +86,7 @@ def test_the_bound_is_below_every_plan_of_the_planner() -> None:
     for seed in range(40):
         frontier = planner.solve(user_holds(random_step(random.Random(seed)), random.Random(seed)))
         for candidate in frontier.candidates:
-            assert frontier.bound_seconds(candidate.predicted.peak_bytes) <= candidate.predicted.extra_seconds
+            assert frontier.bound_seconds(candidate.predicted.peak_nbytes) <= candidate.predicted.extra_seconds
 
 
 def chain_of_two(*, held_until: int = 0) -> Graph:
@@ -129,7 +129,7 @@ def test_a_copy_of_what_was_overwritten_may_be_held_once_it_was_made() -> None:
     (d,) = step.op(makes=(1,), saves=("out",))
     graph = step.build(gradient=0)
     first, second = (s.unpacked_at[0] for s in reversed(graph.saves))
-    until = {y: (0, first, "original"), a: (first, second, "replay"), c: (second, graph.saves[0].released_at, "replay")}
+    until = {y: (0, first, "original"), a: (first, second, "rebuild"), c: (second, graph.saves[0].released_at, "rebuild")}
     lives = [Life(tensor=t, born_at=b, freed_at=f, how=how) for t, (b, f, how) in until.items()]  # type: ignore[arg-type]
     lives.append(Life(tensor=d, born_at=5, freed_at=graph.saves[1].released_at, how="original"))
     assert validate(graph, lives, lower(graph, lives)).ok

@@ -7,7 +7,7 @@ import random
 import time
 
 import pytest
-from graphs import held_nbytes, lstm_steps, random_steps, replayed, step, training_step
+from graphs import held_nbytes, lstm_steps, random_steps, rebuilt, step, training_step
 
 from benchmarks.lib.baselines import all_light, per_stage, sqrt_n
 from lightning_memopt.graph import Graph
@@ -20,7 +20,7 @@ N = 1000
 
 
 def peak_nbytes(graph: Graph, lives: tuple) -> int:
-    return simulate(graph, lives).predicted.peak_bytes
+    return simulate(graph, lives).predicted.peak_nbytes
 
 
 def figure_7(heavy_after: bool = True) -> Graph:
@@ -68,7 +68,7 @@ def test_figure_7_mirror_doubles_what_is_held() -> None:
 def test_mirror_holds_what_the_backward_of_heavy_ops_reads_and_dropout() -> None:
     """Fig. 14c; `all_light` and Echo rebuild it (14d)."""
     graph = figure_7()
-    assert held_nbytes(graph, mirror(graph)) == N and not replayed(graph, mirror(graph))
+    assert held_nbytes(graph, mirror(graph)) == N and not rebuilt(graph, mirror(graph))
     assert held_nbytes(graph, all_light(graph)) == 2 * N
     noisy = training_step(
         [
@@ -80,8 +80,8 @@ def test_mirror_holds_what_the_backward_of_heavy_ops_reads_and_dropout() -> None
         ],
         inputs={"input": N},
     )
-    assert replayed(noisy, mirror(noisy)) == ["y"]
-    assert set(replayed(noisy, all_light(noisy))) == {"mask", "y", "z"}
+    assert rebuilt(noisy, mirror(noisy)) == ["y"]
+    assert set(rebuilt(noisy, all_light(noisy))) == {"mask", "y", "z"}
 
 
 @pytest.mark.parametrize("count", [5, 20, 60])
@@ -95,7 +95,7 @@ def test_figure_8_holds_t_2n_instead_of_t_t_n(count: int) -> None:
     assert peak_nbytes(graph, lives) < peak_nbytes(graph, unmodified(graph))
     # the last of the T are in memory at the peak, when backward begins, so they are not dropped
     assert peak_nbytes(graph, lives) <= peak_nbytes(graph, just_in_time(path))
-    assert 2 * (count - 5) <= len(replayed(graph, lives)) <= 2 * count
+    assert 2 * (count - 5) <= len(rebuilt(graph, lives)) <= 2 * count
 
 
 def test_two_tensors_that_share_one_are_not_worth_it() -> None:
@@ -129,7 +129,7 @@ def test_heavy_op_does_not_run_again_but_its_saved_input_is_rebuilt() -> None:
         inputs={"input": N},
         gradients=False,
     )
-    assert replayed(graph, echo(graph)) == ["wide"]
+    assert rebuilt(graph, echo(graph)) == ["wide"]
 
 
 @pytest.mark.parametrize(("state_nbytes", "seconds", "again"), [(16, 1e-3, True), (8 * N, 1e-3, False), (16, 1e3, False)])
@@ -148,14 +148,14 @@ def test_random_op_runs_again_when_state_and_seconds_are_worth_its_bytes(
         inputs={"input": N},
         gradients=False,
     )
-    assert ("mask" in replayed(graph, echo(graph))) == again
+    assert ("mask" in rebuilt(graph, echo(graph))) == again
 
 
 def test_what_is_back_in_memory_at_the_peak_is_held() -> None:
     """c(t) = f c(t-1) + i g can be rebuilt from the gates, but all of the chain at once, when backward begins."""
     graph = training_step(lstm_steps(400), inputs={"input": 1})
     lives, analysis = echo(graph), just_in_time(recomputation(graph))
-    assert len(replayed(graph, lives)) < len(replayed(graph, analysis))
+    assert len(rebuilt(graph, lives)) < len(rebuilt(graph, analysis))
     assert peak_nbytes(graph, lives) <= peak_nbytes(graph, analysis) < 0.6 * peak_nbytes(graph, unmodified(graph))
 
 
@@ -169,7 +169,7 @@ def test_never_worse_than_the_unmodified_step(first_seed: int) -> None:
         lower(graph, all_light(graph))
         assert unmodified_peak_nbytes(graph) == peak_nbytes(graph, baseline), seed
         heavy = {op.name for op in graph.ops if op.heavy}
-        assert not heavy & set(replayed(graph, lives)), seed
+        assert not heavy & set(rebuilt(graph, lives)), seed
         assert peak_nbytes(graph, lives) < peak_nbytes(graph, baseline) or lives == baseline, seed
 
 
@@ -185,7 +185,7 @@ def test_policies_hold_what_they_say() -> None:
     graph = training_step(_blocks(16), inputs={"input": N})
     held = {p.__name__: held_nbytes(graph, p(graph)) for p in (unmodified, per_stage, sqrt_n, recompute_everything)}
     assert held["unmodified"] > held["per_stage"] > held["sqrt_n"] > held["recompute_everything"] == 0
-    runs = {p.__name__: len(replayed(graph, p(graph))) for p in (per_stage, sqrt_n, recompute_everything)}
+    runs = {p.__name__: len(rebuilt(graph, p(graph))) for p in (per_stage, sqrt_n, recompute_everything)}
     assert runs["recompute_everything"] > 4 * runs["sqrt_n"] and runs["sqrt_n"] <= len(graph.forward)
 
 

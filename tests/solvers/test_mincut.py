@@ -9,10 +9,10 @@ from itertools import combinations, pairwise
 import pytest
 from build import Step, random_step
 
-from lightning_memopt.solvers.recompute.mincut import HoldOrReplay
+from lightning_memopt.solvers.recompute.mincut import HoldOrRebuild
 
 
-def problems() -> Iterator[tuple[HoldOrReplay, random.Random]]:
+def problems() -> Iterator[tuple[HoldOrRebuild, random.Random]]:
     """150 problems of 1 to 9 tensors, some with free tensors, ops that cannot run again, and in-place ops."""
     found = seed = 0
     while found < 150:
@@ -21,13 +21,13 @@ def problems() -> Iterator[tuple[HoldOrReplay, random.Random]]:
         graph = random_step(rng, 8, mutation=seed % 2 == 0)
         makes = [t for op in graph.forward for t in op.outputs]
         free = frozenset(t for t in makes if rng.random() < 0.1)
-        problem = HoldOrReplay(graph, [save.tensor for save in graph.saves], free)
+        problem = HoldOrRebuild(graph, [save.tensor for save in graph.saves], free)
         if 1 <= len(problem.tensors) <= 9:
             found += 1
             yield problem, rng
 
 
-def seconds_when(problem: HoldOrReplay, held: frozenset[int]) -> float | None:
+def seconds_when(problem: HoldOrRebuild, held: frozenset[int]) -> float | None:
     """Seconds of the ops that run again when `held` are held; None if something can then not be made."""
     graph = problem.graph
     missing = [t for t in problem.needed if t not in held]
@@ -42,7 +42,7 @@ def seconds_when(problem: HoldOrReplay, held: frozenset[int]) -> float | None:
     return sum(graph.ops[o].seconds for o in ops)
 
 
-def choices(problem: HoldOrReplay) -> list[tuple[int, float]]:
+def choices(problem: HoldOrRebuild) -> list[tuple[int, float]]:
     """(bytes, seconds) of every choice."""
     holdable = [t for t in problem.tensors if t not in problem.graph.overwritten]
     found = []
@@ -55,7 +55,7 @@ def choices(problem: HoldOrReplay) -> list[tuple[int, float]]:
 
 
 @pytest.fixture(scope="module")
-def cases() -> list[tuple[HoldOrReplay, random.Random, list[tuple[int, float]]]]:
+def cases() -> list[tuple[HoldOrRebuild, random.Random, list[tuple[int, float]]]]:
     return [(problem, rng, choices(problem)) for problem, rng in problems()]
 
 
@@ -107,7 +107,7 @@ def test_rounding_never_raises_the_bound() -> None:
             made += step.op(*rng.sample(made, min(len(made), 2)), makes=(nbytes,), seconds=seconds)
         step.op(*made, saves=rng.sample(made, 100))
         graph = step.build()
-        problem = HoldOrReplay(graph, [save.tensor for save in graph.saves])
+        problem = HoldOrRebuild(graph, [save.tensor for save in graph.saves])
         hull = problem.hull(points=40)
         for choice in hull.cuts:
             assert hull.bound_seconds(choice.nbytes) <= choice.seconds
@@ -122,7 +122,7 @@ def test_shared_work_is_counted_once() -> None:
     (left,) = step.op(dear, makes=(10,), seconds=1.0)
     (right,) = step.op(dear, makes=(10,), seconds=1.0)
     step.op(left, right, saves=(left, right))
-    problem = HoldOrReplay(step.build(), [left, right])
+    problem = HoldOrRebuild(step.build(), [left, right])
     assert problem.solve(0.5).held == {dear}
     assert problem.solve(0.05).held == {left, right}
     assert problem.solve(50.0).held == set()
@@ -133,7 +133,7 @@ def test_what_cannot_be_made_again_is_held_at_any_price() -> None:
     (noise,) = step.op(step.given(), makes=(10,), recomputable=False)
     (a,) = step.op(noise, makes=(1000,))
     step.op(a, saves=(a,))
-    problem = HoldOrReplay(step.build(), [a])
+    problem = HoldOrRebuild(step.build(), [a])
     assert problem.solve(1e6).held == {noise}
 
 
@@ -143,6 +143,6 @@ def test_what_was_overwritten_is_made_again() -> None:
     (b,) = step.op(a, makes=(7,), seconds=1.0)
     step.op(a, makes=(), mutates=(a,))
     step.op(b, saves=(b,))
-    problem = HoldOrReplay(step.build(), [b])
+    problem = HoldOrRebuild(step.build(), [b])
     choice = problem.solve(1e6)
     assert choice.held == set() and choice.seconds == 6.0

@@ -30,11 +30,11 @@ def timed_otherwise(graph: Graph, seed: int) -> Graph:
 
 def test_the_smallest_budget_does_not_depend_on_measured_times() -> None:
     for graph in [training_step(lstm_steps(30)), *map(random_graph, range(2))]:
-        smallest = planner.solve(graph).smallest_bytes
+        smallest = planner.solve(graph).smallest_nbytes
         for seed in range(2):
             frontier = planner.solve(timed_otherwise(graph, seed))
-            assert frontier.smallest_bytes == smallest
-            assert frontier.plan(smallest).predicted_peak_bytes <= smallest
+            assert frontier.smallest_nbytes == smallest
+            assert frontier.plan(smallest).predicted_peak_nbytes <= smallest
 
 
 def test_fewest_flops() -> None:
@@ -43,12 +43,12 @@ def test_fewest_flops() -> None:
         rng = random.Random(5)
         graph = replace(graph, ops=tuple(replace(op, flops=rng.choice((0, 10**6, 10**8))) for op in graph.ops))
         fastest, cheapest = planner.solve(graph), planner.solve(graph, objective="flops")
-        most = int(fastest.unmodified_peak_bytes * 0.9)
-        least = int(fastest.smallest_bytes * 1.05)  # at the smallest budget there is no choice
+        most = int(fastest.unmodified_peak_nbytes * 0.9)
+        least = int(fastest.smallest_nbytes * 1.05)  # at the smallest budget there is no choice
         plans = [(fastest.plan(b), cheapest.plan(b)) for b in range(least, most, (most >> 4) + 1)]
         assert sum(c.predicted.extra_flops for _, c in plans) < 0.9 * sum(f.predicted.extra_flops for f, _ in plans)
         for plan in (plan for pair in plans for plan in pair):
-            assert plan.predicted_peak_bytes <= plan.budget_bytes
+            assert plan.predicted_peak_nbytes <= plan.budget_nbytes
             assert plan.predicted.seconds >= plan.lower_bound_seconds
 
 
@@ -57,9 +57,9 @@ def test_a_budget_is_refused_with_one_that_works() -> None:
     for graph in map(random_graph, range(7)):
         frontier = planner.solve(graph)
         with pytest.raises(InfeasibleError) as refused:
-            frontier.plan(frontier.candidates[0].predicted.peak_bytes - 1)
+            frontier.plan(frontier.candidates[0].predicted.peak_nbytes - 1)
         assert refused.value.smallest_nbytes is not None
-        dropped += frontier.plan(refused.value.smallest_nbytes).predicted.replayed_ops > 0
+        dropped += frontier.plan(refused.value.smallest_nbytes).predicted.rebuilt_ops > 0
     assert dropped > 2
 
 
@@ -84,7 +84,7 @@ def test_rebuilding_a_skip_does_not_leave_the_way_down_in_memory() -> None:
         roll.serve(requests, set(held), horizon)
         assert validate(graph, roll.lives(), lower(graph, roll.lives())).ok
         predicted = simulate(graph, roll.lives()).predicted
-        peaks.append(predicted.peak_bytes)
-        runs.append(predicted.replayed_ops)
+        peaks.append(predicted.peak_nbytes)
+        runs.append(predicted.rebuilt_ops)
     assert runs == [6, 12], "the way down is run again once more"
     assert peaks[1] < 0.75 * peaks[0]

@@ -25,16 +25,16 @@ def test_p7_a_lower_budget_never_gives_a_higher_peak(seed: int, shares: list[flo
     graph = graph_of(seed)
     frontier = planner.solve(graph, objective=objective)
     peaks, costs = [], []
-    for budget in sorted(int(share * frontier.unmodified_peak_bytes) for share in shares):
+    for budget in sorted(int(share * frontier.unmodified_peak_nbytes) for share in shares):
         try:
             plan = frontier.plan(budget)
         except InfeasibleError as error:
             assert not peaks and error.smallest_nbytes is not None and error.smallest_nbytes > budget
             continue
         p = plan.predicted
-        assert p.peak_bytes <= budget and validate(graph, plan.lives, lower(graph, plan.lives)).ok
-        assert simulate(graph, plan.lives).predicted.peak_bytes == p.peak_bytes
-        peaks.append(p.peak_bytes)
+        assert p.peak_nbytes <= budget and validate(graph, plan.lives, lower(graph, plan.lives)).ok
+        assert simulate(graph, plan.lives).predicted.peak_nbytes == p.peak_nbytes
+        peaks.append(p.peak_nbytes)
         costs.append((p.extra_flops, p.seconds) if objective == "flops" else p.seconds)
     assert peaks == sorted(peaks)
     assert costs == sorted(costs, reverse=True)
@@ -45,9 +45,9 @@ def test_p7_a_lower_budget_never_gives_a_higher_peak(seed: int, shares: list[flo
 def test_p8_nothing_is_run_again_where_the_budget_has_room(seed: int) -> None:
     """From the unmodified peak on the plan is the unmodified step, and no plan has a peak above it."""
     frontier = planner.solve(graph_of(seed))
-    for budget in (frontier.unmodified_peak_bytes, 2 * frontier.unmodified_peak_bytes):
-        assert frontier.plan(budget).predicted.replayed_ops == 0
-    assert all(c.predicted.peak_bytes <= frontier.unmodified_peak_bytes for c in frontier.candidates)
+    for budget in (frontier.unmodified_peak_nbytes, 2 * frontier.unmodified_peak_nbytes):
+        assert frontier.plan(budget).predicted.rebuilt_ops == 0
+    assert all(c.predicted.peak_nbytes <= frontier.unmodified_peak_nbytes for c in frontier.candidates)
 
 
 @pytest.mark.parametrize("tick", [0.0, 0.1, 0.4, 1.5, 1e9])
@@ -61,12 +61,12 @@ def test_p32_time_limit_gives_a_valid_plan_or_the_unmodified_step(tick: float) -
         stopped = any("time limit" in line for line in said)
         assert stopped or tick < 1e9
         assert tick or not stopped
-        plans = [frontier.plan(frontier.smallest_bytes), frontier.plan(1 << 60)]
+        plans = [frontier.plan(frontier.smallest_nbytes), frontier.plan(1 << 60)]
         for plan in plans:
-            assert plan.predicted_peak_bytes <= plan.budget_bytes
+            assert plan.predicted_peak_nbytes <= plan.budget_nbytes
             assert validate(graph, plan.lives, lower(graph, plan.lives)).ok
-        assert plans[1].predicted.replayed_ops == 0 or plans[1].predicted.seconds < 0
-        assert tick < 1e9 or plans[0].predicted.replayed_ops == 0, "there was no time for anything but the unmodified step"
+        assert plans[1].predicted.rebuilt_ops == 0 or plans[1].predicted.seconds < 0
+        assert tick < 1e9 or plans[0].predicted.rebuilt_ops == 0, "there was no time for anything but the unmodified step"
 
 
 def test_p32_a_solver_that_never_ends_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,4 +80,4 @@ def test_p32_a_solver_that_never_ends_is_left(monkeypatch: pytest.MonkeyPatch) -
     began = time.perf_counter()
     frontier = planner.solve(graph_of(0), limit_seconds=0.2)
     assert time.perf_counter() - began < 60
-    assert frontier.plan(frontier.unmodified_peak_bytes).predicted.replayed_ops == 0
+    assert frontier.plan(frontier.unmodified_peak_nbytes).predicted.rebuilt_ops == 0

@@ -71,7 +71,7 @@ def price(graph: Graph, lives: tuple, rates: object) -> Prediction:
     report = validate(graph, lives, schedule)
     assert report.ok, report.problems[:3]
     found = simulate(graph, lives, schedule, rates=rates).predicted
-    assert report.peak_bytes == found.peak_bytes
+    assert report.peak_nbytes == found.peak_nbytes
     return found
 
 
@@ -164,12 +164,12 @@ def test_shape_of_dymems_comparison() -> None:
     graph = net.build()
     rows = {name: price(graph, lives_of(policy, graph, CARD), CARD) for name, policy in POLICIES.items()}
     barriers = rows["vDNN (all)"]
-    lives, fits = carry_out(POLICIES["Dymem"], graph, CARD, budget_nbytes=barriers.peak_bytes)
+    lives, fits = carry_out(POLICIES["Dymem"], graph, CARD, budget_nbytes=barriers.peak_nbytes)
     in_its_bytes = price(graph, lives, CARD)
-    assert fits and in_its_bytes.peak_bytes <= barriers.peak_bytes
+    assert fits and in_its_bytes.peak_nbytes <= barriers.peak_nbytes
     assert rows["Dymem"].seconds < in_its_bytes.seconds < barriers.seconds < rows["one stream"].seconds
     assert rows["one stream"].overlap < 1e-9
-    assert rows["Dymem"].moved_bytes == pytest.approx(barriers.moved_bytes, rel=0.01)
+    assert rows["Dymem"].moved_nbytes == pytest.approx(barriers.moved_nbytes, rel=0.01)
 
 
 def every_plan(graph: Graph, forms: dict, link: Link, stay: bool = True) -> Iterator[tuple]:
@@ -198,7 +198,7 @@ def least_seconds(graph: Graph, forms: dict, link: Link, stay: bool = True) -> l
     found = []
     for lives in every_plan(graph, forms, link, stay):
         p = simulate(graph, lives, rates=link).predicted
-        found.append((p.peak_bytes, p.seconds))
+        found.append((p.peak_nbytes, p.seconds))
     best: list[tuple[int, float]] = []
     for peak, seconds in sorted(found):
         if not best or seconds < best[-1][1] - 1e-12:
@@ -224,8 +224,8 @@ def test_dymem_beside_the_optimum() -> None:
             link = Link(rate)
             mine = price(graph, lives_of(dymem_trips, graph, link), link)
             forms = forms_of(graph, False)
-            least = min(s for peak, s in least_seconds(graph, forms, link) if peak <= mine.peak_bytes)
-            same = min(s for peak, s in least_seconds(graph, forms, link, stay=False) if peak <= mine.peak_bytes)
+            least = min(s for peak, s in least_seconds(graph, forms, link) if peak <= mine.peak_nbytes)
+            same = min(s for peak, s in least_seconds(graph, forms, link, stay=False) if peak <= mine.peak_nbytes)
             assert least <= same and mine.seconds == pytest.approx(same)
             above.append(mine.seconds - least)
     assert max(above) > 0.01
@@ -248,13 +248,13 @@ def test_joint_is_never_worse() -> None:
         for found in forms.values():
             found += [(f"block{bits}", -(-found[0][1] * bits // 32)) for bits in (4, 6)]
         rows = [price(graph, lives_of(policy, graph, link), link) for policy in POLICIES.values()]
-        for budget in {row.peak_bytes for row in rows}:
-            others = [row.seconds for row in rows if row.peak_bytes <= budget]
+        for budget in {row.peak_nbytes for row in rows}:
+            others = [row.seconds for row in rows if row.peak_nbytes <= budget]
             for policy in POLICIES.values():
                 lives, fits = carry_out(policy, graph, link, budget_nbytes=budget)
                 others += [price(graph, lives, link).seconds] if fits else []
             ours = solved(graph, budget, forms, link)
-            assert ours is not None and ours.predicted.peak_bytes <= budget
+            assert ours is not None and ours.predicted.peak_nbytes <= budget
             assert ours.predicted.seconds <= min(others) + 1e-9, (seed, budget, ours.solver)
             assert ours.bound_seconds <= min(others) + 1e-9, (seed, budget)
             pairs += 1
@@ -266,11 +266,11 @@ def test_a_link_that_takes_forever() -> None:
     """Counts of its seconds do not fit 64 bits: nothing goes away where ops can run again, and else it is waited for."""
     graph, forever = timed(named(random_step(random.Random(3), 12), random.Random(3))), Link(1e-20)
     alone = planner.solve(graph)
-    for budget in {c.predicted.peak_bytes for c in alone.candidates}:
+    for budget in {c.predicted.peak_nbytes for c in alone.candidates}:
         found = solved(graph, budget, forms_of(graph), forever)
         assert found is not None and found.predicted.seconds == pytest.approx(alone.within(budget + 4096).predicted.seconds)
     least = joint.least(graph, [c.lives for c in alone.candidates], forms_of(graph))[0]
-    assert least < alone.candidates[0].predicted.peak_bytes
+    assert least < alone.candidates[0].predicted.peak_nbytes
     found = solved(graph, least, forms_of(graph), forever)
     assert found is not None and found.predicted.stall_seconds + found.predicted.codec_seconds > 1e20
 
@@ -300,7 +300,7 @@ def test_joint_is_the_optimum_of_few_tensors() -> None:
         alone, best = (least_seconds(graph, forms, link) for forms in (single, with_both(single)))
         for peak, seconds in best:
             found = joint.solve(graph, peak, rates=link, forms=with_both(single), plans=plans, limit_seconds=60.0)
-            assert found is not None and found.predicted.peak_bytes <= peak
+            assert found is not None and found.predicted.peak_nbytes <= peak
             assert found.predicted.seconds == pytest.approx(seconds), (seed, peak)
             assert found.bound_seconds <= seconds + 1e-9, (seed, peak)
             tight += found.bound_seconds > seconds / 2 > 0
@@ -339,7 +339,7 @@ def test_the_bound_of_random_steps() -> None:
             found = joint.solve(graph, budget, rates=link, forms=forms, limit_seconds=1.0)
             if found is None:
                 continue
-            again += found.predicted.replayed_ops > 0
+            again += found.predicted.rebuilt_ops > 0
             last = max(p for s in graph.saves for p in s.unpacked_at)
             for p in range(0, last, 2):
                 proved = proved_at(graph, p, forms, link, budget)
@@ -362,7 +362,7 @@ def test_what_is_not_allowed_stays() -> None:
     some = {t: found for t, found in forms_of(graph).items() if t % 2}
     found = solved(graph, max(unmodified_levels(graph)) - 50, some, Link())
     assert found is not None
-    away = {(life.tensor, life.form, life.away_nbytes) for life in found.lives if life.how == "fetch"}
+    away = {(life.tensor, life.form, life.parked_nbytes) for life in found.lives if life.how == "fetch"}
     assert all((form, nbytes) in some.get(t, ()) for t, form, nbytes in away)
 
 

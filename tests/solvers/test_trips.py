@@ -41,7 +41,7 @@ def sizes(form: str, nbytes: int) -> int:
 def random_trips(graph: Graph, lives: tuple[Life, ...], rng: random.Random) -> list[Trip]:
     """Some of what may go away does, for a random part of its gap; inexact forms only of what no rebuild reads."""
     exact = ("disk", "host", "bools", "bools@host")
-    read = {t for op in lower(graph, lives).replayed for t in graph.ops[op].inputs}
+    read = {t for op in lower(graph, lives).rebuilt for t in graph.ops[op].inputs}
     trips = []
     for t, gap in gaps(graph, lives).items():
         asked = (s for s in graph.saves if s.tensor in graph.producers)
@@ -69,11 +69,11 @@ def test_both_counts_agree_on_random_trips() -> None:
         report = validate(graph, lives, schedule)
         assert report.ok, (seed, report.problems[:3])
         line = simulate(graph, lives, schedule)
-        assert report.peak_bytes == line.predicted.peak_bytes, seed
+        assert report.peak_nbytes == line.predicted.peak_nbytes, seed
         if all(max(t.gone_at, graph.tensors[t.gap.tensor].freed_at) < t.back_at for t in trips):
             assert Planner(graph, base, Link()).levels(trips) == list(line.nbytes), seed
             counted += 1
-        away += len(schedule.away)
+        away += len(schedule.parked)
     assert away > 200 and counted > 150
 
 
@@ -94,9 +94,9 @@ def test_a_fast_link_hides_everything() -> None:
     forms = {t: ("disk", graph.tensors[t].nbytes) for t in planner.gaps}
     lives = send_away(base, planner.plan(forms))
     found, before = simulate(graph, lives, rates=link).predicted, simulate(graph, base).predicted
-    assert found.peak_bytes < 0.6 * before.peak_bytes
+    assert found.peak_nbytes < 0.6 * before.peak_nbytes
     assert found.stall_seconds < 0.35 and found.overlap > 0.85  # the last one leaves and comes back at once
-    assert found.moved_bytes == 2 * sum(nbytes for _, nbytes in forms.values())
+    assert found.moved_nbytes == 2 * sum(nbytes for _, nbytes in forms.values())
 
 
 def test_a_slow_link_is_waited_for() -> None:
@@ -105,12 +105,12 @@ def test_a_slow_link_is_waited_for() -> None:
     base = keep_all(graph)
     planner = Planner(graph, base, link)
     forms = {t: ("disk", graph.tensors[t].nbytes) for t in planner.gaps}
-    least = simulate(graph, send_away(base, planner.plan(forms))).predicted.peak_bytes
+    least = simulate(graph, send_away(base, planner.plan(forms))).predicted.peak_nbytes
     trips = planner.within(forms, least - 200)
     assert trips is not None
     lives = send_away(base, trips)
     found = simulate(graph, lives, rates=link).predicted
-    assert found.peak_bytes <= least - 200 and found.stall_seconds > 1
+    assert found.peak_nbytes <= least - 200 and found.stall_seconds > 1
     assert validate(graph, lives, lower(graph, lives)).ok
     assert planner.within(forms, 10) is None
 
@@ -133,7 +133,7 @@ def test_what_a_codec_changes_is_no_start(form: str) -> None:
     gap = gaps(graph, base)[a]
     lives = send_away(base, [Trip(gap, gap.leaves, gap.needed, form, 16)])
     if form == "disk":
-        assert validate(graph, lives, lower(graph, lives)).ok and lower(graph, lives).replayed
+        assert validate(graph, lives, lower(graph, lives)).ok and lower(graph, lives).rebuilt
     else:
         with pytest.raises(LoweringError):
             lower(graph, lives)

@@ -66,8 +66,8 @@ def random_frontier(case: Case, graph: Graph) -> Frontier:
     return Frontier(
         graph=graph,
         candidates=(Candidate(lives, predicted, "random"),),
-        smallest_bytes=predicted.needed_bytes + UNSEEN_NBYTES,
-        unmodified_peak_bytes=predicted.needed_bytes,
+        smallest_nbytes=predicted.needed_nbytes + UNSEEN_NBYTES,
+        unmodified_peak_nbytes=predicted.needed_nbytes,
         moments=(),
         seconds=0.0,
     )
@@ -172,9 +172,9 @@ def _notice(run: Run, outcome: Outcome) -> None:
     """Whether a plan is in force, and what was measured of it."""
     status = run.status()
     if status.plan is not None:
-        outcome.planned = outcome.planned or status.plan.predicted.replayed_ops > 0
+        outcome.planned = outcome.planned or status.plan.predicted.rebuilt_ops > 0
         if status.measured_peak_nbytes is not None:
-            outcome.over_nbytes = max(outcome.over_nbytes, status.measured_peak_nbytes - status.plan.predicted.needed_bytes)
+            outcome.over_nbytes = max(outcome.over_nbytes, status.measured_peak_nbytes - status.plan.predicted.needed_nbytes)
 
 
 def _state(model: Model, optimizer: torch.optim.Optimizer, average: list[Tensor]) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@
 """
 
 from lightning_memopt.plan.allocator.model import Allocator, ExhaustedError
-from lightning_memopt.plan.allocator.reserved import Reserved, reserved, reserved_bytes_of
+from lightning_memopt.plan.allocator.reserved import Reserved, reserved, reserved_nbytes_of
 from lightning_memopt.plan.allocator.settings import Settings
 from lightning_memopt.plan.allocator.trace import Comparison, compare
 
@@ -17,5 +17,5 @@ __all__ = [
     "Settings",
     "compare",
     "reserved",
-    "reserved_bytes_of",
+    "reserved_nbytes_of",
 ]

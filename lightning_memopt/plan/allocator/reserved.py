@@ -33,9 +33,9 @@ Action = tuple[Name, int]
 class Reserved:
     """Highest bytes in planned steps: of segments, of whole blocks (`memory_allocated`), and as requested."""
 
-    peak_bytes: int
-    allocated_bytes: int
-    requested_bytes: int
+    peak_nbytes: int
+    allocated_nbytes: int
+    requested_nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +108,14 @@ class _Step:
                 self.actions.append((span.name, span.nbytes))
             if point.kind == "op":
                 op = graph.ops[point.id]
-                if op.id in schedule.replayed:
+                if op.id in schedule.rebuilt:
                     self.actions.append((("state", op.id), op.state_nbytes))
                 self._work(op.workspace_nbytes)
             self._segment(p)
             self.actions += [(self._made[t].pop(), -1) for t in ends.get(p, ())]
             self.actions += [(span.name, -1) for span in freed.get(p, ())]
             if p == graph.last_release:
-                self.actions += [(("state", op), -1) for op in schedule.replayed]
+                self.actions += [(("state", op), -1) for op in schedule.rebuilt]
 
     def _work(self, nbytes: int) -> None:
         if nbytes:
@@ -207,12 +207,12 @@ def reserved(
     return Reserved(allocator.peak_reserved, allocator.peak_allocated, allocator.peak_requested)
 
 
-def reserved_bytes_of(graph: Graph, settings: Settings | None = None) -> Callable[[tuple[Life, ...]], int] | None:
+def reserved_nbytes_of(graph: Graph, settings: Settings | None = None) -> Callable[[tuple[Life, ...]], int] | None:
     """The reserved peak of a plan of this graph, as a function of its lives; None where its device has no such allocator."""
     if graph.device != "cuda":
         return None
-    return partial(_peak_bytes, graph, settings or Settings.from_environment())
+    return partial(_peak_nbytes, graph, settings or Settings.from_environment())
 
 
-def _peak_bytes(graph: Graph, settings: Settings, lives: tuple[Life, ...]) -> int:
-    return reserved(graph, lives, settings).peak_bytes
+def _peak_nbytes(graph: Graph, settings: Settings, lives: tuple[Life, ...]) -> int:
+    return reserved(graph, lives, settings).peak_nbytes

@@ -88,7 +88,7 @@ class Matcher(Recorder):
 
     def _starts(self) -> bool:
         """While it is not known which op of the plan runs, it may be one that rebuilds start from."""
-        return self.capturing and (self._unknown or self.cursor.position in self.program.schedule.replayed)
+        return self.capturing and (self._unknown or self.cursor.position in self.program.schedule.rebuilt)
 
     # -- an op that is as it was ----------------------------------------------------------------------
 
@@ -246,6 +246,6 @@ class Matcher(Recorder):
     def _template(self, record: OpRecord, j: int) -> Template | OpOverload | None:
         if self.program.passes(j):
             return in_passing(record)
-        if j in self.program.schedule.replayed:
+        if j in self.program.schedule.rebuilt:
             return template_of(record, self.tape.versions)
         return start_of(record, self.program.tracked)

@@ -109,7 +109,7 @@ class Placing:
             self.cursor.deviation.excess_nbytes += max(0, excess_nbytes)
         if record.call is not None:
             record.call.op = number_of(j)
-        again = j in program.schedule.replayed
+        again = j in program.schedule.rebuilt
         if not again:  # the tensors it reads are let go: it cannot run again, as little as by its template
             for version, _ in record.made:
                 if not version.empty:
@@ -141,7 +141,7 @@ class Placing:
         holding: Holding = version.holding
         held, taken = False, tensor in versions
         if taken:
-            wanted = j in program.schedule.replayed
+            wanted = j in program.schedule.rebuilt
         else:
             wanted, held = tensor in program.tracked, tensor in program.holds
             if holding.tensor is None:

@@ -79,7 +79,7 @@ class Program:
     def drops(self) -> frozenset[int]:
         """Tensors that autograd saves, and that the plan drops and rebuilds."""
         held = self.schedule.holds
-        return frozenset(life.tensor for life in self.lives if life.how == "replay" and life.tensor not in held)
+        return frozenset(life.tensor for life in self.lives if life.how == "rebuild" and life.tensor not in held)
 
     @cached_property
     def segments(self) -> dict[tuple[int, int], tuple[int, Segment]]:
@@ -96,7 +96,7 @@ class Program:
     @property
     def parked(self) -> dict[int, str]:
         """Tensors that are parked, and in which form."""
-        return self.schedule.away
+        return self.schedule.parked
 
     @cached_property
     def fences(self) -> list[tuple[int, int]]:
@@ -129,7 +129,7 @@ class Program:
         """Point -> the tensors that are rebuilt there, or fetched bit-identically."""
         births: dict[int, tuple[int, ...]] = {}
         for life in self.lives:
-            if life.how == "replay" or (life.how == "fetch" and codec_of(life.form) in EXACT):
+            if life.how == "rebuild" or (life.how == "fetch" and codec_of(life.form) in EXACT):
                 births[life.born_at] = (*births.get(life.born_at, ()), life.tensor)
         return births
 
@@ -142,7 +142,7 @@ class Program:
         ops, tensors, points = self.graph.ops, self.graph.tensors, self.graph.points
         tracked: set[int] = set()
         new = {*self.drops, *self.parked, *(self.graph.asked_at(p) for p in self.schedule.segments)}
-        for op in self.schedule.replayed:
+        for op in self.schedule.rebuilt:
             new.update(ops[op].inputs)
             new.update(ops[op].outputs)
         frees = [(ts, self.graph.asked_at(p)) for p, ts in self.schedule.frees.items() if points[p].kind != "op"]
@@ -165,7 +165,7 @@ class Program:
     @cached_property
     def starts(self) -> frozenset[int]:
         """Tensors that ops which run again read."""
-        return frozenset(t for op in self.schedule.replayed for t in self.graph.ops[op].inputs)
+        return frozenset(t for op in self.schedule.rebuilt for t in self.graph.ops[op].inputs)
 
     @cached_property
     def outlasting(self) -> frozenset[int]:
@@ -179,7 +179,7 @@ class Program:
         """Whether nothing of the plan depends on a forward op: it need not be recorded."""
         made = self.graph.ops[op]
         tensors = (*made.outputs, *(old for old, _ in made.mutates))
-        return op not in self.schedule.replayed and self.tracked.isdisjoint(tensors)
+        return op not in self.schedule.rebuilt and self.tracked.isdisjoint(tensors)
 
     @cached_property
     def aside(self) -> frozenset[int]:
@@ -193,7 +193,7 @@ class Program:
     def _starts_nbytes(self) -> frozenset[int]:
         """Sizes of the tensors that were there before the step, are no parameters, and that a rebuild starts from."""
         ops, tensors = self.graph.ops, self.graph.tensors
-        read = (tensors[t] for op in self.schedule.replayed for t in ops[op].inputs)
+        read = (tensors[t] for op in self.schedule.rebuilt for t in ops[op].inputs)
         return frozenset(t.nbytes for t in read if t.born_at == BEFORE and t.kind != "parameter")
 
     def _disturbs(self, op: int) -> bool:
@@ -273,7 +273,7 @@ class Program:
     def wanted_until(self, tensor: int) -> int:
         """The last point at which a life of the tensor ends, or at which its op runs again."""
         ends = [life.freed_at for life in self.lives if life.tensor == tensor]
-        return max([*ends, self.schedule.replayed.get(self.graph.producers[tensor].id, BEFORE)])
+        return max([*ends, self.schedule.rebuilt.get(self.graph.producers[tensor].id, BEFORE)])
 
     @cached_property
     def turns(self) -> dict[tuple[str, int, int], int]:
@@ -283,7 +283,7 @@ class Program:
     @cached_property
     def random(self) -> frozenset[int]:
         """Replayed ops that need the generator's state."""
-        return frozenset(op for op in self.schedule.replayed if self.graph.ops[op].state_nbytes)
+        return frozenset(op for op in self.schedule.rebuilt if self.graph.ops[op].state_nbytes)
 
     @property
     def empty(self) -> bool:

@@ -79,10 +79,10 @@ def _accepted(trips: Iterable[Trip], forms: Forms) -> Iterator[Trip]:
         mine = forms.get(trip.gap.tensor, ())
         kind = bool(codec_of(trip.form)), bool(tier_of(trip.form))
         same = [f for f in mine if (bool(codec_of(f[0])), bool(tier_of(f[0]))) == kind]
-        if (trip.form, trip.away_nbytes) in same:
+        if (trip.form, trip.parked_nbytes) in same:
             yield trip
         elif same:
-            yield replace(trip, form=same[0][0], away_nbytes=same[0][1])
+            yield replace(trip, form=same[0][0], parked_nbytes=same[0][1])
 
 
 class _Instant:
@@ -100,7 +100,7 @@ def least(
     """Of these plans with everything away, in its smallest form, for as long as it can be, the one that needs the fewest bytes,
     and those. `needed`: what a plan needs; its peak by default.
     """
-    needed = needed or (lambda lives: simulate(graph, lives).predicted.peak_bytes)
+    needed = needed or (lambda lives: simulate(graph, lives).predicted.peak_nbytes)
     found = []
     for lives in (keep_all(graph), *plans):
         planner, allowed = Planner(graph, lives, _Instant()), _allowed(graph, lives, forms)
@@ -150,7 +150,7 @@ class _Search:
         """A plan, and its trips."""
         away = send_away(lives, trips)
         line = simulate(self.graph, away, rates=self.rates)
-        if line.predicted.peak_bytes <= self.budget_nbytes and not self._loses(line.predicted.seconds):
+        if line.predicted.peak_nbytes <= self.budget_nbytes and not self._loses(line.predicted.seconds):
             predicted = replace(line.predicted, overhead_seconds=self.overhead(away))
             if not self._loses(predicted.seconds):
                 self.best = Joint(away, predicted, solver, 0.0, 0.0)
@@ -195,13 +195,13 @@ class _Search:
             for tier in tiers:
                 try:
                     lives, trips = policy(self.graph, self.rates, tier)
-                    if not recompute and any(life.how == "replay" for life in lives):
+                    if not recompute and any(life.how == "rebuild" for life in lives):
                         continue
                     if not trips:
                         self.consider(name, lives)
                         continue
                     trips = list(_accepted(trips, _allowed(self.graph, lives, forms)))
-                    away = {trip.gap.tensor: (trip.form, trip.away_nbytes) for trip in trips}
+                    away = {trip.gap.tensor: (trip.form, trip.parked_nbytes) for trip in trips}
                     fits = Planner(self.graph, lives, self.rates).within(away, self.budget_nbytes, planned=trips)
                     if fits is not None:
                         self.consider(name, lives, fits)
@@ -271,7 +271,7 @@ def _search(search: _Search, forms: Forms, plans: Iterable[tuple[str, Lives]], r
     """Seconds that no plan is below."""
     graph, budget_nbytes, rates = search.graph, search.budget_nbytes, search.rates
     recomputed = list(plans)
-    fitting = bisect_right(recomputed, budget_nbytes, key=lambda plan: simulate(graph, plan[1]).predicted.peak_bytes)
+    fitting = bisect_right(recomputed, budget_nbytes, key=lambda plan: simulate(graph, plan[1]).predicted.peak_nbytes)
     if fitting:
         search.consider(*recomputed[fitting - 1])
     plain, both = _of(forms, (_TIER, _CODEC)), _of(forms, (_TIER, _CODEC, _BOTH))

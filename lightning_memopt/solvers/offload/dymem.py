@@ -130,7 +130,7 @@ def carry_out(
     """The lives of a policy, and whether they fit the budget: where memory runs out, the step waits for copies (3.2.1)."""
     lives, trips = policy(graph, rates, tier)
     if budget_nbytes is not None:
-        forms = {trip.gap.tensor: (trip.form, trip.away_nbytes) for trip in trips}
+        forms = {trip.gap.tensor: (trip.form, trip.parked_nbytes) for trip in trips}
         within = Planner(graph, lives, rates).within(forms, budget_nbytes, planned=trips)
         return send_away(lives, trips if within is None else within), within is not None
     return send_away(lives, trips), True

@@ -37,7 +37,7 @@ class Trip:
     gone_at: int
     back_at: int
     form: str
-    away_nbytes: int
+    parked_nbytes: int
 
 
 Form = tuple[str, int]
@@ -79,7 +79,7 @@ def send_away(lives: Iterable[Life], trips: Iterable[Trip]) -> tuple[Life, ...]:
             found.append(life)
             continue
         found.append(replace(life, freed_at=trip.gone_at))
-        found.append(replace(life, born_at=trip.back_at, how="fetch", form=trip.form, away_nbytes=trip.away_nbytes))
+        found.append(replace(life, born_at=trip.back_at, how="fetch", form=trip.form, parked_nbytes=trip.parked_nbytes))
     return tuple(sorted(found, key=lambda life: (life.tensor, life.born_at)))
 
 
@@ -96,7 +96,7 @@ class Planner:
         for p, steps in schedule.segments.items():
             seconds[p] += sum(graph.ops[step.op].seconds for step in steps if isinstance(step, Run))
         self.ends = list(accumulate(seconds))
-        self._dropped = {life.tensor for life in lives if life.how == "replay"}
+        self._dropped = {life.tensor for life in lives if life.how == "rebuild"}
         self._held = {life.tensor: life for life in lives if life.how == "original"}
 
     @cached_property

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_memopt.graph import Graph, base_levels, unmodified_levels, workspaces
-from lightning_memopt.solvers.recompute.mincut import HoldOrReplay, Hull
+from lightning_memopt.solvers.recompute.mincut import HoldOrRebuild, Hull
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class Moment:
     """A point of the step: `natural_nbytes` are there whatever the plan says, `hull` prices what it may hold beside them."""
 
     natural_nbytes: int
-    problem: HoldOrReplay
+    problem: HoldOrRebuild
     hull: Hull
 
     def bound_seconds(self, budget_nbytes: int) -> float:
@@ -25,7 +25,7 @@ class Moment:
         return self.hull.bound_seconds(budget_nbytes - self.natural_nbytes)
 
 
-def requirements(graph: Graph, point: int) -> HoldOrReplay:
+def requirements(graph: Graph, point: int) -> HoldOrRebuild:
     """What every plan holds at `point`, or makes again at it or later.
 
     Needed: what autograd asks for from there on. Free: what is there by nature or is yet to be made. Lost: what is overwritten
@@ -35,7 +35,7 @@ def requirements(graph: Graph, point: int) -> HoldOrReplay:
     gone = frozenset(old for op in graph.ops if op.at < first for old, _ in op.mutates)
     lost = gone if point <= first else frozenset()
     needed = [s.tensor for s in graph.saves if s.unpacked_at and s.unpacked_at[-1] >= point and s.tensor not in gone]
-    return HoldOrReplay(graph, needed, frozenset(t.id for t in graph.tensors if t.freed_at >= point) - lost, lost)
+    return HoldOrRebuild(graph, needed, frozenset(t.id for t in graph.tensors if t.freed_at >= point) - lost, lost)
 
 
 def moment(graph: Graph, point: int, vertices: int) -> Moment:

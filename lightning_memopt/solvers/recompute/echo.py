@@ -130,8 +130,8 @@ def echo(graph: Graph) -> tuple[Life, ...]:
         if path.made_by[t] in path.ops:
             path.remove({path.made_by[t]}, only_if_no_worse=False)
     fewer = just_in_time(path) if back else lives
-    peak = simulate(graph, fewer).predicted.peak_bytes
-    if back and peak > floor.predicted.peak_bytes and (other := simulate(graph, lives).predicted.peak_bytes) < peak:
+    peak = simulate(graph, fewer).predicted.peak_nbytes
+    if back and peak > floor.predicted.peak_nbytes and (other := simulate(graph, lives).predicted.peak_nbytes) < peak:
         fewer, peak = lives, other
     return fewer if peak < unmodified_peak_nbytes(graph) else keep_all(graph)
 
@@ -142,13 +142,13 @@ def back_at_peak(path: Footprint, lives: Iterable[Life], timeline: Timeline) -> 
     As many as can be held until then without making a new peak, those that come back the earliest first.
     """
     peak = timeline.peak_at
-    found = [life for life in lives if life.how == "replay" and life.born_at <= peak <= life.freed_at]
+    found = [life for life in lives if life.how == "rebuild" and life.born_at <= peak <= life.freed_at]
     found.sort(key=lambda life: (life.born_at - life.freed_at, life.tensor))
     before = list(accumulate(timeline.nbytes[:peak], max, initial=0))
     taken, back = 0, []
     for life in found:
         nbytes = path.nbytes(life.tensor)
-        if before[life.born_at] + taken + nbytes <= timeline.predicted.peak_bytes:
+        if before[life.born_at] + taken + nbytes <= timeline.predicted.peak_nbytes:
             taken += nbytes
             back.append(life.tensor)
     return back
@@ -161,4 +161,4 @@ def unmodified_peak_nbytes(graph: Graph) -> int:
         if save.unpacked_at and graph.tensors[save.tensor].born_at != BEFORE:
             until[save.tensor] = max(save.released_at, until.get(save.tensor, BEFORE))
     held = [Life(tensor=t, born_at=graph.tensors[t].born_at, freed_at=p, how="original") for t, p in until.items()]
-    return simulate(graph, held, _NOTHING_RUNS).predicted.peak_bytes
+    return simulate(graph, held, _NOTHING_RUNS).predicted.peak_nbytes

@@ -49,7 +49,7 @@ class Hull:
         return max(0.0, *(cut.value_seconds - cut.price * nbytes for cut in self.cuts))
 
 
-class HoldOrReplay:
+class HoldOrRebuild:
     """The cut problem of a part of a graph.
 
     `needed`: tensors that backward reads. `free`: tensors that are there anyway. `lost`: tensors that cannot be held.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from lightning_memopt.graph import Graph, base_levels, workspaces
 from lightning_memopt.plan import Life, lower, simulate
 from lightning_memopt.solvers import chain as dp
-from lightning_memopt.solvers.recompute.mincut import HoldOrReplay
+from lightning_memopt.solvers.recompute.mincut import HoldOrRebuild
 from lightning_memopt.solvers.recompute.stages import Stages, StageSpan
 from lightning_memopt.solvers.rollout import Rollout
 
@@ -66,7 +66,7 @@ def _backward(graph: Graph, stages: Stages, span: StageSpan, have: frozenset[int
     schedule = lower(graph, everything)
     lives = [life for life in everything if life.tensor not in outside]
     timeline = simulate(graph, lives, schedule, window=(span.begins_at, span.ends_at))
-    return timeline.predicted.extra_seconds, timeline.predicted.peak_bytes
+    return timeline.predicted.extra_seconds, timeline.predicted.peak_nbytes
 
 
 def build(stages: Stages, options: int = 8) -> ModelChain:
@@ -78,7 +78,7 @@ def build(stages: Stages, options: int = 8) -> ModelChain:
     for span in stages.spans:
         free = stages.given | span.enters | span.leaves
         needed = [save.tensor for save in span.saves if save.unpacked_at]
-        choices = [c.held for c in HoldOrReplay(graph, needed, free).hull(options).vertices]
+        choices = [c.held for c in HoldOrRebuild(graph, needed, free).hull(options).vertices]
         keep = frozenset(t for t in needed if t not in free and t in graph.producers and t not in graph.overwritten)
         choices = list(dict.fromkeys([keep, *choices]))
         sweep_seconds, sweep_peak = _sweep(graph, stages, span, span.leaves)

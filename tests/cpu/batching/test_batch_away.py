@@ -18,7 +18,7 @@ from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life
 from lightning_memopt.plan.forms import tier_of
-from lightning_memopt.session.hybrid import Hybrid, peak_bytes
+from lightning_memopt.session.hybrid import Hybrid, peak_nbytes
 from lightning_memopt.session.solving import frontier_of
 from lightning_memopt.session.states import Running
 from lightning_memopt.solvers.planner import UNSEEN_NBYTES
@@ -68,13 +68,13 @@ def test_a_size_that_needs_the_disk_is_found_confirmed_and_trained_at() -> None:
     assert away.size > 1.15 * alone.size and away.planned and not away.why
     assert (away.profile_steps, away.trial_steps) == (3, 2)
     assert away.before == 8 and away.before_samples_per_second is not None and " instead of " in str(away)
-    assert away.confirmed_peak_bytes is not None and away.confirmed_peak_bytes <= BUDGET
-    assert away.confirmed_peak_bytes == pytest.approx(away.predicted_peak_bytes, rel=0.02)
+    assert away.confirmed_peak_nbytes is not None and away.confirmed_peak_nbytes <= BUDGET
+    assert away.confirmed_peak_nbytes == pytest.approx(away.predicted_peak_nbytes, rel=0.02)
     expected, losses, _ = trained(away.size)
     ours, also, after = trained(away.size, offload="disk")
     assert_same(expected, ours)
     assert all(torch.equal(a, b) for a, b in zip(losses, also, strict=True))
-    assert isinstance(after, Running) and after.measured_bytes is not None and after.measured_bytes <= BUDGET
+    assert isinstance(after, Running) and after.measured_nbytes is not None and after.measured_nbytes <= BUDGET
     assert {tier_of(life.form) for life in after.plan.lives if life.how == "fetch"} == {"disk"}
     with pytest.raises(InfeasibleError):
         trained(int(1.02 * away.size) + 2, offload="disk")
@@ -106,13 +106,13 @@ def test_what_is_away_takes_other_bytes_at_another_size(options: dict[str, Any])
     forms = away.hybrid.forms(real)
 
     def at_40(life: Life) -> Life:
-        return replace(life, away_nbytes=dict(forms[life.tensor])[life.form]) if life.how == "fetch" else life
+        return replace(life, parked_nbytes=dict(forms[life.tensor])[life.form]) if life.how == "fetch" else life
 
-    needs = peak_bytes(real, tuple(map(at_40, lives))) + UNSEEN_NBYTES
+    needs = peak_nbytes(real, tuple(map(at_40, lives))) + UNSEEN_NBYTES
     assert away.needs(40, lives) == pytest.approx(needs, rel=0.005)  # workspaces are the libraries'
     assert away.resized(40, lives) == tuple(map(at_40, lives)) != lives
     assert away.resized(12, lives) == lives
-    wrong = tuple(replace(life, away_nbytes=1 << 40) if life.how == "fetch" else life for life in lives)
+    wrong = tuple(replace(life, parked_nbytes=1 << 40) if life.how == "fetch" else life for life in lives)
     assert away.needs(40, wrong) == away.needs(40, lives)
 
 

@@ -120,15 +120,15 @@ def test_a_plan_of_one_size_is_a_plan_of_another() -> None:
     """Lives are points, and points are the same: priced at the third size as if solved for the graph recorded there."""
     found, real = fitted("words"), recorded("words")[40]
     plan = planner.smallest(found.at(12))
-    assert planner.simulate(found.at(40), plan.lives).predicted.peak_bytes == pytest.approx(
-        planner.simulate(real, plan.lives).predicted.peak_bytes, rel=0.001
+    assert planner.simulate(found.at(40), plan.lives).predicted.peak_nbytes == pytest.approx(
+        planner.simulate(real, plan.lives).predicted.peak_nbytes, rel=0.001
     )
 
 
 def test_the_smallest_plan_is_that_of_the_frontier() -> None:
     graph = recorded("words")[12]
     frontier = planner.solve(graph)
-    assert planner.smallest(graph).predicted.needed_bytes + planner.UNSEEN_NBYTES == frontier.smallest_bytes
+    assert planner.smallest(graph).predicted.needed_nbytes + planner.UNSEEN_NBYTES == frontier.smallest_nbytes
 
 
 def test_times_rise_with_the_size_and_are_never_below_0() -> None:
@@ -179,7 +179,7 @@ def test_the_largest_planned_size_is_that_of_all_sizes_tried() -> None:
     found = fitted("images")
     budget = int(1.3 * unmodified_peak(found.at(12)))
     unmodified = Chooser(found, budget).largest_unmodified(1 << 20)
-    fits = [size for size in range(10, 41) if planner.solve(found.at(size)).smallest_bytes <= budget]
+    fits = [size for size in range(10, 41) if planner.solve(found.at(size)).smallest_nbytes <= budget]
     got = Plans(found, planner.solve).largest(unmodified, 1 << 20, budget)
     assert got > unmodified
     assert fits[-1] < 40

@@ -44,8 +44,8 @@ def test_l1_the_size_is_within_2_percent_of_exhaustive_search_and_then_trains() 
             words.step(words.make(found.size))
     assert device.errors == 0
     assert (found.trial_steps, found.profile_steps) == (1, 3)
-    assert found.confirmed_peak_bytes == pytest.approx(found.predicted_peak_bytes, rel=0.01)
-    assert found.confirmed_peak_bytes <= BUDGET
+    assert found.confirmed_peak_nbytes == pytest.approx(found.predicted_peak_nbytes, rel=0.01)
+    assert found.confirmed_peak_nbytes <= BUDGET
     true = true_maximum(BUDGET, found.size - 1, found.size + 4)
     assert true / 1.02 - 1 < found.size <= true
 
@@ -55,7 +55,7 @@ def test_l1_with_plans_the_budget_holds_a_larger_one_and_keeps_it_in_training() 
     plain = words.find().size
     found = words.find(planned=True)
     assert found.size > 1.5 * plain and found.planned and found.trial_steps == 2
-    assert found.confirmed_peak_bytes <= BUDGET
+    assert found.confirmed_peak_nbytes <= BUDGET
     with optimize(words.model, words.optimizer, budget=BUDGET, **QUIET) as run:
         for _ in range(4):
             words.step(words.make(found.size))
@@ -98,7 +98,7 @@ def test_what_the_fit_did_not_see_is_found_by_bisection() -> None:
     with device:
         found = plain.find(budget=120_000)
     assert "were predicted" in found.why or "ran out" in found.why
-    assert found.confirmed_peak_bytes <= 120_000
+    assert found.confirmed_peak_nbytes <= 120_000
 
     def fits(size: int) -> bool:
         try:
@@ -145,7 +145,7 @@ def test_steps_that_are_another_one_at_every_size_are_bisected() -> None:
     plain = Plain(Depth())
     found = plain.find(budget=60_000)
     assert "depends on the batch size" in found.why or "ops" in found.why
-    assert found.predicted_peak_bytes is None and found.confirmed_peak_bytes <= 60_000
+    assert found.predicted_peak_nbytes is None and found.confirmed_peak_nbytes <= 60_000
     assert set(plain.tried) > {found.size}
 
 

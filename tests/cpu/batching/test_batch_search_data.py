@@ -142,4 +142,4 @@ def test_without_memopt_sizes_are_found_by_real_steps(monkeypatch: pytest.Monkey
     monkeypatch.setenv("MEMOPT_DISABLE", "1")
     words = Words()
     found = words.find(planned=True)
-    assert found.confirmed_peak_bytes <= BUDGET and not found.planned and found.why
+    assert found.confirmed_peak_nbytes <= BUDGET and not found.planned and found.why

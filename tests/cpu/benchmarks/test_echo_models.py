@@ -44,10 +44,10 @@ def observed(request: pytest.FixtureRequest) -> tuple[Bench, Graph]:
 def assert_kept(bench: Bench, graph: Graph, lives: tuple[Life, ...]) -> None:
     """The plan is valid, its peak is measured to the byte, and its step gives the bits of the unmodified one."""
     loss, reference = bench.step(), bench.outcome()
-    predicted = simulate(graph, lives).predicted.peak_bytes
+    predicted = simulate(graph, lives).predicted.peak_nbytes
     report = validate(graph, lives, lower(graph, lives))
     assert report.ok, report.problems[:3]
-    assert report.peak_bytes == predicted
+    assert report.peak_nbytes == predicted
     forward = bench.planned(Program(graph, lives))
     assert torch.equal(bench.step(forward), loss) and same_bits(reference, bench.outcome())
     assert bench.peak(forward) * MIB + resident_nbytes(graph) == predicted
@@ -59,8 +59,8 @@ def test_frontier_is_predicted_to_the_byte(observed: tuple[Bench, Graph]) -> Non
     assert bench.peak() * MIB + resident_nbytes(graph) == max(unmodified_levels(graph))
     assert not graph.overwritten.intersection(graph.saves_of), "autograd reads what is there now"
     frontier = planner.solve(graph)
-    smallest = frontier.plan(frontier.smallest_bytes)
-    assert smallest.predicted_peak_bytes < frontier.unmodified_peak_bytes
+    smallest = frontier.plan(frontier.smallest_nbytes)
+    assert smallest.predicted_peak_nbytes < frontier.unmodified_peak_nbytes
     middle = frontier.candidates[len(frontier.candidates) // 2]
     for lives in {smallest.lives, middle.lives}:
         assert_kept(bench, graph, lives)
@@ -73,6 +73,6 @@ def test_policies_are_exact_and_their_parts_add_up(
     bench, graph = observed
     lives = policy(graph)
     assert_kept(bench, graph, lives)
-    peak = simulate(graph, lives).predicted.peak_bytes
+    peak = simulate(graph, lives).predicted.peak_nbytes
     assert at_peak(graph, lives).total == peak
     assert policy is not echo or peak <= max(unmodified_levels(graph))

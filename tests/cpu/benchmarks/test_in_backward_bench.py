@@ -50,7 +50,7 @@ def test_one_bit_shows(bit: int, exact: bool, monkeypatch: pytest.MonkeyPatch) -
 
     def train(name: str, batch: int, optimizer: str, steps: int = 4, **options: Any) -> tuple[list[torch.Tensor], Any, int]:
         peak = {"never": 100, "always": 75}.get(options.get("optimizer_in_backward", ""), 0)
-        plan = SimpleNamespace(predicted_peak_bytes=peak, predicted=SimpleNamespace(replayed_ops=0))
+        plan = SimpleNamespace(predicted_peak_nbytes=peak, predicted=SimpleNamespace(rebuilt_ops=0))
         status = SimpleNamespace(measured_peak_nbytes=peak, deviates=True, plan=plan)
         return [torch.tensor([1, bit if peak == 75 else 0])], status, steps
 

@@ -96,7 +96,7 @@ def test_how_far_a_plan_goes() -> None:
 
         def fits(size: int, lives: tuple = lives) -> bool:
             try:
-                return simulate(fit.at(size), lives).predicted.peak_bytes <= model.budget_nbytes - 4096
+                return simulate(fit.at(size), lives).predicted.peak_nbytes <= model.budget_nbytes - 4096
             except LoweringError:
                 return False
 
@@ -151,7 +151,7 @@ def checked(plans: HostPlans, size: int) -> Plan:
     """A plan that the validator, which counts on its own, finds right and within the budget."""
     graph, plan = fitted().at(size), plans.plan(size)
     report = validate(graph, plan.lives, lower(graph, plan.lives))
-    assert report.ok and report.peak_bytes <= plans.budget_nbytes
+    assert report.ok and report.peak_nbytes <= plans.budget_nbytes
     return plan
 
 
@@ -173,7 +173,7 @@ def test_no_copy_is_for_free() -> None:
     """No step is shorter than its ops, and what its copies take in either direction, as far as they can overlap with them."""
     plans, size = host(1e6), MORE[1]
     graph, plan = fitted().at(size), checked(plans, MORE[1])
-    moved = sum(life.away_nbytes for life in plan.lives if life.how == "fetch" and "host" in life.form)
+    moved = sum(life.parked_nbytes for life in plan.lives if life.how == "fetch" and "host" in life.form)
     assert moved
     price = Assumed(price=PRICE)
     for link in (1.0, 0.01, 0.0001):

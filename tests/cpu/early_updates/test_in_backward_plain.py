@@ -38,7 +38,7 @@ class Matrices(nn.Module):
 def test_p19_fifty_steps(name: str, updates: list[Tensor]) -> None:
     """Parameters and state of the optimizer's own steps, with the smallest plan in force; all but the first update early."""
     run = same_as_plain(Matrices, OPTIMIZERS[name], [data(24, 16, seed=s % 7) for s in range(50)])
-    assert run.plan is not None and run.plan.predicted.replayed_ops > 0
+    assert run.plan is not None and run.plan.predicted.rebuilt_ops > 0
     assert len(updates) == 49 * 3 and not run.session._in_backward.late
 
 
@@ -65,8 +65,8 @@ def test_gradients_end_early_and_peak_is_predicted() -> None:
             held = counted_nbytes()
             run = same_as_plain(Deep, OPTIMIZERS["adam"], batches, budget=budget, mode=mode)
             state = state_of(run)
-            assert abs(state.plan.predicted_peak_bytes / state.measured_bytes - 1) < 0.01
-            peaks[mode, budget] = state.measured_bytes - held
+            assert abs(state.plan.predicted_peak_nbytes / state.measured_nbytes - 1) < 0.01
+            peaks[mode, budget] = state.measured_nbytes - held
             graph = state.program.graph
             gradients = [t for t in graph.tensors if t.kind == "gradient" and t.nbytes == 128 * 128 * 4]
             last = max(op.at for op in graph.ops if op.phase == "backward")
@@ -95,7 +95,7 @@ def test_gradients_of_the_lesson_are_not_there_later() -> None:
 
     run = same_as_plain(Deep, OPTIMIZERS["sgd"], [data(32, 128, seed=s) for s in range(5)], loop)
     state = state_of(run)
-    assert abs(state.plan.predicted_peak_bytes / state.measured_bytes - 1) < 0.01
+    assert abs(state.plan.predicted_peak_nbytes / state.measured_nbytes - 1) < 0.01
 
 
 class Detached(Body):

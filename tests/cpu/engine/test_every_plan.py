@@ -97,5 +97,5 @@ def test_every_plan_runs_as_predicted(name: str) -> None:
             found = tiny.step(program)
             for a, b in zip(expected, found, strict=True):
                 assert (a is None) == (b is None) and (a is None or (b is not None and torch.equal(a, b)))
-            predicted, measured = candidate.predicted.peak_bytes - resident, tiny.peak_nbytes(program)
-            assert abs(measured - predicted) <= ROOM * candidate.predicted.peak_bytes, (objective, candidate.solver)
+            predicted, measured = candidate.predicted.peak_nbytes - resident, tiny.peak_nbytes(program)
+            assert abs(measured - predicted) <= ROOM * candidate.predicted.peak_nbytes, (objective, candidate.solver)

@@ -92,7 +92,7 @@ class Random(nn.Module):
 def trips(one: Stepped, base: tuple[Life, ...], draw: random.Random) -> list[Trip]:
     """Most of what may go away does, for a random part of its gap, in one of the exact forms."""
     graph: Graph = one.graph
-    read = {t for op in lower(graph, base).replayed for t in graph.ops[op].inputs}
+    read = {t for op in lower(graph, base).rebuilt for t in graph.ops[op].inputs}
     found = []
     for t, gap in gaps(graph, base).items():
         asked = (s for s in graph.saves if s.tensor in graph.producers)
@@ -106,7 +106,7 @@ def trips(one: Stepped, base: tuple[Life, ...], draw: random.Random) -> list[Tri
         elif one.made_by("relu")(t) and len(graph.saves_of.get(t, ())) == 1 and t not in read:
             form = draw.choice(["positive", "positive@disk"])
         form = form if one.accepts(t, form) else "disk"
-        found.append(Trip(gap, draw.randint(gap.leaves, last), back, form, one.away_nbytes(t, form)))
+        found.append(Trip(gap, draw.randint(gap.leaves, last), back, form, one.parked_nbytes(t, form)))
     return found
 
 

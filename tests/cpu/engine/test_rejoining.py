@@ -173,7 +173,7 @@ def kept(build: Build, steps: int, share: float, planned: int = 2) -> tuple[list
     above = int(share * max(plain))
     peaks, got, found = trained(build, steps, above)
     assert_same(expected, got)
-    assert found is not None and found.plan.predicted.replayed_ops
+    assert found is not None and found.plan.predicted.rebuilt_ops
     return peaks[planned:], above, found
 
 

@@ -60,7 +60,7 @@ def test_layers_are_left_out_under_any_plan(step: Stepped) -> None:
     for _ in range(PLANS):
         lives = random_lives(step.graph, rng, held=rng.choice((0.0, 0.1, 0.3)))
         program = Program(step.graph, lives)
-        predicted = simulate(step.graph, lives, program.schedule).predicted.peak_bytes
+        predicted = simulate(step.graph, lives, program.schedule).predicted.peak_nbytes
         for model.skips in draw(rng):
             expected = step.step()
             assert same(expected, step.step(program)), f"without {model.skips}"
@@ -135,7 +135,7 @@ def test_what_stands_in_goes_when_the_planned_tensor_would() -> None:
     with stepped(model) as step:
         lives = sums_held(step.graph)
         program = Program(step.graph, lives)
-        predicted = simulate(step.graph, lives, program.schedule).predicted.peak_bytes
+        predicted = simulate(step.graph, lives, program.schedule).predicted.peak_nbytes
         for model.shorter in (False, True, True):
             assert same(step.step(), step.step(program))
             above = step.peak_nbytes(program) - predicted

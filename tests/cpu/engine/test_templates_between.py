@@ -167,7 +167,7 @@ def test_peak_and_lives_of_steady_steps(plan):
             for _ in range(4):
                 step()
             frontier = run.status().frontier
-            predicted = run.plan.predicted_peak_bytes - resident_nbytes(frontier.graph) if plan == "smallest" else None
+            predicted = run.plan.predicted_peak_nbytes - resident_nbytes(frontier.graph) if plan == "smallest" else None
             peaks = []
             for i in range(4):
                 with metered_cpu() as events:

@@ -162,7 +162,7 @@ def test_a_loop_that_refills_its_array() -> None:
             return self.layers(x.sin().exp())
 
     run = agrees(use, build=Starts)
-    assert run.plan is not None and run.plan.predicted.replayed_ops
+    assert run.plan is not None and run.plan.predicted.rebuilt_ops
 
 
 @pytest.mark.parametrize("what", ["batch", "weights"])

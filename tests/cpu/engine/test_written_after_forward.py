@@ -208,10 +208,10 @@ def test_trains_as_plainly(name: str, steps: int) -> None:
     smallest = agrees(*LOOPS[name], budget="min", profile_steps=steps)
     assert_drops(smallest)
     if steps == 1:
-        assert not agrees(*LOOPS[name], budget="99%", profile_steps=steps).plan.predicted.replayed_ops
+        assert not agrees(*LOOPS[name], budget="99%", profile_steps=steps).plan.predicted.rebuilt_ops
     else:
         frontier = smallest.session.status().frontier
-        between = (frontier.smallest_bytes + frontier.unmodified_peak_bytes) // 2
+        between = (frontier.smallest_nbytes + frontier.unmodified_peak_nbytes) // 2
         assert_drops(agrees(*LOOPS[name], budget=between, profile_steps=steps))
 
 
@@ -259,8 +259,8 @@ def test_an_op_that_gives_other_bits_is_kept_in_all_steps_that_follow(steps: int
             found = loop(model, optimizer)
             plans = [state.program for state in states_of(run).values()]
     assert all(map(same_bits, expected, found))
-    assert len(plans) == 2 and all(program.schedule.replayed for program in plans)
-    assert not any("tanh" in program.names[op] for program in plans for op in program.schedule.replayed)
+    assert len(plans) == 2 and all(program.schedule.rebuilt for program in plans)
+    assert not any("tanh" in program.names[op] for program in plans for op in program.schedule.rebuilt)
     assert sum("other bits" in str(w.message) for w in told) == 1
 
 

@@ -51,7 +51,7 @@ def assert_exact(build: Callable[[], nn.Module], between: Callable[[nn.Module, i
         assert one.keys() == other.keys()
         assert all(same_bits(one[name], other[name]) for name in one)
     assert_same(end, end_found)
-    assert run.plan is not None and run.plan.predicted.replayed_ops > 0
+    assert run.plan is not None and run.plan.predicted.rebuilt_ops > 0
     return run
 
 

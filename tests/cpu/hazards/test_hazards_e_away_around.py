@@ -329,9 +329,9 @@ def test_a_session_whose_plan_puts_everything_away(tmp_path: Path) -> None:
         fingerprint=fingerprint(one.graph),
         lives=program.lives,
         solver="all away",
-        budget_bytes=1 << 30,
+        budget_nbytes=1 << 30,
         predicted=predicted,
-        unmodified_peak_bytes=1 << 30,
+        unmodified_peak_nbytes=1 << 30,
     )
     write_plan(tmp_path / "plan.json", plan, one.graph)
 
@@ -355,7 +355,7 @@ def test_a_session_whose_plan_puts_everything_away(tmp_path: Path) -> None:
         assert same(expected, use(model, optimizer))
         main = state_of(run)
         assert isinstance(main, Running) and main.depot is not None and not main.deviated
-        assert main.depot.forwards >= len(AROUND) and main.depot.moved_nbytes >= len(AROUND) * predicted.tier_bytes
+        assert main.depot.forwards >= len(AROUND) and main.depot.moved_nbytes >= len(AROUND) * predicted.tier_nbytes
         assert main.depot.tiers["disk"].used_nbytes == 0  # type: ignore[attr-defined]
 
 
@@ -387,7 +387,7 @@ def test_n2_gathered_parameters_never_leave() -> None:
         expected, whole = one.step(), {t.storage for t in one.graph.tensors if t.kind == "input"}
         for program in programs(one):
             assert program.parked and not whole & {one.graph.tensors[t].storage for t in program.parked}
-            if not program.schedule.replayed:
+            if not program.schedule.rebuilt:
                 assert all(same(expected, one.step(program)) for _ in range(2)) and one.used_nbytes() == 0
         one.depot.close()
         for attached in (model, nn.Sequential(nn.Tanh(), model)):

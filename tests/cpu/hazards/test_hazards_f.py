@@ -46,7 +46,7 @@ def run(factory: Callable[[], nn.Module], make: Callable[..., torch.optim.Optimi
         for batch in BATCHES:
             squares(model, batch).backward()
         if found is not None:
-            assert found.plan is not None and found.plan.predicted.replayed_ops > 0
+            assert found.plan is not None and found.plan.predicted.rebuilt_ops > 0
     return [p.detach().clone() for p in model.parameters()]
 
 
@@ -85,7 +85,7 @@ def test_fused_update_between_forward_and_backward() -> None:
         for batch in BATCHES:
             squares(model, batch).backward()
             optimizer.step()
-        assert found.plan is not None and found.plan.predicted.replayed_ops > 0
+        assert found.plan is not None and found.plan.predicted.rebuilt_ops > 0
         loss = squares(model, BATCHES[0])
         optimizer.step()
         with pytest.raises(ModifiedError, match="modified by an inplace operation"):
@@ -116,7 +116,7 @@ def test_d7_sparse_gradients(make: Any) -> None:
                 for optimizer in optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
-            assert found is None or found.plan.predicted.replayed_ops > 0
+            assert found is None or found.plan.predicted.rebuilt_ops > 0
         return [p.detach().clone() for p in model.parameters()]
 
     assert all(map(same_bits, loop(False), loop(True)))

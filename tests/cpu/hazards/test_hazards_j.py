@@ -64,7 +64,7 @@ def test_j1_a_mask_gives_the_gradient_of_relu(form: str) -> None:
     """EXACT: NaN passes its gradient, -0.0 and 0.0 do not; a bit an element is all that is kept."""
     with stepped(Relus()) as one:
         program = one.away(form=form, least=1, only=one.made_by("relu"))
-        assert len(program.parked) == 3 and all(life.away_nbytes == 17 for life in program.lives if life.how == "fetch")
+        assert len(program.parked) == 3 and all(life.parked_nbytes == 17 for life in program.lives if life.how == "fetch")
         assert one.step()[0].isnan().any()
         one.agrees(program)
 
@@ -86,7 +86,7 @@ def lossy_step(one: Stepped, form: str) -> tuple[list[Tensor], list[Tensor]]:
     program = one.away(form=form, least=1, only=lambda t: t in read)
     found = one.step(program)
     assert same(found, one.step(program)), "the same values give the same bits"
-    predicted = simulate(one.graph, program.lives).predicted.peak_bytes
+    predicted = simulate(one.graph, program.lives).predicted.peak_nbytes
     workspace = max(codec(codec_of(form)).workspace_nbytes(one.graph.tensors[t].size, torch.float32) for t in program.parked)
     assert one.peak_nbytes(program) <= 1.01 * predicted + workspace
     return one.step(), found
@@ -135,7 +135,7 @@ def test_j11_no_rebuild_starts_from_lossy_values() -> None:
                 except LoweringError:
                     refused += 1
                     continue
-                lossy = {t for t in program.parked if any(t in one.graph.ops[op].inputs for op in program.schedule.replayed)}
+                lossy = {t for t in program.parked if any(t in one.graph.ops[op].inputs for op in program.schedule.rebuilt)}
                 one.step(program)
                 ran += bool(lossy)
     assert ran + refused > 2, (ran, refused)

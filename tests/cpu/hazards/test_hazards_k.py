@@ -49,7 +49,7 @@ def test_k1_infeasible_names_the_smallest() -> None:
     model = small(dropout=0.0)
     with optimize(model, o := sgd(model), budget=smallest * 21 // 20, on_exceed="raise", **QUIET) as run:
         train(model, o, batches(3))
-        assert run.plan is not None and run.plan.predicted_peak_bytes <= smallest * 21 // 20
+        assert run.plan is not None and run.plan.predicted_peak_nbytes <= smallest * 21 // 20
     model = small(dropout=0.0)
     with pytest.raises(InfeasibleError), optimize(model, o := sgd(model), budget=smallest * 9 // 10, **QUIET):
         train(model, o, batches(3))
@@ -90,8 +90,8 @@ def test_k6_p8_never_worse_than_the_plain_step() -> None:
     with optimize(model, o := sgd(model), budget="90%", **QUIET) as run:
         train(model, o, batches(3))
         found = state_of(run)
-        assert isinstance(found, Running) and found.plan.predicted.replayed_ops == 0
-        assert found.plan.predicted_peak_bytes <= found.plan.unmodified_peak_bytes
+        assert isinstance(found, Running) and found.plan.predicted.rebuilt_ops == 0
+        assert found.plan.predicted_peak_nbytes <= found.plan.unmodified_peak_nbytes
         seen: list[Any] = []
         model.register_forward_pre_hook(lambda *_: seen.extend(installed()[:2]))
         loss_of(model, batches(1)[0])

@@ -120,7 +120,7 @@ def test_m8_a_part_of_the_model_in_a_run_of_its_own() -> None:
                 part.step()
                 optimizer.step()
                 optimizer.zero_grad()
-            assert not attach or found.plan.predicted.replayed_ops > 0
+            assert not attach or found.plan.predicted.rebuilt_ops > 0
         return state(model)
 
     assert_same(run(False), run(True))

@@ -153,7 +153,7 @@ def session_of(trainer: pl.Trainer) -> Any:
 def plans_of(trainer: pl.Trainer) -> list[Running]:
     """The states with plans of their own that rebuild something."""
     found = (s for s in states_of(session_of(trainer)).values() if isinstance(s, Running) and s.lender is None)
-    return [s for s in found if s.plan.predicted.replayed_ops]
+    return [s for s in found if s.plan.predicted.rebuilt_ops]
 
 
 def assert_planned(trainer: pl.Trainer) -> None:

@@ -134,7 +134,7 @@ def budget_at(run: Run, share: float) -> int:
     frontier = run.status().frontier
     assert frontier is not None
     base = resident_nbytes(frontier.graph)
-    return max(frontier.smallest_bytes, int(base + share * (frontier.unmodified_peak_bytes - base)))
+    return max(frontier.smallest_nbytes, int(base + share * (frontier.unmodified_peak_nbytes - base)))
 
 
 def counted_nbytes() -> int:

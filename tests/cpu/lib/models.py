@@ -186,7 +186,7 @@ def attached(model: nn.Module, optimizer: torch.optim.Optimizer) -> contextlib.A
 
 
 def assert_drops(run: Run) -> None:
-    assert run.plan is not None and any(life.how == "replay" for life in run.plan.lives), "the plan drops nothing"
+    assert run.plan is not None and any(life.how == "rebuild" for life in run.plan.lives), "the plan drops nothing"
 
 
 def trains(

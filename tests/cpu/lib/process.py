@@ -67,7 +67,7 @@ def main(mode: str, folder: Path) -> None:
                 torch.save(checkpoint, folder / f"{mode}.pt")
         found["state"] = digest(model.state_dict(), optimizer.state_dict())
         found["enabled"] = run is not None and run.session.enabled
-        found["planned"] = run is not None and run.plan is not None and run.plan.predicted.replayed_ops
+        found["planned"] = run is not None and run.plan is not None and run.plan.predicted.rebuilt_ops
     given = folder / "given.json"
     if mode != "plain" and given.exists():
         from lightning_memopt.plan import plan_to_json, read_plan
@@ -75,7 +75,7 @@ def main(mode: str, folder: Path) -> None:
 
         graph = read_plan(given)[1]
         frontier = planner.solve(graph)
-        plans = [plan_to_json(frontier.plan(c.predicted.peak_bytes + 4096), graph)["plan"] for c in frontier.candidates]
+        plans = [plan_to_json(frontier.plan(c.predicted.peak_nbytes + 4096), graph)["plan"] for c in frontier.candidates]
         found["plans"] = [plan | {"solve_seconds": 0.0} for plan in plans]
     if mode == "plain":
         found["resumed"] = {path.stem: resumed(path) for path in folder.glob("*.pt")}

@@ -76,7 +76,7 @@ def train(attach: Callable[[nn.Module], nn.Module] | None = None, mode: str = "n
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        planned = run is not None and run.plan is not None and run.plan.predicted.replayed_ops
+        planned = run is not None and run.plan is not None and run.plan.predicted.rebuilt_ops
     return {
         "alike": alike(wrapped),
         "state": digest(wrapped.state_dict(), optimizer.state_dict()),

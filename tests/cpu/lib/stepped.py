@@ -129,7 +129,7 @@ class Stepped:
         lives = keep_all(self.graph) if base is None else base
         planner = Planner(self.graph, lives, Free())
         found = (t for t in planner.gaps if self.graph.tensors[t].nbytes >= least and only(t))
-        forms: dict[int, Form] = {t: (form, self.away_nbytes(t, form)) for t in found if self.accepts(t, form)}
+        forms: dict[int, Form] = {t: (form, self.parked_nbytes(t, form)) for t in found if self.accepts(t, form)}
         assert forms, "nothing goes away: the test tests nothing"
         sent = send_away(lives, planner.plan(forms))
         report = validate(self.graph, sent, lower(self.graph, sent))
@@ -140,7 +140,7 @@ class Stepped:
         t = self.graph.tensors[tensor]
         return not codec_of(form) or codec(codec_of(form)).accepts(t.size, getattr(torch, t.dtype or "int64"))
 
-    def away_nbytes(self, tensor: int, form: str) -> int:
+    def parked_nbytes(self, tensor: int, form: str) -> int:
         t = self.graph.tensors[tensor]
         return codec(codec_of(form)).encoded_nbytes(t.size, getattr(torch, t.dtype)) if codec_of(form) else t.nbytes
 

@@ -26,8 +26,8 @@ def plans(request, monkeypatch):
         def plan(f, limit):
             lives = recompute_everything(f.graph)
             predicted = simulate(f.graph, lives).predicted
-            needed = predicted.needed_bytes
-            return dataclasses.replace(original(f, limit), lives=lives, predicted=predicted, budget_bytes=needed)
+            needed = predicted.needed_nbytes
+            return dataclasses.replace(original(f, limit), lives=lives, predicted=predicted, budget_nbytes=needed)
 
         monkeypatch.setattr(Frontier, "plan", plan)
     return request.param

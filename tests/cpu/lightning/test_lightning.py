@@ -56,11 +56,11 @@ def test_measured_within_the_budget() -> None:
     """A budget between the smallest plan and the unmodified peak is kept, as measured by the allocator, which is as predicted:
     gradients that the last observed step made, and that end inside of the measured one, are counted."""
     frontier = session_of(fit(memopt(), max_epochs=1)).status().frontier
-    budget = (frontier.smallest_bytes + frontier.unmodified_peak_bytes) // 2
+    budget = (frontier.smallest_nbytes + frontier.unmodified_peak_nbytes) // 2
     found = state_of(session_of(fit(memopt(budget=budget))))
-    predicted = found.plan.predicted_peak_bytes
-    assert found.measured_bytes <= budget
-    assert abs(found.measured_bytes - predicted) <= 0.01 * predicted
+    predicted = found.plan.predicted_peak_nbytes
+    assert found.measured_nbytes <= budget
+    assert abs(found.measured_nbytes - predicted) <= 0.01 * predicted
 
 
 @pytest.mark.parametrize("count", ["none_at", "stop_at"])

@@ -58,7 +58,7 @@ def test_scaler_in_a_plain_loop(scale: float) -> None:
         return seen
 
     run = agrees(run_all, lambda: small(depth=5))
-    assert run.plan is not None and run.plan.predicted.replayed_ops > 0
+    assert run.plan is not None and run.plan.predicted.rebuilt_ops > 0
     assert (scalers[0].get_scale() < scale) is (scale > 2**20)
 
 
@@ -100,6 +100,6 @@ def test_parts_that_are_left_alone(cls: type[Task]) -> None:
     _, planned = both(cls, max_epochs=3)
     assert_planned(planned)
     frontier = session_of(planned).status().frontier
-    budget = (frontier.smallest_bytes + frontier.unmodified_peak_bytes) // 2
+    budget = (frontier.smallest_nbytes + frontier.unmodified_peak_nbytes) // 2
     found = state_of(session_of(fit(memopt(budget=budget), cls)))
-    assert found.measured_bytes <= budget
+    assert found.measured_nbytes <= budget

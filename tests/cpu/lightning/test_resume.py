@@ -52,13 +52,13 @@ def test_m9_p21_resumed_after_a_kill(checkpoints: dict[str, Path]) -> None:
                 assert seen == {step: loss for step, loss in losses.items() if step >= first}
                 if kind != "plain":
                     planned = state_of(session_of(trainer))
-                    assert isinstance(planned, Running) and planned.plan.predicted.replayed_ops > 0 and planned.steps
+                    assert isinstance(planned, Running) and planned.plan.predicted.rebuilt_ops > 0 and planned.steps
 
 
 def test_checkpoints_of_both_are_the_same(checkpoints: dict[str, Path]) -> None:
     """Ours has one key more, primitives; both load with weights_only."""
     one, other = (torch.load(path, weights_only=True) for path in checkpoints.values())
-    assert "lightning_memopt" not in one and other.pop("lightning_memopt")["predicted_peak_bytes"] > 0
+    assert "lightning_memopt" not in one and other.pop("lightning_memopt")["predicted_peak_nbytes"] > 0
     for key in ("state_dict", "optimizer_states", "lr_schedulers", "generator", "global_step"):
         assert_same_tree(one[key], other[key])
     killed.Resumable().load_state_dict(other["state_dict"], strict=True)

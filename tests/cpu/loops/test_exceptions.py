@@ -75,7 +75,7 @@ def test_exceptions_then_retry(where: str, raised: type[BaseException]) -> None:
             step(model, optimizer, batch)
 
     run = agrees(run_all, Fault)
-    assert run.plan is not None and run.plan.predicted.replayed_ops > 0
+    assert run.plan is not None and run.plan.predicted.rebuilt_ops > 0
 
 
 @pytest.mark.parametrize("after", [0, 4], ids=["observing", "planned"])

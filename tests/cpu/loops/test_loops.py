@@ -55,7 +55,7 @@ def test_accumulation_validation_and_a_smaller_batch() -> None:
 
     run = agrees(run_all)
     assert sum(isinstance(s, Running) for s in states_of(run).values()) == 2
-    assert run.plan is not None and run.plan.predicted.replayed_ops > 0
+    assert run.plan is not None and run.plan.predicted.rebuilt_ops > 0
 
 
 def test_several_optimizers() -> None:
@@ -203,12 +203,12 @@ def test_ops_that_run_in_some_steps_only(calls: range) -> None:
     run = agrees(run_all, _metric_while(calls), profile_steps=3)
     state = state_of(run)
     assert isinstance(state, Running) and not state.deviated
-    assert state.plan.predicted.replayed_ops > 6
+    assert state.plan.predicted.rebuilt_ops > 6
     model, batch, engine = _metric_while(range(0))(), batches(1)[0], PlannedEngine(state.learned_ops)
     with PlannedRecording(engine, model):
         out = model(batch[0])
     out.sum().backward()
-    assert len(engine.rebuilt_ops) >= state.plan.predicted.replayed_ops  # nothing is kept for being elsewhere
+    assert len(engine.rebuilt_ops) >= state.plan.predicted.rebuilt_ops  # nothing is kept for being elsewhere
 
 
 def test_evaluation_after_a_failed_step_is_not_observed() -> None:

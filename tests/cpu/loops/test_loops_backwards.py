@@ -87,12 +87,12 @@ def test_several_forwards_and_backwards(use: Callable[[nn.Module, Batch], Tensor
     run = agrees(run_all, deep, adamw)
     frontier = run.status().frontier
     assert frontier is not None
-    budget = (frontier.smallest_bytes + frontier.unmodified_peak_bytes) // 2 + 8192  # and what this test holds by then
+    budget = (frontier.smallest_nbytes + frontier.unmodified_peak_nbytes) // 2 + 8192  # and what this test holds by then
     del run  # what is alive counts
     gc.collect()
     found = state_of(agrees(run_all, deep, adamw, budget=budget))
-    assert isinstance(found, Running) and found.measured_bytes is not None and found.measured_bytes <= budget
-    assert use is retained or found.plan.predicted.replayed_ops > 0
+    assert isinstance(found, Running) and found.measured_nbytes is not None and found.measured_nbytes <= budget
+    assert use is retained or found.plan.predicted.rebuilt_ops > 0
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -132,7 +132,7 @@ def test_gan(shared: bool) -> None:
     with one as generator, other as discriminator:
         found = run_all(*parts)
         assert generator.plan is not None and discriminator.plan is not None
-        assert generator.plan.predicted.replayed_ops > 0
+        assert generator.plan.predicted.rebuilt_ops > 0
     for before, model in zip(expected, parts[:2], strict=True):
         assert_same(before, state(model))
     assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))

@@ -74,14 +74,14 @@ def test_p1_p5_p6_same_bits_within_the_budget(name: str, loss: Any) -> None:
             found = state_of(run)
         assert_same(expected, state(model))
         assert all(torch.equal(a, b) for a, b in zip(plain, losses, strict=True))
-        assert isinstance(found, Running) and found.measured_bytes is not None
-        predicted = found.plan.predicted_peak_bytes
-        assert abs(found.measured_bytes - predicted) <= 0.01 * predicted + SMALL
+        assert isinstance(found, Running) and found.measured_nbytes is not None
+        predicted = found.plan.predicted_peak_nbytes
+        assert abs(found.measured_nbytes - predicted) <= 0.01 * predicted + SMALL
         if isinstance(budget, str):
-            assert predicted - held < 0.75 * (found.plan.unmodified_peak_bytes - held)
+            assert predicted - held < 0.75 * (found.plan.unmodified_peak_nbytes - held)
             beyond += [budget_at(run, 0.6) - held, budget_at(run, 0.3) - held]
         else:
-            assert found.measured_bytes <= budget
+            assert found.measured_nbytes <= budget
         del run, found, model, optimizer, losses
 
 
@@ -92,9 +92,9 @@ def test_state_made_by_the_only_observed_step_is_planned_for(name: str) -> None:
     with optimize(model, o := OPTIMIZERS[name](model), budget="min", verbose=False, profile_steps=1) as run:
         train(model, o, batches(3))
         found = state_of(run)
-    assert isinstance(found, Running) and found.measured_bytes is not None
-    predicted = found.plan.predicted_peak_bytes
-    assert abs(found.measured_bytes - predicted) <= 0.01 * predicted + SMALL // 4
+    assert isinstance(found, Running) and found.measured_nbytes is not None
+    predicted = found.plan.predicted_peak_nbytes
+    assert abs(found.measured_nbytes - predicted) <= 0.01 * predicted + SMALL // 4
 
 
 def test_update_of_the_only_observed_step_is_not_metered() -> None:
@@ -107,8 +107,8 @@ def test_update_of_the_only_observed_step_is_not_metered() -> None:
     with optimize(model, optimizer := sgd(model), budget=budget, verbose=False, profile_steps=1) as run:
         train(model, optimizer, batches(3))
         found = state_of(run)
-    assert isinstance(found, Running) and 0 < found.plan.unmodified_peak_bytes < 1 << 30
-    assert found.measured_bytes is not None and found.measured_bytes <= budget
+    assert isinstance(found, Running) and 0 < found.plan.unmodified_peak_nbytes < 1 << 30
+    assert found.measured_nbytes is not None and found.measured_nbytes <= budget
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def test_observing_keeps_the_budget(observed: list[tuple[int, int | None]]) -> N
         assert_same(expected, state(model))
         assert len(observed) == 3 and observed[0][1] is not None
         if budget == "min":
-            least = run.status().frontier.smallest_bytes * 21 // 20  # type: ignore[union-attr]
+            least = run.status().frontier.smallest_nbytes * 21 // 20  # type: ignore[union-attr]
             budgets += [max(least, budget_at(run, share)) for share in (0.8, 0.6, 0.4, 0.25)]
         else:
             for ledger, metered in observed:
@@ -250,8 +250,8 @@ def test_frontier_and_report() -> None:
         rows = run.frontier()
         assert len(rows) > 5
         pairs = list(itertools.pairwise(rows))
-        assert all(a.peak_bytes < b.peak_bytes and a.extra_seconds > b.extra_seconds for a, b in pairs)
-        assert rows[-1].rebuilt_bytes == 0
+        assert all(a.peak_nbytes < b.peak_nbytes and a.extra_seconds > b.extra_seconds for a, b in pairs)
+        assert rows[-1].rebuilt_nbytes == 0
         text = run.report()
         for word in ("budget", "predicted peak", "measured peak", "unmodified peak", "rebuilt", "kept"):
             assert word in text
@@ -264,7 +264,7 @@ def test_plan_file(tmp_path: Any) -> None:
     with optimize(model, optimizer := sgd(model), budget="min", **QUIET) as run:
         train(model, optimizer, batches(5))
         run.session.save_plan(tmp_path / "plan.json")
-        predicted = run.plan.predicted_peak_bytes  # type: ignore[union-attr]
+        predicted = run.plan.predicted_peak_nbytes  # type: ignore[union-attr]
     expected = state(model)
     model = small()
     with optimize(model, optimizer := sgd(model), budget="auto", plan=tmp_path / "plan.json", **QUIET) as run:
@@ -279,7 +279,7 @@ def test_plan_file(tmp_path: Any) -> None:
         assert isinstance(found, Running) and found.steps == 5 and not found.deviated
         assert not any(isinstance(s, Observing) for s in states_of(run).values())
         held = sum(t.nbytes for t in expected.values())  # which, as this one's losses, the run that made the plan did not have
-        assert found.measured_bytes is not None and found.measured_bytes <= predicted + held + 64
+        assert found.measured_nbytes is not None and found.measured_nbytes <= predicted + held + 64
     assert_same(expected, state(model))
 
 

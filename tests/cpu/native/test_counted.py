@@ -89,9 +89,9 @@ def test_what_the_loop_holds_from_the_step_before(window: Window) -> None:
     """Logits that die in the middle of the next forward: predicted as measured, within 0.1 %."""
     peaks, run = trained(classifier(), window)
     assert run.plan is not None
-    assert peaks[-1] == pytest.approx(run.plan.predicted_peak_bytes, rel=0.001)
+    assert peaks[-1] == pytest.approx(run.plan.predicted_peak_nbytes, rel=0.001)
     state = state_of(run)
-    assert isinstance(state, Running) and state.measured_bytes == peaks[-1]
+    assert isinstance(state, Running) and state.measured_nbytes == peaks[-1]
     logits = ROWS * CLASSES * 4
     held = [t for t in graph_of(run).tensors if t.born_at == BEFORE and t.nbytes == logits and t.name.startswith("held")]
     assert len(held) == 1 and 0 <= held[0].freed_at < len(graph_of(run).points) - 1
@@ -101,7 +101,7 @@ def test_a_copy_that_is_made_later_is_planned_for(window: Window) -> None:
     """An EMA copy in the middle of training: one step above the budget, one new plan, and the budget holds."""
     _, run = trained(classifier(), window, steps=4)
     assert run.plan is not None
-    budget = int(0.97 * run.plan.unmodified_peak_bytes)
+    budget = int(0.97 * run.plan.unmodified_peak_nbytes)
     del run
     gc.collect()
     held: list[nn.Module] = []
@@ -112,7 +112,7 @@ def test_a_copy_that_is_made_later_is_planned_for(window: Window) -> None:
     assert isinstance(state, Running) and run.plan is not None
     assert state.regrown == 1 and state.replanned == 0 and nbytes <= state.held_nbytes < nbytes + 4096
     assert peaks[5] > budget >= max(peaks[6:])
-    assert peaks[-1] == pytest.approx(run.plan.predicted_peak_bytes, rel=0.001)
+    assert peaks[-1] == pytest.approx(run.plan.predicted_peak_nbytes, rel=0.001)
 
 
 class Repeats(nn.Module):
@@ -133,7 +133,7 @@ def test_a_size_that_no_tensor_shows_is_observed_again(window: Window) -> None:
     loss_of = lambda logits: logits.square().mean()  # noqa: E731
     model.times = 2
     _, run = trained(model, window, steps=4, loss_of=loss_of)
-    budget = run.status().frontier.smallest_bytes + 8192  # type: ignore[union-attr]
+    budget = run.status().frontier.smallest_nbytes + 8192  # type: ignore[union-attr]
     del run
     gc.collect()
     model.times = 1
@@ -143,7 +143,7 @@ def test_a_size_that_no_tensor_shows_is_observed_again(window: Window) -> None:
 
     peaks, run = trained(model, window, budget, steps=10, after=larger, loss_of=loss_of)
     assert peaks[4] > budget >= max(peaks[:3] + peaks[7:]), (peaks, budget)
-    assert run.plan is not None and run.plan.predicted.replayed_ops > 0
+    assert run.plan is not None and run.plan.predicted.rebuilt_ops > 0
 
 
 @pytest.mark.parametrize("grows", ["outside", "inside"])
@@ -162,7 +162,7 @@ def test_the_smallest_plan_says_what_it_needs_now(window: Window, grows: str) ->
         warnings.simplefilter("error" if grows == "outside" else "ignore")
         peaks, run = trained(model, window, "min", steps=10, after=after, loss_of=lambda logits: logits.square().mean())
     assert run.plan is not None and min(peaks[6:]) > peaks[4]
-    assert peaks[-1] == pytest.approx(run.plan.predicted_peak_bytes, rel=0.001)
+    assert peaks[-1] == pytest.approx(run.plan.predicted_peak_nbytes, rel=0.001)
 
 
 def test_a_failed_state_says_once_that_the_budget_is_not_kept() -> None:
@@ -224,11 +224,11 @@ def test_what_no_op_makes_is_predicted(name: str, window: Window) -> None:
     torch.manual_seed(0)
     peaks, run = trained(UNSEEN[name](), window, loss_of=lambda out: out.square().mean())
     assert run.plan is not None
-    assert peaks[-1] == pytest.approx(run.plan.predicted_peak_bytes, rel=0.001)
+    assert peaks[-1] == pytest.approx(run.plan.predicted_peak_nbytes, rel=0.001)
     graph = graph_of(run)
     report = validate(graph, keep_all(graph), lower(graph, keep_all(graph)))
     assert report.ok, report.problems[:3]
-    assert at_peak(graph, run.plan.lives).total == run.plan.predicted_peak_bytes
+    assert at_peak(graph, run.plan.lives).total == run.plan.predicted_peak_nbytes
     assert "MemOpt" in run.report()
 
 
@@ -236,7 +236,7 @@ def test_a_plan_with_what_no_op_makes_is_written_and_read(window: Window, tmp_pa
     _, run = trained(checkpointed(), window, "min", loss_of=lambda out: out.square().mean())
     run.session.save_plan(str(tmp_path / "plan.json"))
     plan, graph = read_plan(str(tmp_path / "plan.json"))
-    assert plan.predicted_peak_bytes == run.plan.predicted_peak_bytes  # type: ignore[union-attr]
+    assert plan.predicted_peak_nbytes == run.plan.predicted_peak_nbytes  # type: ignore[union-attr]
     assert graph.tensors == graph_of(run).tensors
     assert sum(t.nbytes == 5056 for t in graph.tensors if t.name == "made by what is not recorded") >= 6
 

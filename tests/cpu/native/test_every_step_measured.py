@@ -42,7 +42,7 @@ def above(monkeypatch: pytest.MonkeyPatch, kind: type[nn.RNNBase], budget: Any) 
     measured = Running.measured
 
     def noted(self: Running, peak_nbytes: int, *rest: Any) -> Any:
-        excess.append(peak_nbytes - self.plan.predicted.needed_bytes)
+        excess.append(peak_nbytes - self.plan.predicted.needed_nbytes)
         return measured(self, peak_nbytes, *rest)
 
     torch.manual_seed(0)
@@ -57,7 +57,7 @@ def above(monkeypatch: pytest.MonkeyPatch, kind: type[nn.RNNBase], budget: Any) 
                 optimizer.zero_grad()
             frontier = run.status().frontier
     assert frontier is not None
-    return excess, (frontier.smallest_bytes, frontier.unmodified_peak_bytes)
+    return excess, (frontier.smallest_nbytes, frontier.unmodified_peak_nbytes)
 
 
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])

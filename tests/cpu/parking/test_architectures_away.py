@@ -50,8 +50,8 @@ def test_bits_and_bytes_with_everything_away(name: str) -> None:
         for _ in range(2):
             assert same(expected, one.step(program))
         assert one.used_nbytes() == 0
-        predicted = simulate(one.graph, program.lives).predicted.peak_bytes
+        predicted = simulate(one.graph, program.lives).predicted.peak_nbytes
         measured = one.peak_nbytes(program)
-        print(name, len(program.parked), len(program.schedule.replayed), measured / predicted)
+        print(name, len(program.parked), len(program.schedule.rebuilt), measured / predicted)
         assert measured <= 1.01 * predicted
     one.depot.close()

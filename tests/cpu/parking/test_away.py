@@ -32,8 +32,8 @@ def test_bits_and_bytes(stepped: Stepped) -> None:
     expected, program = stepped.step(), stepped.away()
     for _ in range(3):
         assert same(expected, stepped.step(program))
-    before = simulate(stepped.graph, keep_all(stepped.graph)).predicted.peak_bytes
-    predicted = simulate(stepped.graph, program.lives).predicted.peak_bytes
+    before = simulate(stepped.graph, keep_all(stepped.graph)).predicted.peak_nbytes
+    predicted = simulate(stepped.graph, program.lives).predicted.peak_nbytes
     assert predicted < 0.75 * before
     assert abs(stepped.peak_nbytes(program) - predicted) <= 0.01 * predicted
     assert stepped.used_nbytes() == 0 and stepped.depot.moved_nbytes > 0
@@ -45,11 +45,11 @@ def test_together_with_recomputation(stepped: Stepped, every: int) -> None:
     expected = stepped.step()
     base = held(stepped.graph, every)
     program = stepped.away(base)
-    assert program.parked and program.schedule.replayed
+    assert program.parked and program.schedule.rebuilt
     for _ in range(3):
         assert same(expected, stepped.step(program))
-    predicted = simulate(stepped.graph, program.lives).predicted.peak_bytes
-    assert predicted <= simulate(stepped.graph, base).predicted.peak_bytes
+    predicted = simulate(stepped.graph, program.lives).predicted.peak_nbytes
+    assert predicted <= simulate(stepped.graph, base).predicted.peak_nbytes
     assert abs(stepped.peak_nbytes(program) - predicted) <= 0.01 * predicted
 
 
@@ -142,6 +142,6 @@ def test_an_op_that_the_plan_does_not_know_stops_no_rebuild() -> None:
         logged.append(batch[0])
         for _ in range(3):
             assert same(expected, stepped.step(program))
-        assert len(stepped.replayed) == predicted.replayed_ops
-        assert abs(stepped.peak_nbytes(program) - predicted.peak_bytes) <= 0.01 * predicted.peak_bytes
+        assert len(stepped.replayed) == predicted.rebuilt_ops
+        assert abs(stepped.peak_nbytes(program) - predicted.peak_nbytes) <= 0.01 * predicted.peak_nbytes
     stepped.depot.close()

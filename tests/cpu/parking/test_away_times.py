@@ -212,10 +212,10 @@ def test_on_a_device_a_few_forwards_are_timed(tmp_path: Path) -> None:
 def test_what_was_measured_stands_beside_what_was_predicted(masked: Stepped) -> None:
     lives = masked.away(form="bools@disk", least=1).lives
     predicted = Prediction(
-        peak_bytes=1, extra_seconds=0, extra_flops=0, rebuilt_bytes=0, replayed_ops=0,
-        moved_bytes=4096, copy_seconds=0.2, stall_seconds=0.010, codec_seconds=0.001, tier_bytes=2048,
+        peak_nbytes=1, extra_seconds=0, extra_flops=0, rebuilt_nbytes=0, rebuilt_ops=0,
+        moved_nbytes=4096, copy_seconds=0.2, stall_seconds=0.010, codec_seconds=0.001, tier_nbytes=2048,
     )  # fmt: skip
-    plan = Plan(fingerprint="", lives=lives, solver="", budget_bytes=1, predicted=predicted, unmodified_peak_bytes=1)
+    plan = Plan(fingerprint="", lives=lives, solver="", budget_nbytes=1, predicted=predicted, unmodified_peak_nbytes=1)
     for transfers in (None, Transfers.of(Depot())):
         text = parked_text(plan, transfers)
         assert "stall not measured a step (predicted 10.0)" in text and "overlap not measured" in text

@@ -155,7 +155,7 @@ def test_p15_what_comes_back_is_as_it_was(one: Stepped) -> None:
 
 def over(one: Stepped, program: Program) -> float:
     """By how many bytes the measured peak is above the predicted one and 1 % (torch's checkpoint is not seen in full)."""
-    return one.peak_nbytes(program) - 1.01 * simulate(one.graph, program.lives).predicted.peak_bytes
+    return one.peak_nbytes(program) - 1.01 * simulate(one.graph, program.lives).predicted.peak_nbytes
 
 
 def test_p1_double_backward_and_threads(one: Stepped) -> None:

@@ -105,7 +105,7 @@ def test_p9_recomputes_as_planned(name: str, share: float) -> None:
         if wanted == "min" and share > 0:
             continue
         again = [s.op for segment in program.schedule.segments.values() for s in segment if isinstance(s, Again)]
-        assert len(again) == predicted.replayed_ops
+        assert len(again) == predicted.rebuilt_ops
         planned = collections.Counter(program.graph.ops[op].name.partition(".")[0] for op in again)
         assert planned or share, "nothing runs again: the test tests nothing"
         names = planned.keys() | {op.name.partition(".")[0] for op in program.graph.forward if op.flops}

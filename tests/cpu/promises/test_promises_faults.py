@@ -170,7 +170,7 @@ def observing() -> dict[str, Any]:
         for _ in range(2):
             b.step()
         assert b.run.status().frontier is not None
-        smallest = b.run.status().frontier.smallest_bytes - held
+        smallest = b.run.status().frontier.smallest_nbytes - held
     del b
     return dict(budget=smallest * 11 // 10 + counted_nbytes(), profile_steps=1 << 30)
 

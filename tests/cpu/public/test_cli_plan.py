@@ -33,8 +33,8 @@ def test_plan_of_a_factory_then_of_its_file(tmp_path: Path, capsys: pytest.Captu
     first, second = str(tmp_path / "min.json"), str(tmp_path / "roomy.json")
     assert main(["plan", "tests.cpu.public.test_cli_plan:build", "--budget", "min", "-o", first]) == 0
     smallest, graph = read_plan(first)
-    assert smallest.predicted_peak_bytes < smallest.unmodified_peak_bytes
-    assert main(["plan", first, "--budget", str(smallest.unmodified_peak_bytes), "-o", second]) == 0
+    assert smallest.predicted_peak_nbytes < smallest.unmodified_peak_nbytes
+    assert main(["plan", first, "--budget", str(smallest.unmodified_peak_nbytes), "-o", second]) == 0
     roomy, _ = read_plan(second)
     assert roomy.fingerprint == smallest.fingerprint
     assert roomy.predicted.extra_seconds <= smallest.predicted.extra_seconds
@@ -51,7 +51,7 @@ def test_plan_with_a_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(["plan", "tests.cpu.public.test_cli_plan:build", "--budget", "min", "-o", alone]) == 0
     assert main(["plan", alone, "--budget", "min", "--offload", f"disk:{tmp_path}", "-o", ours]) == 0
     (smallest, _), (plan, _) = read_plan(alone), read_plan(ours)
-    assert plan.predicted_peak_bytes < smallest.predicted_peak_bytes
+    assert plan.predicted_peak_nbytes < smallest.predicted_peak_nbytes
     assert {life.form for life in plan.lives if life.how == "fetch"} == {"disk"}
     capsys.readouterr()
     for options, said in (

@@ -25,7 +25,7 @@ def test_a_quick_demo(tmp_path: Path) -> None:
     outcomes = json.loads((tmp_path / "summary.json").read_text())["workloads"]
     assert [o["name"] for o in outcomes] == ["digits", "chargpt"]
     for outcome in outcomes:
-        assert outcome["measured_peak_bytes"] <= outcome["budget_bytes"] < outcome["unmodified_peak_bytes"]
+        assert outcome["measured_peak_nbytes"] <= outcome["budget_nbytes"] < outcome["unmodified_peak_nbytes"]
         assert outcome["losses_identical"]
 
 

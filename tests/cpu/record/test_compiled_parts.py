@@ -103,7 +103,7 @@ def agree(build: Callable[[], nn.Module], loss: Callable[[], Loss] = lambda: mea
     found, frames, run = trained(build, loss(), "min")
     assert_same_tree(expected, found)
     assert frames == plainly
-    assert run.plan is not None and run.plan.predicted.rebuilt_bytes > 0
+    assert run.plan is not None and run.plan.predicted.rebuilt_nbytes > 0
     return frames
 
 

@@ -106,7 +106,7 @@ def test_a_forward_that_opens_a_dual_level(norm):
         return [*losses, torch.rand(3)]
 
     run = agrees(use, build=Tangents)
-    assert run.plan is not None and run.plan.predicted.replayed_ops
+    assert run.plan is not None and run.plan.predicted.rebuilt_ops
 
 
 def test_a_dual_level_that_is_left_open():

@@ -82,12 +82,12 @@ def test_bits_and_budget(accumulate: int, mixed: bool) -> None:
         assert all(map(same_bits, expected, found))
         assert run is not None and run.plan is not None
         state: Any = state_of(run)
-        assert not state.deviated and state.measured_bytes is not None
-        assert state.measured_bytes <= run.plan.budget_bytes
-        assert abs(state.measured_bytes / run.plan.predicted_peak_bytes - 1) <= 0.01
+        assert not state.deviated and state.measured_nbytes is not None
+        assert state.measured_nbytes <= run.plan.budget_nbytes
+        assert abs(state.measured_nbytes / run.plan.predicted_peak_nbytes - 1) <= 0.01
         plans.append(run.plan)
         resident = resident_nbytes(state.program.graph)
-        budget = resident + (run.plan.predicted_peak_bytes - resident) * 2
+        budget = resident + (run.plan.predicted_peak_nbytes - resident) * 2
         del run, state, found  # what is alive counts
         gc.collect()
     least, more = plans

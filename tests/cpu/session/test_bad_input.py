@@ -273,7 +273,7 @@ def beyond() -> int:
     with optimize(model, o := plain_sgd(model), budget="min", verbose=False, profile_steps=1) as run:
         train(model, o, batches(5))
         assert run.status().frontier is not None
-        return run.status().frontier.smallest_bytes - before
+        return run.status().frontier.smallest_nbytes - before
 
 
 @pytest.fixture
@@ -347,4 +347,4 @@ def test_what_gets_no_gradient_is_not_counted(least: int) -> None:
     budget = (least + moments) * 21 // 20 + nbytes(model.unused.parameters())
     with optimize(model, o := adamw(model), budget=budget, verbose=False) as run:
         train(model, o, batches(5))
-        assert run.plan is not None and run.plan.predicted_peak_bytes <= budget
+        assert run.plan is not None and run.plan.predicted_peak_nbytes <= budget

@@ -30,7 +30,7 @@ def test_what_is_measured_is_predicted(run, tmp_path):
     frontier, plan, found = run.status().frontier, run.plan, costs.measured()
     assert found.call >= 0 and found.argument >= 0 and found.recorded > 0 and found.replayed > 0
     assert costs.measured() is found
-    assert plan.predicted.replayed_ops > 0
+    assert plan.predicted.rebuilt_ops > 0
     assert plan.predicted.overhead_seconds == found.of(Program(frontier.graph, plan.lives)) > 0
     assert plan.predicted_seconds == pytest.approx(frontier.graph.step_seconds + plan.predicted.seconds)
     assert found.of(Program(frontier.graph, frontier.candidates[-1].lives)) == 0
@@ -61,4 +61,4 @@ def test_a_plan_must_be_worth_its_overhead(run):
     dear = planner.solve(graph, overhead=lambda lives: rank.get(lives, 100.0))
     assert len(free.candidates) > 2
     assert [c.lives for c in dear.candidates] == [free.candidates[0].lives]
-    assert dear.smallest_bytes == free.smallest_bytes
+    assert dear.smallest_nbytes == free.smallest_nbytes

@@ -142,7 +142,7 @@ def test_ops_are_timed_by_events_and_what_nobody_knows_is_counted(monkeypatch: A
     assert [(t.nbytes, t.born_at, t.freed_at) for t in unseen] == [(10240, BEFORE, len(graph.points) - 1)]
     assert resident_nbytes(graph) == 10240
     plan = planner.solve(graph).plan(1 << 40)
-    assert plan.predicted.reserved_bytes >= plan.predicted.peak_bytes >= 10240 + 4096
+    assert plan.predicted.reserved_nbytes >= plan.predicted.peak_nbytes >= 10240 + 4096
 
 
 def test_only_what_the_host_takes_longer_than_the_device_is_lost(monkeypatch: Any) -> None:
@@ -186,33 +186,33 @@ def test_what_an_allocator_reserves_decides_is_shown_and_is_kept_in_the_file(mon
     more = 40000
 
     def reserves(graph: Any) -> Any:
-        return lambda lives: simulate(graph, lives).predicted.peak_bytes + more
+        return lambda lives: simulate(graph, lives).predicted.peak_nbytes + more
 
     model = small()
     with optimize(model, optimizer := sgd(model), budget="min", **QUIET) as plain:
         train(model, optimizer, batches(4))
-    monkeypatch.setattr(planner, "reserved_bytes_of", reserves)
+    monkeypatch.setattr(planner, "reserved_nbytes_of", reserves)
     model = small()
     with optimize(model, optimizer := sgd(model), budget="min", **QUIET) as run:
         train(model, optimizer, batches(4))
     frontier, before = run.status().frontier, plain.session.status().frontier
     assert frontier is not None and before is not None and run.plan is not None
-    needed, needed_before = (f.smallest_bytes - resident_nbytes(f.graph) for f in (frontier, before))
+    needed, needed_before = (f.smallest_nbytes - resident_nbytes(f.graph) for f in (frontier, before))
     assert needed == needed_before + more
-    assert run.plan.predicted.reserved_bytes == run.plan.predicted.peak_bytes + more == run.plan.predicted.needed_bytes
+    assert run.plan.predicted.reserved_nbytes == run.plan.predicted.peak_nbytes + more == run.plan.predicted.needed_nbytes
     assert "reserved at the peak, predicted" in run.report() and "reserved at the peak" not in plain.report()
     path = str(tmp_path / "plan.json")
     run.session.save_plan(path)
     assert read_plan(path)[0].predicted == run.plan.predicted
     with pytest.raises(InfeasibleError, match="above the budget"):
-        with optimize(small(), sgd(small()), budget=run.plan.predicted.peak_bytes + more // 2, plan=path, verbose=False):
+        with optimize(small(), sgd(small()), budget=run.plan.predicted.peak_nbytes + more // 2, plan=path, verbose=False):
             pass
     state = state_of(run)
     assert isinstance(state, Running)
-    budget = frontier.unmodified_peak_bytes
-    above = Running(frontier.plan(frontier.unmodified_peak_bytes + more), state.program.graph, frontier)
+    budget = frontier.unmodified_peak_nbytes
+    above = Running(frontier.plan(frontier.unmodified_peak_nbytes + more), state.program.graph, frontier)
     found = above.measured(budget + 5000, None, budget, MemOptConfig(verbose=False), lambda text: None)
-    assert found is not above and found.plan.predicted.reserved_bytes <= budget - 5000
+    assert found is not above and found.plan.predicted.reserved_nbytes <= budget - 5000
 
 
 _calls: list[int] = []

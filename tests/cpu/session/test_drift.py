@@ -50,7 +50,7 @@ def test_a_lasting_change_is_planned_for() -> None:
     """Two forwards that leave the plan, one that is observed; then the plan is that of the new forward."""
     found = trained(*[0] * 5, *[2] * 6)
     assert found.again == 1 and found.steps == 3 and not found.deviated
-    assert found.plan.predicted.replayed_ops > 0
+    assert found.plan.predicted.rebuilt_ops > 0
 
 
 def test_now_and_then_is_no_drift() -> None:
@@ -79,9 +79,9 @@ def test_a_step_is_measured_again_after_drift() -> None:
     with optimize(model, o := sgd(model), budget="min", verbose=False, profile_steps=2) as run:
         train(model, o, batches(4))
         found = state_of(run)
-        assert isinstance(found, Running) and found.measured_bytes is not None and not found.measures
+        assert isinstance(found, Running) and found.measured_nbytes is not None and not found.measures
         loss_of(model, batches(1)[0]).backward()
         o.step()
         assert found.measures
         train(model, o, batches(1))
-        assert state_of(run) is found and found.measured_bytes is not None
+        assert state_of(run) is found and found.measured_nbytes is not None

@@ -20,5 +20,5 @@ def test_evaluation_between_accumulated_batches() -> None:
     options = {"limit_train_batches": 4, "max_epochs": 4, "val_check_interval": 1, "limit_val_batches": 1}
     data = lambda: loader(shuffle=False, count=COUNT, size=COUNT // 4)  # noqa: E731
     found = state_of(session_of(fit(memopt(profile_steps=1), Wide, accumulate_grad_batches=2, data=data, **options)))
-    assert found.measured_bytes is not None
-    assert found.measured_bytes <= 1.05 * found.plan.predicted_peak_bytes
+    assert found.measured_nbytes is not None
+    assert found.measured_nbytes <= 1.05 * found.plan.predicted_peak_nbytes

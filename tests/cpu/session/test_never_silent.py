@@ -72,7 +72,7 @@ def test_forward_that_saves_only_inputs_and_parameters(name: str) -> None:
     """Its backward is seen: there is a plan, which drops nothing, and nothing is recorded any more."""
     run = agrees(on_noise, lambda: seeded(SAVE_ONLY_INPUTS[name]))
     found = state_of(run)
-    assert isinstance(found, Running) and found.program.empty and found.steps == 3 and found.measured_bytes is not None
+    assert isinstance(found, Running) and found.program.empty and found.steps == 3 and found.measured_nbytes is not None
 
 
 @pytest.mark.parametrize("name", ["linear", "shifted"])
@@ -279,7 +279,7 @@ def test_peak_that_no_plan_lowers_is_explained(optimizer: Any, text: str) -> Non
     """Where the smallest plan is as large as the unmodified step: what is at the peak, and what would lower it."""
     model = seeded(lambda: nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 256), nn.Linear(256, 16)))
     lines, run = lines_of(model, optimizer(model))
-    assert run.plan is not None and run.plan.predicted_peak_bytes == run.plan.unmodified_peak_bytes
+    assert run.plan is not None and run.plan.predicted_peak_nbytes == run.plan.unmodified_peak_nbytes
     (line,) = [line for line in lines if "At the peak" in line]
     assert "gradients" in line and text in line
 
@@ -294,8 +294,8 @@ def test_later_batches_that_no_plan_fits_train_on_by_the_smallest() -> None:
     that works. `on_exceed="raise"` stops it.
     """
     run = agrees(in_two_sizes)
-    small_nbytes = min(s.plan.unmodified_peak_bytes for s in states_of(run).values() if isinstance(s, Running))
-    needed = run.plan.predicted.needed_bytes if run.plan is not None else 0
+    small_nbytes = min(s.plan.unmodified_peak_nbytes for s in states_of(run).values() if isinstance(s, Running))
+    needed = run.plan.predicted.needed_nbytes if run.plan is not None else 0
     del run
     gc.collect()
     budget = (small_nbytes + needed) // 2
@@ -303,7 +303,7 @@ def test_later_batches_that_no_plan_fits_train_on_by_the_smallest() -> None:
     with pytest.warns(UserWarning, match="the budget is not kept: no plan of this step fits") as caught:
         run = agrees(in_two_sizes, **options)
     assert len([w for w in caught if "above the budget" in str(w.message)]) == 0, "said once"
-    assert run.plan is not None and run.plan.predicted.replayed_ops > 0
+    assert run.plan is not None and run.plan.predicted.rebuilt_ops > 0
     named = int(re.search(r"budget=(\d+) or more", str(caught[0].message))[1])  # type: ignore[index]
     del run
     gc.collect()

@@ -136,8 +136,8 @@ def budget_for(x: Tensor, share: float) -> int:
         frontier = run.status().frontier
     assert frontier is not None
     base = resident_nbytes(frontier.graph)
-    budget = int(base + share * (frontier.unmodified_peak_bytes - base))
-    assert budget > frontier.smallest_bytes
+    budget = int(base + share * (frontier.unmodified_peak_nbytes - base))
+    assert budget > frontier.smallest_nbytes
     return budget
 
 
@@ -182,7 +182,7 @@ def test_a_smaller_batch_borrows() -> None:
     run = agrees(use, attending, adamw)
     lent = [s for s in states_of(run).values() if isinstance(s, Running) and s.lender is not None]
     assert len(lent) == 2 and all(s.plan is run.plan and s.steps and not s.deviated for s in lent)
-    assert run.plan is not None and run.plan.predicted.replayed_ops > 0
+    assert run.plan is not None and run.plan.predicted.rebuilt_ops > 0
 
 
 def test_accumulating_batches_of_several_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +208,7 @@ def test_accumulating_batches_of_several_lengths(monkeypatch: pytest.MonkeyPatch
     found = [s for s in states_of(run).values() if isinstance(s, Running)]
     assert len(found) == 10 and sum(s.lender is None for s in found) == 1 and all(s.steps for s in found)
     assert 1 <= len(opened) <= 6
-    assert run.plan is not None and run.plan.predicted.replayed_ops > 0
+    assert run.plan is not None and run.plan.predicted.rebuilt_ops > 0
 
 
 class Branching(Attending):

@@ -133,7 +133,7 @@ def test_the_budget_that_is_named_works(build: Any, optimizer: str, profile_step
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         state = loop.run(named, profile_steps)
-    assert state is not None and state.measured_bytes is not None and state.measured_bytes <= named
+    assert state is not None and state.measured_nbytes is not None and state.measured_nbytes <= named
 
 
 def adversaries(budget: int | None, apart: bool) -> int | None:
@@ -184,8 +184,8 @@ def test_the_number_that_min_reports_can_be_set(optimizer: str, profile_steps: i
     assert state is not None
     path = str(tmp_path / "plan.json")
     write_plan(path, state.plan, state.program.graph)  # what was foreseen can be written down
-    again = loop.run(state.plan.budget_bytes, profile_steps)
-    assert again is not None and again.plan.budget_bytes == state.plan.budget_bytes
+    again = loop.run(state.plan.budget_nbytes, profile_steps)
+    assert again is not None and again.plan.budget_nbytes == state.plan.budget_nbytes
 
 
 def test_what_later_updates_take_is_planned_for() -> None:
@@ -199,7 +199,7 @@ def test_what_later_updates_take_is_planned_for() -> None:
         assert run.plan is not None
         nbytes = sum(p.nbytes for p in model.parameters())
         # parameters, gradients, two moments, and of the largest layer the temporaries of the rectified update
-        assert run.plan.unmodified_peak_bytes >= 4 * nbytes + 4 * model.head[1].weight.nbytes  # type: ignore[index, union-attr, operator]
+        assert run.plan.unmodified_peak_nbytes >= 4 * nbytes + 4 * model.head[1].weight.nbytes  # type: ignore[index, union-attr, operator]
 
 
 def lbfgs(budget: Any, history: int = 8, steps: int = 5) -> tuple[Running, int]:

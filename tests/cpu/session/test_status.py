@@ -131,7 +131,7 @@ def test_transfers_are_counted() -> None:
         train(model, optimizer, batches(4, size=96))
         transfers = run.session.transfers()
     assert transfers is not None and run.plan is not None
-    assert transfers.forwards == 3 and transfers.moved_nbytes == 3 * run.plan.predicted.moved_bytes
+    assert transfers.forwards == 3 and transfers.moved_nbytes == 3 * run.plan.predicted.moved_nbytes
     assert transfers.forwards >= transfers.timed > 0 and transfers.copied_seconds > 0
 
 

@@ -118,7 +118,7 @@ LOOPS = {
 def test_steps_of_two_networks_interleave(name: str, part: str) -> None:
     """In whatever order they step: the plain bits, and a plan that drops what the watched one saves."""
     run = compared(LOOPS[name], part)
-    assert run.plan is not None and run.plan.predicted.replayed_ops > 0
+    assert run.plan is not None and run.plan.predicted.rebuilt_ops > 0
 
 
 def test_budget_covers_the_other_network_s_step() -> None:
@@ -132,9 +132,9 @@ def test_budget_covers_the_other_network_s_step() -> None:
     for profile_steps in (1, 2):  # after one step the state of both optimizers has just been made
         gc.collect()
         found = state_of(compared(between, "generator", budget, profile_steps=profile_steps))
-        assert isinstance(found, Running) and found.measured_bytes is not None
-        assert found.replanned == 0 and found.measured_bytes <= budget
-        assert found.plan.predicted.replayed_ops > 0
+        assert isinstance(found, Running) and found.measured_nbytes is not None
+        assert found.replanned == 0 and found.measured_nbytes <= budget
+        assert found.plan.predicted.rebuilt_ops > 0
         del found
 
 
@@ -160,7 +160,7 @@ def test_shared_layers_with_an_optimizer_that_steps_now_and_then() -> None:
         ]
 
     run = agrees(use, make=make)
-    assert run.plan is not None and run.plan.predicted.replayed_ops > 0
+    assert run.plan is not None and run.plan.predicted.rebuilt_ops > 0
 
 
 def test_optimizer_of_another_model_ends_no_step() -> None:
@@ -222,8 +222,8 @@ def test_update_by_hand(update: Callable[[nn.Parameter, Tensor], None]) -> None:
     """Parameters that the loop updates itself, in place or by new ones: a step ends when the next forward begins."""
     run = agrees(partial(by_hand, update=update), make=lambda _: [])
     found = state_of(run)
-    assert isinstance(found, Running) and found.plan.predicted.replayed_ops > 0
-    assert found.steps == 5 and found.measured_bytes is not None
+    assert isinstance(found, Running) and found.plan.predicted.rebuilt_ops > 0
+    assert found.steps == 5 and found.measured_nbytes is not None
 
 
 @pytest.mark.filterwarnings("error:MemOpt")
@@ -231,7 +231,7 @@ def test_update_by_hand(update: Callable[[nn.Parameter, Tensor], None]) -> None:
 def test_update_by_hand_in_other_loops(options: dict[str, Any]) -> None:
     """With gradients of two batches a step, or evaluation between steps."""
     run = agrees(partial(by_hand, update=add, **options), make=lambda _: [])
-    assert run.plan is not None and run.plan.predicted.replayed_ops > 0
+    assert run.plan is not None and run.plan.predicted.rebuilt_ops > 0
 
 
 def test_optimizer_that_was_not_given() -> None:
@@ -248,4 +248,4 @@ def test_optimizer_that_was_not_given() -> None:
         return [loss.detach() for loss in losses]
 
     run = agrees(use)
-    assert run.plan is not None and run.plan.predicted.replayed_ops > 0
+    assert run.plan is not None and run.plan.predicted.rebuilt_ops > 0

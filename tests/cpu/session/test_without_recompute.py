@@ -50,7 +50,7 @@ def _smallest(options: tuple[tuple[str, Any], ...]) -> int:
     held = counted_nbytes()
     run, *_ = trained(wide(), budget="min", **dict(options))
     assert run.plan is not None
-    return run.plan.predicted.needed_bytes - held
+    return run.plan.predicted.needed_nbytes - held
 
 
 def smallest(**options: Any) -> int:
@@ -69,10 +69,10 @@ def test_a_budget_is_kept_without_rebuilding(options: dict[str, Any], share: flo
     run, ended, losses = trained(wide(), budget=budget, **AWAY, **options)
     assert_same(expected, ended)
     assert all(torch.equal(a, b) for a, b in zip(expected_losses, losses, strict=True))
-    plan, measured = main(run).plan, main(run).measured_bytes
-    assert {life.how for life in plan.lives} == {"original", "fetch"} and plan.predicted.replayed_ops == 0
+    plan, measured = main(run).plan, main(run).measured_nbytes
+    assert {life.how for life in plan.lives} == {"original", "fetch"} and plan.predicted.rebuilt_ops == 0
     assert measured is not None and measured <= budget
-    assert measured == pytest.approx(plan.predicted.needed_bytes, rel=0.002)
+    assert measured == pytest.approx(plan.predicted.needed_nbytes, rel=0.002)
 
 
 def test_nothing_runs_twice() -> None:
@@ -88,7 +88,7 @@ def test_nothing_runs_twice() -> None:
             else:
                 with optimize(model, optimizer, **(QUIET | options)) as run:
                     train(model, optimizer, batches(STEPS, size=96))
-                assert main(run).plan.predicted.moved_bytes
+                assert main(run).plan.predicted.moved_nbytes
         counts.append(draws.count)
     assert counts[0] == counts[1] > 0
 
@@ -112,7 +112,7 @@ def test_a_budget_that_they_cannot_keep() -> None:
     """InfeasibleError in the first step, before it updates; the budget that it names works."""
     named = refused(counted_nbytes() + 600_000)
     run, *_ = trained(wide(), budget=named, **AWAY)
-    measured = main(run).measured_bytes
+    measured = main(run).measured_nbytes
     assert measured is not None and measured <= named
     budget = counted_nbytes() + smallest(recompute=False) - 50_000
     with pytest.raises(InfeasibleError):  # and without any way to keep it the unmodified step is the smallest
@@ -124,7 +124,7 @@ def test_without_any_way_the_step_is_the_unmodified_one(capsys: pytest.CaptureFi
     expected, _ = plain(wide())
     run, ended, _ = trained(wide(), budget="min", recompute=False, verbose=True)
     assert_same(expected, ended)
-    assert main(run).plan.predicted_peak_bytes == main(run).plan.unmodified_peak_bytes
+    assert main(run).plan.predicted_peak_nbytes == main(run).plan.unmodified_peak_nbytes
     said = capsys.readouterr().out
     assert "no plan is smaller than the unmodified step" in said and "recompute=True" in said
     assert "no op of this step runs again" in run.text  # type: ignore[attr-defined]
@@ -139,8 +139,8 @@ def test_lossy_plans_do_not_rebuild() -> None:
     with optimize(model, optimizer, budget="min", compress="lossy", recompute=False, **QUIET) as run:
         marked_loop(model, run, optimizer, [data(512, 128, seed=s) for s in range(STEPS)])
     plan = main(run).plan
-    assert plan.predicted.replayed_ops == 0
-    assert plan.predicted_peak_bytes - held < 0.8 * (plan.unmodified_peak_bytes - held)
+    assert plan.predicted.rebuilt_ops == 0
+    assert plan.predicted_peak_nbytes - held < 0.8 * (plan.unmodified_peak_nbytes - held)
 
 
 def test_updates_in_backward_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,8 +158,8 @@ def test_updates_in_backward_alone(monkeypatch: pytest.MonkeyPatch) -> None:
             marked_loop(model, run, optimizer, [data(4, 128, seed=s) for s in range(5)])
         ends.append([model.state_dict(), optimizer.state_dict()])
         if run is not None:
-            assert main(run).plan.predicted.replayed_ops == 0
-            peaks.append(main(run).plan.predicted_peak_bytes - held)
+            assert main(run).plan.predicted.rebuilt_ops == 0
+            peaks.append(main(run).plan.predicted_peak_nbytes - held)
     assert_same_tree(ends[0], ends[1])
     assert_same_tree(ends[0], ends[2])
     assert updates and peaks[1] < peaks[0]
@@ -175,7 +175,7 @@ def test_a_plan_file_that_rebuilds_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="recompute=False allows none"):
         trained(wide(), plan=rebuilds, recompute=False)
     run, ended, _ = trained(wide(), plan=moves, **AWAY)
-    assert main(run).plan.predicted.moved_bytes
+    assert main(run).plan.predicted.moved_nbytes
     assert_same(expected, ended)
 
 
@@ -193,7 +193,7 @@ def test_other_sizes_borrow_plans_that_do_not_rebuild() -> None:
         with optimize(model, optimizer, **(QUIET | options)) as run:
             train(model, optimizer, data)
         states = [s for s in states_of(run).values() if isinstance(s, Running)]
-        assert states and not any(s.plan.predicted.replayed_ops for s in states)
+        assert states and not any(s.plan.predicted.rebuilt_ops for s in states)
         return state(model)
 
     assert_same(ended(), ended(budget="min", **AWAY))

@@ -156,7 +156,7 @@ def test_no_energy_where_nothing_is_measured(clock: Clock) -> None:
         loop(meter, clock, 3, 2.0)
         meter.stop()
     rates = meter.rates()
-    assert meter.total.energy == {} and rates is not None and rates.joules_per_sample is None and rates.peak_bytes is None
+    assert meter.total.energy == {} and rates is not None and rates.joules_per_sample is None and rates.peak_nbytes is None
 
 
 def test_a_reset_leaves_the_sum_unknown(clock: Clock) -> None:
@@ -178,9 +178,13 @@ RATES = Throughput(device="cpu", steps=5, samples_per_step=8.0, samples_per_sec=
 
 
 def test_rates_in_a_file(tmp_path: Path) -> None:
-    for rates in (RATES, replace(RATES, joules_per_sample=None, peak_bytes=1 << 33, approximate=False)):
+    for rates in (RATES, replace(RATES, joules_per_sample=None, peak_nbytes=1 << 33, approximate=False)):
         rates.write(tmp_path / "rates.json")
         assert read_throughput(tmp_path / "rates.json") == rates
+        older = json.loads((tmp_path / "rates.json").read_text())
+        older |= {"schema": 1, "peak_bytes": older.pop("peak_nbytes")}
+        (tmp_path / "older.json").write_text(json.dumps(older))
+        assert read_throughput(tmp_path / "older.json") == rates
     assert "about 0.25 J/sample (the whole device, whoever uses it)" in RATES.text(), "O3"
 
 
@@ -188,7 +192,7 @@ def test_rates_in_a_file(tmp_path: Path) -> None:
     "change",
     [
         {"kind": "plan"},
-        {"schema": 2},
+        {"schema": 3},
         {"steps": None},
         {"steps": -1},
         {"steps": True},

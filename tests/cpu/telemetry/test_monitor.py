@@ -189,8 +189,8 @@ def test_the_plan_is_logged_once(tmp_path: Path, clock: Clock) -> None:
     plan = status.plan
     assert {k.removeprefix("memopt/"): v for k, v in rows_with[0].items() if k.startswith("memopt/")} == pytest.approx(
         {
-            "predicted_peak_bytes": plan.predicted_peak_bytes,
-            "unmodified_peak_bytes": plan.unmodified_peak_bytes,
+            "predicted_peak_bytes": plan.predicted_peak_nbytes,
+            "unmodified_peak_bytes": plan.unmodified_peak_nbytes,
             "budget_bytes": status.budget_nbytes,
             "plan/recompute_count": 0,
             "plan/offload_count": 0,
@@ -210,10 +210,10 @@ def test_counts_of_a_plan_that_does_all(tmp_path: Path, clock: Clock) -> None:
     (row,) = (row for row in rows.values() if "memopt/solve_seconds" in row)
     lives = session_of(trainer).plan.lives
     fetched = {life.tensor: life.form for life in lives if life.how == "fetch"}
-    assert row["memopt/plan/recompute_count"] == len({life.tensor for life in lives if life.how == "replay"})
+    assert row["memopt/plan/recompute_count"] == len({life.tensor for life in lives if life.how == "rebuild"})
     assert row["memopt/plan/offload_count"] == sum("disk" in form for form in fetched.values()) > 0
     assert row["memopt/plan/compress_count"] == sum(form.split("@")[0] != "disk" for form in fetched.values())
-    assert "memopt/budget_bytes" not in row
+    assert "memopt/budget_nbytes" not in row
     rates = strategy.telemetry.rates() if strategy.telemetry is not None else None
     assert rates is not None and 5 <= rates.steps <= 14 - 5, "not what was observed"
 

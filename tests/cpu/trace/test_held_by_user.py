@@ -60,7 +60,7 @@ def test_until_it_is_let_go(how: str) -> None:
     graph = observation.finish()
     assert graph is not None
 
-    predicted = simulate(graph, keep_all(graph)).predicted.peak_bytes
+    predicted = simulate(graph, keep_all(graph)).predicted.peak_nbytes
     model.zero_grad()
     resident = resident_nbytes(graph)  # and what other tests hold
     with metered_cpu() as events:

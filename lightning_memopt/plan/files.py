@@ -1,6 +1,6 @@
 """A plan file: the plan and the graph it was made for, as JSON that one can read, diff and share. Never pickle.
 
-`{"format": "lightning_memopt.plan", "schema": 3, "plan": {...}, "graph": {...}}`, one array a line. The lives are
+`{"format": "lightning_memopt.plan", "schema": 4, "plan": {...}, "graph": {...}}`, one array a line. The lives are
 columns, as in the graph. A file that is read gives a plan that may be obeyed: its graph is consistent, the fingerprint
 is that graph's, and the schedule of its lives has been carried out by the validator without a problem. What it predicts
 is not judged.
@@ -16,25 +16,39 @@ from typing import Any, get_args
 from lightning_memopt import jsonio
 from lightning_memopt.errors import PlanFileError
 from lightning_memopt.graph import BEFORE, Graph, fingerprint
-from lightning_memopt.graph.codec import graph_from_json, graph_to_json
 from lightning_memopt.graph.fields import MOST, Fields, letters
+from lightning_memopt.graph.json_io import graph_from_json, graph_to_json
 from lightning_memopt.plan.lower import LoweringError, lower
 from lightning_memopt.plan.model import How, Life, Plan, Prediction
 from lightning_memopt.plan.validate import validate
 
 FORMAT = "lightning_memopt.plan"
-SCHEMA = 3
+SCHEMA = 4
 
 _HOWS = letters(get_args(How))
 _PLAN = (
-    *("fingerprint", "solver", "budget_bytes", "unmodified_peak_bytes", "step_seconds", "lower_bound_seconds"),
+    *("fingerprint", "solver", "budget_nbytes", "unmodified_peak_nbytes", "step_seconds", "lower_bound_seconds"),
     *("solve_seconds", "predicted", "lives"),
 )
 _PREDICTED = (
-    *("peak_bytes", "reserved_bytes", "extra_seconds", "overhead_seconds", "extra_flops", "rebuilt_bytes"),
-    *("replayed_ops", "moved_bytes", "copy_seconds", "stall_seconds", "codec_seconds", "tier_bytes"),
+    *("peak_nbytes", "reserved_nbytes", "extra_seconds", "overhead_seconds", "extra_flops", "rebuilt_nbytes"),
+    *("rebuilt_ops", "moved_nbytes", "copy_seconds", "stall_seconds", "codec_seconds", "tier_nbytes"),
 )
-_LIFE = ("tensor", "born_at", "freed_at", "how", "forms", "form", "away_nbytes")
+_LIFE = ("tensor", "born_at", "freed_at", "how", "forms", "form", "parked_nbytes")
+_OLD_NAMES = {
+    3: {
+        "budget_nbytes": "budget_bytes",
+        "unmodified_peak_nbytes": "unmodified_peak_bytes",
+        "peak_nbytes": "peak_bytes",
+        "reserved_nbytes": "reserved_bytes",
+        "rebuilt_nbytes": "rebuilt_bytes",
+        "rebuilt_ops": "replayed_ops",
+        "moved_nbytes": "moved_bytes",
+        "tier_nbytes": "tier_bytes",
+        "parked_nbytes": "away_nbytes",
+    }
+}
+"""Older schema -> how its files call a field. The letters of `how` are the same in both schemas."""
 
 
 def plan_to_json(plan: Plan, graph: Graph) -> dict[str, Any]:
@@ -47,7 +61,7 @@ def plan_to_json(plan: Plan, graph: Graph) -> dict[str, Any]:
         "how": "".join(life.how[0] for life in plan.lives),
         "forms": forms,
         "form": [forms.index(life.form) for life in plan.lives],
-        "away_nbytes": [life.away_nbytes for life in plan.lives],
+        "parked_nbytes": [life.parked_nbytes for life in plan.lives],
     }
     fields: dict[str, Any] = {key: getattr(plan, key) for key in _PLAN}
     fields["predicted"] = {key: getattr(plan.predicted, key) for key in _PREDICTED}
@@ -60,32 +74,33 @@ def plan_from_json(obj: object) -> tuple[Plan, Graph]:
     if not isinstance(obj, dict) or obj.get("format") != FORMAT:
         found = repr(obj.get("format"))[:80] if isinstance(obj, dict) else type(obj).__name__
         raise PlanFileError(f'"format" is {found}, not "{FORMAT}": this is not a plan file; give the path of one')
-    top = Fields(obj, "file", ("format", "schema", "plan", "graph"), SCHEMA)
+    top = Fields(obj, "file", ("format", "schema", "plan", "graph"), (SCHEMA, *_OLD_NAMES))
+    old_names = _OLD_NAMES.get(top.obj["schema"], {})
     graph = graph_from_json(top.obj["graph"])
-    fields = Fields(top.obj["plan"], "plan", _PLAN)
+    fields = Fields(top.obj["plan"], "plan", _PLAN, old_names=old_names)
     predicted = fields.inner("predicted", _PREDICTED)
     plan = Plan(
         fingerprint=fields.string("fingerprint"),
         lives=_lives(fields, graph),
         solver=fields.string("solver"),
-        budget_bytes=fields.integer("budget_bytes"),
-        unmodified_peak_bytes=fields.integer("unmodified_peak_bytes"),
+        budget_nbytes=fields.integer("budget_nbytes"),
+        unmodified_peak_nbytes=fields.integer("unmodified_peak_nbytes"),
         step_seconds=fields.number("step_seconds"),
         lower_bound_seconds=fields.number("lower_bound_seconds"),
         solve_seconds=fields.number("solve_seconds"),
         predicted=Prediction(
-            peak_bytes=predicted.integer("peak_bytes"),
-            reserved_bytes=predicted.integer("reserved_bytes"),
+            peak_nbytes=predicted.integer("peak_nbytes"),
+            reserved_nbytes=predicted.integer("reserved_nbytes"),
             extra_seconds=predicted.number("extra_seconds"),
             overhead_seconds=predicted.number("overhead_seconds"),
             extra_flops=predicted.integer("extra_flops"),
-            rebuilt_bytes=predicted.integer("rebuilt_bytes"),
-            replayed_ops=predicted.integer("replayed_ops"),
-            moved_bytes=predicted.integer("moved_bytes"),
+            rebuilt_nbytes=predicted.integer("rebuilt_nbytes"),
+            rebuilt_ops=predicted.integer("rebuilt_ops"),
+            moved_nbytes=predicted.integer("moved_nbytes"),
             copy_seconds=predicted.number("copy_seconds"),
             stall_seconds=predicted.number("stall_seconds"),
             codec_seconds=predicted.number("codec_seconds"),
-            tier_bytes=predicted.integer("tier_bytes"),
+            tier_nbytes=predicted.integer("tier_nbytes"),
         ),
     )
     actual = fingerprint(graph)
@@ -109,7 +124,7 @@ def _lives(fields: Fields, graph: Graph) -> tuple[Life, ...]:
     hows = columns.chosen("how", len(tensors), _HOWS)
     named = columns.strings("forms")
     forms = [named[i] for i in columns.ints("form", len(tensors), 0, len(named) - 1)]
-    away = columns.ints("away_nbytes", len(tensors), 0, MOST)
+    away = columns.ints("parked_nbytes", len(tensors), 0, MOST)
     for i, (tensor, born_at, freed_at, how) in enumerate(zip(tensors, born, freed, hows, strict=True)):
         if freed_at < born_at:
             columns.refuse("freed_at", i, f"{freed_at} is before the birth, at {born_at}")
@@ -122,7 +137,7 @@ def _lives(fields: Fields, graph: Graph) -> tuple[Life, ...]:
         if how == "original" and born_at != graph.tensors[tensor].born_at:
             columns.refuse("born_at", i, f"{born_at}, but tensor {tensor} is made at {graph.tensors[tensor].born_at}")
     return tuple(
-        Life(tensor=tensor, born_at=born_at, freed_at=freed_at, how=how, form=form, away_nbytes=nbytes)
+        Life(tensor=tensor, born_at=born_at, freed_at=freed_at, how=how, form=form, parked_nbytes=nbytes)
         for tensor, born_at, freed_at, how, form, nbytes in zip(tensors, born, freed, hows, forms, away, strict=True)
     )
 

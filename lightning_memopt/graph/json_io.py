@@ -79,7 +79,7 @@ def graph_to_json(graph: Graph) -> dict[str, Any]:
 
 def graph_from_json(obj: object) -> Graph:
     """The graph that `graph_to_json` wrote. Raises PlanFileError for anything else, naming the field and the index."""
-    top = Fields(obj, "graph", _GRAPH, SCHEMA)
+    top = Fields(obj, "graph", _GRAPH, (SCHEMA,))
     texts = top.strings("texts")
     points, n_points = top.table("points", ("kind", "id", "occurrence"), "kind")
     ops, n_ops = top.table("ops", _OP, "phase")
