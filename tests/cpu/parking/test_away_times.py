@@ -22,7 +22,7 @@ from lightning_memopt.session import Transfers
 from lightning_memopt.solvers.rollout import keep_all
 from tests.cpu.lib.fake_streams import Streams
 from tests.cpu.lib.stepped import Masked, Stepped, held, stepped
-from tests.cpu.parking.test_tiers_disk import Gate
+from tests.cpu.lib.tier_bytes import Gate
 
 
 class Ticks(threading.local):

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_memopt.errors import MemOptError, OffloadError
 from lightning_memopt.runtime.tiers import DiskTier, HostTier, Tier
 from lightning_memopt.runtime.tiers.staging import Staging
-from tests.cpu.parking.test_tiers_host import CPU, random_bytes
+from tests.cpu.lib.tier_bytes import CPU, back, random_bytes
 
 
 def host(capacity: int) -> Any:
@@ -44,13 +44,6 @@ def make(request: Any) -> Iterator[Callable[[int], Any]]:
     yield one
     for tier in made:
         tier.close()
-
-
-def back(parked: Any) -> torch.Tensor:
-    out = torch.full((parked.nbytes,), 7, dtype=torch.uint8)
-    parked.fetch(out)
-    parked.wait_fetched()
-    return out
 
 
 def test_a_thousand_copies_in_any_order_are_bit_equal(make: Any) -> None:

@@ -21,25 +21,9 @@ from lightning_memopt.errors import OffloadError
 from lightning_memopt.runtime.tiers import DiskTier
 from lightning_memopt.runtime.tiers.base import buffer
 from lightning_memopt.runtime.tiers.scratch import Scratch
-from tests.cpu.parking.test_tiers import back
-from tests.cpu.parking.test_tiers_host import random_bytes
+from tests.cpu.lib.tier_bytes import Gate, back, random_bytes
 
 ROOT = Path(__file__).parents[3]
-
-
-class Gate:
-    """Writes (or reads) that wait until they are let through."""
-
-    def __init__(self, monkeypatch: Any, name: str) -> None:
-        self.open, self.reached = threading.Event(), threading.Event()
-        real = getattr(os, name)
-
-        def gated(*args: Any) -> int:
-            self.reached.set()
-            assert self.open.wait(20)
-            return real(*args)
-
-        monkeypatch.setattr(os, name, gated)
 
 
 @pytest.fixture

@@ -17,12 +17,7 @@ from lightning_memopt.runtime.tiers import streams as streams_module
 from lightning_memopt.runtime.tiers.staging import Staging
 from lightning_memopt.runtime.tiers.streams import HostPool, streams_of
 from tests.cpu.lib.fake_streams import Streams
-
-CPU = torch.device("cpu")
-
-
-def random_bytes(nbytes: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+from tests.cpu.lib.tier_bytes import CPU, random_bytes
 
 
 def race(monkeypatch: Any, seed: int, broken: str = "") -> tuple[int, int]:

@@ -314,7 +314,7 @@ def test_refused_before_the_first_update_of_accumulated_steps(least: int) -> Non
 
 def test_refused_before_the_first_update_by_lightning(least: int) -> None:
     """The same in a Trainer, whose closure runs forward and backward inside of the optimizer's step."""
-    from tests.cpu.lightning.test_lightning import Task, fit
+    from tests.cpu.lib.fits import Task, fit
 
     tasks: list[Any] = []
 
