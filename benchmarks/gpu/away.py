@@ -27,7 +27,8 @@ from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life, Plan, simulate
 from lightning_memopt.runtime import Program
 from lightning_memopt.session.hybrid import Hybrid
-from lightning_memopt.solvers.offload.dymem import carry_out, dymem_trips
+from lightning_memopt.solvers.offload.dymem import dymem_trips
+from lightning_memopt.solvers.offload.policy import carry_out
 from lightning_memopt.solvers.offload.trips import Planner, send_away
 from lightning_memopt.solvers.planner import Frontier
 from lightning_memopt.solvers.rollout import keep_all

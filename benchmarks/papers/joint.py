@@ -32,8 +32,8 @@ from lightning_memopt.plan import simulate
 from lightning_memopt.plan.forms import codec_of, tier_of
 from lightning_memopt.plan.rates import Device, Rates, profile
 from lightning_memopt.solvers import joint, planner
-from lightning_memopt.solvers.offload.dymem import carry_out
 from lightning_memopt.solvers.offload.policies import POLICIES
+from lightning_memopt.solvers.offload.policy import carry_out
 
 FILE = RESULTS / "joint.json"
 PAPERS = (*((n, b) for n, b in RUNS["Dymem"] if (n, b) != ("VGG-16", 256)), ("ResNet-256", 24))

@@ -20,8 +20,8 @@ from benchmarks.papers.claims import CLAIMS, Claim
 from lightning_memopt.graph import Graph, resident_nbytes
 from lightning_memopt.plan import Life, Prediction, lower, simulate, validate
 from lightning_memopt.plan.rates import Rates, profile
-from lightning_memopt.solvers.offload.dymem import carry_out
 from lightning_memopt.solvers.offload.policies import POLICIES
+from lightning_memopt.solvers.offload.policy import carry_out
 
 FILE = RESULTS / "transfer_papers.json"
 PROFILE = "pcie3-12gb"

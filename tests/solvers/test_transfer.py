@@ -23,8 +23,9 @@ from lightning_memopt.plan.forms import tier_of
 from lightning_memopt.plan.rates import profile
 from lightning_memopt.solvers import joint, planner
 from lightning_memopt.solvers.joint.bound import Point, points
-from lightning_memopt.solvers.offload.dymem import Policy, carry_out, dymem_trips, flow, prefetches
+from lightning_memopt.solvers.offload.dymem import dymem_trips, flow, prefetches
 from lightning_memopt.solvers.offload.policies import POLICIES
+from lightning_memopt.solvers.offload.policy import Policy, carry_out
 from lightning_memopt.solvers.offload.trips import Planner, Trip, gaps, send_away
 from lightning_memopt.solvers.rollout import keep_all
 

@@ -1,6 +1,6 @@
 """What to compare transfers with: the policies of the sources, as solvers of the same shape.
 
-Each is a `dymem.Policy`: a graph, the rates of a link and the tier at its other end in; lives and trips out. `joint` tries all
+Each is a `policy.Policy`: a graph, the rates of a link and the tier at its other end in; lives and trips out. `joint` tries all
 of them as starts.
 
 Sources: Rhu et al., *vDNN* (MICRO 2016), layer by layer with a barrier; Wang et al., *SuperNeurons* (PPoPP 2018), 3.2 to 3.4;
@@ -17,13 +17,15 @@ from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life
 from lightning_memopt.plan.clocks import Rates
 from lightning_memopt.plan.readers import short
-from lightning_memopt.solvers.offload.dymem import CONVOLUTIONS, Policy, comes_back, dymem_trips, kinds, requests
+from lightning_memopt.solvers.offload.dymem import dymem_trips
+from lightning_memopt.solvers.offload.policy import Policy, comes_back, kinds, requests
 from lightning_memopt.solvers.offload.trips import Form, Planner, Trip
 from lightning_memopt.solvers.rollout import Rollout, keep_all, unrepeatable
 
 Lives = tuple[Life, ...]
 Away = tuple[Lives, list[Trip]]
 
+CONVOLUTIONS = frozenset({"convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution", "convolution_overrideable"})
 CHEAP = frozenset(
     {
         *("max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d", "mean"),

@@ -29,8 +29,9 @@ def test_c5_views_of_parameters_are_kept_as_themselves():
     w = nn.Parameter(W.clone())
     with dropping() as engine:
         loss = (X @ w.t()).exp().sum() + w.view(-1)[4:8].sin().sum()
-    values = [v.holding.value for v in engine.tape.versions.values() if v.holding.value is not None]
-    held = [value for value in values if value.untyped_storage().data_ptr() == w.untyped_storage().data_ptr()]
+    address = w.untyped_storage().data_ptr()
+    versions = [v for v in engine.tape.versions.values() if v.holding.value is not None]
+    held = [v for v in versions if v.holding.value.untyped_storage().data_ptr() == address]
     assert len(held) == 1 and held[0].external and held[0].parameter
     loss.backward()
 
