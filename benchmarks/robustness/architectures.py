@@ -36,7 +36,7 @@ from benchmarks.lib.paths import RESULTS, ROOT
 from benchmarks.models.zoo import ZOO, Architecture
 from lightning_memopt import optimize
 from lightning_memopt.errors import InfeasibleError, MemOptError
-from lightning_memopt.session.budget import resident_nbytes, resident_tensors
+from lightning_memopt.session.resident import resident_nbytes, resident_tensors
 from lightning_memopt.session.states import Running
 from lightning_memopt.trace import metered_cpu
 

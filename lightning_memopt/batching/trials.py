@@ -22,8 +22,8 @@ from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import ConfigError, InfeasibleError
 from lightning_memopt.graph import Graph
 from lightning_memopt.session import Session
-from lightning_memopt.session.budget import foreign_nbytes, resident_nbytes, resident_tensors
 from lightning_memopt.session.peak_meter import StepMeter
+from lightning_memopt.session.resident import foreign_nbytes, resident_nbytes, resident_tensors
 from lightning_memopt.torch_private import tree_map
 from lightning_memopt.trace import count_all
 

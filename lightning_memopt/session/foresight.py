@@ -20,12 +20,12 @@ from lightning_memopt.graph import BEFORE, Graph, Op, Point, Tensor, resident_nb
 from lightning_memopt.native import counter
 from lightning_memopt.plan import reserved_nbytes_of
 from lightning_memopt.session import times
-from lightning_memopt.session.budget import state_made
 from lightning_memopt.session.finals import Final
 from lightning_memopt.session.graphs import smoothed, with_state
 from lightning_memopt.session.hybrid import Hybrid
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.rehearsal import Rounded, Update, rehearse, still_to_make, with_gradients
+from lightning_memopt.session.resident import state_made
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.rollout import keep_all
 from lightning_memopt.units import format_nbytes

@@ -15,9 +15,9 @@ from lightning_memopt.graph import Graph, Op
 from lightning_memopt.native import counter
 from lightning_memopt.record import Recorder, around_dual_levels, watching_sizes
 from lightning_memopt.runtime import ObservingEngine
-from lightning_memopt.session.budget import resident_tensors
 from lightning_memopt.session.finals import NEVER, Final, freed_early, kept, settled
 from lightning_memopt.session.recording import Recording, hooks_allowed
+from lightning_memopt.session.resident import resident_tensors
 from lightning_memopt.torch_private import current_mode, current_modes
 from lightning_memopt.trace import AllocatorEvents, Ledger, Scopes, Tracer, adopt_all, metered_cpu, others_nbytes
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from lightning_memopt.native import counter
-from lightning_memopt.session.budget import foreign_nbytes, resident_nbytes, resident_tensors
 from lightning_memopt.session.observation import Observation
+from lightning_memopt.session.resident import foreign_nbytes, resident_nbytes, resident_tensors
 from lightning_memopt.torch_private import COMPILED_FRAME
 from lightning_memopt.trace import AllocatorEvents, metered_cpu
 

@@ -30,17 +30,10 @@ from lightning_memopt.plan import Plan, write_plan
 from lightning_memopt.runtime import Engine, PlannedEngine
 from lightning_memopt.runtime.early_updates import Reason, count_versions
 from lightning_memopt.session.attachment import Attachment
-from lightning_memopt.session.budget import (
-    Neighbours,
-    budget_on,
-    device_of,
-    read_given,
-    refuse_hopeless,
-    refuse_sharded,
-    resident_tensors,
-)
+from lightning_memopt.session.budget import Neighbours, budget_on, device_of
 from lightning_memopt.session.ends import Ends
 from lightning_memopt.session.foresight import Foresight
+from lightning_memopt.session.given_plan import read_given
 from lightning_memopt.session.hybrid import Hybrid
 from lightning_memopt.session.in_backward import InBackward, wanted
 from lightning_memopt.session.observation import Observation
@@ -48,6 +41,8 @@ from lightning_memopt.session.observed_step import ObservedStep
 from lightning_memopt.session.peak_meter import Metering, in_compiled_code
 from lightning_memopt.session.plan_cache import PlanCache
 from lightning_memopt.session.recording import PlannedRecording, Recording
+from lightning_memopt.session.refusals import refuse_hopeless, refuse_sharded
+from lightning_memopt.session.resident import resident_tensors
 from lightning_memopt.session.round import Rounds
 from lightning_memopt.session.shapes import Signature, signature_of
 from lightning_memopt.session.silence import BLOCKED, WAITS, Silence, unobservable

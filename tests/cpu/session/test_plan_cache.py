@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from lightning_memopt import optimize
 from lightning_memopt.graph import resident_nbytes
 from lightning_memopt.session import states
-from lightning_memopt.session.budget import resident_nbytes as resident_on
-from lightning_memopt.session.budget import resident_tensors
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.peak_meter import StepMeter
+from lightning_memopt.session.resident import resident_nbytes as resident_on
+from lightning_memopt.session.resident import resident_tensors
 from lightning_memopt.session.solves import Solves
 from lightning_memopt.session.states import Running
 from tests.cpu.lib.inside import current_of, states_of

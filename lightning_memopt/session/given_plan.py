@@ -1,0 +1,45 @@
+"""A plan that the user gave as a file, and what is refused of it before anything runs."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from lightning_memopt.config import MemOptConfig
+from lightning_memopt.errors import ConfigError, InfeasibleError, PlanMismatchError
+from lightning_memopt.graph import Graph
+from lightning_memopt.plan import Plan, read_plan
+from lightning_memopt.plan.forms import LOSSLESS, codec_of
+
+
+def read_given(
+    path: str | os.PathLike[str], device: torch.device, budget_nbytes: int | None, config: MemOptConfig
+) -> tuple[Plan, Graph]:
+    """The plan of a file. Raises PlanMismatchError for another device, InfeasibleError above the budget, ConfigError where it
+    encodes with errors and nobody asked for that, or rebuilds and `recompute=False` says that nothing may be.
+    """
+    plan, graph = read_plan(path)
+    if graph.device != device.type:
+        raise PlanMismatchError(
+            f"The plan {path} was made for {graph.device}, the model is on {device.type}. Make a plan there."
+        )
+    if budget_nbytes is not None and config.budget != "auto" and plan.predicted.needed_nbytes > budget_nbytes:
+        raise InfeasibleError(
+            f"The plan {path} peaks at {plan.predicted.needed_nbytes} bytes, above the budget of {budget_nbytes}. Give it that "
+            "budget, or leave plan= out.",
+            smallest_nbytes=plan.predicted.needed_nbytes,
+            budget_nbytes=budget_nbytes,
+        )
+    lossy = {codec_of(life.form) for life in plan.lives if life.how == "fetch"} - LOSSLESS
+    if lossy and config.compress in ("none", "lossless"):
+        raise ConfigError(
+            f"The plan {path} keeps tensors encoded with errors ({', '.join(sorted(lossy))}), and compress is "
+            f"{config.compress!r}. Set compress='lossy' to allow it, or leave plan= out."
+        )
+    if not config.recompute and any(life.how == "rebuild" for life in plan.lives):
+        raise ConfigError(
+            f"The plan {path} runs {plan.predicted.rebuilt_ops} ops a second time, and recompute=False allows none. Set "
+            "recompute=True, or leave plan= out."
+        )
+    return plan, graph

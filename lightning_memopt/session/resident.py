@@ -1,0 +1,71 @@
+"""Tensors that are in memory before a step begins and after it: parameters, buffers, gradients, optimizer state, the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_memopt.graph import BEFORE, Graph
+from lightning_memopt.graph.model import Kind
+from lightning_memopt.native import counter
+from lightning_memopt.record import is_plain
+from lightning_memopt.torch_private import tree_leaves
+
+Named = tuple[torch.Tensor, Kind, str]
+"""A tensor, what it is, and its name."""
+
+
+def resident_tensors(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], batch: Any) -> Iterator[Named]:
+    """Everything the budget counts before a step begins: parameters, buffers, gradients, optimizer state, the batch."""
+    for name, p in model.named_parameters():
+        yield p, "parameter", name
+        if p.grad is not None:
+            yield p.grad, "gradient", f"{name}.grad"
+    for name, b in model.named_buffers():
+        yield b, "buffer", name
+    yield from state_tensors(optimizers)
+    for t in tree_leaves(batch):
+        if isinstance(t, torch.Tensor):
+            yield t, "input", "batch"
+
+
+def state_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[Named]:
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            for t in tree_leaves(state):
+                if isinstance(t, torch.Tensor):
+                    yield t, "optimizer_state", "optimizer state"
+
+
+def resident_nbytes(tensors: Iterable[Named], device: torch.device) -> int:
+    """Bytes of the distinct storages among them on the device."""
+    seen = {}
+    for t, _, _ in tensors:
+        if t.device.type == device.type and t.layout is torch.strided:
+            storage = t.untyped_storage()
+            seen[storage._cdata] = storage.nbytes()
+    return sum(seen.values())
+
+
+def foreign_nbytes(tensors: Iterable[Named]) -> int:
+    """Bytes of the distinct storages among them on the CPU that are not of torch's allocator: numpy's, shared, of a file. 0
+    without the native counter.
+    """
+    seen, counts = {}, counter()
+    if counts is None:
+        return 0
+    for t, _, _ in tensors:
+        if t.device.type == "cpu" and is_plain(t):
+            storage = t.untyped_storage()
+            if not counts.counts(storage):
+                seen[storage._cdata] = storage.nbytes()
+    return sum(seen.values())
+
+
+def state_made(graph: Graph, optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> int:
+    """Bytes of optimizer state that there is after a step beyond what its graph began with."""
+    before = sum(t.nbytes for t in graph.tensors if t.kind == "optimizer_state" and t.born_at == BEFORE)
+    return max(0, resident_nbytes(state_tensors(optimizers), device) - before)
