@@ -96,8 +96,8 @@ class Templates:
         """The templates; none of them where rules or settings changed that say what may run again."""
         settings = (rules_generation(), torch.are_deterministic_algorithms_enabled())
         if settings != self._settings:
-            self._settings = settings
             self.by_op = self.none()
+            self._settings = settings  # last: an interrupt between the two costs a second look
         return self.by_op
 
     def none(self) -> list[Template | OpOverload | None]:

@@ -131,8 +131,8 @@ def test_d4_unused_outputs() -> None:
     tapes: list[weakref.ref[Tape]] = []
     made = Tape.__init__
 
-    def watched(self: Tape) -> None:
-        made(self)
+    def watched(self: Tape, *args: Any) -> None:
+        made(self, *args)
         tapes.append(weakref.ref(self))
 
     gc.collect()

@@ -33,8 +33,8 @@ def tapes() -> Iterator[list[weakref.ref[Tape]]]:
     found: list[weakref.ref[Tape]] = []
     made = Tape.__init__
 
-    def watched(self: Tape) -> None:
-        made(self)
+    def watched(self: Tape, *args: Any) -> None:
+        made(self, *args)
         found.append(weakref.ref(self))
 
     gc.collect()

@@ -204,7 +204,7 @@ def test_ops_that_run_in_some_steps_only(calls: range) -> None:
     state = state_of(run)
     assert isinstance(state, Running) and not state.deviated
     assert state.plan.predicted.rebuilt_ops > 6
-    model, batch, engine = _metric_while(range(0))(), batches(1)[0], PlannedEngine(state.learned_ops)
+    model, batch, engine = _metric_while(range(0))(), batches(1)[0], PlannedEngine(state.learned)
     with PlannedRecording(engine, model):
         out = model(batch[0])
     out.sum().backward()

@@ -4,11 +4,11 @@ import gc
 import weakref
 
 import pytest
-import torch
 
 from lightning_memopt.runtime import ObservingEngine, PlannedEngine
 from lightning_memopt.session import costs
 from lightning_memopt.session.recording import Recording
+from lightning_memopt.trace import tracer
 from tests.cpu.lib.models import BATCHES, Noisy, X, attached, made, sgd, squares, train
 
 
@@ -72,14 +72,14 @@ def test_the_collector_may_run_while_the_tracer_looks(monkeypatch):
             cycles.append(cycle)
             return super().between(h, i)
 
-    def count(storage, original=torch._C._storage_Use_Count):
+    def count(storage, original=tracer.storage_use_count):
         if cycles:
             cycles.clear()
             collected.append(gc.collect())
         return original(storage)
 
     model = made(Cyclic)
-    monkeypatch.setattr(torch._C, "_storage_Use_Count", count)
+    monkeypatch.setattr(tracer, "storage_use_count", count)
     with attached(model, sgd(model)):
         train(model, BATCHES[:1])
     assert collected
