@@ -57,6 +57,11 @@ def parse_budget(budget: object, device_nbytes: int) -> Budget:
     return nbytes
 
 
+def ceil_div(numerator: int, denominator: int) -> int:
+    """`numerator / denominator`, rounded up, exact for integers of any size. `denominator` is above 0."""
+    return -(-numerator // denominator)
+
+
 def format_nbytes(nbytes: int) -> str:
     """`nbytes` for people, 2^10-based, two decimals: `"7.25 GiB"`, `"512 B"`.
 

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightning_memopt.plan.rates import Coding, Link, Rates
+from lightning_memopt.plan.rates import Coding, Link, MachineRates
 
 SMALL_NBYTES = 256 << 10
 MOST_ROUNDS = 5
@@ -54,7 +54,7 @@ def measure(
     *,
     seconds: float = 0.8,
     clock: Callable[[], float] = time.perf_counter,
-) -> Rates:
+) -> MachineRates:
     """The rates of these tiers and codecs on this machine, measured for about `seconds` in all.
 
     A tier needs room for one copy; one that has none, or fails, raises its OffloadError. A codec that accepts none of float32,
@@ -64,7 +64,7 @@ def measure(
     share = seconds / max(1, len(tiers) + len(codecs))
     links = {tier.name: _link(tier, device, share, clock) for tier in tiers}
     found = {codec.name: coding for codec in codecs if (coding := _coding(codec, device, share, clock)) is not None}
-    return Rates(
+    return MachineRates(
         name="measured",
         links=links,
         codecs=found,
