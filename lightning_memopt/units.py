@@ -32,11 +32,6 @@ _AMOUNT = re.compile(r"([+-]?)([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z%]*)")
 _MAX_TEXT_CHARS = 64
 
 
-def ceil_div(dividend: int, divisor: int) -> int:
-    """The quotient of two integers, rounded up; `divisor` is positive."""
-    return -(-dividend // divisor)
-
-
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple of `multiple` (positive) that is not below `value`."""
     return ceil_div(value, multiple) * multiple
@@ -65,6 +60,11 @@ def parse_budget(budget: object, device_nbytes: int) -> Budget:
             f"({format_nbytes(device)}); ask for at most that, or for a share of it such as '90%'"
         )
     return nbytes
+
+
+def ceil_div(numerator: int, denominator: int) -> int:
+    """`numerator / denominator`, rounded up, exact for integers of any size. `denominator` is above 0."""
+    return -(-numerator // denominator)
 
 
 def format_nbytes(nbytes: int) -> str:

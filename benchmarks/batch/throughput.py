@@ -33,7 +33,7 @@ from benchmarks.papers.transfer_papers import EFFICIENCY
 from lightning_memopt.batching.plans import largest
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life, LoweringError, Run, lower, simulate
-from lightning_memopt.plan.rates import Rates, profile
+from lightning_memopt.plan.rates import MachineRates, profile
 from lightning_memopt.session.foresight import unmodified_peak
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.recompute.echo import echo
@@ -231,7 +231,7 @@ def with_host(model: Model, plans: HostPlans, bare: int, alone: tuple[int, int])
     return found
 
 
-def predicted(name: str, traces: Path | None, rates: Rates, card: bool = False) -> dict[str, Any]:
+def predicted(name: str, traces: Path | None, rates: MachineRates, card: bool = False) -> dict[str, Any]:
     """Every row of one model, within its own budget or, `card`, all of the card's."""
     from benchmarks.models.full_size import SETUPS, observe  # transformers
 

@@ -24,7 +24,7 @@ from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life, LoweringError, Plan, Prediction, Run, lower, simulate
-from lightning_memopt.plan.rates import Rates
+from lightning_memopt.plan.rates import MachineRates
 from lightning_memopt.session.foresight import unmodified_peak
 from lightning_memopt.session.hybrid import Hybrid, HybridFrontier, peak_nbytes
 from lightning_memopt.solvers import planner
@@ -43,7 +43,7 @@ class Assumed:
     recorder_seconds: float = 0.0
     link: float = 1.0
 
-    def rates(self, rates: Rates) -> Rates:
+    def rates(self, rates: MachineRates) -> MachineRates:
         links = {
             tier: replace(
                 link,
@@ -58,7 +58,9 @@ class Assumed:
 class HostPlans:
     """Plans of one fitted step within one budget. `alone`: plans that only recompute, and who made them."""
 
-    def __init__(self, fit: PricedFit, budget_nbytes: int, rates: Rates, alone: Sequence[tuple[str, tuple[Life, ...]]]) -> None:
+    def __init__(
+        self, fit: PricedFit, budget_nbytes: int, rates: MachineRates, alone: Sequence[tuple[str, tuple[Life, ...]]]
+    ) -> None:
         self.fit, self.budget_nbytes, self.rates, self.alone = fit, budget_nbytes, rates, alone
         config = MemOptConfig(offload="host", compress="lossless", solver_seconds=math.inf)
         self.hybrid = Hybrid(torch.device("cuda"), config)

@@ -29,7 +29,7 @@ from lightning_memopt.runtime import Program
 from lightning_memopt.session.hybrid import Hybrid
 from lightning_memopt.solvers.offload.dymem import dymem_trips
 from lightning_memopt.solvers.offload.policy import carry_out
-from lightning_memopt.solvers.offload.trips import Planner, send_away
+from lightning_memopt.solvers.offload.trips import TripPlanner, send_away
 from lightning_memopt.solvers.planner import Frontier
 from lightning_memopt.solvers.rollout import keep_all
 
@@ -109,7 +109,7 @@ def _all_away(graph: Graph, hybrid: Hybrid) -> Plan:
 def _all_encoded(graph: Graph, hybrid: Hybrid) -> Plan:
     """Each tensor in the last of the forms in which it may be."""
     lives = keep_all(graph)
-    trips = Planner(graph, lives, hybrid.rates)
+    trips = TripPlanner(graph, lives, hybrid.rates)
     forms = {t: options[-1] for t, options in hybrid.forms(graph).items() if options and t in trips.gaps}
     return _unbounded(graph, hybrid, send_away(lives, trips.plan(forms)))
 

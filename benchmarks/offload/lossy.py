@@ -40,7 +40,7 @@ from lightning_memopt.runtime import parked
 from lightning_memopt.runtime.codecs import Codec, codec
 from lightning_memopt.session.hybrid import Hybrid
 from lightning_memopt.session.observation import Observation
-from lightning_memopt.solvers.offload.trips import Planner, send_away
+from lightning_memopt.solvers.offload.trips import TripPlanner, send_away
 from lightning_memopt.solvers.rollout import keep_all
 
 CPU = torch.device("cpu")
@@ -106,7 +106,7 @@ def eligible(graph: Graph, compress: str, lossy: bool = True) -> dict[int, tuple
 def everything_away(graph: Graph, forms: dict[int, tuple[str, int]]) -> tuple[Life, ...]:
     """The lives of the unmodified step, but that all of these tensors are away from their last reader to their first."""
     lives = keep_all(graph)
-    planner = Planner(graph, lives, Instant())
+    planner = TripPlanner(graph, lives, Instant())
     assert forms.keys() <= planner.gaps.keys(), "an eligible map has no gap: it would stay as it is"
     return send_away(lives, planner.plan(forms))
 

@@ -30,7 +30,7 @@ from lightning_memopt import jsonio
 from lightning_memopt.graph import Graph, Op, graph_from_json, graph_to_json, unmodified_levels
 from lightning_memopt.plan import simulate
 from lightning_memopt.plan.forms import codec_of, tier_of
-from lightning_memopt.plan.rates import Device, Rates, profile
+from lightning_memopt.plan.rates import Device, MachineRates, profile
 from lightning_memopt.solvers import joint, planner
 from lightning_memopt.solvers.offload.policies import POLICIES
 from lightning_memopt.solvers.offload.policy import carry_out
@@ -77,7 +77,9 @@ def forms(graph: Graph) -> dict[int, list[joint.Form]]:
     return found
 
 
-def others(graph: Graph, budget: int, frontier: planner.Frontier, rates: Rates, limit_seconds: float) -> dict[str, float]:
+def others(
+    graph: Graph, budget: int, frontier: planner.Frontier, rates: MachineRates, limit_seconds: float
+) -> dict[str, float]:
     """Extra seconds of everything that fits the budget, by name."""
     found = {}
     for label, policy in POLICIES.items():
@@ -90,7 +92,7 @@ def others(graph: Graph, budget: int, frontier: planner.Frontier, rates: Rates, 
     all_forms = forms(graph)
     for label, kept in (("offload alone", lambda f: not codec_of(f)), ("compression alone", lambda f: not tier_of(f))):
         mine = {t: [form for form in these if kept(form[0])] for t, these in all_forms.items()}
-        alone = joint.solve(
+        alone = joint.solve_joint(
             graph,
             budget,
             rates=rates,
@@ -104,7 +106,7 @@ def others(graph: Graph, budget: int, frontier: planner.Frontier, rates: Rates, 
     return found
 
 
-def pairs(make: Callable[[], Graph], name: str, kind: str, rates: Rates, limit_seconds: float) -> list[dict[str, Any]]:
+def pairs(make: Callable[[], Graph], name: str, kind: str, rates: MachineRates, limit_seconds: float) -> list[dict[str, Any]]:
     """One network within every budget."""
     graph = make()
     frontier = planner.solve(graph, limit_seconds=120.0)
@@ -116,7 +118,7 @@ def pairs(make: Callable[[], Graph], name: str, kind: str, rates: Rates, limit_s
         budget = int(least + share * (most - least))
         rows = others(graph, budget, frontier, rates, limit_seconds)
         wall, cpu = time.perf_counter(), time.process_time()
-        ours = joint.solve(
+        ours = joint.solve_joint(
             graph, budget, rates=rates, forms=forms(graph), plans=plans, limit_seconds=limit_seconds, clock=time.process_time
         )
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu

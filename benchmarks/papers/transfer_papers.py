@@ -19,7 +19,7 @@ from benchmarks.models.papers.networks import network
 from benchmarks.papers.claims import CLAIMS, Claim
 from lightning_memopt.graph import Graph, resident_nbytes
 from lightning_memopt.plan import Life, Prediction, lower, simulate, validate
-from lightning_memopt.plan.rates import Rates, profile
+from lightning_memopt.plan.rates import MachineRates, profile
 from lightning_memopt.solvers.offload.policies import POLICIES
 from lightning_memopt.solvers.offload.policy import carry_out
 
@@ -53,7 +53,7 @@ RUNS = {
 CAPPED = "Dymem in vDNN's bytes"
 
 
-def row(graph: Graph, lives: tuple[Life, ...], rates: Rates, batch: int) -> dict[str, float]:
+def row(graph: Graph, lives: tuple[Life, ...], rates: MachineRates, batch: int) -> dict[str, float]:
     """What a plan costs. Raises RuntimeError where the validator disagrees with the simulator."""
     schedule = lower(graph, lives)
     report = validate(graph, lives, schedule)
@@ -75,7 +75,7 @@ def row(graph: Graph, lives: tuple[Life, ...], rates: Rates, batch: int) -> dict
     }
 
 
-def simulated(name: str, batch: int, rates: Rates) -> dict[str, Any]:
+def simulated(name: str, batch: int, rates: MachineRates) -> dict[str, Any]:
     """All policies on one network."""
     assert rates.device is not None
     graph = network(name, batch, rates.device, EFFICIENCY)

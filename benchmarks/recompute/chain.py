@@ -16,7 +16,7 @@ import statistics
 import time
 
 from benchmarks.lib.tables import print_table
-from lightning_memopt.solvers.chain import Chain, Option, Stage, minimum_budget, simulate, solve
+from lightning_memopt.solvers.chain import Chain, Option, Stage, minimum_budget, simulate, solve_chain
 from lightning_memopt.solvers.chain.by_numbers import chain_from_dict
 from tests.solvers.chain_exhaustive import unrestricted_seconds
 
@@ -38,7 +38,7 @@ def layers(length: int, seed: int = 1) -> Chain:
                 name=f"keep {share}",
                 held_nbytes=int(inner * share),
                 rerun_seconds=forward_seconds,
-                replay_seconds=forward_seconds * (1 - share) * 0.6,
+                rebuild_seconds=forward_seconds * (1 - share) * 0.6,
                 forward_peak_nbytes=y + inner + workspace,
                 backward_peak_nbytes=backward,
             )
@@ -68,11 +68,11 @@ def large(length: int, budget_nbytes: int, bucket_nbytes: int) -> dict[str, obje
     minimum_seconds = time.perf_counter() - start
     before = resource.getrusage(resource.RUSAGE_SELF)
     start = time.perf_counter()
-    table = solve(chain, budget_nbytes, bucket_nbytes=bucket_nbytes)
+    table = solve_chain(chain, budget_nbytes, bucket_nbytes=bucket_nbytes)
     wall_seconds = time.perf_counter() - start
     after = resource.getrusage(resource.RUSAGE_SELF)
     start = time.perf_counter()
-    extra_seconds, peak_nbytes = simulate(chain, table.schedule(budget_nbytes))
+    extra_seconds, peak_nbytes = simulate(chain, table.tree(budget_nbytes))
     return {
         "stages": length,
         "columns": table.grid.columns,
@@ -122,7 +122,7 @@ def gap(length: int, chains: int) -> dict[str, object]:
                 unfit += free < math.inf
             else:
                 gaps.append(
-                    (solve(chain, smallest + more, bucket_nbytes=1).seconds(smallest + more) + once) / (free + once) - 1
+                    (solve_chain(chain, smallest + more, bucket_nbytes=1).seconds(smallest + more) + once) / (free + once) - 1
                 )
     return {
         "stages": length,
@@ -136,7 +136,7 @@ def gap(length: int, chains: int) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--small", action="store_true", help="only the first large solve and fewer small chains")
+    parser.add_argument("--small", action="store_true", help="only the first large solve_chain and fewer small chains")
     small = parser.parse_args().small
     solves = [(121, 11 * 1024 * MIB, MIB), (400, 20 * 1024 * MIB, 5 * MIB)][: 1 if small else 2]
     results: dict[str, list[dict[str, object]]] = {"large": [], "gap": []}

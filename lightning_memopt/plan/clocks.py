@@ -18,7 +18,7 @@ from lightning_memopt.plan.lower import Fetch, Run, Schedule
 from lightning_memopt.plan.model import Life
 
 
-class Rates(Protocol):
+class TransferRates(Protocol):
     """How long links and codecs take; `nbytes` of a codec are those of what is decoded."""
 
     def out_seconds(self, tier: str, nbytes: int) -> float: ...
@@ -49,7 +49,7 @@ def leaves_at(graph: Graph, tensor: int) -> int:
 
 
 class _Clocks:
-    def __init__(self, graph: Graph, rates: Rates) -> None:
+    def __init__(self, graph: Graph, rates: TransferRates) -> None:
         self.graph, self.rates = graph, rates
         self.now = self.stalled = self.codec = self.copied = 0.0
         self.moved = 0
@@ -94,7 +94,7 @@ class _Clocks:
             self.now = then
 
 
-def transfers(graph: Graph, lives: Iterable[Life], schedule: Schedule, rates: Rates) -> Transfers:
+def transfers(graph: Graph, lives: Iterable[Life], schedule: Schedule, rates: TransferRates) -> Transfers:
     """What the lives that are away cost on these links, for the ops' seconds of the graph."""
     fetched = [life for life in lives if life.how == "fetch"]
     if not fetched:

@@ -64,7 +64,7 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
+class MachineRates:
     """Links by tier, codecs by name or family ("block" stands for "block4" to "block16"), and the card, where it is known."""
 
     name: str
@@ -109,7 +109,7 @@ class Rates:
         return {"format": FORMAT, "schema": SCHEMA} | asdict(self)
 
     @classmethod
-    def from_json(cls, obj: object) -> Rates:
+    def from_json(cls, obj: object) -> MachineRates:
         """Raises PlanFileError with the field, and the reason."""
         if not isinstance(obj, dict) or obj.get("format") != FORMAT:
             found = repr(obj.get("format"))[:80] if isinstance(obj, dict) else type(obj).__name__
@@ -130,7 +130,7 @@ class Rates:
         jsonio.write(path, obj, indent=1)
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> Rates:
+    def read(cls, path: str | os.PathLike[str]) -> MachineRates:
         """The rates in the file at `path`. Raises PlanFileError."""
         obj = jsonio.read(path)
         try:
@@ -144,11 +144,11 @@ def profiles() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in PROFILES.glob("*.json")))
 
 
-def profile(name: str) -> Rates:
+def profile(name: str) -> MachineRates:
     """A profile that comes with the package. Raises ConfigError for other names."""
     if name not in profiles():
         raise ConfigError(f"there is no profile {name!r}; use one of {', '.join(profiles())}")
-    return Rates.read(PROFILES / f"{name}.json")
+    return MachineRates.read(PROFILES / f"{name}.json")
 
 
 def _table(fields: Fields, key: str) -> list[tuple[str, Any]]:

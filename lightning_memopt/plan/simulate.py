@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from lightning_memopt.graph import Graph, Levels, base_levels, workspaces
-from lightning_memopt.plan.clocks import Rates, Transfers, leaves_at, transfers
+from lightning_memopt.plan.clocks import TransferRates, Transfers, leaves_at, transfers
 from lightning_memopt.plan.forms import codec_of, tier_of
 from lightning_memopt.plan.lower import Fetch, Run, Schedule, lower
 from lightning_memopt.plan.model import Life, Prediction
@@ -35,7 +35,7 @@ def simulate(
     lives: Iterable[Life],
     schedule: Schedule | None = None,
     window: tuple[int, int] | None = None,
-    rates: Rates | None = None,
+    rates: TransferRates | None = None,
 ) -> Timeline:
     """Price the schedule of `lives`. Replays of an op cost what it took in forward, copies and codecs what `rates` say, and
     nothing without them: bytes on the device do not depend on any rate.

@@ -20,7 +20,7 @@ from lightning_memopt.graph import BEFORE, Graph, Op, fingerprint
 from lightning_memopt.plan import Life, Plan, Prediction, simulate
 from lightning_memopt.plan.clocks import leaves_at
 from lightning_memopt.plan.forms import codec_of, tier_of
-from lightning_memopt.plan.rates import Rates
+from lightning_memopt.plan.rates import MachineRates
 from lightning_memopt.plan.readers import Need, lossy, need
 from lightning_memopt.plan.simulate import first_read
 from lightning_memopt.runtime import Program
@@ -70,11 +70,11 @@ class Hybrid:
         return self.codec.replace("block", "gated") if self.codec.startswith("block") else ""
 
     @cached_property
-    def rates(self) -> Rates:
+    def rates(self) -> MachineRates:
         """Measured once, in less than a second."""
         return times.current.of_transfers(self._measured)
 
-    def _measured(self) -> Rates:
+    def _measured(self) -> MachineRates:
         used = {"bools", "positive", self.codec, self._gated} & set(NAMES) if self.config.compress != "none" else set()
         tiers = [self._made(self.tier, _PROBE_NBYTES)] if self.tier else []
         try:
@@ -279,7 +279,7 @@ class HybridFrontier(Frontier):
         room, began, bound = budget_nbytes - UNSEEN_NBYTES, time.perf_counter(), math.inf
         target = room
         for _ in range(_TRIES):
-            found = joint.solve(
+            found = joint.solve_joint(
                 self.graph,
                 target,
                 rates=self.hybrid.rates,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_memopt.graph import Graph
 
 if TYPE_CHECKING:
-    from lightning_memopt.plan.rates import Rates
+    from lightning_memopt.plan.rates import MachineRates
     from lightning_memopt.session.costs import Costs
 
 
@@ -49,7 +49,7 @@ class Times:
         """What recording and rebuilding take by themselves. `measure`: finds it on this machine."""
         return measure()
 
-    def of_transfers(self, measure: Callable[[], Rates]) -> Rates:
+    def of_transfers(self, measure: Callable[[], MachineRates]) -> MachineRates:
         """How fast links and codecs are. `measure`: finds it on this machine."""
         return measure()
 

@@ -25,7 +25,7 @@ from lightning_memopt.solvers.recompute import bound, stage_chain
 from lightning_memopt.solvers.recompute.echo import echo
 from lightning_memopt.solvers.recompute.stages import COARSE, FINE, cut, given_tensors
 from lightning_memopt.solvers.rollout import Rollout, keep_all, unrepeatable
-from lightning_memopt.units import format_nbytes
+from lightning_memopt.units import ceil_div, format_nbytes
 
 _LEVELS = 160
 """How many levels of the chain programme enter the pool."""
@@ -182,12 +182,12 @@ def _chains(graph: Graph) -> Iterator[tuple[str, stage_chain.ModelChain]]:
 def _chain(graph: Graph, limit: int, say: Progress) -> Iterator[tuple[str, tuple[Life, ...]]]:
     """Chain plans at many levels."""
     for name, model in _chains(graph):
-        table = dp.solve(model.chain, limit)
+        table = dp.solve_chain(model.chain, limit)
         levels = table.levels()
         say(f"{name}, {len(levels)} levels")
-        step = max(1, -(-len(levels) // _LEVELS))
+        step = max(1, ceil_div(len(levels), _LEVELS))
         for level in sorted({*levels[::step], *levels[:8]}):
-            yield name, stage_chain.lives(model, table.schedule(level))
+            yield name, stage_chain.lives(model, table.tree(level))
 
 
 def _smallest(graph: Graph) -> Iterator[tuple[str, tuple[Life, ...]]]:
@@ -202,7 +202,7 @@ def _smallest(graph: Graph) -> Iterator[tuple[str, tuple[Life, ...]]]:
     for moment in bound.moments(timeless, vertices=6):
         yield from _whole_graph(moment)
     for name, model in _chains(timeless):
-        yield f"{name}, smallest", stage_chain.lives(model, dp.smallest_schedule(model.chain))
+        yield f"{name}, smallest", stage_chain.lives(model, dp.smallest_tree(model.chain))
 
 
 def smallest(graph: Graph) -> Candidate:

@@ -1,6 +1,6 @@
 """Measure how fast this machine's tiers and codecs are, by a few real copies of two sizes each way, in less than a second.
 
-Output: `plan.rates.Rates`, in bytes per second. A copy of n bytes is assumed to take `latency + n / rate` seconds; the medians
+Output: `plan.rates.rates`, in bytes per second. A copy of n bytes is assumed to take `latency + n / rate` seconds; the medians
 at two sizes give both numbers. Codecs are measured on the first of float32, bfloat16 and bool that they accept, and their
 bytes are those of the decoded tensor.
 """
@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightning_memopt.plan.rates import Coding, Link, Rates
+from lightning_memopt.plan.rates import Coding, Link, MachineRates
 
 SMALL_NBYTES = 256 << 10
 MOST_ROUNDS = 5
@@ -57,7 +57,7 @@ def measure(
     *,
     seconds: float = 0.8,
     clock: Callable[[], float] = time.perf_counter,
-) -> Rates:
+) -> MachineRates:
     """The rates of these tiers and codecs on this machine, measured for about `seconds` altogether.
 
     Raises the tier's OffloadError if a tier fails, or has no space for one copy. A codec that accepts none of float32, bfloat16
@@ -67,7 +67,7 @@ def measure(
     share = seconds / max(1, len(tiers) + len(codecs))
     links = {tier.name: _link(tier, device, share, clock) for tier in tiers}
     codings = {codec.name: _coding(codec, device, share, clock) for codec in codecs}
-    return Rates(
+    return MachineRates(
         name="measured",
         links=links,
         codecs={name: coding for name, coding in codings.items() if coding is not None},

@@ -1,4 +1,4 @@
-"""Rates of links, codecs and cards: their arithmetic, their files, and the profiles that come with the package."""
+"""MachineRates of links, codecs and cards: their arithmetic, their files, and the profiles that come with the package."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from lightning_memopt.errors import ConfigError, PlanFileError
-from lightning_memopt.plan.rates import Coding, Device, Link, Rates, profile, profiles
+from lightning_memopt.plan.rates import Coding, Device, Link, MachineRates, profile, profiles
 
-RATES = Rates(
+RATES = MachineRates(
     name="a machine",
     links={"disk": Link(out_bytes_per_second=2e9, in_bytes_per_second=4e9, out_latency_seconds=1e-3, in_latency_seconds=2e-3)},
     codecs={"block": Coding(encode_bytes_per_second=1e9, decode_bytes_per_second=2e9), "int4": Coding(**dict.fromkeys(
@@ -46,7 +46,7 @@ def test_what_has_no_rate_is_refused_by_name() -> None:
         (lambda: RATES.out_seconds("host", 1), "no link to a host tier, only to: disk"),
         (lambda: RATES.in_seconds("host", 1), "no link to a host tier"),
         (lambda: RATES.encode_seconds("bools", 1), "none for the codec bools, only for: block, int4"),
-        (lambda: Rates(name="empty").decode_seconds("int8", 1), "only for: none"),
+        (lambda: MachineRates(name="empty").decode_seconds("int8", 1), "only for: none"),
         (lambda: RATES.device and RATES.device.op_seconds(1, 1, "bfloat16"), "no FLOP rate for bfloat16; use one of float32"),
         (lambda: profile("pcie9"), "no profile 'pcie9'; use one of pcie3-11gb, "),
         (lambda: profile("../errors"), "no profile"),
@@ -56,9 +56,9 @@ def test_what_has_no_rate_is_refused_by_name() -> None:
 
 
 def test_a_file_gives_back_the_same_rates(tmp_path: Path) -> None:
-    for rates in (RATES, Rates(name="nothing is known")):
+    for rates in (RATES, MachineRates(name="nothing is known")):
         rates.write(tmp_path / "rates.json")
-        assert Rates.read(tmp_path / "rates.json") == rates
+        assert MachineRates.read(tmp_path / "rates.json") == rates
 
 
 def broken() -> Iterator[tuple[dict[str, Any], str]]:
@@ -92,14 +92,15 @@ def test_a_file_that_is_wrong_is_refused_with_the_field(tmp_path: Path, obj: dic
     path = tmp_path / "rates.json"
     path.write_text(json.dumps(obj))
     with pytest.raises(PlanFileError, match=words) as error:
-        Rates.read(path)
+        MachineRates.read(path)
     assert "rates.json" in str(error.value)
 
 
 def test_what_cannot_be_read_is_not_written(tmp_path: Path) -> None:
     for rate in (math.nan, 0.0):
+        codec = Coding(encode_bytes_per_second=rate, decode_bytes_per_second=1)
         with pytest.raises(PlanFileError):
-            Rates(name="x", codecs={"c": Coding(encode_bytes_per_second=rate, decode_bytes_per_second=1)}).write(tmp_path / "x")
+            MachineRates(name="x", codecs={"c": codec}).write(tmp_path / "x")
     assert list(tmp_path.iterdir()) == []
 
 

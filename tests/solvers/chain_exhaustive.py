@@ -81,7 +81,7 @@ def _moves(chain: Chain, budget_nbytes: int, state: State) -> Iterator[tuple[flo
             if due < last and boundaries[due + 1]:
                 own_nbytes += stages[due + 1].input_nbytes
             if outside - own_nbytes + option.backward_peak_nbytes <= budget_nbytes:
-                yield option.replay_seconds, (due - 1, own_next, after, _with(held, due, -1))
+                yield option.rebuild_seconds, (due - 1, own_next, after, _with(held, due, -1))
         elif not own_pass and outside + stage.rebuild_peak_nbytes <= budget_nbytes:
             yield stage.rebuild_seconds, (due - 1, own_next, after, held)
 

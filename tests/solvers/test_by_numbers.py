@@ -11,7 +11,7 @@ import pytest
 from schedules import BASELINES, baselines, periodic
 
 from lightning_memopt.errors import ChainError, InfeasibleError
-from lightning_memopt.solvers.chain import minimum_budget, simulate, solve
+from lightning_memopt.solvers.chain import minimum_budget, simulate, solve_chain
 from lightning_memopt.solvers.chain.by_numbers import Status, base_seconds, chain_from_dict, solve_sequence
 
 
@@ -117,7 +117,7 @@ def test_the_default_bucket_of_round_sizes_loses_nothing() -> None:
     budget = minimum_budget(chain) + (5 << 20) + 12345
     result = solve_sequence(data, budget)
     assert result.bucket_nbytes % (1 << 20) == 0
-    exact = solve(chain, budget, bucket_nbytes=1 << 16)
+    exact = solve_chain(chain, budget, bucket_nbytes=1 << 16)
     assert result.total_seconds == pytest.approx(base_seconds(data) + exact.seconds(budget))
 
 

@@ -24,8 +24,8 @@ from lightning_memopt.solvers.chain import (
     operations,
     simulate,
     simulate_operations,
-    smallest_schedule,
-    solve,
+    smallest_tree,
+    solve_chain,
 )
 from lightning_memopt.solvers.chain import table as chain_table
 
@@ -41,7 +41,7 @@ def random_chain(rng: random.Random, length: int, most_options: int = 2, unit: i
                 name=f"option {i}",
                 held_nbytes=rng.randint(0, 8) * unit,
                 rerun_seconds=rng.randint(0, 9),
-                replay_seconds=rng.randint(0, 6),
+                rebuild_seconds=rng.randint(0, 6),
                 forward_peak_nbytes=rng.randint(0, 12) * unit,
                 backward_peak_nbytes=rng.randint(0, 16) * unit,
             )
@@ -92,7 +92,7 @@ def search(chain: Chain, budget: int) -> float:
                 option = stages[due].options[kept[due] - 2]
                 if inside - option.held_nbytes + option.backward_peak_nbytes > budget:
                     return math.inf
-                return option.replay_seconds + go(due - 1, (*kept[:due], 0, *kept[due + 1 :]), -1)
+                return option.rebuild_seconds + go(due - 1, (*kept[:due], 0, *kept[due + 1 :]), -1)
             return go(due, kept, max(k for k in range(due + 1) if kept[k]))
         stage = stages[at]
         inside += 0 if kept[at] else stage.input_nbytes
@@ -105,7 +105,7 @@ def search(chain: Chain, budget: int) -> float:
                 found.append(stage.rebuild_seconds + after)
             for o in stage.options:
                 if inside + max(base + o.forward_peak_nbytes, o.backward_peak_nbytes) <= budget:
-                    found.append(o.replay_seconds + (0 if free else o.rerun_seconds) + after)
+                    found.append(o.rebuild_seconds + (0 if free else o.rerun_seconds) + after)
             return min(found)
         if inside + base + stage.sweep_peak_nbytes <= budget:
             cost = 0 if free else stage.sweep_seconds
@@ -136,13 +136,13 @@ def test_equals_search_over_every_state(length: int, chains: int, monkeypatch: p
         budget = smallest + rng.choice([0, 1, rng.randint(0, 6), rng.randint(0, 10 * length)])
         if index % 2:
             bound_blocks(monkeypatch, block=4, windows=3)
-        table = solve(chain, budget, bucket_nbytes=1)
+        table = solve_chain(chain, budget, bucket_nbytes=1)
         monkeypatch.undo()
         for level in {budget, max(0, smallest - 1), rng.randint(0, budget)}:
             expected = search(chain, level)
             assert table.seconds(level) == expected
             if expected < math.inf:
-                seconds, peak = simulate(chain, table.schedule(level))
+                seconds, peak = simulate(chain, table.tree(level))
                 assert seconds == expected
                 assert peak <= level
 
@@ -163,7 +163,7 @@ def test_uniform_chain_is_revolve(length: int, slots: int) -> None:
         name="unheld",
         held_nbytes=10**6,
         rerun_seconds=0,
-        replay_seconds=0,
+        rebuild_seconds=0,
         forward_peak_nbytes=0,
         backward_peak_nbytes=0,
     )
@@ -178,7 +178,7 @@ def test_uniform_chain_is_revolve(length: int, slots: int) -> None:
         backward_base_nbytes=0,
         options=(unheld,),
     )
-    table = solve(Chain((stage,) * length), slots + 1, bucket_nbytes=1)
+    table = solve_chain(Chain((stage,) * length), slots + 1, bucket_nbytes=1)
     assert table.seconds(slots + 1) + (length - 1) == revolve_steps(length, slots)
 
 
@@ -187,11 +187,11 @@ def test_minimum_budget_is_exact() -> None:
     for _ in range(60):
         chain = random_chain(rng, rng.randint(1, 9))
         smallest = minimum_budget(chain)
-        table = solve(chain, smallest, bucket_nbytes=1)
+        table = solve_chain(chain, smallest, bucket_nbytes=1)
         assert table.seconds(smallest) < math.inf
         assert smallest == 0 or table.seconds(smallest - 1) == math.inf
         assert table.levels()[0] == smallest
-        assert simulate(chain, smallest_schedule(chain))[1] == smallest
+        assert simulate(chain, smallest_tree(chain))[1] == smallest
 
 
 def test_every_level_of_one_table() -> None:
@@ -199,13 +199,13 @@ def test_every_level_of_one_table() -> None:
     for _ in range(12):
         chain = random_chain(rng, rng.randint(3, 12), most_options=3)
         budget = most_useful_nbytes(chain)
-        table = solve(chain, budget, bucket_nbytes=1)
+        table = solve_chain(chain, budget, bucket_nbytes=1)
         costs = [table.seconds(level) for level in range(budget + 1)]
         assert all(more <= less for less, more in pairwise(costs))
         steps = [i for i in range(budget + 1) if costs[i] < (costs[i - 1] if i else math.inf)]
         assert table.levels() == tuple(steps)
         for level in table.levels():
-            seconds, peak = simulate(chain, table.schedule(level))
+            seconds, peak = simulate(chain, table.tree(level))
             assert seconds == table.seconds(level)
             assert peak == level  # a level is where the cost changes, so its schedule uses all of it
 
@@ -216,24 +216,24 @@ def test_coarse_buckets_are_safe(bucket: int) -> None:
     for _ in range(15):
         chain = random_chain(rng, rng.randint(2, 8), unit=rng.choice([7, 31, 100]))
         budget = minimum_budget(chain) + rng.randint(0, 3000)
-        coarse, fine = solve(chain, budget, bucket_nbytes=bucket), solve(chain, budget, bucket_nbytes=1)
+        coarse, fine = solve_chain(chain, budget, bucket_nbytes=bucket), solve_chain(chain, budget, bucket_nbytes=1)
         for level in (budget, budget // 2, *coarse.levels()):
             if coarse.seconds(level) < math.inf:
-                seconds, peak = simulate(chain, coarse.schedule(level))
+                seconds, peak = simulate(chain, coarse.tree(level))
                 assert seconds == coarse.seconds(level) >= fine.seconds(level)
                 assert peak <= level
             else:
                 with pytest.raises(InfeasibleError, match="minimum_budget"):
-                    coarse.schedule(level)
+                    coarse.tree(level)
 
 
 def test_float32_table_reports_exact_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(3)
     chain = random_chain(rng, 30, most_options=3)
     budget = minimum_budget(chain) + 60
-    exact = solve(chain, budget, bucket_nbytes=1)
+    exact = solve_chain(chain, budget, bucket_nbytes=1)
     monkeypatch.setattr(chain_table, "FLOAT64_NBYTES", 0)
-    single = solve(chain, budget, bucket_nbytes=1)
+    single = solve_chain(chain, budget, bucket_nbytes=1)
     assert single.dtype == np.float32
     assert single.levels() == exact.levels()
     assert [single.seconds(level) for level in single.levels()] == [exact.seconds(level) for level in exact.levels()]
@@ -244,20 +244,20 @@ def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for length, block, windows in ((9, 4, 8), (16, 8, 20), (23, 16, 64), (30, 64, 2048)):
         chain = random_chain(rng, length, most_options=3)
         budget = minimum_budget(chain) + 90
-        usual = solve(chain, budget, bucket_nbytes=1)
+        usual = solve_chain(chain, budget, bucket_nbytes=1)
         bound_blocks(monkeypatch, block, windows)
-        split = solve(chain, budget, bucket_nbytes=1)
+        split = solve_chain(chain, budget, bucket_nbytes=1)
         monkeypatch.undo()
         assert [split.seconds(i) for i in range(budget + 1)] == [usual.seconds(i) for i in range(budget + 1)]
 
 
 def test_deep_schedules_need_no_recursion() -> None:
     chain = random_chain(random.Random(5), 75)
-    table = solve(chain, minimum_budget(chain) + 60, bucket_nbytes=2)
+    table = solve_chain(chain, minimum_budget(chain) + 60, bucket_nbytes=2)
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(len(inspect.stack()) + 60)
     try:
-        schedules = [smallest_schedule(chain), *(table.schedule(level) for level in table.levels()[::30])]
+        schedules = [smallest_tree(chain), *(table.tree(level) for level in table.levels()[::30])]
         costs = [simulate(chain, schedule) for schedule in schedules]
         assert repr(schedules[0])
     finally:
@@ -271,7 +271,7 @@ def test_unrestricted_is_never_worse() -> None:
     for _ in range(20):
         chain = random_chain(rng, rng.randint(2, 4), most_options=1)
         budget = minimum_budget(chain) + rng.randint(0, 5)
-        assert unrestricted_seconds(chain, budget) <= solve(chain, budget, bucket_nbytes=1).seconds(budget)
+        assert unrestricted_seconds(chain, budget) <= solve_chain(chain, budget, bucket_nbytes=1).seconds(budget)
 
 
 def test_event_log_of_one_schedule() -> None:
@@ -296,6 +296,6 @@ def test_refusals() -> None:
             Chain((Stage(**{**changed, key: value}),))
     chain = Chain((stage,))
     with pytest.raises(ChainError, match="budget -1"):
-        solve(chain, -1)
+        solve_chain(chain, -1)
     with pytest.raises(ChainError, match="above the budget 10"):
-        solve(chain, 10).seconds(11)
+        solve_chain(chain, 10).seconds(11)

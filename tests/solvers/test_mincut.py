@@ -62,7 +62,7 @@ def cases() -> list[tuple[HoldOrRebuild, random.Random, list[tuple[int, float]]]
 def test_the_cut_is_the_best_of_all_choices(cases: list) -> None:
     for problem, rng, all_choices in cases:
         for price in [0.0, *(10 ** rng.uniform(-4, 2) for _ in range(4))]:
-            choice = problem.solve(price)
+            choice = problem.minimum_cut(price)
             assert choice.seconds == seconds_when(problem, choice.held)
             assert choice.nbytes == sum(problem.graph.tensors[t].nbytes for t in choice.held)
             best = min(price * nbytes + seconds for nbytes, seconds in all_choices)
@@ -123,9 +123,9 @@ def test_shared_work_is_counted_once() -> None:
     (right,) = step.op(dear, makes=(10,), seconds=1.0)
     step.op(left, right, saves=(left, right))
     problem = HoldOrRebuild(step.build(), [left, right])
-    assert problem.solve(0.5).held == {dear}
-    assert problem.solve(0.05).held == {left, right}
-    assert problem.solve(50.0).held == set()
+    assert problem.minimum_cut(0.5).held == {dear}
+    assert problem.minimum_cut(0.05).held == {left, right}
+    assert problem.minimum_cut(50.0).held == set()
 
 
 def test_what_cannot_be_made_again_is_held_at_any_price() -> None:
@@ -134,7 +134,7 @@ def test_what_cannot_be_made_again_is_held_at_any_price() -> None:
     (a,) = step.op(noise, makes=(1000,))
     step.op(a, saves=(a,))
     problem = HoldOrRebuild(step.build(), [a])
-    assert problem.solve(1e6).held == {noise}
+    assert problem.minimum_cut(1e6).held == {noise}
 
 
 def test_what_was_overwritten_is_made_again() -> None:
@@ -144,5 +144,5 @@ def test_what_was_overwritten_is_made_again() -> None:
     step.op(a, makes=(), mutates=(a,))
     step.op(b, saves=(b,))
     problem = HoldOrRebuild(step.build(), [b])
-    choice = problem.solve(1e6)
+    choice = problem.minimum_cut(1e6)
     assert choice.held == set() and choice.seconds == 6.0

@@ -18,15 +18,15 @@ from benchmarks.models.papers.layers import Net
 from benchmarks.models.papers.networks import alexnet, network, resnet
 from lightning_memopt.graph import Graph, unmodified_levels
 from lightning_memopt.plan import Fetch, Life, Prediction, lower, simulate, validate
-from lightning_memopt.plan.clocks import Rates
+from lightning_memopt.plan.clocks import TransferRates
 from lightning_memopt.plan.forms import tier_of
 from lightning_memopt.plan.rates import profile
 from lightning_memopt.solvers import joint, planner
-from lightning_memopt.solvers.joint.bound import Point, points
+from lightning_memopt.solvers.joint.bound import Relaxation, points
 from lightning_memopt.solvers.offload.dymem import dymem_trips, flow, prefetches
 from lightning_memopt.solvers.offload.policies import POLICIES
 from lightning_memopt.solvers.offload.policy import Policy, carry_out
-from lightning_memopt.solvers.offload.trips import Planner, Trip, gaps, send_away
+from lightning_memopt.solvers.offload.trips import Trip, TripPlanner, gaps, send_away
 from lightning_memopt.solvers.rollout import keep_all
 
 CARD = profile("pcie3-12gb")
@@ -45,7 +45,7 @@ class Codec(Link):
     decode_seconds = encode_seconds
 
 
-def lives_of(policy: Policy, graph: Graph, rates: Rates) -> tuple[Life, ...]:
+def lives_of(policy: Policy, graph: Graph, rates: TransferRates) -> tuple[Life, ...]:
     """The lives that the policy gives, with no budget."""
     return carry_out(policy, graph, rates)[0]
 
@@ -178,7 +178,7 @@ def every_plan(graph: Graph, forms: dict, link: Link, stay: bool = True) -> Iter
     base = keep_all(graph)
     found = gaps(graph, base)
     fences = sorted({gap.leaves for gap in found.values()})
-    asked = Planner(graph, base, link).requests(found)
+    asked = TripPlanner(graph, base, link).requests(found)
     choices = []
     for t, gap in found.items():
         mine: list[Trip | None] = [None] if stay or t not in forms else []
@@ -235,7 +235,7 @@ def test_dymem_beside_the_optimum() -> None:
 def solved(graph: Graph, budget: int, forms: dict, rates: object) -> joint.Joint | None:
     frontier = planner.solve(graph)
     plans = [(c.solver, c.lives) for c in frontier.candidates]
-    return joint.solve(graph, budget, rates=rates, forms=forms, plans=plans, limit_seconds=1.0)
+    return joint.solve_joint(graph, budget, rates=rates, forms=forms, plans=plans, limit_seconds=1.0)
 
 
 def test_joint_is_never_worse() -> None:
@@ -300,7 +300,7 @@ def test_joint_is_the_optimum_of_few_tensors() -> None:
         plans = [("keep all", keep_all(graph))]
         alone, best = (least_seconds(graph, forms, link) for forms in (single, with_both(single)))
         for peak, seconds in best:
-            found = joint.solve(graph, peak, rates=link, forms=with_both(single), plans=plans, limit_seconds=60.0)
+            found = joint.solve_joint(graph, peak, rates=link, forms=with_both(single), plans=plans, limit_seconds=60.0)
             assert found is not None and found.predicted.peak_nbytes <= peak
             assert found.predicted.seconds == pytest.approx(seconds), (seed, peak)
             assert found.bound_seconds <= seconds + 1e-9, (seed, peak)
@@ -320,7 +320,7 @@ def test_no_plan_is_below_the_bound() -> None:
         graph, link, forms = lines(seed, 3)
         some = {t: [*found[:1], ("block2", 4), ("block2@host", 4)][: 2 + seed % 2] for t, found in forms.items()}
         for peak, seconds in least_seconds(graph, some, link):
-            proved = max(Point(graph, p, some, link).dearest(peak)[0] for p in points(graph, peak))
+            proved = max(Relaxation(graph, p, some, link).dearest(peak)[0] for p in points(graph, peak))
             assert proved <= seconds + 1e-9, (seed, peak)
             pairs += 1
             above += proved > 0
@@ -337,7 +337,7 @@ def test_the_bound_of_random_steps() -> None:
         forms = with_both(forms_of(graph, rng.random() < 0.5))
         most, least = max(unmodified_levels(graph)), joint.least(graph, (), forms)[0]
         for budget in {least + (most - least) * i // 3 for i in range(3)}:
-            found = joint.solve(graph, budget, rates=link, forms=forms, limit_seconds=1.0)
+            found = joint.solve_joint(graph, budget, rates=link, forms=forms, limit_seconds=1.0)
             if found is None:
                 continue
             again += found.predicted.rebuilt_ops > 0
@@ -352,7 +352,7 @@ def test_the_bound_of_random_steps() -> None:
 
 def proved_at(graph: Graph, point: int, forms: dict, link: Link, budget: int) -> float:
     try:
-        return Point(graph, point, forms, link).dearest(budget)[0]
+        return Relaxation(graph, point, forms, link).dearest(budget)[0]
     except ValueError:  # something is needed there that nobody can make
         return 0.0
 
@@ -379,7 +379,7 @@ def test_what_is_read_first_is_fetched_first() -> None:
     """Whatever their numbers: a link carries one copy after the other."""
     graph, link = timed(layers("cccc")), Link(50.0)
     base = keep_all(graph)
-    planner = Planner(graph, base, link)
+    planner = TripPlanner(graph, base, link)
     by_need = sorted(planner.gaps.values(), key=lambda gap: gap.needed)[1:3]
     at = by_need[0].needed
     lives = send_away(base, [Trip(gap, gap.leaves, at, "host", 100) for gap in by_need])

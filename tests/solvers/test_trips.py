@@ -13,7 +13,7 @@ from test_plan import disjoint, random_lives
 
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life, LoweringError, lower, simulate, validate
-from lightning_memopt.solvers.offload.trips import Planner, Trip, gaps, send_away
+from lightning_memopt.solvers.offload.trips import Trip, TripPlanner, gaps, send_away
 from lightning_memopt.solvers.rollout import Rollout, keep_all
 
 
@@ -71,7 +71,7 @@ def test_both_counts_agree_on_random_trips() -> None:
         line = simulate(graph, lives, schedule)
         assert report.peak_nbytes == line.predicted.peak_nbytes, seed
         if all(max(t.gone_at, graph.tensors[t.gap.tensor].freed_at) < t.back_at for t in trips):
-            assert Planner(graph, base, Link()).levels(trips) == list(line.nbytes), seed
+            assert TripPlanner(graph, base, Link()).levels(trips) == list(line.nbytes), seed
             counted += 1
         away += len(schedule.parked)
     assert away > 200 and counted > 150
@@ -90,7 +90,7 @@ def test_a_fast_link_hides_everything() -> None:
     """Bytes go as copies end and come back just in time: half of the bytes, and no waiting."""
     graph, link = chain(), Link(1000.0)
     base = keep_all(graph)
-    planner = Planner(graph, base, link)
+    planner = TripPlanner(graph, base, link)
     forms = {t: ("disk", graph.tensors[t].nbytes) for t in planner.gaps}
     lives = send_away(base, planner.plan(forms))
     found, before = simulate(graph, lives, rates=link).predicted, simulate(graph, base).predicted
@@ -103,7 +103,7 @@ def test_a_slow_link_is_waited_for() -> None:
     """The budget holds all the same; what the link has no time for is predicted as waiting."""
     graph, link = chain(), Link(50.0)
     base = keep_all(graph)
-    planner = Planner(graph, base, link)
+    planner = TripPlanner(graph, base, link)
     forms = {t: ("disk", graph.tensors[t].nbytes) for t in planner.gaps}
     least = simulate(graph, send_away(base, planner.plan(forms))).predicted.peak_nbytes
     trips = planner.within(forms, least - 200)
@@ -144,7 +144,7 @@ def test_what_never_went_away_is_not_fetched(damage: str) -> None:
     """A fetched life needs one before it, and one form for all."""
     graph, link = chain(), Link()
     base = keep_all(graph)
-    planner = Planner(graph, base, link)
+    planner = TripPlanner(graph, base, link)
     forms = {t: ("disk", 100) for t in planner.gaps}
     lives = send_away(base, planner.plan(forms))
     schedule = lower(graph, lives)

@@ -28,6 +28,7 @@ from collections.abc import Hashable
 from lightning_memopt.errors import MemOptError
 from lightning_memopt.plan.allocator.blocks import Block, Pool, cut, join, reach, room
 from lightning_memopt.plan.allocator.settings import MIN_BLOCK_NBYTES, SMALL_NBYTES, Settings
+from lightning_memopt.units import ceil_div
 
 _ADDRESS_SPACE_NBYTES = 1 << 46
 """What an expandable segment may grow to."""
@@ -230,7 +231,7 @@ class Allocator:
     def _map(self, block: Block, nbytes: int) -> bool:
         """Put pages under the first `nbytes` of a block without; False where the device has none."""
         page = self.settings.page_nbytes(block.pool.small)
-        nbytes = min(-(-nbytes // page) * page, block.nbytes)
+        nbytes = min(ceil_div(nbytes, page) * page, block.nbytes)
         if not self._has_room(nbytes):
             return False
         block.pool.unmapped.remove(block)
@@ -245,7 +246,7 @@ class Allocator:
     def _unmap(self, block: Block) -> None:
         """Take the whole pages inside of a free block back."""
         page = self.settings.page_nbytes(block.pool.small)
-        first = -(-(block.address - block.base) // page) * page + block.base
+        first = ceil_div(block.address - block.base, page) * page + block.base
         last = (block.address + block.nbytes - block.base) // page * page + block.base
         if first >= last:
             return

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from lightning_memopt.errors import ConfigError
+from lightning_memopt.units import ceil_div
 
 MIB = 1 << 20
 MIN_BLOCK_NBYTES = 512
@@ -69,7 +70,7 @@ class Settings:
         unit = MIN_BLOCK_NBYTES
         if divisions > 1 and nbytes > MIN_BLOCK_NBYTES * divisions:
             unit = (1 << (nbytes.bit_length() - 1)) // divisions
-        return -(-nbytes // unit) * unit
+        return ceil_div(nbytes, unit) * unit
 
     def segment_nbytes(self, rounded: int) -> int:
         """The segment that is taken from the device where no free block serves a block of `rounded` bytes."""
@@ -77,7 +78,7 @@ class Settings:
             return SMALL_SEGMENT_NBYTES
         if rounded < LARGE_REQUEST_NBYTES:
             return self.large_segment_nbytes
-        return -(-rounded // SEGMENT_ROUND_NBYTES) * SEGMENT_ROUND_NBYTES
+        return ceil_div(rounded, SEGMENT_ROUND_NBYTES) * SEGMENT_ROUND_NBYTES
 
     def page_nbytes(self, small: bool) -> int:
         """The unit in which an expandable segment grows and shrinks."""

@@ -1,6 +1,6 @@
-"""Optimal checkpointing of a chain of stages: the public names, and `solve`.
+"""Optimal checkpointing of a chain of stages: the public names, and `solve_chain`.
 
-`solve(chain, budget)` gives a table of the least extra seconds for every level up to the budget; `minimum_budget` the
+`solve_chain(chain, budget)` gives a table of the least extra seconds for every level up to the budget; `minimum_budget` the
 smallest budget, exact in bytes; `simulate` judges any schedule without the solver's code. The mathematics is in
 docs/formulation.md; the source is Beaumont et al., "Optimal checkpointing for heterogeneous chains" (2019).
 `model` has the data, `bounds`, `cells` and `table` the dynamic program, and `by_numbers` solves
@@ -11,10 +11,11 @@ Another solver of the same problem is a module of this package; `simulate` judge
 
 from __future__ import annotations
 
-from lightning_memopt.solvers.chain.bounds import minimum_budget, smallest_schedule
-from lightning_memopt.solvers.chain.model import Chain, Checkpoint, Hold, Option, Rebuild, Schedule, Stage
+from lightning_memopt.solvers.chain.bounds import minimum_budget, smallest_tree
+from lightning_memopt.solvers.chain.model import Chain, Checkpoint, CheckpointTree, Hold, Option, Rebuild, Stage
 from lightning_memopt.solvers.chain.simulate import operations, simulate, simulate_operations
 from lightning_memopt.solvers.chain.table import ChainTable
+from lightning_memopt.units import ceil_div
 
 __all__ = [
     "Chain",
@@ -23,23 +24,23 @@ __all__ = [
     "Hold",
     "Option",
     "Rebuild",
-    "Schedule",
+    "CheckpointTree",
     "Stage",
     "minimum_budget",
     "operations",
     "simulate",
     "simulate_operations",
-    "smallest_schedule",
-    "solve",
+    "smallest_tree",
+    "solve_chain",
 ]
 
 
-def solve(chain: Chain, budget_nbytes: int, *, bucket_nbytes: int | None = None, buckets: int = 512) -> ChainTable:
+def solve_chain(chain: Chain, budget_nbytes: int, *, bucket_nbytes: int | None = None, buckets: int = 512) -> ChainTable:
     """The table of least extra seconds for every level up to `budget_nbytes` (everything counted, x_0 included).
 
     The bucket is `bucket_nbytes`, or the budget over `buckets`, rounded up. Time grows as L^3 * columns / 6, memory as
     L^2 * columns * 4 bytes / 2 (8 for small tables). Raises ChainError for a negative budget or an empty bucket.
     """
     if bucket_nbytes is None:
-        bucket_nbytes = max(1, -(-budget_nbytes // buckets))
+        bucket_nbytes = max(1, ceil_div(budget_nbytes, buckets))
     return ChainTable(chain, budget_nbytes, bucket_nbytes)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lightning_memopt.solvers.chain.model import Chain, Checkpoint, Hold, Rebuild, Schedule
+from lightning_memopt.solvers.chain.model import Chain, Checkpoint, CheckpointTree, Hold, Rebuild
 
 _NEVER = np.iinfo(np.int64).max // 4
 
@@ -95,10 +95,10 @@ def minimum_budget(chain: Chain) -> int:
     return int(minimum_table(chain)[0, -1])
 
 
-def smallest_schedule(chain: Chain) -> Schedule:
+def smallest_tree(chain: Chain) -> CheckpointTree:
     """A schedule whose peak is `minimum_budget(chain)`; its seconds are not optimal."""
     table = minimum_table(chain)
-    built: list[Schedule] = []
+    built: list[CheckpointTree] = []
     todo: list[tuple[str, int, int, int]] = [("solve", 0, len(chain.stages) - 1, 0)]
     while todo:
         action, s, t, choice = todo.pop()

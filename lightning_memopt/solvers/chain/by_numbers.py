@@ -28,15 +28,16 @@ from lightning_memopt.errors import ChainError, InfeasibleError
 from lightning_memopt.solvers.chain import (
     Chain,
     ChainTable,
+    CheckpointTree,
     Option,
-    Schedule,
     Stage,
     minimum_budget,
     operations,
     simulate,
-    smallest_schedule,
-    solve,
+    smallest_tree,
+    solve_chain,
 )
+from lightning_memopt.units import ceil_div
 
 SECONDS_KEYS = ("forward_seconds", "backward_seconds")
 NBYTES_KEYS = (
@@ -76,7 +77,7 @@ class SequenceResult:
     bucket_nbytes: int
     solve_seconds: float
     smallest_budget_nbytes: int
-    schedule: Schedule | None
+    schedule: CheckpointTree | None
     operations: tuple[tuple[str, int], ...]
 
     def raise_if_infeasible(self) -> SequenceResult:
@@ -101,7 +102,7 @@ def chain_from_dict(data: Mapping[str, Any]) -> Chain:
             name="F_all",
             held_nbytes=row["saved_nbytes"] - row["output_nbytes"],
             rerun_seconds=row["forward_seconds"],
-            replay_seconds=0.0,
+            rebuild_seconds=0.0,
             forward_peak_nbytes=forward_all,
             backward_peak_nbytes=backward,
         )
@@ -146,7 +147,7 @@ def solve_sequence(data: Mapping[str, Any], budget_nbytes: int, bucket_nbytes: i
 
     table = _finest_needed(chain, budget_nbytes, bucket_nbytes or _first_bucket(chain, budget_nbytes))
     found = math.isfinite(table.seconds(budget_nbytes))
-    schedule = table.schedule(budget_nbytes) if found else smallest_schedule(chain)
+    schedule = table.tree(budget_nbytes) if found else smallest_tree(chain)
     extra_seconds, peak_nbytes = simulate(chain, schedule)
     return SequenceResult(
         status=Status.OPTIMAL if found else Status.FEASIBLE,
@@ -160,7 +161,7 @@ def solve_sequence(data: Mapping[str, Any], budget_nbytes: int, bucket_nbytes: i
     )
 
 
-def sequence_operations(schedule: Schedule) -> tuple[tuple[str, int], ...]:
+def sequence_operations(schedule: CheckpointTree) -> tuple[tuple[str, int], ...]:
     """The schedule in the words of the source: ("F_ck", 0), ("F_none", 1), ("F_all", 2), ("B", 2), ..."""
     words = {"keep": "F_ck", "forget": "F_none", "hold": "F_all", "rebuild": "F_all", "backward": "B"}
     return tuple((words[operation[0]], operation[1]) for operation in operations(schedule))
@@ -174,13 +175,13 @@ def _first_bucket(chain: Chain, budget_nbytes: int) -> int:
     exact = max(1, exact)
     if (budget_nbytes // exact + 1) * len(chain.stages) ** 2 <= _EXACT_CELLS:
         return exact
-    return max(1, -(-budget_nbytes // _BUCKETS))
+    return max(1, ceil_div(budget_nbytes, _BUCKETS))
 
 
 def _finest_needed(chain: Chain, budget_nbytes: int, bucket_nbytes: int) -> ChainTable:
     """The table of the first bucket, each a quarter of the one before, in which the budget is feasible."""
     while True:
-        table = solve(chain, budget_nbytes, bucket_nbytes=bucket_nbytes)
+        table = solve_chain(chain, budget_nbytes, bucket_nbytes=bucket_nbytes)
         if math.isfinite(table.seconds(budget_nbytes)) or bucket_nbytes == 1:
             return table
         bucket_nbytes = max(1, bucket_nbytes // 4)

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lightning_memopt.units import ceil_div
+
 PER_BLOCK = 4  # samples per block
 
 Floats = npt.NDArray[np.floating]
@@ -26,7 +28,7 @@ class Cells:
     def __init__(self, length: int, columns: int, block: int, dtype: np.dtype[Any]) -> None:
         self.columns = columns
         self.block = block
-        self.blocks = -(-columns // block)
+        self.blocks = ceil_div(columns, block)
         self.constant_from = np.zeros((length, length), dtype=np.int64)
         """First column of the last value of each row."""
         self.samples: Floats = np.empty((length, length, PER_BLOCK, self.blocks + 2), dtype=dtype)
@@ -46,7 +48,7 @@ class Cells:
         """Store the columns `0..len(row)-1` of a state; later columns are like the last of these."""
         least = row[-1]
         constant_from = bisect_left(range(len(row) - 1), True, key=lambda m: bool(row[m] <= least))
-        width = -(-constant_from // self.block)
+        width = ceil_div(constant_from, self.block)
         self.constant_from[s, t], self._begin[s, t], self._width[s, t] = constant_from, self._used, width
         begin = self._used * self.block
         self._used += width + 2  # the constant twice: a window may begin within its first block
@@ -77,7 +79,7 @@ class Cells:
 
         Columns down to `1 - block` may be asked for; cells before column 0 mean nothing.
         """
-        lag = -(-shift // self.block)
+        lag = ceil_div(shift, self.block)
         rows = np.minimum(at - lag, self._width[s, t][which])
         rows += self._begin[s, t][which]
         offset = lag * self.block - shift

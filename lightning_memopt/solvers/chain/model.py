@@ -32,7 +32,7 @@ class Option:
     name: str
     held_nbytes: int
     rerun_seconds: float
-    replay_seconds: float
+    rebuild_seconds: float
     forward_peak_nbytes: int
     backward_peak_nbytes: int
 
@@ -94,8 +94,8 @@ class Checkpoint:
 
     first: int
     at: int
-    right: Schedule = field(repr=False)
-    left: Schedule = field(repr=False)
+    right: CheckpointTree = field(repr=False)
+    left: CheckpointTree = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class Hold:
 
     stage: int
     option: int
-    rest: Schedule | None = field(repr=False)
+    rest: CheckpointTree | None = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,4 +116,4 @@ class Rebuild:
 
 # Trees of long chains are deep: walk them with an explicit stack (`simulate.operations`), and compare the
 # operation lists rather than the trees.
-Schedule: TypeAlias = Checkpoint | Hold | Rebuild
+CheckpointTree: TypeAlias = Checkpoint | Hold | Rebuild

@@ -19,15 +19,15 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from lightning_memopt.errors import ChainError
-from lightning_memopt.solvers.chain.model import Chain, Checkpoint, Hold, Rebuild, Schedule
+from lightning_memopt.solvers.chain.model import Chain, Checkpoint, CheckpointTree, Hold, Rebuild
 
 Operation: TypeAlias = tuple[str, int] | tuple[str, int, int]
 
 
-def operations(schedule: Schedule) -> list[Operation]:
+def operations(schedule: CheckpointTree) -> list[Operation]:
     """The schedule as the flat list of operations it stands for. Iterative: any depth of tree will do."""
     out: list[Operation] = []
-    todo: list[Schedule | Operation | None] = [schedule]
+    todo: list[CheckpointTree | Operation | None] = [schedule]
     while todo:
         node = todo.pop()
         if isinstance(node, Checkpoint):
@@ -45,7 +45,7 @@ def operations(schedule: Schedule) -> list[Operation]:
     return out
 
 
-def simulate(chain: Chain, schedule: Schedule) -> tuple[float, int]:
+def simulate(chain: Chain, schedule: CheckpointTree) -> tuple[float, int]:
     """(extra seconds, peak bytes) of the schedule run on the chain; raises ChainError if it cannot be run."""
     return simulate_operations(chain, operations(schedule))
 
@@ -97,7 +97,7 @@ def simulate_operations(chain: Chain, ops: list[Operation]) -> tuple[float, int]
             if k in held:
                 option_index, own_nbytes = held.pop(k)
                 option = stage.options[option_index]
-                seconds += option.replay_seconds
+                seconds += option.rebuild_seconds
                 peak = max(peak, outside - own_nbytes + option.backward_peak_nbytes)
             elif rebuilding == k:
                 rebuilding = None

@@ -28,8 +28,9 @@ import numpy as np
 from lightning_memopt.errors import ChainError, InfeasibleError
 from lightning_memopt.solvers.chain.bounds import SweepNeeds, base_nbytes, option_need_nbytes
 from lightning_memopt.solvers.chain.cells import PER_BLOCK, Cells, Floats, Ints
-from lightning_memopt.solvers.chain.model import Chain, Checkpoint, Hold, Rebuild, Schedule
+from lightning_memopt.solvers.chain.model import Chain, Checkpoint, CheckpointTree, Hold, Rebuild
 from lightning_memopt.solvers.chain.simulate import simulate
+from lightning_memopt.units import ceil_div
 
 FLOAT64_NBYTES = 128 << 20
 _BLOCK = 64  # columns that are bounded, and computed or left out, together
@@ -53,7 +54,7 @@ class Grid:
 
     def shift(self, nbytes: int) -> int:
         """Columns to go down when `nbytes` are taken away; rounded up."""
-        return -(-nbytes // self.bucket_nbytes)
+        return ceil_div(nbytes, self.bucket_nbytes)
 
     def column(self, nbytes: int) -> int:
         """First column that has at least `nbytes`."""
@@ -105,7 +106,7 @@ class ChainTable:
         found = self._cells.value(0, -1, column) if column >= 0 else float("inf")
         if self.dtype == np.float64 or found == float("inf"):
             return found
-        return simulate(self.chain, self.schedule(level_nbytes))[0]
+        return simulate(self.chain, self.tree(level_nbytes))[0]
 
     def levels(self) -> tuple[int, ...]:
         """The levels in bytes, ascending, at which the least cost changes; the first is the smallest feasible."""
@@ -120,7 +121,7 @@ class ChainTable:
                 cost = float(row[column])
         return tuple(out)
 
-    def schedule(self, level_nbytes: int) -> Schedule:
+    def tree(self, level_nbytes: int) -> CheckpointTree:
         """A schedule of least extra seconds within `level_nbytes`; raises InfeasibleError if none fits."""
         column = self._column_of(level_nbytes)
         if column < 0 or not np.isfinite(self._cells.value(0, -1, column)):
@@ -129,7 +130,7 @@ class ChainTable:
                 "raise the budget, or use finer buckets (minimum_budget names the smallest budget)",
                 budget_nbytes=level_nbytes,
             )
-        built: list[Schedule] = []
+        built: list[CheckpointTree] = []
         todo: list[tuple[str, int, int, int]] = [("solve", 0, len(self.chain.stages) - 1, column)]
         while todo:
             action, s, t, m = todo.pop()
@@ -172,7 +173,7 @@ class ChainTable:
             ways.append((first, stage.rebuild_seconds, Rebuild(s)))
         for index, option in enumerate(stage.options):
             first = self.grid.column(option_need_nbytes(self.chain, s, s, index))
-            ways.append((first, option.replay_seconds + (0.0 if last else option.rerun_seconds), Hold(s, index, None)))
+            ways.append((first, option.rebuild_seconds + (0.0 if last else option.rerun_seconds), Hold(s, index, None)))
         return ways
 
     def _options(self, s: int) -> list[tuple[int, int, int, float, float]]:
@@ -188,8 +189,8 @@ class ChainTable:
                 self.grid.shift(x_s + o.held_nbytes),
                 x_s + o.forward_peak_nbytes,
                 x_s + o.backward_peak_nbytes,
-                o.replay_seconds + o.rerun_seconds - stage.sweep_seconds,
-                o.replay_seconds,
+                o.rebuild_seconds + o.rerun_seconds - stage.sweep_seconds,
+                o.rebuild_seconds,
             )
             for o in stage.options
         ]
@@ -243,7 +244,7 @@ class ChainTable:
         for taken, first, _ in holds:
             end = max(end, first, int(full[s + 1, t]) + taken)
         end = min(columns, end + 1)
-        blocks = np.full((-(-end // _BLOCK), _BLOCK), np.inf, dtype=self.dtype)
+        blocks = np.full((ceil_div(end, _BLOCK), _BLOCK), np.inf, dtype=self.dtype)
         row = blocks.reshape(-1)[:end]
         below = cells.row(s + 1, t)
         for taken, first, extra in holds:
@@ -310,7 +311,7 @@ class ChainTable:
         at_start, at_end = self._bounds[:, : firsts.size * count].reshape(2, -1, count)
         np.add(below, left[:, :count], out=at_start)
         np.add(above, left[:, 1 : count + 1], out=at_end)
-        if (cut := -(-int(firsts[-1]) // _BLOCK) - begin) > 0:  # blocks in which some position does not fit yet
+        if (cut := ceil_div(int(firsts[-1]), _BLOCK) - begin) > 0:  # blocks in which some position does not fit yet
             starts = np.arange(begin, begin + min(cut, count)) * _BLOCK
             at_start[:, :cut][firsts[:, None] > starts] = np.inf
             at_end[:, :cut][firsts[:, None] >= starts + _BLOCK] = np.inf

@@ -3,6 +3,6 @@ is below, `choice` says what to park (CP-SAT), `polish` improves the best plan o
 own (docs/formulation.md, "The joint bound"). A new source of plans to start from is entered in `search`.
 """
 
-from lightning_memopt.solvers.joint.search import ALONE_SHARE, Form, Joint, least, solve
+from lightning_memopt.solvers.joint.search import ALONE_SHARE, Form, Joint, least, solve_joint
 
-__all__ = ["ALONE_SHARE", "Form", "Joint", "least", "solve"]
+__all__ = ["ALONE_SHARE", "Form", "Joint", "least", "solve_joint"]

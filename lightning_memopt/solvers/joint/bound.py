@@ -1,9 +1,9 @@
-"""Prices for bytes on the device and for seconds of a link: what every plan takes at them, recomputed, away or held.
+"""A lower bound on the seconds of every plan that rebuilds, offloads and compresses, by a Lagrangian relaxation at one point.
 
-At one point of the step, a tensor that is needed later is on the device, or there in encoded form, or in a tier, or made again
-later. With a price for a byte and one for a second of each direction of the link, every tensor that is held takes the cheapest
-place, and a minimum cut decides which are held at all: exact for those prices, and a Lagrangian bound for every plan. The
-prices that prove the most are found by cutting planes (Kelley, 1960). The proof: docs/formulation.md, "The joint bound".
+At one point of the step, a tensor that is needed later is on the device, or encoded there, or in a tier, or rebuilt later.
+Bytes of the device and seconds of each direction of the link get prices. Every tensor that is held then takes its cheapest
+form, and a minimum cut decides which tensors are held: exact for those prices, and a bound for every plan. The prices that
+prove the most are found by cutting planes (Kelley, 1960). The proof: docs/formulation.md, "The joint bound".
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from ortools.linear_solver import pywraplp
 
 from lightning_memopt.graph import Graph, base_levels, unmodified_levels, workspaces
-from lightning_memopt.plan.clocks import Rates, leaves_at
+from lightning_memopt.plan.clocks import TransferRates, leaves_at
 from lightning_memopt.plan.forms import codec_of, tier_of
 from lightning_memopt.solvers.offload.trips import Form
 from lightning_memopt.solvers.recompute.bound import requirements
 
 Forms = Mapping[int, Sequence[Form]]
-"""Tensor -> the forms in which it may be away, with its bytes there."""
+"""Tensor -> the forms in which it may be parked, each with the bytes that the tensor takes in it."""
 _POINTS = 5
-"""Of each pass, beside the first request and the peak."""
+"""Points of forward, and as many of backward, that are looked at beside the first request and the peak."""
 _ROUNDS = 40
 _CLOSE = 1e-3
 _DEAREST = 1e3
@@ -31,7 +31,12 @@ _DEAREST = 1e3
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """`byte`: seconds a byte that is on the device; `out`, `back`: seconds a second of copies, each at most 1."""
+    """Prices in seconds of the step.
+
+    byte: seconds per byte on the device.
+    out: seconds per second of copies from the device, at most 1.
+    back: seconds per second of copies to the device, at most 1.
+    """
 
     byte: float
     out: float
@@ -39,8 +44,14 @@ class Prices:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a tensor may be meanwhile: seconds of its codec and of its copies, and the bytes that stay on the device."""
+class FormCost:
+    """The cost of parking one tensor in one form.
+
+    form: the form, and the bytes that the tensor takes in it.
+    encode, decode: seconds of the codec.
+    out, back: seconds of the copies.
+    stays: bytes that stay on the device.
+    """
 
     form: Form
     encode: float
@@ -50,7 +61,7 @@ class Place:
     stays: int
 
     @classmethod
-    def of(cls, form: Form, nbytes: int, rates: Rates) -> Place:
+    def of(cls, form: Form, nbytes: int, rates: TransferRates) -> FormCost:
         codec, tier, size = codec_of(form[0]), tier_of(form[0]), form[1]
         return cls(
             form=form,
@@ -62,19 +73,25 @@ class Place:
         )
 
     def seconds(self, at: Prices) -> float:
-        """While the device encodes and decodes, links carry copies: that much of its time is paid for."""
+        """The cost at these prices. Links carry copies while the device encodes and decodes, so that time counts less."""
         codec = (1 - at.out) * self.encode + (1 - at.back) * self.decode
         return codec + at.out * self.out + at.back * self.back + at.byte * self.stays
 
 
 @dataclass(frozen=True, slots=True)
 class Relaxed:
-    """The cheapest way at some prices: what is held and what of it is away in which form. `value_seconds`: what it costs. For
-    other prices it costs `seconds` and `nbytes`, `out` and `back` (less what the links have time for) times the price of each.
+    """The solution of the relaxation at certain prices.
+
+    held: tensors that are held, parked ones included.
+    parked: the held tensors that are parked, each with its form.
+    value_seconds: the cost at those prices.
+    seconds: the part of the cost that depends on no price.
+    nbytes: bytes on the device, which `Prices.byte` multiplies.
+    out, back: seconds of copies beyond those that the links have time for anyway, which `Prices.out` and `.back` multiply.
     """
 
     held: frozenset[int]
-    away: dict[int, Form]
+    parked: dict[int, Form]
     value_seconds: float
     seconds: float
     nbytes: int
@@ -82,54 +99,57 @@ class Relaxed:
     back: float
 
 
-class Point:
-    """One point of the step, for all prices."""
+class Relaxation:
+    """The relaxation at one point of the step: `cheapest` solves it for given prices, `dearest` finds the best prices."""
 
-    def __init__(self, graph: Graph, point: int, forms: Forms, rates: Rates) -> None:
+    def __init__(self, graph: Graph, point: int, forms: Forms, rates: TransferRates) -> None:
         self.graph = graph
         self.problem = requirements(graph, point)
         self.natural_nbytes = base_levels(graph)[point] + workspaces(graph)[point]
         requests = sorted((p, s.tensor) for s in graph.saves for p in s.unpacked_at)
         asked = {t: p for p, t in reversed(requests) if p >= point}
         last = requests[-1][0]
-        self.places = {
-            t: [Place.of(form, graph.tensors[t].nbytes, rates) for form in forms[t]]
+        self.costs_of_forms = {
+            t: [FormCost.of(form, graph.tensors[t].nbytes, rates) for form in forms[t]]
             for t in self.problem.tensors
             if t in forms and t not in graph.overwritten
         }
-        begins = min((leaves_at(graph, t) for t in self.places), default=point)
-        ends = max((asked.get(t, last) for t in self.places), default=point)
+        begins = min((leaves_at(graph, t) for t in self.costs_of_forms), default=point)
+        ends = max((asked.get(t, last) for t in self.costs_of_forms), default=point)
         back = max(point + 1, requests[0][0])
         self.before = sum(op.seconds for op in graph.ops if begins < op.at < point)
-        """What copies out have time for by themselves: from when the first may leave."""
+        """Seconds that copies out have before the point, from where the first tensor may be parked."""
         self.after = sum(op.seconds for op in graph.ops if back <= op.at < ends)
-        """And copies in, until the last is needed."""
+        """Seconds that copies in have after the point, until the last parked tensor is needed."""
 
     def cheapest(self, at: Prices) -> Relaxed:
-        """Raises ValueError where something is needed that was overwritten and that no op makes."""
-        graph, costs, away = self.graph, dict[int, float](), dict[int, Place]()
+        """The solution at these prices. Raises ValueError where an overwritten tensor is needed that no op makes."""
+        graph = self.graph
+        hold_seconds: dict[int, float] = {}
+        cheapest_form: dict[int, FormCost] = {}
         for t in self.problem.tensors:
-            costs[t] = at.byte * graph.tensors[t].nbytes
-            for place in self.places.get(t, ()):
-                found = place.seconds(at)
-                if found < costs[t]:
-                    costs[t], away[t] = found, place
-        choice = self.problem.solve(at.byte, costs.__getitem__, 1.0 - at.back)
-        gone = {t: away[t] for t in choice.held if t in away}
-        here = sum(graph.tensors[t].nbytes for t in choice.held if t not in gone)
-        encode, decode = (sum(getattr(p, way) for p in gone.values()) for way in ("encode", "decode"))
+            hold_seconds[t] = at.byte * graph.tensors[t].nbytes
+            for cost in self.costs_of_forms.get(t, ()):
+                seconds = cost.seconds(at)
+                if seconds < hold_seconds[t]:
+                    hold_seconds[t], cheapest_form[t] = seconds, cost
+        cut = self.problem.minimum_cut(at.byte, hold_seconds.__getitem__, 1.0 - at.back)
+        parked = {t: cheapest_form[t] for t in cut.held if t in cheapest_form}
+        kept_nbytes = sum(graph.tensors[t].nbytes for t in cut.held if t not in parked)
+        encode = sum(cost.encode for cost in parked.values())
+        decode = sum(cost.decode for cost in parked.values())
         return Relaxed(
-            held=choice.held,
-            away={t: place.form for t, place in gone.items()},
-            value_seconds=choice.value_seconds - at.out * self.before - at.back * self.after,
-            seconds=choice.seconds + encode + decode,
-            nbytes=here + sum(p.stays for p in gone.values()),
-            out=sum(p.out for p in gone.values()) - encode - self.before,
-            back=sum(p.back for p in gone.values()) - decode - choice.seconds - self.after,
+            held=cut.held,
+            parked={t: cost.form for t, cost in parked.items()},
+            value_seconds=cut.value_seconds - at.out * self.before - at.back * self.after,
+            seconds=cut.seconds + encode + decode,
+            nbytes=kept_nbytes + sum(cost.stays for cost in parked.values()),
+            out=sum(cost.out for cost in parked.values()) - encode - self.before,
+            back=sum(cost.back for cost in parked.values()) - decode - cut.seconds - self.after,
         )
 
     def dearest(self, budget_nbytes: int) -> tuple[float, Relaxed | None]:
-        """What no plan within the budget is below, and the cheapest way at the prices that say so."""
+        """Seconds that every plan within the budget takes at least, and the solution at the prices that prove this."""
         room = budget_nbytes - self.natural_nbytes
         total = sum(op.seconds for op in self.graph.ops)
         if not total or not self.problem.total_nbytes:
@@ -138,18 +158,21 @@ class Point:
         master = _Master(total, unit, room)
         at, proved, best = Prices(0.3 * unit, 0.0, 0.0), 0.0, None
         for _ in range(_ROUNDS):
-            found = self.cheapest(at)
-            value = found.value_seconds - at.byte * room
+            relaxed = self.cheapest(at)
+            value = relaxed.value_seconds - at.byte * room
             if value > proved:
-                proved, best = value, found
-            at, most = master.add(found)
+                proved, best = value, relaxed
+            at, most = master.add(relaxed)
             if most - proved <= _CLOSE * proved + 1e-9 * total:
                 break
         return proved, best
 
 
 class _Master:
-    """The prices at which the least of what was found is the most: a linear programme, in shares of the step."""
+    """The master problem of the cutting planes: prices that maximise the smallest cost of all solutions so far.
+
+    A linear programme; its costs are shares of the step's seconds.
+    """
 
     def __init__(self, total: float, unit: float, room: int) -> None:
         self._total, self._unit, self._room = total, unit, room
@@ -158,10 +181,10 @@ class _Master:
         self._prices = [self._solver.NumVar(0.0, most, "price") for most in (_DEAREST, 1.0, 1.0)]
         self._solver.Maximize(self._value)
 
-    def add(self, found: Relaxed) -> tuple[Prices, float]:
-        """The next prices to look at, and what no prices prove more than."""
-        slopes = ((found.nbytes - self._room) * self._unit, found.out, found.back)
-        row = self._solver.Constraint(-self._solver.infinity(), found.seconds / self._total)
+    def add(self, relaxed: Relaxed) -> tuple[Prices, float]:
+        """Add a solution as a plane. Returns the next prices, and seconds that no prices prove more than."""
+        slopes = ((relaxed.nbytes - self._room) * self._unit, relaxed.out, relaxed.back)
+        row = self._solver.Constraint(-self._solver.infinity(), relaxed.seconds / self._total)
         row.SetCoefficient(self._value, 1.0)
         for price, slope in zip(self._prices, slopes, strict=True):
             row.SetCoefficient(price, -slope / self._total)
@@ -172,38 +195,40 @@ class _Master:
 
 
 def points(graph: Graph, budget_nbytes: int) -> list[int]:
-    """Where plans within the budget have to give something up: the first request, the peak of the unmodified step, and some
-    of the points above the budget in forward and in backward.
+    """Points at which plans within the budget have to give something up: the first request, the peak of the unmodified step,
+    and up to `_POINTS - 1` points above the budget in forward and as many in backward.
     """
     requests = [p for s in graph.saves for p in s.unpacked_at]
     if not requests:
         return []
     levels = unmodified_levels(graph)[: max(requests) + 1]
     first = min(requests)
-    found = {first, levels.index(max(levels))}
+    selected = {first, levels.index(max(levels))}
     over = [p for p, nbytes in enumerate(levels) if nbytes > budget_nbytes]
-    for some in ([p for p in over if p < first], [p for p in over if p > first]):
-        found.update(some[i * len(some) // _POINTS] for i in range(1, _POINTS) if some)
-    return sorted(found)
+    for points_of_pass in ([p for p in over if p < first], [p for p in over if p > first]):
+        if points_of_pass:
+            selected.update(points_of_pass[i * len(points_of_pass) // _POINTS] for i in range(1, _POINTS))
+    return sorted(selected)
 
 
 def bound(
-    graph: Graph, budget_nbytes: int, forms: Forms, rates: Rates, limit_seconds: float, clock: Callable[[], float]
-) -> tuple[float, list[tuple[Point, Relaxed]]]:
-    """Seconds that every plan within the budget takes at least, of as many points as there is time for; and what is cheapest at
-    the prices that say so, at each point that says anything.
+    graph: Graph, budget_nbytes: int, forms: Forms, rates: TransferRates, limit_seconds: float, clock: Callable[[], float]
+) -> tuple[float, list[tuple[Relaxation, Relaxed]]]:
+    """Seconds that every plan within the budget takes at least: the largest bound of as many points as there is time for.
+
+    Also, for each point with a bound above 0, its relaxation and the solution at the best prices.
     """
     began = clock()
-    proved, found = 0.0, []
+    proved, solutions = 0.0, []
     for p in points(graph, budget_nbytes):
         try:
-            point = Point(graph, p, forms, rates)
-            seconds, relaxed = point.dearest(budget_nbytes)
-        except ValueError:  # something is needed there that nobody can make
+            relaxation = Relaxation(graph, p, forms, rates)
+            seconds, relaxed = relaxation.dearest(budget_nbytes)
+        except ValueError:  # a tensor is needed there that no op can make
             continue
         proved = max(proved, seconds)
         if relaxed is not None:
-            found.append((point, relaxed))
+            solutions.append((relaxation, relaxed))
         if clock() - began > limit_seconds:
             break
-    return proved, found
+    return proved, solutions

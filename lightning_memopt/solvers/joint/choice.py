@@ -1,4 +1,4 @@
-"""What of a plan goes away so that it fits a budget: by CP-SAT, against the link's capacity and the time of codecs."""
+"""Choose the tensors to park so that a plan fits a budget: by CP-SAT, against the link's capacity and the time of codecs."""
 
 from __future__ import annotations
 
@@ -8,27 +8,36 @@ from dataclasses import dataclass
 from ortools.sat.python import cp_model
 
 from lightning_memopt.graph import Graph
-from lightning_memopt.plan.clocks import Rates
-from lightning_memopt.solvers.joint.bound import Forms, Place
-from lightning_memopt.solvers.offload.trips import Form, Gap, Planner
+from lightning_memopt.plan.clocks import TransferRates
+from lightning_memopt.solvers.joint.bound import FormCost, Forms
+from lightning_memopt.solvers.offload.trips import Form, Gap, TripPlanner
+from lightning_memopt.units import ceil_div
 
 _UNITS = 1 << 20
-"""Bytes and seconds are counted in so many parts of the largest."""
+"""CP-SAT counts in integers: bytes and seconds are multiples of this fraction of the largest amount."""
 _FOREVER = 1000 * _UNITS
-"""No longer stall, copy or codec is told from this one: CP-SAT counts in 64 bits."""
+"""Longer stalls, copies and codecs are cut to this: CP-SAT counts in 64 bits."""
 _HIGH = 48
+"""Points above the budget that the model looks at, beside the first and the last."""
 _CLOSE = 5e-3
-"""A choice is good enough where no other is better by more than such a share."""
+"""The solver stops where no other choice can be better by more than this share."""
 _SLACK = 1.1
-"""What a choice takes may be estimated so many times too high."""
+"""The estimate of a choice's seconds may be too high by this factor."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Pick:
-    """A tensor in one form: what it takes off the device at the points past `after` and before `gap.needed`."""
+    """A tensor in one form.
+
+    gap: where the tensor is not needed.
+    cost: the form, and its cost.
+    after: the bytes are off the device at the points after this one and before `gap.needed`.
+    nbytes: how many bytes are off the device there.
+    name: for the solver's log.
+    """
 
     gap: Gap
-    place: Place
+    cost: FormCost
     after: int
     nbytes: int
     name: str
@@ -37,42 +46,49 @@ class _Pick:
         return self.after < p < self.gap.needed
 
 
-def _worth(places: Sequence[Place]) -> Iterator[Place]:
-    """Without those that another one is as good as in everything."""
+def _worth(costs: Sequence[FormCost]) -> Iterator[FormCost]:
+    """The forms without dominated ones: another form is as good in everything. Of equal forms, the first stays."""
 
-    def costs(place: Place) -> tuple[float, ...]:
-        return place.encode + place.decode, place.out, place.back, place.stays
+    def amounts(cost: FormCost) -> tuple[float, ...]:
+        return cost.encode + cost.decode, cost.out, cost.back, cost.stays
 
-    for i, place in enumerate(places):
-        mine = costs(place)
-        others = [(j, costs(other)) for j, other in enumerate(places) if j != i]
-        if not any(all(x <= y for x, y in zip(o, mine, strict=True)) and (o != mine or j < i) for j, o in others):
-            yield place
+    def dominates(i: int, j: int) -> bool:
+        """Whether form `i` dominates form `j`."""
+        a, b = amounts(costs[i]), amounts(costs[j])
+        return all(x <= y for x, y in zip(a, b, strict=True)) and (a != b or i < j)
+
+    for j, cost in enumerate(costs):
+        if not any(dominates(i, j) for i in range(len(costs)) if i != j):
+            yield cost
 
 
-def _picks(graph: Graph, planner: Planner, high: Sequence[int], forms: Forms, rates: Rates) -> Iterator[list[_Pick]]:
-    """By tensor, of those that take anything off a high point."""
+def _picks(
+    graph: Graph, planner: TripPlanner, high: Sequence[int], forms: Forms, rates: TransferRates
+) -> Iterator[list[_Pick]]:
+    """The picks of each tensor that takes bytes off a high point when it is parked."""
     for t, gap in planner.gaps.items():
         after, nbytes = max(gap.leaves, graph.tensors[t].freed_at), graph.tensors[t].nbytes
         if any(after < p < gap.needed for p in high):
-            places = [Place.of(form, nbytes, rates) for form in forms.get(t, ())]
-            found = [_Pick(gap, place, after, nbytes - place.stays, f"{t} {place.form[0]}") for place in _worth(places)]
-            if found:
-                yield found
+            costs = [FormCost.of(form, nbytes, rates) for form in forms.get(t, ())]
+            picks = [_Pick(gap, cost, after, nbytes - cost.stays, f"{t} {cost.form[0]}") for cost in _worth(costs)]
+            if picks:
+                yield picks
 
 
 def chosen(
     graph: Graph,
-    planner: Planner,
+    planner: TripPlanner,
     levels: Sequence[int],
     budget: int,
     forms: Forms,
-    rates: Rates,
+    rates: TransferRates,
     limit_seconds: float,
     below_seconds: float | None = None,
 ) -> dict[int, Form] | None:
-    """What goes away so that a plan fits: against the bytes at every high point, what it costs in codecs and in copies that
-    the link has no time for. None where nothing fits, or nothing is estimated to take less than `below_seconds`.
+    """The tensors to park, each with its form, so that a plan with `levels` bytes at every point fits the budget.
+
+    The bytes at every high point come down to the budget, for the fewest seconds of codecs and of copies that the link has no
+    time for. None where no choice fits, or where none is estimated to take less than `below_seconds`.
     """
     model = cp_model.CpModel()
     high = _high_points(levels, budget)
@@ -83,28 +99,29 @@ def chosen(
         return round(min(seconds / second, _FOREVER))
 
     picks: list[tuple[_Pick, cp_model.IntVar]] = []
-    for found in _picks(graph, planner, high, forms, rates):
-        mine = [model.new_bool_var(pick.name) for pick in found]
-        picks += zip(found, mine, strict=True)
-        if len(mine) > 1:
-            model.add_at_most_one(mine)
+    for of_tensor in _picks(graph, planner, high, forms, rates):
+        variables = [model.new_bool_var(pick.name) for pick in of_tensor]
+        picks += zip(of_tensor, variables, strict=True)
+        if len(variables) > 1:
+            model.add_at_most_one(variables)
     if not picks:
         return None
     weighted = cp_model.LinearExpr.weighted_sum
     wanted: dict[tuple[int, ...], int] = {}
     for p in high:
         there = tuple(i for i, (pick, _) in enumerate(picks) if pick.saves_at(p))
-        wanted[there] = max(wanted.get(there, 0), -(-(levels[p] - budget) // byte))
+        wanted[there] = max(wanted.get(there, 0), ceil_div(levels[p] - budget, byte))
     for there, nbytes in wanted.items():
         model.add(weighted([picks[i][1] for i in there], [picks[i][0].nbytes // byte for i in there]) >= nbytes)
     costs: list[tuple[cp_model.IntVar, int]] = []
     for pick, x in picks:
-        codec = units(pick.place.encode + pick.place.decode)
-        costs.append((x, codec + bool(pick.place.out or pick.place.back)))  # of two that cost nothing, the fewer copies
-    moved = [(pick, x) for pick, x in picks if pick.place.out or pick.place.back]
+        codec = units(pick.cost.encode + pick.cost.decode)
+        copied = pick.cost.out > 0 or pick.cost.back > 0
+        costs.append((x, codec + 1 if copied else codec))  # of two choices that cost nothing, the fewer copies
+    moved = [(pick, x) for pick, x in picks if pick.cost.out or pick.cost.back]
     for forward in (True, False):
         copies = [
-            (pick.gap.leaves, units(pick.place.out), x) if forward else (pick.gap.needed, units(pick.place.back), x)
+            (pick.gap.leaves, units(pick.cost.out), x) if forward else (pick.gap.needed, units(pick.cost.back), x)
             for pick, x in moved
         ]
         stall = model.new_int_var(0, _FOREVER, "stall")
@@ -112,7 +129,7 @@ def chosen(
         first = planner.ends[min((at for at, _, _ in copies), default=0)]
         last = planner.ends[max((at for at, _, _ in copies), default=0)]
         for p in high:
-            # what is gone at p was copied between the first that leaves and p; what comes back after p before it is needed
+            # tensors that are gone at p were copied out before p; tensors that come back after p are copied in before `last`
             if forward and p <= graph.backward_begins:
                 begun = [(c, x) for at, c, x in copies if at < p]
                 time_there = planner.ends[p] - first
@@ -135,7 +152,7 @@ def chosen(
     solver.parameters.random_seed = 0
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
-    return {pick.gap.tensor: pick.place.form for pick, x in picks if solver.value(x)}
+    return {pick.gap.tensor: pick.cost.form for pick, x in picks if solver.value(x)}
 
 
 def _high_points(levels: Sequence[int], budget: int) -> list[int]:

@@ -1,7 +1,7 @@
-"""A plan with trips, made better step by step: one tensor, or two where there are few, goes otherwise.
+"""Improve a plan with trips step by step: change the trip of one tensor, or of two where few can be parked.
 
-Otherwise is: not at all, in another form, earlier or later, back earlier or later. What fits the budget and is faster by the
-simulator's clocks is kept. Where few tensors may go away, these are all the ways there are.
+A change is: no trip, another form, a trip that begins earlier or later, or that ends earlier or later. A change stays where the
+plan fits the budget and is faster by the simulator's clocks. Where few tensors can be parked, all changes are tried.
 """
 
 from __future__ import annotations
@@ -11,24 +11,26 @@ from itertools import combinations, product
 
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life, simulate
-from lightning_memopt.plan.clocks import Rates
+from lightning_memopt.plan.clocks import TransferRates
 from lightning_memopt.plan.forms import tier_of
 from lightning_memopt.solvers.joint.bound import Forms
-from lightning_memopt.solvers.offload.trips import Planner, Trip, send_away
+from lightning_memopt.solvers.offload.trips import Trip, TripPlanner, send_away
 
 _FEW = 6
-"""Where no more places than these to leave or to come back, all of them are tried; else the nearest, the first and the last."""
+"""Up to so many points to leave at, or to come back at, are all tried; of more, the nearest, the first and the last."""
 _WORK = 300_000
-"""So many points of timelines are looked at; a count, so that the result does not depend on how busy the machine is."""
+"""Points of timelines that are looked at: a count, so that the result does not depend on how busy the machine is."""
 _PAIRS = 6
-"""Where no more tensors than these may go away, two of them change at once."""
+"""Where no more tensors than these can be parked, two of them change at once."""
 
 
 class _Polish:
-    def __init__(self, graph: Graph, lives: tuple[Life, ...], trips: Iterable[Trip], forms: Forms, rates: Rates) -> None:
+    def __init__(
+        self, graph: Graph, lives: tuple[Life, ...], trips: Iterable[Trip], forms: Forms, rates: TransferRates
+    ) -> None:
         self.graph, self.lives, self.rates = graph, lives, rates
-        self.planner = Planner(graph, lives, rates)
-        self.forms = {t: found for t, found in forms.items() if found and t in self.planner.gaps}
+        self.planner = TripPlanner(graph, lives, rates)
+        self.forms = {t: offered for t, offered in forms.items() if offered and t in self.planner.gaps}
         self.trips = {trip.gap.tensor: trip for trip in trips}
         self._fences = frozenset(self.planner.fences(()))
         self._asked = self.planner.requests(self.forms)
@@ -37,30 +39,30 @@ class _Polish:
         return simulate(self.graph, send_away(self.lives, trips.values()), rates=self.rates).predicted.seconds
 
     def may(self, trips: Iterable[Trip]) -> bool:
-        """Whether the engine can wait where these trips say."""
+        """Whether the engine can wait at the points at which these trips leave."""
         trips = list(trips)
-        places = self._fences.union(trip.gap.leaves for trip in trips)
-        return all(trip.gone_at in places for trip in trips)
+        fences = self._fences.union(trip.gap.leaves for trip in trips)
+        return all(trip.gone_at in fences for trip in trips)
 
     def ways(self, t: int) -> list[Trip | None]:
-        """How a tensor may go: as it does comes first."""
+        """The trips that a tensor may make, the present one first; None: it stays on the device."""
         gap, now = self.planner.gaps[t], self.trips.get(t)
-        found: list[Trip | None] = [now] if now is None else [now, None]
+        trips: list[Trip | None] = [now] if now is None else [now, None]
         freed_at = self.graph.tensors[t].freed_at
         for form, nbytes in self.forms[t]:
             if not tier_of(form):
-                found.append(Trip(gap, gap.leaves, gap.needed, form, nbytes))
+                trips.append(Trip(gap, gap.leaves, gap.needed, form, nbytes))
                 continue
             leaves = {gap.leaves, *self._fences, *(other.gap.leaves for other in self.trips.values())}
             gone = sorted(p for p in leaves if gap.leaves <= p < min(gap.needed, self.graph.backward_begins))
             for out in _near(gone, now.gone_at if now else gap.leaves):
                 back = [p for p in self._asked if max(out, freed_at) < p <= gap.needed]
-                found += [Trip(gap, out, p, form, nbytes) for p in _near(back, now.back_at if now else gap.needed)]
-        return [way for i, way in enumerate(found) if i == 0 or way != now]
+                trips += [Trip(gap, out, p, form, nbytes) for p in _near(back, now.back_at if now else gap.needed)]
+        return [way for i, way in enumerate(trips) if i == 0 or way != now]
 
 
 def _near(points: Sequence[int], now: int) -> Iterator[int]:
-    """All of them where they are few; else the ends, and those beside the present one."""
+    """All points where they are few; else the two ends, the present point and its neighbours."""
     if len(points) <= _FEW:
         yield from points
         return
@@ -74,11 +76,11 @@ def polished(
     trips: Iterable[Trip],
     budget_nbytes: int,
     forms: Forms,
-    rates: Rates,
+    rates: TransferRates,
     limit_seconds: float,
     clock: Callable[[], float],
 ) -> list[Trip]:
-    """The best trips of the plan `lives` that were found from these, which fit the budget."""
+    """The best trips within the budget that changes of `trips` led to, for the lives of a plan without trips."""
     began = clock()
     polish = _Polish(graph, lives, trips, forms, rates)
     best = polish.seconds(polish.trips)

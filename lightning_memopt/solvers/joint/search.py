@@ -1,13 +1,13 @@
 """Recomputation, offload and compression decided together, for one budget.
 
-Relaxed, the three are one minimum cut: at the moment at which most is held, a tensor that backward needs is on the device, or
-there in encoded form, or in a tier, or made again later (`bound`, which also proves what no plan is below).
+Relaxed, the three are one minimum cut: at the point with the highest peak, a tensor that backward needs is on the device, or
+encoded there, or in a tier, or rebuilt later. `bound` solves this, and proves a lower bound on the seconds of every plan.
 
-From the cuts, and from the plans that only recompute, come starts; what goes away so that a start fits the budget is chosen
-by CP-SAT against the link's capacity (`choice`), and each result is priced by the simulator. Starts that fit as they are
-take part, and so do the heuristics of `offload.policies` and the best plans found that only move or only encode: the result
-is never worse than recomputation alone, nor than any of them. What is encoded *and* moved comes last: the other starts do not
-depend on it. The best plan is polished (`polish`).
+The search starts from the cuts and from the plans that only recompute. For each start, CP-SAT chooses the tensors to park so
+that the plan fits the budget, against the link's capacity (`choice`); the simulator prices each result. Starts that fit without
+parking take part, and so do the policies of `offload.policies` and the best plans that only move or only encode. So the result
+is never worse than any of these. Forms that encode *and* move come last, because the other starts do not depend on them. The
+best plan is polished (`polish`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from dataclasses import dataclass, replace
 
 from lightning_memopt.graph import Graph, unmodified_levels
 from lightning_memopt.plan import Life, LoweringError, Prediction, Run, Timeline, lower, simulate
-from lightning_memopt.plan.clocks import Rates
+from lightning_memopt.plan.clocks import TransferRates
 from lightning_memopt.plan.forms import EXACT, TIERS, codec_of, tier_of
-from lightning_memopt.solvers.joint.bound import Forms, Point, Prices, Relaxed, bound
+from lightning_memopt.solvers.joint.bound import Forms, Prices, Relaxation, Relaxed, bound
 from lightning_memopt.solvers.joint.choice import chosen
 from lightning_memopt.solvers.joint.polish import polished
 from lightning_memopt.solvers.offload.policies import POLICIES
-from lightning_memopt.solvers.offload.trips import Form, Planner, Trip, send_away
+from lightning_memopt.solvers.offload.trips import Form, Trip, TripPlanner, send_away
 from lightning_memopt.solvers.rollout import Rollout, keep_all, unrepeatable
+from lightning_memopt.units import ceil_div
 
 _PRICES = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)
 """Prices of a byte, in seconds of the whole step per byte of what is held in it."""
@@ -41,12 +42,19 @@ _CLOSE = 1e-3
 Lives = tuple[Life, ...]
 _Plans = Sequence[tuple[str, Lives]]
 _Start = tuple[str, Lives, Mapping[int, Form] | None, float]
-"""Who made it, its lives, the forms of what of it is away (None: to be chosen), the share of the budget to choose for."""
+"""Name of the solver, lives, forms of the tensors to park (None: `choice` decides), share of the budget to choose for."""
 
 
 @dataclass(frozen=True)
 class Joint:
-    """A plan, its price, and what no plan is below. `solver`: where it came from."""
+    """A plan of the joint search.
+
+    lives: the lives of the plan.
+    predicted: their price.
+    solver: the start that the plan came from.
+    bound_seconds: every plan within the budget takes at least so many extra seconds.
+    seconds: how long the search took.
+    """
 
     lives: Lives
     predicted: Prediction
@@ -57,12 +65,12 @@ class Joint:
     @property
     def gap(self) -> float:
         """How far above the bound it may be, as a share of its own extra seconds."""
-        found = self.predicted.seconds
-        return max(0.0, 1.0 - self.bound_seconds / found) if found > 0 else 0.0
+        seconds = self.predicted.seconds
+        return max(0.0, 1.0 - self.bound_seconds / seconds) if seconds > 0 else 0.0
 
 
 def _allowed(graph: Graph, lives: Iterable[Life], forms: Forms) -> dict[int, Sequence[Form]]:
-    """Without those forms that do not give back the bits that a rebuild starts from."""
+    """The forms without the inexact ones of tensors that a rebuild reads."""
     read = {
         t
         for steps in lower(graph, lives).segments.values()
@@ -70,23 +78,28 @@ def _allowed(graph: Graph, lives: Iterable[Life], forms: Forms) -> dict[int, Seq
         if isinstance(step, Run)
         for t in graph.ops[step.op].inputs
     }
-    return {t: [f for f in found if t not in read or codec_of(f[0]) in EXACT] for t, found in forms.items()}
+    return {t: [f for f in offered if t not in read or codec_of(f[0]) in EXACT] for t, offered in forms.items()}
 
 
 def _accepted(trips: Iterable[Trip], forms: Forms) -> Iterator[Trip]:
-    """Trips in forms that are allowed: their own, or one of the same kind; what may not be away stays."""
+    """Trips in allowed forms: their own form, else the first of its kind. Trips without an allowed form are left out."""
     for trip in trips:
-        mine = forms.get(trip.gap.tensor, ())
-        kind = bool(codec_of(trip.form)), bool(tier_of(trip.form))
-        same = [f for f in mine if (bool(codec_of(f[0])), bool(tier_of(f[0]))) == kind]
-        if (trip.form, trip.parked_nbytes) in same:
+        kind = _kind(trip.form)
+        of_kind = [form for form in forms.get(trip.gap.tensor, ()) if _kind(form[0]) == kind]
+        if (trip.form, trip.parked_nbytes) in of_kind:
             yield trip
-        elif same:
-            yield replace(trip, form=same[0][0], parked_nbytes=same[0][1])
+        elif of_kind:
+            form, nbytes = of_kind[0]
+            yield replace(trip, form=form, parked_nbytes=nbytes)
+
+
+def _kind(form: str) -> tuple[bool, bool]:
+    """(encoded, in a tier)"""
+    return bool(codec_of(form)), bool(tier_of(form))
 
 
 class _Instant:
-    """Links and codecs that take no time: what is away is away for as long as it can be."""
+    """Links and codecs that take no time, so that tensors are parked for as long as they can be."""
 
     def out_seconds(self, tier: str, nbytes: int) -> float:
         return 0.0
@@ -97,17 +110,17 @@ class _Instant:
 def least(
     graph: Graph, plans: Iterable[Lives], forms: Forms, needed: Callable[[Lives], int] | None = None
 ) -> tuple[int, Lives]:
-    """Of these plans with everything away, in its smallest form, for as long as it can be, the one that needs the fewest bytes,
-    and those. `needed`: what a plan needs; its peak by default.
+    """The fewest bytes that one of these plans needs, and its lives, where every tensor is parked that can be, in its smallest
+    form and for as long as it can be. `needed`: bytes that a plan needs, its peak by default.
     """
     needed = needed or (lambda lives: simulate(graph, lives).predicted.peak_nbytes)
-    found = []
+    candidates = []
     for lives in (keep_all(graph), *plans):
-        planner, allowed = Planner(graph, lives, _Instant()), _allowed(graph, lives, forms)
+        planner, allowed = TripPlanner(graph, lives, _Instant()), _allowed(graph, lives, forms)
         chosen = {t: min(allowed[t], key=_device_nbytes) for t in planner.gaps if allowed.get(t)}
         sent = send_away(lives, planner.plan(chosen))
-        found.append((needed(sent), sent))
-    return min(found, key=lambda one: one[0])
+        candidates.append((needed(sent), sent))
+    return min(candidates, key=lambda candidate: candidate[0])
 
 
 def _device_nbytes(form: Form) -> int:
@@ -121,7 +134,7 @@ class _Search:
         self,
         graph: Graph,
         budget_nbytes: int,
-        rates: Rates,
+        rates: TransferRates,
         limit_seconds: float,
         clock: Callable[[], float],
         overhead: Callable[[Lives], float],
@@ -147,25 +160,27 @@ class _Search:
         return self.best is not None and seconds >= self.best.predicted.seconds
 
     def consider(self, solver: str, lives: Lives, trips: Sequence[Trip] = ()) -> Timeline:
-        """A plan, and its trips."""
-        away = send_away(lives, trips)
-        line = simulate(self.graph, away, rates=self.rates)
+        """Price the lives with these trips, and keep the plan if it is the best so far. Returns its timeline."""
+        with_trips = send_away(lives, trips)
+        line = simulate(self.graph, with_trips, rates=self.rates)
         if line.predicted.peak_nbytes <= self.budget_nbytes and not self._loses(line.predicted.seconds):
-            predicted = replace(line.predicted, overhead_seconds=self.overhead(away))
+            predicted = replace(line.predicted, overhead_seconds=self.overhead(with_trips))
             if not self._loses(predicted.seconds):
-                self.best = Joint(away, predicted, solver, 0.0, 0.0)
+                self.best = Joint(with_trips, predicted, solver, 0.0, 0.0)
                 self.origin = lives, trips
         return line
 
     def extend(self, start: _Start, forms: Forms) -> None:
-        """The plan with these tensors away, or as many as the budget asks for, or a `share` of it: copies lag behind."""
+        """Consider a start as it is, and with tensors parked: those that it names, else those that `choice` finds for a share
+        of the budget (less than all of it, because copies lag behind the choice).
+        """
         solver, lives, first, share = start
         line = self.consider(solver, lives)
         if max(line.nbytes) <= self.budget_nbytes or self._loses(line.predicted.seconds):
             return  # it fits as it is, or what runs again takes too long already
-        planner, allowed = Planner(self.graph, lives, self.rates), _allowed(self.graph, lives, forms)
-        away = first
-        if away is None:
+        planner, allowed = TripPlanner(self.graph, lives, self.rates), _allowed(self.graph, lives, forms)
+        parked = first
+        if parked is None:
             key = lives, share, id(forms)
             if key in self._seen:
                 return
@@ -173,14 +188,14 @@ class _Search:
             again = line.predicted.seconds
             below = self.best.predicted.seconds - again if self.best is not None and again else None
             target = int(share * self.budget_nbytes)
-            away = chosen(self.graph, planner, line.nbytes, target, allowed, self.rates, _CHOICE_SECONDS, below)
-        away = {t: f for t, f in (away or {}).items() if t in planner.gaps and f in allowed.get(t, ())}
-        trips = planner.within(away, self.budget_nbytes) if away else None
+            parked = chosen(self.graph, planner, line.nbytes, target, allowed, self.rates, _CHOICE_SECONDS, below)
+        parked = {t: form for t, form in (parked or {}).items() if t in planner.gaps and form in allowed.get(t, ())}
+        trips = planner.within(parked, self.budget_nbytes) if parked else None
         if trips is not None:
-            self.consider(f"{solver}, {len(trips)} away", lives, trips)
+            self.consider(f"{solver}, {len(trips)} parked", lives, trips)
 
     def polish(self, forms: Forms) -> None:
-        """The best plan so far, as long as it gets better by a change of a trip."""
+        """Improve the best plan by changes of single trips, as long as one helps."""
         lives, trips = self.origin
         if self.best is not None and trips:
             left = max(0.0, min(_POLISH_SHARE * self.limit_seconds, self.limit_seconds - self.seconds))
@@ -189,8 +204,8 @@ class _Search:
             self.consider(self.best.solver, lives, better)
 
     def policies(self, forms: Forms, recompute: bool) -> None:
-        """What those who decide by dependencies alone would do (`offload.policies`), with the forms that are allowed here."""
-        tiers = sorted({f for found in forms.values() for f, _ in found if not codec_of(f)}) or [TIERS[0]]
+        """Consider the plans of `offload.policies`, in the forms that are allowed."""
+        tiers = sorted({form for offered in forms.values() for form, _ in offered if not codec_of(form)}) or [TIERS[0]]
         for name, policy in POLICIES.items():
             for tier in tiers:
                 try:
@@ -201,50 +216,50 @@ class _Search:
                         self.consider(name, lives)
                         continue
                     trips = list(_accepted(trips, _allowed(self.graph, lives, forms)))
-                    away = {trip.gap.tensor: (trip.form, trip.parked_nbytes) for trip in trips}
-                    fits = Planner(self.graph, lives, self.rates).within(away, self.budget_nbytes, planned=trips)
+                    parked = {trip.gap.tensor: (trip.form, trip.parked_nbytes) for trip in trips}
+                    fits = TripPlanner(self.graph, lives, self.rates).within(parked, self.budget_nbytes, planned=trips)
                     if fits is not None:
                         self.consider(name, lives, fits)
-                except ValueError:  # its lives ask for what cannot be made in this graph, or it needs a link that there is not
+                except ValueError:  # its lives cannot begin in this graph, or the rates lack a link that it needs
                     continue
             if self.over:
                 return
 
 
 class _Cuts:
-    """Starts from minimum cuts at one point, and at others."""
+    """Starts from minimum cuts: a grid of prices at the peak, and lives for a cut at any point."""
 
-    def __init__(self, graph: Graph, forms: Forms, rates: Rates) -> None:
+    def __init__(self, graph: Graph, forms: Forms, rates: TransferRates) -> None:
         self.graph, self.forms, self.rates = graph, forms, rates
         self._requests = sorted((p, s.tensor) for s in graph.saves for p in s.unpacked_at)
         self._lost = {old for op in graph.ops if op.at <= graph.last_release for old, _ in op.mutates}
 
-    def rolled(self, point: Point, held: Iterable[int]) -> Lives:
-        """The lives that hold this and what costs nothing there, and make the rest again when it is asked for."""
-        problem, asked = point.problem, {t for _, t in self._requests}
+    def rolled(self, relaxation: Relaxation, held: Iterable[int]) -> Lives:
+        """The lives that hold these tensors and those that cost nothing at the point, and rebuild the rest when asked for."""
+        problem, asked = relaxation.problem, {t for _, t in self._requests}
         spare = asked.difference(problem.needed).union(filter(problem.given, self.graph.producers))
         roll = Rollout(self.graph)
         roll.serve(self._requests, spare.union(held) - self._lost | unrepeatable(self.graph))
         return roll.lives()
 
     def starts(self) -> Iterator[_Start]:
-        """Cuts for a grid of prices, with what they say is away."""
+        """Cuts for a grid of prices, with the tensors that they park."""
         if not self._requests:
             return
         levels = unmodified_levels(self.graph)[: self._requests[-1][0] + 1]
-        point = Point(self.graph, min(self._requests[0][0], levels.index(max(levels))), self.forms, self.rates)
-        unit = sum(op.seconds for op in self.graph.ops) / max(1, point.problem.total_nbytes)
+        relaxation = Relaxation(self.graph, min(self._requests[0][0], levels.index(max(levels))), self.forms, self.rates)
+        unit = sum(op.seconds for op in self.graph.ops) / max(1, relaxation.problem.total_nbytes)
         seen = set()
         for price in (unit * p for p in _PRICES):
             for link in _LINK:  # both directions are as busy, where what goes out comes back
                 try:
-                    found = point.cheapest(Prices(price, link, link))
-                except ValueError:  # something is needed there that nobody can make
+                    relaxed = relaxation.cheapest(Prices(price, link, link))
+                except ValueError:  # a tensor is needed there that no op can make
                     return
-                key = found.held, tuple(sorted(found.away.items()))
+                key = relaxed.held, tuple(sorted(relaxed.parked.items()))
                 if key not in seen:
                     seen.add(key)
-                    yield "joint cut", self.rolled(point, found.held), found.away, 1.0
+                    yield "joint cut", self.rolled(relaxation, relaxed.held), relaxed.parked, 1.0
 
 
 def _kept(graph: Graph) -> Iterator[_Start]:
@@ -253,22 +268,24 @@ def _kept(graph: Graph) -> Iterator[_Start]:
 
 
 def _spread(plans: _Plans, fitting: int) -> list[_Start]:
-    """Some of the plans that only recompute: the next ones above those that fit, which need little to go; some of all."""
-    stride = max(1, -(-len(plans) // _STARTS))
+    """Starts from plans that only recompute: the `_NEXT` plans just above the budget, which have to park little, and about
+    `_STARTS` plans spread over all.
+    """
+    stride = max(1, ceil_div(len(plans), _STARTS))
     chosen = dict.fromkeys((*range(fitting, min(len(plans), fitting + _NEXT)), *range(len(plans) - 1, -1, -stride), 0))
     return [(*plans[i], None, 1.0) for i in chosen if i < len(plans)]
 
 
 def _of(forms: Forms, kinds: Iterable[tuple[bool, bool]]) -> Forms:
     """Those of these kinds: (with a codec, in a tier)."""
-    return {t: [f for f in found if (bool(codec_of(f[0])), bool(tier_of(f[0]))) in kinds] for t, found in forms.items()}
+    return {t: [form for form in offered if _kind(form[0]) in kinds] for t, offered in forms.items()}
 
 
 _TIER, _CODEC, _BOTH = (False, True), (True, False), (True, True)
 
 
 def _search(search: _Search, forms: Forms, plans: Iterable[tuple[str, Lives]], recompute: bool) -> float:
-    """Seconds that no plan is below."""
+    """Fill `search` with the best plan. Returns seconds that every plan takes at least."""
     graph, budget_nbytes, rates = search.graph, search.budget_nbytes, search.rates
     recomputed = list(plans)
     fitting = bisect_right(recomputed, budget_nbytes, key=lambda plan: simulate(graph, plan[1]).predicted.peak_nbytes)
@@ -281,26 +298,26 @@ def _search(search: _Search, forms: Forms, plans: Iterable[tuple[str, Lives]], r
         _search(only, alone, (), recompute=False)
         if only.best is not None:
             search.consider(only.best.solver, *only.origin)
-    proved, priced = 0.0, list[tuple[Point, Relaxed]]()
+    proved, priced = 0.0, list[tuple[Relaxation, Relaxed]]()
     if recompute:
         proved, priced = bound(graph, budget_nbytes, forms, rates, _BOUND_SHARE * search.limit_seconds, search.clock)
 
     def starts() -> Iterator[tuple[_Start, Forms]]:
-        """What needs no choice comes first."""
+        """Starts with their forms; those that need no choice come first."""
         later: list[tuple[_Start, Forms]] = []
-        for some in (plain, both) if both != plain else (plain,):
+        for offered in (plain, both) if both != plain else (plain,):
             if recompute:
-                cuts = _Cuts(graph, some, rates)
-                for start in (*cuts.starts(), *(("priced cut", cuts.rolled(p, r.held), r.away, 1.0) for p, r in priced)):
-                    yield start, some
-                    later.append(((start[0], start[1], None, 1.0), some))
-                yield from ((start, some) for start in _spread(recomputed, fitting))
-            yield from ((start, some) for start in _kept(graph))
+                cuts = _Cuts(graph, offered, rates)
+                for start in (*cuts.starts(), *(("priced cut", cuts.rolled(p, r.held), r.parked, 1.0) for p, r in priced)):
+                    yield start, offered
+                    later.append(((start[0], start[1], None, 1.0), offered))
+                yield from ((start, offered) for start in _spread(recomputed, fitting))
+            yield from ((start, offered) for start in _kept(graph))
         yield from later
 
-    for start, some in starts():
+    for start, offered in starts():
         try:
-            search.extend(start, some)
+            search.extend(start, offered)
         except LoweringError:
             continue
         if search.over or (search.best is not None and search.best.predicted.seconds <= (1 + _CLOSE) * proved):
@@ -309,11 +326,11 @@ def _search(search: _Search, forms: Forms, plans: Iterable[tuple[str, Lives]], r
     return proved
 
 
-def solve(
+def solve_joint(
     graph: Graph,
     budget_nbytes: int,
     *,
-    rates: Rates,
+    rates: TransferRates,
     forms: Forms,
     plans: Iterable[tuple[str, Lives]] = (),
     recompute: bool = True,

@@ -15,9 +15,9 @@ from dataclasses import replace
 
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life
-from lightning_memopt.plan.clocks import Rates
+from lightning_memopt.plan.clocks import TransferRates
 from lightning_memopt.solvers.offload.policy import comes_back, kinds, layer_of, requests
-from lightning_memopt.solvers.offload.trips import Form, Gap, Planner, Trip
+from lightning_memopt.solvers.offload.trips import Form, Gap, Trip, TripPlanner
 from lightning_memopt.solvers.rollout import keep_all
 
 STAYING = frozenset(
@@ -73,10 +73,10 @@ def prefetches(graph: Graph, gaps: Mapping[int, Gap]) -> dict[int, int]:
     return found
 
 
-def dymem_trips(graph: Graph, rates: Rates, tier: str = "host") -> tuple[tuple[Life, ...], list[Trip]]:
+def dymem_trips(graph: Graph, rates: TransferRates, tier: str = "host") -> tuple[tuple[Life, ...], list[Trip]]:
     """Everything that layers save goes, but what is in `STAYING`; copies out end by themselves, copies in are searched for."""
     lives = keep_all(graph)
-    planner = Planner(graph, lives, rates)
+    planner = TripPlanner(graph, lives, rates)
     read_by = kinds(graph)
     forms: dict[int, Form] = {t: (tier, graph.tensors[t].nbytes) for t in planner.gaps if not read_by.get(t, set()) <= STAYING}
     found = prefetches(graph, {t: planner.gaps[t] for t in forms})

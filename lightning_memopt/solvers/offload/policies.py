@@ -15,12 +15,13 @@ from functools import partial
 
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life
-from lightning_memopt.plan.clocks import Rates
+from lightning_memopt.plan.clocks import TransferRates
 from lightning_memopt.plan.readers import short
 from lightning_memopt.solvers.offload.dymem import dymem_trips
 from lightning_memopt.solvers.offload.policy import Policy, comes_back, kinds, requests
-from lightning_memopt.solvers.offload.trips import Form, Planner, Trip
+from lightning_memopt.solvers.offload.trips import Form, Trip, TripPlanner
 from lightning_memopt.solvers.rollout import Rollout, keep_all, unrepeatable
+from lightning_memopt.units import ceil_div
 
 Lives = tuple[Life, ...]
 Away = tuple[Lives, list[Trip]]
@@ -38,7 +39,7 @@ _AHEAD = 2
 """Tensors that come back before they are read (FreeLunch, III-A: two are enough)."""
 
 
-def liveness(graph: Graph, rates: Rates, tier: str) -> Away:
+def liveness(graph: Graph, rates: TransferRates, tier: str) -> Away:
     """Nothing moves; every tensor is let go after its last reader. What PyTorch does by itself."""
     return keep_all(graph), []
 
@@ -61,12 +62,12 @@ def _layer_before(graph: Graph) -> dict[int, int]:
     return found
 
 
-def vdnn(graph: Graph, rates: Rates, tier: str, layers: str = "all") -> Away:
+def vdnn(graph: Graph, rates: TransferRates, tier: str, layers: str = "all") -> Away:
     """Layer by layer: what the last layer that reads a map offloads has left when that layer ends; a copy in begins one layer
     ahead, so that it hides behind that layer only. `layers`: "all", or "conv" for the inputs of convolutions.
     """
     lives = keep_all(graph)
-    planner = Planner(graph, lives, rates)
+    planner = TripPlanner(graph, lives, rates)
     chosen = planner.gaps if layers == "all" else sorted(_convolutions_read(graph, planner))
     before = _layer_before(graph)
     asked = requests(graph, graph.producers)
@@ -79,14 +80,14 @@ def vdnn(graph: Graph, rates: Rates, tier: str, layers: str = "all") -> Away:
     return lives, trips
 
 
-def one_stream(graph: Graph, rates: Rates, tier: str) -> Away:
+def one_stream(graph: Graph, rates: TransferRates, tier: str) -> Away:
     """Copies and compute take turns: the step waits for every copy from its beginning to its end (Dymem, 5.3, "baseline")."""
     lives = keep_all(graph)
-    planner = Planner(graph, lives, rates)
+    planner = TripPlanner(graph, lives, rates)
     return lives, _in_place(planner, _raw(graph, planner.gaps, tier))
 
 
-def _ahead(graph: Graph, planner: Planner, forms: dict[int, Form], ahead: int = _AHEAD) -> list[Trip]:
+def _ahead(graph: Graph, planner: TripPlanner, forms: dict[int, Form], ahead: int = _AHEAD) -> list[Trip]:
     """Bytes go when their copy has ended and begin to come back when the tensor that is needed so many before is asked for."""
     asked = requests(graph, forms)
     order = sorted(planner.plan(forms), key=lambda trip: (trip.gap.needed, -trip.gap.tensor))
@@ -97,14 +98,14 @@ def _ahead(graph: Graph, planner: Planner, forms: dict[int, Form], ahead: int = 
     ]
 
 
-def asynchronous(graph: Graph, rates: Rates, tier: str) -> Away:
+def asynchronous(graph: Graph, rates: TransferRates, tier: str) -> Away:
     """Everything is moved, without barriers, and comes back two tensors ahead (FreeLunch, IV-B, "async swapping")."""
     lives = keep_all(graph)
-    planner = Planner(graph, lives, rates)
+    planner = TripPlanner(graph, lives, rates)
     return lives, _ahead(graph, planner, _raw(graph, planner.gaps, tier))
 
 
-def recompute_cheap(graph: Graph, rates: Rates, tier: str) -> Away:
+def recompute_cheap(graph: Graph, rates: TransferRates, tier: str) -> Away:
     """What light layers make is made again, a segment at a time; everything else is held (SuperNeurons, 3.4)."""
     made = {t for op in graph.forward if short(op.name) not in CHEAP for t in op.outputs}
     roll = Rollout(graph)
@@ -113,24 +114,24 @@ def recompute_cheap(graph: Graph, rates: Rates, tier: str) -> Away:
     return roll.lives(), []
 
 
-def superneurons(graph: Graph, rates: Rates, tier: str) -> Away:
+def superneurons(graph: Graph, rates: TransferRates, tier: str) -> Away:
     """What convolutions read or made is moved, what light layers made is made again (SuperNeurons, 3.2 to 3.4)."""
     return _convolutions_away(graph, rates, recompute_cheap(graph, rates, tier)[0], tier)
 
 
-def superneurons_swap(graph: Graph, rates: Rates, tier: str) -> Away:
+def superneurons_swap(graph: Graph, rates: TransferRates, tier: str) -> Away:
     """The same without recomputation, as Dymem compares with it (4.1)."""
     return _convolutions_away(graph, rates, keep_all(graph), tier)
 
 
-def _convolutions_away(graph: Graph, rates: Rates, lives: Lives, tier: str) -> Away:
-    planner = Planner(graph, lives, rates)
+def _convolutions_away(graph: Graph, rates: TransferRates, lives: Lives, tier: str) -> Away:
+    planner = TripPlanner(graph, lives, rates)
     chosen = {t for t in planner.gaps if t in graph.producers and short(graph.producers[t].name) in CONVOLUTIONS}
     chosen |= _convolutions_read(graph, planner)
     return lives, _ahead(graph, planner, _raw(graph, sorted(chosen), tier), 1)
 
 
-def _convolutions_read(graph: Graph, planner: Planner) -> set[int]:
+def _convolutions_read(graph: Graph, planner: TripPlanner) -> set[int]:
     read_by = kinds(graph)
     return {t for t in planner.gaps if read_by.get(t, set()) & CONVOLUTIONS}
 
@@ -138,25 +139,25 @@ def _convolutions_read(graph: Graph, planner: Planner) -> set[int]:
 def _encoded(graph: Graph, tensors: Collection[int], bits: int) -> dict[int, Form]:
     """Fixed-rate forms of what is 32-bit floats; a decoded value of the family takes `bits`."""
     floats = (t for t in tensors if graph.tensors[t].dtype in ("", "float32"))
-    return {t: (f"block{bits}", -(-graph.tensors[t].nbytes * bits // 32)) for t in floats}
+    return {t: (f"block{bits}", ceil_div(graph.tensors[t].nbytes * bits, 32)) for t in floats}
 
 
-def _in_place(planner: Planner, forms: dict[int, Form]) -> list[Trip]:
+def _in_place(planner: TripPlanner, forms: dict[int, Form]) -> list[Trip]:
     gaps = planner.gaps
     return [Trip(gaps[t], gaps[t].leaves, gaps[t].needed, *form) for t, form in forms.items()]
 
 
-def compression(graph: Graph, rates: Rates, tier: str, bits: int = 6) -> Away:
+def compression(graph: Graph, rates: TransferRates, tier: str, bits: int = 6) -> Away:
     """Every map stays on the device, encoded (FreeLunch, III). 6 bits of 32: the source's rate of five, nearly."""
     lives = keep_all(graph)
-    planner = Planner(graph, lives, rates)
+    planner = TripPlanner(graph, lives, rates)
     return lives, _in_place(planner, _encoded(graph, planner.gaps, bits))
 
 
-def hybrid(graph: Graph, rates: Rates, tier: str, bits: int = 4) -> Away:
+def hybrid(graph: Graph, rates: TransferRates, tier: str, bits: int = 4) -> Away:
     """What convolutions read is encoded, 8 to 1, the rest is moved (FreeLunch, IV-C)."""
     lives = keep_all(graph)
-    planner = Planner(graph, lives, rates)
+    planner = TripPlanner(graph, lives, rates)
     here = _encoded(graph, sorted(_convolutions_read(graph, planner)), bits)
     rest = _raw(graph, [t for t in planner.gaps if t not in here], tier)
     return lives, [*_in_place(planner, here), *_ahead(graph, planner, rest)]

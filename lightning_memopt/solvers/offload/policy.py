@@ -11,22 +11,22 @@ from collections.abc import Callable, Iterable
 
 from lightning_memopt.graph import Graph, Op, Save
 from lightning_memopt.plan import Life
-from lightning_memopt.plan.clocks import Rates
+from lightning_memopt.plan.clocks import TransferRates
 from lightning_memopt.plan.readers import short
-from lightning_memopt.solvers.offload.trips import Gap, Planner, Trip, send_away
+from lightning_memopt.solvers.offload.trips import Gap, Trip, TripPlanner, send_away
 
-Policy = Callable[[Graph, Rates, str], tuple[tuple[Life, ...], list[Trip]]]
+Policy = Callable[[Graph, TransferRates, str], tuple[tuple[Life, ...], list[Trip]]]
 """(graph, rates, tier) -> the lives of a step in which nothing is away, and the trips of what goes."""
 
 
 def carry_out(
-    policy: Policy, graph: Graph, rates: Rates, tier: str = "host", budget_nbytes: int | None = None
+    policy: Policy, graph: Graph, rates: TransferRates, tier: str = "host", budget_nbytes: int | None = None
 ) -> tuple[tuple[Life, ...], bool]:
     """The lives of a policy, and whether they fit the budget: where memory runs out, the step waits for copies (3.2.1)."""
     lives, trips = policy(graph, rates, tier)
     if budget_nbytes is not None:
         forms = {trip.gap.tensor: (trip.form, trip.parked_nbytes) for trip in trips}
-        within = Planner(graph, lives, rates).within(forms, budget_nbytes, planned=trips)
+        within = TripPlanner(graph, lives, rates).within(forms, budget_nbytes, planned=trips)
         return send_away(lives, trips if within is None else within), within is not None
     return send_away(lives, trips), True
 

@@ -15,7 +15,7 @@ from itertools import accumulate
 
 from lightning_memopt.graph import BEFORE, Graph, Levels
 from lightning_memopt.plan import Life, Run, Schedule, lower, simulate
-from lightning_memopt.plan.clocks import Rates, leaves_at
+from lightning_memopt.plan.clocks import TransferRates, leaves_at
 from lightning_memopt.plan.forms import codec_of, tier_of
 from lightning_memopt.plan.simulate import encoded
 
@@ -83,10 +83,10 @@ def send_away(lives: Iterable[Life], trips: Iterable[Trip]) -> tuple[Life, ...]:
     return tuple(sorted(found, key=lambda life: (life.tensor, life.born_at)))
 
 
-class Planner:
+class TripPlanner:
     """Plans trips for the lives of one plan on links of certain rates."""
 
-    def __init__(self, graph: Graph, lives: tuple[Life, ...], rates: Rates) -> None:
+    def __init__(self, graph: Graph, lives: tuple[Life, ...], rates: TransferRates) -> None:
         self.graph, self.lives, self.rates = graph, lives, rates
         schedule = lower(graph, lives)
         self.gaps = gaps(graph, lives, schedule)

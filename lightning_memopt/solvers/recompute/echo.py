@@ -76,7 +76,7 @@ def prune(path: Footprint, piece: list[int]) -> None:
     features = {t for op in ops for t in op.outputs if t in path.features}
     inputs = {t for op in ops for t in path.reads[op.id] if path.holds(t)}
     rebuilt = sum(path.nbytes(t) for t in features)
-    held = sum(path.nbytes(t) for t in inputs) + sum(path.replay_nbytes(op) for op in ops)
+    held = sum(path.nbytes(t) for t in inputs) + sum(path.rebuild_nbytes(op) for op in ops)
     if rebuilt <= held:
         path.remove(piece, only_if_no_worse=False)
 

@@ -51,7 +51,7 @@ class Footprint:
         t = self.graph.tensors[tensor]
         return 0 if t.freed_at >= self._last_request else t.nbytes
 
-    def replay_nbytes(self, op: Op) -> float:
+    def rebuild_nbytes(self, op: Op) -> float:
         """What a random op costs beyond its inputs: its state, and its seconds at the rate of the whole forward."""
         return op.state_nbytes + op.seconds * self._bytes_per_second if op.state_nbytes else 0
 
@@ -77,7 +77,7 @@ class Footprint:
         room = limit if limit is not None else len(self.ops)
         while stack:
             op = self.graph.ops[stack.pop()]
-            released += self.replay_nbytes(op)
+            released += self.rebuild_nbytes(op)
             for t in self.reads[op.id]:
                 if t in seen or t in self.features or not self.readers[t] <= gone:
                     continue

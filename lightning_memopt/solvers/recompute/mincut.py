@@ -23,7 +23,7 @@ _FLOATS = 1 - 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Cut:
     """A point of the hull: what is held, which ops run again (each once), and what that costs.
 
     It is the best one for `price` seconds a byte: no choice has a price * nbytes + seconds below `value_seconds`.
@@ -41,8 +41,8 @@ class Choice:
 class Hull:
     """Vertices of the lower convex hull, from hold-all to the fewest bytes, seconds rising; and every cut that was solved."""
 
-    vertices: tuple[Choice, ...]
-    cuts: tuple[Choice, ...]
+    vertices: tuple[Cut, ...]
+    cuts: tuple[Cut, ...]
 
     def bound_seconds(self, nbytes: int) -> float:
         """No choice that holds at most `nbytes` takes fewer seconds."""
@@ -87,7 +87,7 @@ class HoldOrRebuild:
                     stack.append(t)
         self.tensors, self.ops = sorted(seen), sorted(ops)
 
-    def solve(self, price: float, cost: Callable[[int], float] | None = None, share: float = 1.0) -> Choice:
+    def minimum_cut(self, price: float, cost: Callable[[int], float] | None = None, share: float = 1.0) -> Cut:
         """The exact optimum for `price` seconds a byte, or where holding a tensor costs `cost` seconds, of which it may not
         cost more. Of the seconds of ops that run again, a `share` counts.
         """
@@ -129,13 +129,13 @@ class HoldOrRebuild:
         held = frozenset(t for t in self.tensors if node[("there", t)] in side and node[("made", t)] not in side)
         ops = frozenset(o for o in self.ops if node.get(("op", o)) in side)
         nbytes, seconds = sum(graph.tensors[t].nbytes for t in held), sum(graph.ops[o].seconds for o in ops)
-        return Choice(held, ops, nbytes, seconds, price, value)
+        return Cut(held, ops, nbytes, seconds, price, value)
 
     def hull(self, points: int = 10) -> Hull:
         """The hull, of which up to `points` vertices."""
         cheapest = 1e-15
         dearest = 1e3 * max(self.total_seconds, 1e-9)
-        most, least = self.solve(cheapest), self.solve(dearest)
+        most, least = self.minimum_cut(cheapest), self.minimum_cut(dearest)
         cuts = [most, least]
         found = {(most.nbytes, most.seconds): most, (least.nbytes, least.seconds): least}
         gaps = [(most, least)]
@@ -144,7 +144,7 @@ class HoldOrRebuild:
             left, right = gaps.pop()
             if left.nbytes <= right.nbytes:
                 continue
-            between = self.solve((right.seconds - left.seconds) / (left.nbytes - right.nbytes))
+            between = self.minimum_cut((right.seconds - left.seconds) / (left.nbytes - right.nbytes))
             cuts.append(between)
             key = (between.nbytes, between.seconds)
             if key in found:

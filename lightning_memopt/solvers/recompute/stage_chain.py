@@ -1,10 +1,9 @@
 """Optimal recomputation of a real model: its stages as a chain, options by minimum cut, the programme over memory, lives.
 
-Per stage the Pareto set of ways to hold it comes from `mincut` (from keep-all over Echo-like choices to input-only); each is
-priced by the simulator on the stage's own stretch of the observed backward. `chain.solve` decides which to use where and which
-boundaries to hold, drop and rebuild; `lives` turns its schedule tree into lives. Exact among memory-persistent schedules of
-this
-chain and these options, within the bucket size; `simulate` on the whole graph has the last word.
+Per stage the Pareto set of ways to hold it comes from `mincut` (from keep-all over Echo-like cuts to input-only); each is
+priced by the simulator on the stage's own stretch of the observed backward. `chain.solve_chain` decides which way each stage is
+held and which boundaries are held, dropped and rebuilt; `lives` turns its checkpoint tree into lives. The result is exact among
+memory-persistent schedules of this chain and these options, within the bucket size; `simulate` prices it on the whole graph.
 """
 
 from __future__ import annotations
@@ -86,13 +85,13 @@ def build(stages: Stages, options: int = 8) -> ModelChain:
         priced = []
         for held in choices:
             rerun_seconds, rerun_peak = _sweep(graph, stages, span, span.leaves | held)
-            replay_seconds, backward_peak = _backward(graph, stages, span, held | span.leaves)
+            rebuild_seconds, backward_peak = _backward(graph, stages, span, held | span.leaves)
             priced.append(
                 dp.Option(
                     name=f"holds {len(held)}",
                     held_nbytes=_nbytes(graph, held),
                     rerun_seconds=rerun_seconds,
-                    replay_seconds=replay_seconds,
+                    rebuild_seconds=rebuild_seconds,
                     forward_peak_nbytes=rerun_peak,
                     backward_peak_nbytes=backward_peak + ambient,
                 )
@@ -124,14 +123,14 @@ def _name(graph: Graph, span: StageSpan) -> str:
     return first if first == last else f"{first}..{last}"
 
 
-def lives(model: ModelChain, schedule: dp.Schedule) -> tuple[Life, ...]:
+def lives(model: ModelChain, schedule: dp.CheckpointTree) -> tuple[Life, ...]:
     """The lives of a schedule tree: walk it in the order of backward, running what it says at each stage's first unpack."""
     graph, stages = model.graph, model.stages
     roll = Rollout(graph)
     given = set(stages.given)
     last = len(stages.spans) - 1
     # (node, t, what of the node is still to be done)
-    stack: list[tuple[dp.Schedule | tuple[StageSpan, frozenset[int]], int]] = [(schedule, last)]
+    stack: list[tuple[dp.CheckpointTree | tuple[StageSpan, frozenset[int]], int]] = [(schedule, last)]
     while stack:
         node, t = stack.pop()
         replays = t < last

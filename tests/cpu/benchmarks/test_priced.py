@@ -18,7 +18,7 @@ from benchmarks.models.full_size import Setup, _adam, _words, observe
 from lightning_memopt.batching.plans import largest
 from lightning_memopt.graph import Op
 from lightning_memopt.plan import LoweringError, Plan, lower, simulate, validate
-from lightning_memopt.plan.rates import Coding, Link, Rates
+from lightning_memopt.plan.rates import Coding, Link, MachineRates
 from lightning_memopt.session.foresight import unmodified_peak
 
 SETUP = Setup(
@@ -137,7 +137,7 @@ def host(bytes_per_second: float) -> HostPlans:
     model, pool = alone()
     rate = Coding(encode_bytes_per_second=bytes_per_second, decode_bytes_per_second=bytes_per_second)
     link = Link(out_bytes_per_second=bytes_per_second, in_bytes_per_second=bytes_per_second)
-    rates = Rates(name="test", links={"host": link}, codecs={"bools": rate, "positive": rate})
+    rates = MachineRates(name="test", links={"host": link}, codecs={"bools": rate, "positive": rate})
     return HostPlans(model.fit, model.budget_nbytes, rates, [(p.solver, p.lives) for p in pool])
 
 

@@ -19,7 +19,7 @@ from lightning_memopt.runtime.tiers import DiskTier
 from lightning_memopt.runtime.tiers.worker import Copy
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.recording import PlannedRecording
-from lightning_memopt.solvers.offload.trips import Form, Planner, send_away
+from lightning_memopt.solvers.offload.trips import Form, TripPlanner, send_away
 from lightning_memopt.solvers.rollout import Rollout, keep_all, unrepeatable
 from lightning_memopt.trace import metered_cpu
 from tests.cpu.lib.harness import draws, same_bits
@@ -127,7 +127,7 @@ class Stepped:
     ) -> Program:
         """The lives of a plan (of the unmodified step) with everything away for as long as it can be."""
         lives = keep_all(self.graph) if base is None else base
-        planner = Planner(self.graph, lives, Free())
+        planner = TripPlanner(self.graph, lives, Free())
         found = (t for t in planner.gaps if self.graph.tensors[t].nbytes >= least and only(t))
         forms: dict[int, Form] = {t: (form, self.parked_nbytes(t, form)) for t in found if self.accepts(t, form)}
         assert forms, "nothing goes away: the test tests nothing"

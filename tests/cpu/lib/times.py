@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from lightning_memopt.graph import Graph, Op
-from lightning_memopt.plan.rates import Coding, Link, Rates
+from lightning_memopt.plan.rates import Coding, Link, MachineRates
 from lightning_memopt.session import times
 from lightning_memopt.session.costs import Costs
 from lightning_memopt.session.times import Times
@@ -22,7 +22,7 @@ LOOK_SECONDS = 5e-3
 """A solver takes this long between two looks at its clock."""
 COSTS = Costs(call=3e-6, argument=3e-7, recorded=1.5e-5, replayed=1.5e-5)
 FREE = Costs(0.0, 0.0, 0.0, 0.0)
-RATES = Rates(
+RATES = MachineRates(
     name="known beforehand",
     links={
         "disk": Link(
@@ -61,7 +61,7 @@ class Known(Times):
     def of_our_work(self, measure: Callable[[], Costs]) -> Costs:
         return self.costs
 
-    def of_transfers(self, measure: Callable[[], Rates]) -> Rates:
+    def of_transfers(self, measure: Callable[[], MachineRates]) -> MachineRates:
         return RATES
 
 

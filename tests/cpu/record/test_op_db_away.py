@@ -16,7 +16,7 @@ from lightning_memopt.graph import Graph
 from lightning_memopt.runtime import PlannedEngine, Program
 from lightning_memopt.runtime.parked import Depot
 from lightning_memopt.runtime.tiers import DiskTier
-from lightning_memopt.solvers.offload.trips import Form, Planner, send_away
+from lightning_memopt.solvers.offload.trips import Form, TripPlanner, send_away
 from lightning_memopt.solvers.rollout import keep_all
 from tests.cpu.lib.planned import engine_of
 from tests.cpu.lib.stepped import Free
@@ -42,7 +42,7 @@ class AwaySteps(Steps):
 
     def program(self, graph: Graph) -> Program:
         lives = keep_all(graph)
-        planner = Planner(graph, lives, Free())
+        planner = TripPlanner(graph, lives, Free())
         forms: dict[int, Form] = {t: self._form(graph, t) for t in planner.gaps}
         return Program(graph, send_away(lives, planner.plan(forms)))
 

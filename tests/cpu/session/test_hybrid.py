@@ -19,7 +19,7 @@ from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import ConfigError, InfeasibleError, OffloadError
 from lightning_memopt.integrations.plain import Run
 from lightning_memopt.plan.forms import codec_of, tier_of
-from lightning_memopt.plan.rates import Coding, Link, Rates
+from lightning_memopt.plan.rates import Coding, Link, MachineRates
 from lightning_memopt.report.explain import explain, kept
 from lightning_memopt.report.table import parked_text
 from lightning_memopt.session import plan_cache
@@ -159,7 +159,7 @@ FAST = Coding(encode_bytes_per_second=1e12, decode_bytes_per_second=1e12)
 
 def test_masks_at_one_bit_are_lossless(monkeypatch: pytest.MonkeyPatch) -> None:
     """ReLU's maps are one bit a value where only their sign is read: bit-equal, within the budget, as predicted."""
-    monkeypatch.setattr(Hybrid, "rates", Rates(name="fast", codecs={"positive": FAST}))
+    monkeypatch.setattr(Hybrid, "rates", MachineRates(name="fast", codecs={"positive": FAST}))
     torch.manual_seed(0)
     model, twin = Rectified(), Rectified()
     twin.load_state_dict(model.state_dict())
@@ -222,7 +222,7 @@ class Gates(nn.Module):
 def test_compressed_and_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the link is slow and codecs are not, signs go to the disk at one bit: bit-equal, in the budget, as predicted."""
     slow = Link(out_bytes_per_second=1e6, in_bytes_per_second=1e6)
-    monkeypatch.setattr(Hybrid, "rates", Rates(name="slow", links={"disk": slow}, codecs={"positive": FAST}))
+    monkeypatch.setattr(Hybrid, "rates", MachineRates(name="slow", links={"disk": slow}, codecs={"positive": FAST}))
     torch.manual_seed(0)
     model, twin = Gates(wide=True), Gates(wide=True)
     twin.load_state_dict(model.state_dict())

@@ -1,4 +1,4 @@
-"""Rates that are measured: of tiers whose speed is known, because the clock is theirs."""
+"""MachineRates that are measured: of tiers whose speed is known, because the clock is theirs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_memopt.plan.rates import Rates
+from lightning_memopt.plan.rates import MachineRates
 from lightning_memopt.runtime.tiers import DiskTier, HostTier
 from lightning_memopt.trace.link import fit, measure
 
@@ -111,4 +111,4 @@ def test_real_tiers_have_rates_that_can_be_kept(tmp_path: Path) -> None:
     for tier in rates.links:
         assert 0 < rates.out_seconds(tier, 1 << 20) < 60 and 0 < rates.in_seconds(tier, 1 << 20) < 60
     rates.write(tmp_path / "rates.json")
-    assert Rates.read(tmp_path / "rates.json") == rates
+    assert MachineRates.read(tmp_path / "rates.json") == rates
