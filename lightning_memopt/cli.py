@@ -51,12 +51,12 @@ def _factory(spec: str) -> Any:
         raise ConfigError(f"{spec!r} cannot be imported: {error}. Give a module that can, and a name in it.") from error
 
 
-def _hybrid(device: str, args: argparse.Namespace) -> Any:
-    """The `Hybrid` that plans parked tensors with the measured rates of this machine's links and codecs."""
+def _offloading(device: str, args: argparse.Namespace) -> Any:
+    """The `Offloading` that plans parked tensors with the measured rates of this machine's links and codecs."""
     import torch
 
     from lightning_memopt.config import MemOptConfig
-    from lightning_memopt.session.hybrid import Hybrid
+    from lightning_memopt.session.offloading import Offloading
 
     options = {name: getattr(args, name) for name in ("offload", "compress", "objective", "solver_seconds")}
     config = MemOptConfig(**options)
@@ -65,9 +65,9 @@ def _hybrid(device: str, args: argparse.Namespace) -> Any:
             "the step was recorded on a CUDA device, and there is none here whose links could be measured. Plan it where there "
             "is one, or leave --offload and --compress out."
         )
-    hybrid = Hybrid(torch.device(device), config)
-    hybrid.check()
-    return hybrid
+    offloading = Offloading(torch.device(device), config)
+    offloading.check()
+    return offloading
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -91,7 +91,7 @@ def _plan(args: argparse.Namespace) -> int:
         graph, objective=args.objective, limit_seconds=args.solver_seconds, say=lambda s: print(s, file=sys.stderr)
     )
     if (args.offload, args.compress) != ("none", "none"):
-        frontier = _hybrid(graph.device, args).frontier(frontier)
+        frontier = _offloading(graph.device, args).frontier(frontier)
     budget = frontier.smallest_nbytes if args.budget == "min" else parse_budget(args.budget, args.device_nbytes or _NO_DEVICE)
     plan = frontier.plan(budget)
     write_plan(args.output, plan, graph)

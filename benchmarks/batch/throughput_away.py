@@ -1,6 +1,6 @@
 """The third policy of `throughput.py`: recomputation, the host's memory and lossless codecs, decided together by the library.
 
-Plans come from `HybridFrontier`, whose starts are the plans that only recompute, so that none is slower than those.
+Plans come from `JointFrontier`, whose starts are the plans that only recompute, so that none is slower than those.
 `ParkingPlans` gives the largest size that fits. Copies and codecs take what the profile's link and codecs take, by the
 simulator's clocks: what a step waits for depends on all that it does, at that size. So a plan is priced where it was
 solved, and solved at few sizes.
@@ -26,7 +26,8 @@ from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life, LoweringError, Plan, Prediction, Run, lower, simulate
 from lightning_memopt.plan.rates import MachineRates
 from lightning_memopt.session.foresight import unmodified_peak
-from lightning_memopt.session.hybrid import Hybrid, HybridFrontier, peak_nbytes
+from lightning_memopt.session.joint_frontier import JointFrontier, peak_nbytes
+from lightning_memopt.session.offloading import Offloading
 from lightning_memopt.solvers import planner
 
 _SIZES = 4
@@ -63,11 +64,11 @@ class HostPlans:
     ) -> None:
         self.fit, self.budget_nbytes, self.rates, self.alone = fit, budget_nbytes, rates, alone
         config = MemOptConfig(offload="host", compress="lossless", solver_seconds=math.inf)
-        self.hybrid = Hybrid(torch.device("cuda"), config)
-        self.hybrid.rates = rates  # not those of this machine
+        self.offloading = Offloading(torch.device("cuda"), config)
+        self.offloading.rates = rates  # not those of this machine
         self._solved: dict[int, Plan | None] = {}
 
-    def frontier(self, graph: Graph) -> HybridFrontier:
+    def frontier(self, graph: Graph) -> JointFrontier:
         """At the size of this graph, of plans that were solved at others. Host time of the engine is not priced here."""
         pool = []
         for solver, lives in self.alone:
@@ -82,7 +83,7 @@ class HostPlans:
             moments=(),
             seconds=0.0,
         )
-        return replace(HybridFrontier.of(found, self.hybrid), overhead=lambda _: 0.0)
+        return replace(JointFrontier.of(found, self.offloading), overhead=lambda _: 0.0)
 
     def solved(self, size: int) -> Plan | None:
         """The plan at this size; None where none fits."""
@@ -107,7 +108,7 @@ class HostPlans:
 
     def largest(self, found: int, cap: int) -> int:
         """The largest batch, from one that a plan holds. Bytes depend on no rate."""
-        most = ParkingPlans(self.fit, self.frontier, self.hybrid).largest(found, cap, self.budget_nbytes)
+        most = ParkingPlans(self.fit, self.frontier, self.offloading).largest(found, cap, self.budget_nbytes)
         if most >= cap:
             raise RuntimeError(f"a plan holds a batch of {most}: widen the range")
         return most

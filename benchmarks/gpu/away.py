@@ -26,7 +26,7 @@ from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life, Plan, simulate
 from lightning_memopt.runtime import Program
-from lightning_memopt.session.hybrid import Hybrid
+from lightning_memopt.session.offloading import Offloading
 from lightning_memopt.solvers.offload.dymem import dymem_trips
 from lightning_memopt.solvers.offload.policy import carry_out
 from lightning_memopt.solvers.offload.trips import TripPlanner, send_away
@@ -50,7 +50,7 @@ COLUMNS = {
 _UNBOUNDED = 1 << 62
 
 Peer = Callable[[], contextlib.AbstractContextManager[Any]]
-Wanted = tuple[str, Hybrid, Callable[[], Plan], int]
+Wanted = tuple[str, Offloading, Callable[[], Plan], int]
 """Label, what may be away, the plan, its budget."""
 
 
@@ -69,16 +69,16 @@ def _offload(bench: GpuBench, result: dict[str, Any], deadline: float, rounds: i
     peers: dict[str, Peer] = {"per block": bench.per_block, "save_on_cpu": partial(save_on_cpu, pin_memory=bench.on_gpu)}
 
     def wanted(graph: Graph, frontier: Frontier, peaks: dict[str, int]) -> list[Wanted]:
-        hybrid = _hybrid(bench, deadline, offload=tier)
-        both = hybrid.frontier(frontier)
-        found = [(f"at {peer}", hybrid, partial(both.plan, nbytes), nbytes) for peer, nbytes in peaks.items()]
+        offloading = _offloading(bench, deadline, offload=tier)
+        both = offloading.frontier(frontier)
+        found = [(f"at {peer}", offloading, partial(both.plan, nbytes), nbytes) for peer, nbytes in peaks.items()]
         alone = partial(frontier.plan, peaks["per block"])
         least = partial(both.plan, both.smallest_nbytes)
         return [
             *found,
-            ("recompute, at per block", hybrid, alone, peaks["per block"]),
-            ("smallest", hybrid, least, both.smallest_nbytes),
-            ("all away (Dymem)", hybrid, partial(_all_away, graph, hybrid), _UNBOUNDED),
+            ("recompute, at per block", offloading, alone, peaks["per block"]),
+            ("smallest", offloading, least, both.smallest_nbytes),
+            ("all away (Dymem)", offloading, partial(_all_away, graph, offloading), _UNBOUNDED),
         ]
 
     _compared(bench, result, deadline, rounds, peers, wanted)
@@ -88,34 +88,34 @@ def _compress(bench: GpuBench, result: dict[str, Any], deadline: float, rounds: 
     def wanted(graph: Graph, frontier: Frontier, peaks: dict[str, int]) -> list[Wanted]:
         found: list[Wanted] = []
         for kind in ("lossless", "lossy"):
-            hybrid = _hybrid(bench, deadline, compress=kind)
-            both = hybrid.frontier(frontier)
-            found.append((f"{kind}, at per block", hybrid, partial(both.plan, peaks["per block"]), peaks["per block"]))
-            found.append((f"{kind}, smallest", hybrid, partial(both.plan, both.smallest_nbytes), both.smallest_nbytes))
-            found.append((f"{kind}, all that may", hybrid, partial(_all_encoded, graph, hybrid), _UNBOUNDED))
+            offloading = _offloading(bench, deadline, compress=kind)
+            both = offloading.frontier(frontier)
+            found.append((f"{kind}, at per block", offloading, partial(both.plan, peaks["per block"]), peaks["per block"]))
+            found.append((f"{kind}, smallest", offloading, partial(both.plan, both.smallest_nbytes), both.smallest_nbytes))
+            found.append((f"{kind}, all that may", offloading, partial(_all_encoded, graph, offloading), _UNBOUNDED))
         return found
 
     _compared(bench, result, deadline, rounds, {"per block": bench.per_block}, wanted)
 
 
-def _hybrid(bench: GpuBench, deadline: float, **options: str) -> Hybrid:
-    return Hybrid(bench.device, MemOptConfig(solver_seconds=min(15.0, seconds_left(deadline) / 6), **options))  # type: ignore[arg-type]
+def _offloading(bench: GpuBench, deadline: float, **options: str) -> Offloading:
+    return Offloading(bench.device, MemOptConfig(solver_seconds=min(15.0, seconds_left(deadline) / 6), **options))  # type: ignore[arg-type]
 
 
-def _all_away(graph: Graph, hybrid: Hybrid) -> Plan:
-    return _unbounded(graph, hybrid, carry_out(dymem_trips, graph, hybrid.rates, hybrid.tier)[0])
+def _all_away(graph: Graph, offloading: Offloading) -> Plan:
+    return _unbounded(graph, offloading, carry_out(dymem_trips, graph, offloading.rates, offloading.tier)[0])
 
 
-def _all_encoded(graph: Graph, hybrid: Hybrid) -> Plan:
+def _all_encoded(graph: Graph, offloading: Offloading) -> Plan:
     """Each tensor in the last of the forms in which it may be."""
     lives = keep_all(graph)
-    trips = TripPlanner(graph, lives, hybrid.rates)
-    forms = {t: options[-1] for t, options in hybrid.forms(graph).items() if options and t in trips.gaps}
-    return _unbounded(graph, hybrid, send_away(lives, trips.plan(forms)))
+    trips = TripPlanner(graph, lives, offloading.rates)
+    forms = {t: options[-1] for t, options in offloading.forms(graph).items() if options and t in trips.gaps}
+    return _unbounded(graph, offloading, send_away(lives, trips.plan(forms)))
 
 
-def _unbounded(graph: Graph, hybrid: Hybrid, lives: tuple[Life, ...]) -> Plan:
-    predicted = simulate(graph, lives, rates=hybrid.rates).predicted
+def _unbounded(graph: Graph, offloading: Offloading, lives: tuple[Life, ...]) -> Plan:
+    predicted = simulate(graph, lives, rates=offloading.rates).predicted
     return Plan(
         fingerprint="",
         lives=lives,
@@ -152,11 +152,11 @@ def _compared(
     choices = wanted(graph, frontier, peaks)
     result |= {"ops": len(graph.ops), "ops_seconds": graph.step_seconds}
     result["rates"] = {
-        kind: hybrid.rates.to_json() for kind, hybrid in {h.config.compress: h for _, h, _, _ in choices}.items()
+        kind: offloading.rates.to_json() for kind, offloading in {h.config.compress: h for _, h, _, _ in choices}.items()
     }
-    plans: dict[str, tuple[Hybrid, Plan, int]] = {}
+    plans: dict[str, tuple[Offloading, Plan, int]] = {}
     try:
-        for label, hybrid, make, budget in choices:
+        for label, offloading, make, budget in choices:
             in_time(deadline, label)
             rows[label] = row = {"budget_mib": budget / MIB if budget != _UNBOUNDED else 0.0}
             try:
@@ -164,25 +164,25 @@ def _compared(
             except InfeasibleError as error:
                 row["smallest_mib"] = (error.smallest_nbytes or 0) / MIB
                 continue
-            forwards[label] = forward = bench.planned(Program(graph, plan.lives), hybrid.depot_of(plan))
+            forwards[label] = forward = bench.planned(Program(graph, plan.lives), offloading.depot_of(plan))
             bench.step(forward)
             got = bench.step(forward)
             row["equal"] = torch.equal(loss, got) and bench.equal(outcome)
             if not row["equal"]:
                 row["gradient_error"] = error_of = _gradient_error(bench, outcome)
                 same = "the same" if torch.equal(loss, got) else "ANOTHER"
-                row["unequal"] = f"{same} loss, gradients {error_of:.1e} off" if hybrid.codec else "NO"
+                row["unequal"] = f"{same} loss, gradients {error_of:.1e} off" if offloading.codec else "NO"
             del got  # peaks are of all that is held
-            plans[label] = hybrid, plan, budget
+            plans[label] = offloading, plan, budget
         times(bench, rows, forwards, contexts, rounds, len(graph.forward), deadline)
-        for label, (hybrid, plan, budget) in plans.items():
+        for label, (offloading, plan, budget) in plans.items():
             row = rows[label]
-            row |= _moved(hybrid, plan)  # of the steps that were timed; those whose peak is measured begin with no memory
+            row |= _moved(offloading, plan)  # of the steps that were timed; those whose peak is measured begin with no memory
             row |= bench.peaks(forwards[label])
             against(bench, graph, plan, budget, row)
     finally:
-        for _, hybrid, _, _ in choices:
-            hybrid.close()
+        for _, offloading, _, _ in choices:
+            offloading.close()
 
 
 def _gradient_error(bench: GpuBench, outcome: tuple[list[Any], Any]) -> float:
@@ -193,9 +193,9 @@ def _gradient_error(bench: GpuBench, outcome: tuple[list[Any], Any]) -> float:
     return float((off / sum(float(a.double().square().sum()) for a, _ in pairs)) ** 0.5)
 
 
-def _moved(hybrid: Hybrid, plan: Plan) -> dict[str, Any]:
+def _moved(offloading: Offloading, plan: Plan) -> dict[str, Any]:
     """What the plan's depot measured a step, beside what was predicted."""
-    depot, predicted = hybrid.depot_of(plan), plan.predicted
+    depot, predicted = offloading.depot_of(plan), plan.predicted
     forms = Counter({life.tensor: life.form for life in plan.lives if life.how == "fetch"}.values())
     found: dict[str, Any] = {"forms": dict(forms)}
     if depot is None or not depot.timed:

@@ -38,8 +38,8 @@ from lightning_memopt.graph import Graph, fingerprint
 from lightning_memopt.plan import Life, Plan, simulate, write_plan
 from lightning_memopt.runtime import parked
 from lightning_memopt.runtime.codecs import Codec, codec
-from lightning_memopt.session.hybrid import Hybrid
 from lightning_memopt.session.observation import Observation
+from lightning_memopt.session.offloading import Offloading
 from lightning_memopt.solvers.offload.trips import TripPlanner, send_away
 from lightning_memopt.solvers.rollout import keep_all
 
@@ -99,7 +99,7 @@ def observed(task: Any, settings: Any, seed: int = 0) -> Graph:
 
 def eligible(graph: Graph, compress: str, lossy: bool = True) -> dict[int, tuple[str, int]]:
     """What this value of `compress` may encode: form and bytes, by tensor. `lossy`: only in forms with errors."""
-    forms = Hybrid(CPU, MemOptConfig(budget="min", compress=compress)).forms(graph)
+    forms = Offloading(CPU, MemOptConfig(budget="min", compress=compress)).forms(graph)
     return {t: of[0] for t, of in forms.items() if of and (not lossy or not codec(of[0][0]).exact)}
 
 

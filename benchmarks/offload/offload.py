@@ -29,7 +29,7 @@ from lightning_memopt.plan import lower, validate
 from lightning_memopt.plan.forms import codec_of, tier_of
 from lightning_memopt.runtime import Program
 from lightning_memopt.session import costs
-from lightning_memopt.session.hybrid import Hybrid
+from lightning_memopt.session.offloading import Offloading
 from lightning_memopt.solvers import planner
 
 FILE = RESULTS / "offload.json"
@@ -44,9 +44,9 @@ def run(name: str, seconds: float) -> dict[str, Any]:
     graph = bench.observe(steps=2)
     resident, unmodified = resident_nbytes(graph), bench.peak()
     config = MemOptConfig(budget="min", offload="disk", compress="lossless", solver_seconds=seconds)
-    hybrid = Hybrid(bench.device, config)
+    offloading = Offloading(bench.device, config)
     alone = planner.solve(graph, limit_seconds=seconds, overhead=lambda lives: costs.measured().of(Program(graph, lives)))
-    frontier = hybrid.frontier(alone)
+    frontier = offloading.frontier(alone)
     row: dict[str, Any] = {
         "title": bench.title,
         "unmodified_mib": unmodified,
@@ -67,7 +67,7 @@ def run(name: str, seconds: float) -> dict[str, Any]:
             continue
         report = validate(graph, plan.lives, lower(graph, plan.lives))
         assert report.ok, report.problems[:3]
-        forward = bench.planned(Program(graph, plan.lives), hybrid.depot_of(plan))
+        forward = bench.planned(Program(graph, plan.lives), offloading.depot_of(plan))
         same = torch.equal(bench.step(forward), loss) and equal(bench.outcome(), reference)
         peak = bench.peak(forward) * MIB + resident
         away = [life for life in plan.lives if life.how == "fetch"]
@@ -86,7 +86,7 @@ def run(name: str, seconds: float) -> dict[str, Any]:
             "predicted_seconds_alone": None if budget < alone.smallest_nbytes else alone.plan(budget).predicted.seconds,
         }
         print(name, json.dumps(point), flush=True)
-    hybrid.close()
+    offloading.close()
     return row
 
 

@@ -14,7 +14,8 @@ from lightning_memopt.batching.fit import StepFit
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life, LoweringError, reserved_nbytes_of, simulate
-from lightning_memopt.session.hybrid import Hybrid, HybridFrontier, peak_nbytes
+from lightning_memopt.session.joint_frontier import JointFrontier, peak_nbytes
+from lightning_memopt.session.offloading import Offloading
 from lightning_memopt.solvers import joint, planner
 from lightning_memopt.units import ceil_div
 
@@ -120,11 +121,11 @@ class Plans:
 
 
 class ParkingPlans(Plans):
-    """Plans that rebuild tensors and park them in the forms that `hybrid` allows; `solve` gives frontiers of such plans."""
+    """Plans that rebuild tensors and park them in the forms that `offloading` allows; `solve` gives frontiers of such plans."""
 
-    def __init__(self, fit: StepFit, solve: Solve, hybrid: Hybrid) -> None:
+    def __init__(self, fit: StepFit, solve: Solve, offloading: Offloading) -> None:
         super().__init__(fit, solve)
-        self.hybrid = hybrid
+        self.offloading = offloading
         self._frontiers: dict[int, planner.Frontier] = {}
 
     def needs(self, size: int, lives: Lives) -> int:
@@ -132,7 +133,7 @@ class ParkingPlans(Plans):
 
     def resized(self, size: int, lives: Lives) -> Lives:
         """The lives, which may come from another size, with the bytes that parked tensors take at this size."""
-        forms = self.hybrid.forms(self.fit.at(size))
+        forms = self.offloading.forms(self.fit.at(size))
 
         def nbytes(life: Life) -> int:
             return dict(forms.get(life.tensor, ())).get(life.form, life.parked_nbytes)
@@ -142,9 +143,9 @@ class ParkingPlans(Plans):
     def smallest(self, size: int) -> Lives:
         frontier, graph = self._frontier(size), self.fit.at(size)
         plans = [c.lives for c in frontier.candidates]
-        least = frontier.least if isinstance(frontier, HybridFrontier) else None
+        least = frontier.least if isinstance(frontier, JointFrontier) else None
         if least is None:
-            least = joint.least(graph, plans, self.hybrid.forms(graph), lambda lives: _needs(graph, lives))[1]
+            least = joint.least(graph, plans, self.offloading.forms(graph), lambda lives: _needs(graph, lives))[1]
         return min((least, plans[0]), key=lambda lives: _needs(graph, lives))
 
     def fastest(self, size: int, budget_nbytes: int) -> tuple[float, int] | None:

@@ -27,7 +27,7 @@ from lightning_memopt.batching.untouched import untouched
 from lightning_memopt.config import MemOptConfig, disabled
 from lightning_memopt.errors import ConfigError, InfeasibleError
 from lightning_memopt.graph import Graph
-from lightning_memopt.session.hybrid import Hybrid
+from lightning_memopt.session.offloading import Offloading
 from lightning_memopt.session.solving import frontier_of
 from lightning_memopt.solvers.planner import Frontier
 from lightning_memopt.telemetry.sources import Clock
@@ -186,12 +186,12 @@ class _RunningSearch:
         """Makes plans as a session of the run that follows will; None if it has no plans."""
         if self.config is None:
             return None
-        hybrid = Hybrid(self.search.device, self.config)  # no plan is executed, so nothing has to be closed
+        offloading = Offloading(self.search.device, self.config)  # no plan is executed, so nothing has to be closed
 
         def solve(graph: Graph) -> Frontier:
-            return frontier_of(graph, hybrid, lambda _: None)
+            return frontier_of(graph, offloading, lambda _: None)
 
-        return ParkingPlans(step, solve, hybrid) if hybrid.wanted else Plans(step, solve)
+        return ParkingPlans(step, solve, offloading) if offloading.wanted else Plans(step, solve)
 
     def _chooser(self, step: StepFit, plans: Plans | None, budget_nbytes: int) -> Chooser:
         headroom = self.config.headroom if self.config is not None else 0

@@ -22,8 +22,8 @@ from lightning_memopt.plan import reserved_nbytes_of
 from lightning_memopt.session import times
 from lightning_memopt.session.finals import Final
 from lightning_memopt.session.graphs import smoothed, with_state
-from lightning_memopt.session.hybrid import Hybrid
 from lightning_memopt.session.observation import Observation
+from lightning_memopt.session.offloading import Offloading
 from lightning_memopt.session.rehearsal import Rounded, Update, rehearse, still_to_make, with_gradients
 from lightning_memopt.session.resident import state_made
 from lightning_memopt.solvers import planner
@@ -45,7 +45,7 @@ class Foresight:
         self,
         observation: Observation,
         budget_nbytes: int | None,
-        hybrid: Hybrid,
+        offloading: Offloading,
         say: Say,
         others: Sequence[torch.optim.Optimizer] = (),
     ) -> None:
@@ -61,7 +61,7 @@ class Foresight:
             waiting = [o for o in self.optimizers if not any(params for _, params in with_gradients(o))]
             device = observation.device
             later = sum(still_to_make(o, device, _rounded(device)) for o in (*waiting, *others))
-            refuse_infeasible(self.to_come(observation), budget_nbytes, hybrid, say, self.update.known, later)
+            refuse_infeasible(self.to_come(observation), budget_nbytes, offloading, say, self.update.known, later)
 
     def to_come(self, observation: Observation) -> Graph:
         """The graph of the steps that come, by what was observed of this one until its update."""
@@ -177,20 +177,22 @@ def unmodified_peak(graph: Graph) -> int:
     return reserve(keep_all(graph)) if reserve is not None else max(unmodified_levels(graph), default=0)
 
 
-def refuse_infeasible(graph: Graph, budget_nbytes: int, hybrid: Hybrid, say: Say, known: bool, later_nbytes: int) -> None:
+def refuse_infeasible(
+    graph: Graph, budget_nbytes: int, offloading: Offloading, say: Say, known: bool, later_nbytes: int
+) -> None:
     """Before the first update: raise InfeasibleError where no plan of the steps that come keeps the budget.
 
     Solves only where the unmodified step does not fit, and for the smallest plan alone. `known`: what updates take is all in
     the graph. `later_nbytes`: of gradients and state that other optimizers may still make.
     """
-    headroom = hybrid.config.headroom
+    headroom = offloading.config.headroom
     if unmodified_peak(graph) <= budget_nbytes - headroom:
         return
     say("MemOpt: the step does not fit as it is; looking for a plan before anything is updated")
-    needed = _smallest_nbytes(graph, hybrid) + headroom
+    needed = _smallest_nbytes(graph, offloading) + headroom
     if needed <= budget_nbytes:
         return
-    enough = max(needed, _smallest_nbytes(at_worst(graph), hybrid) + headroom) + later_nbytes + planner.UNSEEN_NBYTES
+    enough = max(needed, _smallest_nbytes(at_worst(graph), offloading) + headroom) + later_nbytes + planner.UNSEEN_NBYTES
     unknown = "" if known else " What the update takes is not known before one has run, and comes on top."
     raise InfeasibleError(
         f"No plan of this model fits {budget_nbytes} bytes ({format_nbytes(budget_nbytes)}): the smallest one needs "
@@ -203,9 +205,9 @@ def refuse_infeasible(graph: Graph, budget_nbytes: int, hybrid: Hybrid, say: Say
     )
 
 
-def _smallest_nbytes(graph: Graph, hybrid: Hybrid) -> int:
-    if not hybrid.wanted:
+def _smallest_nbytes(graph: Graph, offloading: Offloading) -> int:
+    if not offloading.wanted:
         return planner.smallest_nbytes(graph)
     clock = times.current.solver_clock(time.thread_time)
-    solved = planner.solve(smoothed([graph]), limit_seconds=hybrid.config.solver_seconds, clock=clock)
-    return hybrid.frontier(solved).smallest_nbytes
+    solved = planner.solve(smoothed([graph]), limit_seconds=offloading.config.solver_seconds, clock=clock)
+    return offloading.frontier(solved).smallest_nbytes

@@ -11,7 +11,7 @@ from __future__ import annotations
 from lightning_memopt.graph import Graph
 from lightning_memopt.session import times
 from lightning_memopt.session.failed import Failed
-from lightning_memopt.session.hybrid import Hybrid
+from lightning_memopt.session.offloading import Offloading
 from lightning_memopt.session.shapes import Signature, alike, elements, times_larger
 from lightning_memopt.session.silence import WAITS
 from lightning_memopt.session.solves import Solves
@@ -79,10 +79,10 @@ class PlanCache(dict[Signature, State]):
             elif isinstance(state, Running) and state.lender is old:
                 del self[signature]
 
-    def observed(self, state: Observing, graph: Graph, limit_nbytes: int | None, hybrid: Hybrid, say: Say) -> State:
+    def observed(self, state: Observing, graph: Graph, limit_nbytes: int | None, offloading: Offloading, say: Say) -> State:
         """`state.observed`, with the time that solving takes."""
         signature, began = self._of(state), times.current.now()
-        after = state.observed(graph, limit_nbytes, hybrid, say)
+        after = state.observed(graph, limit_nbytes, offloading, say)
         if isinstance(after, Running):
             self.solves.ended(signature, len(graph.ops), times.current.now() - began)
         return after

@@ -34,10 +34,10 @@ from lightning_memopt.session.budget import Neighbours, budget_on, device_of
 from lightning_memopt.session.ends import Ends
 from lightning_memopt.session.foresight import Foresight
 from lightning_memopt.session.given_plan import read_given
-from lightning_memopt.session.hybrid import Hybrid
 from lightning_memopt.session.in_backward import InBackward, wanted
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.observed_step import ObservedStep
+from lightning_memopt.session.offloading import Offloading
 from lightning_memopt.session.peak_meter import Metering, in_compiled_code
 from lightning_memopt.session.plan_cache import PlanCache
 from lightning_memopt.session.recording import PlannedRecording, Recording
@@ -84,12 +84,12 @@ class Session:
         self._ends = Ends(model, self.optimizers)
         self.silence = Silence(config.profile_steps)
         self._neighbours = Neighbours(self.device, self.budget_nbytes)
-        self._hybrid = Hybrid(self.device, config)
+        self._offloading = Offloading(self.device, config)
         self._in_backward: InBackward | None = None
         self._attachment: Attachment | None = None
         if self.enabled:
             refuse_sharded(model)
-            self._hybrid.check()
+            self._offloading.check()
             self._attachment = Attachment(model, self.optimizers, self.device, self.say)  # last: only `close` ends it
 
     # -- what adapters call ------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class Session:
     def _look_ahead(self, observation: Observation) -> None:
         try:
             others = self._attachment.others() if self._attachment is not None else []
-            self._foresight.look(observation, self.budget_nbytes, self._hybrid, self.say, others)
+            self._foresight.look(observation, self.budget_nbytes, self._offloading, self.say, others)
         except BaseException:
             self._observed_step.abandon()
             raise
@@ -232,7 +232,7 @@ class Session:
         if self._in_backward is not None:
             self._in_backward.updates.given_up()
         self._metering.close()
-        self._hybrid.close()
+        self._offloading.close()
         if self._attachment is not None:
             self._attachment.leave()
 
@@ -332,7 +332,7 @@ class Session:
             if state.program.empty and not state.unproven:
                 return None
             in_force = (s.plan for s in self._plan_cache.values() if isinstance(s, Running))
-            state.depot = self._hybrid.depot_of(state.plan, in_force)
+            state.depot = self._offloading.depot_of(state.plan, in_force)
             verify = self.config.verify and state.verifies
             engine = PlannedEngine(state.learned, verify, state.depot, state.unproven)
             self._ends.planned(engine)
@@ -374,7 +374,7 @@ class Session:
             state.early_observed(graph)
             return
         graph = self._foresight.complete(graph, self.device, early=self._in_backward is not None)
-        self._become(state, self._plan_cache.observed(state, graph, self._limit_nbytes, self._hybrid, self.say))
+        self._become(state, self._plan_cache.observed(state, graph, self._limit_nbytes, self._offloading, self.say))
 
     def _become(self, old: State, new: State) -> None:
         if new is not old:
@@ -389,6 +389,6 @@ class Session:
             self.device = device
             self.budget_nbytes = budget_on(device, self.config)
             self._neighbours = Neighbours(device, self.budget_nbytes)
-            self._hybrid.close()
-            self._hybrid = Hybrid(device, self.config)
+            self._offloading.close()
+            self._offloading = Offloading(device, self.config)
             self._plan_cache.clear()

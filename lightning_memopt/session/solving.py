@@ -13,20 +13,20 @@ from lightning_memopt.runtime import Program
 from lightning_memopt.session import costs, times
 from lightning_memopt.session.advice import advice
 from lightning_memopt.session.foresight import unmodified_peak
-from lightning_memopt.session.hybrid import Hybrid
+from lightning_memopt.session.offloading import Offloading
 from lightning_memopt.solvers import planner
 from lightning_memopt.units import format_nbytes
 
 Say = Callable[[str], None]
 
 
-def frontier_of(graph: Graph, hybrid: Hybrid, say: Say) -> planner.Frontier:
+def frontier_of(graph: Graph, offloading: Offloading, say: Say) -> planner.Frontier:
     say(f"MemOpt: solving for {len(graph.ops)} ops, {len(graph.saves)} saved tensors")
-    return hybrid.frontier(
+    return offloading.frontier(
         planner.solve(
             graph,
-            objective=hybrid.config.objective,
-            limit_seconds=hybrid.config.solver_seconds,
+            objective=offloading.config.objective,
+            limit_seconds=offloading.config.solver_seconds,
             say=lambda s: say(f"MemOpt:   {s}"),
             overhead=lambda lives: costs.measured(graph.device).of(Program(graph, lives)),
             clock=times.current.solver_clock(time.thread_time),

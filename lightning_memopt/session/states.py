@@ -37,7 +37,7 @@ from lightning_memopt.session.advice import advice
 from lightning_memopt.session.failed import Failed
 from lightning_memopt.session.graphs import common, difference, smoothed
 from lightning_memopt.session.held import beside, with_held
-from lightning_memopt.session.hybrid import Hybrid
+from lightning_memopt.session.offloading import Offloading
 from lightning_memopt.solvers import planner
 from lightning_memopt.units import format_nbytes
 
@@ -109,7 +109,7 @@ class Observing:
         self.fixed = frozenset(op.id for op in graph.forward if not op.recomputable)
         self.steps = max(1, self.steps - 1)
 
-    def observed(self, graph: Graph, limit_nbytes: int | None, hybrid: Hybrid, say: Say) -> State:
+    def observed(self, graph: Graph, limit_nbytes: int | None, offloading: Offloading, say: Say) -> State:
         """One more step was recorded; with the last one, the plan for `limit_nbytes`, the smallest plan where that is None, or
         where no plan fits: parameters have been updated, so what `on_exceed` says is done. "raise": InfeasibleError.
         """
@@ -118,7 +118,7 @@ class Observing:
             return self
         graphs = common(self.graphs)
         if graphs:
-            running = _solved(smoothed(graphs), limit_nbytes, hybrid, say)
+            running = _solved(smoothed(graphs), limit_nbytes, offloading, say)
             running.again, running.early_known = self.again, self.early_known
             return running
         say(f"MemOpt: the step changed while observing ({difference(self.graphs)})")
@@ -131,9 +131,9 @@ class Observing:
         return Failed(reason)
 
 
-def _solved(graph: Graph, limit_nbytes: int | None, hybrid: Hybrid, say: Say) -> Running:
-    frontier = solving.frontier_of(graph, hybrid, say)
-    plan, above = solving.chosen(frontier, graph, limit_nbytes, hybrid.config, say)
+def _solved(graph: Graph, limit_nbytes: int | None, offloading: Offloading, say: Say) -> Running:
+    frontier = solving.frontier_of(graph, offloading, say)
+    plan, above = solving.chosen(frontier, graph, limit_nbytes, offloading.config, say)
     running = Running(plan, graph, frontier)
     if above is not None:
         running.exceeds(plan.predicted.needed_nbytes, above)

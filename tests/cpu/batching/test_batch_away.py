@@ -18,7 +18,8 @@ from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life
 from lightning_memopt.plan.forms import tier_of
-from lightning_memopt.session.hybrid import Hybrid, peak_nbytes
+from lightning_memopt.session.joint_frontier import peak_nbytes
+from lightning_memopt.session.offloading import Offloading
 from lightning_memopt.session.solving import frontier_of
 from lightning_memopt.session.states import Running
 from lightning_memopt.solvers.planner import UNSEEN_NBYTES
@@ -88,12 +89,12 @@ class Sizes(ParkingPlans):
 
 
 def plans(**options: Any) -> Sizes:
-    hybrid = Hybrid(torch.device("cpu"), MemOptConfig(solver_seconds=1.0, verbose=False, **options))
+    offloading = Offloading(torch.device("cpu"), MemOptConfig(solver_seconds=1.0, verbose=False, **options))
 
     def solve(graph: Graph) -> Any:
-        return frontier_of(graph, hybrid, lambda _: None)
+        return frontier_of(graph, offloading, lambda _: None)
 
-    return Sizes(fitted("images"), solve, hybrid)
+    return Sizes(fitted("images"), solve, offloading)
 
 
 @pytest.mark.parametrize("options", [{"compress": "lossless"}, {"offload": "disk"}], ids=str)
@@ -103,7 +104,7 @@ def test_what_is_away_takes_other_bytes_at_another_size(options: dict[str, Any])
     lives, real = away.smallest(12), recorded("images")[40]
     fetched = [life for life in lives if life.how == "fetch"]
     assert fetched
-    forms = away.hybrid.forms(real)
+    forms = away.offloading.forms(real)
 
     def at_40(life: Life) -> Life:
         return replace(life, parked_nbytes=dict(forms[life.tensor])[life.form]) if life.how == "fetch" else life

@@ -44,7 +44,7 @@ def test_backward_after_the_block(times: int) -> None:
     threads = len(workers())
     with optimize(model, optimizer, **OFFLOAD) as run:
         loss = before(model, optimizer)
-        ((_, depot),) = run.session._hybrid._depots.values()
+        ((_, depot),) = run.session._offloading.depots._of_plan.values()
         assert depot is not None and depot.used_nbytes, "nothing is away: the test tests nothing"
         file = depot.tiers["disk"].file._file  # type: ignore[attr-defined]
     assert not file.closed
@@ -59,7 +59,7 @@ def test_a_forward_that_is_forgotten_after_the_block() -> None:
     optimizer = sgd(model)
     with optimize(model, optimizer, **OFFLOAD) as run:
         loss = before(model, optimizer)
-        ((_, depot),) = run.session._hybrid._depots.values()
+        ((_, depot),) = run.session._offloading.depots._of_plan.values()
         assert depot is not None and depot.used_nbytes
         file = depot.tiers["disk"].file._file  # type: ignore[attr-defined]
     del loss

@@ -22,7 +22,7 @@ from tests.cpu.lib.fits import assert_same_tree
 from tests.cpu.lib.inside import state_of, states_of
 from tests.cpu.lib.loops import QUIET, assert_same, batches, counted_nbytes, sgd, state, train
 from tests.cpu.lib.models import data, made
-from tests.cpu.session.test_hybrid import plain, trained, wide
+from tests.cpu.session.test_offloading import plain, trained, wide
 
 STEPS = 6
 AWAY: dict[str, Any] = {"offload": "disk", "recompute": False}

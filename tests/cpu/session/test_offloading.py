@@ -23,7 +23,7 @@ from lightning_memopt.plan.rates import Coding, Link, MachineRates
 from lightning_memopt.report.explain import explain, kept
 from lightning_memopt.report.table import parked_text
 from lightning_memopt.session import plan_cache
-from lightning_memopt.session.hybrid import Hybrid
+from lightning_memopt.session.offloading import Offloading
 from lightning_memopt.session.solves import Solves
 from lightning_memopt.session.states import Running
 from tests.cpu.lib.inside import state_of
@@ -71,10 +71,11 @@ def test_tiers_of_plans_that_are_no_longer_in_force(monkeypatch: pytest.MonkeyPa
         held = loss_of(model, batches(1, size=32)[0])
         for size in (40, 48, 56):
             train(model, o, batches(2, size=size))
-        assert [bool(depot.used_nbytes) for _, depot in run.session._hybrid._depots.values() if depot] == [True, False, False]
+        depots = run.session._offloading.depots._of_plan.values()
+        assert [bool(depot.used_nbytes) for _, depot in depots if depot] == [True, False, False]
         del held
         train(model, o, batches(2, size=64))
-        assert len(run.session._hybrid._depots) == 2
+        assert len(run.session._offloading.depots._of_plan) == 2
 
 
 def test_two_forwards_before_one_backward() -> None:
@@ -88,7 +89,7 @@ def test_two_forwards_before_one_backward() -> None:
             torch.manual_seed(5)
             losses = [loss_of(model, batch) for batch in batches(3, size=64)]
             if run is not None:
-                (_, depot), *_ = run.session._hybrid._depots.values()
+                (_, depot), *_ = run.session._offloading.depots._of_plan.values()
                 assert depot is not None and depot.used_nbytes == 3 * depot.tiers["disk"].capacity_nbytes
             sum(losses).backward()  # type: ignore[union-attr]
             o.step()
@@ -124,11 +125,11 @@ def test_never_slower_than_recomputation_alone(smallest: int) -> None:
     """Where both fit, the plan is the one predicted to be faster."""
     budget = int(1.3 * smallest) + counted_nbytes()
     alone, _, _ = trained(wide(), budget=budget)
-    hybrid, _, _ = trained(wide(), budget=budget, offload="disk")
-    assert alone.plan is not None and hybrid.plan is not None
-    frontier = hybrid.session.status().frontier
+    offloading, _, _ = trained(wide(), budget=budget, offload="disk")
+    assert alone.plan is not None and offloading.plan is not None
+    frontier = offloading.session.status().frontier
     assert frontier is not None
-    assert hybrid.plan.predicted.seconds <= frontier.within(budget).predicted.seconds + 1e-9
+    assert offloading.plan.predicted.seconds <= frontier.within(budget).predicted.seconds + 1e-9
 
 
 class Rectified(nn.Module):
@@ -159,7 +160,7 @@ FAST = Coding(encode_bytes_per_second=1e12, decode_bytes_per_second=1e12)
 
 def test_masks_at_one_bit_are_lossless(monkeypatch: pytest.MonkeyPatch) -> None:
     """ReLU's maps are one bit a value where only their sign is read: bit-equal, within the budget, as predicted."""
-    monkeypatch.setattr(Hybrid, "rates", MachineRates(name="fast", codecs={"positive": FAST}))
+    monkeypatch.setattr(Offloading, "rates", MachineRates(name="fast", codecs={"positive": FAST}))
     torch.manual_seed(0)
     model, twin = Rectified(), Rectified()
     twin.load_state_dict(model.state_dict())
@@ -188,7 +189,7 @@ def test_a_threshold_may_be_any_number() -> None:
         return h.square().sum()
 
     one = Stepped(layers, loss)
-    forms = Hybrid(one.device, MemOptConfig(budget="min", compress="lossless")).forms(one.graph)
+    forms = Offloading(one.device, MemOptConfig(budget="min", compress="lossless")).forms(one.graph)
     program = one.away(form="positive", only=lambda t: bool(forms.get(t)))
     assert same(one.step(), one.step(program)) and len(program.parked) == 1, "that of the first layer, which no threshold reads"
 
@@ -222,7 +223,7 @@ class Gates(nn.Module):
 def test_compressed_and_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the link is slow and codecs are not, signs go to the disk at one bit: bit-equal, in the budget, as predicted."""
     slow = Link(out_bytes_per_second=1e6, in_bytes_per_second=1e6)
-    monkeypatch.setattr(Hybrid, "rates", MachineRates(name="slow", links={"disk": slow}, codecs={"positive": FAST}))
+    monkeypatch.setattr(Offloading, "rates", MachineRates(name="slow", links={"disk": slow}, codecs={"positive": FAST}))
     torch.manual_seed(0)
     model, twin = Gates(wide=True), Gates(wide=True)
     twin.load_state_dict(model.state_dict())
@@ -341,14 +342,14 @@ class Counting(TorchDispatchMode):
 @pytest.mark.real_times
 def test_rates_are_measured_beside_whatever_is_entered_here(tmp_path: Path) -> None:
     """A plan is solved where a step ends: the modes and hooks of who trains have no part in what is measured."""
-    hybrid = Hybrid(torch.device("cpu"), MemOptConfig(offload=f"disk:{tmp_path}", compress="lossy"))
+    offloading = Offloading(torch.device("cpu"), MemOptConfig(offload=f"disk:{tmp_path}", compress="lossy"))
     packed: list[torch.Tensor] = []
     with Counting() as mode, torch.autocast("cpu"), torch.inference_mode():
         with torch.autograd.graph.saved_tensors_hooks(packed.append, lambda _: _):
-            rates = hybrid.rates
+            rates = offloading.rates
     assert mode.ops == 0 and not packed
     assert rates.links.keys() == {"disk"} and rates.codecs.keys() >= {"bools", "positive", "block8"}
-    assert hybrid.rates is rates and not list(tmp_path.iterdir())
+    assert offloading.rates is rates and not list(tmp_path.iterdir())
 
 
 def test_the_strategy_takes_the_same_option() -> None:

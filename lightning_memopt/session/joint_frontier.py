@@ -1,0 +1,153 @@
+"""Plans that rebuild and park: a frontier of recomputation, widened by the joint solver."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+
+from lightning_memopt.config import MemOptConfig
+from lightning_memopt.errors import InfeasibleError
+from lightning_memopt.graph import Graph, fingerprint
+from lightning_memopt.plan import Life, Plan, Prediction, simulate
+from lightning_memopt.plan.clocks import leaves_at
+from lightning_memopt.plan.forms import codec_of
+from lightning_memopt.plan.rates import MachineRates
+from lightning_memopt.plan.simulate import first_read
+from lightning_memopt.runtime import Program
+from lightning_memopt.runtime.codecs import codec
+from lightning_memopt.session import costs, times
+from lightning_memopt.solvers import joint
+from lightning_memopt.solvers.planner import UNSEEN_NBYTES, Frontier
+
+_TRIES = 4
+"""Targets below the budget that are tried, where a plan needs more than the joint solver counts."""
+
+
+class Offloadable(Protocol):
+    """Which tensors may be parked, and how fast that is (`Offloading`)."""
+
+    config: MemOptConfig
+
+    @property
+    def rates(self) -> MachineRates: ...
+    def forms(self, graph: Graph) -> dict[int, list[joint.Form]]: ...
+
+
+def peak_nbytes(graph: Graph, lives: tuple[Life, ...]) -> int:
+    """The peak of a plan, with what its codecs allocate beyond what they read and make."""
+    timeline = simulate(graph, lives)
+    peak = timeline.predicted.peak_nbytes
+    for life in lives:
+        if life.how == "fetch" and codec_of(life.form):
+            there = max(timeline.nbytes[at] for at in (leaves_at(graph, life.tensor), first_read(graph, life)))
+            peak = max(peak, there + _workspace_nbytes(graph, life))
+    return peak
+
+
+def _workspace_nbytes(graph: Graph, life: Life) -> int:
+    tensor, name = graph.tensors[life.tensor], codec_of(life.form)
+    return codec(name).workspace_nbytes(tensor.size, getattr(torch, tensor.dtype)) if name else 0
+
+
+@dataclass(frozen=True, eq=False)
+class JointFrontier(Frontier):
+    """A frontier whose plans may park tensors, too: never slower than recomputation alone.
+
+    offloading: the forms, the rates and the time for solving.
+    overhead: seconds of the engine's own work under these lives.
+    least: the smallest plan; None where it is not known (on CUDA).
+    """
+
+    offloading: Offloadable = field(kw_only=True)
+    overhead: Callable[[tuple[Life, ...]], float] = field(kw_only=True)
+    least: tuple[Life, ...] | None = field(kw_only=True, default=None)
+
+    @classmethod
+    def of(cls, frontier: Frontier, offloading: Offloadable) -> JointFrontier:
+        graph = frontier.graph
+        fields: dict[str, Any] = {name: getattr(frontier, name) for name in Frontier.__dataclass_fields__}
+        if graph.device != "cuda":  # what the allocator reserves for such plans is known when they are made
+            plans = (c.lives for c in frontier.candidates)
+            least, fields["least"] = joint.least(graph, plans, offloading.forms(graph), lambda lives: peak_nbytes(graph, lives))
+            fields["smallest_nbytes"] = min(frontier.smallest_nbytes, least + UNSEEN_NBYTES)
+
+        def overhead(lives: tuple[Life, ...]) -> float:
+            return costs.measured(graph.device).of(Program(graph, lives))
+
+        return cls(**fields, offloading=offloading, overhead=overhead)
+
+    @cached_property
+    def _forms(self) -> dict[int, list[joint.Form]]:
+        return self.offloading.forms(self.graph)
+
+    def plan(self, budget_nbytes: int) -> Plan:
+        """The plan for a budget, with the bound of recomputation and transfers together. Raises InfeasibleError."""
+        alone: Plan | InfeasibleError
+        try:
+            alone = super().plan(budget_nbytes)
+        except InfeasibleError as error:
+            alone = error
+        if isinstance(alone, Plan) and not alone.predicted.rebuilt_ops:
+            return alone  # it fits as it is
+        together = self._joint(budget_nbytes)
+        if together is None:
+            if isinstance(alone, InfeasibleError):
+                raise alone
+            return alone
+        if isinstance(alone, Plan) and alone.predicted.seconds <= together.predicted.seconds:
+            return replace(alone, lower_bound_seconds=min(alone.lower_bound_seconds, together.bound_seconds))
+        return Plan(
+            fingerprint=fingerprint(self.graph),
+            lives=together.lives,
+            solver=f"joint ({together.solver})",
+            budget_nbytes=budget_nbytes,
+            predicted=together.predicted,
+            unmodified_peak_nbytes=self.unmodified_peak_nbytes,
+            step_seconds=self.graph.step_seconds,
+            solve_seconds=self.seconds + together.seconds,
+            lower_bound_seconds=together.bound_seconds,
+        )
+
+    def _joint(self, budget_nbytes: int) -> joint.Joint | None:
+        """A joint plan that needs no more than the budget. The joint solver knows neither workspaces of codecs nor reserved
+        bytes, so it is asked for less until the plan fits. Its bound for the largest target holds for all plans.
+        """
+        limit, began, bound = budget_nbytes - UNSEEN_NBYTES, time.perf_counter(), math.inf
+        target = limit
+        for _ in range(_TRIES):
+            solved = joint.solve_joint(
+                self.graph,
+                target,
+                rates=self.offloading.rates,
+                forms=self._forms,
+                plans=[(c.solver, c.lives) for c in self.candidates],
+                limit_seconds=self.offloading.config.solver_seconds,
+                overhead=self.overhead,
+                clock=times.current.solver_clock(time.process_time),
+            )
+            if solved is None:
+                break
+            bound = min(bound, solved.bound_seconds)
+            solved = replace(solved, predicted=self._predicted(solved.lives, solved.predicted), bound_seconds=bound)
+            if solved.predicted.needed_nbytes <= limit:
+                return solved
+            target -= solved.predicted.needed_nbytes - limit
+        if self.least is None:
+            return None
+        predicted = simulate(self.graph, self.least, rates=self.offloading.rates).predicted
+        predicted = self._predicted(self.least, replace(predicted, overhead_seconds=self.overhead(self.least)))
+        if predicted.needed_nbytes > limit:
+            return None
+        return joint.Joint(self.least, predicted, "smallest", 0.0, time.perf_counter() - began)
+
+    def _predicted(self, lives: tuple[Life, ...], predicted: Prediction) -> Prediction:
+        """With what codecs allocate, and what the device reserves."""
+        peak = peak_nbytes(self.graph, lives)
+        reserved = self.reserve(lives) + peak - predicted.peak_nbytes if self.reserve is not None else 0
+        return replace(predicted, peak_nbytes=peak, reserved_nbytes=reserved)

@@ -1,0 +1,121 @@
+"""What a session may park: which tensors in which forms, how fast this machine's links and codecs are, and the depots.
+
+Nothing is measured or made before a plan is solved for a budget that the step does not fit as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+
+import torch
+
+from lightning_memopt.config import MemOptConfig
+from lightning_memopt.errors import ConfigError
+from lightning_memopt.graph import BEFORE, Graph
+from lightning_memopt.plan import Plan
+from lightning_memopt.plan.rates import MachineRates
+from lightning_memopt.runtime.codecs import NAMES, codec
+from lightning_memopt.runtime.parked import Depot
+from lightning_memopt.runtime.tiers.scratch import Scratch
+from lightning_memopt.session import costs, times
+from lightning_memopt.session.depots import Depots
+from lightning_memopt.session.joint_frontier import JointFrontier
+from lightning_memopt.session.saved_readers import bears_errors, needs
+from lightning_memopt.solvers import joint
+from lightning_memopt.solvers.planner import Frontier
+from lightning_memopt.trace.link import measure
+
+LEAST_NBYTES = 4096
+"""Smaller tensors stay: a copy or a codec takes longer than it is worth."""
+LOSSY = "block8"
+_PROBE_NBYTES = 32 << 20
+
+
+class Offloading:
+    """See the module.
+
+    tier: the name of the tier; "" without offload.
+    codec: the name of the codec that was asked for; "" without one.
+    depots: the tiers of the plans in force.
+    """
+
+    def __init__(self, device: torch.device, config: MemOptConfig) -> None:
+        self.device, self.config = device, config
+        name, directory = config.offload_to
+        self.tier = {"none": "", "auto": "host" if device.type == "cuda" else ""}.get(name, name)
+        if self.tier == "host" and device.type == "cpu":
+            raise ConfigError("offload='host' puts bytes into the memory that the budget is about; on the CPU, use 'disk'.")
+        self.codec = {"lossy": LOSSY, "none": "", "lossless": ""}.get(config.compress, config.compress)
+        self.depots = Depots(device, directory)
+
+    def check(self) -> None:
+        """Before anything runs: raise OffloadError where the disk's directory cannot be used."""
+        if self.tier == "disk":
+            Scratch(0, self.depots.directory).close()
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anything may be parked."""
+        return bool(self.tier) or self.config.compress != "none"
+
+    @property
+    def _gated(self) -> str:
+        """The form of the codec for results of ReLU: values above 0 stay above 0. "" where the codec has no such form."""
+        return self.codec.replace("block", "gated") if self.codec.startswith("block") else ""
+
+    @cached_property
+    def rates(self) -> MachineRates:
+        """Measured once, in less than a second."""
+        return times.current.of_transfers(self._measured)
+
+    def _measured(self) -> MachineRates:
+        used = {"bools", "positive", self.codec, self._gated} & set(NAMES) if self.config.compress != "none" else set()
+        tiers = [self.depots.tier(self.tier, _PROBE_NBYTES)] if self.tier else []
+        try:
+            return costs.in_own_thread(lambda: measure(tiers, self.device, [codec(name) for name in sorted(used)]))
+        finally:
+            for tier in tiers:
+                tier.close()
+
+    def forms(self, graph: Graph) -> dict[int, list[joint.Form]]:
+        """The forms in which each tensor of the forward may be parked."""
+        forms: dict[int, list[joint.Form]] = {}
+        for op in graph.forward:
+            for t in op.outputs:
+                tensor = graph.tensors[t]
+                if tensor.nbytes < LEAST_NBYTES or tensor.born_at == BEFORE:
+                    continue
+                forms[t] = codes = self._codes(graph, t)
+                if self.tier:
+                    forms[t] = [(self.tier, tensor.nbytes), *codes, *((f"{code}@{self.tier}", n) for code, n in codes)]
+        return forms
+
+    def _codes(self, graph: Graph, t: int) -> list[joint.Form]:
+        """The codecs that may hold a tensor: those that leave every gradient as it is, or the one that was asked for."""
+        tensor = graph.tensors[t]
+        if self.config.compress == "none" or not tensor.dtype:
+            return []
+        dtype, names = getattr(torch, tensor.dtype), []
+        if dtype is torch.bool:
+            names.append("bools")
+        elif (rectified := graph.producers[t].name.startswith("aten::relu")) and needs(graph, t) <= {"sign", "shape"}:
+            names.append("positive")
+        elif self.codec and bears_errors(graph, t):
+            names.append(self.codec)
+        elif rectified and self._gated and bears_errors(graph, t, gated=True):
+            names.append(self._gated)
+        accepted = (codec(name) for name in names)
+        return [(c.name, c.encoded_nbytes(tensor.size, dtype)) for c in accepted if c.accepts(tensor.size, dtype)]
+
+    def frontier(self, frontier: Frontier) -> Frontier:
+        """The frontier, widened by plans that park tensors where any may be parked."""
+        return JointFrontier.of(frontier, self) if self.wanted else frontier
+
+    def depot_of(self, plan: Plan, in_force: Iterable[Plan] | None = None) -> Depot | None:
+        """See `Depots.of`."""
+        return self.depots.of(plan, in_force)
+
+    def close(self) -> None:
+        """Let go of all tiers, once nothing is parked there."""
+        self.depots.close()
