@@ -15,7 +15,7 @@ from lightning_memopt.solvers.planner import Objective
 from lightning_memopt.units import host_memory_nbytes, parse_budget
 
 OnExceed = Literal["replan", "warn", "raise"]
-InBackward = Literal["never", "auto", "always"]
+EarlyUpdating = Literal["never", "auto", "always"]
 OFFLOAD = ("none", "auto", "host", "disk")
 COMPRESS = ("none", "lossless", "lossy")
 LOSSY = tuple(name for name in NAMES if name.startswith(("block", "int")))
@@ -58,7 +58,7 @@ class MemOptConfig:
     offload: str = "none"
     compress: str = "none"
     objective: Objective = "throughput"
-    optimizer_in_backward: InBackward = "never"
+    optimizer_in_backward: EarlyUpdating = "never"
     profile_steps: int = 3
     solver_seconds: float = 30.0
     headroom: int = 0
@@ -87,9 +87,9 @@ class MemOptConfig:
             )
         if self.compress not in (*COMPRESS, *LOSSY):
             raise ConfigError(f"compress is {self.compress!r}; use {', '.join(map(repr, (*COMPRESS, *LOSSY)))}.")
-        if self.optimizer_in_backward not in get_args(InBackward):
+        if self.optimizer_in_backward not in get_args(EarlyUpdating):
             raise ConfigError(
-                f"optimizer_in_backward is {self.optimizer_in_backward!r}; use {', '.join(map(repr, get_args(InBackward)))}."
+                f"optimizer_in_backward is {self.optimizer_in_backward!r}; use {', '.join(map(repr, get_args(EarlyUpdating)))}."
             )
         if self.objective == "flops" and (self.offload, self.compress) != ("none", "none"):
             raise ConfigError(
@@ -124,7 +124,7 @@ class PlanOptions(TypedDict, total=False):
     offload: str
     compress: str
     objective: Objective
-    optimizer_in_backward: InBackward
+    optimizer_in_backward: EarlyUpdating
     profile_steps: int
     solver_seconds: float
     headroom: int

@@ -4,7 +4,7 @@ weight updates: Steiner et al., 2022, section 4.3).
 A hook on each parameter, called when backward has accumulated its gradient, steps the optimizer with groups that hold that
 parameter alone, and frees the gradient. There is no second optimizer: learning rate, state and schedulers are the user's, and
 are read as they are then. `Optimizer.step`, called later, finds no gradient and updates nothing; its hooks and those of
-schedulers are called once. Which parameters, and when that is exact, is decided elsewhere (session/in_backward.py).
+schedulers are called once. Which parameters, and when that is exact, is decided elsewhere (session/early_updates.py).
 """
 
 from __future__ import annotations

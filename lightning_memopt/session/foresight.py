@@ -20,7 +20,7 @@ from lightning_memopt.graph import BEFORE, Graph, Op, Point, Tensor, resident_nb
 from lightning_memopt.native import counter
 from lightning_memopt.plan import reserved_nbytes_of
 from lightning_memopt.session import times
-from lightning_memopt.session.finals import Final
+from lightning_memopt.session.final_gradients import Final
 from lightning_memopt.session.graphs import smoothed, with_state
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.offloading import Offloading

@@ -15,7 +15,7 @@ from lightning_memopt.graph import Graph, Op
 from lightning_memopt.native import counter
 from lightning_memopt.record import Recorder, around_dual_levels, watching_sizes
 from lightning_memopt.runtime import ObservingEngine
-from lightning_memopt.session.finals import NEVER, Final, freed_early, kept, settled
+from lightning_memopt.session.final_gradients import NEVER, Final, freed_early, kept, settled
 from lightning_memopt.session.recording import Recording, hooks_allowed
 from lightning_memopt.session.resident import resident_tensors
 from lightning_memopt.torch_private import current_mode, current_modes

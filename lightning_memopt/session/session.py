@@ -31,10 +31,10 @@ from lightning_memopt.runtime import Engine, PlannedEngine
 from lightning_memopt.runtime.early_updates import Reason, count_versions
 from lightning_memopt.session.attachment import Attachment
 from lightning_memopt.session.budget import Neighbours, budget_on, device_of
+from lightning_memopt.session.early_updates import EarlyUpdating, wanted
 from lightning_memopt.session.ends import Ends
 from lightning_memopt.session.foresight import Foresight
 from lightning_memopt.session.given_plan import read_given
-from lightning_memopt.session.in_backward import InBackward, wanted
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.observed_step import ObservedStep
 from lightning_memopt.session.offloading import Offloading
@@ -85,7 +85,7 @@ class Session:
         self.silence = Silence(config.profile_steps)
         self._neighbours = Neighbours(self.device, self.budget_nbytes)
         self._offloading = Offloading(self.device, config)
-        self._in_backward: InBackward | None = None
+        self._early: EarlyUpdating | None = None
         self._attachment: Attachment | None = None
         if self.enabled:
             refuse_sharded(model)
@@ -120,18 +120,18 @@ class Session:
     def update_in_backward(self, reasons: Callable[[], Iterable[Reason]] = tuple) -> None:
         """Do what `optimizer_in_backward` says (see `wanted`). `reasons`: what the adapter has against it."""
         if self.enabled:
-            self._in_backward = wanted(self.model, self.optimizers, self.config, reasons, self.say)
-        if self.given is not None and self._in_backward is not None:
-            self._in_backward.adopt(self.given[1])
+            self._early = wanted(self.model, self.optimizers, self.config, reasons, self.say)
+        if self.given is not None and self._early is not None:
+            self._early.adopt(self.given[1])
 
     def last_backward(self) -> contextlib.AbstractContextManager[None]:
         """Around the last backward before the optimizer's step: parameters may be updated in it."""
-        if self._in_backward is None:
+        if self._early is None:
             return contextlib.nullcontext()
         state = self._current if self._step.began else None
         observation = self._observed_step.now if isinstance(state, Observing) else None
         armed = isinstance(state, Observing | Running) and state.early_known and not self._step.deviates
-        return self._in_backward.last_backward(observation, armed)
+        return self._early.last_backward(observation, armed)
 
     def closure_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer's step is about to run, with forward and backward inside of it."""
@@ -144,17 +144,17 @@ class Session:
         where the first step shows that no plan will fit.
         """
         observation = self._observed_step.now
-        if self._in_backward is not None:
-            self._in_backward.updates.stop_reading()
+        if self._early is not None:
+            self._early.updates.stop_reading()
             if closure:
-                self._in_backward.refuse_closure()
+                self._early.refuse_closure()
         self._metering.span_begins(optimizer, observation)
         if not self._ends.owns(optimizer):
             self._observed_step.update_begins()
             return
-        if self._in_backward is not None:
-            self._in_backward.update_begins()
-            observed = isinstance(self._current, Observing | Waiting) and self._in_backward.learn(observation)
+        if self._early is not None:
+            self._early.update_begins()
+            observed = isinstance(self._current, Observing | Waiting) and self._early.learn(observation)
             if observed and isinstance(self._current, Observing):
                 self._current.observe_early()
         if observation is None:
@@ -193,8 +193,8 @@ class Session:
         """The step is over. May solve a plan and put it in force."""
         self._ends.clear()
         step, self._step = self._step, Step()
-        if self._in_backward is not None:
-            self._in_backward.step_ended()
+        if self._early is not None:
+            self._early.step_ended()
         self._slowed = self._metering.profiling or self._observed_step.now is not None
         measured = self._metering.close(self._observed_step.now)
         peak_nbytes = measured.peak_nbytes if measured is not None else None
@@ -229,8 +229,8 @@ class Session:
             self._observed_step.abandon()
         self._ends.clear()
         self._step.plans.clear()
-        if self._in_backward is not None:
-            self._in_backward.updates.given_up()
+        if self._early is not None:
+            self._early.updates.given_up()
         self._metering.close()
         self._offloading.close()
         if self._attachment is not None:
@@ -264,7 +264,7 @@ class Session:
     @property
     def halfway(self) -> int:
         """Parameters that were updated in a step that raised before the others were."""
-        return 0 if self._in_backward is None else self._in_backward.updates.halfway
+        return 0 if self._early is None else self._early.updates.halfway
 
     def save_plan(self, path: str) -> None:
         """Write the plan in force, with its graph, as JSON."""
@@ -293,8 +293,8 @@ class Session:
 
     def _begin_round(self, batch: Any, part: int) -> Recording | None:
         self._settle()
-        if self._in_backward is not None:
-            self._in_backward.updates.stop_reading()
+        if self._early is not None:
+            self._early.updates.stop_reading()
         self._same_device()
         trained = tuple(p.requires_grad for p in self.model.parameters())  # unfrozen layers save more: another plan
         state = self._state_of(signature_of(part, trained, batch), batch)
@@ -350,7 +350,7 @@ class Session:
         if signature not in self._plan_cache:
             if self.given is not None and not self._plan_cache:
                 self._plan_cache[signature] = given = Running(*self.given, None)
-                given.early_known = self._in_backward is not None
+                given.early_known = self._early is not None
             elif self.budget_nbytes is not None:
                 resident = resident_tensors(self.model, self.optimizers, batch)
                 refuse_hopeless(resident, self.device, self.budget_nbytes, self.config.headroom)
@@ -373,7 +373,7 @@ class Session:
         if state.for_early:
             state.early_observed(graph)
             return
-        graph = self._foresight.complete(graph, self.device, early=self._in_backward is not None)
+        graph = self._foresight.complete(graph, self.device, early=self._early is not None)
         self._become(state, self._plan_cache.observed(state, graph, self._limit_nbytes, self._offloading, self.say))
 
     def _become(self, old: State, new: State) -> None:

@@ -81,7 +81,7 @@ class Observing:
     graphs: those recorded so far.
     restarts: how often it began anew, because the step changed.
     again: how often drift led here.
-    for_early: the step being observed shows when gradients are final (in_backward.py); no plan is made of it.
+    for_early: the step being observed shows when gradients are final (early_updates.py); no plan is made of it.
     early_known: that is known.
     fixed: ops of the forward that do not run again.
     """

@@ -18,7 +18,7 @@ from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.report.table import summary
 from lightning_memopt.session import RunStatus, Session
-from lightning_memopt.strategies.in_backward import of_trainer
+from lightning_memopt.strategies.early_updates import of_trainer
 from lightning_memopt.telemetry import Meter
 
 CHECKPOINT_KEY = "lightning_memopt"

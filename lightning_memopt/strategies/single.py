@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_memopt.config import InBackward, MemOptConfig, OnExceed, changed, config_of
+from lightning_memopt.config import EarlyUpdating, MemOptConfig, OnExceed, changed, config_of
 from lightning_memopt.solvers.planner import Objective
 from lightning_memopt.strategies.lightning_private import OneDeviceStrategy
 from lightning_memopt.strategies.mixin import MemOptMixin
@@ -31,7 +31,7 @@ class MemOptStrategy(MemOptMixin, OneDeviceStrategy):
         offload: str = "none",
         compress: str = "none",
         objective: Objective = "throughput",
-        optimizer_in_backward: InBackward = "never",
+        optimizer_in_backward: EarlyUpdating = "never",
         profile_steps: int = 3,
         solver_seconds: float = 30.0,
         headroom: int = 0,

@@ -106,8 +106,8 @@ def test_p19_exact(name: str, feature: str, tmp_path: Path, monkeypatch: pytest.
     trainer, found = learn(memopt(**ALWAYS), name, tmp_path / "saved.ckpt", **options)
     assert_same_tree(plain, found)
     session = session_of(trainer)
-    assert session.plan is not None and session.plan.predicted.rebuilt_ops > 0 and not session._in_backward.late
-    steps, early = found["hooks"], len(session._in_backward.early)
+    assert session.plan is not None and session.plan.predicted.rebuilt_ops > 0 and not session._early.late
+    steps, early = found["hooks"], len(session._early.early)
     if "cut" in options:  # every second step, and its lesson, is of a cut batch, which needs one more matrix
         assert early == 4 and len(updates) == (steps // 2 - 1) * (early + early - 1)
     else:

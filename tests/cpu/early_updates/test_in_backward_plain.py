@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_memopt import optimize
 from lightning_memopt.integrations.plain import Run
-from lightning_memopt.session.finals import early_in
+from lightning_memopt.session.final_gradients import early_in
 from tests.cpu.lib.early import OPTIMIZERS, WIDE, Make, plain, same_as_plain
 from tests.cpu.lib.harness import same_bits
 from tests.cpu.lib.inside import state_of
@@ -39,7 +39,7 @@ def test_p19_fifty_steps(name: str, updates: list[Tensor]) -> None:
     """Parameters and state of the optimizer's own steps, with the smallest plan in force; all but the first update early."""
     run = same_as_plain(Matrices, OPTIMIZERS[name], [data(24, 16, seed=s % 7) for s in range(50)])
     assert run.plan is not None and run.plan.predicted.rebuilt_ops > 0
-    assert len(updates) == 49 * 3 and not run.session._in_backward.late
+    assert len(updates) == 49 * 3 and not run.session._early.late
 
 
 def test_f1_accumulation(updates: list[Tensor]) -> None:
@@ -133,7 +133,7 @@ class Reentrant(Checkpointed):
 def test_d5_weight_is_read_after_its_gradient_is_final(cls: type[nn.Module], name: str, updates: list[Tensor]) -> None:
     """EXACT: what reads it in backward keeps its update where it was; what only a rebuild would read it for is kept."""
     run = same_as_plain(cls, OPTIMIZERS[name], WIDE)
-    late = run.session._in_backward.late
+    late = run.session._early.late
     assert late == {Detached: set(), Checkpointed: {"layers.2.weight"}, Reentrant: {"layers.0.weight"}}[cls]
     assert len(updates) == 4 * (len(list(run.session.model.parameters())) - len(late))
 
@@ -151,7 +151,7 @@ def test_d7_sparse_gradients(make: Make, updates: list[Tensor]) -> None:
             return self.body(self.embed((x.abs() * 10).long() % 32))
 
     run = same_as_plain(Sparse, make, [b[:, 0] for b in WIDE])
-    assert run.session._in_backward.late == {"embed.weight"} and len(updates) == 4 * 6
+    assert run.session._early.late == {"embed.weight"} and len(updates) == 4 * 6
 
 
 def test_f10_steps_hooks_rates_and_users_gradient_hooks(updates: list[Tensor]) -> None:

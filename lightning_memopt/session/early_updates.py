@@ -23,7 +23,7 @@ from lightning_memopt.errors import UpdatesInBackwardError
 from lightning_memopt.graph import Graph
 from lightning_memopt.record import is_plain
 from lightning_memopt.runtime.early_updates import EarlyUpdates, Reason, of_optimizers, refusal
-from lightning_memopt.session.finals import early_in, late
+from lightning_memopt.session.final_gradients import early_in, late
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.peak_meter import in_compiled_code
 
@@ -52,7 +52,7 @@ def wanted(
     config: MemOptConfig,
     reasons: Callable[[], Iterable[Reason]],
     say: Callable[[str], None],
-) -> InBackward | None:
+) -> EarlyUpdating | None:
     """Updates in backward where the config wants them and nothing forbids them; `reasons`: what the adapter knows against it.
 
     Raises UpdatesInBackwardError with "always" and a reason.
@@ -65,10 +65,10 @@ def wanted(
             raise refusal(reason)
         say(f"MemOpt: parameters are updated after backward, as usual: {reason.what}. {reason.fix}.")
         return None
-    return InBackward(model, optimizers[0], always, say, reasons)
+    return EarlyUpdating(model, optimizers[0], always, say, reasons)
 
 
-class InBackward:
+class EarlyUpdating:
     """Updates in backward for one model and its one optimizer. `always`: raise where they are not possible; else `say` so.
     `reasons`: what the adapter has against them, asked again before every step.
     """
