@@ -1,9 +1,9 @@
 """JSON files from anywhere, read within bounds; written whole or not at all. Never pickle.
 
-A plan, trace or profile may come from another machine or person, so a file is data to check before it is data to use.
+A plan, trace or profile may come from another machine or person, so it is checked before it is used.
 `read` and `parse` accept a subset of JSON that means the same to every reader: UTF-8, an object at the top, no key
-twice in an object, no NaN or infinity, and limits on size, nesting and the length of a number. What is outside raises
-PlanFileError with the file, the position and the reason. `write` refuses what `read` would.
+twice in an object, no NaN or infinity, and limits on size, nesting and the length of a number. Anything else raises
+PlanFileError with the file, the position and the reason. `write` refuses every object that `read` would refuse.
 
 The checks run at C speed on a good file; only a bad one is walked in Python (`_problems`), to say where it is bad.
 """
@@ -39,7 +39,7 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class _Refused(Exception):
-    """A value of well-formed JSON that is not accepted; what it is, not yet where."""
+    """A value of well-formed JSON that is not accepted. Its message has the reason, without the position."""
 
 
 def read(path: str | os.PathLike[str], *, max_nbytes: int = MAX_NBYTES) -> dict[str, Any]:
@@ -122,7 +122,8 @@ def write(
 
 
 def _replace(path: Path, data: bytes) -> None:
-    # Same directory, so that the replacement is one rename within one file system; a name nobody can prepare a link at.
+    # The same directory, so that the replacement is one rename within one file system. The random name cannot be guessed, so
+    # nobody can put a link there beforehand.
     temporary = path.parent / f".memopt-{secrets.token_hex(8)}.tmp"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
     descriptor = os.open(temporary, flags, 0o600)
@@ -198,7 +199,7 @@ def _refuse(name: str, text: str, problem: str) -> NoReturn:
 
 
 def _problems(text: str) -> Iterator[tuple[int, str]]:
-    """(position, problem) of what `parse` does not accept in `text`, by a walk over its tokens."""
+    """(position, problem) of everything in `text` that `parse` does not accept, by a walk over its tokens."""
     keys: list[set[str] | None] = []  # per open bracket: the keys so far; None for an array
     key_next = False
     position = 0
@@ -238,7 +239,7 @@ def _refusals(token: str) -> Iterator[_Refused]:
     except _Refused as refused:
         yield refused
     except ValueError:
-        return  # not a number at all: the parser has its own words for it
+        return  # not a number at all: the parser reports it
 
 
 def _number(token: str) -> float:
