@@ -1,4 +1,4 @@
-"""What to do about a step: lives, lowered to a schedule, priced by a simulator, checked, kept in files."""
+"""Plans: lives of tensors, lowered to a schedule, priced by a simulator, checked, kept in files."""
 
 from lightning_memopt.plan.allocator import Reserved, reserved, reserved_nbytes_of
 from lightning_memopt.plan.files import plan_from_json, plan_to_json, read_plan, write_plan

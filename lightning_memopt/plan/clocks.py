@@ -1,9 +1,9 @@
 """When copies and codecs of a planned step run, and what the step waits for: three clocks (compute, copy out, copy in).
 
-Compute goes through the points in order: ops, segments. A copy out is queued when its tensor goes away, a copy in where its
-fetched life begins; each direction of a link carries one copy after the other. Compute waits where the bytes of what is
-away must be gone and their copy has not ended, and where what comes back is read before it is there. Encoding and decoding
-take the device's own time. (Dymem, 3.2: one stream per direction and events instead of barriers.)
+Compute goes through the points in order: ops, segments. A copy out is queued where its tensor is parked, a copy in where the
+fetched life begins; each direction of a link carries one copy after the other. Compute waits at two places: where the bytes of
+a parked tensor must be freed and its copy has not ended, and where a fetched tensor is read before its copy has ended. Encoding
+and decoding take the device's own time. (Dymem, 3.2: one stream per direction and events instead of barriers.)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_memopt.plan.model import Life
 
 
 class TransferRates(Protocol):
-    """How long links and codecs take; `nbytes` of a codec are those of what is decoded."""
+    """Seconds of copies and codecs. `nbytes` of a copy are the copied bytes, of a codec the bytes of the decoded tensor."""
 
     def out_seconds(self, tier: str, nbytes: int) -> float: ...
     def in_seconds(self, tier: str, nbytes: int) -> float: ...
@@ -39,13 +39,13 @@ class Transfers:
 
 
 def leaves_at(graph: Graph, tensor: int) -> int:
-    """The point after which a tensor that goes away may do so: it has been packed, or made where autograd does not save it."""
+    """The point after which a tensor may be parked: it has been packed, or made where autograd does not save it."""
     first = min((s.op for s in graph.saves_of.get(tensor, ())), default=None)
     born = graph.tensors[tensor].born_at
     if first is None:
         return born
     packed = graph.ops[first].at if first < len(graph.ops) else len(graph.points)
-    return max(born, packed - 1)  # what an op reads is packed before it runs, what it makes before the next one runs
+    return max(born, packed - 1)  # an op's inputs are packed before it runs, its outputs before the next op runs
 
 
 class _Clocks:
@@ -95,7 +95,7 @@ class _Clocks:
 
 
 def transfers(graph: Graph, lives: Iterable[Life], schedule: Schedule, rates: TransferRates) -> Transfers:
-    """What the lives that are away cost on these links, for the ops' seconds of the graph."""
+    """Copies, stalls and codecs of the parked tensors, for these rates and the ops' seconds in the graph."""
     fetched = [life for life in lives if life.how == "fetch"]
     if not fetched:
         return Transfers()

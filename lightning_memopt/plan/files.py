@@ -2,8 +2,7 @@
 
 `{"format": "lightning_memopt.plan", "schema": 4, "plan": {...}, "graph": {...}}`, one array a line. The lives are
 columns, as in the graph. A file that is read gives a plan that may be obeyed: its graph is consistent, the fingerprint
-is that graph's, and the schedule of its lives has been carried out by the validator without a problem. What it predicts
-is not judged.
+is that graph's, and the validator has carried out the schedule of its lives without a problem. Predictions are not checked.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _OLD_NAMES = {
 
 
 def plan_to_json(plan: Plan, graph: Graph) -> dict[str, Any]:
-    """What a plan file holds, in a fixed order of keys. Nothing is checked here."""
+    """The content of a plan file, in a fixed order of keys, not checked."""
     forms = sorted({life.form for life in plan.lives})
     columns = {
         "tensor": [life.tensor for life in plan.lives],
@@ -72,8 +71,8 @@ def plan_to_json(plan: Plan, graph: Graph) -> dict[str, Any]:
 def plan_from_json(obj: object) -> tuple[Plan, Graph]:
     """The plan and the graph of a plan file's content. Raises PlanFileError with field and index, or the reason."""
     if not isinstance(obj, dict) or obj.get("format") != FORMAT:
-        found = repr(obj.get("format"))[:80] if isinstance(obj, dict) else type(obj).__name__
-        raise PlanFileError(f'"format" is {found}, not "{FORMAT}": this is not a plan file; give the path of one')
+        shown = repr(obj.get("format"))[:80] if isinstance(obj, dict) else type(obj).__name__
+        raise PlanFileError(f'"format" is {shown}, not "{FORMAT}": this is not a plan file; give the path of one')
     top = Fields(obj, "file", ("format", "schema", "plan", "graph"), (SCHEMA, *_OLD_NAMES))
     old_names = _OLD_NAMES.get(top.obj["schema"], {})
     graph = graph_from_json(top.obj["graph"])
@@ -122,9 +121,9 @@ def _lives(fields: Fields, graph: Graph) -> tuple[Life, ...]:
     born = columns.ints("born_at", len(tensors), BEFORE, n - 1)
     freed = columns.ints("freed_at", len(tensors), 0, n - 1)
     hows = columns.chosen("how", len(tensors), _HOWS)
-    named = columns.strings("forms")
-    forms = [named[i] for i in columns.ints("form", len(tensors), 0, len(named) - 1)]
-    away = columns.ints("parked_nbytes", len(tensors), 0, MOST)
+    form_names = columns.strings("forms")
+    forms = [form_names[i] for i in columns.ints("form", len(tensors), 0, len(form_names) - 1)]
+    parked = columns.ints("parked_nbytes", len(tensors), 0, MOST)
     for i, (tensor, born_at, freed_at, how) in enumerate(zip(tensors, born, freed, hows, strict=True)):
         if freed_at < born_at:
             columns.refuse("freed_at", i, f"{freed_at} is before the birth, at {born_at}")
@@ -138,7 +137,7 @@ def _lives(fields: Fields, graph: Graph) -> tuple[Life, ...]:
             columns.refuse("born_at", i, f"{born_at}, but tensor {tensor} is made at {graph.tensors[tensor].born_at}")
     return tuple(
         Life(tensor=tensor, born_at=born_at, freed_at=freed_at, how=how, form=form, parked_nbytes=nbytes)
-        for tensor, born_at, freed_at, how, form, nbytes in zip(tensors, born, freed, hows, forms, away, strict=True)
+        for tensor, born_at, freed_at, how, form, nbytes in zip(tensors, born, freed, hows, forms, parked, strict=True)
     )
 
 
@@ -148,7 +147,7 @@ def write_plan(path: str | os.PathLike[str], plan: Plan, graph: Graph) -> None:
     try:
         data = (_lines(plan_to_json(plan, graph)) + "\n").encode("ascii")
         plan_from_json(jsonio.parse(data, name="what would be written"))
-        # `jsonio.write` knows one number a line or everything on one; its way to the disk is what matters here
+        # not `jsonio.write`, which writes one number per line or everything on one line
         jsonio._replace(Path(path), data)
     except (OSError, TypeError, ValueError) as error:  # PlanFileError is a ValueError
         raise PlanFileError(f"{name} cannot be written: {error}; check the path") from error

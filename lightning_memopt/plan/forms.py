@@ -1,14 +1,14 @@
-"""In what form a tensor is away: in a tier, encoded on the device, or encoded in a tier.
+"""The form in which a tensor is parked: in a tier, encoded on the device, or encoded in a tier.
 
-A form is written `TIER`, `CODEC` or `CODEC@TIER`. What each codec does is the runtime's business; what a plan has to know of
-it is here: how many bytes it leaves is in the life, and whether it gives back the bits that it was given.
+A form is written `TIER`, `CODEC` or `CODEC@TIER`. A plan knows of a codec how many bytes it leaves (`Life.parked_nbytes`) and
+whether it gives back the same bits (`EXACT`); the runtime knows the rest.
 """
 
 from __future__ import annotations
 
 TIERS = ("host", "disk")
 EXACT = frozenset({"", "bools"})
-"""Codecs that give back the very bits; what comes back of others only autograd may read, no replay."""
+"""Codecs that give back the same bits. Tensors from other codecs may be read by autograd, not by a rebuild."""
 LOSSLESS = EXACT | {"positive"}
 """Codecs that change no gradient, where a plan has them for what readers cannot tell apart."""
 

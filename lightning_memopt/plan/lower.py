@@ -1,9 +1,9 @@
-"""From lives to a schedule: the only definition of what a plan means.
+"""Turn lives into a schedule: the only definition of what a plan means.
 
-At an unpack point where lives begin, the ops that make those tensors run again, down to tensors that are in memory there;
-what is made on the way and has no life of its own is freed after its last use within the segment. An op that mutates
-runs on its input itself when nobody needs that input any more, and on a copy otherwise. What comes back from where it was
-away begins to do so before anything runs, what is read first before the rest: a link carries one copy after the other.
+At an unpack point where lives begin, the ops that make those tensors run again, starting from tensors that are in memory there.
+A tensor that is made on the way and has no life of its own is freed after its last use within the segment. An op that mutates
+runs on its input itself when nothing needs that input any more, and on a copy otherwise. Fetches begin before any op of the
+segment runs, in the order in which the tensors are read, because a link carries one copy after the other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ class LoweringError(MemOptError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Run a forward op again. `clones` are inputs that it mutates and that must survive."""
+    """Run a forward op again.
+
+    op: id of the op.
+    clones: inputs that the op mutates and that are still needed: it runs on copies of them.
+    """
 
     op: int
     clones: tuple[int, ...] = ()
@@ -31,14 +35,14 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Let a tensor go."""
+    """Free a tensor."""
 
     tensor: int
 
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Begin to bring back a tensor that was away; who reads it first waits for it."""
+    """Begin to fetch a parked tensor; its first reader waits for it."""
 
     tensor: int
 
@@ -48,11 +52,13 @@ Segment = tuple[Run | Free | Fetch, ...]
 
 @dataclass(frozen=True)
 class Schedule:
-    """What to do, keyed by index on the graph's axis.
+    """The actions of a planned step, by point of the graph.
 
-    `holds`: tensors held from their birth in forward; `segments`: before answering an unpack; `frees`: after a point.
-    `rebuilt`: every op that a segment runs, with the last point at which one does. `parked`: tensors that are parked, in which
-    form; a free of a parked tensor waits until its copy is complete.
+    holds: tensors that are held from their birth in forward.
+    segments: unpack point -> steps to run before the unpack is answered.
+    frees: point -> tensors to free after it. A free of a parked tensor waits until its copy is complete.
+    rebuilt: every op that a segment runs -> the last point at which a segment runs it.
+    parked: every tensor that is parked -> its form.
     """
 
     holds: frozenset[int]
@@ -63,9 +69,9 @@ class Schedule:
 
 
 class Residency:
-    """Which tensors a replay may start from at a point: what a life holds, and what was there before the step.
+    """Tells which tensors a rebuild may start from at a point: those that a life holds, and those from before the step.
 
-    What user code happens to hold is no such thing: it may be changed behind our back.
+    A tensor that only user code holds does not count, because user code may change it unnoticed.
     """
 
     def __init__(self, graph: Graph, lives: Iterable[Life]) -> None:
@@ -75,7 +81,7 @@ class Residency:
             self.lives.setdefault(life.tensor, []).append(life)
 
     def __call__(self, tensor: int, point: int) -> bool:
-        """In memory before a segment at `point` runs, and still there after it."""
+        """Whether the tensor is in memory before a segment at `point` runs, and still there after it."""
         t = self.graph.tensors[tensor]
         if t.born_at == BEFORE and t.freed_at >= point:
             return True
@@ -88,7 +94,7 @@ class Residency:
 
 
 def segment(graph: Graph, point: int, births: Iterable[int], resident: Residency) -> Segment:
-    """Steps that bring `births` into memory at `point`, ops in forward order."""
+    """Steps that bring the tensors `births` into memory at `point`, ops in forward order. Raises LoweringError."""
     targets = {t for t in births if not resident(t, point)}
     ops: dict[int, None] = {}
     wanted = list(targets)
@@ -104,10 +110,10 @@ def segment(graph: Graph, point: int, births: Iterable[int], resident: Residency
         if op.id in ops:
             continue
         ops[op.id] = None
-        for source in op.inputs:
-            if source not in seen and not resident(source, point):
-                seen.add(source)
-                wanted.append(source)
+        for t in op.inputs:
+            if t not in seen and not resident(t, point):
+                seen.add(t)
+                wanted.append(t)
     order = sorted(ops)
     last_use = {t: i for i, o in enumerate(order) for t in graph.ops[o].inputs}
     steps: list[Run | Free] = []
@@ -116,15 +122,10 @@ def segment(graph: Graph, point: int, births: Iterable[int], resident: Residency
         overwritten = {old for old, _ in op.mutates}
         clones = tuple(old for old, _ in op.mutates if old in targets or resident(old, point) or last_use[old] > i)
         steps.append(Run(o, clones))
-        for source in dict.fromkeys(op.inputs):
-            if (
-                source in seen
-                and source not in targets
-                and last_use[source] == i
-                and (source not in overwritten or source in clones)
-            ):
-                steps.append(Free(source))
-        # a second copy of what is in memory already, or an output that nobody here reads
+        for t in dict.fromkeys(op.inputs):
+            if t in seen and t not in targets and last_use[t] == i and (t not in overwritten or t in clones):
+                steps.append(Free(t))
+        # a second copy of a tensor that is in memory already, or an output that no op of the segment reads
         steps.extend(
             Free(out) for out in op.outputs if out not in targets and (last_use.get(out, -1) <= i or resident(out, point))
         )
@@ -133,14 +134,15 @@ def segment(graph: Graph, point: int, births: Iterable[int], resident: Residency
 
 def _reads(graph: Graph, segments: dict[int, Segment]) -> dict[int, list[int]]:
     """Tensor -> the points at which autograd asks for it or a segment reads it, rising."""
-    found: dict[int, list[int]] = {}
+    reads: dict[int, list[int]] = {}
     for save in graph.saves:
-        found.setdefault(save.tensor, []).extend(save.unpacked_at)
+        reads.setdefault(save.tensor, []).extend(save.unpacked_at)
     for p, steps in segments.items():
         for step in steps:
-            for t in graph.ops[step.op].inputs if isinstance(step, Run) else ():
-                found.setdefault(t, []).append(p)
-    return {t: sorted(points) for t, points in found.items()}
+            if isinstance(step, Run):
+                for t in graph.ops[step.op].inputs:
+                    reads.setdefault(t, []).append(p)
+    return {t: sorted(points) for t, points in reads.items()}
 
 
 def lower(graph: Graph, lives: Iterable[Life]) -> Schedule:
@@ -154,8 +156,10 @@ def lower(graph: Graph, lives: Iterable[Life]) -> Schedule:
     for life in lives:
         if life.how == "original":
             holds.add(life.tensor)
+        elif life.how == "rebuild":
+            births.setdefault(life.born_at, []).append(life.tensor)
         else:
-            (births if life.how == "rebuild" else fetches).setdefault(life.born_at, []).append(life.tensor)
+            fetches.setdefault(life.born_at, []).append(life.tensor)
         frees.setdefault(life.freed_at, []).append(life.tensor)
     parked = {life.tensor: life.form for life in lives if life.how == "fetch"}
     segments: dict[int, Segment] = {p: segment(graph, p, births.get(p, ()), resident) for p in sorted({*births, *fetches})}

@@ -1,8 +1,8 @@
-"""What to do about a step: the lives of every saved buffer, and what that is predicted to cost.
+"""The plan of a step: the lives of every saved tensor, and their predicted cost.
 
-A buffer that is dropped and rebuilt lives several times, so a plan does not hold one decision a buffer but its *lives*:
-disjoint intervals on the graph's axis of points, each with how the bytes come into being. Everything else (which ops
-run again, in which order, what is freed when) follows from the lives: `lower` is its definition.
+A tensor that is dropped and rebuilt is in memory several times. So a plan does not hold one decision per tensor, but the
+tensor's *lives*: disjoint intervals on the graph's axis of points, each with the way in which the bytes come into being. All
+else (which ops run again, in which order, what is freed when) follows from the lives; `lower` defines how.
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ How = Literal["original", "rebuild", "fetch"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
-    """One incarnation of a tensor, in memory at the points `born_at .. freed_at`.
+    """An interval of points during which the plan has a tensor in memory.
 
-    `original`: what the user's forward made is held beyond the point where user code lets go of it.
-    `replay`: recorded ops make it again at the unpack point `born_at`.
-    `fetch`: it was away since its life before this one, in `form` (plan/forms.py), where it took `parked_nbytes`; at the unpack
-    point `born_at` it begins to come back.
+    tensor: id of the tensor in the graph.
+    born_at: the first point of the interval.
+    freed_at: the last point of the interval.
+    how: how the bytes come into being. `original`: the user's forward makes the tensor, and the plan holds it beyond the point
+        at which user code lets go of it. `rebuild`: recorded ops make it again at the unpack point `born_at`. `fetch`: it is
+        parked since its life before this one, and its copy or decoding back begins at the unpack point `born_at`.
+    form: the form in which a fetched tensor was parked (plan/forms.py); "" for the others.
+    parked_nbytes: bytes that a fetched tensor took in that form; 0 for the others.
     """
 
     tensor: int
@@ -33,12 +37,20 @@ class Life:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What a plan is predicted to cost. `extra_seconds` (of ops that run again) and `extra_flops` are on top of the unmodified
-    step; so are `overhead_seconds`, which recording and rebuilding take by themselves on the machine that was measured, 0
-    where none was. `reserved_nbytes`: what the device's allocator reserves at most, 0 where nothing is reserved (the CPU).
+    """The predicted cost of a plan. All seconds and FLOPs are on top of the unmodified step.
 
-    Of what is away: `moved_nbytes` over links, both ways, which takes `copy_seconds`, of which the step waits for
-    `stall_seconds`; `codec_seconds` of encoding and decoding; `tier_nbytes`, the most that is in tiers at once.
+    peak_nbytes: the peak of allocated bytes on the device.
+    extra_seconds: seconds of the ops that run again.
+    extra_flops: FLOPs of the ops that run again.
+    rebuilt_nbytes: bytes that these ops make.
+    rebuilt_ops: how many ops run again; an op that runs twice counts twice.
+    overhead_seconds: seconds of recording and rebuilding themselves on the measured machine; 0 where none was measured.
+    reserved_nbytes: the most bytes that the device's allocator reserves; 0 where nothing is reserved (on the CPU).
+    moved_nbytes: bytes copied over links, both ways.
+    copy_seconds: seconds of these copies.
+    stall_seconds: seconds in which the step waits for a copy.
+    codec_seconds: seconds of encoding and decoding.
+    tier_nbytes: the most bytes that are in tiers at once.
     """
 
     peak_nbytes: int
@@ -56,7 +68,7 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """All extra seconds of a step."""
         return self.extra_seconds + self.overhead_seconds + self.stall_seconds + self.codec_seconds
 
     @property
@@ -66,15 +78,23 @@ class Prediction:
 
     @property
     def needed_nbytes(self) -> int:
-        """What a budget is compared with, and what is measured: reserved bytes where there is an allocator that reserves."""
+        """Bytes to compare with a budget and with measurements: reserved bytes where the allocator reserves, else the peak."""
         return self.reserved_nbytes or self.peak_nbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Lives for every tensor that autograd saves and for what is held to rebuild them, sorted by (tensor, born_at).
+    """The lives of one graph's tensors, made for one budget.
 
-    `lower_bound_seconds`: no plan of this graph's recomputation that fits the budget has fewer extra seconds.
+    fingerprint: identifies the graph (`graph.fingerprint`).
+    lives: of every tensor that autograd saves and of tensors held to rebuild them, sorted by (tensor, born_at).
+    solver: name of the solver that found the plan.
+    budget_nbytes: the budget that the plan was made for.
+    predicted: the predicted cost.
+    unmodified_peak_nbytes: the predicted peak of the step without a plan.
+    step_seconds: seconds of the unmodified step, as observed.
+    lower_bound_seconds: no plan within the budget that only rebuilds takes fewer extra seconds.
+    solve_seconds: how long solving took.
     """
 
     fingerprint: str

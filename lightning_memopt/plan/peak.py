@@ -1,4 +1,4 @@
-"""What is in memory at the peak of a plan: bytes by layer and by what they are for.
+"""The bytes in memory at the peak of a plan, by layer and by purpose.
 
 They add up to the simulator's peak, to the byte. Source: Echo (ISCA 2020), section III-B and figures 4, 16, 21, 23: *by layer
 types* and *by data structures*.
@@ -27,9 +27,9 @@ STRUCTURES = (
     "optimizer state",
     "inputs",
 )
-"""What bytes are for. `feature maps`: held because autograd saves them. `held to rebuild`: autograd does not save them, but
+"""The purposes of bytes. `feature maps`: held because autograd saves them. `held to rebuild`: autograd does not save them, but
 rebuilds start from them. `rebuilt`: made again by ops. `in use`: user code, or the step itself, holds them at that moment.
-`gradients`: what backward makes.
+`gradients`: made by backward.
 """
 _KINDS = {"parameter": "weights", "buffer": "weights", "optimizer_state": "optimizer state", "input": "inputs"}
 LayerOf = Callable[[str], str]
@@ -47,10 +47,10 @@ class Breakdown:
 
     def by(self, axis: int) -> Counter[str]:
         """Bytes by layer (axis 0) or by structure (axis 1)."""
-        found: Counter[str] = Counter()
+        totals: Counter[str] = Counter()
         for key, nbytes in self.nbytes.items():
-            found[key[axis]] += nbytes
-        return found
+            totals[key[axis]] += nbytes
+        return totals
 
 
 def layer_of(scope: str) -> str:
@@ -80,18 +80,18 @@ def at_peak(graph: Graph, lives: Iterable[Life], layer: LayerOf = layer_of) -> B
     parts = list(_at_rest(graph, lives, schedule, point, births=True))
     if sum(nbytes for *_, nbytes in parts) < timeline.predicted.peak_nbytes:
         parts = [*_at_rest(graph, lives, schedule, point, births=False), *_in_segment(graph, schedule, point)]
-    found: Counter[tuple[str, str]] = Counter()
+    totals: Counter[tuple[str, str]] = Counter()
     for where, structure, nbytes in parts:
-        found[layer(where) if isinstance(where, str) else layer_name(graph, where, layer), structure] += nbytes
-    return Breakdown({key: nbytes for key, nbytes in found.items() if nbytes})
+        totals[layer(where) if isinstance(where, str) else layer_name(graph, where, layer), structure] += nbytes
+    return Breakdown({key: nbytes for key, nbytes in totals.items() if nbytes})
 
 
 _Part = tuple[Tensor | str, str, int]
-"""What is there (a tensor, or the scope of an op), the structure, bytes."""
+"""(a tensor, or the scope of an op; its structure; bytes)"""
 
 
 def _at_rest(graph: Graph, lives: Sequence[Life], schedule: Schedule, point: int, births: bool) -> Iterator[_Part]:
-    """What is there at a point beside what a segment makes on the way; `births`: with the lives that begin at the point."""
+    """The parts in memory at a point, without those that a segment makes on the way. `births`: with lives that begin there."""
     for t in graph.tensors:
         if t.born_at <= point <= t.freed_at:
             yield t, _structure(graph, t, point), t.nbytes
@@ -119,7 +119,7 @@ def _structure(graph: Graph, t: Tensor, point: int) -> str:
 
 
 def _in_segment(graph: Graph, schedule: Schedule, point: int) -> list[_Part]:
-    """What the segment at a point has made, and has not let go of, at its worst moment."""
+    """The parts that the segment at a point has made and not freed, at its worst moment."""
     there: Counter[int] = Counter()
     now = most = 0
     worst: list[_Part] = []

@@ -28,7 +28,7 @@ _DEVICE = ("nbytes", "flops_per_second", "bytes_per_second", "launch_seconds")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """Copies between the device and one tier. `out` is away from the device."""
+    """Copies between the device and one tier: `out` from the device, `in` to it."""
 
     out_bytes_per_second: float
     in_bytes_per_second: float
@@ -99,11 +99,11 @@ class MachineRates:
         return self.links[tier]
 
     def _coding(self, codec: str) -> Coding:
-        found = self.codecs.get(codec) or self.codecs.get(codec.rstrip("0123456789"))
-        if found is None:
+        coding = self.codecs.get(codec) or self.codecs.get(codec.rstrip("0123456789"))
+        if coding is None:
             known = ", ".join(self.codecs) or "none"
             raise ConfigError(f"the rates {self.name!r} have none for the codec {codec}, only for: {known}; measure it")
-        return found
+        return coding
 
     def to_json(self) -> dict[str, Any]:
         return {"format": FORMAT, "schema": SCHEMA} | asdict(self)
@@ -112,8 +112,8 @@ class MachineRates:
     def from_json(cls, obj: object) -> MachineRates:
         """Raises PlanFileError with the field, and the reason."""
         if not isinstance(obj, dict) or obj.get("format") != FORMAT:
-            found = repr(obj.get("format"))[:80] if isinstance(obj, dict) else type(obj).__name__
-            raise PlanFileError(f'"format" is {found}, not "{FORMAT}": this is no file of rates; give the path of one')
+            shown = repr(obj.get("format"))[:80] if isinstance(obj, dict) else type(obj).__name__
+            raise PlanFileError(f'"format" is {shown}, not "{FORMAT}": this is no file of rates; give the path of one')
         top = Fields(obj, "rates", _FIELDS, (SCHEMA,))
         return cls(
             name=top.string("name"),
@@ -162,11 +162,11 @@ def _positive(top: Fields, where: str, value: object, of: type[Link] | type[Codi
     """The fields of a link or a codec; all but latencies are above 0."""
     keys = tuple(of.__dataclass_fields__)
     inner = Fields(value, f"{top.where}.{where}", keys)
-    found = {key: inner.number(key) for key in keys}
-    for key, number in found.items():
+    numbers = {key: inner.number(key) for key in keys}
+    for key, number in numbers.items():
         if number == 0 and not key.endswith("latency_seconds"):
             inner.refuse(key, None, "0, which would take forever")
-    return found
+    return numbers
 
 
 def _device(top: Fields) -> Device:

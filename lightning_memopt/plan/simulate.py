@@ -1,4 +1,4 @@
-"""What a schedule costs: bytes at every point, peak, extra seconds. The one price that all solvers are compared by."""
+"""The cost of a schedule: bytes at every point, peak, extra seconds. All solvers are compared by this simulation."""
 
 from __future__ import annotations
 
@@ -15,13 +15,18 @@ from lightning_memopt.plan.model import Life, Prediction
 
 @dataclass(frozen=True)
 class Timeline:
-    """Bytes at every point of the planned step (the worst moment within the point), and what it costs."""
+    """A simulated step.
+
+    nbytes: bytes at every point, at the worst moment within the point.
+    predicted: the cost of the plan.
+    """
 
     nbytes: tuple[int, ...]
     predicted: Prediction
 
     @property
     def peak_at(self) -> int:
+        """The point of the peak, counted from the first point of the window."""
         return self.nbytes.index(self.predicted.peak_nbytes)
 
 
@@ -37,10 +42,10 @@ def simulate(
     window: tuple[int, int] | None = None,
     rates: TransferRates | None = None,
 ) -> Timeline:
-    """Price the schedule of `lives`. Replays of an op cost what it took in forward, copies and codecs what `rates` say, and
-    nothing without them: bytes on the device do not depend on any rate.
+    """Price the schedule of `lives`. An op that runs again takes its seconds of the forward. Copies and codecs take the seconds
+    that `rates` say, and none without `rates`: bytes on the device do not depend on any rate.
 
-    `window` (first and last point) restricts everything to a part of the axis; `Timeline.nbytes` then starts at its first
+    `window` (first and last point) restricts the simulation to a part of the axis; `Timeline.nbytes` then starts at its first
     point, and only segments inside it count.
     """
     lives = tuple(lives)
@@ -50,35 +55,35 @@ def simulate(
     levels = Levels(last_point - first_point + 1)
     for life in lives:
         t = graph.tensors[life.tensor]
-        # what is there by nature is in the base: a life pays for what it adds
+        # the base has the tensor until user code frees it: a life adds bytes only after that
         first = max(life.born_at, t.freed_at + 1) if life.how == "original" else life.born_at
         levels.add(first - first_point, life.freed_at - first_point, t.nbytes)
-    for _, first, last, away in encoded(graph, lives):
-        levels.add(first - first_point, last - first_point, away)
+    for _, first, last, encoded_nbytes in encoded(graph, lives):
+        levels.add(first - first_point, last - first_point, encoded_nbytes)
     for op_id in schedule.rebuilt:  # generator states are kept as long as autograd holds anything
         levels.add(graph.ops[op_id].at - first_point, graph.last_release - first_point, graph.ops[op_id].state_nbytes)
     end = last_point + 1
-    nbytes = [b + e + more for b, e, more in zip(base[first_point:end], extra[first_point:end], levels.levels(), strict=True)]
+    nbytes = list(map(sum, zip(base[first_point:end], extra[first_point:end], levels.levels(), strict=True)))
     seconds, flops, rebuilt, count = 0.0, 0, 0, 0
-    born_here: dict[int, int] = {}
+    born_nbytes: dict[int, int] = {}
     for life in lives:
         if life.how == "rebuild":
-            born_here[life.born_at] = born_here.get(life.born_at, 0) + graph.tensors[life.tensor].nbytes
+            born_nbytes[life.born_at] = born_nbytes.get(life.born_at, 0) + graph.tensors[life.tensor].nbytes
     for point, steps in schedule.segments.items():
         if not first_point <= point <= last_point:
             continue
-        now = peak = nbytes[point - first_point] - born_here.get(point, 0)
+        now = peak = nbytes[point - first_point] - born_nbytes.get(point, 0)
         for step in steps:
             if isinstance(step, Run):
                 op = graph.ops[step.op]
                 seconds += op.seconds
                 flops += op.flops
                 count += 1
-                new = {made for _, made in op.mutates}
-                made = sum(graph.tensors[t].nbytes for t in op.outputs if t not in new)
-                made += sum(graph.tensors[t].nbytes for t in step.clones)
-                rebuilt += made
-                now += made
+                in_place = {made for _, made in op.mutates}
+                allocated = sum(graph.tensors[t].nbytes for t in op.outputs if t not in in_place)
+                allocated += sum(graph.tensors[t].nbytes for t in step.clones)
+                rebuilt += allocated
+                now += allocated
                 peak = max(peak, now + op.workspace_nbytes)
             elif not isinstance(step, Fetch):
                 now -= graph.tensors[step.tensor].nbytes
@@ -100,15 +105,15 @@ def simulate(
 
 
 def first_read(graph: Graph, life: Life) -> int:
-    """The point at which autograd first asks for the tensor in this life; that of its birth where it does not."""
+    """The point at which autograd first asks for the tensor in this life, or the life's first point where it does not ask."""
     return next((at for at, _ in graph.reads(life.tensor) if at >= life.born_at), life.born_at)
 
 
 def encoded(graph: Graph, lives: Iterable[Life]) -> Iterator[tuple[int, int, int, int]]:
-    """(tensor, first point, last point, bytes) of what is on the device in encoded form.
+    """(tensor, first point, last point, bytes) of every encoded tensor on the device.
 
-    Without a tier from when it leaves until it is decoded. In one, only on the way: out until the bytes as they were go, and in
-    from the birth of the life that comes back until it is read.
+    A tensor that is encoded without a tier is there from its encoding until it is decoded. In a tier, it is there only on the
+    way: out until the original bytes are freed, and in from the first point of the fetched life until it is read.
     """
     before: dict[int, Life] = {}
     spans: dict[int, tuple[int, int, int]] = {}

@@ -1,16 +1,16 @@
-"""Is a schedule right? It is carried out step by step, on a ledger of what is in memory, and every read is looked up.
+"""Check a schedule: carry it out step by step on a ledger of the tensors in memory, and look up every read.
 
-The second opinion on `lower` and `simulate`: it shares the data classes with them and nothing else, so that an error in
-one shows as a difference. In: a graph, the lives of a plan, the schedule made from them. Out: what is wrong, in words,
-and the peak by a count of its own.
+This is a second opinion on `lower` and `simulate`. It shares only the data classes with them, so that an error in one shows as
+a difference. In: a graph, the lives of a plan, the schedule made from them. Out: the problems, in words, and the peak by a
+count of its own.
 
-1. A tensor may be read where an *instance* of it is live: made by the user's forward and held, or made by a Run. What
-   was there before the step may be read until the step frees or overwrites it. What user code happens to hold may not.
-2. A Run reads its inputs and makes its outputs. What it overwrites is a copy (`clones`) or the instance itself: gone.
+1. A tensor may be read where an *instance* of it is live: made by the user's forward and held, or made by a Run. A tensor
+   from before the step may be read until the step frees or overwrites it. A tensor that only user code holds may not.
+2. A Run reads its inputs and makes its outputs. It overwrites a copy (`clones`) or the instance itself, which is then gone.
 3. Autograd reads one instance from the unpack to the release; nothing may free or overwrite it in between.
 4. After a segment, and after the frees of a point, exactly the lives that cover the point are live, once each.
-5. What is fetched went away before, in one form for all its lives, from an instance that the plan held and that nobody
-   overwrote. What a codec does not give back exactly only autograd may read.
+5. A fetched tensor was parked before, in one form for all its lives, from an instance that the plan held and that nothing
+   overwrote. If its codec is not exact, only autograd may read it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ _MOST_PROBLEMS = 100
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What `validate` found. `peak_nbytes` and `rebuilt_ops` mean what they mean in `Prediction`."""
+    """The result of `validate`.
+
+    problems: what is wrong, a sentence each; empty if the schedule is right.
+    peak_nbytes, rebuilt_ops: as in `Prediction`.
+    """
 
     problems: tuple[str, ...]
     peak_nbytes: int
@@ -64,7 +68,7 @@ def _malformed(graph: Graph, lives: tuple[Life, ...], schedule: Schedule) -> Ite
                 f"but the one before it ends at {last.freed_at}: lives of a tensor are disjoint and sorted"
             )
         if life.how == "fetch" and (last is None or last.how == "rebuild" or not is_form(life.form) or life.parked_nbytes < 0):
-            yield f"life {i}: tensor {life.tensor} is fetched, but no life before it went away in a form {life.form!r}"
+            yield f"life {i}: tensor {life.tensor} is fetched, but no life before it was parked in a form {life.form!r}"
         if (life.how == "fetch") != bool(life.form) or (life.how == "fetch" and schedule.parked.get(life.tensor) != life.form):
             yield f"life {i} of tensor {life.tensor} has the form {life.form!r}; the schedule and its other lives do not agree"
         before[life.tensor] = life
@@ -82,7 +86,12 @@ def _malformed(graph: Graph, lives: tuple[Life, ...], schedule: Schedule) -> Ite
 
 @dataclass(slots=True)
 class _Instance:
-    """A copy of a tensor. `user`: in memory that the user's forward made; `read_until`: autograd's last release."""
+    """A copy of a tensor.
+
+    user: whether it is in memory that the user's forward made.
+    read_until: the point of autograd's last release.
+    exact: whether it has the same bits as the original.
+    """
 
     user: bool
     read_until: int = BEFORE
@@ -90,7 +99,7 @@ class _Instance:
 
 
 class _Ledger:
-    """What is in memory while the points pass, in bytes and by instance."""
+    """The tensors in memory while the points pass, in bytes and by instance."""
 
     def __init__(self, graph: Graph, lives: tuple[Life, ...], schedule: Schedule) -> None:
         self.graph = graph
@@ -100,9 +109,9 @@ class _Ledger:
         self.live: dict[int, list[_Instance]] = {}
         """Instances that the plan holds, the newest last."""
         self.natural: set[int] = set()
-        """What is in memory whatever the plan says."""
+        """Tensors that are in memory whatever the plan says."""
         self.given: set[int] = set()
-        """The part of `natural` that was there before the step and may be read by replays."""
+        """The part of `natural` that was there before the step and may be read by rebuilds."""
         self.expected: set[int] = set()
         """Tensors of the lives that cover the present point."""
         self.touched: set[int] = set()
@@ -131,7 +140,7 @@ class _Ledger:
         return f"tensor {tensor} ({self.graph.tensors[tensor].name})"
 
     def stage(self, lives: tuple[Life, ...]) -> None:
-        """Encoded bytes on the device: as long as the tensor is away, or on the way to a tier and back."""
+        """Count encoded bytes on the device: while the tensor is parked, or on the way to a tier and back."""
         for i, life in enumerate(lives):
             if life.how != "fetch" or not codec_of(life.form):
                 continue
@@ -142,7 +151,9 @@ class _Ledger:
             out = leaves_at(self.graph, t)
             spans = [(out, read)] if life.born_at == last_of else []
             if tier_of(life.form):
-                spans = [(life.born_at, read)] + [(out, lives[i - 1].freed_at)] * (lives[i - 1].how == "original")
+                spans = [(life.born_at, read)]
+                if lives[i - 1].how == "original":
+                    spans.append((out, lives[i - 1].freed_at))
             for first, last in spans:
                 self.staged[first] = self.staged.get(first, 0) + life.parked_nbytes
                 self.staged[last + 1] = self.staged.get(last + 1, 0) - life.parked_nbytes
@@ -194,7 +205,7 @@ class _Ledger:
             self.expect(p)
 
     def user_op(self, op: Op, p: int) -> None:
-        """The step's own op runs: it overwrites what it overwrites, and its generator state is noted for replays."""
+        """The step's own op runs: it overwrites what it overwrites, and its generator state is kept for rebuilds."""
         for old, _ in op.mutates:
             self.given.discard(old)
             if self.live.get(old):

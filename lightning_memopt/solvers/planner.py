@@ -1,8 +1,8 @@
 """The frontier of plans of a graph, and the one that fits a budget.
 
 All solvers' plans go into one pool, priced by the same simulator: keep-all, the op-level minimum cuts of the whole graph,
-Echo, and the chain programme at many levels of memory. The pool does not depend on the budget, and what is kept of it is
-its Pareto set; so the frontier is monotone by construction: a smaller budget never yields a larger peak, a larger one never
+Echo, and the chain programme at many levels of memory. The pool does not depend on the budget, and only its Pareto set is
+kept; so the frontier is monotone by construction: a smaller budget never yields a larger peak, a larger one never
 a slower plan.
 """
 
@@ -28,29 +28,34 @@ from lightning_memopt.solvers.rollout import Rollout, keep_all, unrepeatable
 from lightning_memopt.units import ceil_div, format_nbytes
 
 _LEVELS = 160
-"""How many levels of the chain programme enter the pool."""
+"""So many levels of the chain programme enter the pool."""
 
 _HORIZONS = (0.3, 0.1)
-"""Shares of backward for which a single-level plan keeps what it made; it keeps it for all of it, too."""
+"""A single-level plan keeps rebuilt tensors for these shares of backward; another variant keeps them until its end."""
 
 UNSEEN_NBYTES = 4096
-"""Left free in every budget: scalars that no op makes (a loss read by Python, a counter)."""
+"""Bytes left free in every budget, for scalars that no op makes (a loss read by Python, a counter)."""
 
 _TIE = 1e-3
 _OP_SECONDS, _BYTES_PER_SECOND, _FLOPS_PER_SECOND = 1e-6, 1e9, 8e9
-"""A machine for what must not depend on measured times. Only the ratios matter: those of one core of a CPU."""
+"""An assumed machine, for plans that must not depend on measured times. Only the ratios matter: those of a core of a CPU."""
 
 Progress = Callable[[str], None]
 Objective = Literal["throughput", "flops"]
-"""What the frontier trades bytes for: extra seconds, as measured, or extra FLOPs, the fastest plan of those with as few.
+"""The frontier trades bytes for extra seconds ("throughput") or for extra FLOPs ("flops"): of equal ones, the fastest.
 
-Plans for the fewest FLOPs do not depend on measured times, but for ties: they are the better ones where those mean little.
+Plans for the fewest FLOPs depend on measured times only for ties: they are better where measured times mean little.
 """
 
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """One plan of the pool: its lives and their price."""
+    """A plan of the pool.
+
+    lives: its lives.
+    predicted: their price.
+    solver: name of the solver that made it.
+    """
 
     lives: tuple[Life, ...]
     predicted: Prediction
@@ -58,7 +63,7 @@ class Candidate:
 
 
 def _needs(candidate: Candidate) -> int:
-    """The smallest budget for a plan; what changes nothing needs no margin."""
+    """The smallest budget for a plan; one that rebuilds nothing needs no margin."""
     return candidate.predicted.needed_nbytes + (UNSEEN_NBYTES if candidate.predicted.rebuilt_ops else 0)
 
 
@@ -70,11 +75,17 @@ def _with_reserved(candidate: Candidate, reserve: Callable[[tuple[Life, ...]], i
 
 @dataclass(frozen=True, eq=False)
 class Frontier:
-    """Pareto set of plans, needed bytes rising and the objective falling; the last one is the unmodified step or better.
+    """The Pareto set of plans of a graph.
 
-    `smallest_nbytes` is the smallest budget that holds for any op times; for the times of this graph a little less may do.
-    `reserve`: the bytes that the device's allocator reserves for the lives of a plan; then those must be within the budget, and
-    `smallest` is a plan that needs no more than `smallest_nbytes` of them.
+    graph: the observed graph.
+    candidates: the plans, needed bytes rising and the objective falling; the last one is the unmodified step or better.
+    smallest_nbytes: the smallest budget that holds for any op times; for the times of this graph a little less may do.
+    unmodified_peak_nbytes: the peak without a plan.
+    moments: points of the step that prove lower bounds.
+    seconds: how long solving took.
+    reserve: lives of a plan -> bytes that the device's allocator reserves, which the budget is then compared with; None where
+        the device has no such allocator.
+    smallest: a plan that reserves at most `smallest_nbytes`; None without `reserve`.
     """
 
     graph: Graph
@@ -92,10 +103,10 @@ class Frontier:
         return {}
 
     def _reserves(self, i: int) -> Candidate:
-        found = self._reserving.get(i)
-        if found is None:
-            found = self._reserving[i] = _with_reserved(self.candidates[i], self.reserve)
-        return found
+        candidate = self._reserving.get(i)
+        if candidate is None:
+            candidate = self._reserving[i] = _with_reserved(self.candidates[i], self.reserve)
+        return candidate
 
     def _best(self, budget_nbytes: int) -> Candidate | None:
         """The last candidate within the budget. Reserved bytes follow allocated ones closely but not strictly: where the last
@@ -104,8 +115,7 @@ class Frontier:
         needs = [_needs(c) for c in self.candidates]
         i = above = bisect_right(needs, budget_nbytes)
         while i:
-            found = self._reserves(i - 1)
-            excess = _needs(found) - budget_nbytes
+            excess = _needs(self._reserves(i - 1)) - budget_nbytes
             if excess <= 0:
                 break
             above, i = i - 1, min(i - 1, bisect_right(needs, needs[i - 1] - excess))
@@ -155,17 +165,17 @@ class Frontier:
 
 
 def _whole_graph(moment: bound.Moment) -> Iterator[tuple[str, tuple[Life, ...]]]:
-    """Single-level plans: hold what the cuts of one point say and what costs nothing there, rebuild the rest just in time."""
+    """Single-level plans: hold the tensors of a cut and those that cost nothing at its point, rebuild the rest just in time."""
     problem, graph = moment.problem, moment.problem.graph
     requests = sorted((p, s.tensor) for s in graph.saves for p in s.unpacked_at)
     spare = {t for _, t in requests}.difference(problem.needed).union(filter(problem.given, graph.producers))
     lost = {old for op in graph.ops if op.at <= graph.last_release for old, _ in op.mutates}
     always = unrepeatable(graph)
-    for choice in moment.hull.vertices:
+    for vertex in moment.hull.vertices:
         for horizon in (None, *(int(share * (requests[-1][0] - requests[0][0])) for share in _HORIZONS)):
             roll = Rollout(graph)
-            roll.serve(requests, (spare | choice.held) - lost | always, horizon)
-            yield f"minimum cut, {format_nbytes(choice.nbytes)} held", roll.lives()
+            roll.serve(requests, (spare | vertex.held) - lost | always, horizon)
+            yield f"minimum cut, {format_nbytes(vertex.nbytes)} held", roll.lives()
 
 
 def _chains(graph: Graph) -> Iterator[tuple[str, stage_chain.ModelChain]]:
@@ -191,7 +201,7 @@ def _chain(graph: Graph, limit: int, say: Progress) -> Iterator[tuple[str, tuple
 
 
 def _smallest(graph: Graph) -> Iterator[tuple[str, tuple[Life, ...]]]:
-    """Plans for few bytes, none of which depends on a measured time: ops take what their bytes and FLOPs say."""
+    """Plans for few bytes that depend on no measured time: ops take the seconds that their bytes and FLOPs give."""
 
     def seconds(op: Op) -> float:
         nbytes = sum(graph.tensors[t].nbytes for t in {*op.inputs, *op.outputs})
@@ -206,7 +216,7 @@ def _smallest(graph: Graph) -> Iterator[tuple[str, tuple[Life, ...]]]:
 
 
 def smallest(graph: Graph) -> Candidate:
-    """A plan for few bytes, with nothing else solved: what says quickly whether a budget can be kept at all."""
+    """A plan for few bytes, with nothing else solved: it tells quickly whether a budget can be kept at all."""
     saves = any(s.tensor in graph.producers for s in graph.saves)
     plans = itertools.chain([("keep all", keep_all(graph))], _smallest(graph) if saves else ())
     pool = []
@@ -222,7 +232,7 @@ def smallest_nbytes(graph: Graph) -> int:
 
 
 def _priced_by_flops(graph: Graph) -> Graph:
-    """The graph of a machine that takes its time for FLOPs alone; a little of the measured time decides between equals."""
+    """The graph with seconds in proportion to FLOPs; a small share of the measured time decides between equals."""
     rate = graph.step_seconds / max(1, sum(op.flops for op in graph.ops))
     return replace(graph, ops=tuple(replace(op, seconds=op.flops * rate + op.seconds * _TIE) for op in graph.ops))
 
@@ -250,7 +260,7 @@ def solve(
     overhead: Callable[[tuple[Life, ...]], float] = lambda _: 0.0,
     clock: Callable[[], float] = time.thread_time,
 ) -> Frontier:
-    """The frontier of a graph. Anytime: past the limit, what is in the pool is the frontier; keep-all always is.
+    """The frontier of a graph. Past the time limit it is made of the plans found so far, keep-all among them.
 
     `overhead`: seconds that recording and rebuilding take by themselves, for the lives of a plan. `clock`: what the limit is
     counted by: this thread's seconds of CPU, for a busy machine would have other plans, and could keep fewer budgets.

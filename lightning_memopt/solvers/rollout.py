@@ -1,9 +1,9 @@
-"""From 'which ops run again at which unpack' to lives: the last step of every recomputation solver.
+"""Make lives from a choice of ops that run again at each unpack: the last step of every recomputation solver.
 
 A `Rollout` walks the backward pass in the observed order. A solver says which tensors are held from forward and which ops run
 at which point; every read, by autograd or by a rebuilt op, uses the newest instance of a tensor, and an instance lives until
-its last read. So solvers never compute a death, and a plan never holds what nobody will read. What the user's forward made is
-let go when autograd next lets go of something: until then a second backward may be meant, which starts from it again.
+its last read. So solvers never compute the end of a life, and a plan never holds a tensor that is not read any more. A tensor
+that the user's forward made is freed at the next release by autograd: until then a second backward may start from it again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lightning_memopt.graph import BEFORE, Graph, Save
 from lightning_memopt.plan import Life
 
 _PASSES = 6
-"""Forwards' worth of ops that a rollout with a horizon runs again before it keeps what it makes."""
+"""A rollout with a horizon runs so many times the ops of a forward again before it keeps every tensor that it makes."""
 
 
 @dataclass(slots=True)
@@ -62,9 +62,9 @@ class Rollout:
         """Answer a sequence of (point, tensor) requests just in time: each missing op runs once, at the first request that
         needs it; `have` grows by what was made.
 
-        With a horizon, what was made on the way and is not asked for within that many points is let go, and made once more:
-        rebuilding the skip of a U-Net on its way up must not leave its way down in memory. After some forwards' worth of runs
-        everything is kept, so that no plan takes long to write down.
+        With a horizon, a tensor that was made on the way and is not asked for within that many points is freed, and made once
+        more later: rebuilding the skip of a U-Net on its way up must not leave its way down in memory. After the ops of
+        `_PASSES` forwards everything is kept, so that no plan gets too long.
         """
         left = _PASSES * len(self.graph.forward)
         requests: dict[int, list[int]] = {}
@@ -129,14 +129,17 @@ class Rollout:
 
 
 def unrepeatable(graph: Graph) -> frozenset[int]:
-    """What no op can make again: the graph's anchors, what was made from one that was overwritten in place, for then neither is
-    there to start from, and what backward made and autograd saved (a gradient penalty)."""
-    found = set(graph.anchors)
+    """Tensors that no op can make again.
+
+    These are the graph's anchors; results of ops that read an anchor which was overwritten in place, because then a rebuild has
+    nothing to start from; and tensors that backward made and autograd saved (a gradient penalty).
+    """
+    lasting = set(graph.anchors)
     for op in graph.forward:
-        if any(t in found and t in graph.overwritten for t in op.inputs):
-            found.update(op.outputs)
+        if any(t in lasting and t in graph.overwritten for t in op.inputs):
+            lasting.update(op.outputs)
     saved = {s.tensor for s in graph.saves if s.tensor in graph.producers}
-    return frozenset(found | {t for t in saved if not graph.producers[t].recomputable})
+    return frozenset(lasting | {t for t in saved if not graph.producers[t].recomputable})
 
 
 def keep_all(graph: Graph) -> tuple[Life, ...]:

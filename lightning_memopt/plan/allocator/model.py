@@ -31,7 +31,7 @@ from lightning_memopt.plan.allocator.settings import MIN_BLOCK_NBYTES, SMALL_NBY
 from lightning_memopt.units import ceil_div
 
 _ADDRESS_SPACE_NBYTES = 1 << 46
-"""What an expandable segment may grow to."""
+"""Bytes to which an expandable segment may grow."""
 
 
 class ExhaustedError(MemOptError):
@@ -39,8 +39,12 @@ class ExhaustedError(MemOptError):
 
 
 class Allocator:
-    """The state of one device's allocator. Bytes: `requested` as asked for, `allocated` as torch counts them (whole blocks),
-    `reserved` (segments); `peak_` the most of each since `reset_peaks`.
+    """The state of one device's allocator, in bytes.
+
+    requested: as asked for.
+    allocated: whole blocks, as torch counts them.
+    reserved: segments.
+    peak_requested, peak_allocated, peak_reserved: the most of each since `reset_peaks`.
     """
 
     def __init__(self, settings: Settings | None = None, limit_nbytes: int | None = None) -> None:

@@ -1,8 +1,9 @@
-"""What a planned step reserves on a CUDA device: its allocations and frees, in order, given to a model of the allocator.
+"""The bytes that a planned step reserves on a CUDA device: its allocations and frees, in order, go through a model of the
+allocator.
 
-The companion of `simulate`: bytes requested are those that `simulate` counts, to the byte; bytes reserved are what the card
-loses. What counts is the steady state, so the history is followed: what is there before the step (parameters, the batch); one
-step as it is, whose update makes the optimizer's state in the midst of what is cached; the cache is emptied; planned steps.
+Requested bytes are those that `simulate` counts, to the byte; reserved bytes are those that the card loses. The steady state
+counts, so the model follows the history: tensors from before the step (parameters, the batch); an unmodified step, whose update
+makes the optimizer's state among cached blocks; the cache is emptied; planned steps.
 """
 
 from __future__ import annotations
@@ -31,7 +32,12 @@ Action = tuple[Name, int]
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """Highest bytes in planned steps: of segments, of whole blocks (`memory_allocated`), and as requested."""
+    """The most bytes in planned steps.
+
+    peak_nbytes: of segments, which is what the device loses.
+    allocated_nbytes: of whole blocks (`torch.cuda.memory_allocated`).
+    requested_nbytes: as requested.
+    """
 
     peak_nbytes: int
     allocated_nbytes: int
@@ -69,8 +75,12 @@ def _spans(graph: Graph, until: Mapping[int, int]) -> Iterator[_Span]:
 
 
 class _Step:
-    """The actions of one step, made once and repeated. `before` and `after`: what it starts from and does not keep (old
-    gradients), and what it leaves (new ones); `resident`: what is there all the time.
+    """The actions of one step, made once and repeated.
+
+    actions: allocations and frees, in order.
+    resident: allocations that are there all the time.
+    before: allocations that the step starts from and does not keep (old gradients).
+    after: allocations that it leaves (new gradients).
     """
 
     def __init__(self, graph: Graph, until: Mapping[int, int], schedule: Schedule, lives: Iterable[Life] = ()) -> None:

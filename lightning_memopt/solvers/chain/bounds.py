@@ -1,4 +1,4 @@
-"""What a branch of the chain's recurrence needs in bytes, and the smallest budget that any schedule can meet.
+"""The bytes that a branch of the chain's recurrence needs, and the smallest budget that any schedule can meet.
 
 `SweepNeeds` gives, for a fixed first stage, the bytes that a sweep up to each checkpoint needs; the table and the
 min-max recurrence here both read it. `minimum_budget` is exact in bytes: P(s,t), the smallest M with a schedule, obeys
@@ -25,12 +25,12 @@ _NEVER = np.iinfo(np.int64).max // 4
 class SweepNeeds:
     """Bytes that a sweep from stage `first` needs, index i for the checkpoint at first+1+i; both arrays non-decreasing.
 
-    `own` is for the user's own forward (its base per stage included); `replay` is without the base, which is that of
+    `own` is for the user's own forward (its base per stage included); `rerun` is without the base, which is that of
     the stage whose backward comes next and the same for the whole sweep.
     """
 
     own: npt.NDArray[np.int64]
-    replay: npt.NDArray[np.int64]
+    rerun: npt.NDArray[np.int64]
 
     @classmethod
     def of(cls, chain: Chain, first: int) -> SweepNeeds:
@@ -40,13 +40,13 @@ class SweepNeeds:
         peak += np.array([s.input_nbytes for s in stages], dtype=np.int64)
         peak[1:] += x_first  # stage `first` reads x_first itself, the others beside it
         base = np.array([s.forward_base_nbytes for s in stages], dtype=np.int64)
-        return cls(own=np.maximum.accumulate(peak + base), replay=np.maximum.accumulate(peak))
+        return cls(own=np.maximum.accumulate(peak + base), rerun=np.maximum.accumulate(peak))
 
     def upto(self, chain: Chain, first: int, t: int) -> npt.NDArray[np.int64]:
         """Bytes needed, input of `first` and base included, for the checkpoints at first+1..t."""
         if t == len(chain.stages) - 1:
             return self.own[: t - first]
-        return self.replay[: t - first] + chain.stages[t].backward_base_nbytes
+        return self.rerun[: t - first] + chain.stages[t].backward_base_nbytes
 
 
 def base_nbytes(chain: Chain, k: int, t: int) -> int:

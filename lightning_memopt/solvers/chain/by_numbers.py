@@ -1,7 +1,7 @@
 """A sequence of layers given by numbers: read it, refuse what is wrong in it, plan it.
 
 In: `{"stages": [{...}, ...]}` with the keys of `KEYS` (seconds and bytes). Out: a `SequenceResult`: status, total
-seconds, peak bytes, the schedule and its operations in the words of the source (F_none, F_ck, F_all, B).
+seconds, peak bytes, the checkpoint tree and its operations in the words of the source (F_none, F_ck, F_all, B).
 
 The semantics are those of Beaumont, Eyraud-Dubois, Hermann, Joly, Shilova, "Optimal checkpointing for heterogeneous
 chains" (2019). For stage k with input x_k and output x_{k+1}:
@@ -66,9 +66,9 @@ class Status(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SequenceResult:
-    """A plan for a sequence. Infeasible: seconds infinite, peak 0, no schedule, no operations.
+    """A plan for a sequence. Infeasible: seconds infinite, peak 0, no tree, no operations.
 
-    `total_seconds` is every forward and backward once, and the replays; `operations` can be written as JSON.
+    `total_seconds` is every forward and backward once, and all reruns; `operations` can be written as JSON.
     """
 
     status: Status
@@ -77,7 +77,7 @@ class SequenceResult:
     bucket_nbytes: int
     solve_seconds: float
     smallest_budget_nbytes: int
-    schedule: CheckpointTree | None
+    tree: CheckpointTree | None
     operations: tuple[tuple[str, int], ...]
 
     def raise_if_infeasible(self) -> SequenceResult:
@@ -146,25 +146,25 @@ def solve_sequence(data: Mapping[str, Any], budget_nbytes: int, bucket_nbytes: i
         return SequenceResult(Status.INFEASIBLE, math.inf, 0, bucket, spent, smallest, None, ())
 
     table = _finest_needed(chain, budget_nbytes, bucket_nbytes or _first_bucket(chain, budget_nbytes))
-    found = math.isfinite(table.seconds(budget_nbytes))
-    schedule = table.tree(budget_nbytes) if found else smallest_tree(chain)
-    extra_seconds, peak_nbytes = simulate(chain, schedule)
+    solved = math.isfinite(table.seconds(budget_nbytes))
+    tree = table.tree(budget_nbytes) if solved else smallest_tree(chain)
+    extra_seconds, peak_nbytes = simulate(chain, tree)
     return SequenceResult(
-        status=Status.OPTIMAL if found else Status.FEASIBLE,
+        status=Status.OPTIMAL if solved else Status.FEASIBLE,
         total_seconds=base_seconds(data) + extra_seconds,
         peak_nbytes=peak_nbytes,
         bucket_nbytes=table.grid.bucket_nbytes,
         solve_seconds=time.perf_counter() - start,
         smallest_budget_nbytes=smallest,
-        schedule=schedule,
-        operations=sequence_operations(schedule),
+        tree=tree,
+        operations=sequence_operations(tree),
     )
 
 
-def sequence_operations(schedule: CheckpointTree) -> tuple[tuple[str, int], ...]:
-    """The schedule in the words of the source: ("F_ck", 0), ("F_none", 1), ("F_all", 2), ("B", 2), ..."""
+def sequence_operations(tree: CheckpointTree) -> tuple[tuple[str, int], ...]:
+    """The operations of a tree in the words of the source: ("F_ck", 0), ("F_none", 1), ("F_all", 2), ("B", 2), ..."""
     words = {"keep": "F_ck", "forget": "F_none", "hold": "F_all", "rebuild": "F_all", "backward": "B"}
-    return tuple((words[operation[0]], operation[1]) for operation in operations(schedule))
+    return tuple((words[operation[0]], operation[1]) for operation in operations(tree))
 
 
 def _first_bucket(chain: Chain, budget_nbytes: int) -> int:

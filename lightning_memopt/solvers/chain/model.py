@@ -1,14 +1,15 @@
-"""The data of the chain problem: stages in, a schedule tree out.
+"""The data of the chain problem: stages in, a checkpoint tree out.
 
 A chain is a sequence of stages; stage `k` reads boundary `x_k` and produces `x_{k+1}`. Every number is either bytes
 (`_nbytes`, int) or seconds (`_seconds`, float). The names follow Beaumont, Eyraud-Dubois, Hermann, Joly, Shilova,
 "Optimal checkpointing for heterogeneous chains" (2019), with several options per stage instead of one F_all.
 
-A schedule is a tree of three frozen nodes. `t`: the stage whose backward comes next:
+A checkpoint tree says how the backward of the stages runs. It has three kinds of nodes; `t` is the stage whose backward comes
+next:
 
     Checkpoint(first, at, right, left)   run first..at-1, keep x_at; `right` is backward t..at, `left` at-1..first
     Hold(stage, option, rest)            run `stage` holding the option's set; `rest` is the backward of t..stage+1
-    Rebuild(stage)                       the last stage of a replay: its backward rebuilds all from the input
+    Rebuild(stage)                       the last stage of a rerun: its backward rebuilds all from the input
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ from lightning_memopt.errors import ChainError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One way to hold a stage's interior between its forward and its backward.
+    """A way to hold a stage's interior between its forward and its backward.
+
+    name: for messages.
+    held_nbytes: bytes of the held set.
+    rerun_seconds: seconds to run the stage's forward again with this option.
+    rebuild_seconds: seconds of rebuilding in its backward.
+    forward_peak_nbytes, backward_peak_nbytes: peaks of its forward and of its backward.
 
     The held set excludes the stage's input and output boundaries. The forward peak excludes the input boundary and the
     base; it includes output, interior and workspace. The backward peak is absolute beyond the input boundary and what

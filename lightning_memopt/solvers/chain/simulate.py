@@ -1,7 +1,7 @@
 """An interpreter of chain schedules, independent of the solver: it keeps what is held and adds up what is run.
 
-In: a chain and a schedule tree. Out: the explicit operations, the extra seconds, the peak bytes. It shares no code with
-`table` (no recurrence, no bucket), so that it can be the judge of what the solver returns.
+In: a chain and a checkpoint tree. Out: the explicit operations, the extra seconds, the peak bytes. It shares no code with
+`table` (no recurrence, no bucket), so that it can judge the trees that the solver returns.
 
 The operations, in the order they run:
 
@@ -11,7 +11,7 @@ The operations, in the order they run:
     ("rebuild", k)   the next backward of stage k starts from its input alone
     ("backward", k)  run the backward of stage k; drops x_k, and the held set of k
 
-Forward operations before the first backward are the user's own pass and cost nothing; later ones are replays.
+Forward operations before the first backward are the user's own pass and cost nothing; later ones run again.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from lightning_memopt.solvers.chain.model import Chain, Checkpoint, CheckpointTr
 Operation: TypeAlias = tuple[str, int] | tuple[str, int, int]
 
 
-def operations(schedule: CheckpointTree) -> list[Operation]:
-    """The schedule as the flat list of operations it stands for. Iterative: any depth of tree will do."""
+def operations(tree: CheckpointTree) -> list[Operation]:
+    """The operations of the tree, in the order in which they run. Iterative, so that deep trees do not exhaust the stack."""
     out: list[Operation] = []
-    todo: list[CheckpointTree | Operation | None] = [schedule]
+    todo: list[CheckpointTree | Operation | None] = [tree]
     while todo:
         node = todo.pop()
         if isinstance(node, Checkpoint):
@@ -45,9 +45,9 @@ def operations(schedule: CheckpointTree) -> list[Operation]:
     return out
 
 
-def simulate(chain: Chain, schedule: CheckpointTree) -> tuple[float, int]:
-    """(extra seconds, peak bytes) of the schedule run on the chain; raises ChainError if it cannot be run."""
-    return simulate_operations(chain, operations(schedule))
+def simulate(chain: Chain, tree: CheckpointTree) -> tuple[float, int]:
+    """(extra seconds, peak bytes) of the tree run on the chain; raises ChainError if it cannot be run."""
+    return simulate_operations(chain, operations(tree))
 
 
 def simulate_operations(chain: Chain, ops: list[Operation]) -> tuple[float, int]:

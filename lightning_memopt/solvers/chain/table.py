@@ -13,8 +13,8 @@ What makes it fast (section 'Speed' of docs/formulation.md):
 * positions s' that bounds show not to win in a block of columns are left out, and a row ends where more memory is no
   help; what is left is gathered, a block a position, and reduced in few vector operations.
 
-No decision is stored; `schedule` finds the best branch again, one column at a time. Tables above `FLOAT64_NBYTES` are
-float32: the seconds reported are then added up again from the schedule in float64.
+No decision is stored; `tree` finds the best branch again, one column at a time. Tables above `FLOAT64_NBYTES` are
+float32: the seconds reported are then added up again from the tree in float64.
 """
 
 from __future__ import annotations
@@ -103,9 +103,9 @@ class ChainTable:
     def seconds(self, level_nbytes: int) -> float:
         """Least extra seconds within `level_nbytes` (at most the budget); infinity if no schedule fits."""
         column = self._column_of(level_nbytes)
-        found = self._cells.value(0, -1, column) if column >= 0 else float("inf")
-        if self.dtype == np.float64 or found == float("inf"):
-            return found
+        seconds = self._cells.value(0, -1, column) if column >= 0 else float("inf")
+        if self.dtype == np.float64 or seconds == float("inf"):
+            return seconds
         return simulate(self.chain, self.tree(level_nbytes))[0]
 
     def levels(self) -> tuple[int, ...]:
@@ -177,10 +177,10 @@ class ChainTable:
         return ways
 
     def _options(self, s: int) -> list[tuple[int, int, int, float, float]]:
-        """Per option: columns taken, bytes for its forward less the base, for its backward, added cost replayed, own.
+        """Per option: columns taken, bytes for its forward less the base, for its backward, added cost of a rerun, own cost.
 
         The cost is what holding adds to the entry of (s+1, t): D(s,t) - D(s+1,t) in the user's own pass, and in a
-        replay E(s,t) - E(s+1,t) = D(s,t) - D(s+1,t) - sweep_seconds of s.
+        rerun E(s,t) - E(s+1,t) = D(s,t) - D(s+1,t) - sweep_seconds of s.
         """
         stage = self.chain.stages[s]
         x_s = stage.input_nbytes
@@ -201,8 +201,8 @@ class ChainTable:
         base = base_nbytes(self.chain, s, t)
         column = self.grid.column
         return [
-            (taken, max(taken, column(max(base + forward, backward))), own_cost if own else replay_cost)
-            for taken, forward, backward, replay_cost, own_cost in self._ways[s]
+            (taken, max(taken, column(max(base + forward, backward))), own_cost if own else rerun_cost)
+            for taken, forward, backward, rerun_cost, own_cost in self._ways[s]
         ]
 
     def _best_single(self, s: int, m: int) -> Hold | Rebuild:

@@ -1,10 +1,11 @@
-"""What of a step is moved off the device and when it comes back, by the dependencies between layers alone.
+"""Choose the tensors to park, and when they come back, by the dependencies between layers alone.
 
-Input: an observed graph and the rates of a link. Output: lives; every saved feature map goes away but those of layers that
-hold next to nothing. No budget and no search among plans. Source: Yang, Cheng, *Efficient GPU Memory Management for Nonlinear
-DNNs* (HPDC 2020; "Dymem"), 3.1 and 3.2, Algorithms 1 and 2. What is different here: docs/formulation.md, "Away".
+Input: an observed graph and the rates of a link. Output: lives and trips. Every saved feature map is parked, except those of
+layers that hold next to nothing. There is no budget and no search among plans. Source: Yang, Cheng, *Efficient GPU Memory
+Management for Nonlinear DNNs* (HPDC 2020; "Dymem"), 3.1 and 3.2, Algorithms 1 and 2. The differences from the source:
+docs/formulation.md, "Away".
 
-A copy out begins when its tensor is packed; the bytes are let go when it has ended, and no layer waits for it before. A copy in
+A copy out begins when its tensor is packed; the bytes are freed when the copy has ended, and no layer waits for it. A copy in
 begins when the search of a layer finds its tensor: no more than two compute-heavy layers ahead, that layer included.
 """
 
@@ -32,8 +33,8 @@ def flow(graph: Graph) -> list[int]:
     makers = {op.id: {graph.producers[t].id for t in op.inputs if t in graph.producers} for op in graph.forward}
     readers: dict[int, list[int]] = {}
     for op, sources in makers.items():
-        for source in sources:
-            readers.setdefault(source, []).append(op)
+        for maker in sources:
+            readers.setdefault(maker, []).append(op)
     met = dict.fromkeys(makers, 0)
     order = []
     stack = [op for op in reversed(makers) if not makers[op]]
@@ -49,8 +50,8 @@ def flow(graph: Graph) -> list[int]:
 def prefetches(graph: Graph, gaps: Mapping[int, Gap]) -> dict[int, int]:
     """Tensor -> the request at which the search of a layer finds it (Algorithm 2).
 
-    The layer whose backward begins looks down the reverse of the flow. It takes what is away, up to the heavy layer that would
-    be one too many; light layers on the way cost nothing to wait for. Who is not found in time is fetched when it is read.
+    A layer whose backward begins searches the reverse of the flow for parked tensors, and stops at the heavy layer that is one
+    too many; light layers do not count. A tensor that no search finds in time is fetched when it is read.
     """
     order = flow(graph)[::-1]
     place = {op: i for i, op in enumerate(order)}
@@ -61,7 +62,7 @@ def prefetches(graph: Graph, gaps: Mapping[int, Gap]) -> dict[int, int]:
         if layer is not None and layer.id in place and save.tensor in gaps and save.unpacked_at:
             of_layer.setdefault(layer.id, []).append(save.tensor)
             begins[layer.id] = min(save.unpacked_at[0], begins.get(layer.id, save.unpacked_at[0]))
-    found: dict[int, int] = {}
+    found_at: dict[int, int] = {}
     for begun, point in sorted(begins.items(), key=lambda item: item[1]):
         heavy = int(graph.ops[begun].heavy)
         for after in order[place[begun] + 1 :]:
@@ -69,20 +70,20 @@ def prefetches(graph: Graph, gaps: Mapping[int, Gap]) -> dict[int, int]:
             if heavy > HEAVY_AHEAD:
                 break
             for t in of_layer.get(after, ()):
-                found.setdefault(t, point)
-    return found
+                found_at.setdefault(t, point)
+    return found_at
 
 
 def dymem_trips(graph: Graph, rates: TransferRates, tier: str = "host") -> tuple[tuple[Life, ...], list[Trip]]:
-    """Everything that layers save goes, but what is in `STAYING`; copies out end by themselves, copies in are searched for."""
+    """The trips of all tensors that layers save, except layers in `STAYING`; copies in begin where `prefetches` says."""
     lives = keep_all(graph)
     planner = TripPlanner(graph, lives, rates)
     read_by = kinds(graph)
     forms: dict[int, Form] = {t: (tier, graph.tensors[t].nbytes) for t in planner.gaps if not read_by.get(t, set()) <= STAYING}
-    found = prefetches(graph, {t: planner.gaps[t] for t in forms})
+    prefetch_at = prefetches(graph, {t: planner.gaps[t] for t in forms})
     asked = requests(graph, forms)
     trips = []
     for trip in planner.plan(forms):
-        wanted = found.get(trip.gap.tensor, trip.gap.needed)
+        wanted = prefetch_at.get(trip.gap.tensor, trip.gap.needed)
         trips.append(replace(trip, back_at=comes_back(trip.gap, wanted, trip.gone_at, graph, asked)))
     return lives, trips

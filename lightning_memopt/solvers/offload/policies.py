@@ -1,7 +1,7 @@
-"""What to compare transfers with: the policies of the sources, as solvers of the same shape.
+"""The offload and compression policies of published papers, to compare with and to start from.
 
-Each is a `policy.Policy`: a graph, the rates of a link and the tier at its other end in; lives and trips out. `joint` tries all
-of them as starts.
+Each is a `policy.Policy`: in go a graph, the rates of a link and the tier at its other end; out come lives and trips. `joint`
+tries all of them as starts.
 
 Sources: Rhu et al., *vDNN* (MICRO 2016), layer by layer with a barrier; Wang et al., *SuperNeurons* (PPoPP 2018), 3.2 to 3.4;
 both as Dymem (HPDC 2020, 2.3 and 4.1) and FreeLunch (III and IV) describe and measure them. All are priced by `simulate`.
@@ -24,7 +24,7 @@ from lightning_memopt.solvers.rollout import Rollout, keep_all, unrepeatable
 from lightning_memopt.units import ceil_div
 
 Lives = tuple[Life, ...]
-Away = tuple[Lives, list[Trip]]
+LivesAndTrips = tuple[Lives, list[Trip]]
 
 CONVOLUTIONS = frozenset({"convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution", "convolution_overrideable"})
 CHEAP = frozenset(
@@ -36,11 +36,11 @@ CHEAP = frozenset(
 )
 """Pooling, activation, LRN and normalisation run again (SuperNeurons, 3.4), and joins, of which autograd saves nothing."""
 _AHEAD = 2
-"""Tensors that come back before they are read (FreeLunch, III-A: two are enough)."""
+"""So many tensors ahead, a tensor begins to come back (FreeLunch, III-A: two are enough)."""
 
 
-def liveness(graph: Graph, rates: TransferRates, tier: str) -> Away:
-    """Nothing moves; every tensor is let go after its last reader. What PyTorch does by itself."""
+def liveness(graph: Graph, rates: TransferRates, tier: str) -> LivesAndTrips:
+    """Nothing moves; every tensor is freed after its last reader, as PyTorch does by itself."""
     return keep_all(graph), []
 
 
@@ -52,19 +52,19 @@ def _layer_before(graph: Graph) -> dict[int, int]:
     """Request -> the first request of the layer whose backward comes just before."""
     asked = requests(graph, graph.producers)
     firsts: list[int] = []
-    found: dict[int, int] = {}
+    first_before: dict[int, int] = {}
     last = -1
     for p in asked:
         if not firsts or any(graph.points[q].kind == "op" for q in range(last, p)):
             firsts.append(p)
-        found[p] = firsts[-2] if len(firsts) > 1 else p
+        first_before[p] = firsts[-2] if len(firsts) > 1 else p
         last = p
-    return found
+    return first_before
 
 
-def vdnn(graph: Graph, rates: TransferRates, tier: str, layers: str = "all") -> Away:
-    """Layer by layer: what the last layer that reads a map offloads has left when that layer ends; a copy in begins one layer
-    ahead, so that it hides behind that layer only. `layers`: "all", or "conv" for the inputs of convolutions.
+def vdnn(graph: Graph, rates: TransferRates, tier: str, layers: str = "all") -> LivesAndTrips:
+    """Layer by layer: a map has left when the last layer that reads it ends; its copy in begins one layer ahead, so that it
+    hides behind that layer only. `layers`: "all", or "conv" for the inputs of convolutions.
     """
     lives = keep_all(graph)
     planner = TripPlanner(graph, lives, rates)
@@ -80,7 +80,7 @@ def vdnn(graph: Graph, rates: TransferRates, tier: str, layers: str = "all") -> 
     return lives, trips
 
 
-def one_stream(graph: Graph, rates: TransferRates, tier: str) -> Away:
+def one_stream(graph: Graph, rates: TransferRates, tier: str) -> LivesAndTrips:
     """Copies and compute take turns: the step waits for every copy from its beginning to its end (Dymem, 5.3, "baseline")."""
     lives = keep_all(graph)
     planner = TripPlanner(graph, lives, rates)
@@ -98,15 +98,15 @@ def _ahead(graph: Graph, planner: TripPlanner, forms: dict[int, Form], ahead: in
     ]
 
 
-def asynchronous(graph: Graph, rates: TransferRates, tier: str) -> Away:
+def asynchronous(graph: Graph, rates: TransferRates, tier: str) -> LivesAndTrips:
     """Everything is moved, without barriers, and comes back two tensors ahead (FreeLunch, IV-B, "async swapping")."""
     lives = keep_all(graph)
     planner = TripPlanner(graph, lives, rates)
     return lives, _ahead(graph, planner, _raw(graph, planner.gaps, tier))
 
 
-def recompute_cheap(graph: Graph, rates: TransferRates, tier: str) -> Away:
-    """What light layers make is made again, a segment at a time; everything else is held (SuperNeurons, 3.4)."""
+def recompute_cheap(graph: Graph, rates: TransferRates, tier: str) -> LivesAndTrips:
+    """The results of light layers are rebuilt, a segment at a time; all others are held (SuperNeurons, 3.4)."""
     made = {t for op in graph.forward if short(op.name) not in CHEAP for t in op.outputs}
     roll = Rollout(graph)
     held = made - graph.overwritten | unrepeatable(graph)
@@ -114,17 +114,17 @@ def recompute_cheap(graph: Graph, rates: TransferRates, tier: str) -> Away:
     return roll.lives(), []
 
 
-def superneurons(graph: Graph, rates: TransferRates, tier: str) -> Away:
-    """What convolutions read or made is moved, what light layers made is made again (SuperNeurons, 3.2 to 3.4)."""
+def superneurons(graph: Graph, rates: TransferRates, tier: str) -> LivesAndTrips:
+    """Inputs and results of convolutions are moved, results of light layers are rebuilt (SuperNeurons, 3.2 to 3.4)."""
     return _convolutions_away(graph, rates, recompute_cheap(graph, rates, tier)[0], tier)
 
 
-def superneurons_swap(graph: Graph, rates: TransferRates, tier: str) -> Away:
+def superneurons_swap(graph: Graph, rates: TransferRates, tier: str) -> LivesAndTrips:
     """The same without recomputation, as Dymem compares with it (4.1)."""
     return _convolutions_away(graph, rates, keep_all(graph), tier)
 
 
-def _convolutions_away(graph: Graph, rates: TransferRates, lives: Lives, tier: str) -> Away:
+def _convolutions_away(graph: Graph, rates: TransferRates, lives: Lives, tier: str) -> LivesAndTrips:
     planner = TripPlanner(graph, lives, rates)
     chosen = {t for t in planner.gaps if t in graph.producers and short(graph.producers[t].name) in CONVOLUTIONS}
     chosen |= _convolutions_read(graph, planner)
@@ -137,7 +137,7 @@ def _convolutions_read(graph: Graph, planner: TripPlanner) -> set[int]:
 
 
 def _encoded(graph: Graph, tensors: Collection[int], bits: int) -> dict[int, Form]:
-    """Fixed-rate forms of what is 32-bit floats; a decoded value of the family takes `bits`."""
+    """Fixed-rate forms of tensors of 32-bit floats, with `bits` bits a value."""
     floats = (t for t in tensors if graph.tensors[t].dtype in ("", "float32"))
     return {t: (f"block{bits}", ceil_div(graph.tensors[t].nbytes * bits, 32)) for t in floats}
 
@@ -147,20 +147,20 @@ def _in_place(planner: TripPlanner, forms: dict[int, Form]) -> list[Trip]:
     return [Trip(gaps[t], gaps[t].leaves, gaps[t].needed, *form) for t, form in forms.items()]
 
 
-def compression(graph: Graph, rates: TransferRates, tier: str, bits: int = 6) -> Away:
+def compression(graph: Graph, rates: TransferRates, tier: str, bits: int = 6) -> LivesAndTrips:
     """Every map stays on the device, encoded (FreeLunch, III). 6 bits of 32: the source's rate of five, nearly."""
     lives = keep_all(graph)
     planner = TripPlanner(graph, lives, rates)
     return lives, _in_place(planner, _encoded(graph, planner.gaps, bits))
 
 
-def hybrid(graph: Graph, rates: TransferRates, tier: str, bits: int = 4) -> Away:
-    """What convolutions read is encoded, 8 to 1, the rest is moved (FreeLunch, IV-C)."""
+def hybrid(graph: Graph, rates: TransferRates, tier: str, bits: int = 4) -> LivesAndTrips:
+    """Inputs of convolutions are encoded, 8 to 1, the rest is moved (FreeLunch, IV-C)."""
     lives = keep_all(graph)
     planner = TripPlanner(graph, lives, rates)
-    here = _encoded(graph, sorted(_convolutions_read(graph, planner)), bits)
-    rest = _raw(graph, [t for t in planner.gaps if t not in here], tier)
-    return lives, [*_in_place(planner, here), *_ahead(graph, planner, rest)]
+    encoded = _encoded(graph, sorted(_convolutions_read(graph, planner)), bits)
+    rest = _raw(graph, [t for t in planner.gaps if t not in encoded], tier)
+    return lives, [*_in_place(planner, encoded), *_ahead(graph, planner, rest)]
 
 
 POLICIES: dict[str, Policy] = {

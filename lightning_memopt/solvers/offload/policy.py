@@ -16,13 +16,16 @@ from lightning_memopt.plan.readers import short
 from lightning_memopt.solvers.offload.trips import Gap, Trip, TripPlanner, send_away
 
 Policy = Callable[[Graph, TransferRates, str], tuple[tuple[Life, ...], list[Trip]]]
-"""(graph, rates, tier) -> the lives of a step in which nothing is away, and the trips of what goes."""
+"""(graph, rates, tier) -> the lives of a step in which nothing is parked, and the trips of the tensors to park."""
 
 
 def carry_out(
     policy: Policy, graph: Graph, rates: TransferRates, tier: str = "host", budget_nbytes: int | None = None
 ) -> tuple[tuple[Life, ...], bool]:
-    """The lives of a policy, and whether they fit the budget: where memory runs out, the step waits for copies (3.2.1)."""
+    """The lives of a policy, and whether they fit the budget.
+
+    Where memory runs out, the step waits for copies (Dymem, 3.2.1).
+    """
     lives, trips = policy(graph, rates, tier)
     if budget_nbytes is not None:
         forms = {trip.gap.tensor: (trip.form, trip.parked_nbytes) for trip in trips}
@@ -41,11 +44,11 @@ def layer_of(graph: Graph, save: Save) -> Op | None:
 
 def kinds(graph: Graph) -> dict[int, set[str]]:
     """Saved tensor -> the names of the layers whose backward reads it."""
-    found: dict[int, set[str]] = {}
+    names: dict[int, set[str]] = {}
     for save in graph.saves:
         layer = layer_of(graph, save)
-        found.setdefault(save.tensor, set()).add(short(layer.name) if layer else "")
-    return found
+        names.setdefault(save.tensor, set()).add(short(layer.name) if layer else "")
+    return names
 
 
 def requests(graph: Graph, tensors: Iterable[int]) -> list[int]:
@@ -55,7 +58,10 @@ def requests(graph: Graph, tensors: Iterable[int]) -> list[int]:
 
 
 def comes_back(gap: Gap, wanted: int, gone_at: int, graph: Graph, asked: list[int]) -> int:
-    """The request at which a tensor begins to come back: the first from `wanted` on at which it is away, or when needed."""
+    """The request at which a tensor begins to come back.
+
+    It is the first one from the point `wanted` on at which the tensor is parked; without such a request, `gap.needed`.
+    """
     after = max(gone_at, graph.tensors[gap.tensor].freed_at) + 1
     i = bisect_right(asked, max(wanted, after) - 1)
     return min(gap.needed, asked[i]) if i < len(asked) else gap.needed

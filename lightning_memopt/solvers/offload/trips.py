@@ -1,8 +1,9 @@
-"""Tensors that go away for a while: from the lives of a plan and a choice of tensors, when each leaves and comes back.
+"""Plan when tensors are parked and fetched, for the lives of a plan and a choice of tensors.
 
-A *gap* is where a held tensor is not needed: from when it may leave to when backward, or a rebuild, first reads it. A
-*trip* uses a part of it. Trips are planned as late as copies allow: bytes go when the copy out ends, and begin to come back
-just in time (Dymem, 3.2). Where the budget asks for more, they go earlier and come back later, and the step waits for the link.
+A *gap* is the stretch of points at which a held tensor is not needed: from where it may be parked to where backward, or a
+rebuild, first reads it. A *trip* is the part of the gap during which its bytes are off the device. Trips are planned so that
+the step does not wait: the bytes are freed when the copy out ends, and the copy in begins just in time (Dymem, 3.2). Where the
+budget needs longer trips, they begin earlier and end later, and the step waits for the link.
 """
 
 from __future__ import annotations
@@ -22,7 +23,12 @@ from lightning_memopt.plan.simulate import encoded
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A held tensor that nobody reads after the point `leaves` and before the point `needed`."""
+    """A stretch of points at which a held tensor is not read.
+
+    tensor: id of the tensor.
+    leaves: the point after which it may be parked.
+    needed: the point at which backward or a rebuild first reads it again.
+    """
 
     tensor: int
     leaves: int
@@ -31,7 +37,14 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Trip:
-    """Its bytes are on the device up to the point `gone_at`, and again from the point `back_at`."""
+    """The time during which a tensor's bytes are off the device.
+
+    gap: the gap of which the trip uses a part.
+    gone_at: the last point at which the bytes are on the device.
+    back_at: the first point at which they are on the device again.
+    form: the form in which the tensor is parked.
+    parked_nbytes: bytes that it takes in this form.
+    """
 
     gap: Gap
     gone_at: int
@@ -45,7 +58,7 @@ Form = tuple[str, int]
 
 
 def gaps(graph: Graph, lives: Iterable[Life], schedule: Schedule | None = None) -> dict[int, Gap]:
-    """By tensor, of what the lives hold from forward and user code lets go of before it is needed again."""
+    """Tensor -> its gap, for tensors that the lives hold from forward and that user code frees before they are needed again."""
     lives = tuple(lives)
     schedule = schedule or lower(graph, lives)
     needed: dict[int, int] = {}
@@ -57,7 +70,7 @@ def gaps(graph: Graph, lives: Iterable[Life], schedule: Schedule | None = None) 
             if isinstance(step, Run):
                 for t in graph.ops[step.op].inputs:
                     needed[t] = min(p, needed.get(t, p))
-    found = {}
+    found_gaps = {}
     changed = {save.tensor for save in graph.saves if graph.packed(save) != save.tensor}
     for life in lives:
         t = life.tensor
@@ -65,26 +78,26 @@ def gaps(graph: Graph, lives: Iterable[Life], schedule: Schedule | None = None) 
             continue
         leaves = leaves_at(graph, t)
         if max(leaves, graph.tensors[t].freed_at) < needed[t] <= life.freed_at:
-            found[t] = Gap(t, leaves, needed[t])
-    return found
+            found_gaps[t] = Gap(t, leaves, needed[t])
+    return found_gaps
 
 
 def send_away(lives: Iterable[Life], trips: Iterable[Trip]) -> tuple[Life, ...]:
-    """The lives with each trip's original life cut in two."""
+    """The lives of a plan with these trips: the original life of each trip's tensor is cut in two, the second one fetched."""
     by_tensor = {trip.gap.tensor: trip for trip in trips}
-    found: list[Life] = []
+    cut_lives: list[Life] = []
     for life in lives:
         trip = by_tensor.get(life.tensor) if life.how == "original" else None
         if trip is None:
-            found.append(life)
+            cut_lives.append(life)
             continue
-        found.append(replace(life, freed_at=trip.gone_at))
-        found.append(replace(life, born_at=trip.back_at, how="fetch", form=trip.form, parked_nbytes=trip.parked_nbytes))
-    return tuple(sorted(found, key=lambda life: (life.tensor, life.born_at)))
+        cut_lives.append(replace(life, freed_at=trip.gone_at))
+        cut_lives.append(replace(life, born_at=trip.back_at, how="fetch", form=trip.form, parked_nbytes=trip.parked_nbytes))
+    return tuple(sorted(cut_lives, key=lambda life: (life.tensor, life.born_at)))
 
 
 class TripPlanner:
-    """Plans trips for the lives of one plan on links of certain rates."""
+    """Plans trips for the lives of one plan, for links and codecs with these rates."""
 
     def __init__(self, graph: Graph, lives: tuple[Life, ...], rates: TransferRates) -> None:
         self.graph, self.lives, self.rates = graph, lives, rates
@@ -130,13 +143,13 @@ class TripPlanner:
         return [Trip(gap, out[gap.tensor], back[gap.tensor], *forms[gap.tensor]) for gap in chosen]
 
     def fences(self, forms: Iterable[int]) -> list[int]:
-        """Points of the forward at which the engine may wait for a copy: where it is given what goes away, or is dropped."""
+        """Points of the forward at which the engine may wait for a copy: where autograd packs a tensor to park or to drop."""
         saved = (t for t in self._dropped if t in self.graph.saves_of)
-        found = {leaves_at(self.graph, t) for t in saved}.union(self.gaps[t].leaves for t in forms)
-        return sorted(p for p in found if p < self.graph.backward_begins)
+        points = {leaves_at(self.graph, t) for t in saved}.union(self.gaps[t].leaves for t in forms)
+        return sorted(p for p in points if p < self.graph.backward_begins)
 
     def requests(self, forms: Iterable[int]) -> list[int]:
-        """Unpack points at which the engine is asked: those of what is dropped or away."""
+        """Unpack points at which the engine is asked: those of dropped and of parked tensors."""
         tensors = self._dropped.union(forms)
         return sorted({p for s in self.graph.saves if s.tensor in tensors for p in s.unpacked_at})
 
@@ -147,9 +160,9 @@ class TripPlanner:
     def within(
         self, forms: Mapping[int, Form], budget_nbytes: int, rounds: int = 200, planned: Iterable[Trip] | None = None
     ) -> list[Trip] | None:
-        """Trips of these tensors within the budget, where needed by waiting for the link; None where even that does not do.
+        """Trips of these tensors that fit the budget, longer ones where needed; None where even the longest do not fit.
 
-        `planned`: trips of the same tensors to begin with, those of `plan` without them.
+        `planned`: trips of the same tensors to start from; by default those of `plan`.
         """
         trips = {trip.gap.tensor: trip for trip in (self.plan(forms) if planned is None else planned)}
         fences = self.fences(trips)
@@ -159,12 +172,13 @@ class TripPlanner:
             over = [p for p, nbytes in enumerate(levels) if nbytes > budget_nbytes]
             if not over:
                 return list(trips.values())
-            if not any([self._squeeze(trips, p, fences, requests) for p in (levels.index(max(levels)), over[0], over[-1])]):
+            squeezed = [self._squeeze(trips, p, fences, requests) for p in (levels.index(max(levels)), over[0], over[-1])]
+            if not any(squeezed):
                 return None
         return None
 
     def levels(self, trips: Iterable[Trip]) -> list[int]:
-        """Bytes at every point with these trips: those that `simulate` finds, which are the plan's less what is away."""
+        """Bytes at every point with these trips, as `simulate` counts them."""
         trips = list(trips)
         moved = Levels(len(self._levels))
         for trip in trips:
@@ -173,10 +187,13 @@ class TripPlanner:
         coded = [trip for trip in trips if codec_of(trip.form)]
         for _, first, last, nbytes in encoded(self.graph, send_away((self._held[trip.gap.tensor] for trip in coded), coded)):
             moved.add(first, last, nbytes)
-        return [here + more for here, more in zip(self._levels, moved.levels(), strict=True)]
+        return [level + change for level, change in zip(self._levels, moved.levels(), strict=True)]
 
     def _squeeze(self, trips: dict[int, Trip], p: int, fences: list[int], requests: list[int]) -> bool:
-        """Take off the point `p` what waits there for the link, or came back before it had to; whether there was any."""
+        """Make the trips longer whose tensors are at the point `p` because they wait for the link or came back early.
+
+        Returns whether there was such a trip.
+        """
         moved = False
         for t, trip in trips.items():
             if max(trip.gap.leaves, self.graph.tensors[t].freed_at) < p <= trip.gone_at:

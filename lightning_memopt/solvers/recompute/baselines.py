@@ -1,4 +1,4 @@
-"""What to compare with: the policies that frameworks ship, as solvers of the same shape as any other.
+"""Baselines: the policies that frameworks ship, as solvers of the same shape as any other.
 
 Input: an observed graph (and its stages where the policy speaks of layers). Output: lives. No policy looks at bytes.
 Source: Chen, Xu, Zhang, Guestrin, *Training deep nets with sublinear memory cost* (2016): `mirror` is its "drop the
@@ -22,7 +22,7 @@ def unmodified(graph: Graph) -> tuple[Life, ...]:
 
 
 def mirror(graph: Graph) -> tuple[Life, ...]:
-    """Run every light op again, hold what the others made; larger inputs than outputs are nobody's concern.
+    """Run every light op again and hold the results of the others, also where an op's inputs are larger than its outputs.
 
     As in the framework that Echo is compared with: dropout is not run again, and the backward of a heavy op reads what the
     forward gave it (Echo, fig. 14c), so that is held too.

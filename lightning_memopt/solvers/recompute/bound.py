@@ -1,7 +1,7 @@
 """A lower bound on the extra seconds of every plan of a graph within a budget. The proof: docs/formulation.md, "The bound".
 
-At any one point of the step, what the rest of backward asks for is held by the plan, or there by nature, or made again at that
-point or later. The first has room only for what the budget leaves beside what no plan changes; `mincut` prices the last.
+At any one point of the step, each tensor that the rest of backward asks for is held by the plan, or in memory anyway, or
+rebuilt at that point or later. The budget, less the bytes that no plan changes, limits the first; `mincut` prices the last.
 """
 
 from __future__ import annotations
@@ -14,7 +14,12 @@ from lightning_memopt.solvers.recompute.mincut import HoldOrRebuild, Hull
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A point of the step: `natural_nbytes` are there whatever the plan says, `hull` prices what it may hold beside them."""
+    """A point of the step, and the bound there.
+
+    natural_nbytes: bytes in memory whatever the plan says.
+    problem: the cut problem of the tensors that a plan may hold beside them.
+    hull: its solutions.
+    """
 
     natural_nbytes: int
     problem: HoldOrRebuild
@@ -26,10 +31,10 @@ class Moment:
 
 
 def requirements(graph: Graph, point: int) -> HoldOrRebuild:
-    """What every plan holds at `point`, or makes again at it or later.
+    """The cut problem of the tensors that every plan holds at `point`, or rebuilds at it or later.
 
-    Needed: what autograd asks for from there on. Free: what is there by nature or is yet to be made. Lost: what is overwritten
-    before the first request, so that no plan holds it; past that request a plan may hold a copy that it made.
+    Needed: tensors that autograd asks for from there on. Free: tensors that are in memory anyway or are yet to be made. Lost:
+    tensors that are overwritten before the first request, so that no plan holds them; past it a plan may hold a copy.
     """
     first = min((p for s in graph.saves for p in s.unpacked_at), default=len(graph.points))
     gone = frozenset(old for op in graph.ops if op.at < first for old, _ in op.mutates)
@@ -39,13 +44,15 @@ def requirements(graph: Graph, point: int) -> HoldOrRebuild:
 
 
 def moment(graph: Graph, point: int, vertices: int) -> Moment:
-    """What a point of the step says, from up to `vertices` choices of what to hold there."""
+    """The bound at a point of the step, from up to `vertices` cuts."""
     problem = requirements(graph, point)
     return Moment(base_levels(graph)[point] + workspaces(graph)[point], problem, problem.hull(vertices))
 
 
 def moments(graph: Graph, vertices: int = 24) -> list[Moment]:
-    """Where every plan must give something up: the first request, and the peak of the unmodified step up to the last one."""
+    """The bounds at two points where every plan must give something up: the first request, and the
+    peak of the unmodified step up to the last request.
+    """
     requests = [p for s in graph.saves for p in s.unpacked_at]
     if not requests:
         return []

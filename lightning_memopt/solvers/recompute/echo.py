@@ -1,12 +1,12 @@
-"""Which light ops to run again so that autograd saves fewer bytes: a dataflow analysis in near-linear time.
+"""Choose the light ops to run again so that autograd saves fewer bytes: a dataflow analysis in near-linear time.
 
 Input: an observed graph. Output: lives whose simulated peak is below that of the unmodified step, or its own lives.
-No budget and no search: what cannot shrink the footprint is not run again, so the extra seconds stay small.
+There is no budget and no search: ops that cannot shrink the footprint are not run again, so the extra seconds stay small.
 Source: Zheng, Vijaykumar, Pekhimenko, *Echo: Compiler-based GPU memory footprint reduction for LSTM RNN training*
 (ISCA 2020), sections IV and V, Algorithm 1. Mathematics and departures from it: docs/formulation.md.
 
-The *path* is the set of ops to run again. A *feature* is a tensor that backward asks for. What the path reads and does
-not make must be held. Heavy ops are never on the path, but what their gradients read may be rebuilt: the saves say so.
+The *path* is the set of ops to run again. A *feature* is a tensor that backward asks for. A tensor that the path reads and does
+not make must be held. Heavy ops are never on the path, but tensors that their gradients read may be rebuilt.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def subgraphs(path: Footprint, ops: Iterable[int]) -> list[list[int]]:
                 root[find(o)] = find(maker)
             elif path.holds(t) and path.nbytes(t):
                 root[find(o)] = find(first_reader.setdefault(t, o))
-    found: dict[int, list[int]] = {}
+    groups: dict[int, list[int]] = {}
     for o in sorted(root, reverse=True):
-        found.setdefault(find(o), []).append(o)
-    return [group[::-1] for group in found.values()]
+        groups.setdefault(find(o), []).append(o)
+    return [group[::-1] for group in groups.values()]
 
 
 def sweep(path: Footprint, subgraph: list[int]) -> None:
-    """Remove what does not shrink the footprint, in topological order.
+    """Remove ops that do not shrink the footprint, in topological order.
 
     Ops that read a tensor held for the path alone are judged together, when the first and when the last of them is met:
     its bytes are let go only if all of them are removed. Then each op is judged by itself.
@@ -97,7 +97,7 @@ def recomputation(graph: Graph) -> Footprint:
 
 
 def just_in_time(path: Footprint, held: Collection[int] = ()) -> tuple[Life, ...]:
-    """Lives that hold what the path does not make, and `held`, where it is read; each op of the path runs when first needed."""
+    """Lives that hold `held` and the tensors that the path reads and does not make; ops of the path run when needed."""
     roll = Rollout(path.graph)
     kept = {t for op in path.graph.ops if op.id not in path.ops for t in op.outputs}.union(held)
     saved = [s for s in path.graph.saves if path.made_by.get(s.tensor) in path.ops]
@@ -107,7 +107,10 @@ def just_in_time(path: Footprint, held: Collection[int] = ()) -> tuple[Life, ...
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """No cycles are made here, and each collection walks the whole graph: a third of the planning time at 100K ops."""
+    """Pause the cycle collector: the analysis makes no cycles, and each collection walks the whole graph.
+
+    Collections took a third of the planning time at 100K ops.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -124,7 +127,7 @@ def echo(graph: Graph) -> tuple[Life, ...]:
     if not path.ops:
         return keep_all(graph)
     lives = just_in_time(path)
-    floor = simulate(graph, lives, _NOTHING_RUNS)  # replays take bytes as well: the peak of `lives` is this or higher
+    floor = simulate(graph, lives, _NOTHING_RUNS)  # rebuilds take bytes as well: the peak of `lives` is this or higher
     back = back_at_peak(path, lives, floor)
     for t in back:
         if path.made_by[t] in path.ops:
@@ -142,11 +145,11 @@ def back_at_peak(path: Footprint, lives: Iterable[Life], timeline: Timeline) -> 
     As many as can be held until then without making a new peak, those that come back the earliest first.
     """
     peak = timeline.peak_at
-    found = [life for life in lives if life.how == "rebuild" and life.born_at <= peak <= life.freed_at]
-    found.sort(key=lambda life: (life.born_at - life.freed_at, life.tensor))
+    at_peak = [life for life in lives if life.how == "rebuild" and life.born_at <= peak <= life.freed_at]
+    at_peak.sort(key=lambda life: (life.born_at - life.freed_at, life.tensor))
     before = list(accumulate(timeline.nbytes[:peak], max, initial=0))
     taken, back = 0, []
-    for life in found:
+    for life in at_peak:
         nbytes = path.nbytes(life.tensor)
         if before[life.born_at] + taken + nbytes <= timeline.predicted.peak_nbytes:
             taken += nbytes
@@ -155,7 +158,7 @@ def back_at_peak(path: Footprint, lives: Iterable[Life], timeline: Timeline) -> 
 
 
 def unmodified_peak_nbytes(graph: Graph) -> int:
-    """The simulated peak of `keep_all`, without its lives: what autograd asks for is there until it is released."""
+    """The simulated peak of `keep_all`, without making its lives: saved tensors are in memory until they are released."""
     until: dict[int, int] = {}
     for save in graph.saves:
         if save.unpacked_at and graph.tensors[save.tensor].born_at != BEFORE:

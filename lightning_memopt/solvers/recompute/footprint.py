@@ -1,4 +1,4 @@
-"""The bytes that running light ops again costs and saves, under removal of ops: what the dataflow analysis stands on.
+"""The bytes that running light ops again costs and saves, while ops are removed: the data of Echo's dataflow analysis.
 
 Input: an observed graph. State: the path (ops to run again) and who on it reads what; bytes are counted once a storage,
 however many ops share it. Source: Echo (ISCA 2020), sections IV-A and V-A; see docs/formulation.md.
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from lightning_memopt.graph import BEFORE, Graph, Op
 
 _CONE = 64
-"""A judgement looks this many ops upstream for what dies with a removal."""
+"""Before a removal is judged, at most so many ops upstream are looked at that nothing needs after it."""
 
 
 class Footprint:
@@ -47,13 +47,18 @@ class Footprint:
         return tensor not in self.features and self.made_by[tensor] not in self.ops
 
     def nbytes(self, tensor: int) -> int:
-        """What holding it costs; nothing if it is there through backward anyway."""
+        """Bytes that holding the tensor costs; 0 if it is in memory through backward anyway."""
         t = self.graph.tensors[tensor]
         return 0 if t.freed_at >= self._last_request else t.nbytes
 
     def rebuild_nbytes(self, op: Op) -> float:
-        """What a random op costs beyond its inputs: its state, and its seconds at the rate of the whole forward."""
-        return op.state_nbytes + op.seconds * self._bytes_per_second if op.state_nbytes else 0
+        """Bytes that rebuilding a random op's result costs beyond its inputs; 0 for other ops.
+
+        They are its state, and its seconds turned into bytes at the rate of the whole forward.
+        """
+        if not op.state_nbytes:
+            return 0
+        return op.state_nbytes + op.seconds * self._bytes_per_second
 
     def cut(self, group: Iterable[int]) -> set[int] | None:
         """The group and the readers of what it makes that cannot be held; None if backward asks for such a tensor."""

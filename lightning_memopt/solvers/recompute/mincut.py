@@ -1,9 +1,9 @@
-"""Which tensors to hold between forward and backward, op by op: exact for a price per byte, by minimum cut.
+"""Choose the tensors to hold between forward and backward, op by op: exact for a price per byte, by minimum cut.
 
 For tensors T needed by backward, minimise   price * (bytes held) + (seconds of the ops that run again)   where a needed
-tensor is held or made again, and an op that runs again needs its inputs held or made again. Both conditions are pairwise and
-submodular (Picard, 1976), so a minimum s-t cut is exact; sharing between consumers is counted once, as it should be (Echo,
-IV-A). Sweeping the price gives the lower convex hull of (bytes, seconds), and each cut a Lagrangian bound on what lies beyond.
+tensor is held or rebuilt, and an op that runs again needs its inputs held or rebuilt. Both conditions are pairwise and
+submodular (Picard, 1976), so a minimum s-t cut is exact; an op that several tensors need counts once (Echo, IV-A).
+Sweeping the price gives the lower convex hull of (bytes, seconds), and each cut gives a Lagrangian bound for all other choices.
 """
 
 from __future__ import annotations
@@ -19,14 +19,19 @@ _INFINITE = 1 << 52
 _UNITS = 1 << 40
 """Costs are scaled so that their sum stays below this, and rounded down: exact to about 1e-12 of the total."""
 _FLOATS = 1 - 1e-9
-"""Taken off a bound: more than what adding up the seconds of a million runs in floating point can lose."""
+"""A bound is multiplied by this: adding up the seconds of a million runs in floating point loses less."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A point of the hull: what is held, which ops run again (each once), and what that costs.
+    """A minimum cut: the best choice of tensors to hold for one price of a byte.
 
-    It is the best one for `price` seconds a byte: no choice has a price * nbytes + seconds below `value_seconds`.
+    held: tensors that are held.
+    ops: ops that run again, each once.
+    nbytes: bytes of `held`.
+    seconds: seconds of `ops`.
+    price: seconds per byte.
+    value_seconds: no choice has a price * nbytes + seconds below this.
     """
 
     held: frozenset[int]
@@ -39,7 +44,11 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Hull:
-    """Vertices of the lower convex hull, from hold-all to the fewest bytes, seconds rising; and every cut that was solved."""
+    """The lower convex hull of (bytes held, seconds).
+
+    vertices: from hold-all to the fewest bytes, seconds rising.
+    cuts: every cut that was solved.
+    """
 
     vertices: tuple[Cut, ...]
     cuts: tuple[Cut, ...]
@@ -52,7 +61,9 @@ class Hull:
 class HoldOrRebuild:
     """The cut problem of a part of a graph.
 
-    `needed`: tensors that backward reads. `free`: tensors that are there anyway. `lost`: tensors that cannot be held.
+    needed: tensors that backward reads.
+    free: tensors that are in memory anyway.
+    lost: tensors that cannot be held.
     """
 
     def __init__(
@@ -73,7 +84,7 @@ class HoldOrRebuild:
         return tensor not in self.graph.producers or tensor in self.free
 
     def _collect(self) -> None:
-        """Everything upstream of what is needed, stopping at what is there anyway."""
+        """Collect the tensors and ops upstream of the needed tensors, up to tensors that are in memory anyway."""
         seen, ops, stack = set(self.needed), set(), list(self.needed)
         while stack:
             op = self.graph.producers[stack.pop()]
@@ -88,8 +99,10 @@ class HoldOrRebuild:
         self.tensors, self.ops = sorted(seen), sorted(ops)
 
     def minimum_cut(self, price: float, cost: Callable[[int], float] | None = None, share: float = 1.0) -> Cut:
-        """The exact optimum for `price` seconds a byte, or where holding a tensor costs `cost` seconds, of which it may not
-        cost more. Of the seconds of ops that run again, a `share` counts.
+        """The exact optimum for `price` seconds per byte. Raises ValueError where an overwritten tensor cannot be rebuilt.
+
+        `cost`: seconds of holding a tensor, at most `price` times its bytes; that product by default. `share`: the part of the
+        seconds of ops that run again which counts.
         """
         graph = self.graph
         scale = _UNITS / (price * self.total_nbytes + self.total_seconds + 1e-12)
@@ -137,9 +150,9 @@ class HoldOrRebuild:
         dearest = 1e3 * max(self.total_seconds, 1e-9)
         most, least = self.minimum_cut(cheapest), self.minimum_cut(dearest)
         cuts = [most, least]
-        found = {(most.nbytes, most.seconds): most, (least.nbytes, least.seconds): least}
+        vertices = {(most.nbytes, most.seconds): most, (least.nbytes, least.seconds): least}
         gaps = [(most, least)]
-        while gaps and len(found) < points:
+        while gaps and len(vertices) < points:
             gaps.sort(key=lambda pair: (pair[0].nbytes - pair[1].nbytes) * (pair[1].seconds - pair[0].seconds))
             left, right = gaps.pop()
             if left.nbytes <= right.nbytes:
@@ -147,8 +160,8 @@ class HoldOrRebuild:
             between = self.minimum_cut((right.seconds - left.seconds) / (left.nbytes - right.nbytes))
             cuts.append(between)
             key = (between.nbytes, between.seconds)
-            if key in found:
+            if key in vertices:
                 continue
-            found[key] = between
+            vertices[key] = between
             gaps += [(left, between), (between, right)]
-        return Hull(tuple(sorted(found.values(), key=lambda c: c.seconds)), tuple(cuts))
+        return Hull(tuple(sorted(vertices.values(), key=lambda c: c.seconds)), tuple(cuts))

@@ -57,7 +57,7 @@ def _sweep(graph: Graph, stages: Stages, span: StageSpan, wanted: frozenset[int]
 
 
 def _backward(graph: Graph, stages: Stages, span: StageSpan, have: frozenset[int]) -> tuple[float, int]:
-    """Seconds of replay and absolute peak bytes (beyond the input) of the stage's backward, holding `have`."""
+    """Seconds of rebuilding and absolute peak bytes (beyond the input) of the stage's backward, with `have` held."""
     roll = Rollout(graph, span.saves)
     roll.serve(span.requests, set(have | stages.given | span.enters))
     outside = span.enters | stages.given
@@ -73,25 +73,25 @@ def build(stages: Stages, options: int = 8) -> ModelChain:
     graph = stages.graph
     base, extra = base_levels(graph), workspaces(graph)
     ambient = _nbytes(graph, {t for t in stages.given if graph.saves_of.get(t) or graph.consumers.get(t)})
-    found, held_sets = [], []
+    priced_stages, held_sets = [], []
     for span in stages.spans:
         free = stages.given | span.enters | span.leaves
         needed = [save.tensor for save in span.saves if save.unpacked_at]
-        choices = [c.held for c in HoldOrRebuild(graph, needed, free).hull(options).vertices]
+        held_sets_of_cuts = [c.held for c in HoldOrRebuild(graph, needed, free).hull(options).vertices]
         keep = frozenset(t for t in needed if t not in free and t in graph.producers and t not in graph.overwritten)
-        choices = list(dict.fromkeys([keep, *choices]))
+        choices = list(dict.fromkeys([keep, *held_sets_of_cuts]))
         sweep_seconds, sweep_peak = _sweep(graph, stages, span, span.leaves)
         rebuild_seconds, rebuild_peak = _backward(graph, stages, span, frozenset())
         priced = []
         for held in choices:
             rerun_seconds, rerun_peak = _sweep(graph, stages, span, span.leaves | held)
-            rebuild_seconds, backward_peak = _backward(graph, stages, span, held | span.leaves)
+            backward_seconds, backward_peak = _backward(graph, stages, span, held | span.leaves)
             priced.append(
                 dp.Option(
                     name=f"holds {len(held)}",
                     held_nbytes=_nbytes(graph, held),
                     rerun_seconds=rerun_seconds,
-                    rebuild_seconds=rebuild_seconds,
+                    rebuild_seconds=backward_seconds,
                     forward_peak_nbytes=rerun_peak,
                     backward_peak_nbytes=backward_peak + ambient,
                 )
@@ -99,9 +99,9 @@ def build(stages: Stages, options: int = 8) -> ModelChain:
         leaves = _nbytes(graph, span.leaves)
         ops = [graph.ops[o] for o in range(span.first, span.last + 1)]
         natural = max((base[op.at] + extra[op.at] for op in ops), default=0)
-        # replays allocate what the user's own pass has in the base already
+        # the base has these bytes for the user's own pass already; a rebuild allocates them
         overlap = min([sweep_peak - leaves, *(o.forward_peak_nbytes - o.held_nbytes - leaves for o in priced)])
-        found.append(
+        priced_stages.append(
             dp.Stage(
                 name=_name(graph, span),
                 input_nbytes=_nbytes(graph, span.enters),
@@ -115,7 +115,7 @@ def build(stages: Stages, options: int = 8) -> ModelChain:
             )
         )
         held_sets.append(tuple(choices))
-    return ModelChain(stages, dp.Chain(stages=tuple(found)), tuple(held_sets))
+    return ModelChain(stages, dp.Chain(stages=tuple(priced_stages)), tuple(held_sets))
 
 
 def _name(graph: Graph, span: StageSpan) -> str:
@@ -123,19 +123,19 @@ def _name(graph: Graph, span: StageSpan) -> str:
     return first if first == last else f"{first}..{last}"
 
 
-def lives(model: ModelChain, schedule: dp.CheckpointTree) -> tuple[Life, ...]:
-    """The lives of a schedule tree: walk it in the order of backward, running what it says at each stage's first unpack."""
+def lives(model: ModelChain, tree: dp.CheckpointTree) -> tuple[Life, ...]:
+    """The lives of a checkpoint tree: walk it in the order of backward, with its runs at each stage's first unpack."""
     graph, stages = model.graph, model.stages
     roll = Rollout(graph)
     given = set(stages.given)
     last = len(stages.spans) - 1
-    # (node, t, what of the node is still to be done)
-    stack: list[tuple[dp.CheckpointTree | tuple[StageSpan, frozenset[int]], int]] = [(schedule, last)]
+    # (node, or the unpacks of a stage with the tensors held for it; the stage whose backward comes next)
+    stack: list[tuple[dp.CheckpointTree | tuple[StageSpan, frozenset[int]], int]] = [(tree, last)]
     while stack:
         node, t = stack.pop()
-        replays = t < last
+        runs_again = t < last  # before that it is the user's own forward
         if isinstance(node, dp.Checkpoint):
-            if replays:
+            if runs_again:
                 for k in range(node.first, node.at):
                     span = stages.spans[k]
                     roll.run(stages.spans[t].begins_at, roll.closure(span.leaves, given | set(span.enters)))
@@ -144,7 +144,7 @@ def lives(model: ModelChain, schedule: dp.CheckpointTree) -> tuple[Life, ...]:
         elif isinstance(node, dp.Hold):
             span, held = stages.spans[node.stage], model.held[node.stage][node.option]
             wanted = held | (span.leaves if node.rest is not None else frozenset())
-            if replays:
+            if runs_again:
                 roll.run(stages.spans[t].begins_at, roll.closure(wanted, given | set(span.enters)))
             stack.append(((span, wanted), t))
             if node.rest is not None:

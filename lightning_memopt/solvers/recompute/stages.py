@@ -2,8 +2,8 @@
 
 A cut after op c is crossed by the tensors that were made before and are needed after it. Stages end where few bytes cross
 ("graph separators", thesis ch. 5.2). Real models have tensors that run past many layers (an attention mask, rotary tables, an
-encoder's output): these *ambient* tensors are held outside of the chain and do not count as crossing. So is what no recorded op
-can make again.
+encoder's output): these *ambient* tensors are held outside of the chain and do not count as crossing. So are tensors that no
+recorded op can make again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ COARSE, FINE = 0.34, 1.0
 
 @dataclass(frozen=True, eq=False)
 class StageSpan:
-    """Forward ops `first .. last` (ids, inclusive), what enters and leaves, and what autograd saved in it that ops made."""
+    """A stage of the chain.
+
+    index: its number.
+    first, last: its forward ops (ids, inclusive).
+    enters, leaves: tensors that cross the cut before it and after it.
+    saves: autograd's saves in it of tensors that ops made.
+    """
 
     index: int
     first: int
@@ -63,16 +69,16 @@ def _needs(graph: Graph) -> dict[int, tuple[int, int]]:
 
 
 def given_tensors(graph: Graph, ambient_span: float = _AMBIENT_SPAN) -> frozenset[int]:
-    """What no op can make again, and ambient tensors."""
+    """Tensors that no op can make again, and ambient tensors."""
     n = len(graph.forward)
-    found = set(unrepeatable(graph))
+    given = set(unrepeatable(graph))
     for t, (made, last) in _needs(graph).items():
         readers = {o.id for o in graph.consumers.get(t, ()) if o.phase == "forward"}
         readers |= {s.op for s in graph.saves_of.get(t, ())}
         spread = len({r * 16 // max(n, 1) for r in readers})
         if last - made > ambient_span * n and spread >= 3 and t not in graph.overwritten:
-            found.add(t)
-    return frozenset(found)
+            given.add(t)
+    return frozenset(given)
 
 
 def _crossings(graph: Graph, given: frozenset[int]) -> list[frozenset[int]]:
@@ -84,12 +90,12 @@ def _crossings(graph: Graph, given: frozenset[int]) -> list[frozenset[int]]:
             starts.setdefault(made, []).append(t)
             stops.setdefault(last, []).append(t)
     crossing: set[int] = set()
-    found = []
+    crossings = []
     for op in graph.forward:
         crossing.update(starts.get(op.id, ()))
         crossing.difference_update(stops.get(op.id, ()))
-        found.append(frozenset(crossing))
-    return found
+        crossings.append(frozenset(crossing))
+    return crossings
 
 
 def cut(graph: Graph, most: int = 64, given: frozenset[int] | None = None, share: float = COARSE) -> Stages:
@@ -130,8 +136,8 @@ def cut(graph: Graph, most: int = 64, given: frozenset[int] | None = None, share
 
 
 def _minima(graph: Graph, crossings: list[frozenset[int]], nbytes: list[int]) -> list[int]:
-    """Where the crossing bytes have a local minimum: the first op of each lowest plateau."""
-    found = []
+    """Ops after which the crossing bytes have a local minimum: the first op of each lowest plateau."""
+    minima = []
     i, n = 0, len(nbytes)
     while i < n:
         j = i
@@ -142,9 +148,9 @@ def _minima(graph: Graph, crossings: list[frozenset[int]], nbytes: list[int]) ->
         if higher_before and higher_after:
             allowed = [c for c in range(i, j + 1) if not crossings[c] & graph.overwritten]
             if allowed:
-                found.append(allowed[0])
+                minima.append(allowed[0])
         i = j + 1
-    return found
+    return minima
 
 
 def _thin(cuts: list[int], nbytes: list[int], prefix: list[int], most: int, share: float) -> list[int]:
