@@ -45,8 +45,10 @@ def backward_runs() -> bool:
 class Tracer:
     """Builds the graph of one round: a recorded forward, its backward, and the update if there is one.
 
+    Many methods: recorder, engine, allocator and session each tell it what they see, by a method a kind of event.
+
     phase, forward_over: set by the session; backward begins with the first op of autograd, or its first unpack.
-    live_nbytes: bytes of all storages that are known to be in memory.
+    live_nbytes: bytes of all storages known to be in memory.
     backward_ran: autograd ran an op after the forward, maybe for another model (a GAN's discriminator).
     asked: autograd asked for a save of this forward.
     written: a later op wrote to a parameter, outside of any optimizer's step.
@@ -203,26 +205,24 @@ class Tracer:
     def _birth(
         self, version: StorageVersion, name: str, at: int, kind: Kind | None = None, version_of: StorageVersion | None = None
     ) -> None:
-        counted = version.device.type == self.device.type
-        nbytes = self._rounded(version.nbytes) if counted else 0
+        nbytes = self._rounded(version.nbytes) if version.device.type == self.device.type else 0
         storage = version.id
         if version_of is not None and version_of.id in self.tensors:
             before = self.tensors[version_of.id]
             storage = before.storage
             kind = kind or before.kind
         self.tensors[version.id] = SeenTensor(name, nbytes, kind or _KIND[self.phase], storage, at)
-        versions = self._storages.setdefault(storage, [])
-        versions.append(version.id)
+        self._storages.setdefault(storage, []).append(version.id)
         if self.phase == "forward":
             self._held_by_user[version.id] = version
             self._versions.setdefault(storage, []).append(version)
         if version_of is None:
             self.largest_nbytes = max(self.largest_nbytes, nbytes if at >= 0 else 0)
             alive = version.alive()
-            if alive is not None:
-                self._counts(storage, alive)
-            else:
+            if alive is None:
                 self.live_nbytes += nbytes
+            else:
+                self._counts(storage, alive)
 
     def _rounded(self, nbytes: int) -> int:
         """Bytes that the device's allocator gives for a request."""

@@ -47,6 +47,28 @@ def forbidden(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, name
 
 
+MOST_LINES, MOST_METHODS = 400, 25
+
+
+def test_no_file_is_longer_than_a_stranger_reads() -> None:
+    """Of the package, its tests, benchmarks and examples."""
+    root = PACKAGE.parent
+    folders = ("lightning_memopt", "tests", "benchmarks", "examples")
+    paths = [path for folder in folders for path in (root / folder).rglob("*.py")]
+    lines = {str(path.relative_to(root)): len(path.read_text(encoding="utf-8").splitlines()) for path in paths}
+    assert not {name: n for name, n in lines.items() if n > MOST_LINES}
+
+
+def test_a_class_of_many_methods_says_why() -> None:
+    large = []
+    for path, tree in TREES.items():
+        for node in (n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)):
+            methods = sum(isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) for child in node.body)
+            if methods > MOST_METHODS and "Many methods: " not in (ast.get_docstring(node) or ""):
+                large.append(f"{path.relative_to(PACKAGE)}: {node.name} has {methods} methods")
+    assert not large, "say why in the docstring, after 'Many methods: '"
+
+
 ALLOWED_IMPORTS = {
     "__init__.py",  # by a table
     "_registration.py",  # by a constant, as all that have no other remark

@@ -43,6 +43,8 @@ def _looks_at_data(name: str) -> bool:
 class Program:
     """A plan's lives, lowered to a schedule and indexed by what the engine meets at run time. Nothing of it changes.
 
+    Many methods: each is one index of the same schedule, made when it is first asked for.
+
     graph: the graph that the plan was made for.
     lives: the plan.
     """

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("lightning")
 pytest.importorskip("sklearn")
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_a_quick_demo(tmp_path: Path) -> None:
