@@ -137,7 +137,8 @@ class ParkedTensor:
     lossy: a codec gives back other values (`exact` is False for some lossless codecs, too: only readers cannot tell).
     copied: the device bytes are not read any more: they are encoded, or their copy has ended.
     spent: they were decoded for the last time.
-    expected: what the version counter of the value that autograd was shown must say.
+    shown: the value that a codec gave back where it is not bit-identical, for autograd alone.
+    expected: what the version counter of `shown` must say.
 
     Call everything below autograd, with dispatch modes off.
     """
@@ -146,6 +147,7 @@ class ParkedTensor:
         self.exact = codec_of(form) in EXACT
         self.copied = not tier_of(form)
         self.spent = False
+        self.shown: torch.Tensor | None = None
         self.expected = 0
         self._depot = depot
         self._size, self._stride, self._dtype, self._device = t.size(), t.stride(), t.dtype, t.device

@@ -66,7 +66,8 @@ class Engine:
             return
         self.recorder = None
         for version in self.tape.versions.values():
-            version.holding.settle(version.counter)
+            if version.holding.value is not None:
+                version.holding.settle(version.counter)
 
     def recorded(self, record: OpRecord) -> None:
         """An op ran (see `record.Owner`)."""

@@ -51,6 +51,9 @@ class Claim(enum.Enum):
     PINNED = "it may, and nothing makes the bytes again: the value stays"
 
 
+_NONE = Claim.NONE
+
+
 class Holding:
     """See NOTE [States of a holding].
 
@@ -58,24 +61,22 @@ class Holding:
     expected: what the version counter of `value` must say when a rebuild or autograd reads it; UNKNOWN while the forward runs.
     stream: on CUDA, the stream in whose order a rebuild made or last read the bytes; None for memory of the forward.
     parked: the bytes in another form, where there are such.
-    shown: the value that a codec gave back where it is not bit-identical, for autograd alone.
     reachable: a rebuild can have the bytes: they are held or parked, or the version's call makes them from such.
     handles: how many handles of autograd are on the version.
     claim: see `Claim`.
     tensor: the tensor of the plan's graph that the version is; None where it was not matched to any.
     """
 
-    __slots__ = ("claim", "expected", "handles", "parked", "reachable", "shown", "stream", "tensor", "value")
+    __slots__ = ("claim", "expected", "handles", "parked", "reachable", "stream", "tensor", "value")
 
     def __init__(self) -> None:
         self.value: torch.Tensor | None = None
         self.expected = UNKNOWN
         self.stream: Any = None
         self.parked: ParkedTensor | None = None
-        self.shown: torch.Tensor | None = None
         self.reachable = False
         self.handles = 0
-        self.claim = Claim.NONE
+        self.claim = _NONE
         self.tensor: int | None = None
 
     def hold(self, t: torch.Tensor) -> None:

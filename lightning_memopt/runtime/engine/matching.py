@@ -40,6 +40,7 @@ from lightning_memopt.runtime.engine.templates import (
 from lightning_memopt.torch_private import OpOverload
 
 _STRIDED = torch.strided
+_RECORDED, _EMPTY, _EXTERNAL = Origin.RECORDED, Origin.EMPTY, Origin.EXTERNAL
 
 
 class Matcher(Recorder):
@@ -71,7 +72,7 @@ class Matcher(Recorder):
             self.holdings.parking.pass_fences()
         template = self._templates[cursor.position]
         if template is func and self.capturing and not cursor.lost:
-            cursor.position += 1
+            cursor.advance()
             return func._op(*args, **kwargs) if kwargs else func._op(*args)
         if type(template) is Template and template.func is func and self.capturing:
             values = flattened(args) if template.nested else args
@@ -94,7 +95,7 @@ class Matcher(Recorder):
 
     def _startable(self, template: Template, args: tuple, kwargs: dict | None, values: Any) -> bool | None:
         """Whether the tensors that the call reads can be had; None where it is not called as the template says."""
-        deviates = not self.cursor.on_plan
+        deviates = self.cursor.deviation.first is not None
         if torch.is_inference_mode_enabled() or (template.writes and self._writes_known(template, args)):
             return None
         if template.kwargs is None:
@@ -137,9 +138,9 @@ class Matcher(Recorder):
                 if version.exposed:
                     return None
                 version.read = True
-                if holding.value is None and version.origin is Origin.EXTERNAL:
+                if holding.value is None and version.origin is _EXTERNAL:
                     holding.hold(t)
-                if not (holding.reachable or holding.value is not None or version.origin is Origin.EMPTY):
+                if not (holding.reachable or holding.value is not None or version.origin is _EMPTY):
                     startable = False
         return startable
 
@@ -168,7 +169,7 @@ class Matcher(Recorder):
         out = template.func._op(*args, **kwargs) if kwargs else template.func._op(*args)
         if template.made:
             outs = (out,) if type(out) is torch.Tensor else tensors_in(out)
-            origin = Origin.EMPTY if template.empty else Origin.RECORDED
+            origin = _EMPTY if template.empty else _RECORDED
             reachable = startable and call is not None and not template.empty
             for index, id, nbytes in template.made:
                 if template.kwargs is None and not (index < len(outs) and is_plain(outs[index])):
@@ -184,15 +185,15 @@ class Matcher(Recorder):
                 version.index = index
                 version.call = call
                 version.why = template.why
-                version.holding.tensor = id
-                version.holding.reachable = reachable
+                holding = version.holding
+                holding.tensor = id
+                holding.reachable = reachable
                 if id in holds:
                     self.holdings.hold(version, t)
         for i, id in template.mutates:
             t = values[i]
             old = of_storage[storage_id(t)]
-            external = call is None and old.external
-            new = self._new(t, Origin.EXTERNAL if external else Origin.RECORDED, id)
+            new = self._new(t, _EXTERNAL if call is None and old.external else _RECORDED, id)
             self._overwritten(old, t, new, call, startable)
             new.holding.tensor = id
             if id in holds:

@@ -135,8 +135,8 @@ class Parking:
             with below_autograd():
                 holding.parked.wait_copied()
         holding.parked.cancel_fetch()
+        holding.parked.shown = None
         holding.drop()
-        holding.shown = None
         self.active.discard(holding.tensor)
 
     def must_stay(self, version: Version) -> bool:
@@ -148,16 +148,16 @@ class Parking:
 
     def show(self, version: Version, handle: Handle) -> torch.Tensor:
         """A5: the value that a codec gives back, for autograd alone."""
-        holding, parked = version.holding, version.holding.parked
+        parked = version.holding.parked
         assert parked is not None
         self._may_show(version, handle, parked.lossy)
-        if holding.shown is None:
+        if parked.shown is None:
             with below_autograd():
-                holding.shown = parked.value()
-            parked.expected = holding.shown._version
+                parked.shown = parked.value()
+            parked.expected = parked.shown._version
         with below_autograd():
-            parked.in_order(holding.shown)
-        return holding.shown
+            parked.in_order(parked.shown)
+        return parked.shown
 
     def _may_show(self, version: Version, handle: Handle, lossy: bool) -> None:
         """Raise where it is not an ordinary backward that asks: the form was chosen for its formula."""

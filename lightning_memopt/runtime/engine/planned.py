@@ -10,6 +10,7 @@ import torch
 from lightning_memopt.errors import ModifiedError, OffloadError
 from lightning_memopt.graph import BEFORE
 from lightning_memopt.plan import Fetch, Free, Segment
+from lightning_memopt.record import Origin
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.runtime.engine.base import Engine
 from lightning_memopt.runtime.engine.checks import Checks
@@ -26,6 +27,8 @@ from lightning_memopt.runtime.engine.rebuild import flags_of, missing, run
 from lightning_memopt.runtime.engine.rejoining import starts_of
 from lightning_memopt.runtime.engine.turns import Event, Turn, Turns
 from lightning_memopt.runtime.parked import Depot
+
+_EXTERNAL = Origin.EXTERNAL
 
 
 class PlannedEngine(Engine):
@@ -121,8 +124,8 @@ class PlannedEngine(Engine):
         holding, program = version.holding, self.program
         if holding.tensor is None and not version.external:
             self.cursor.deviation.unplanned_nbytes += version.nbytes
-        if version.external or version.stale or holding.tensor not in program.tracked:
-            return True
+        if version.origin is _EXTERNAL or version.next is not None or holding.tensor not in program.tracked:
+            return True  # the properties of a version would cost as much as the rest of this
         if save == BEFORE and holding.parked is None:  # not saved so often when it was observed: no plan says for how long
             return True
         if holding.tensor in program.parked and not self.parking.pack(version, t, save):
@@ -135,7 +138,8 @@ class PlannedEngine(Engine):
             return False
         if not (rebuildable(version) and holding.tensor in program.unkept):
             return True
-        self.checks.note(version, t)
+        if self.checks.on:
+            self.checks.note(version, t)
         return False
 
     # -- in backward -------------------------------------------------------------------------------
@@ -185,7 +189,7 @@ class PlannedEngine(Engine):
     def _take(self, event: Event) -> Turn:
         """An event has come: do what the plan says of events that were passed over."""
         turn = self.turns.take(event, in_forward=self.recorder is not None)
-        if turn.moved and self.guard and not self.cursor.deviation.astray:
+        if self.guard.until and turn.moved and not self.cursor.deviation.astray:
             for id in self.guard.pass_point(self.turns.point):
                 self.holdings.unguard(self.tape.versions[id])
         for passed in turn.passed:
@@ -252,8 +256,8 @@ class PlannedEngine(Engine):
             if version is None or self.holdings.lives(version):
                 continue
             holding: Holding = version.holding
-            again = holding.parked is not None or rebuildable(version)
-            if passed and not again and self.holdings.may_go(version):
+            lost = passed and holding.parked is None and not rebuildable(version)
+            if lost and self.holdings.may_go(version):
                 self._due.append(tensor)
             else:
                 self.holdings.let_go(version)

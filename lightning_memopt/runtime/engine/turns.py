@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from lightning_memopt.runtime.engine.cursor import Cursor
 from lightning_memopt.runtime.engine.program import Program
@@ -11,8 +11,7 @@ Event = tuple[str, int, int]
 """(kind, save, how often it came before)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(NamedTuple):
     """An event that came.
 
     planned: whether the plan says what is done at it.
@@ -27,6 +26,7 @@ class Turn:
 
 _NEXT = Turn(planned=True)
 _NOT_PLANNED = Turn(planned=False, moved=False)
+_STAYS = Turn(planned=True, moved=False)
 
 
 class Turns:
@@ -68,7 +68,7 @@ class Turns:
         if at < first or missed or any(save in self.packed for _, save, _ in passed):
             self._cursor.goes_astray()
         if at < first:
-            return Turn(planned=True, moved=False)
+            return _STAYS
         self.next = at + 1
         return Turn(planned=True, passed=tuple(other for other in passed if other[1] not in self.packed))
 
