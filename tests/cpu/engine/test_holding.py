@@ -99,13 +99,14 @@ def test_nothing_else_sets_what_a_holding_holds() -> None:
     """`value`, `expected`, `stream` and `parked` are set in holding.py alone, but for the stream that reads (in_order)."""
     package = Path(lightning_memopt.__file__).parent
     fields = {"value", "expected", "stream", "parked"}
-    found = []
+    setters = []
     for path in sorted((package / "runtime" / "engine").glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
             for target in (t for group in targets for t in ast.walk(group)):
-                if isinstance(target, ast.Attribute) and target.attr in fields and path.name != "holding.py":
+                stored = isinstance(target, ast.Attribute) and isinstance(target.ctx, ast.Store)
+                if stored and target.attr in fields and path.name != "holding.py":
                     owner = target.value
                     if "holding" in ast.unparse(owner) or ast.unparse(owner) in ("before", "after"):
-                        found.append(f"{path.name}:{target.lineno}: {ast.unparse(target)}")
-    assert not found, found
+                        setters.append(f"{path.name}:{target.lineno}: {ast.unparse(target)}")
+    assert not setters, setters
