@@ -129,7 +129,7 @@ class Observing:
         if self.restarts <= 3:
             return self
         reason = "its forward is another one every step, so no plan would match"
-        warnings.warn(f"MemOpt: left this model as it is: {reason}.", stacklevel=2)
+        warnings.warn(f"MemOpt: this model trains without a plan: {reason}.", stacklevel=2)
         return Failed(reason)
 
 
@@ -147,7 +147,7 @@ class Running:
 
     plan: the plan.
     program: the plan as the engine executes it.
-    learned: what the engine learned from the steps under it.
+    learned: the templates of the ops that ran under it.
     frontier: the plans from which it was chosen; None where the user gave the plan.
     replanned: how often the plan was replaced because a step took more than predicted.
     regrown: how often it was replaced because the program holds more outside of the step.
@@ -354,7 +354,7 @@ class Running:
             return self.exceeds(peak_nbytes, f"{text}.")
         held = self.held_nbytes + (grown if by_growth else 0)
         least = self.frontier.smallest_nbytes + held
-        if by_growth:  # what neither the prediction nor the growth explains needs room, too
+        if by_growth:  # bytes that neither the prediction nor the growth explains need room, too
             target = budget_nbytes - config.headroom - max(0, peak_nbytes - grown - predicted)
         else:
             target = min(predicted, budget_nbytes) - max(over, 1 << 12)
