@@ -13,7 +13,7 @@ from lightning_memopt.units import format_nbytes
 
 
 def budget_on(device: torch.device, config: MemOptConfig) -> int | None:
-    """The budget in bytes on this device, lowered to what other programs leave of it; None for "min"."""
+    """The budget in bytes on this device, lowered to the bytes that other programs leave free; None for "min"."""
     budget = config.budget_nbytes(device)
     free = free_nbytes(device)
     if budget is None or free is None or budget <= free:

@@ -198,7 +198,7 @@ class EarlyUpdating:
         return True
 
     def refuse_closure(self) -> None:
-        """The optimizer's step has been given a closure. Raises UpdatesInBackwardError with "always"."""
+        """The optimizer's step got a closure: nothing can be updated early. Raises UpdatesInBackwardError with "always"."""
         self._refuse(_CLOSURE)
 
     @property

@@ -87,14 +87,14 @@ class JointFrontier(Frontier):
         return self.offloading.forms(self.graph)
 
     def plan(self, budget_nbytes: int) -> Plan:
-        """The plan for a budget, with the bound of recomputation and transfers together. Raises InfeasibleError."""
+        """The plan for a budget, with a bound for plans that rebuild and park. Raises InfeasibleError where no plan fits."""
         alone: Plan | InfeasibleError
         try:
             alone = super().plan(budget_nbytes)
         except InfeasibleError as error:
             alone = error
         if isinstance(alone, Plan) and not alone.predicted.rebuilt_ops:
-            return alone  # it fits as it is
+            return alone  # the unmodified step fits
         together = self._joint(budget_nbytes)
         if together is None:
             if isinstance(alone, InfeasibleError):

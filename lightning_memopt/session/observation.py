@@ -206,7 +206,7 @@ class Observation:
         return sum(p.nbytes for p in self._ungraded if p.grad is None)
 
     def _writes(self, t: torch.Tensor) -> None:
-        """Memory is about to be written: the forwards of this step that are over may have read it."""
+        """An op is about to write to the memory of `t`, which earlier forwards of this step may have read."""
         for ref in self._engines:
             engine = ref()
             if engine is not None:
@@ -232,7 +232,7 @@ class Observation:
             self._end_round()
 
     def finish(self) -> Graph | None:
-        """The step has ended: its graph, or None when no forward was observed."""
+        """The step has ended. Returns its graph; None where no forward was observed."""
         if self._round is None:
             return None
         tracer, _, recorder = self._round
@@ -271,7 +271,7 @@ class Observation:
 
 
 def observing() -> bool:
-    """Whether somebody's step is being observed in this thread."""
+    """Whether any session observes a step in this thread."""
     take_off()
     return any(type(mode) is Recorder for mode in current_modes())
 

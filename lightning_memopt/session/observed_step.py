@@ -66,7 +66,7 @@ class ObservedStep:
 
     @property
     def has_backward(self) -> bool:
-        """Whether a backward of the forward that is observed was seen."""
+        """Whether a backward of the observed forward was seen."""
         return self.now is not None and self.now.has_backward
 
     def update_begins(self) -> None:

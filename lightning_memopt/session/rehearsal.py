@@ -149,7 +149,7 @@ def _of_group(
 ) -> Update:
     options = {k: copy.deepcopy(v) for k, v in group.items() if k != "params"}
     fused, capturable = bool(options.get("fused")), bool(options.get("capturable"))
-    for name in ("fused", "capturable"):  # the `meta` device has neither
+    for name in ("fused", "capturable"):  # the `meta` device supports neither
         if name in options:
             options[name] = False
     if "foreach" in options and options["foreach"] is None and not fused:

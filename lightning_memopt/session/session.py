@@ -110,7 +110,7 @@ class Session:
         except BaseException:
             self._observed_step.abandon(self.silence)
             self._step.interrupted()
-            self._metering.close()  # nobody else could measure until a next step ends
+            self._metering.close()  # an open meter keeps others from measuring until a step ends
             raise
 
     def backward(self) -> contextlib.AbstractContextManager[None]:
@@ -125,7 +125,7 @@ class Session:
             self._early.adopt(self.given[1])
 
     def last_backward(self) -> contextlib.AbstractContextManager[None]:
-        """Around the last backward before the optimizer's step: parameters may be updated in it."""
+        """Around the last backward before the optimizer's step: it may update parameters early."""
         if self._early is None:
             return contextlib.nullcontext()
         state = self._current if self._step.began else None
@@ -297,7 +297,7 @@ class Session:
         if self._early is not None:
             self._early.updates.stop_reading()
         self._same_device()
-        trained = tuple(p.requires_grad for p in self.model.parameters())  # unfrozen layers save more: another plan
+        trained = tuple(p.requires_grad for p in self.model.parameters())  # unfrozen layers save more and need another plan
         state = self._state_of(signature_of(part, trained, batch), batch)
         before = self._current
         if state is not before and self._observed_step.now is not None:

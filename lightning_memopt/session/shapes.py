@@ -36,7 +36,7 @@ def _shape(t: torch.Tensor) -> tuple[int, ...]:
 
 
 def _is_samples(node: Any) -> bool:
-    """Whether a part of a batch is a list of samples: tensors of one dtype and as many dimensions."""
+    """Whether a part of a batch is a list of samples: tensors of one dtype, one device and the same number of dimensions."""
     if type(node) is not list or len(node) < _SAMPLES or not all(isinstance(t, torch.Tensor) for t in node):
         return False
     return len({(t.dtype, t.device, len(_shape(t))) for t in node}) == 1

@@ -52,7 +52,7 @@ _NO_STEP = Reason(
 
 
 def unobservable(model: nn.Module, device: torch.device) -> Reason | None:
-    """Why a forward with gradients cannot be observed, or planned, now."""
+    """Why a forward with gradients can be neither observed nor planned now; None where it can."""
     if not model.training:
         return EVALUATION
     if not hooks_allowed():

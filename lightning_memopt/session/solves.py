@@ -102,7 +102,7 @@ class Solves:
         self._last = times.current.now()
 
     def ended(self, signature: Signature, ops: int, seconds: float) -> None:
-        """A graph of so many ops was solved."""
+        """A solve for a graph of so many ops is over, after so many seconds."""
         self._seconds += seconds
         self._ops += ops
         self._last = times.current.now()
