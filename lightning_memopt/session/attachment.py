@@ -1,4 +1,4 @@
-"""What an open session has put in place for the whole process: it is taken away when the session closes."""
+"""Process-wide changes of an open session: they are undone when the session closes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from lightning_memopt.session.observation import take_off
 from lightning_memopt.trace import count_all
 
 _attached: weakref.WeakValueDictionary[int, Attachment] = weakref.WeakValueDictionary()
-"""By the identity of a model: a model has one open session at most, whichever front opened it."""
+"""The attachment of each model, by the model's id: a model has at most one open session, whichever adapter opened it."""
 
 
 class Attachment:
-    """Of one session, from here until `leave`. Raises AlreadyAttachedError where the model has a session."""
+    """The process-wide changes of one session, from its construction until `leave`.
+
+    Raises AlreadyAttachedError where the model has an open session.
+    """
 
     def __init__(
         self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], device: torch.device, say: Callable[[str], None]
@@ -35,11 +38,11 @@ class Attachment:
         interrupts.watch(self)  # last: only `leave` ends it
 
     def others(self) -> list[torch.optim.Optimizer]:
-        """The optimizers of the other sessions that are open: their gradients and state are on the device, too."""
+        """The optimizers of the other open sessions: their gradients and state are on the device, too."""
         return [optimizer for other in _attached.values() if other is not self for optimizer in other._optimizers]
 
     def leave(self) -> None:
-        """Take it all away, and raise an exception that a destructor could not. May be repeated."""
+        """Undo all changes, and raise an exception that a destructor could not raise. May be called again."""
         if _attached.get(self._model) is not self:
             return
         take_off()

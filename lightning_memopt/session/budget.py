@@ -1,4 +1,4 @@
-"""The budget on a device, what is in it before a step begins, and what is refused before anything is run."""
+"""The budget on a device, and the memory that other programs leave there."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from lightning_memopt.units import format_nbytes
 
 
 def budget_on(device: torch.device, config: MemOptConfig) -> int | None:
-    """The budget in bytes on this device, lowered to what other programs leave of it; None for "min"."""
+    """The budget in bytes on this device, lowered to the bytes that other programs leave free; None for "min"."""
     budget = config.budget_nbytes(device)
     free = free_nbytes(device)
     if budget is None or free is None or budget <= free:
         return budget
     warnings.warn(
         f"MemOpt: the budget is {budget} bytes ({format_nbytes(budget)}), but other programs leave {free} bytes "
-        f"({format_nbytes(free)}) of {device}; planning for those.",
+        f"({format_nbytes(free)}) of {device}; plans are made for those.",
         stacklevel=2,
     )
     return free
 
 
 def bytes_on(device: torch.device, config: MemOptConfig) -> int:
-    """`budget_on` for who chooses a batch size by it. Raises ConfigError for "min"."""
+    """`budget_on` for callers that choose a batch size by it. Raises ConfigError for "min"."""
     nbytes = budget_on(device, config)
     if nbytes is None:
         raise ConfigError("budget='min' fits any batch size to itself. Give the bytes that a step may use.")
@@ -35,16 +35,18 @@ def bytes_on(device: torch.device, config: MemOptConfig) -> int:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """That of the model's parameters and buffers; the CPU for one without any."""
+    """The device of the model's first parameter or buffer; the CPU for a model without any."""
     return next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
 
 
 EVERY = 16
-"""Planned steps from one look at what other programs leave to the next."""
+"""After so many planned steps, the memory that other programs leave is read again."""
 
 
 class Neighbours:
-    """Watches what other programs leave of a device while planned steps run, by the CUDA runtime, which knows slices."""
+    """Checks how much memory other programs leave on a device while planned steps run. The CUDA runtime knows it, for slices of
+    a GPU as well.
+    """
 
     def __init__(self, device: torch.device, budget_nbytes: int | None) -> None:
         self.device, self.budget_nbytes = device, budget_nbytes
@@ -52,7 +54,7 @@ class Neighbours:
         self._said = False
 
     def step(self) -> None:
-        """A planned step is over. Warns once when the budget is no longer there, and again if that happens again."""
+        """A planned step is over. Warns when the budget is no longer free, and again only after it was free in between."""
         self._steps += 1
         if self._steps % EVERY or self.budget_nbytes is None:
             return

@@ -1,8 +1,8 @@
-"""What our own work takes on this machine, measured once: without it, a plan of many small ops would look cheaper than it is.
+"""Seconds that the engine's own work takes on this machine, measured once. A plan of many small ops costs more because of it.
 
-An op that runs inside of a dispatch mode takes longer the more arguments it has, because they pass through Python. An op that
-is recorded and one that runs again take a fixed time on top. All of it is the host's time; a CUDA device works meanwhile, and
-only what the host takes longer than the device is lost.
+An op in a dispatch mode takes longer the more arguments it has, because they pass through Python. Recording an op, and running
+one again, take a fixed time on top. All of this is the host's time. A CUDA device works meanwhile, so only the seconds by which
+the host takes longer than the device are lost.
 """
 
 from __future__ import annotations
@@ -28,14 +28,20 @@ from lightning_memopt.torch_private import TorchDispatchMode, schema_of
 
 T = TypeVar("T")
 _LINKS = 12
+"""Links of the measured chain, or calls of a measured op."""
 _ROUNDS = 15
+"""How often each function is timed; the median counts."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds on top of the op itself. `call`, and `argument` for each of its arguments: an op that runs in the dispatch mode.
-    `recorded`: one that is compared and noted, with what autograd saves of it; `replayed`: one that runs again. `eager`: what
-    the host takes for an op without any of this, where a device works beside it; 0 where the op's seconds are the host's.
+    """Seconds on top of the op itself.
+
+    call: for each op that runs in the dispatch mode.
+    argument: for each argument of such an op.
+    recorded: for each op that is compared and recorded, its saves included.
+    replayed: for each op that runs again.
+    eager: the host's seconds for an op without all this, where a device works beside it; 0 where ops run on the host.
     """
 
     call: float
@@ -45,7 +51,7 @@ class Costs:
     eager: float = 0.0
 
     def of(self, program: Program) -> float:
-        """Seconds a step of this program takes on top of its ops and their replays."""
+        """Seconds that a step of this program takes on top of its ops, those that run again included."""
         if program.empty:
             return 0.0
         quiet = {j for first, end in program.quiet.values() for j in range(first, end)}
@@ -56,14 +62,14 @@ class Costs:
         if not self.eager:
             return host
         ops = program.graph.ops
-        again = [ops[s.op] for steps in program.schedule.segments.values() for s in steps if isinstance(s, Run)]
-        device = sum(op.seconds for op in ops) + sum(op.seconds for op in again)
-        return max(0.0, host + self.eager * (len(ops) + len(again)) - device)
+        rebuilding = [ops[s.op] for steps in program.schedule.segments.values() for s in steps if isinstance(s, Run)]
+        device = sum(op.seconds for op in ops) + sum(op.seconds for op in rebuilding)
+        return max(0.0, host + self.eager * (len(ops) + len(rebuilding)) - device)
 
 
 @cache
 def _arguments(name: str) -> int:
-    """How many values the arguments of an op are, by its schema: a list counts for three."""
+    """The number of values in the arguments of an op, by its schema: a list counts as three."""
     try:
         schema = schema_of(*name.partition(".")[::2])
     except RuntimeError:
@@ -81,7 +87,7 @@ class _Empty(TorchDispatchMode):
 
 
 def _medians(runs: dict[str, Callable[[], Any]], device: torch.device) -> dict[str, float]:
-    """Seconds of each, interleaved."""
+    """Median seconds of each function. Their runs take turns."""
     synchronize: Callable[[], Any] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(_ROUNDS):
@@ -105,7 +111,7 @@ def _in_mode(run: Callable[[], Any]) -> Callable[[], Any]:
 def _planned(
     holder: nn.Module, forward: Callable[[], torch.Tensor], device: torch.device
 ) -> tuple[Program, Callable[[], None]]:
-    """The chain observed, and its step under a plan that runs every op again."""
+    """Observe the chain. Returns a program that runs every op again, and the chain's step under it."""
     observation = Observation(holder, [], device, None, verify=False, meter=False)
     with observation.begin_round(()):
         loss = forward()
@@ -135,8 +141,8 @@ def _once(device: torch.device) -> Costs:
 
 
 def in_own_thread(measure: Callable[[], T]) -> T:
-    """Measure in a thread of its own: modes, hooks, autocast and grad mode belong to a thread, and a step may be on its way in
-    this one.
+    """The result of `measure` in a new thread: modes, hooks, autocast and grad mode belong to a thread, and a step may be
+    running in this one.
     """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(measure).result()
@@ -185,7 +191,7 @@ def _measured(device: torch.device) -> Costs:
     call = max(0.0, low - few * argument)
     dispatched = Costs(call, argument, 0.0, 0.0).of(program)
     ops = len(program.graph.forward) + len(program.schedule.rebuilt)
-    rest = took["planned"] - took["step"] - took["forward"] - dispatched  # the replays themselves take what the forward took
-    each = max(0.0, rest) / ops  # noting an op and running it again take about the same
+    rest = took["planned"] - took["step"] - took["forward"] - dispatched  # ops that run again take as long as in forward
+    seconds_an_op = max(0.0, rest) / ops  # recording an op and running it again take about the same
     eager = took["forward"] / len(program.graph.forward) if device.type == "cuda" else 0.0
-    return Costs(call, argument, each, each, eager)
+    return Costs(call, argument, seconds_an_op, seconds_an_op, eager)

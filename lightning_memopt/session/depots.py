@@ -1,4 +1,4 @@
-"""The tiers of the plans in force: each plan has a depot with room for one step's parked tensors."""
+"""The depots of the plans in force: each has tiers with room for the parked tensors of one step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ _ALIGN_NBYTES = 4096
 
 
 class Depots:
-    """Depots by plan. `directory`: where files of the disk tier are; None for the system's temporary folder."""
+    """The depot of each plan.
+
+    device: the device whose tensors are parked.
+    directory: the folder for files of the disk tier; None for the system's temporary folder.
+    """
 
     def __init__(self, device: torch.device, directory: str | None) -> None:
         self.device = device
@@ -24,15 +28,15 @@ class Depots:
         self._of_plan: dict[int, tuple[Plan, Depot | None]] = {}
 
     def of(self, plan: Plan, in_force: Iterable[Plan] | None = None) -> Depot | None:
-        """The depot of a plan, the same one for the same plan; None where the plan parks nothing.
+        """The depot of a plan, the same one at each call; None where the plan parks nothing.
 
-        Depots of plans that are not `in_force` any more end, unless something is still parked there. None: all stay.
+        Depots of plans that are not `in_force` any more are closed, unless tensors are parked there. None: none is closed.
         """
         known = self._of_plan.get(id(plan))
         if known is None:
-            stay = None if in_force is None else {id(p) for p in in_force}
+            kept = None if in_force is None else {id(p) for p in in_force}
             for key, (_, depot) in list(self._of_plan.items()):
-                if stay is not None and key not in stay and (depot is None or not depot.used_nbytes):
+                if kept is not None and key not in kept and (depot is None or not depot.used_nbytes):
                     self._end(key)
             known = self._of_plan[id(plan)] = plan, self._new(plan)
         return known[1]
@@ -46,21 +50,21 @@ class Depots:
             if name := tier_of(life.form):
                 nbytes[name] = nbytes.get(name, 0) + round_up(life.parked_nbytes, _ALIGN_NBYTES)
 
-        def more(name: str) -> Tier:
+        def new_tier(name: str) -> Tier:
             return self.tier(name, nbytes[name])
 
-        return Depot({name: more(name) for name in nbytes}, more=more)
+        return Depot({name: new_tier(name) for name in nbytes}, more=new_tier)
 
     def tier(self, name: str, nbytes: int) -> Tier:
         """A new tier of this name, with room for so many bytes."""
         return DiskTier(nbytes, self.directory, self.device) if name == "disk" else HostTier(nbytes, self.device)
 
     def close(self) -> None:
-        """All plans end."""
+        """Close the depots of all plans."""
         for key in list(self._of_plan):
             self._end(key)
 
     def _end(self, key: int) -> None:
         _, depot = self._of_plan.pop(key)
         if depot is not None:
-            depot.retire()  # whoever holds a handle may still ask, also when the block has been left
+            depot.retire()  # a handle may still ask for its tensor after the session has closed

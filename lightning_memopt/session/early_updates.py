@@ -1,11 +1,11 @@
-"""Which parameters are updated in backward: decided by what an observed step shows.
+"""Which parameters are updated early: an observed step decides.
 
-The first observed step of an input signature updates nothing early. It is the *lesson*: it notes when each gradient is final,
-and its trace shows who reads what afterwards. In the steps that come a parameter is updated early where its gradient was made
-in one piece, and where no op between that and the optimizer's step read the parameter or its gradient. So what clips by the
-global norm, a GradScaler, a logged gradient, a checkpointed region that runs again with the weight (D5), or tied weights in
-nested backwards keep an update where it was. A planned step whose forward leaves its plan, by more than a metric or a log,
-updates nothing early.
+The first observed step of an input signature updates nothing early. It notes when each gradient is final, and its graph shows
+which ops read weights and gradients afterwards. A later step updates a parameter early if its gradient was made in one piece,
+and if no op between that point and the optimizer's step read the parameter or its gradient. So a parameter is updated as usual
+if gradients are clipped by the global norm, scaled by a GradScaler or logged, if a checkpointed region runs again with the
+weight (D5), or if tied weights are used in nested backwards. A planned step whose forward deviates from its plan, by more than
+a metric or a log, updates nothing early.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def wanted(
     reasons: Callable[[], Iterable[Reason]],
     say: Callable[[str], None],
 ) -> EarlyUpdating | None:
-    """Updates in backward where the config wants them and nothing forbids them; `reasons`: what the adapter knows against it.
+    """The early updates of a model; None where the config or something else forbids them. `reasons`: those of the adapter.
 
     Raises UpdatesInBackwardError with "always" and a reason.
     """
@@ -69,8 +69,13 @@ def wanted(
 
 
 class EarlyUpdating:
-    """Updates in backward for one model and its one optimizer. `always`: raise where they are not possible; else `say` so.
-    `reasons`: what the adapter has against them, asked again before every step.
+    """Early updates for one model and its one optimizer.
+
+    always: raise where early updates are not possible; else `say` so.
+    reasons: why the adapter forbids them; called again before every step.
+    updates: steps single parameters in backward.
+    learnt: names of the parameters that observed steps allow to update early.
+    late: names of the parameters that must be updated as usual, whatever `learnt` says.
     """
 
     def __init__(
@@ -92,14 +97,14 @@ class EarlyUpdating:
         self._read_names: set[str] = set()
 
     def adopt(self, graph: Graph) -> None:
-        """A plan was given: the step of its graph says what may be updated early."""
+        """A plan was given: its graph shows which parameters may be updated early."""
         self.learnt |= early_in(graph)
 
     @contextlib.contextmanager
     def last_backward(self, observation: Observation | None, armed: bool) -> Iterator[None]:
-        """Around the last backward before the optimizer's step. Without `observation` or `armed` it is as if it was not there.
+        """Around the last backward before the optimizer's step. Does nothing without `observation` and `armed`.
 
-        Raises UpdatesInBackwardError where the step after the one before was left out.
+        Raises UpdatesInBackwardError where no optimizer.step() followed an earlier backward that updated parameters.
         """
         if self.updates.updated:
             count = len(self.updates.updated)
@@ -118,15 +123,15 @@ class EarlyUpdating:
             yield
 
     def _read(self, p: torch.Tensor) -> None:
-        """Somebody reads the gradient of `p` before the step: it has to be there in every step to come."""
+        """Code reads the gradient of `p` before the optimizer's step: later steps must not free it early."""
         name = self._names.get(id(p))
         if name is not None:
             self.late.add(name)
             self._read_names.add(name)
 
     def update_begins(self) -> None:
-        """The optimizer is about to step. Raises UpdatesInBackwardError where what was updated in backward would have been
-        updated with something else by now.
+        """The optimizer is about to step. Raises UpdatesInBackwardError where options or gradients have changed since
+        parameters were updated early: the usual update would use the new ones.
         """
         count = len(self.updates.updated)
         if not count:
@@ -144,9 +149,9 @@ class EarlyUpdating:
         )
 
     def learn(self, observation: Observation | None) -> bool:
-        """The optimizer is about to step: whether the observed step so far was a lesson.
+        """The optimizer is about to step. Returns whether the observed step showed parameters that can be updated early.
 
-        Raises UpdatesInBackwardError with "always" where nothing can be updated early: nothing is updated yet.
+        Raises UpdatesInBackwardError with "always" where none can; nothing has been updated then.
         """
         if observation is None or not observation.has_backward or self.updates.updated:
             return False
@@ -156,7 +161,11 @@ class EarlyUpdating:
         graph, finals = observation.so_far(), observation.finals_seen()
         if not finals:
             return False
-        reason = _SCHEDULED if self.updates.options_changed() else _COMPILED if in_compiled_code() else None
+        reason: Reason | None = None
+        if self.updates.options_changed():
+            reason = _SCHEDULED
+        elif in_compiled_code():
+            reason = _COMPILED
         if reason is not None:
             self.late |= {f.name for f in finals}
             observation.finals = []
@@ -169,11 +178,12 @@ class EarlyUpdating:
         self.late |= set(names) - early
         observation.finals = [f for f, n in zip(observation.finals, names, strict=True) if n in self.early]
         if not early:
-            reader = next((r for r in readers.values() if r), "Python code" if self._read_names else "a second backward")
+            other_reader = "Python code" if self._read_names else "a second backward"
+            reader = next((r for r in readers.values() if r), other_reader)
             self._refuse(
                 Reason(
                     f"{reader} reads gradients or weights between backward and optimizer.step()",
-                    "Leave out what does (clipping by the global norm, a GradScaler, logging of gradients, SAM)",
+                    "Leave out the code that reads them (clipping by the global norm, a GradScaler, logging of gradients, SAM)",
                 )
             )
             return False
@@ -188,12 +198,12 @@ class EarlyUpdating:
         return True
 
     def refuse_closure(self) -> None:
-        """The optimizer's step has been given a closure. Raises UpdatesInBackwardError with "always"."""
+        """The optimizer's step got a closure: nothing can be updated early. Raises UpdatesInBackwardError with "always"."""
         self._refuse(_CLOSURE)
 
     @property
     def early(self) -> set[str]:
-        """Names of the parameters that are updated in backward."""
+        """Names of the parameters that are updated early."""
         return self.learnt - self.late
 
     def step_ended(self) -> None:
@@ -203,10 +213,10 @@ class EarlyUpdating:
     def _final(
         self, observation: Observation | None, armed: bool, p: torch.Tensor
     ) -> contextlib.AbstractContextManager[None] | None:
-        """See `EarlyUpdates.backward`."""
+        """The gradient of `p` is final: the context of its early update; None where it is not updated now."""
         name = self._names.get(id(p))
         if name is not None and not (is_plain(p) and p.grad is not None and is_plain(p.grad)):
-            self.late.add(name)  # who reads a sparse gradient is not seen
+            self.late.add(name)  # ops that read a sparse gradient are not seen
             return None
         early = armed and name in self.learnt and name not in self.late
         if name is None or observation is None:
@@ -216,11 +226,11 @@ class EarlyUpdating:
         return observation.updating(p) if early else None
 
     def _possible(self) -> bool:
-        """Whether this very step may update early. Nothing of it is updated yet."""
+        """Whether this step may update early. It has not updated anything yet."""
         kinds = {p.device.type for p in self.model.parameters()}
         if torch.is_anomaly_enabled():
             return self._refuse(_ANOMALY)
-        reasons = [*self._reasons(), *of_optimizers([self.updates.optimizer])]  # since the run began
+        reasons = [*self._reasons(), *of_optimizers([self.updates.optimizer])]  # they may have changed since the run began
         if reasons:
             return self._refuse(reasons[0])
         if any(torch.is_autocast_enabled(kind) for kind in kinds):

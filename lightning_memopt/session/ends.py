@@ -1,4 +1,4 @@
-"""When a step of a session is over: by the optimizers that update the watched model, or by an update written by hand."""
+"""When a step of a session is over: after the optimizers of its model have updated, or after an update written by hand."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from lightning_memopt.session.observation import Observation
 class Ends:
     """The updates of one step.
 
-    Of several optimizers, only those that have parameters of the model delimit its steps: what the optimizer of another model
-    does between this one's forward and backward (a GAN's discriminator) is part of the step. Where none of them has any (they
-    keep copies of their own), all delimit.
+    Of several optimizers, only those that have parameters of the model delimit its steps. The update of another model (a GAN's
+    discriminator) between forward and backward is part of the step. Where no optimizer has any of the parameters (they keep
+    copies of their own), all of them delimit.
+
+    by_hand: the last step was ended by an update without an optimizer.
     """
 
     def __init__(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         self.model, self.optimizers = model, optimizers
         self.by_hand = False
-        """Whether the last step was ended by an update without an optimizer."""
         self._owners: set[int] = set()
         self._updated: set[int] = set()
         self._before: list[tuple[int, int]] = []
@@ -40,7 +41,7 @@ class Ends:
         return id(optimizer) in self._owners
 
     def updated(self, optimizer: torch.optim.Optimizer) -> bool:
-        """An optimizer that delimits steps has updated; whether all of them have."""
+        """An optimizer that delimits steps has updated. Returns whether all of them have."""
         self.by_hand = False
         self._updated.add(id(optimizer))
         owners = self._owners or {id(o) for o in self.optimizers}
@@ -48,13 +49,13 @@ class Ends:
 
     @property
     def awaited(self) -> bool:
-        """Whether one optimizer has updated, and the step is over when the next forward begins."""
+        """Whether an optimizer has updated: then the next forward ends the step."""
         return bool(self._updated)
 
     def written_by_hand(self, observation: Observation | None) -> bool:
-        """A forward is about to begin: whether the parameters were updated since the one before, without an optimizer.
+        """Before a forward: whether the parameters were updated without an optimizer since the last forward.
 
-        Where the step is not observed it is known only that they were in the steps before, and that a backward is over.
+        Where the step is not observed, they count as updated if they were so in the last observed step and backward is over.
         """
         if observation is not None:
             written = observation.has_backward and (observation.written or self._before != self._memory())
@@ -63,7 +64,7 @@ class Ends:
         return self.by_hand and (self._planned is None or self._planned() is None)
 
     def observing(self) -> None:
-        """A forward that is observed begins."""
+        """An observed forward begins."""
         self._before, self._planned = self._memory(), None
 
     def planned(self, engine: Engine | None) -> None:
@@ -71,7 +72,7 @@ class Ends:
         self._planned = None if engine is None else weakref.ref(engine)
 
     def _memory(self) -> list[tuple[int, int]]:
-        """Which parameters there are, and where: `p.data = p.data - gradient` runs no op that writes."""
+        """The ids of the parameters and of their storages: `p.data = p.data - gradient` runs no op that writes."""
         return [(id(p), storage_id(p)) for p in self.model.parameters() if is_plain(p)]
 
     def clear(self) -> None:

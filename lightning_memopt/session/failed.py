@@ -10,13 +10,17 @@ from lightning_memopt.units import format_nbytes
 
 @dataclass(frozen=True, eq=False)
 class Failed:
-    """The model trains as it is. Final."""
+    """No plan will be made: the model trains without one.
+
+    reason: why there is no plan.
+    said: the measured peak that the warning named; empty before it.
+    """
 
     reason: str
     said: list[int] = field(default_factory=list)
 
     def measured(self, peak_nbytes: int, budget_nbytes: int | None) -> None:
-        """A step was measured: the first one above the budget is said."""
+        """A step was measured. The first one above the budget leads to a warning."""
         if budget_nbytes is not None and peak_nbytes > budget_nbytes and not self.said:
             self.said.append(peak_nbytes)
             warnings.warn(

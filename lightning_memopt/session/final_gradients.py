@@ -1,4 +1,4 @@
-"""Where in an observed step gradients become final, and what an update at that point means for the graph of the step."""
+"""Where gradients become final in an observed step, and how early updates at these points change the graph of the step."""
 
 from __future__ import annotations
 
@@ -9,11 +9,17 @@ from typing import NamedTuple
 from lightning_memopt.graph import BEFORE, Graph
 
 NEVER = -1
-"""The tensor of what no op of the step read or made."""
+"""Stands for the id of a tensor that no op of the step read or made."""
 
 
 class Final(NamedTuple):
-    """The gradient of the parameter `name` was final after `point`. `parameter`, `gradient`: their tensors."""
+    """A gradient was final.
+
+    name: the name of the parameter.
+    parameter: id of the parameter's tensor.
+    gradient: id of the gradient's tensor.
+    point: the gradient was final after this point.
+    """
 
     name: str
     parameter: int
@@ -22,30 +28,30 @@ class Final(NamedTuple):
 
 
 def late(graph: Graph, final: Final) -> str | None:
-    """Name of the first op between this point and the optimizer's step that reads the parameter or its gradient."""
-    watched = {final.parameter, final.gradient}
+    """Name of the first op between this point and the optimizer's step that reads the parameter or its gradient; else None."""
+    tensors = {final.parameter, final.gradient}
     for op in graph.ops:
-        if op.at > final.point and op.phase == "backward" and not watched.isdisjoint(op.inputs):
+        if op.at > final.point and op.phase == "backward" and not tensors.isdisjoint(op.inputs):
             return op.name
     return None
 
 
 def outdating(graph: Graph, updated: Mapping[int, int]) -> frozenset[int]:
-    """Forward ops that a rebuild may need after what they read was updated. `updated`: tensor -> the point of its update."""
-    needed = {t: max((p for s in saves for p in s.unpacked_at), default=-1) for t, saves in graph.saves_of.items()}
-    found = set()
+    """Ids of forward ops that a rebuild may run after their inputs were updated. `updated`: tensor -> point of its update."""
+    last_need = {t: max((p for s in saves for p in s.unpacked_at), default=-1) for t, saves in graph.saves_of.items()}
+    outdated = set()
     for op in reversed(graph.forward):
-        last = max((needed.get(t, -1) for t in op.outputs), default=-1)
+        last = max((last_need.get(t, -1) for t in op.outputs), default=-1)
         if any(updated.get(t, last) < last for t in op.inputs):
-            found.add(op.id)
+            outdated.add(op.id)
         elif op.recomputable:
             for t in op.inputs:
-                needed[t] = max(needed.get(t, -1), last)
-    return frozenset(found)
+                last_need[t] = max(last_need.get(t, -1), last)
+    return frozenset(outdated)
 
 
 def kept(graph: Graph, finals: Iterable[Final]) -> Graph:
-    """The graph for steps that update at these points: ops that would be run again on an updated parameter are not (D5)."""
+    """The graph of steps that update at these points: no op is recomputable that would read an updated parameter (D5)."""
     updated: dict[int, int] = {}
     for f in finals:
         updated[f.parameter] = min(f.point, updated.get(f.parameter, f.point))
@@ -57,7 +63,7 @@ def kept(graph: Graph, finals: Iterable[Final]) -> Graph:
 
 
 def freed_early(graph: Graph, finals: Iterable[Final]) -> Graph:
-    """The graph of the same step in which each gradient is freed where it is final."""
+    """The graph of the same step in which each gradient is freed as soon as it is final."""
     ends = {f.gradient: f.point for f in finals}
     tensors = tuple(
         dataclasses.replace(t, freed_at=min(t.freed_at, max(ends[t.storage], t.born_at))) if t.storage in ends else t
@@ -67,8 +73,8 @@ def freed_early(graph: Graph, finals: Iterable[Final]) -> Graph:
 
 
 def settled(graph: Graph, finals: Iterable[Final]) -> Graph:
-    """The graph of a step without the gradients that were left of the one before it, which had updated nothing early: where
-    they are let go in the middle of the step, as Lightning does it, those that come have none.
+    """The graph of a step without the gradients that the step before had left, because that one updated nothing early. Loops
+    such as Lightning's free them in the middle of a step. Later steps do not begin with them.
     """
     finals = list(finals)
     names, own = {f"{f.name}.grad" for f in finals}, {f.gradient for f in finals}

@@ -1,9 +1,9 @@
-"""What the steps that come will take, as it is known before the first update; and what is refused then, with nothing updated.
+"""Predict the bytes of later steps before the first update, and refuse a budget that no plan keeps while nothing is updated.
 
-An observed step shows its forward and backward. What its update takes is rehearsed (rehearsal.py). What later steps have on top
-of the first one is what the loop holds from one to the next: a loss, outputs, gradients that are let go after the forward
-only; and what optimizers make whose turn has not come (a GAN's second one, those of other sessions). That depends on lines of
-the loop that have not run yet, so no budget is refused for it, but the budget that a refusal names has room for it.
+An observed step shows its forward and backward, and its update is rehearsed (rehearsal.py). Later steps may hold more than the
+first one. A loop may keep a loss, outputs or gradients of a step until the forward of the next is over. Optimizers whose turn
+has not come (the second one of a GAN, those of other sessions) make gradients and state. These bytes depend on lines of the
+loop that have not run yet: no budget is refused because of them, but the budget that a refusal names has room for them.
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ from lightning_memopt.session.rehearsal import Rounded, Update, rehearse, still_
 from lightning_memopt.session.resident import state_made
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.rollout import keep_all
-from lightning_memopt.units import format_nbytes
+from lightning_memopt.units import format_nbytes, round_up
 
 Say = Callable[[str], None]
 _CUDA_ROUND = 512
 
 
 class Foresight:
-    """What the updates of these optimizers take. `update`: of all of them, one after the other, once it is known."""
+    """The bytes that the updates of these optimizers take.
+
+    update: all updates, one after the other; None before they were rehearsed.
+    """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = optimizers
@@ -49,74 +52,79 @@ class Foresight:
         say: Say,
         others: Sequence[torch.optim.Optimizer] = (),
     ) -> None:
-        """Before an update: find out what it takes, if it is the first one. Raises InfeasibleError where no plan of the steps
-        that come keeps the budget. `others`: optimizers of other sessions.
+        """Before the first update: rehearse it. Does nothing before later ones. `others`: optimizers of other sessions.
+
+        Raises InfeasibleError where no plan of the steps that come keeps the budget.
         """
         if self.update is not None or not observation.has_backward:
             return
         self.update = self._rehearsed(observation.device)
         if budget_nbytes is not None:
             if observation.metered:
-                observation.stop_metering()  # only then the profiler says what ops had for a moment
+                observation.stop_metering()  # the profiler gives the workspaces of ops only when it has stopped
             waiting = [o for o in self.optimizers if not any(params for _, params in with_gradients(o))]
             device = observation.device
             later = sum(still_to_make(o, device, _rounded(device)) for o in (*waiting, *others))
             refuse_infeasible(self.to_come(observation), budget_nbytes, offloading, say, self.update.known, later)
 
     def to_come(self, observation: Observation) -> Graph:
-        """The graph of the steps that come, by what was observed of this one until its update."""
+        """The graph of the steps that come, made of the part of this step that was observed before its update."""
         assert self.update is not None
         graph, finals = observation.to_come(), observation.finals_seen()
-        if not finals:  # what others have updated already in this step (a GAN) has its state from the start of the next
+        if not finals:  # optimizers that stepped earlier in this step (a GAN) have their state when the next step begins
             return with_update(with_state(graph, state_made(graph, self.optimizers, observation.device)), self.update)
         return with_early_updates(with_state(graph, self.update.state_nbytes), self._early(observation, finals))
 
     def complete(self, graph: Graph, device: torch.device, early: bool) -> Graph:
-        """The graph of an observed step, with the state that its update made, and with what later updates take: they may do
-        something else than the first one. `early`: parameters are updated in backward, where the step showed it.
+        """The graph of an observed step, with the state that its update made, and with the bytes of later updates, which may
+        differ from the first one. `early`: parameters are updated early, so the step has shown the updates already.
         """
         made = state_made(graph, self.optimizers, device)
         if self.update is None or early:
             return with_state(graph, made)
-        grows = [o for o in self.optimizers if type(o) is torch.optim.LBFGS]
-        more = sum(rehearse(o, [], device, _rounded(device)).state_nbytes for o in grows)
-        counted = device.type == "cpu" and counter() is not None  # then what the update held is in the graph already
+        growing = [o for o in self.optimizers if type(o) is torch.optim.LBFGS]
+        growth_nbytes = sum(rehearse(o, [], device, _rounded(device)).state_nbytes for o in growing)
+        counted = device.type == "cpu" and counter() is not None  # then the graph already has the bytes that the update held
         throughout = 0 if counted else self.update.throughout_nbytes
-        return with_update(with_state(graph, made), self.update._replace(state_nbytes=more, throughout_nbytes=throughout), made)
+        later_update = self.update._replace(state_nbytes=growth_nbytes, throughout_nbytes=throughout)
+        return with_update(with_state(graph, made), later_update, made)
 
     def _rehearsed(self, device: torch.device) -> Update:
-        found = Update()
+        updates = Update()
         for optimizer in self.optimizers:
-            found = found.then(rehearse(optimizer, with_gradients(optimizer), device, _rounded(device)))
-        return found
+            updates = updates.then(rehearse(optimizer, with_gradients(optimizer), device, _rounded(device)))
+        return updates
 
     def _early(self, observation: Observation, finals: Sequence[Final]) -> list[tuple[int, int]]:
-        """(point, bytes) of what the update of each parameter has beside its state, where it is updated in backward."""
+        """(point, bytes): where each parameter is updated early, and what its update allocates beside its state."""
         (optimizer,) = self.optimizers
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         parameters = dict(observation.model.named_parameters())
-        each = []
+        updates = []
         for final in finals:
             p = parameters[final.name]
             if id(p) in groups and p.grad is not None:
                 update = rehearse(optimizer, [(groups[id(p)], [p])], observation.device, _rounded(observation.device))
-                each.append((final.point, update.beside_nbytes))
-        return each
+                updates.append((final.point, update.beside_nbytes))
+        return updates
 
 
 def _rounded(device: torch.device) -> Rounded:
-    return (lambda nbytes: nbytes) if device.type != "cuda" else lambda nbytes: -(-nbytes // _CUDA_ROUND) * _CUDA_ROUND
+    """How the allocator of a device rounds a request. CUDA's gives whole blocks."""
+    if device.type == "cuda":
+        return lambda nbytes: round_up(nbytes, _CUDA_ROUND)
+    return lambda nbytes: nbytes
 
 
 def with_update(graph: Graph, update: Update, made_nbytes: int = 0) -> Graph:
-    """The graph of the same step with an update at its end, as one op that reads nothing, and with its state from the start.
-    `made_nbytes`: of state that ops of the step's own update made.
+    """The graph of the step with `update` at its end, as one op that reads nothing. The state of `update` is there from the
+    start. `made_nbytes`: bytes of state that the step's own update made.
     """
     end = len(graph.points)
     last = end - 1
     own = list(itertools.takewhile(lambda op: op.phase == "update", reversed(graph.ops)))
     begins = own[-1].at if own else end
-    # what the update that ended the step made was for a moment, or it is state
+    # tensors that the step's own update made are state or temporary; only the others live until the new update ends
     left = [t for t in graph.tensors if t.freed_at == last and t.born_at >= begins]
     made_nbytes = min(made_nbytes, sum(t.nbytes for t in left))
     tensors = [dataclasses.replace(t, freed_at=end) if t.freed_at == last and t.born_at < begins else t for t in graph.tensors]
@@ -144,10 +152,10 @@ def with_update(graph: Graph, update: Update, made_nbytes: int = 0) -> Graph:
     return dataclasses.replace(graph, ops=(*graph.ops, op), tensors=tuple(tensors), saves=saves, points=points)
 
 
-def with_early_updates(graph: Graph, each: Sequence[tuple[int, int]]) -> Graph:
-    """The graph with what updates in backward have for a moment. `each`: (point, bytes)."""
+def with_early_updates(graph: Graph, updates: Sequence[tuple[int, int]]) -> Graph:
+    """The graph with the bytes that early updates allocate. `updates`: (point, bytes) of each."""
     tensors = list(graph.tensors)
-    for point, nbytes in each:
+    for point, nbytes in updates:
         id = len(tensors)
         tensors.append(
             Tensor(id=id, name="in update", nbytes=nbytes, kind="temporary", storage=id, born_at=point, freed_at=point)
@@ -156,11 +164,11 @@ def with_early_updates(graph: Graph, each: Sequence[tuple[int, int]]) -> Graph:
 
 
 def at_worst(graph: Graph) -> Graph:
-    """The graph of a later step whose loop lets go of what the step before left only when backward begins."""
+    """The graph of a later step whose loop keeps all tensors that the step before left until backward begins."""
     last = len(graph.points) - 1
     forward_ends = max((op.at for op in graph.forward), default=BEFORE)
     until = min((at - 1 for save in graph.saves for at in save.unpacked_at), default=forward_ends)
-    updates = {op.at for op in graph.ops if op.phase == "update"}  # the state that they made is there from the start
+    updates = {op.at for op in graph.ops if op.phase == "update"}  # state that they made is counted from the start already
     tensors = list(graph.tensors)
     for t in graph.tensors:
         if t.born_at > BEFORE and t.born_at not in updates and t.freed_at == last and t.nbytes:
@@ -172,7 +180,7 @@ def at_worst(graph: Graph) -> Graph:
 
 
 def unmodified_peak(graph: Graph) -> int:
-    """What a budget is compared with, without a plan."""
+    """The peak of the step without a plan, in bytes, as a budget counts it."""
     reserve = reserved_nbytes_of(graph)
     return reserve(keep_all(graph)) if reserve is not None else max(unmodified_levels(graph), default=0)
 
@@ -182,8 +190,10 @@ def refuse_infeasible(
 ) -> None:
     """Before the first update: raise InfeasibleError where no plan of the steps that come keeps the budget.
 
-    Solves only where the unmodified step does not fit, and for the smallest plan alone. `known`: what updates take is all in
-    the graph. `later_nbytes`: of gradients and state that other optimizers may still make.
+    Solves only where the unmodified step does not fit, and only for the smallest plan.
+
+    known: the graph has all bytes that updates take.
+    later_nbytes: bytes of gradients and state that other optimizers may still make.
     """
     headroom = offloading.config.headroom
     if unmodified_peak(graph) <= budget_nbytes - headroom:

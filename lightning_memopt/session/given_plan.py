@@ -1,4 +1,4 @@
-"""A plan that the user gave as a file, and what is refused of it before anything runs."""
+"""Read a plan that the user gave as a file, and refuse one that does not fit the run."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from lightning_memopt.plan.forms import LOSSLESS, codec_of
 def read_given(
     path: str | os.PathLike[str], device: torch.device, budget_nbytes: int | None, config: MemOptConfig
 ) -> tuple[Plan, Graph]:
-    """The plan of a file. Raises PlanMismatchError for another device, InfeasibleError above the budget, ConfigError where it
-    encodes with errors and nobody asked for that, or rebuilds and `recompute=False` says that nothing may be.
+    """The plan of a file, and its graph.
+
+    Raises PlanMismatchError for another device, InfeasibleError for a peak above the budget, and ConfigError for a lossy codec
+    or a rebuild that the config does not allow.
     """
     plan, graph = read_plan(path)
     if graph.device != device.type:

@@ -1,4 +1,4 @@
-"""The graph that a plan is made for, out of those of the observed steps."""
+"""Make the graph that is planned for from the graphs of the observed steps."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def with_state(graph: Graph, nbytes: int) -> Graph:
         return graph
     updates = _updates(graph)
     shares: list[tuple[int, int]] = []
-    for first, last in updates[:-1]:  # of each but the last update: what it makes and leaves
+    for first, last in updates[:-1]:  # each update but the last: the tensors that it makes and that outlive the step
         left = [t.nbytes for t in graph.tensors if first <= t.born_at <= last and t.freed_at == len(graph.points) - 1]
         shares.append((min(sum(left), nbytes - sum(share for share, _ in shares)), first))
     shares.append((nbytes - sum(share for share, _ in shares), updates[-1][0] if updates else len(graph.points)))
     made = [
-        # freed where the update of this step makes it: it is counted once
+        # freed where the update of this step makes it, so that it is counted once
         Tensor(id=id, name="made by update", nbytes=share, kind="optimizer_state", storage=id, born_at=BEFORE, freed_at=at - 1)
         for id, (share, at) in enumerate(((s, at) for s, at in shares if s), len(graph.tensors))
     ]
@@ -30,24 +30,24 @@ def with_state(graph: Graph, nbytes: int) -> Graph:
 
 def _updates(graph: Graph) -> list[tuple[int, int]]:
     """The first and the last point of every run of update ops: a step may have several (a GAN's two optimizers)."""
-    found: list[tuple[int, int]] = []
-    before = None
+    updates: list[tuple[int, int]] = []
+    phase_before = None
     for op in graph.ops:
         if op.phase == "update":
-            first = found.pop()[0] if before == "update" else op.at
-            found.append((first, op.at))
-        before = op.phase
-    return found
+            first = updates.pop()[0] if phase_before == "update" else op.at
+            updates.append((first, op.at))
+        phase_before = op.phase
+    return updates
 
 
 def common(graphs: list[Graph]) -> list[Graph]:
-    """Those graphs of the forward that a plan is made for: the one that saves the most, of these the shortest. Empty where
-    another is neither a part of it nor contains it.
+    """The graphs of the forward that a plan is made for: the forward with the most saves, and of several the shortest. Empty
+    where the forward of another graph is neither a part of it nor contains it.
 
-    Steps may differ by layers that are left out at random: the plan is made for all layers, because a planned step passes over
-    ops that do not run. And by ops of their own that save nothing (a metric every few steps): it is made without them, because
-    it passes over ops that it does not know, too. What runs beyond the plan is kept. Steps that differ by sizes alone are the
-    same forward: data decides on those, whether torch knows it or not.
+    Steps may differ by layers that are left out at random. The plan is made for all layers, because a planned step passes over
+    ops that do not run. Steps may also differ by ops that save nothing (a metric every few steps). The plan is made without
+    them, because a planned step passes over unknown ops, too. Tensors beyond the plan are kept. Steps that differ only by sizes
+    have the same forward: sizes may depend on data.
     """
     chosen = _chosen(graphs)
     if not all(_within(g, chosen) or _within(chosen, g) for g in graphs):
@@ -57,7 +57,7 @@ def common(graphs: list[Graph]) -> list[Graph]:
 
 
 def difference(graphs: list[Graph]) -> str:
-    """What keeps these graphs from being steps of one forward (see `common`): the first op in which two of them differ."""
+    """Why these graphs are not steps of one forward (see `common`): the first op in which two of them differ."""
     chosen = _chosen(graphs)
     other = next(g for g in graphs if not _within(g, chosen) and not _within(chosen, g))
     return str(first_difference(chosen, other))
@@ -74,18 +74,19 @@ def _within(part: Graph, whole: Graph) -> bool:
 
 
 def repeatable(graphs: list[Graph]) -> Graph:
-    """The last graph; of its forward, what could not run again in one of the steps observed is not run again in any."""
+    """The last graph. A forward op is recomputable in it only if it was so in all observed steps."""
     graph = graphs[-1]
-    again = [all(ops) for ops in zip(*([op.recomputable for op in g.forward] for g in graphs), strict=True)]
-    ops = [dataclasses.replace(op, recomputable=ok) for op, ok in zip(graph.forward, again, strict=True)]
+    recomputable = [all(ops) for ops in zip(*([op.recomputable for op in g.forward] for g in graphs), strict=True)]
+    ops = [dataclasses.replace(op, recomputable=in_all) for op, in_all in zip(graph.forward, recomputable, strict=True)]
     return dataclasses.replace(graph, ops=(*ops, *graph.ops[len(ops) :]))
 
 
 def roomy(graphs: list[Graph]) -> Graph:
-    """The last graph with room for what data decides on: per result the largest size over the steps observed, or its smallest
-    size and the largest change of an alike result, if that is more. Experts take turns: what one gained, another may gain.
+    """The last graph with room for sizes that depend on data. A result gets its largest size over the observed steps or, if
+    that is more, its smallest size plus the largest change of a similar result: experts take turns, so any of them may grow
+    by as much as another did.
 
-    Alike: made by an op of the same name and phase, of the same type, and of the same size but for what changes.
+    Similar: made by an op of the same name and phase, of the same dtype, and of the same size in the dimensions that stay.
     """
     graph = repeatable(graphs)
     steps = [[op for op in g.ops if op.phase != "update"] for g in graphs]
@@ -95,17 +96,17 @@ def roomy(graphs: list[Graph]) -> Graph:
     change: dict[tuple[Any, ...], int] = {}
     workspaces: dict[int, int] = {}
     for alike in zip(*(ops for _, ops in same), strict=True):
-        mine = alike[-1]
+        last_op = alike[-1]
         for outputs in zip(*(op.outputs for op in alike), strict=True):
             seen = [g.tensors[t] for (g, _), t in zip(same, outputs, strict=True)]
             least, most = min(t.nbytes for t in seen), max(t.nbytes for t in seen)
             if least == most:
                 continue
-            key = (mine.name, mine.phase, seen[-1].dtype, *_constant([t.size for t in seen]))
+            key = (last_op.name, last_op.phase, seen[-1].dtype, *_constant([t.size for t in seen]))
             varying[outputs[-1]] = least, most, key
             change[key] = max(change.get(key, 0), most - least)
-            at_most = max(op.workspace_nbytes for op in alike)
-            workspaces[mine.id] = max(at_most, workspaces.get(mine.id, 0))
+            workspace_nbytes = max(op.workspace_nbytes for op in alike)
+            workspaces[last_op.id] = max(workspace_nbytes, workspaces.get(last_op.id, 0))
     nbytes = {t: max(most, least + change[key]) for t, (least, most, key) in varying.items()}
     tensors = tuple(dataclasses.replace(t, nbytes=nbytes.get(t.id, t.nbytes)) for t in graph.tensors)
     ops = [dataclasses.replace(op, workspace_nbytes=workspaces.get(op.id, op.workspace_nbytes)) for op in graph.ops]
@@ -113,12 +114,12 @@ def roomy(graphs: list[Graph]) -> Graph:
 
 
 def _constant(sizes: list[tuple[int, ...]]) -> tuple[int, ...]:
-    """The size without what changes: -1 stands for a dimension that does, and for one that not all have."""
+    """The size, with -1 for each dimension that changes or that not all of the sizes have."""
     return tuple(ns[0] if len(set(ns)) == 1 else -1 for ns in zip_longest(*sizes, fillvalue=-1))
 
 
 def smoothed(graphs: list[Graph]) -> Graph:
-    """The last graph, with room for the steps observed and the times that plans are chosen by (times.py)."""
+    """The last graph, with room for all observed steps (`roomy`) and with the seconds that plans are chosen by (times.py)."""
     graph = roomy(graphs)
     seconds = times.current.of_ops(graph, graphs)
     ops = tuple(dataclasses.replace(op, seconds=took) for op, took in zip(graph.ops, seconds, strict=True))

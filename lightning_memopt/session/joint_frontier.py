@@ -26,11 +26,11 @@ from lightning_memopt.solvers import joint
 from lightning_memopt.solvers.planner import UNSEEN_NBYTES, Frontier
 
 _TRIES = 4
-"""Targets below the budget that are tried, where a plan needs more than the joint solver counts."""
+"""So many targets are tried where a plan needs more bytes than the joint solver counts."""
 
 
 class Offloadable(Protocol):
-    """Which tensors may be parked, and how fast that is (`Offloading`)."""
+    """The forms in which tensors may be parked, and the rates of links and codecs (`Offloading`)."""
 
     config: MemOptConfig
 
@@ -40,13 +40,13 @@ class Offloadable(Protocol):
 
 
 def peak_nbytes(graph: Graph, lives: tuple[Life, ...]) -> int:
-    """The peak of a plan, with what its codecs allocate beyond what they read and make."""
+    """The peak of a plan in bytes, with the workspaces of its codecs."""
     timeline = simulate(graph, lives)
     peak = timeline.predicted.peak_nbytes
     for life in lives:
         if life.how == "fetch" and codec_of(life.form):
-            there = max(timeline.nbytes[at] for at in (leaves_at(graph, life.tensor), first_read(graph, life)))
-            peak = max(peak, there + _workspace_nbytes(graph, life))
+            level = max(timeline.nbytes[at] for at in (leaves_at(graph, life.tensor), first_read(graph, life)))
+            peak = max(peak, level + _workspace_nbytes(graph, life))
     return peak
 
 
@@ -59,9 +59,9 @@ def _workspace_nbytes(graph: Graph, life: Life) -> int:
 class JointFrontier(Frontier):
     """A frontier whose plans may park tensors, too: never slower than recomputation alone.
 
-    offloading: the forms, the rates and the time for solving.
-    overhead: seconds of the engine's own work under these lives.
-    least: the smallest plan; None where it is not known (on CUDA).
+    offloading: gives the forms, the rates and the seconds for solving.
+    overhead: gives the seconds of the engine's own work under a plan's lives.
+    least: the lives of the smallest plan; None where it is not known (on CUDA).
     """
 
     offloading: Offloadable = field(kw_only=True)
@@ -72,7 +72,7 @@ class JointFrontier(Frontier):
     def of(cls, frontier: Frontier, offloading: Offloadable) -> JointFrontier:
         graph = frontier.graph
         fields: dict[str, Any] = {name: getattr(frontier, name) for name in Frontier.__dataclass_fields__}
-        if graph.device != "cuda":  # what the allocator reserves for such plans is known when they are made
+        if graph.device != "cuda":  # on CUDA the reserved bytes are known only for a plan that has been made
             plans = (c.lives for c in frontier.candidates)
             least, fields["least"] = joint.least(graph, plans, offloading.forms(graph), lambda lives: peak_nbytes(graph, lives))
             fields["smallest_nbytes"] = min(frontier.smallest_nbytes, least + UNSEEN_NBYTES)
@@ -87,14 +87,14 @@ class JointFrontier(Frontier):
         return self.offloading.forms(self.graph)
 
     def plan(self, budget_nbytes: int) -> Plan:
-        """The plan for a budget, with the bound of recomputation and transfers together. Raises InfeasibleError."""
+        """The plan for a budget, with a bound for plans that rebuild and park. Raises InfeasibleError where no plan fits."""
         alone: Plan | InfeasibleError
         try:
             alone = super().plan(budget_nbytes)
         except InfeasibleError as error:
             alone = error
         if isinstance(alone, Plan) and not alone.predicted.rebuilt_ops:
-            return alone  # it fits as it is
+            return alone  # the unmodified step fits
         together = self._joint(budget_nbytes)
         if together is None:
             if isinstance(alone, InfeasibleError):
@@ -115,8 +115,9 @@ class JointFrontier(Frontier):
         )
 
     def _joint(self, budget_nbytes: int) -> joint.Joint | None:
-        """A joint plan that needs no more than the budget. The joint solver knows neither workspaces of codecs nor reserved
-        bytes, so it is asked for less until the plan fits. Its bound for the largest target holds for all plans.
+        """A joint plan that needs no more than the budget; None where none was found. The joint solver knows neither the
+        workspaces of codecs nor reserved bytes. So it gets smaller targets until its plan fits. The bound of the largest target
+        holds for all plans.
         """
         limit, began, bound = budget_nbytes - UNSEEN_NBYTES, time.perf_counter(), math.inf
         target = limit
@@ -147,7 +148,7 @@ class JointFrontier(Frontier):
         return joint.Joint(self.least, predicted, "smallest", 0.0, time.perf_counter() - began)
 
     def _predicted(self, lives: tuple[Life, ...], predicted: Prediction) -> Prediction:
-        """With what codecs allocate, and what the device reserves."""
+        """The prediction with the workspaces of codecs and the bytes that the device's allocator reserves."""
         peak = peak_nbytes(self.graph, lives)
         reserved = self.reserve(lives) + peak - predicted.peak_nbytes if self.reserve is not None else 0
         return replace(predicted, peak_nbytes=peak, reserved_nbytes=reserved)

@@ -1,4 +1,4 @@
-"""Observing one step: recorder, tracer and a keeping engine around a real forward, backward and update."""
+"""Observe one step: a recorder, a tracer and an engine without a plan around a real forward, backward and update."""
 
 from __future__ import annotations
 
@@ -22,17 +22,23 @@ from lightning_memopt.torch_private import current_mode, current_modes
 from lightning_memopt.trace import AllocatorEvents, Ledger, Scopes, Tracer, adopt_all, metered_cpu, others_nbytes
 
 _ROOM = 4
-"""How many of the largest tensors so far an observed step leaves room for."""
+"""An observed step leaves room for so many tensors of the largest size so far."""
 
 
 class Observation:
-    """One observed step. `begin_round` at every forward, `update_begins`, then `finish` gives the graph of the last round.
+    """One observed step. Call `begin_round` at every forward, then `update_begins`; `finish` gives the graph of the last round.
 
     The dispatch mode stays entered from the first forward to `finish`, because backward and the update are observed too.
-    `limit_nbytes`: live bytes above which packed tensors are evicted. `finals`: where gradients became final, tensors by their
-    slots. `fixed`: ops of the forward that are not replayed, because what they read is updated in backward. `opaque_ops`: names
-    of ops that were seen to give other bits when they ran again; what is seen here is added. `recompute`: without it no op
-    runs again: nothing is evicted or verified here, and the graph says so of every op.
+
+    limit_nbytes: live bytes above which saved tensors are evicted; None: nothing is evicted.
+    verify: rebuilt tensors are compared with the originals.
+    meter: the workspaces of ops are measured.
+    fixed: ids of the forward ops that no rebuild may run, because their inputs are updated early.
+    opaque_ops: names of ops that gave other bits when they ran again. This step adds those that it sees.
+    recompute: ops may run again. Otherwise nothing is evicted or verified, and no op of the graph is recomputable.
+    finals: where gradients became final; tensors are storage versions of the tape.
+    events: the allocator's events in this round; None where it is not metered.
+    peak_nbytes: the most live bytes at a check against the limit.
     """
 
     def __init__(
@@ -64,8 +70,8 @@ class Observation:
         self._metering = contextlib.ExitStack()
 
     def begin_round(self, batch: Any, may_meter: bool = True) -> Recording:
-        """A forward begins: a fresh tape and trace. Returns the contexts to enter around it. `may_meter`: no other meter is in
-        the way.
+        """A forward begins, with a new tape and tracer. Returns the contexts to enter around it. `may_meter`: no other meter
+        is running.
         """
         self._contexts.close()
         self._metering.close()
@@ -105,7 +111,7 @@ class Observation:
         return Recording(engine, recorder, own_mode=False)
 
     def _level_begins(self) -> None:
-        """What runs on a level of forward-mode AD runs as if nobody observed (record/levels.py)."""
+        """A level of forward-mode AD begins: its ops run unobserved (record/levels.py)."""
         if self._round is not None and hooks_allowed() and current_mode() is self._round[2]:
             self._round[2].leave()
             self._aside = self._round[2]
@@ -117,7 +123,7 @@ class Observation:
 
     @property
     def has_backward(self) -> bool:
-        """Whether a backward of the last forward was seen. Where that saved nothing, any backward is taken for its own."""
+        """Whether a backward of the last forward was seen. Any backward counts where that forward saved nothing."""
         if self._round is None:
             return False
         tracer, engine, _ = self._round
@@ -133,12 +139,12 @@ class Observation:
             self._round[0].forward_over = True
 
     def stop_metering(self) -> None:
-        """Before an optimizer's step that has forward and backward inside: those are metered anew. And before the graph is read
-        in the middle of a step: what its later ops take is not known then.
+        """Stop measuring workspaces: before an optimizer's step with forward and backward inside, which are metered anew, and
+        before the graph is read in the middle of a step. The workspaces of later ops are not known then.
         """
         self._metering.close()
         if self._round is not None:
-            self._round[0].marks = None  # they would read a window that is closed
+            self._round[0].marks = None  # marks would read a profile that is closed
 
     @property
     def written(self) -> bool:
@@ -150,7 +156,7 @@ class Observation:
             self._round[0].phase = "update"
 
     def update_ended(self) -> None:
-        """The step goes on after an optimizer's update: what comes is as what came before, but no op of it is the forward's."""
+        """The step goes on after an optimizer's update: its next ops belong to backward again."""
         if self._round is not None and self._round[0].phase == "update":
             self._round[0].phase = "backward"
 
@@ -160,7 +166,7 @@ class Observation:
             return
         tracer, _, recorder = self._round
         assert p.grad is not None
-        # an op that reads the gradient later reads this version, whoever made it
+        # an op that reads the gradient later reads this version, whichever op made it
         self.finals.append(Final(name, recorder.adopt(p).id, recorder.adopt(p.grad).id, len(tracer.points) - 1))
 
     @contextlib.contextmanager
@@ -184,8 +190,8 @@ class Observation:
         return [f._replace(parameter=ids.get(f.parameter, NEVER), gradient=ids.get(f.gradient, NEVER)) for f in self.finals]
 
     def _pressure(self) -> int:
-        """Bytes by which live memory exceeds the limit, less room for what comes next: gradients, and a few of the largest
-        tensors, because what an op reads may have to be made again beside what it makes.
+        """Bytes by which live memory exceeds the limit less some room: for gradients to come, and for `_ROOM` of the largest
+        tensors, because the inputs of an op may have to be rebuilt while its outputs are in memory.
         """
         assert self._round is not None and self.limit_nbytes is not None
         tracer, engine, _ = self._round
@@ -200,7 +206,7 @@ class Observation:
         return sum(p.nbytes for p in self._ungraded if p.grad is None)
 
     def _writes(self, t: torch.Tensor) -> None:
-        """Memory is about to be written: the forwards of this step that are over may have read it."""
+        """An op is about to write to the memory of `t`, which earlier forwards of this step may have read."""
         for ref in self._engines:
             engine = ref()
             if engine is not None:
@@ -210,7 +216,7 @@ class Observation:
         if self._round is not None:
             tracer, engine, recorder = self._round
             self._round = None
-            # autograd may keep the engine (a second backward, or none); what watched this round must not stay with it
+            # autograd may keep the engine (a second backward, or none), but the engine must not keep the tracer
             engine.events = engine.pressure = None
             engine.on_rebuilt = _nothing
             tracer.close()
@@ -218,7 +224,7 @@ class Observation:
             recorder.observer = recorder.writes = None
 
     def abandon(self) -> None:
-        """Leave everything, whatever state the step is in."""
+        """Leave every context, whatever state the step is in."""
         try:
             self._contexts.close()
         finally:
@@ -226,7 +232,7 @@ class Observation:
             self._end_round()
 
     def finish(self) -> Graph | None:
-        """The step has ended: its graph, or None when no forward was observed."""
+        """The step has ended. Returns its graph; None where no forward was observed."""
         if self._round is None:
             return None
         tracer, _, recorder = self._round
@@ -238,44 +244,45 @@ class Observation:
         return self._corrected(graph)
 
     def so_far(self) -> Graph:
-        """The graph of the round until now. The CPU allocator has not been read: workspaces are missing."""
+        """The graph of the round until now. Workspaces are missing where the meter has not been stopped."""
         assert self._round is not None
         tracer, _, recorder = self._round
         return self._corrected(tracer.graph(recorder))
 
     def to_come(self) -> Graph:
-        """`so_far`, of a step that updates where gradients were seen to be final."""
+        """The graph of a later step: `so_far`, with each parameter updated where its gradient was final."""
         finals = self.finals_seen()
         return freed_early(kept(self.so_far(), finals), finals)
 
     def _corrected(self, graph: Graph) -> Graph:
-        """With the workspaces that were metered, and without replays of ops that were seen to give other bits, or that read, in
-        any forward of the step, what was written over before backward was done with it.
+        """The graph with metered workspaces. Ops that gave other bits when they ran again are not recomputable in it, nor are
+        ops whose inputs, in any forward of the step, were overwritten before backward was done with them.
         """
         metered = self.events.workspaces if self.events is not None and self.events.available else None
         opaque = {name.replace("::", ".") for name in self.opaque_ops}
 
         def corrected(op: Op) -> Op:
             workspace = op.workspace_nbytes if metered is None else metered.get(op.id, 0)
-            again = op.recomputable and op.id not in self._lost and op.name.replace("::", ".") not in opaque
-            return dataclasses.replace(op, workspace_nbytes=workspace, recomputable=again and self.recompute)
+            same_bits = op.id not in self._lost and op.name.replace("::", ".") not in opaque
+            recomputable = self.recompute and op.recomputable and same_bits
+            return dataclasses.replace(op, workspace_nbytes=workspace, recomputable=recomputable)
 
         return dataclasses.replace(graph, ops=tuple(map(corrected, graph.ops)))
 
 
 def observing() -> bool:
-    """Whether somebody's step is being observed in this thread."""
+    """Whether any session observes a step in this thread."""
     take_off()
     return any(type(mode) is Recorder for mode in current_modes())
 
 
 def take_off() -> None:
-    """Leave modes whose step is over. Autograd puts back, when backward ends, what was on when it began, also a mode that was
-    left meanwhile, because a hook raised.
+    """Leave modes whose step is over. When backward ends, autograd restores the modes that were on when it began, even a mode
+    that was left meanwhile because a hook raised.
     """
     while (top := current_mode()) is not None and type(top) is Recorder and top.observer is None:
         top.leave()
 
 
 def _nothing(_: Any) -> None:
-    """For an engine that is no longer watched."""
+    """The callback of an engine that is no longer observed."""

@@ -1,4 +1,4 @@
-"""The step of a session that is being observed: one at a time in a thread, given up where nothing comes of it."""
+"""The step that a session is observing. A thread observes one step at a time; a step that leads to no graph is given up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_memopt.session.silence import GIVEN_UP, Silence
 from lightning_memopt.session.states import Observing, Waiting
 
 _IDLE = 3
-"""Forward passes in evaluation after which a step that began to be observed is given up."""
+"""After more forwards in evaluation than this, an observed step is given up."""
 
 
 class ObservedStep:
@@ -42,7 +42,7 @@ class ObservedStep:
         return self.now
 
     def blocked(self) -> bool:
-        """Whether a step of another model is being observed (a GAN's generator and discriminator): one after the other."""
+        """Whether a step of another model is being observed (a GAN's generator and discriminator): this one must wait."""
         return observing()
 
     def trains(self) -> None:
@@ -50,14 +50,14 @@ class ObservedStep:
         self._idle = 0
 
     def evaluates(self, silence: Silence) -> None:
-        """A forward of evaluation begins: if there are but such, the step does not go on."""
+        """A forward of evaluation begins. After more than `_IDLE` of them in a row, the observed step is given up."""
         if self.now is not None:
             self._idle += 1
             if self._idle > _IDLE:
                 self.abandon(silence)
 
     def finish(self) -> Graph | None:
-        """The step has ended: its graph; None without a forward, or where nothing came of it (`training_step` gave None)."""
+        """The step has ended. Returns its graph; None without a forward or a backward (`training_step` gave None)."""
         try:
             graph = self.now.finish() if self.now is not None and self.has_backward else None
         finally:
@@ -66,7 +66,7 @@ class ObservedStep:
 
     @property
     def has_backward(self) -> bool:
-        """Whether a backward of the forward that is observed was seen."""
+        """Whether a backward of the observed forward was seen."""
         return self.now is not None and self.now.has_backward
 
     def update_begins(self) -> None:
@@ -80,7 +80,7 @@ class ObservedStep:
             self.now.update_ended()
 
     def abandon(self, silence: Silence | None = None) -> None:
-        """Observe no more of this step; `silence` is told where it was not over."""
+        """Stop observing this step. `silence` counts it as given up; None where the step is over."""
         now, self.now = self.now, None
         if now is not None:
             if silence is not None:

@@ -1,6 +1,6 @@
-"""What a session may park: which tensors in which forms, how fast this machine's links and codecs are, and the depots.
+"""Which tensors a session may park in which forms, the rates of this machine's links and codecs, and the depots.
 
-Nothing is measured or made before a plan is solved for a budget that the step does not fit as it is.
+Nothing is measured or allocated before a plan is solved for a budget that the unmodified step exceeds.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from lightning_memopt.solvers.planner import Frontier
 from lightning_memopt.trace.link import measure
 
 LEAST_NBYTES = 4096
-"""Smaller tensors stay: a copy or a codec takes longer than it is worth."""
+"""Smaller tensors are not parked: a copy or a codec takes more time than it is worth."""
 LOSSY = "block8"
+"""The codec of compress="lossy"."""
 _PROBE_NBYTES = 32 << 20
 
 
 class Offloading:
-    """See the module.
+    """The tensors that a session may park, and their forms (see the module).
 
     tier: the name of the tier; "" without offload.
-    codec: the name of the codec that was asked for; "" without one.
-    depots: the tiers of the plans in force.
+    codec: the name of the codec that the config asks for; "" without one.
+    depots: the depots of the plans in force.
     """
 
     def __init__(self, device: torch.device, config: MemOptConfig) -> None:
@@ -45,12 +46,12 @@ class Offloading:
         name, directory = config.offload_to
         self.tier = {"none": "", "auto": "host" if device.type == "cuda" else ""}.get(name, name)
         if self.tier == "host" and device.type == "cpu":
-            raise ConfigError("offload='host' puts bytes into the memory that the budget is about; on the CPU, use 'disk'.")
+            raise ConfigError("offload='host' parks in the memory that the budget counts; on the CPU, use 'disk'.")
         self.codec = {"lossy": LOSSY, "none": "", "lossless": ""}.get(config.compress, config.compress)
         self.depots = Depots(device, directory)
 
     def check(self) -> None:
-        """Before anything runs: raise OffloadError where the disk's directory cannot be used."""
+        """Before anything runs: raise OffloadError where the directory of the disk tier cannot be used."""
         if self.tier == "disk":
             Scratch(0, self.depots.directory).close()
 
@@ -66,7 +67,7 @@ class Offloading:
 
     @cached_property
     def rates(self) -> MachineRates:
-        """Measured once, in less than a second."""
+        """The rates of the tier and of the codecs, measured once, in less than a second."""
         return times.current.of_transfers(self._measured)
 
     def _measured(self) -> MachineRates:
@@ -92,7 +93,7 @@ class Offloading:
         return forms
 
     def _codes(self, graph: Graph, t: int) -> list[joint.Form]:
-        """The codecs that may hold a tensor: those that leave every gradient as it is, or the one that was asked for."""
+        """The codecs in which a tensor may be parked: lossless ones that suit backward, or the one that the config asks for."""
         tensor = graph.tensors[t]
         if self.config.compress == "none" or not tensor.dtype:
             return []
@@ -117,5 +118,5 @@ class Offloading:
         return self.depots.of(plan, in_force)
 
     def close(self) -> None:
-        """Let go of all tiers, once nothing is parked there."""
+        """Close all tiers, as soon as nothing is parked there."""
         self.depots.close()

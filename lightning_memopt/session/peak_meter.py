@@ -1,4 +1,4 @@
-"""Measure the peak of one whole step by the allocator, by the definition of the budget."""
+"""Measure the peak of a whole step at the allocator, as the budget defines it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_memopt.trace import AllocatorEvents, metered_cpu
 
 
 def in_compiled_code() -> bool:
-    """Whether a function of torch.compile's runs: when it ends, dynamo puts dispatch keys back as they were when it began."""
+    """Whether a function of torch.compile is running. When it ends, dynamo restores the dispatch keys from its begin."""
     frame = inspect.currentframe()
     while frame is not None:
         if (frame.f_code.co_name, frame.f_globals.get("__name__")) == COMPILED_FRAME:
@@ -29,18 +29,25 @@ def in_compiled_code() -> bool:
 
 
 class Measured(NamedTuple):
-    """Of one step: its peak in bytes, and what was in memory when it began; None where that is not known."""
+    """A measured step.
+
+    peak_nbytes: its peak.
+    base_nbytes: bytes in memory when it began; None where that is not known.
+    """
 
     peak_nbytes: int
     base_nbytes: int | None
 
 
 class StepMeter:
-    """CPU: by the native counter, all that is alive, and the `foreign_nbytes` beside. CUDA: `max_memory_reserved`.
+    """Measures the peak of one step. On CUDA: `max_memory_reserved`. On the CPU: all live bytes by the native counter, and the
+    foreign ones; without the counter, the resident bytes plus the highest running sum of allocator events.
 
-    Without the counter: resident bytes at its start plus the highest running sum of allocator events. The profiler does not
-    report the end of memory that it did not see being allocated: `gradients` of an unmetered step that `zero_grad` frees during
-    this one (Lightning: between forward and backward) do not count as resident.
+    resident_nbytes: resident bytes when the step begins.
+    gradients: gradients of an unmetered step. The profiler does not report the end of memory whose allocation it did not see.
+        So those that `zero_grad` frees during this step (Lightning: between forward and backward) are subtracted.
+    foreign_nbytes: bytes that torch's CPU allocator did not allocate.
+    base_nbytes: bytes in memory when the step began; None without the counter.
     """
 
     def __init__(
@@ -81,10 +88,10 @@ class StepMeter:
 
 
 class Metering:
-    """Which steps are measured, and by one meter at a time. By the native counter, all of them.
+    """Decides which steps are measured, with one meter at a time. The native counter measures all of them.
 
-    torch puts a span around every `Optimizer.step`. One that began while a profiler measured ends in that profiler's memory:
-    until then, no other one begins (`metered_cpu`).
+    torch puts a span around every `Optimizer.step`. A span that began while a profiler was running ends in the memory of that
+    profiler. So no other profiler begins before that (`metered_cpu`).
     """
 
     def __init__(self) -> None:
@@ -95,18 +102,18 @@ class Metering:
 
     @property
     def profiling(self) -> bool:
-        """Whether the step is slowed by what measures it."""
+        """Whether a profiler, which slows the step, measures it."""
         return self._meter is not None and self._meter.base_nbytes is None
 
     @property
     def possible(self) -> bool:
-        """Whether a profiler may begin here."""
+        """Whether a profiler may begin now."""
         return not self.profiling and not self._spans
 
     def begin(
         self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], batch: Any, device: torch.device, wanted: bool
     ) -> None:
-        """A forward begins. `wanted`: it should be measured even where that takes time."""
+        """A forward begins. `wanted`: its step is measured even where that takes time."""
         if self._meter is not None:
             return
         counts = counter() if device.type == "cpu" else None
@@ -116,20 +123,20 @@ class Metering:
             foreign = self._foreign_nbytes + foreign_nbytes(resident_tensors(_NO_MODEL, (), batch))
             self._meter = StepMeter(device, 0, foreign_nbytes=foreign)
         elif counts is None and wanted and self.possible:
-            # the profiler reports the end of what it saw being allocated, so of gradients made in a metered step
+            # the profiler reports the end of gradients that it saw being allocated: those of a metered step
             gradients = [] if self._metered else [p.grad for p in model.parameters() if p.grad is not None]
             resident = resident_nbytes(resident_tensors(model, optimizers, batch), device)
             self._meter = StepMeter(device, resident, gradients)
 
     def observing(self) -> None:
-        """A forward of this step is observed: what the counter says of it says nothing about others."""
+        """A forward of this step is observed: its peak says nothing about the peaks of other steps."""
         if not self.profiling:
             meter, self._meter, self._spoiled = self._meter, None, True
             if meter is not None:
                 meter.close()
 
     def close(self, observation: Observation | None = None) -> Measured | None:
-        """What the step took, where it was measured. `observation`: of this step."""
+        """The measurement of the step; None where it was not measured. `observation`: that of this step."""
         meter, self._meter, self._spoiled = self._meter, None, False
         profiled = meter is not None and meter.base_nbytes is None
         self._metered = profiled or (observation is not None and observation.metered)
@@ -137,7 +144,7 @@ class Metering:
         return None if meter is None or peak is None else Measured(peak, meter.base_nbytes)
 
     def span_begins(self, optimizer: torch.optim.Optimizer, observation: Observation | None = None) -> None:
-        """An optimizer's step begins, or has begun; `observation`: which that is part of."""
+        """An optimizer's step begins, or has begun. `observation`: that of the whole step."""
         if self.profiling or (observation is not None and observation.metered):
             self._spans.add(id(optimizer))
 

@@ -1,9 +1,9 @@
-"""Which state a forward belongs to: batches of the same shapes share one, others that are no larger borrow its plan.
+"""Which state a forward belongs to: batches of the same shapes share a state, and batches that are no larger borrow its plan.
 
-A plan says what becomes of each tensor of a graph; nothing in it depends on how large the tensors are. So where a batch is no
-larger than one whose plan is in force, that plan serves it, with nothing to observe. Op by op the step is compared with the
-plan; what is larger than planned is counted, and measured (docs/adr/0006). What the number of shapes could make grow is
-bounded here: plans, borrowers, and how often one is planned for.
+The decisions of a plan do not depend on the sizes of tensors. So a plan in force also serves a batch that is no larger, and
+nothing is observed for that batch. Its step is compared with the plan op by op. Tensors that are larger than planned are
+counted, and the step is measured (docs/adr/0006). A run with many shapes makes no more than a fixed number of plans and
+borrowers, and of solves in a time.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from lightning_memopt.session.solves import Solves
 from lightning_memopt.session.states import Observing, Running, Say, State, Waiting
 
 PLANS = 16
-"""Signatures with a state of their own, and as many that wait for a plan; then the one used least recently makes room."""
+"""The most signatures with a state of their own. As many more may wait for a plan. The least recently used one makes room."""
 BORROWERS = 64
-"""Signatures that borrow; each remembers what its ops looked like."""
+"""The most signatures that borrow a plan: each has templates of its own."""
 _REFUSALS = 3
-"""Borrowers that may leave a plan before it is lent no more, unless more of them have kept to it."""
+"""A plan that did not serve so many borrowers is lent no more, unless even more steps of its borrowers were measured."""
 _STEPS_A_PLAN = 50
-"""After the first `PLANS`, one more plan is made in this many forwards: planning must not become what a run does."""
+"""After the first `PLANS` plans, one more is made in so many forwards: a run must not spend its time on solving."""
 _LARGE = 2
 _PATIENCE = 8
-"""A plan for a batch `_LARGE` times as large rebuilds more than it would have to: after so many uses, observe the small one."""
+"""A plan for a batch `_LARGE` times as large rebuilds more than necessary: after so many uses the small one is observed."""
 
 
 class PlanCache(dict[Signature, State]):
-    """The state of every signature, the one used least recently first."""
+    """The state of every signature, the least recently used first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,12 +41,12 @@ class PlanCache(dict[Signature, State]):
 
     @property
     def main(self) -> State | None:
-        """The state of the signature with the largest unmodified peak that has a plan of its own, else of any."""
+        """The state whose own plan has the largest unmodified peak; where there is no plan, any state; None for no state."""
         running = [s for _, s in self._own() if isinstance(s, Running)]
         return max(running, key=lambda s: s.plan.unmodified_peak_nbytes) if running else next(iter(self.values()), None)
 
     def enter(self, signature: Signature, steps: int) -> State:
-        """The state for a forward of this signature; a new one observes `steps` steps, unless it may borrow."""
+        """The state for a forward of this signature. A new state borrows a plan where it may, else observes `steps` steps."""
         self.forwards += 1
         self.solves.forward()
         before = self.pop(signature, None)
@@ -59,7 +59,7 @@ class PlanCache(dict[Signature, State]):
         return state
 
     def _entered(self, signature: Signature, steps: int, state: State | None) -> State:
-        """What becomes of the state of this signature, which is not in here meanwhile, when a forward begins."""
+        """The state after `state` when a forward begins. While this runs, the signature is not in the cache."""
         if isinstance(state, Running) and state.overtaken:  # the step that raised may not have ended
             state = state.observed_again()
         if isinstance(state, Running) and state.lender is not None and self._wasted(signature, state.lender):
@@ -68,11 +68,12 @@ class PlanCache(dict[Signature, State]):
         if state is None or isinstance(state, Waiting) or lasts:
             waiting = state if isinstance(state, Waiting) else None
             alone = waiting is not None and waiting.alone
-            return (None if alone else self._borrowing(signature)) or self._observing(signature, steps, waiting)
+            borrowing = None if alone else self._borrowing(signature)
+            return borrowing or self._observing(signature, steps, waiting)
         return state
 
     def replace(self, old: State, new: State) -> None:
-        """`new` is the state of what `old` was; who borrowed from `old` borrows again."""
+        """Put `new` in the place of `old`. Signatures that borrowed from `old` are forgotten, and borrow again."""
         for signature, state in list(self.items()):
             if state is old:
                 self[signature] = new
@@ -80,7 +81,7 @@ class PlanCache(dict[Signature, State]):
                 del self[signature]
 
     def observed(self, state: Observing, graph: Graph, limit_nbytes: int | None, offloading: Offloading, say: Say) -> State:
-        """`state.observed`, with the time that solving takes."""
+        """As `state.observed`; counts the seconds of a solve."""
         signature, began = self._of(state), times.current.now()
         after = state.observed(graph, limit_nbytes, offloading, say)
         if isinstance(after, Running):
@@ -88,13 +89,16 @@ class PlanCache(dict[Signature, State]):
         return after
 
     def waited(self, state: Waiting, graph: Graph) -> None:
-        """One more step of a signature that waits was recorded."""
+        """A step of a signature that waits was recorded."""
         self.solves.recorded(self._of(state), len(graph.ops))
 
     def step_ended(self, state: State | None, planned: bool, measured_nbytes: int | None, budget_nbytes: int | None) -> None:
-        """A step of this state is over, all that it led to included; `planned`: a plan was in force."""
+        """A step of this state is over, and the next state is in its place. `planned`: a plan was in force."""
         waited = isinstance(state, Waiting)
-        self.solves.step_ended(planned and not waited if planned or waited else None)
+        if waited:
+            self.solves.step_ended(False)
+        else:
+            self.solves.step_ended(True if planned else None)
         unplanned = self._unplanned if waited else state
         if measured_nbytes is not None and isinstance(unplanned, Failed) and not planned:
             unplanned.measured(measured_nbytes, budget_nbytes)
@@ -119,26 +123,26 @@ class PlanCache(dict[Signature, State]):
         return [(s, state) for s, state in own if state.refused < _REFUSALS or state.refused < state.proofs]
 
     def _lasts(self, signature: Signature, state: Observing) -> bool:
-        """Whether a signature that was to be observed for several steps has not come again until others had a plan."""
+        """Whether a signature that was to be observed for several steps did not come again before one like it had a plan."""
         if state.steps == 1 or state.early_known or state.for_early:
             return False
         return any(alike(s, signature) for s, _ in self._lenders())
 
     def _wasted(self, signature: Signature, lender: Running) -> bool:
-        """Counts uses of a plan that is too large; whether this one should rather be observed."""
-        of = self._of(lender)
-        if not of or lender.program.empty or _LARGE * elements(signature) > elements(of):
+        """Count a use of a plan that is too large. Returns whether this signature is to be observed instead."""
+        planned_for = self._of(lender)
+        if not planned_for or lender.program.empty or _LARGE * elements(signature) > elements(planned_for):
             return False
         lender.wasted += 1
-        # at most all that the plan takes on top of the unmodified step, in proportion to the batch
-        each = lender.plan.predicted.seconds * elements(signature) / max(1, elements(of))
-        if lender.wasted < _PATIENCE or not self._may_plan or not self.solves.pays(lender.wasted * each, signature):
+        # an upper bound of the seconds that a use loses: all extra seconds of the plan, in proportion to the batch
+        lost_seconds = lender.plan.predicted.seconds * elements(signature) / max(1, elements(planned_for))
+        if lender.wasted < _PATIENCE or not self._may_plan or not self.solves.pays(lender.wasted * lost_seconds, signature):
             return False
         lender.wasted = 0
         return True
 
     def _own(self) -> list[tuple[Signature, State]]:
-        """Those that do not borrow, the one used least recently first."""
+        """The states that do not borrow, the least recently used first."""
         return [(s, state) for s, state in self.items() if not (isinstance(state, Running) and state.lender is not None)]
 
     @property
@@ -146,8 +150,8 @@ class PlanCache(dict[Signature, State]):
         return self.solves.count < PLANS + self.forwards // _STEPS_A_PLAN
 
     def _observing(self, signature: Signature, steps: int, before: Waiting | None) -> State:
-        """A state for a signature that nothing serves. Where no plan is to be made now, it is kept within the budget by
-        eviction alone until one is.
+        """A state for a signature that no plan serves. It waits where no plan may be made now: eviction keeps its steps within
+        the budget.
         """
         planned = [s for s, state in self._own() if isinstance(state, Running)]
         alone = before is not None and before.alone
@@ -165,7 +169,7 @@ class PlanCache(dict[Signature, State]):
         return Observing(steps)
 
     def _make_room(self, waiting: bool) -> None:
-        """Where there are too many, let go of the one used least recently; `waiting`: of those that wait for a plan."""
+        """Where there are too many states, forget the least recently used; `waiting`: among those that wait for a plan."""
         own = [(s, state) for s, state in self._own() if isinstance(state, Waiting) is waiting]
         if len(own) < PLANS:
             return

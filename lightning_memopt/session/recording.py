@@ -1,4 +1,4 @@
-"""What is entered around one forward to record it; left on every exit."""
+"""The contexts that record one forward. They are left on every exit."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from lightning_memopt.torch_private import current_mode, hooks_are_enabled, inne
 
 
 class _Pack:
-    """The pack hook of an engine. Every saved tensor keeps it until its node is done, also a tensor that is none of the
-    engine's, so it keeps no engine: the tape dies with the last handle.
+    """The pack hook of an engine. Every saved tensor keeps the hook until its node is done, even a tensor that the engine does
+    not handle. So the hook does not keep the engine: the tape dies with the last handle.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -42,7 +42,10 @@ class _Pack:
 
 
 class Recording:
-    """The contexts around one forward: hooks, exposure watch and, unless somebody else holds it, the dispatch mode."""
+    """The contexts around one forward: saved-tensor hooks, hooks for exposed tensors, and the dispatch mode.
+
+    own_mode: the dispatch mode is entered, too; otherwise an observation has entered it.
+    """
 
     def __init__(self, engine: Engine, recorder: Recorder, own_mode: bool) -> None:
         self.engine = engine
@@ -66,12 +69,12 @@ class Recording:
 
     def _watch(self) -> None:
         self._stack.enter_context(watching(self.recorder.expose, self.recorder.settings_changed, self._pack))
-        if self._own_mode:  # else whoever holds it watches to the end of the step
+        if self._own_mode:  # else the observation has entered this until the end of the step
             self._stack.enter_context(watching_sizes(self.recorder.resizing, self.recorder.resized))
         self._stack.enter_context(around_dual_levels(self._level_begins, self._level_ends))
 
     def _level_begins(self) -> None:
-        """What runs on a level of forward-mode AD runs as if nobody recorded (record/levels.py)."""
+        """A level of forward-mode AD begins: its ops run unrecorded (record/levels.py)."""
         if self._may_leave():
             self._aside = True
             self._saving.close()
@@ -82,7 +85,7 @@ class Recording:
             self._begin()
 
     def _may_leave(self) -> bool:
-        """Whether our contexts are the innermost ones, and can be entered again."""
+        """Whether the contexts of this recording are the innermost ones, and can be entered again."""
         if not hooks_allowed() or (self._own_mode and current_mode() is not self.recorder):
             return False
         top = innermost_hooks(False)
@@ -94,7 +97,7 @@ class Recording:
             self.recorder.enter_in(self._saving)
 
     def __exit__(self, *_: Any) -> None:
-        with contextlib.ExitStack() as last:  # each of them is done, whatever an interrupt does to the others
+        with contextlib.ExitStack() as last:  # every callback runs, even if an interrupt stops another one
             if self._own_mode:
                 last.callback(self.recorder.forget)
             last.callback(setattr, self.recorder, "capturing", False)
@@ -105,7 +108,7 @@ class Recording:
 
 
 class PlannedRecording(Recording):
-    """Recording under a plan: modules that the plan says nothing about run as if nobody recorded."""
+    """Recording under a plan: modules without a decision of the plan run unrecorded."""
 
     engine: PlannedEngine
     recorder: Matcher
@@ -139,7 +142,7 @@ class PlannedRecording(Recording):
     def _module_ends(self, module: nn.Module) -> None:
         if module is self._outside and threading.get_ident() == self._thread:
             if self._depth:
-                self._depth -= 1  # a call of itself, inside of it
+                self._depth -= 1  # the module had called itself
                 return
             self._outside = None
             self.engine.cursor.skip_to(self._spans[id(module)][1][1])
@@ -150,8 +153,8 @@ class PlannedRecording(Recording):
 
 
 def hooks_allowed() -> bool:
-    """Saved-tensor hooks can be entered here: not on a level of functorch or forward-mode AD, not where they are disabled
-    (R9).
+    """Whether saved-tensor hooks can be entered now: not on a level of functorch or forward-mode AD, and not where they are
+    disabled (R9).
     """
     if in_transform() or in_dual_level():
         return False
@@ -159,8 +162,8 @@ def hooks_allowed() -> bool:
 
 
 def others_hooks() -> bool:
-    """Whether saved-tensor hooks are on whose place ours would take, and that do more than to keep bits: a checkpoint runs the
-    forward twice, and what that writes is written twice. `save_on_cpu` only moves them.
+    """Whether other saved-tensor hooks are on that a recording would replace. A checkpoint among them runs the forward twice,
+    and everything that it writes is written twice. `save_on_cpu` does not count: it only moves tensors.
     """
     top = innermost_hooks(False)
     if top is None or type(top[0]) is _Pack:

@@ -17,9 +17,9 @@ from lightning_memopt.units import format_nbytes
 def refuse_sharded(model: nn.Module) -> None:
     """Before anything runs: raise UnsupportedError for a model under FSDP.
 
-    A weight is there only while it is used, and no rebuild can start from it later.
+    Its weights are in memory only while they are used, and no rebuild can start from them later.
     """
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # who has not imported it has not used it
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # a process that has not imported it has not used it
     kinds = tuple(getattr(fsdp, name) for name in ("FSDPModule", "FullyShardedDataParallel") if hasattr(fsdp, name))
     for name, module in model.named_modules():
         if isinstance(module, kinds):
@@ -30,19 +30,19 @@ def refuse_sharded(model: nn.Module) -> None:
 
 
 def refuse_hopeless(tensors: Iterable[Named], device: torch.device, budget_nbytes: int, headroom: int) -> None:
-    """Raise InfeasibleError where what is there in every step is above the budget whatever the plan: nothing has run yet.
+    """Raise InfeasibleError where the resident tensors alone exceed the budget, so no plan can keep it. Nothing has run yet.
 
-    Gradients, and the optimizer state made for them, are not counted: which parameters get one shows in the first backward
-    (an expert that is not chosen, a head that is not trained, gradients that are freed as they come). See foresight.py.
+    Gradients, and the optimizer state for them, are not counted: only the first backward shows which parameters get one (an
+    expert may not be chosen, a head may not be trained, gradients may be freed at once). See foresight.py.
     """
-    found = [t for t in tensors if t[1] != "gradient"]
-    needed = resident_nbytes(found, device)
+    counted = [t for t in tensors if t[1] != "gradient"]
+    needed = resident_nbytes(counted, device)
     if needed <= budget_nbytes - headroom:
         return
-    shares = {kind: resident_nbytes((t for t in found if t[1] == kind), device) for kind in _RESIDENT}
+    shares = {kind: resident_nbytes((t for t in counted if t[1] == kind), device) for kind in _RESIDENT}
     raise InfeasibleError(
-        f"The budget of {budget_nbytes} bytes ({format_nbytes(budget_nbytes)}, headroom {headroom}) is below what is there "
-        f"before a step does anything: {needed} bytes ({format_nbytes(needed)}), of which "
+        f"The budget of {budget_nbytes} bytes ({format_nbytes(budget_nbytes)}, headroom {headroom}) is below the bytes "
+        f"that are in memory before a step does anything: {needed} bytes ({format_nbytes(needed)}), of which "
         f"{', '.join(f'{nbytes} are {_RESIDENT[kind]}' for kind, nbytes in shares.items() if nbytes)}. This step was "
         "not run. Gradients and activations come on top: budget='min' takes the smallest plan and says what it needs.",
         budget_nbytes=budget_nbytes,

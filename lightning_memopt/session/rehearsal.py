@@ -1,8 +1,8 @@
-"""What an optimizer's update takes, known before anything is updated: its state, and what it has beside that for a moment.
+"""Predict the bytes of an optimizer's update before anything is updated: its state, and its temporary tensors.
 
-A throw-away optimizer of the same class and options steps throw-away parameters of the same sizes, which are on torch's `meta`
-device: they have a size and no memory. Nothing of the user's is read but sizes and options, and nothing of it is written;
-hooks, random numbers and modes of the user's are not reached. Only torch's own optimizers are rehearsed: the step of
+A throw-away optimizer of the same class and options steps throw-away parameters of the same sizes on torch's `meta` device,
+where tensors have a size and no memory. The rehearsal reads only sizes and options of the user's objects, writes to none of
+them, and does not reach the user's hooks, random numbers and modes. Only torch's own optimizers are rehearsed: the step of
 another one may do anything (print, count, talk to other processes).
 """
 
@@ -21,19 +21,22 @@ from torch import optim
 from lightning_memopt.torch_private import TorchDispatchMode, no_torch_functions, tree_leaves, tree_map_only, without_modes
 
 _LATER = 1000
-"""The number of the last step that is rehearsed: some optimizers do something else in the first ones (RAdam)."""
+"""The number of the last rehearsed step: some optimizers (RAdam) work differently in their first steps."""
 _SCALARS_NBYTES = 64
-"""Of numbers that kernels make tensors of, for a moment, where no dispatch mode sees it."""
+"""Bytes of temporary scalar tensors that kernels make where no dispatch mode sees them."""
 
 Rounded = Callable[[int], int]
-"""What the device's allocator makes of a request in bytes."""
+"""Rounds a request in bytes as the allocator of the device does."""
 
 
 class Update(NamedTuple):
-    """Bytes that updates take. `state_nbytes`: of the optimizer state that is made, and kept. `beside_nbytes`: what an update
-    has at its worst moment on top of parameters, gradients and all of the state, in the first step or a later one.
-    `throughout_nbytes`: what is there in the whole step, because forward and backward run inside of the update. `known`:
-    False where an update may take more than that.
+    """Bytes that updates take.
+
+    state_nbytes: bytes of optimizer state that the updates make and keep.
+    beside_nbytes: the most bytes that an update has at one moment beside parameters, gradients and all of the state, in the
+        first step or a later one.
+    throughout_nbytes: bytes held in the whole step, because forward and backward run inside of the update.
+    known: False where an update may take more than that.
     """
 
     state_nbytes: int = 0
@@ -62,53 +65,55 @@ def with_gradients(optimizer: optim.Optimizer) -> list[Group]:
 
 
 def still_to_make(optimizer: optim.Optimizer, device: torch.device, rounded: Rounded) -> int:
-    """Bytes of the gradients and the state that there are none of yet, if every parameter gets a gradient."""
+    """Bytes of the gradients and the state that do not exist yet, if every parameter gets a gradient."""
     groups = [(group, [p for p in group["params"] if p.requires_grad]) for group in optimizer.param_groups]
     without = [p for _, params in groups for p in params if p.grad is None and p.device.type == device.type]
     return sum(rounded(p.nbytes) for p in without) + rehearse(optimizer, groups, device, rounded).state_nbytes
 
 
 def rehearse(optimizer: optim.Optimizer, groups: Iterable[Group], device: torch.device, rounded: Rounded) -> Update:
-    """What the updates of these groups take; `UNKNOWN` where that cannot be said before one has run."""
+    """The bytes of the updates of these groups; `UNKNOWN` where only an update that has run can show them."""
     if not _is_torchs(optimizer):
         return UNKNOWN
     if type(optimizer) is optim.LBFGS:
         return _of_lbfgs(optimizer, rounded)
-    found = Update()
+    updates = Update()
     for group, params in groups:
-        there = [p for p in params if p.device.type == device.type]
-        if not there:
+        on_device = [p for p in params if p.device.type == device.type]
+        if not on_device:
             continue
-        if group.get("differentiable") or any(_gradient(p).layout is not torch.strided for p in there):
+        if group.get("differentiable") or any(_gradient(p).layout is not torch.strided for p in on_device):
             return UNKNOWN
         try:
             with without_modes(), no_torch_functions():
-                found = found.then(_of_group(optimizer, group, there, device, rounded))
+                updates = updates.then(_of_group(optimizer, group, on_device, device, rounded))
         except (RuntimeError, TypeError, ValueError):
-            return UNKNOWN  # whatever is wrong with it, the user's own step will say
-    return found
+            return UNKNOWN  # the user's own step raises the same error
+    return updates
 
 
 def _is_torchs(optimizer: optim.Optimizer) -> bool:
-    """Whether the step is torch's, not replaced by anybody; a scheduler's wrapper counts steps, and is not reached."""
+    """Whether nobody has replaced torch's step. A scheduler may wrap it to count steps; the rehearsal does not call that."""
     raw = getattr(type(optimizer).step, "__wrapped__", None)
     modules = (type(optimizer).__module__, getattr(raw, "__module__", None))
     return all(f"{module}.".startswith("torch.optim.") for module in modules)
 
 
 class _Ledger(TorchDispatchMode):
-    """Counts the bytes of the tensors on these kinds of devices that ops make, while they live.
+    """Counts the bytes of the live tensors that ops have made.
 
-    `there`: what was there before, tensors among it. `value` is what Python reads of a tensor without memory.
+    kinds: the types of devices whose tensors are counted.
+    existing: objects from before; the tensors among them are not counted.
+    value: the number that Python reads of a tensor without memory.
     """
 
-    def __init__(self, kinds: set[str], rounded: Rounded, there: Iterable[Any]) -> None:
+    def __init__(self, kinds: set[str], rounded: Rounded, existing: Iterable[Any]) -> None:
         super().__init__()
         self.kinds, self.rounded = kinds, rounded
         self.live_nbytes = self.peak_nbytes = 0
         self.value = 1
-        self._there = [t.untyped_storage() for t in there if isinstance(t, torch.Tensor)]
-        self._storages: dict[int, weakref.ref[Any]] = {s._cdata: weakref.ref(s) for s in self._there}
+        self._existing = [t.untyped_storage() for t in existing if isinstance(t, torch.Tensor)]
+        self._storages: dict[int, weakref.ref[Any]] = {s._cdata: weakref.ref(s) for s in self._existing}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
@@ -127,11 +132,11 @@ class _Ledger(TorchDispatchMode):
         if key in self._storages:
             return
         nbytes = self.rounded(storage.nbytes())
-        self._storages[key] = weakref.ref(storage, partial(self._gone, key, nbytes))
+        self._storages[key] = weakref.ref(storage, partial(self._freed, key, nbytes))
         self.live_nbytes += nbytes
         self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes)
 
-    def _gone(self, key: int, nbytes: int, _: Any) -> None:
+    def _freed(self, key: int, nbytes: int, _: Any) -> None:
         del self._storages[key]
         self.live_nbytes -= nbytes
 
@@ -144,18 +149,18 @@ def _of_group(
 ) -> Update:
     options = {k: copy.deepcopy(v) for k, v in group.items() if k != "params"}
     fused, capturable = bool(options.get("fused")), bool(options.get("capturable"))
-    for name in ("fused", "capturable"):  # the `meta` device has neither
+    for name in ("fused", "capturable"):  # the `meta` device supports neither
         if name in options:
             options[name] = False
     if "foreach" in options and options["foreach"] is None and not fused:
         options["foreach"] = _foreach_by_default(options, params)
     kinds = [_kind(p, bool(optimizer.state.get(p))) for p in params]
-    stands = params if options.get("foreach") else [params[i] for i in _telling(kinds)]
-    double, blank = _double(optimizer, options, stands)
+    rehearsed = params if options.get("foreach") else [params[i] for i in _telling(kinds)]
+    double, blank = _double(optimizer, options, rehearsed)
     before = {q: _nbytes(double.state[q], rounded) for q in blank}
-    there = tree_leaves([list(double.state.values()), blank, [q.grad for q in blank]])
-    ledger = _Ledger({"meta", "cpu"} if device.type == "cpu" else {"meta"}, rounded, there)
-    step = partial(type(double).step.__wrapped__, double)  # type: ignore[attr-defined]  # without hooks of anybody
+    existing = tree_leaves([list(double.state.values()), blank, [q.grad for q in blank]])
+    ledger = _Ledger({"meta", "cpu"} if device.type == "cpu" else {"meta"}, rounded, existing)
+    step = partial(type(double).step.__wrapped__, double)  # type: ignore[attr-defined]  # runs no hooks
     with ledger:
         step()
         beside = ledger.peak_nbytes - ledger.live_nbytes
@@ -168,15 +173,15 @@ def _of_group(
                     count.fill_(number)
             step()
             beside = max(beside, ledger.peak_nbytes - ledger.live_nbytes)
-    made = {k: _nbytes(double.state[q], rounded) - before[q] for k, q in zip(_kinds(optimizer, stands), blank, strict=True)}
-    # a fused kernel makes nothing; a capturable one keeps numbers on the device, and has more of them for a moment
+    made = {k: _nbytes(double.state[q], rounded) - before[q] for k, q in zip(_kinds(optimizer, rehearsed), blank, strict=True)}
+    # a fused kernel makes no tensors; a capturable optimizer has scalars on the device, and more of them for a moment
     return Update(sum(made[k] for k in kinds), _SCALARS_NBYTES + (0 if fused else beside), known=not capturable)
 
 
 def _double(
     optimizer: optim.Optimizer, options: dict[str, Any], params: Sequence[torch.Tensor]
 ) -> tuple[optim.Optimizer, list[torch.Tensor]]:
-    """A throw-away optimizer with one group of throw-away parameters, and those."""
+    """A throw-away optimizer with one group of throw-away parameters, and these parameters."""
     blank = [_blank(p) for p in params]
     double = type(optimizer).__new__(type(optimizer))
     groups = [options | {"params": blank}]
@@ -189,19 +194,19 @@ def _double(
 
 
 def _blank(t: torch.Tensor) -> torch.Tensor:
-    """A tensor like this one, without memory. Numbers on the CPU are copied: Python reads them (how many steps there were)."""
+    """A tensor like this one, without memory. Scalars on the CPU are copied: Python reads them (the number of steps)."""
     if t.dim() == 0 and t.device.type == "cpu":
         return t.detach().clone()
     return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="meta").requires_grad_(t.requires_grad)
 
 
 def _kind(p: torch.Tensor, has_state: bool) -> Hashable:
-    """What the update of a parameter depends on, its values aside."""
+    """The properties of a parameter on which its update depends, without the values."""
     return (*((t.size(), t.stride(), t.dtype) for t in (p, _gradient(p))), has_state)
 
 
 def _gradient(p: torch.Tensor) -> torch.Tensor:
-    """What has the size of its gradient: where there is none yet, the parameter."""
+    """Its gradient; the parameter itself, which is of the same size, where there is none yet."""
     return p if p.grad is None else p.grad
 
 
@@ -210,8 +215,8 @@ def _kinds(optimizer: optim.Optimizer, params: Sequence[torch.Tensor]) -> list[H
 
 
 def _telling(kinds: Sequence[Hashable]) -> list[int]:
-    """Parameters, by position, that are enough where one is updated after the other: each kind, after each it comes after,
-    because what the last one made is let go only when it is made again.
+    """Positions of parameters whose rehearsal is enough where parameters are updated one by one. Each pair of kinds in a row
+    occurs once, because the temporary tensors of an update are freed only when the next update makes its own.
     """
     seen: set[tuple[Hashable, Hashable]] = set()
     chosen: set[int] = set()
@@ -228,7 +233,7 @@ def _nbytes(state: Any, rounded: Rounded) -> int:
 
 
 def _foreach_by_default(options: dict[str, Any], params: Sequence[torch.Tensor]) -> bool | None:
-    """What torch chooses on the device of these parameters; on the `meta` device it would choose otherwise."""
+    """The choice of torch on the device of these parameters. On the `meta` device it would choose differently."""
     from torch.optim.optimizer import _default_to_fused_or_foreach
 
     if isinstance(options.get("lr"), torch.Tensor):
@@ -237,17 +242,17 @@ def _foreach_by_default(options: dict[str, Any], params: Sequence[torch.Tensor])
 
 
 def _of_lbfgs(optimizer: optim.Optimizer, rounded: Rounded) -> Update:
-    """Counted for a full history, to which the state grows: torch's step is a loop around the user's closure."""
+    """Counted for a full history, to which the state grows. Not rehearsed: the step is a loop around the user's closure."""
     (group,) = optimizer.param_groups
     params = group["params"]
     flat = rounded(sum(p.nbytes for p in params))
     state = optimizer.state.get(params[0], {})
     history = group["history_size"]
-    # directions and steps, each with a number of its own and another one of the last search; the last direction and gradient,
-    # and the scale of the first guess
+    # the history: directions and steps, with two numbers (ro, al) for each pair; the last direction and gradient; the scale of
+    # the first guess (H_diag)
     number = rounded(params[0].element_size())
     full = history * 2 * (flat + number) + 2 * flat + number
-    # two gradients, the last direction, what it was made of, and a pair that may not enter the history; a line search keeps
-    # points and gradients of its own
+    # two gradients, the last direction and its operand, and a pair that may not enter the history; a line search keeps points
+    # and gradients of its own
     throughout = (6 if group["line_search_fn"] is None else 10) * flat
     return Update(max(0, full - _nbytes(state, rounded)), _SCALARS_NBYTES, throughout)

@@ -15,7 +15,7 @@ from lightning_memopt.record import is_plain
 from lightning_memopt.torch_private import tree_leaves
 
 Named = tuple[torch.Tensor, Kind, str]
-"""A tensor, what it is, and its name."""
+"""A tensor, its kind, and its name."""
 
 
 def resident_tensors(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], batch: Any) -> Iterator[Named]:
@@ -41,7 +41,7 @@ def state_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[Named
 
 
 def resident_nbytes(tensors: Iterable[Named], device: torch.device) -> int:
-    """Bytes of the distinct storages among them on the device."""
+    """Bytes of the distinct storages of these tensors on the device."""
     seen = {}
     for t, _, _ in tensors:
         if t.device.type == device.type and t.layout is torch.strided:
@@ -51,8 +51,8 @@ def resident_nbytes(tensors: Iterable[Named], device: torch.device) -> int:
 
 
 def foreign_nbytes(tensors: Iterable[Named]) -> int:
-    """Bytes of the distinct storages among them on the CPU that are not of torch's allocator: numpy's, shared, of a file. 0
-    without the native counter.
+    """Bytes of the distinct CPU storages of these tensors that torch's allocator did not allocate: numpy's, shared ones, those
+    of a file. 0 without the native counter.
     """
     seen, counts = {}, counter()
     if counts is None:
@@ -66,6 +66,6 @@ def foreign_nbytes(tensors: Iterable[Named]) -> int:
 
 
 def state_made(graph: Graph, optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> int:
-    """Bytes of optimizer state that there is after a step beyond what its graph began with."""
+    """Bytes of optimizer state after a step, beyond the state with which its graph began."""
     before = sum(t.nbytes for t in graph.tensors if t.kind == "optimizer_state" and t.born_at == BEFORE)
     return max(0, resident_nbytes(state_tensors(optimizers), device) - before)

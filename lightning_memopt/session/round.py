@@ -1,4 +1,4 @@
-"""A round: a forward pass, recorded, and the backward that belongs to it. What is entered is left on every exit."""
+"""A round: a recorded forward, and the backward that belongs to it. Its contexts are left on every exit."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ Ended = Callable[[Engine], None]
 class Rounds:
     """The rounds of one model, one at a time.
 
-    `begin(part)` gives the contexts of the round that begins, None where nothing is to be recorded; `ended(engine)` is told
-    when its forward is over. In manual optimization backward runs inside a call: the round is shut before it, and the next
-    module that runs in training opens another, the next `part`.
+    `begin(part)` gives the contexts of a round; None where nothing is to be recorded. `ended(engine)` is called when the
+    forward of a round is over. In manual optimization, backward runs inside of a call of the model: the round is shut before
+    it, and the next module that runs in training opens another round, the next `part`.
+
+    inside: a call of the model is running.
     """
 
     def __init__(self) -> None:
         self.inside = False
-        self._calls: tuple[Begin, Ended] | None = None  # only while inside: they refer to who holds this object
+        self._calls: tuple[Begin, Ended] | None = None  # only while inside: they refer to the owner of this object
         self._part = 0
         self._recording: Recording | None = None
         self._reopens: Any = None
@@ -60,13 +62,13 @@ class Rounds:
             self._reopens = register_module_forward_pre_hook(self._reopen)
 
     def leave(self) -> None:
-        """Leave the round, whatever state its forward is in."""
+        """Leave the contexts of the round, whatever state its forward is in."""
         try:
             self._stay_shut()
         finally:
             if self._recording is not None:
                 self._recording.__exit__()
-                self._recording = None  # not before: an interrupt on the way out must not lose what is still entered
+                self._recording = None  # not before: after an interrupt, contexts that are still entered must be known
 
     def _open(self) -> None:
         assert self._calls is not None

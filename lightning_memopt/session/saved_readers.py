@@ -1,4 +1,4 @@
-"""Which backward ops read a saved tensor, and what of it they need."""
+"""Which backward ops read a saved tensor, and which part of its values they need."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_memopt.torch_private import schema_of
 
 @cache
 def _tensor_arguments(name: str) -> tuple[str, ...] | None:
-    """Names of the arguments of an op, `aten::name.overload`, that are tensors; None where they cannot be told apart."""
+    """Names of the tensor arguments of an op, `aten::name.overload`; None where inputs cannot be matched with arguments."""
     try:
         schema = schema_of(*name.partition(".")[::2])
     except RuntimeError:
@@ -22,7 +22,7 @@ def _tensor_arguments(name: str) -> tuple[str, ...] | None:
 
 
 def readers(graph: Graph, t: int) -> list[tuple[Op, str]]:
-    """Backward ops that read a tensor, and as which argument: "" where that is not certain."""
+    """The backward ops that read a tensor, each with the name of the argument; "" where that is not certain."""
     backward = []
     for op in graph.consumers.get(t, ()):
         if op.phase != "forward":
@@ -33,14 +33,14 @@ def readers(graph: Graph, t: int) -> list[tuple[Op, str]]:
 
 
 def needs(graph: Graph, t: int) -> set[str]:
-    """What backward needs of the result of a ReLU."""
+    """The parts of a ReLU's result that backward needs: "value", "sign" or "shape"."""
     known = readers(graph, t)
     return {_need(graph, t, op, argument) for op, argument in known} if known else {"value"}
 
 
 def _need(graph: Graph, t: int, op: Op, argument: str) -> Need:
-    """What a backward op needs of the result of a ReLU. Where `threshold` reads it too, whose backward cannot be told from
-    ReLU's: all of it.
+    """The part of a ReLU's result that a backward op needs. It needs the value where `threshold` reads the result, too,
+    because the backward of `threshold` is the same op as ReLU's.
     """
     compared = any(o.phase == "forward" and _base(o).startswith("threshold") for o in graph.consumers.get(t, ()))
     return need(_base(op), argument, threshold=math.nan if compared else 0.0)
@@ -51,10 +51,10 @@ def _base(op: Op) -> str:
 
 
 def bears_errors(graph: Graph, t: int, gated: bool = False) -> bool:
-    """Whether errors in a tensor stay in the gradient of one weight: every reader in backward makes only that gradient, of a
-    parameter that it read in forward.
+    """Whether errors in a tensor stay within the gradients of weights: every backward op that reads the tensor makes only the
+    gradient of a parameter with which the tensor met in forward.
 
-    `gated`: readers that need only the sign or the size are passed over, because these are kept.
+    `gated`: readers that need only the sign or the shape do not count, because the form keeps both.
     """
     exposed = [(op, arg) for op, arg in readers(graph, t) if not gated or _need(graph, t, op, arg) == "value"]
     forward = [op for op in graph.consumers.get(t, ()) if op.phase == "forward" and op.heavy]

@@ -1,16 +1,16 @@
-"""A session: one model, its optimizers, one budget. Per input signature a state: Observing -> Running, or Failed with a reason.
+"""A session: one model, its optimizers, one budget. Each input signature has a state.
 
-    Observing   `profile_steps` real steps are recorded; nothing is run twice; near the budget, packed tensors are evicted
-    Running     a plan is in force; the first planned step is measured against the prediction
-    Failed      the reason is said once; the model trains as it is
-    Waiting     of many signatures, no plan is made of this one now
+    Observing   `profile_steps` real steps are recorded; near the budget, saved tensors are evicted
+    Running     a plan is in force; the first planned step is measured and compared with the prediction
+    Failed      a warning has given the reason; the model trains without a plan
+    Waiting     there are many signatures, and no plan is made for this one now
 
 An adapter (strategy, `optimize`) delimits steps: `round(batch)` around every forward, `update_begins` and `update_ended`
 around every optimizer's update. A step ends when all optimizers of this model have updated, or when the next forward begins
 (`ends.py`).
 
-This file says which state a forward belongs to and what is put around it; `states.py` what state comes next, `round.py`
-where a forward begins and ends.
+This file chooses the state of a forward and the contexts around it. `states.py` decides which state comes next, and
+`round.py` where a forward begins and ends.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from lightning_memopt.versions import supported
 
 
 class Session:
-    """See the module. `say` prints a line of progress."""
+    """One session (see the module). `say` prints a line of progress."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Session:
         self._observed_step = ObservedStep(model, self.optimizers, config)
         self._metering = Metering()
         self._step = Step()
-        self._slowed = False  # the step before was observed, or measured by a profiler
+        self._slowed = False  # the last step was observed, or measured by a profiler
         self._foresight = Foresight(self.optimizers)
         self._ends = Ends(model, self.optimizers)
         self.silence = Silence(config.profile_steps)
@@ -110,22 +110,22 @@ class Session:
         except BaseException:
             self._observed_step.abandon(self.silence)
             self._step.interrupted()
-            self._metering.close()  # nobody else could measure until a next step ends
+            self._metering.close()  # an open meter keeps others from measuring until a step ends
             raise
 
     def backward(self) -> contextlib.AbstractContextManager[None]:
-        """Around a backward that runs inside a round (manual optimization): what follows it is a forward of its own."""
+        """Around a backward that runs inside a round (manual optimization): the next module call is a forward of its own."""
         return self._rounds.backward()
 
     def update_in_backward(self, reasons: Callable[[], Iterable[Reason]] = tuple) -> None:
-        """Do what `optimizer_in_backward` says (see `wanted`). `reasons`: what the adapter has against it."""
+        """Do what `optimizer_in_backward` says (see `wanted`). `reasons`: why the adapter forbids early updates."""
         if self.enabled:
             self._early = wanted(self.model, self.optimizers, self.config, reasons, self.say)
         if self.given is not None and self._early is not None:
             self._early.adopt(self.given[1])
 
     def last_backward(self) -> contextlib.AbstractContextManager[None]:
-        """Around the last backward before the optimizer's step: parameters may be updated in it."""
+        """Around the last backward before the optimizer's step: it may update parameters early."""
         if self._early is None:
             return contextlib.nullcontext()
         state = self._current if self._step.began else None
@@ -134,14 +134,15 @@ class Session:
         return self._early.last_backward(observation, armed)
 
     def closure_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer's step is about to run, with forward and backward inside of it."""
+        """An optimizer's step is about to run forward and backward inside of it."""
         if self._observed_step.now is not None:
             self._observed_step.now.stop_metering()
         self._metering.span_begins(optimizer)
 
     def update_begins(self, optimizer: torch.optim.Optimizer, closure: bool = False) -> None:
-        """An optimizer's update is about to run; `closure`: with forward and backward inside of it. Raises InfeasibleError
-        where the first step shows that no plan will fit.
+        """An optimizer's update is about to run. `closure`: it runs forward and backward inside of it.
+
+        Raises InfeasibleError where the first step shows that no plan will fit.
         """
         observation = self._observed_step.now
         if self._early is not None:
@@ -154,8 +155,8 @@ class Session:
             return
         if self._early is not None:
             self._early.update_begins()
-            observed = isinstance(self._current, Observing | Waiting) and self._early.learn(observation)
-            if observed and isinstance(self._current, Observing):
+            found_early = isinstance(self._current, Observing | Waiting) and self._early.learn(observation)
+            if found_early and isinstance(self._current, Observing):
                 self._current.observe_early()
         if observation is None:
             return
@@ -163,7 +164,7 @@ class Session:
         observation.update_begins()
 
     def closure_ran(self) -> None:
-        """A forward and backward inside of an optimizer's step are over. Raises InfeasibleError as `update_begins` does."""
+        """The forward and backward inside of an optimizer's step are over. Raises InfeasibleError as `update_begins` does."""
         if self._observed_step.now is not None:
             self._look_ahead(self._observed_step.now)
 
@@ -176,7 +177,7 @@ class Session:
             raise
 
     def update_ended(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has updated its parameters; with the last one the step is over, or when the next forward begins."""
+        """An optimizer has updated its parameters. The last optimizer ends the step, or else the next forward does."""
         if self.enabled:
             count_versions(optimizer)
         self._metering.span_ends(optimizer)
@@ -185,7 +186,7 @@ class Session:
             return
         over = self._ends.updated(optimizer)
         if backward_runs() or in_compiled_code():
-            return  # stepped in a hook: autograd puts modes and profilers back as they were when backward began; dynamo, too
+            return  # autograd and dynamo restore modes and profilers when their code ends, so none may end inside of it
         if over:
             self.step_ended()
 
@@ -216,13 +217,13 @@ class Session:
         self.silence.step_ended()
 
     def evaluating(self) -> None:
-        """Evaluation begins: nothing of it is observed, or measured as part of a step that goes on after it (accumulation)."""
+        """Evaluation begins: it is not observed, and not measured as part of a step that goes on after it (accumulation)."""
         self._settle()
         self._observed_step.abandon(self.silence)
         self._metering.close()
 
     def close(self) -> None:
-        """Leave everything that may still be entered."""
+        """Leave every context that is still entered, and let go of what the session holds."""
         try:
             self._rounds.leave()
         finally:
@@ -239,11 +240,11 @@ class Session:
     # -- results -----------------------------------------------------------------------------------
 
     def status(self) -> RunStatus:
-        """What became of the run so far; of batches that differ in shape, of the one that needs most."""
+        """The status of the run so far; where batches differ in shape, that of the batch whose step needs most bytes."""
         return status_of(self._plan_cache.main, self.budget_nbytes, self.silence) if self.enabled else RunStatus(phase="off")
 
     def transfers(self) -> Transfers | None:
-        """What the plan in force has moved so far; None where it moves nothing. Waits for copies on a device to end."""
+        """The transfers of the plan in force so far; None where it moves nothing. Waits for copies on a device to end."""
         return transfers_of(self._plan_cache.main)
 
     @property
@@ -258,12 +259,12 @@ class Session:
 
     @property
     def steady(self) -> bool:
-        """Whether the last step, and what ran of the next, was as later ones will be: neither observed nor measured."""
+        """Whether the last step and the begun part of the next ran as later ones will: neither observed nor profiled."""
         return not self._slowed and self._observed_step.now is None and not self._metering.profiling
 
     @property
     def halfway(self) -> int:
-        """Parameters that were updated in a step that raised before the others were."""
+        """How many parameters were updated in a step that raised before it updated the others."""
         return 0 if self._early is None else self._early.updates.halfway
 
     def save_plan(self, path: str) -> None:
@@ -285,7 +286,7 @@ class Session:
         return why is None
 
     def _settle(self) -> None:
-        """End the step that the next forward ends; leave one that is observed while only evaluation goes on."""
+        """End the step that a new forward ends. Give up an observed step where only evaluation goes on."""
         if self._ends.awaited or (self._step.began and self._ends.written_by_hand(self._observed_step.now)):
             self.step_ended()
         if not self.model.training:
@@ -296,7 +297,7 @@ class Session:
         if self._early is not None:
             self._early.updates.stop_reading()
         self._same_device()
-        trained = tuple(p.requires_grad for p in self.model.parameters())  # unfrozen layers save more: another plan
+        trained = tuple(p.requires_grad for p in self.model.parameters())  # unfrozen layers save more and need another plan
         state = self._state_of(signature_of(part, trained, batch), batch)
         before = self._current
         if state is not before and self._observed_step.now is not None:

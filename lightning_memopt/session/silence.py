@@ -1,4 +1,4 @@
-"""Says, once, why no plan comes of the steps that go by, and what to write instead."""
+"""Warn once why steps lead to no plan, and what to write instead."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from lightning_memopt.runtime.early_updates import Reason
 from lightning_memopt.session.recording import hooks_allowed, others_hooks
 
 WAITING = 4
-"""Forwards without a plan, because of their shapes, before a warning says so."""
+"""So many forwards without a plan, because of their shapes, lead to a warning."""
 FORWARDS = 20
-"""Forwards that are observed, without a step that ends, before a warning says so."""
+"""So many observed forwards, without a step that ends, lead to a warning."""
 
 EVALUATION = Reason("the model is trained while it is in evaluation mode", "Call model.train() before the loop")
 NO_HOOKS = Reason(
@@ -52,7 +52,7 @@ _NO_STEP = Reason(
 
 
 def unobservable(model: nn.Module, device: torch.device) -> Reason | None:
-    """Why a forward with gradients cannot be observed, or planned, now."""
+    """Why a forward with gradients can be neither observed nor planned now; None where it can."""
     if not model.training:
         return EVALUATION
     if not hooks_allowed():
@@ -63,37 +63,44 @@ def unobservable(model: nn.Module, device: torch.device) -> Reason | None:
 
 
 class Silence:
-    """Counts what goes by between two plans, or observed steps. `reason`: what was said, where something was."""
+    """Counts forwards and steps that pass without a plan and without an observed step.
+
+    paused: steps are not counted.
+    reason: why there is no plan; None where that is not known.
+    compiled: the warning about compiled code in this model; None where there is no such code.
+    """
 
     def __init__(self, profile_steps: int) -> None:
         self.paused = False
         self.reason: Reason | None = None
         self.compiled: str | None = None
-        """What is to be said of compiled code in this model, where there is some."""
         self._most_steps = 2 * profile_steps
         self._steps = self._forwards = self._waited = 0
         self._backward = self._said = False
         self._missed: Counter[Reason] = Counter()
 
     def heard(self) -> None:
-        """A step was observed to its end, or a state that needs no more of them is in force: the counts begin again."""
+        """A step was observed to its end, or the state needs no observed step: counting begins again."""
         self._steps = self._forwards = 0
         self._backward = False
         self._missed.clear()
         self.reason = None
 
     def missed(self, reason: Reason) -> None:
-        """A call of the model, or a step, of which nothing could be observed."""
+        """A call of the model, or a step, could not be observed for this reason."""
         self._missed[reason] += 1
 
     def forward(self, backward: bool, missed: Reason | None = None) -> None:
-        """A forward begins while there is no plan; `backward`: that of the forward before it was seen."""
+        """A forward begins while there is no plan. `backward`: the backward of an earlier forward was seen. `missed`: why the
+        forward is not observed to make a plan; None where it is.
+        """
         self._forwards += 1
-        self._waited += missed is WAITS
+        if missed is WAITS:
+            self._waited += 1
         if missed is WAITS and self._waited == WAITING:
             warnings.warn(
                 "MemOpt: batches of ever new shapes run without a plan: no plan in force serves them, and one for each would "
-                f"take longer than it saves. Only eviction lowers what they take, which is slower. {WAITS.fix}.",
+                f"take longer than it saves. Only eviction lowers their memory, and it is slower than a plan. {WAITS.fix}.",
                 stacklevel=2,
             )
         self._backward = self._backward or backward
@@ -103,21 +110,23 @@ class Silence:
             self._say(self._most or (_NO_STEP if self._backward else _NO_BACKWARD))
 
     def step_ended(self) -> None:
-        """A step is over, of which nothing was observed."""
-        self._steps += not self.paused
+        """A step is over that was not observed."""
+        if not self.paused:
+            self._steps += 1
         if self._steps >= self._most_steps:
             self._say(self._most or (_NO_BACKWARD if self._forwards else _UNCALLED))
 
     def planned(self, model: nn.Module) -> None:
-        """A plan is in force: say what it cannot reach."""
-        found = compiled_modules(model)
-        if not found or self.compiled is not None:
+        """A plan is in force: warn about the compiled modules that it cannot reach."""
+        compiled = compiled_modules(model)
+        if not compiled or self.compiled is not None:
             return
-        if model in found:
+        if model in compiled:
             part, fix = "this model", "Give optimize() the model before torch.compile, or compile some of its layers only"
         else:
             names = {id(m): name for name, m in model.named_modules()}
-            part = ", ".join(names[id(m)] for m in found[:3]) + ", ..." * (len(found) > 3)
+            named = [names[id(m)] for m in compiled[:3]]
+            part = ", ".join([*named, "..."] if len(compiled) > 3 else named)
             fix = "Leave those layers eager where their memory is to be lowered"
         self.compiled = f"nothing can be rebuilt inside of compiled code ({part}): the plan leaves its memory as it is. {fix}."
         warnings.warn(f"MemOpt: {self.compiled}", stacklevel=2)

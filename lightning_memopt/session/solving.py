@@ -1,4 +1,4 @@
-"""Solve for an observed step, choose its plan, and say what came of it. `say` prints a line of progress."""
+"""Solve for an observed step, choose its plan, and say which plan is in force. `say` prints a line of progress."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ Say = Callable[[str], None]
 
 
 def frontier_of(graph: Graph, offloading: Offloading, say: Say) -> planner.Frontier:
+    """The frontier of this graph, with parked tensors where the config allows them."""
     say(f"MemOpt: solving for {len(graph.ops)} ops, {len(graph.saves)} saved tensors")
     return offloading.frontier(
         planner.solve(
@@ -37,9 +38,10 @@ def frontier_of(graph: Graph, offloading: Offloading, say: Say) -> planner.Front
 def chosen(
     frontier: planner.Frontier, graph: Graph, limit_nbytes: int | None, config: MemOptConfig, say: Say
 ) -> tuple[Plan, str | None]:
-    """The plan for `limit_nbytes`; the smallest where that is None. Where no plan fits, the smallest and what to say of it.
+    """The plan for `limit_nbytes` (None: the smallest), and None. Where no plan fits: the smallest plan, and a warning's text.
 
-    Raises InfeasibleError where no plan fits and `on_exceed` says so. Parameters have been updated: else training goes on.
+    Raises InfeasibleError where no plan fits and `on_exceed` is "raise". Otherwise training goes on, because parameters have
+    been updated already.
     """
     limit = frontier.smallest_nbytes if limit_nbytes is None else limit_nbytes
     above: InfeasibleError | None = None

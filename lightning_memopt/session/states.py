@@ -1,19 +1,19 @@
-"""The states of an input signature, and what leads from one to the next. `say` prints a line of progress.
+"""The states of an input signature, and how one state follows another. `say` prints a line of progress.
 
-    state       what it is                                            becomes
+    state       meaning                                               next state
     Waiting     no plan is made now: every step is observed and       Observing, when a plan may be made;
-                kept within the budget by eviction                    Running, when another plan may be borrowed
-    Observing   `steps` real steps are recorded                       Running, when a plan was solved of the last one;
-                                                                      Failed, when the forward is another one every step
-    Running     a plan is in force, the signature's own or borrowed   Running, when a step was measured above the budget: a
-                                                                      smaller plan;
+                kept within the budget by eviction                    Running, when a plan can be borrowed
+    Observing   `steps` real steps are recorded                       Running, when a plan was solved for them;
+                                                                      Failed, when every step has another forward
+    Running     a plan is in force, the signature's own or borrowed   Running with a smaller plan, when a step was measured
+                                                                      above the budget;
                                                                       Observing, when forwards in a row deviated from the
-                                                                      plan, or a step changed what rebuilds start from;
+                                                                      plan, or a step changed tensors that rebuilds read;
                                                                       Waiting, when a borrowed plan does not serve
-    Failed      the model trains as it is (failed.py)                 -
+    Failed      the model trains without a plan (failed.py)           none
 
-`Observing` begins with one more step where parameters are updated in backward: it shows which gradients are final early, and no
-plan is made of it. A signature of which too much else is used is forgotten (plan_cache.py).
+With early updates, `Observing` begins with one more step: it shows which gradients are final early, and no plan is made of it.
+A signature is forgotten when too many others were used after it (plan_cache.py).
 """
 
 from __future__ import annotations
@@ -43,31 +43,31 @@ from lightning_memopt.units import format_nbytes
 
 Say = Callable[[str], None]
 _IN_A_ROW = 2
-"""Forwards that leave the plan before it counts as drift: one that takes another branch now and then needs no other plan."""
+"""So many forwards in a row must deviate to count as drift: one that takes another branch now and then needs no other plan."""
 _LITTLE = 4
-"""What is kept beside the plan is little where as many times more was left out: no other plan is better (LayerDrop)."""
+"""A deviation is small where the forward left out at least so many times the bytes that it kept beside the plan (LayerDrop)."""
 _AGAIN = 3
 """How often a signature is observed again because of drift."""
 _MEASURED_NEXT = 4
-"""Steps that are measured after one that was not as planned: where each step is another one, the next says little."""
+"""So many steps are measured after one that deviated. Where every step is another one, more of them would tell little."""
 _MEASURED = 32
-"""Steps that are measured of one plan at most: measuring takes time."""
+"""The most steps that are measured under one plan, because measuring takes time."""
 _REGROWN = 16
-"""How often a plan is replaced because more is held outside of the step."""
+"""How often a plan is replaced because the program holds more outside of the step."""
 _SLIGHT = 0.02
 _SLIGHT_NBYTES = 1 << 14
-"""A step that takes as much more than predicted is another one: this share, and so many bytes where nobody named a budget."""
+"""A step that takes no more above its prediction is still the planned one: this share, and under budget="min" these bytes."""
 _MORE = 1.1
-"""A warning about the peak is repeated where it is as many times higher."""
+"""A warning about the peak is repeated when the peak is so many times the one that the last warning named."""
 _PROOFS = 4
-"""Steps of borrowers that are measured and verified for one lender."""
+"""After so many measured steps of a lender's borrowers, the others are neither measured nor verified."""
 
 
 @dataclass(eq=False)
 class Waiting:
     """No plan is made now: every step is kept within the budget by eviction, until a plan may be made.
 
-    alone: it tried a plan of another batch, which does not serve.
+    alone: the signature borrowed a plan that did not serve it, and borrows no more.
     """
 
     alone: bool = False
@@ -75,15 +75,15 @@ class Waiting:
 
 @dataclass(eq=False)
 class Observing:
-    """Steps are recorded, to make a plan of.
+    """Steps are recorded, and a plan is made of them.
 
     steps: how many real steps are to be recorded.
-    graphs: those recorded so far.
-    restarts: how often it began anew, because the step changed.
-    again: how often drift led here.
-    for_early: the step being observed shows when gradients are final (early_updates.py); no plan is made of it.
-    early_known: that is known.
-    fixed: ops of the forward that do not run again.
+    graphs: the graphs of the steps recorded so far.
+    restarts: how often recording began anew because the step changed.
+    again: how often drift led to this state.
+    for_early: the step being observed only shows when gradients are final (early_updates.py); no plan is made of it.
+    early_known: it is known which parameters are updated early.
+    fixed: ids of the forward ops that no rebuild may run.
     """
 
     steps: int
@@ -95,12 +95,13 @@ class Observing:
     fixed: frozenset[int] = frozenset()
 
     def announce(self, device: torch.device, budget_nbytes: int | None, say: Say) -> None:
-        """Say what begins."""
+        """Say how many steps are observed."""
+        steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
         within = f" within {format_nbytes(budget_nbytes)}" if budget_nbytes else ""
-        say(f"MemOpt: observing {self.steps} step{'s' * (self.steps > 1)} on {device}{within}")
+        say(f"MemOpt: observing {steps} on {device}{within}")
 
     def observe_early(self) -> None:
-        """The step being observed updates all at its end: it only shows when gradients are final."""
+        """The step being observed updates every parameter at its end, and only shows when gradients are final."""
         self.for_early = not self.early_known
 
     def early_observed(self, graph: Graph) -> None:
@@ -110,8 +111,9 @@ class Observing:
         self.steps = max(1, self.steps - 1)
 
     def observed(self, graph: Graph, limit_nbytes: int | None, offloading: Offloading, say: Say) -> State:
-        """One more step was recorded; with the last one, the plan for `limit_nbytes`, the smallest plan where that is None, or
-        where no plan fits: parameters have been updated, so what `on_exceed` says is done. "raise": InfeasibleError.
+        """Take a recorded step. The last one leads to the state of a plan for `limit_nbytes`; None: of the smallest plan.
+
+        Where no plan fits, on_exceed="raise" raises InfeasibleError; else the smallest plan is in force.
         """
         self.graphs.append(graph)
         if len(self.graphs) < self.steps:
@@ -127,7 +129,7 @@ class Observing:
         if self.restarts <= 3:
             return self
         reason = "its forward is another one every step, so no plan would match"
-        warnings.warn(f"MemOpt: left this model as it is: {reason}.", stacklevel=2)
+        warnings.warn(f"MemOpt: this model trains without a plan: {reason}.", stacklevel=2)
         return Failed(reason)
 
 
@@ -143,28 +145,31 @@ def _solved(graph: Graph, limit_nbytes: int | None, offloading: Offloading, say:
 class Running:
     """A plan is in force.
 
-    plan: the plan; `program` is what the engine makes of it, `learned` what its steps taught.
-    frontier: the plans it was chosen from; None where the plan was given.
-    replanned: how often a plan was replaced because a step took more than predicted.
-    regrown: how often it was replaced because more is held outside of the step.
-    held_nbytes: bytes that others hold beyond those that the frontier knows.
-    lender: the state whose plan this is, where it is that of a larger batch.
+    plan: the plan.
+    program: the plan as the engine executes it.
+    learned: the templates of the ops that ran under it.
+    frontier: the plans from which it was chosen; None where the user gave the plan.
+    replanned: how often the plan was replaced because a step took more than predicted.
+    regrown: how often it was replaced because the program holds more outside of the step.
+    held_nbytes: bytes held outside of the step that the frontier does not count.
+    lender: the state of the larger batch whose plan this is; None where the plan is the signature's own.
     refused: of a lender, how many borrowers it did not serve.
-    wasted: of a lender, uses by much smaller batches.
-    proofs: of a lender, measured steps of its borrowers.
-    steps: how many steps ran under the plan.
-    measured_nbytes: the largest measured peak.
-    said_nbytes: the peak that a warning named.
-    to_measure: steps whose peak is to be measured; `may_measure`: in all no more than these.
+    wasted: of a lender, how often much smaller batches used its plan.
+    proofs: of a lender, how many steps of its borrowers were measured.
+    steps: how many steps ended under the plan.
+    measured_nbytes: the largest measured peak; None where no step was measured.
+    said_nbytes: the peak that the last warning named.
+    to_measure: how many of the next steps are measured.
+    may_measure: how many steps may still be measured in all.
     outgrown: measured steps in a row that took clearly more than predicted.
-    matched: a forward was that of the plan.
-    deviated: a forward was not, and that was said.
-    deviations: of the forwards of this step.
-    strays: forwards in a row that deviated.
-    again: how often drift was answered by observing.
-    excess_nbytes: by how much tensors were larger than planned, at most.
-    early_known: it is known which parameters are updated in backward.
-    depot: where the plan puts parked tensors; None where it parks nothing.
+    matched: a forward matched the plan.
+    deviated: a forward deviated from the plan.
+    deviations: the deviations of the forwards of this step.
+    strays: forwards in a row that deviated by more than a little (`_LITTLE`).
+    again: how often drift led to observing again.
+    excess_nbytes: the most bytes by which tensors of a forward exceeded the planned sizes.
+    early_known: it is known which parameters are updated early.
+    depot: holds the parked tensors of the plan; None where it parks nothing.
     """
 
     def __init__(
@@ -190,8 +195,8 @@ class Running:
         return Running(self.plan, self.program.graph, self.frontier, self.replanned, lender=self)
 
     def has_room(self, times_larger: float) -> bool:
-        """Whether a batch so many times as large may borrow this plan: it is no larger, or what it takes is within the budget
-        although all of it grows with the square of a batch's size.
+        """Whether a batch that is `times_larger` as large may borrow this plan: it is no larger, or its step fits the budget
+        even if all bytes but the resident ones grow with the square of the size of the batch.
         """
         if times_larger <= 1.0:
             return True
@@ -200,23 +205,23 @@ class Running:
 
     @property
     def overtaken(self) -> frozenset[int]:
-        """Ops that the plan runs again although a step has changed what they read before backward needed it (which raised)."""
+        """Ops that the plan runs again although a step changed their inputs too early: the backward of that step raised."""
         changed = {t for deviation in self.deviations for t in deviation.changed}
         return frozenset(op.id for op in self.program.graph.forward if changed and not changed.isdisjoint(op.inputs))
 
     @property
     def unproven(self) -> bool:
-        """A plan that was given, before the forward it is to be compared with."""
+        """Whether the user gave the plan, and no forward has matched it yet."""
         return self.frontier is None and self.lender is None and not self.matched
 
     @property
     def _trusted(self) -> bool:
-        """A borrower, after enough others: sizes do not change what a plan does."""
+        """Whether enough other borrowers were measured to trust this one: sizes do not change the decisions of a plan."""
         return self.lender is not None and self.lender.proofs >= _PROOFS and not self.deviated
 
     @property
     def verifies(self) -> bool:
-        """Whether what the next step rebuilds is compared with the originals."""
+        """Whether the tensors that the next step rebuilds are compared with the originals."""
         return self.steps < 1 and not self._trusted
 
     @property
@@ -225,10 +230,11 @@ class Running:
         return self.to_measure > 0 and not self._trusted
 
     def compare(self, engine: PlannedEngine, path: str | os.PathLike[str] | None) -> None:
-        """After a forward: refuse a given plan (of `path`) whose forward this is not; note that the plan was left, say it once.
+        """After a forward: note its deviation, and warn about the first one. `path`: the file of a given plan.
 
-        Planned saves of ops that did not run, or saves that the plan does not know, are a difference; ops that save nothing
-        (a metric, a log) are none. Ops after the model's own forward were not recorded: they are not missed.
+        A forward deviates where a planned save is missing because its op did not run, or where autograd saved a tensor that
+        the plan does not know. Ops that save nothing (a metric, a log) do not count, nor do ops after the model's own forward:
+        those are not recorded. Raises PlanMismatchError where the forward deviates from a given plan that none has matched.
         """
         graph, at = self.program.graph, engine.cursor.position
         deviation = engine.cursor.deviation
@@ -257,14 +263,14 @@ class Running:
         if self.lender is None and not self.deviated:
             other = f"{name} instead of {planned}" if name != planned else f"{name} of other sizes or values"
             warnings.warn(
-                f"MemOpt: the forward left the plan at op {at} ({other}). What does not match is kept: "
+                f"MemOpt: the forward left the plan at op {at} ({other}). Tensors that do not match are kept: "
                 "memory may rise, results do not change.",
                 stacklevel=2,
             )
         self.deviated = True
 
     def _measure_next(self) -> None:
-        """A step was not the planned one: those that come are not proven to be within the budget."""
+        """A step deviated: it is no longer proven that the next ones are within the budget."""
         self.to_measure = min(_MEASURED_NEXT, self.may_measure)
 
     def was_metered(self) -> None:
@@ -275,8 +281,8 @@ class Running:
             self.lender.proofs += 1
 
     def step_ended(self, say: Say, measured_nbytes: int | None) -> State:
-        """A step is over: where the plan is no longer that of the forward, the state that observes again. `measured_nbytes`:
-        what the step took, where that is known.
+        """A step is over. Returns this state, or its successor where the plan no longer serves. `measured_nbytes`: the peak of
+        the step; None where it was not measured.
         """
         self.steps += 1
         if self.overtaken:
@@ -292,35 +298,32 @@ class Running:
         return Observing(1, again=self.again + 1)
 
     def _is_served(self, measured_nbytes: int | None) -> bool:
-        """Whether a borrower keeps its loan: its step was measured within the budget, whatever its ops were (a recurrent net
-        runs fewer ops for fewer words), or it ran those of the plan, and nothing speaks against it.
+        """Whether a borrower keeps its plan: its step was measured within the budget, whatever ops it ran (a recurrent net runs
+        fewer ops for fewer words), or it ran the planned ops and its larger tensors fit the budget, too.
         """
         if measured_nbytes is not None and measured_nbytes <= self.plan.budget_nbytes:
             return True
-        # each tensor that is larger, and perhaps its gradient, on top of all that was predicted
+        # twice: the gradient of a tensor may be larger, too
         return not self.strays and self.plan.predicted_peak_nbytes + 2 * self.excess_nbytes <= self.plan.budget_nbytes
 
     def _alone(self, why: str, say: Say) -> Waiting:
-        """The state of a borrower that its lender does not serve: it waits for a plan of its own."""
+        """The state of a borrower that the borrowed plan does not serve: it waits for a plan of its own."""
         assert self.lender is not None
         self.lender.refused += 1
         larger = f" (its tensors are {format_nbytes(self.excess_nbytes)} larger)" if self.excess_nbytes else ""
-        say(f"MemOpt: {why}{' (it runs other ops)' if self.strays else larger}")
+        say(f"MemOpt: {why}{larger if not self.strays else ' (it runs other ops)'}")
         return Waiting(alone=True)
 
     def observed_again(self) -> Observing:
-        """The state after a step that changed what rebuilds start from: what is made from it is kept. Its error said so."""
+        """The state after a step that changed starts of rebuilds: the next plan keeps the results of the ops that read them."""
         return Observing(1, again=self.again, fixed=self.overtaken)
 
     def measured(
-        self,
-        peak_nbytes: int,
-        base_nbytes: int | None,
-        budget_nbytes: int | None,
-        config: MemOptConfig,
-        say: Say,
+        self, peak_nbytes: int, base_nbytes: int | None, budget_nbytes: int | None, config: MemOptConfig, say: Say
     ) -> State:
-        """A step was measured: where it is above the budget, `on_exceed` says what comes. `base_nbytes`: when it began."""
+        """A step was measured. Where its peak is above the budget, `on_exceed` decides which state comes next. `base_nbytes`:
+        bytes in memory when the step began; None where that is not known.
+        """
         self.measured_nbytes = max(peak_nbytes, self.measured_nbytes or 0)
         self.was_metered()
         over = peak_nbytes - (self.plan.budget_nbytes if budget_nbytes is None else budget_nbytes)
@@ -332,10 +335,10 @@ class Running:
         self.outgrown = self.outgrown + 1 if peak_nbytes - grown - predicted > _SLIGHT * predicted else 0
         if budget_nbytes is None:
             return self._no_longer_smallest(grown, over, say)
-        text = (
-            f"a planned step was measured at {peak_nbytes} bytes ({format_nbytes(peak_nbytes)}), {over} above the budget; "
-            f"predicted were {predicted}"
-        ) + (f", and {grown} bytes more than then are held outside of the step" if grown else "")
+        text = f"a planned step was measured at {peak_nbytes} bytes ({format_nbytes(peak_nbytes)}), {over} above the budget; "
+        text += f"the plan predicted {predicted}"
+        if grown:
+            text += f", and the program holds {grown} bytes more outside of the step than when the plan was made"
         if config.on_exceed == "raise":
             raise MemOptError(f"{text}. Raise the budget, or set on_exceed='replan'.")
         if config.on_exceed == "warn" or self.frontier is None:
@@ -343,7 +346,7 @@ class Running:
         if self.lender is not None:
             return self._alone(f"{text}, of a larger batch", say)
         if self.outgrown >= (1 if self.program.empty else _IN_A_ROW) and not self.deviated and self.again < _AGAIN:
-            # where nothing is dropped, nothing was compared; and what follows the model's own forward is compared nowhere
+            # a deviation may be unseen: an empty plan compares no ops, and no plan compares ops after the model's forward
             say(f"MemOpt: {text}; observing again ({self.again + 1} of {_AGAIN})")
             return Observing(1, again=self.again + 1)
         by_growth = grown > 0 and self.regrown < _REGROWN
@@ -351,7 +354,7 @@ class Running:
             return self.exceeds(peak_nbytes, f"{text}.")
         held = self.held_nbytes + (grown if by_growth else 0)
         least = self.frontier.smallest_nbytes + held
-        if by_growth:  # and by what the prediction does not explain
+        if by_growth:  # bytes that neither the prediction nor the growth explains need room, too
             target = budget_nbytes - config.headroom - max(0, peak_nbytes - grown - predicted)
         else:
             target = min(predicted, budget_nbytes) - max(over, 1 << 12)
@@ -365,7 +368,7 @@ class Running:
         return self._replaced(plan, held, by_growth)
 
     def _no_longer_smallest(self, grown: int, over: int, say: Say) -> State:
-        """A step took more than the smallest plan was predicted to: others hold more, or it was another step."""
+        """Under budget="min", a step took more than predicted: the program holds more outside of it, or the step changed."""
         slight = max(_SLIGHT_NBYTES, int(_SLIGHT * self.plan.budget_nbytes))
         if self.lender is not None or self.frontier is None or over <= slight:
             return self
@@ -378,15 +381,15 @@ class Running:
         return Observing(1, again=self.again + 1)
 
     def _replaced(self, plan: Plan, held_nbytes: int, by_growth: bool) -> Running:
-        """The state of another plan of the same frontier, with so much held outside of the step."""
+        """The state with another plan of the same frontier, while `held_nbytes` are held outside of the step."""
         graph = with_held(self.program.graph, held_nbytes - self.held_nbytes)
-        state = Running(plan, graph, self.frontier, self.replanned + (not by_growth))
+        state = Running(plan, graph, self.frontier, self.replanned if by_growth else self.replanned + 1)
         state.again, state.early_known = self.again, self.early_known
-        state.held_nbytes, state.regrown = held_nbytes, self.regrown + by_growth
+        state.held_nbytes, state.regrown = held_nbytes, self.regrown + 1 if by_growth else self.regrown
         return state
 
     def exceeds(self, peak_nbytes: int, text: str) -> Running:
-        """Nothing can be done: said once, and again where it has become clearly more."""
+        """No plan lowers the peak: warn once, and again when the peak has become clearly higher."""
         if peak_nbytes > _MORE * self.said_nbytes:
             self.said_nbytes = peak_nbytes
             warnings.warn(f"MemOpt: {text}", stacklevel=3)

@@ -1,4 +1,4 @@
-"""What became of a run so far, as data: for reports, callbacks and whoever holds a `Run` or a strategy."""
+"""The status of a run as data: for reports, callbacks, and users of a `Run` or a strategy."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Phase = Literal["off", "waiting", "observing", "planned", "unplanned"]
 
 @dataclass(frozen=True)
 class Transfers:
-    """What went away and came back under a plan, as counted and timed so far.
+    """Tensors that were parked and fetched under a plan, as counted and timed so far.
 
     Args:
         forwards: planned forwards with their backward.
         moved_nbytes: bytes copied, both ways, in all of them.
-        timed: those of them whose copies and codecs were timed.
-        copied_seconds: what copies took in timed ones.
-        waited_seconds: what the step waited for copies in timed ones.
-        coded_seconds: what codecs took in timed ones.
+        timed: how many of these forwards had their copies and codecs timed.
+        copied_seconds: seconds of copies, in the timed forwards.
+        waited_seconds: seconds that steps waited for copies, in the timed forwards.
+        coded_seconds: seconds of codecs, in the timed forwards.
     """
 
     forwards: int
@@ -38,25 +38,26 @@ class Transfers:
 
     @classmethod
     def of(cls, depot: Depot) -> Transfers:
-        """As of now; waits until a device is done with what it was given."""
+        """The transfers of a depot up to now. Waits until the device has done its copies."""
         times = depot.copied_seconds, depot.waited.seconds, depot.coded.seconds
         return cls(depot.forwards, depot.moved_nbytes, depot.timed, *times)
 
 
 def transfers_of(state: State | None) -> Transfers | None:
-    """Those of the plan in force; None where nothing goes away. Waits as `Transfers.of` does."""
+    """The transfers of the plan in force; None where it parks nothing. Waits as `Transfers.of` does."""
     return Transfers.of(state.depot) if isinstance(state, Running) and state.depot is not None else None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunStatus:
-    """A run at one moment; nothing in it changes later. Where batches differ in shape, it is about the one that needs most.
+    """A run at one moment; nothing in it changes later. Where batches differ in shape, it is that of the batch with the largest
+    unmodified peak.
 
     Args:
         phase: `"off"`: nothing is done (MEMOPT_DISABLE, or a torch that was not tested). `"waiting"`: no training step was
             seen. `"observing"`: steps are recorded. `"planned"`: a plan is in force. `"unplanned"`: there will be none.
         reason: why there is no plan, where that is known.
-        remedy: what to do about it.
+        remedy: a change by the user that leads to a plan.
         budget_nbytes: bytes of the device that a step may use; None for `"min"`.
         observed_steps: steps that were recorded; out of `profile_steps`.
         profile_steps: steps to be recorded before a plan is made.
@@ -65,8 +66,8 @@ class RunStatus:
         frontier: all plans that were found for that step; None where the plan came from a file.
         measured_peak_nbytes: the largest peak of a planned step so far; None where none was measured.
         replans: how often a plan was replaced because a step took more than predicted.
-        deviates: whether a forward was not the one that the plan was made for. What did not match was kept.
-        compiled: what runs in compiled code, and what follows from that; None where nothing does.
+        deviates: whether a forward deviated from the plan. Tensors that did not match were kept.
+        compiled: which modules run in compiled code, and the effect on the plan; None where there are none.
     """
 
     phase: Phase
@@ -85,17 +86,17 @@ class RunStatus:
 
     @property
     def predicted_peak_nbytes(self) -> int | None:
-        """What a planned step takes of the device, allocator included: what `measured_peak_nbytes` is compared with."""
+        """Bytes of the device that a planned step takes, allocator included. `measured_peak_nbytes` is compared with them."""
         return self.plan.predicted.needed_nbytes if self.plan is not None else None
 
     @property
     def unmodified_peak_nbytes(self) -> int | None:
-        """What the same step takes without a plan."""
+        """Bytes of the device that the same step takes without a plan."""
         return self.plan.unmodified_peak_nbytes if self.plan is not None else None
 
 
 def status_of(state: State | None, budget_nbytes: int | None, silence: Silence) -> RunStatus:
-    """The status of a session that is on, whose main state this is."""
+    """The status of an enabled session with this main state."""
     if isinstance(state, Running):
         return RunStatus(
             phase="planned",

@@ -1,4 +1,4 @@
-"""What belongs to one step of a session: made anew when the step before it is over."""
+"""The data of one step of a session. Each step has a new object."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from lightning_memopt.session.states import Running
 
 @dataclass(eq=False)
 class Step:
-    """One step, as far as it has come.
+    """One step until now.
 
     Args:
         began: whether a forward of it has begun.
-        deviates: whether a forward of it ran other ops than its plan, with weights or with what has a gradient. Then no
-            parameter is updated in its backward.
-        plans: the states whose plans were in force in it: several where batches differ in shape.
+        deviates: whether a forward of it ran ops that its plan does not have, on weights or on tensors with a gradient. Then
+            it updates no parameter early.
+        plans: the states whose plans were in force in it; several where batches differ in shape.
     """
 
     began: bool = False
@@ -24,7 +24,7 @@ class Step:
 
     @property
     def largest(self) -> Running | None:
-        """The state of the plan that needs most: what was measured of the step is said of it."""
+        """The state whose plan has the largest predicted peak: the measured peak of the step is compared with it."""
         return max(self.plans, key=lambda state: state.plan.predicted_peak_nbytes, default=None)
 
     def runs(self, state: Running) -> None:
@@ -33,6 +33,6 @@ class Step:
             self.plans.append(state)
 
     def interrupted(self) -> None:
-        """A forward of it raised: it may go on with another one."""
+        """A forward of the step raised. The step may go on with another forward."""
         self.began = False
         self.plans.clear()

@@ -1,7 +1,7 @@
-"""How long things take on the machine that a plan is made for: ops, our own work beside them, copies and codecs.
+"""The seconds that ops, the engine's own work, copies and codecs take on the machine that a plan is made for.
 
-Plans are chosen by these times, and solvers stop by their clock: whoever needs one asks `current`, and nothing else. `Times`
-gives what was observed and measured on this machine. Set `current` to another one to plan for times that are known beforehand.
+Plans are chosen by these times, and solvers stop by this clock. All code of a session takes them from `current`. `Times` gives
+the times that were observed and measured on this machine. Set `current` to another object to plan for known times.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Times:
         return time.monotonic()
 
     def solver_clock(self, clock: Callable[[], float]) -> Callable[[], float]:
-        """What limits of solvers are counted by, in seconds; `clock`: what a solver counts by on this machine."""
+        """The clock, in seconds, of the time limits of solvers. `clock`: the one that a solver uses on this machine."""
         return clock
 
     def of_ops(self, graph: Graph, observed: list[Graph]) -> list[float]:
         """Seconds of each op of the graph that a plan is made for, from the steps `observed`.
 
-        Per op the least over the steps, then the median over alike ops: same name, phase, sizes in and out. Identical layers
-        get identical times, whatever the machine did meanwhile.
+        For each op the least over the steps, then the median over alike ops: those of the same name, phase, and sizes of inputs
+        and outputs. So identical layers get identical times, whatever else the machine did meanwhile.
         """
         matching = [g.ops for g in observed if len(g.ops) == len(graph.ops)]
         alike: dict[tuple[Any, ...], list[float]] = {}
@@ -46,11 +46,11 @@ class Times:
         return [medians[key] for key in keys]
 
     def of_our_work(self, measure: Callable[[], Costs]) -> Costs:
-        """What recording and rebuilding take by themselves. `measure`: finds it on this machine."""
+        """The seconds that recording and rebuilding take by themselves. `measure`: measures them on this machine."""
         return measure()
 
     def of_transfers(self, measure: Callable[[], MachineRates]) -> MachineRates:
-        """How fast links and codecs are. `measure`: finds it on this machine."""
+        """The rates of links and codecs. `measure`: measures them on this machine."""
         return measure()
 
 
