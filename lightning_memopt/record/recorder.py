@@ -14,7 +14,7 @@ import torch
 
 from lightning_memopt.record.modes import Outside
 from lightning_memopt.record.protocols import Observer, OpRecord, Owner
-from lightning_memopt.record.rules import may_replay, rule_of_call, written_by
+from lightning_memopt.record.rules import may_run_again, rule_of_call, written_by
 from lightning_memopt.record.settings import numeric_flags
 from lightning_memopt.record.tape import UNKNOWN, UNSHARED, Call, Origin, StorageVersion, Tape, View
 from lightning_memopt.record.tensors import (
@@ -181,7 +181,7 @@ class Recorder(Outside):
             and not self.elsewhere
             and op not in self.fixed
             and rule.handling != "opaque"
-            and may_replay(func, device_of((version.device for version in reads), kwargs).type)
+            and may_run_again(func, device_of((version.device for version in reads), kwargs).type)
         )
         record = OpRecord(func, rule, held_args, held_kwargs, (), [], [], None, recomputable)
         if recomputable and rule.handling != "empty":
