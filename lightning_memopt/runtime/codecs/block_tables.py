@@ -25,8 +25,8 @@ MOST_BITS = 20
 """The most bits of one coefficient: its product with the mantissa of a step is then exact in float32."""
 
 # A shape says how many bits less than the mean a coefficient needs: for each row down, for each column across, for not being
-# the mean, for not being in the first row, for not being in the first column. These were chosen one by one from 200 shapes: each
-# reduced the error most on feature maps of a convolutional net and of a transformer, on noise and on random walks.
+# the mean, for not being in the first row, for not being in the first column. These were chosen one by one from 200 shapes,
+# each for the least error on feature maps of a convolutional net and of a transformer, on noise and on random walks.
 _SHAPES = (
     (0.0, 0.0, 0.0, 0.0, 0.0),
     (0.0, 0.0, 1.0, 0.0, 0.0),

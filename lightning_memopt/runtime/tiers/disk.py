@@ -73,14 +73,14 @@ class DiskTier:
     def store(self, t: Tensor, what: str) -> _DiskParked:
         self.check(what)
         check_flat(t)
-        nbytes = t.numel()
-        offset: int | None = 0
+        nbytes, offset = t.numel(), 0
         if nbytes:
             with self._lock:
                 self._reclaim()
-                offset = self._space.take(nbytes)
-                if offset is None:
+                taken = self._space.take(nbytes)
+                if taken is None:
                     raise full(self.name, what, nbytes, self._space)
+                offset = taken
         return _DiskParked(self, t, what, offset)
 
     def close(self) -> None:

@@ -63,14 +63,14 @@ class HostTier:
     def store(self, t: Tensor, what: str) -> _HostParked:
         self.check(what)
         check_flat(t)
-        nbytes = t.numel()
-        offset: int | None = 0
+        nbytes, offset = t.numel(), 0
         with self._lock:
             self._reclaim()
             if nbytes:
-                offset = self._space.take(nbytes)
-                if offset is None:
+                taken = self._space.take(nbytes)
+                if taken is None:
                     raise full(self.name, what, nbytes, self._space)
+                offset = taken
         return _HostParked(self, t, what, offset)
 
     def close(self) -> None:
