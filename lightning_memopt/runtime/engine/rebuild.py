@@ -189,7 +189,7 @@ def _drawing_from_a_generator(func: OpOverload) -> OpOverload | None:
 
 
 def _draw(call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a random op so that it draws the same numbers as in the forward. The generator of the forward, from which other threads
+    """Run a random op so that it draws the same numbers as in the forward. The forward's generator, from which other threads
     may draw, keeps its state.
 
     Only an op that takes no generator argument draws from that generator, which meanwhile has the recorded state.
