@@ -1,4 +1,4 @@
-"""What ran: ops, storages and their versions, as they happen.
+"""Recording a forward: its ops, storages and storage versions, as they come.
 
 NOTE [Rules of rebuilding]. Dropped bytes are rebuilt by running recorded ops a second time. These rules make the bits the
 same; comments cite them by number. `record` keeps R1 to R4, R9 and R10, `runtime` the others. Their tests are those of the
@@ -10,21 +10,24 @@ R2.  An op that writes in place makes a new version of its storage. A rebuild ru
      its own.
 R3.  An op with a side effect that its schema does not show (the running statistics of batch norm) runs again in a form
      without it.
-R4.  Bytes that the recorder did not see made are never dropped: what was there before the forward, what a compiled region,
-     an extension or another thread makes, what is in memory whose address was taken. The content of `empty` is nobody's until
-     an op overwrites all of it.
-R5.  What a rebuild starts from is held, counted by the planner, and checked before it is read: hooks switch autograd's own
-     check off. Where it was changed, autograd's error is raised; before a recorded op changes it, it is copied.
+R4.  Bytes are never dropped unless the recorder saw how they were made. It does not see bytes from before the forward, bytes
+     that a compiled region, an extension or another thread makes, and changes of memory whose address was taken. The result of
+     `empty` has no content until an op overwrites all of it.
+R5.  The tensors from which a rebuild starts are held, counted by the planner, and checked before they are read, because hooks
+     switch autograd's own check off. Where one was changed, autograd's error is raised. Before a recorded op changes one, it is
+     copied.
 R6.  Rebuilds run below Autograd and Autocast, without dispatch modes and hooks, under the grad mode and the numeric settings
      of the forward, in the order of the ops and without recursion.
-R7.  A tensor that the user still holds, unchanged, is used instead of a rebuild. What was rebuilt and then written to by
-     backward is made again. Nothing here refers to itself: a graph that is let go is gone at once.
-R8.  Rebuilds are checked. In the first observed step each is compared with the tensor that was kept: an op that gave other
-     bits never runs again. In the first planned step, and after evictions, a checksum is: other bits are an error.
-R9.  What a user compiled stays compiled; checkpointing, saved-tensor hooks and modes of the user's are left alone. What they
-     make falls under R4.
+R7.  A tensor that the user still holds, unchanged, is used instead of a rebuild. Rebuilt bytes that backward has overwritten
+     are rebuilt once more. There are no reference cycles: the memory of a graph is free as soon as nobody holds the graph.
+R8.  Rebuilds are checked. In the first observed step, each is compared with the tensor that was kept, and an op that gave
+     other bits never runs again. In the first planned step, and after evictions, checksums are compared, and other bits are an
+     error.
+R9.  Code that the user compiled stays compiled. The user's checkpointing, saved-tensor hooks and modes are left alone, and
+     bytes that they make fall under R4.
 R10. Collectives never run again, and parameters are never copied.
-R11. One lock a forward. Autograd may ask on any thread and on any stream: a stream that reads what another one made waits.
+R11. Each forward has one lock. Autograd may ask on any thread and on any stream. A stream that reads bytes which another stream
+     made waits for it.
 """
 
 from lightning_memopt.record.calls import (

@@ -1,12 +1,13 @@
-"""Be told when modules are called, by a seam that neither compiled code nor a copy of a module looks at.
+"""Learn of calls of modules by a seam that neither compiled code nor a copy of a module reads.
 
-Hooks that are registered for all modules change what dynamo guards on: every compiled region of the model would be compiled
-again in every step, and after a few times no more. Its recomputation in a checkpoint, which comes without our hooks, would be
-another graph. `_compiled_call_impl`, which `nn.Module.__call__` runs where it is not None, is read by eager calls alone.
+Hooks that are registered for all modules change the guards of dynamo: it would compile every compiled region of the model again
+in each step, and give up after a few. The recomputation of such a region in a checkpoint, which runs without our hooks, would
+be another graph. The seam is `_compiled_call_impl`, which `nn.Module.__call__` runs where it is not None: only eager calls read
+it.
 
-The modules themselves are left as they are: what is in `module.__dict__` ends up in every copy that a class makes in a way of
-its own (`nn.RNNBase.__getstate__`, parametrized modules, `__dict__.copy()` of replicas), and the copy would run the original.
-The attribute is put on their class, and looks up in a table whether this very module is watched.
+The modules themselves stay as they are. Some classes copy `module.__dict__` in a way of their own (`nn.RNNBase.__getstate__`,
+parametrized modules, `__dict__.copy()` of replicas), and with an attribute of ours a copy would run the original. So the
+attribute is on the class, and looks up in a table whether this very module has a substitute for its call.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ CALL = "_compiled_call_impl"
 Told = Callable[[nn.Module], None]
 _lock = threading.RLock()
 _watched: dict[int, tuple[nn.Module, Callable[..., Any]]] = {}
-"""By identity: a module, and what a call of it runs."""
+"""Identity of a module -> the module, and the function that a call of it runs."""
 _seams: dict[type[nn.Module], bool] = {}
 """The classes with a seam, and whether they had an attribute of that name before (only `nn.Module` itself has)."""
 _keepers: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Objects for which the seams stay on classes (`keep_seams`)."""
 
 
 class _Seam:
-    """In the place of `_compiled_call_impl` on a class; what instances have of their own (`module.compile()`) stays theirs."""
+    """Stands on a class in place of `_compiled_call_impl`; an instance's own attribute (`module.compile()`) stays in force."""
 
     @uncompiled
     def __get__(self, module: nn.Module | None, owner: type) -> Any:
@@ -59,7 +61,7 @@ _SEAM = _Seam()
 
 @uncompiled
 def unwatched_call(module: nn.Module) -> Callable[..., Any]:
-    """What a call of the module runs when nobody watches it."""
+    """The function that a call of the module runs when nobody listens to the module."""
     own = module.__dict__.get(CALL)
     return module._call_impl if own is None else own
 
@@ -74,7 +76,7 @@ def _watch(module: nn.Module, call: Callable[..., Any]) -> None:
 
 
 def _sweep() -> None:
-    """Take the seams off where nobody watches, and nobody will."""
+    """Take the seams off all classes when nobody listens to any module and nobody keeps the seams."""
     with _lock:
         while _seams and not _watched and not _keepers:
             cls, own = next(iter(_seams.items()))
@@ -87,12 +89,14 @@ def _sweep() -> None:
 
 
 def keep_seams(keeper: object) -> None:
-    """Leave them on classes until `drop_seams` of the same keeper: Python caches nothing of a class that changes too often."""
+    """Leave the seams on classes until `drop_seams` of the same keeper: Python stops caching attributes of a class that changes
+    too often.
+    """
     _keepers.add(keeper)
 
 
 def drop_seams(keeper: object) -> None:
-    """End what `keep_seams` began. May be repeated."""
+    """Leave the seams no longer for this keeper. May be repeated."""
     _keepers.discard(keeper)
     _sweep()
 
@@ -103,20 +107,20 @@ def _compiled(module: nn.Module) -> bool:
 
 
 def eager_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules of a model that are not inside of a compiled one; that is among them."""
-    found: dict[int, nn.Module] = {}
+    """The modules of a model that are not inside a compiled module; the compiled modules themselves are among them."""
+    modules: dict[int, nn.Module] = {}
     waiting = [model]
     while waiting:
         module = waiting.pop()
-        if id(module) not in found:
-            found[id(module)] = module
+        if id(module) not in modules:
+            modules[id(module)] = module
             if not _compiled(module):
                 waiting.extend(module.children())
-    return list(found.values())
+    return list(modules.values())
 
 
 def compiled_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules of a model whose calls run compiled, without those that are inside of another one."""
+    """The modules of a model whose calls run compiled, without those inside another compiled module."""
     return [module for module in eager_modules(model) if _compiled(module)]
 
 
@@ -154,15 +158,17 @@ def _watching(calls: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator
         try:
             _leave(entered)
         finally:
-            _leave(entered)  # does nothing, unless the first was interrupted
+            _leave(entered)  # does nothing, unless the first call was interrupted
 
 
 def instead_of_calls(module: nn.Module, call: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
-    """Run `call(*args, **kwargs)` for every call of the module, compiled or not, on whose exit all is as before."""
+    """Within, run `call(*args, **kwargs)` in place of every call of the module, compiled or not."""
     return _watching([(module, call)])
 
 
 def around_calls(modules: Iterable[nn.Module], before: Told, after: Told) -> contextlib.AbstractContextManager[None]:
-    """Call `before` and `after` around every call of one of `modules`, on every exit; compiled ones, and those that are watched
-    already, are left alone."""
+    """Within, call `before(module)` and `after(module)` around every call of one of `modules`; `after` also if the call raises.
+
+    Modules that are compiled, or that somebody listens to already, are left alone.
+    """
     return _watching((m, partial(_call, m, before, after)) for m in modules if m.__dict__.get(CALL) is None)

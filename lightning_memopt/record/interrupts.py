@@ -1,9 +1,9 @@
 """Exceptions of signal handlers that land inside a destructor or a weak reference's callback, where Python drops them.
 
 They are kept and raised at the next forward or request of backward, or when the session closes, so that Ctrl-C is never lost.
-Python reports what it drops to `sys.unraisablehook`; while a session is open, ours picks out what came from this package.
-Sessions may be open at once and close in any order, and others may replace the hook meanwhile: each hook of ours knows its own
-predecessor for good, so that none can come before itself.
+Python reports the exceptions that it drops to `sys.unraisablehook`. While a session is open, a hook of this package picks out
+those from this package. Several sessions may be open at once and close in any order, and other code may replace the hook
+meanwhile. So each `_Hook` keeps its predecessor for good, and no chain of hooks leads back to itself.
 """
 
 from __future__ import annotations
@@ -15,17 +15,20 @@ from typing import Any
 
 _deferred: list[BaseException] = []
 _open: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The sessions that watch."""
+"""The sessions that are open."""
 
 
 def raise_deferred() -> None:
-    """Raise what was kept, if anything was."""
+    """Raise a kept exception, if there is any."""
     if _deferred:
         raise _deferred.pop()
 
 
 class _Hook:
-    """What stands in `sys.unraisablehook` while a session is open; `previous` stood there before."""
+    """The value of `sys.unraisablehook` while a session is open.
+
+    previous: the value before.
+    """
 
     def __init__(self, previous: Callable[[Any], Any]) -> None:
         self.previous = previous
@@ -40,21 +43,21 @@ class _Hook:
 
 
 def watch(session: object) -> None:
-    """Start to pick up what Python would drop, until `unwatch` of the same session."""
+    """Start to keep exceptions that Python would drop, until `unwatch` of the same session."""
     _open.add(session)
     if not isinstance(sys.unraisablehook, _Hook):
         sys.unraisablehook = _Hook(sys.unraisablehook)
 
 
 def unwatch(session: object) -> None:
-    """End what `watch` began; the last session puts the hook back, unless somebody else has replaced ours. May be repeated."""
+    """The session is closed. The last session puts the hook back, unless other code has replaced it. May be repeated."""
     _open.discard(session)
     if not _open and isinstance(sys.unraisablehook, _Hook):
         sys.unraisablehook = sys.unraisablehook.previous
 
 
 def settle() -> None:
-    """Raise what was kept, unless another exception is on its way."""
+    """Raise a kept exception, unless another one is being handled. Drop the others."""
     if sys.exc_info()[0] is None:
         raise_deferred()
     _deferred.clear()

@@ -1,8 +1,8 @@
 """A dispatch mode that disturbs neither compiled code nor other modes.
 
-Torch's `with mode:` is for modes that nest, and leaves the topmost one, whichever it is. Ours is entered in a forward and left
-when the step ends: a mode of the user's (a counter of FLOPs) may begin before and end in between, or begin in between and stay.
-So ours is put beneath those that are on, and taken from where it is.
+Torch's `with mode:` is for modes that nest: on exit it removes the topmost mode, whichever that is. A recorder is entered in a
+forward and left when the step ends, and modes of the user (a counter of FLOPs) may begin and end in between in any order. So
+the mode can be entered beneath the modes that are on, and is removed from wherever it stands.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from lightning_memopt.torch_private import TorchDispatchMode, current_modes, pop
 
 
 class Outside(TorchDispatchMode):
-    """A mode that sees eager ops alone: compiled code, and what operators like `cond` and `scan` run, is as without it."""
+    """A mode that sees eager ops alone: compiled code, and the bodies of operators like `cond` and `scan`, run as before."""
 
-    supports_higher_order_operators = True  # else torch raises where the model calls one
+    supports_higher_order_operators = True  # else torch raises an error when the model calls one
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -26,25 +26,25 @@ class Outside(TorchDispatchMode):
         return True
 
     def enter_in(self, stack: ExitStack, beneath: bool = False) -> None:
-        """`enter`, and leave when the stack is closed, whatever is interrupted."""
-        for _ in range(2):  # the second does nothing, unless the first was interrupted
+        """`enter`, and leave when the stack is closed, even if the call or the exit is interrupted."""
+        for _ in range(2):  # the second callback does nothing, unless the first was interrupted
             stack.callback(self.leave)
         self.enter(beneath)
 
     def enter(self, beneath: bool = False) -> None:
-        """Begin to see ops, before the modes that are on do or `beneath` them."""
+        """Begin to see ops: before the modes that are on see them, or after these where `beneath`."""
         on = current_modes()
         _put_on([self, *on] if beneath else [*on, self])
 
     def leave(self) -> None:
-        """See no more ops, whichever modes were entered since. May be repeated."""
+        """Stop seeing ops. Modes that were entered since stay on. May be repeated."""
         on = current_modes()
         if self in on:
             _put_on([mode for mode in on if mode is not self])
 
 
 def _put_on(modes: list[TorchDispatchMode]) -> None:
-    """Let these be the modes that are on, from the bottom up. Interrupted, it is done all the same."""
+    """Make these the modes that are on, from the bottom up. An interrupt is raised only after that."""
     try:
         _stack(modes)
     except BaseException:

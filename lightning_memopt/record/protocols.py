@@ -1,5 +1,5 @@
-"""Who is told what the recorder sees: the `Owner` of the forward and its `Holdings`, which decide what is held of every storage
-version; and an `Observer`, where there is one, which watches each op begin and end.
+"""The listeners of a recorder: the `Owner` of the forward and its `Holdings`, which decide what is held of every storage
+version, and an optional `Observer`, which is told when each op begins and ends.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class OpRecord:
 
 
 class Observer(Protocol):
-    """Who watches a step being recorded (the tracer). `end` is given the real arguments and results too."""
+    """Is told of each op of a step (the tracer). `end` gets the real arguments and results, too."""
 
     def begin(self, func: OpOverload) -> None: ...
     def ran(self) -> None: ...
@@ -53,7 +53,7 @@ class Observer(Protocol):
 
 
 class Holdings(Protocol):
-    """Who keeps what is held (the engine's). `t` is a tensor on the bytes of the version that is named with it."""
+    """Decides what is held of storage versions (the engine's). `t` is a tensor on the bytes of the version beside it."""
 
     def met(self, version: StorageVersion) -> None:
         """The recorder met bytes that no recorded op made."""
@@ -62,7 +62,7 @@ class Holdings(Protocol):
         """An op reads bytes that no recorded op made; a rebuild may start from them."""
 
     def made(self, version: StorageVersion, reachable: bool) -> None:
-        """An op made new memory. `reachable`: running its call again makes the bytes, from what is there or reachable."""
+        """An op made new memory. `reachable`: its call makes the bytes again, from bytes that are held or reachable."""
 
     def overwrites(self, version: StorageVersion) -> None:
         """The bytes of a version are about to change."""
@@ -71,24 +71,24 @@ class Holdings(Protocol):
         """An op has just written `new` over `old`."""
 
     def replaced(self, old: StorageVersion, new: StorageVersion, t: torch.Tensor) -> bool:
-        """`old` changed unseen, or may from now on; `new` is what is there. Returns whether bytes of `old` are held still."""
+        """`old` changed unseen, or may from now on; `new` has the present bytes. Returns whether bytes of `old` are held."""
 
     def recounted(self, version: StorageVersion, t: torch.Tensor) -> None:
-        """The version counter of a version that an op wrote is known now: it is that of `t`."""
+        """The version counter of a version that an op wrote is known now: the counter of `t`."""
 
     def unchanged(self, version: StorageVersion) -> bool:
-        """Whether what is held of an earlier version is what its memory holds now."""
+        """Whether the bytes that are held of an earlier version are still the bytes in its memory."""
 
     def startable(self, versions: Sequence[StorageVersion]) -> bool:
         """Whether a rebuild can have the bytes of all these versions."""
 
 
 class Owner(Protocol):
-    """Whose forward it is (the engine)."""
+    """The owner of a forward (the engine)."""
 
     @property
     def holdings(self) -> Holdings:
-        """What is held of the forward's storage versions."""
+        """Decides what is held of the forward's storage versions."""
 
     def recorded(self, record: OpRecord) -> None:
         """An op ran, and all its versions are known."""
@@ -97,4 +97,4 @@ class Owner(Protocol):
         """The storage of a version is about to get another size."""
 
     def wants_state(self) -> bool:
-        """Whether to note the generator's state for the op that comes next."""
+        """Whether the next op needs the generator's state, to run again."""

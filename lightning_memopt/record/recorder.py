@@ -14,7 +14,7 @@ import torch
 
 from lightning_memopt.record.modes import Outside
 from lightning_memopt.record.protocols import Observer, OpRecord, Owner
-from lightning_memopt.record.rules import may_replay, rule_of_call, written_by
+from lightning_memopt.record.rules import may_run_again, rule_of_call, written_by
 from lightning_memopt.record.settings import numeric_flags
 from lightning_memopt.record.tape import UNKNOWN, UNSHARED, Call, Origin, StorageVersion, Tape, View
 from lightning_memopt.record.tensors import (
@@ -36,7 +36,10 @@ _EMPTY_STRIDED = torch.ops.aten.empty_strided.default
 
 
 class Recorder(Outside):
-    """Records one forward pass onto a tape. Enter it around the forward only; `forget()` when the forward is over."""
+    """Records one forward pass onto a tape. Enter it around the forward only; `forget()` when the forward is over.
+
+    Many methods: ops, saves, exposed memory and settings reach it by different ways, and a planned forward changes some.
+    """
 
     def __init__(self, tape: Tape, owner: Owner, observer: Observer | None = None) -> None:
         super().__init__()
@@ -45,18 +48,18 @@ class Recorder(Outside):
         self.holdings = owner.holdings
         self.observer = observer
         self.writes: Callable[[torch.Tensor], None] | None = None
-        """Told of a tensor whose memory an op is about to write, also after the forward."""
+        """Called with a tensor whose memory an op is about to write, during and after the forward."""
         self.capturing = True
         self.elsewhere = False
         self.fixed: frozenset[int] = frozenset()
-        """Numbers of ops that never run again: what they read is overwritten before a rebuild may need it."""
+        """Numbers of ops that never run again: the bytes that they read are overwritten before a rebuild may need them."""
         self.hidden: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-        """Around what is allocated for a rebuild, and the step alone would not."""
+        """Context around allocations that the step alone, without rebuilds, would not make."""
         self.op = 0
         self.next_id = 0
         self.of_storage: dict[int, StorageVersion] = {}
         self._beneath: dict[int, list[StorageVersion]] = {}
-        """Version -> earlier ones of its memory that changed unseen and of which something is held."""
+        """Id of a version -> earlier versions of its memory that changed unseen and of which bytes are held."""
         self.thread = threading.get_ident()
 
     def forget(self) -> None:
@@ -86,7 +89,7 @@ class Recorder(Outside):
         version = self._new(t, Origin.EXTERNAL)
         version.why = why
         version.parameter = isinstance(t, torch.nn.Parameter) or isinstance(t._base, torch.nn.Parameter)
-        # R4: what starts from it is kept, and may be started from. Weights that were loaded so are not written to.
+        # R4: ops that read it never run again. Nobody writes unseen to weights, even if another library made their memory.
         version.exposed = not version.parameter and is_foreign(t)
         self.holdings.met(version)
         if self._starts():
@@ -181,7 +184,7 @@ class Recorder(Outside):
             and not self.elsewhere
             and op not in self.fixed
             and rule.handling != "opaque"
-            and may_replay(func, device_of((version.device for version in reads), kwargs).type)
+            and may_run_again(func, device_of((version.device for version in reads), kwargs).type)
         )
         record = OpRecord(func, rule, held_args, held_kwargs, (), [], [], None, recomputable)
         if recomputable and rule.handling != "empty":
@@ -203,7 +206,7 @@ class Recorder(Outside):
         if targets and func._name.startswith("aten::_foreach_"):
             count_versions(targets, [v for _, v in before])
         if rule.handling == "empty" and self.capturing and isinstance(out, torch.Tensor) and is_plain(out):
-            # it reads no bytes: a rebuild needs the form of the result, not what the form was taken from
+            # it reads no bytes: a rebuild needs only the sizes and strides of the result, not the tensor that it imitates
             like = {"dtype": out.dtype, "device": out.device}
             record.call = Call(op, _EMPTY_STRIDED, (out.size(), out.stride()), like, (), False)
             record.recomputable = True
@@ -237,7 +240,9 @@ class Recorder(Outside):
     def _call(
         self, op: int, record: OpRecord, args: tuple, kwargs: dict, reads: list[StorageVersion], targets: list[torch.Tensor]
     ) -> Call | None:
-        """The recipe of this op, or None where its results cannot be made again. Takes out of `reads` what it leaves out."""
+        """The call that runs this op again, or None where its results cannot be rebuilt. Removes from `reads` the running
+        statistics that the call does not read.
+        """
         func, rule, held_args, held_kwargs = record.func, record.rule, record.args, record.kwargs
         if rule.rewrite is not None and targets:
             # the running statistics are written, but no output depends on them: a rebuild leaves them out
@@ -250,12 +255,12 @@ class Recorder(Outside):
             if version.exposed:
                 return None  # R4: its content may be something else when a rebuild would read it
             if version.empty:
-                # R4: content of `empty` is nobody's, unless this op overwrites all of it
+                # R4: the result of `empty` has no content, unless this op overwrites all of it
                 whole = rule.whole and id(version) in mutated and len(targets) == 1 and covers(targets[0])
                 if not whole:
                     return None
             elif version.call is None and id(version) in mutated:
-                return None  # memory of somebody else: its new content is theirs
+                return None  # no call made this memory, so its new content is not rebuilt, either
             else:
                 version.read = True
         ids = tuple(dict.fromkeys(version.id for version in reads))
@@ -293,7 +298,7 @@ class Recorder(Outside):
 
     def _overwrites(self, old: StorageVersion) -> None:
         """The bytes of a version are about to change."""
-        for earlier in self._beneath.pop(old.id, ()):  # the same bytes, but another counter was met (that of `.data`)
+        for earlier in self._beneath.pop(old.id, ()):  # the bytes may be the same, under another counter (that of `.data`)
             if earlier.counter < 0 or self.holdings.unchanged(earlier):
                 self._overwrites(earlier)
         self.holdings.overwrites(old)
@@ -334,7 +339,7 @@ class Recorder(Outside):
                 version.call = call
                 call.made = (*call.made, (index, version.id))
             else:
-                version.why = rule.why or "made from bytes that cannot be made again"
+                version.why = rule.why or "made from bytes that cannot be rebuilt"
             self.holdings.made(version, startable and record.remakes(version))
             made.append((version, t))
         return made
@@ -344,16 +349,17 @@ class Recorder(Outside):
         return self.op > 0
 
     def settings_changed(self) -> None:
-        """R6: rebuilds run under the numeric settings that the forward began with; what runs under others is kept.
+        """R6: rebuilds run under the numeric settings that the forward began with; results under other settings are kept.
 
-        It begins with its first op: a precision may be chosen inside of what is recorded (Lightning's "bf16-true").
+        The forward begins with its first op: before that, a precision may be set inside the recorded code (Lightning's
+        "bf16-true").
         """
         if not self._begun:
             self.tape.flags = numeric_flags()
         self.elsewhere = numeric_flags() != self.tape.flags
 
     def resizing(self, t: torch.Tensor) -> None:
-        """The storage of `t` is about to get another size: what it holds goes, and may be put back unseen (R4)."""
+        """The storage of `t` is about to get another size. Its bytes are lost, and may be restored unseen (R4)."""
         if self.writes is not None:
             self.writes(t)
         version = self.of_storage.get(storage_id(t)) if self.capturing else None
@@ -371,7 +377,8 @@ class Recorder(Outside):
     def expose(self, t: torch.Tensor, address: bool = False) -> None:
         """Somebody takes the raw memory of `t`: from now on it may change unseen, so no rebuild starts from it (R4).
 
-        The mere `address` of a parameter is exempt: kernels take it to read, and a copy of each would cost what is saved.
+        The mere `address` of a parameter is exempt: kernels take it to read the parameter, and copies of all parameters would
+        cost the memory that rebuilds save.
         """
         if not self.capturing or not is_plain(t):
             return

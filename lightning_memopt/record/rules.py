@@ -1,7 +1,7 @@
 """Which ops may run again, and how: rules R1 and R3 (record/__init__.py).
 
-An op's `Rule` is derived once per overload from its schema and tags, corrected by the tables below, and by what users add
-with `register_op`. The tables hold what schemas do not say; each entry is found by the sweep over torch's `op_db`
+An op's `Rule` is derived once per overload from its schema and tags. The tables below correct it where the schema is silent,
+and users correct it by `register_op`. The sweep over torch's `op_db` finds each entry of the tables
 (tests/cpu/record/test_op_db.py).
 """
 
@@ -25,12 +25,16 @@ Handling = Literal["pure", "random", "empty", "opaque"]
 class Rule:
     """How an op is handled.
 
-    `pure`: same inputs, same bits. `random`: the same under the generator state it started from. `empty`: memory whose
-    content means nothing until an op overwrites it whole. `opaque`: never replayed; `why` says so in `explain`.
-    `writes`: positions (or names) of arguments it mutates. `whole`: it overwrites them without reading them.
-    `rewrite`: makes (func, args, kwargs) of a form without side effect, for replay. `conjugates`: its kernel takes
-    conjugate views, which torch ignores inside a dispatch mode unless told otherwise. `unshared`: its views have version
-    counters of their own. `makes`: how many of the tensors it returns it always writes; the rest are small, and kept.
+    handling: "pure": the same inputs give the same bits. "random": they do under the generator state that the op started from.
+        "empty": the op returns memory without content. "opaque": the op never runs again.
+    why: the reason why an opaque op never runs again, for `explain`.
+    writes: positions (or names) of the arguments that the op mutates.
+    whole: the op overwrites them without reading them.
+    rewrite: turns (func, args, kwargs) into a form of the op without side effect, which a rebuild runs.
+    heavy: the op computes so much that a rebuild of its results is expensive.
+    conjugates: the op's kernel takes conjugate views, which torch ignores inside a dispatch mode unless told otherwise.
+    unshared: the op's views have version counters of their own.
+    makes: how many of the tensors that the op returns it always writes; the others are small, and kept.
     """
 
     handling: Handling
@@ -45,7 +49,7 @@ class Rule:
 
 
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
-# Content made by a factory may be written by what the recorder cannot see (R4).
+# Code that the recorder cannot see may write to the memory that a factory made (R4).
 _FACTORIES = {
     "zeros",
     "zeros_like",
@@ -73,7 +77,7 @@ _WHOLE = {
 }
 # Arguments that a kernel fills although the schema does not say so (pytorch#193671).
 _HIDDEN_WRITES: dict[str, tuple[int, ...]] = {"rrelu_with_noise": (1,), "rrelu_with_noise_": (0, 1)}
-# A replay that differs by one ulp flips a choice.
+# A difference of one ulp between forward and rebuild would flip a choice.
 _CHOICES = {
     "topk",
     "sort",
@@ -92,8 +96,8 @@ _CHOICES = {
     "histc",
     "bincount",
 }
-# They return cells that no kernel wrote: _ctc_loss in log_alpha, _embedding_bag in bag_size and max_indices, the LSTM of
-# oneDNN in its workspace.
+# No kernel writes all cells of their results: of log_alpha (_ctc_loss), of bag_size and max_indices (_embedding_bag), and of
+# the workspace of oneDNN's LSTM.
 _UNWRITTEN = {
     "_ctc_loss",
     "_embedding_bag",
@@ -105,10 +109,10 @@ _STORAGE = {"resize_", "set_", "resize_as_", "_resize_output_", "resize", "resiz
 _RNN = {"_cudnn_rnn", "miopen_rnn"}
 # Under any dispatch mode these return wrong complex numbers (pytorch#198118); the recorder runs them outside of it.
 _CONJUGATES = {"linalg_pinv", "linalg_polar", "linalg_matrix_sqrth"}
-# Each piece counts its in-place changes for itself (the cells of LSTM and GRU).
+# Each piece that they return has a version counter of its own (the cells of LSTM and GRU use them).
 _UNSHARED = {"unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"}
-# How many of their results kernels write whole: not the seed and offset of dropout where there is none, nor the logarithms
-# that one of them pads to a multiple of 32.
+# How many of their results the kernels write whole. They leave out the seed and offset of dropout where there is no dropout,
+# and the padding of the logarithms, to a multiple of 32, in the efficient ones.
 _MAKES = {
     "_scaled_dot_product_flash_attention": 2,
     "_scaled_dot_product_cudnn_attention": 2,
@@ -143,7 +147,7 @@ _HEAVY = {
     "einsum",
     "_addmm_activation",
 }
-# Sums in an order that atomics choose: not the same bits twice on CUDA unless deterministic algorithms are on.
+# Atomics choose the order of their sums: on CUDA the bits differ from run to run unless deterministic algorithms are on.
 _ATOMIC = {
     "index_add",
     "index_add_",
@@ -171,14 +175,14 @@ _generations: list[OpOverload] = []
 
 
 def register_op(op: OpOverload, rule: Handling | Rule) -> None:
-    """Say how an op is to be handled: "pure" (same bits from the same inputs), "opaque" (never replayed), or a `Rule`."""
+    """Say how an op is handled: "pure" (same bits from the same inputs), "opaque" (it never runs again), or a `Rule`."""
     _registered[op] = rule if isinstance(rule, Rule) else Rule(rule, "registered by the user" if rule == "opaque" else "")
     rule_of.cache_clear()
     _generations.append(op)
 
 
 def rules_generation() -> int:
-    """Changes whenever a rule does: what was concluded from rules is concluded anew."""
+    """A number that changes whenever a rule does: conclusions from older rules are void."""
     return len(_generations)
 
 
@@ -191,7 +195,7 @@ def _written(func: OpOverload) -> tuple[int | str, ...]:
 
 
 def _norm_without_statistics(func: OpOverload, args: tuple, kwargs: dict) -> tuple[OpOverload, tuple, dict]:
-    """Batch norm in training does not read its running statistics; a replay must not update them a second time."""
+    """Batch norm in training does not read its running statistics; a rebuild must not update them a second time."""
     names = [a.name for a in func._schema.arguments]
     bound = dict(zip(names, args, strict=False)) | kwargs
     if func._schema.name == "aten::_native_batch_norm_legit":
@@ -216,7 +220,7 @@ def is_norm(name: str) -> bool:
 
 
 def trains_statistics(func: OpOverload, args: tuple, kwargs: dict) -> bool:
-    """Whether this call of a batch norm updates running statistics: in evaluation it reads them and is pure."""
+    """Whether this call of a batch norm updates running statistics; in evaluation it only reads them, and is pure."""
     names = [a.name for a in func._schema.arguments]
     bound = dict(zip(names, args, strict=False)) | kwargs
     return bool(bound.get("training", True))
@@ -226,11 +230,14 @@ def written_by(func: OpOverload, rule: Rule, args: tuple, kwargs: dict) -> list[
     """The plain tensors among the arguments of this call that it writes to."""
     if not rule.writes or (rule.rewrite is not None and not trains_statistics(func, args, kwargs)):
         return []
-    found: list[torch.Tensor] = []
+    targets: list[torch.Tensor] = []
     for where in rule.writes:
-        value = kwargs.get(where) if isinstance(where, str) else (args[where] if where < len(args) else None)
-        found.extend(t for t in tensors_in(value) if is_plain(t))
-    return found
+        if isinstance(where, str):
+            value = kwargs.get(where)
+        else:
+            value = args[where] if where < len(args) else None
+        targets.extend(t for t in tensors_in(value) if is_plain(t))
+    return targets
 
 
 @cache
@@ -247,7 +254,7 @@ def rule_of(func: OpOverload) -> Rule:
         if func._overloadname == "no_stats":
             return Rule("pure", heavy=heavy)
         if name == "_batch_norm_with_update":
-            return Rule("opaque", "batch norm whose update form has no replay", writes or (3, 4))
+            return Rule("opaque", "batch norm in a form that always updates its statistics", writes or (3, 4))
         return Rule("pure", writes=(3, 4), rewrite=_norm_without_statistics)
     if name in _HIDDEN_WRITES:
         return Rule("opaque", "its kernel fills an argument that autograd saved before", _HIDDEN_WRITES[name])
@@ -272,7 +279,7 @@ def rule_of(func: OpOverload) -> Rule:
     tags = func.tags
     if torch.Tag.nondeterministic_seeded in tags:
         return Rule("random", writes=writes, whole=name in _WHOLE, heavy=heavy, makes=_MAKES.get(name, _ALL))
-    if torch.Tag.nondeterministic_bitwise in tags if hasattr(torch.Tag, "nondeterministic_bitwise") else False:
+    if getattr(torch.Tag, "nondeterministic_bitwise", None) in tags:
         return Rule("opaque", "not the same bits twice", writes)
     return Rule(
         "pure",
@@ -286,7 +293,7 @@ def rule_of(func: OpOverload) -> Rule:
 
 
 @cache
-def _place_of_dropout(func: OpOverload) -> int | None:
+def _dropout_position(func: OpOverload) -> int | None:
     names = [a.name for a in func._schema.arguments]
     return names.index("dropout_p") if "dropout_p" in names else None
 
@@ -299,15 +306,15 @@ def _pure(rule: Rule) -> Rule:
 def rule_of_call(func: OpOverload, args: tuple, kwargs: dict) -> Rule:
     """The rule for this call: fused attention without dropout draws no numbers, whatever the operator's tag says."""
     rule = rule_of(func)
-    place = _place_of_dropout(func) if rule.handling == "random" else None
-    if place is None:
+    position = _dropout_position(func) if rule.handling == "random" else None
+    if position is None:
         return rule
-    chance = args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)
-    return _pure(rule) if chance == 0.0 else rule
+    dropout_p = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
+    return _pure(rule) if dropout_p == 0.0 else rule
 
 
-def may_replay(func: OpOverload, device_type: str) -> bool:
-    """R1 for this device: pure or random, and on CUDA not summed by atomics."""
+def may_run_again(func: OpOverload, device_type: str) -> bool:
+    """R1 on this device: the op is not opaque, and off the CPU no atomics choose the order of its sums."""
     rule = rule_of(func)
     if rule.handling not in ("pure", "random", "empty"):
         return False

@@ -1,7 +1,7 @@
-"""Settings that change the bits an op returns (R6): read, put back, and the functions that set them.
+"""Settings that change the bits an op returns (R6): how to read and restore them, and the functions that set them.
 
-The list is every setter of `torch._C` in the supported versions that a kernel may look at, with its getter. Those of no use
-here are named in tests/cpu/record/test_settings.py, with the reason; a setter of a new version that is in neither fails there.
+The list has every setter of `torch._C` in the supported versions whose setting a kernel may read, with its getter. The other
+setters are named in tests/cpu/record/test_settings.py, with the reason. That test fails for a setter in neither list.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _NAMED = (
     "native_aot_enabled",
     "native_aot_unconditional_masked",
 )
-"""Read by `torch.C._get_NAME()`, set by `torch.C._set_NAME(value)`, or `(*value)` where it is a tuple."""
+"""Read by `torch._C._get_NAME()`; set by `torch._C._set_NAME(value)`, or by `(*value)` where the value is a tuple."""
 _PAIRS = (
     *((f"_get_{name}", f"_set_{name}") for name in _NAMED),
     ("_get_flash_sdp_enabled", "_set_sdp_use_flash"),
@@ -70,11 +70,11 @@ if torch.version.hip:
     _PAIRS = (*_PAIRS, ("_get_rocm_fa_preferred_backend", "_set_rocm_fa_preferred_backend"))
 _PAIRS = tuple((get, put) for get, put in _PAIRS if hasattr(C, get) and hasattr(C, put))  # no version has all of them
 _GETTERS = tuple(getattr(C, get) for get, _ in _PAIRS)
-_PUTTERS = tuple(getattr(C, put) for _, put in _PAIRS)  # as torch has them: what tells listeners is put in their place later
+_PUTTERS = tuple(getattr(C, put) for _, put in _PAIRS)  # torch's own functions, before exposure.py wraps them
 
 SETTERS = (
     *((C, put) for _, put in _PAIRS),
-    # what these set is read under other names: precisions, and the default dtype
+    # `numeric_flags` reads these settings under other names: precisions, and the default dtype
     (C, "_set_cudnn_allow_tf32"),
     (C, "_set_cublas_allow_tf32"),
     (C, "_set_float32_matmul_precision"),
@@ -84,9 +84,9 @@ SETTERS = (
     (C, "_set_default_tensor_type"),
     (torch, "set_num_threads"),
     (torch, "set_flush_denormal"),
-    (torch.backends.ContextProp, "__set__"),  # of `torch.backends.mkldnn.enabled = ...`: it keeps setters of its own
+    (torch.backends.ContextProp, "__set__"),  # for `torch.backends.mkldnn.enabled = ...`: it keeps the setters themselves
 )
-"""What sets one of them: owner and name."""
+"""(owner, name) of every function that sets one of the settings."""
 _DENORMAL = 5e-324
 _matmul, _deterministic, _warn_only = (
     C._get_float32_matmul_precision,
@@ -103,12 +103,12 @@ _set_threads, _set_denormal = torch.set_num_threads, torch.set_flush_denormal
 def _matmul_precision() -> str | None:
     try:
         return _matmul()
-    except RuntimeError:  # the user set precisions per backend: torch refuses to put them into this one word
+    except RuntimeError:  # the user set precisions per backend: no single word stands for them
         return None
 
 
 def numeric_flags() -> tuple[Any, ...]:
-    """Settings that change the bits an op returns (R6): a replay runs under those of the forward pass."""
+    """The settings that change the bits an op returns (R6): rebuilds run under those of the forward."""
     return (
         (_matmul_precision(), *[_precision(backend, op) for backend, op in _PRECISIONS]),
         (_deterministic(), _warn_only()),
@@ -120,14 +120,14 @@ def numeric_flags() -> tuple[Any, ...]:
 
 
 def set_numeric_flags(flags: tuple[Any, ...]) -> None:
-    """Make `numeric_flags` what they were. Only what differs is touched."""
+    """Set all settings to `flags`, an earlier answer of `numeric_flags`. Only settings that differ are set."""
     now = numeric_flags()
     precisions, deterministic, threads, dtype, flush, values = flags
     if precisions != now[0]:
         if precisions[0] is not None:
             _set_matmul_precision(precisions[0])
         for where, then in zip(_PRECISIONS, precisions[1:], strict=True):
-            if _precision(*where) != then:  # some follow from those before
+            if _precision(*where) != then:  # to set one precision may set others, too
                 _set_precision(*where, then)
     if deterministic != now[1]:
         _set_deterministic(deterministic[0], warn_only=deterministic[1])

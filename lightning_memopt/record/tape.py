@@ -1,4 +1,4 @@
-"""What the recorder writes down: storage versions, views on them, and the calls that made them.
+"""The record of a forward: storage versions, views on them, and the calls that made them.
 
 A `Tape` is one forward pass. References point one way only: a handle that autograd holds -> its tape -> calls and storage
 versions. Nothing on a tape refers to handles or to the recorder, so it dies with the last handle, without the garbage
@@ -33,7 +33,7 @@ class Origin(enum.Enum):
 
 
 class Held(Protocol):
-    """What the owner of a tape holds of a storage version. The recorder never looks at it."""
+    """The bytes that the owner of a tape holds of a storage version. The recorder never reads this."""
 
     value: torch.Tensor | None
     """A tensor on the bytes, where the owner holds them."""
@@ -58,7 +58,7 @@ class StorageVersion(Generic[H]):
     parameter: it was met as a parameter.
     exposed: its raw memory was handed out, so it may change unseen (R4).
     read: a recorded op reads it, so a rebuild may start from it.
-    why: why it cannot be made again; "" where it can.
+    why: why it cannot be rebuilt; "" where it can.
     holding: what the owner of the tape holds of it.
     """
 
@@ -103,7 +103,7 @@ class StorageVersion(Generic[H]):
 
     @property
     def empty(self) -> bool:
-        """Whether its content is nobody's."""
+        """Whether it has no content yet."""
         return self.origin is Origin.EMPTY
 
     @property
@@ -118,7 +118,7 @@ class StorageVersion(Generic[H]):
 
 
 class View:
-    """A strided window on the storage version with the id `version`: how a tensor argument is built again."""
+    """A strided window on the storage version with the id `version`. It stands for a tensor argument."""
 
     __slots__ = ("conj", "dtype", "neg", "offset", "size", "stride", "version")
 
@@ -132,7 +132,7 @@ class View:
         self.neg = t.is_neg()
 
     def same(self, t: torch.Tensor) -> bool:
-        """Whether `t` is the same window on whatever it is on."""
+        """Whether `t` is the same window, on any storage."""
         return (
             t.size() == self.size
             and t.stride() == self.stride
@@ -167,7 +167,7 @@ class Call:
     rng: (generator, its state before) of a random op, else None.
     made: (position among the results, id of the version) of what it makes.
     mutates: (id overwritten, id made) of what it writes in place.
-    repeats: whether running it again gives the same bits; a random op whose state nobody wanted does not.
+    repeats: whether it gives the same bits when it runs again. A random op does not, where its state was not recorded.
     """
 
     __slots__ = ("args", "func", "grad", "kwargs", "made", "mutates", "op", "reads", "repeats", "rng")
@@ -192,7 +192,7 @@ class Tape(Generic[H]):
 
     versions: its storage versions by id. A version that is matched to a tensor of a plan is there under that tensor's id, too.
     flags: the numeric settings the forward ran under.
-    holding: makes what the owner holds of a new version: nothing at first.
+    holding: makes the (empty) record of the bytes that the owner holds of a new version.
     """
 
     __slots__ = ("__weakref__", "_weak", "flags", "holding", "versions")
@@ -211,6 +211,6 @@ class Tape(Generic[H]):
 
     @uncompiled
     def __del__(self) -> None:
-        weak = getattr(self, "_weak", None)  # interrupted before it was made, there is none
+        weak = getattr(self, "_weak", None)  # None where `__init__` was interrupted
         while weak:
             free_weak(weak.pop())

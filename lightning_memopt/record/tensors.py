@@ -1,4 +1,4 @@
-"""Tensors below autograd: which can be recorded, aliases of them, and ops run as they are outside of a dispatch mode."""
+"""Tensors below autograd: which of them can be recorded, aliases of them, and ops that run as outside a dispatch mode."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COUNTER = DispatchKey.ADInplaceOrView
 
 
 def is_plain(t: torch.Tensor) -> bool:
-    """An ordinary strided tensor with memory of its own: what can be recorded. Everything else is opaque (R4)."""
+    """Whether `t` is an ordinary strided tensor with memory, which can be recorded. All other tensors are opaque (R4)."""
     return (
         type(t) in PLAIN
         and t.layout is torch.strided
@@ -34,44 +34,45 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def detached(t: torch.Tensor) -> torch.Tensor:
-    """An alias of `t` without its autograd history that shares its version counter; made below no dispatch mode."""
-    # inside of a dispatch mode the key that shares the counter is off: without it the alias would count for itself
+    """An alias of `t` without autograd history, which shares the version counter of `t`. No dispatch mode sees this."""
+    # inside a dispatch mode this key is excluded, and without the key the alias would get a counter of its own
     with no_dispatch_modes(), set_excluded_keys(_COUNTER, False):
         return t.detach()
 
 
 def is_foreign(t: torch.Tensor) -> bool:
-    """Whether the memory of `t` was made by another library, which may write to it unseen: `torch.from_numpy`, DLPack, a file.
+    """Whether another library made the memory of `t`, and may write to it unseen: `torch.from_numpy`, DLPack, a file.
 
-    What processes share is not meant: batches come so from a DataLoader's workers, which write to them no more.
+    Memory that processes share does not count: the workers of a DataLoader make such batches, and do not write to them again.
     """
     return not t.untyped_storage().resizable() and not t.is_shared()
 
 
 def conjugating(func: Callable[..., Any]) -> Callable[..., Any]:
-    """The op as outside of a dispatch mode: inside of one, conjugations that its kernel takes are ignored (pytorch#198118)."""
+    """The op as it is outside a dispatch mode: inside, its kernel would ignore conjugations (pytorch#198118)."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        off = set_excluded_keys
-        keys = DispatchKey
-        with off(keys.Conjugate, False), off(keys.Negative, False):
+        with set_excluded_keys(DispatchKey.Conjugate, False), set_excluded_keys(DispatchKey.Negative, False):
             return func(*args, **kwargs)
 
     return run
 
 
 def count_versions(targets: list[torch.Tensor], before: list[int]) -> None:
-    """Under a dispatch mode torch does not count the versions of what `_foreach_` ops overwrite."""
+    """Count the versions of `targets` whose counters still say what they said `before` they were overwritten.
+
+    Under a dispatch mode, torch does not count them for `_foreach_` ops.
+    """
     torch.autograd.graph.increment_version([t for t, v in zip(targets, before, strict=True) if t._version == v])
 
 
 def covers(t: torch.Tensor) -> bool:
-    """Whether `t` is all of its storage, in order."""
+    """Whether `t` covers all of its storage, in order."""
     return t.numel() * t.element_size() == t.untyped_storage().nbytes() and t.is_contiguous()
 
 
 def fills(t: torch.Tensor) -> bool:
-    """Whether `t` is all of its storage, each element once, in any order of its dimensions."""
+    """Whether `t` covers all of its storage, each element once, in any order of its dimensions."""
     if t.numel() * t.element_size() != t.untyped_storage().nbytes() or t.is_conj() or t.is_neg():
         return False
     expected = 1
@@ -83,7 +84,7 @@ def fills(t: torch.Tensor) -> bool:
 
 
 def device_of(devices: Iterable[torch.device], kwargs: dict[str, Any]) -> torch.device:
-    """Where an op runs that reads tensors on `devices`: where it is told to make its result, else on the accelerator."""
+    """The device of an op that reads tensors on `devices`: its argument `device`, else the first accelerator, else the CPU."""
     device = kwargs.get("device")
     if device is not None:
         return torch.device(device)
@@ -91,7 +92,7 @@ def device_of(devices: Iterable[torch.device], kwargs: dict[str, Any]) -> torch.
 
 
 def generator_of(device: torch.device) -> torch.Generator | None:
-    """What an op on this device draws from where it is given no generator; None where torch does not say."""
+    """The default generator of a device, from which an op without a generator argument draws; None where torch has none."""
     if device.type == "cpu":
         return torch.default_generator
     module = torch.get_device_module(device)

@@ -1,12 +1,12 @@
-"""Keep torch.compile away from the functions through which torch and users' code get into this package.
+"""Keep torch.compile away from the functions through which torch and users' code call this package.
 
-Where a compiled region runs something eagerly (a graph break, a layer of torch's own that is compiled by itself), dynamo looks
-at every Python frame that begins below: also at those of a dispatch mode, of a hook, of a destructor. It would compile them,
-again and again, and fail where they use what it cannot trace.
+Where a compiled region runs something eagerly (a graph break, a layer of torch's own that is compiled by itself), dynamo
+inspects every Python frame that begins below, frames of dispatch modes, hooks and destructors included. It would compile them
+again and again, and fail where they use features that it cannot trace.
 
-The mark is on the code object, where dynamo keeps its own, in C: it takes no time where nothing is compiled, dynamo need not be
-imported for it, and `torch._dynamo.reset()` leaves it. (`torch.compiler.disable` wraps every call, and imports dynamo, which
-takes seconds.) It says nothing of code that dynamo traces into.
+The mark is on the code object, in C, where dynamo keeps its own marks. It costs no time where nothing is compiled, it does not
+need dynamo to be imported, and `torch._dynamo.reset()` leaves it. (`torch.compiler.disable` wraps every call, and imports
+dynamo, which takes seconds.) The mark does not affect code that dynamo traces into.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def _marked(function: F, below: Any) -> F:
 
 
 def uncompiled(function: F) -> F:
-    """Decorator: neither the function nor what it calls is compiled where it is called eagerly."""
+    """Decorator: neither the function nor the functions that it calls are compiled where it is called eagerly."""
     return _marked(function, _SKIP)
 
 
 def uncompiled_itself(function: F) -> F:
-    """Decorator, for a function that calls users' code: only that is compiled, as it would be without the function."""
+    """Decorator for a function that calls users' code: the function is not compiled, users' code is as before."""
     return _marked(function, _DEFAULT)

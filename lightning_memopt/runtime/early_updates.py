@@ -1,10 +1,11 @@
-"""Updates in backward: the user's one optimizer, stepped parameter by parameter as soon as a gradient is final (OLLA's early
-weight updates: Steiner et al., 2022, section 4.3).
+"""Early updates: the optimizer steps each parameter in backward, as soon as its gradient is final (Steiner et al., *OLLA*,
+2022, section 4.3).
 
-A hook on each parameter, called when backward has accumulated its gradient, steps the optimizer with groups that hold that
-parameter alone, and frees the gradient. There is no second optimizer: learning rate, state and schedulers are the user's, and
-are read as they are then. `Optimizer.step`, called later, finds no gradient and updates nothing; its hooks and those of
-schedulers are called once. Which parameters, and when that is exact, is decided elsewhere (session/early_updates.py).
+Each parameter has a hook that autograd calls when it has accumulated the parameter's gradient. The hook steps the optimizer
+with a group of this parameter alone, and frees the gradient. The optimizer is the user's own, with its current learning rate
+and state. `Optimizer.step`, which the user calls later, finds no gradients and updates nothing; its hooks and those of
+schedulers are called once, by that call. session/early_updates.py decides which parameters are updated early, and in which
+steps.
 """
 
 from __future__ import annotations
@@ -34,11 +35,16 @@ ALLOWED: tuple[type[optim.Optimizer], ...] = (
     optim.Adafactor,
     optim.Muon,
 )
-"""Exactly these: they update each parameter by itself, and write to its own state alone. Subclasses may do more."""
+"""These classes update each parameter by itself, and write to its own state alone. Subclasses, which may do more, are refused.
+"""
 
 
 class Reason(NamedTuple):
-    """Why parameters cannot be updated in backward, and what to do about it."""
+    """Why no parameter can be updated early.
+
+    what: the reason.
+    fix: what the user can do about it.
+    """
 
     what: str
     fix: str
@@ -48,33 +54,46 @@ REDUCED = Reason("gradients are reduced over several processes after the hooks",
 
 
 def refusal(reason: Reason) -> UpdatesInBackwardError:
+    """The error for a user who asked for early updates where they would be wrong."""
     return UpdatesInBackwardError(
         f"optimizer_in_backward='always' would be wrong: {reason.what}. {reason.fix}, or set optimizer_in_backward='never'."
     )
 
 
 def count_versions(optimizer: optim.Optimizer) -> None:
-    """After its step: fused kernels count no versions, by which rebuilds see that a weight is not what it was."""
+    """Count the versions of the weights that the optimizer has just updated: fused kernels do not.
+
+    By version counters rebuilds learn that a weight has changed.
+    """
     for group in optimizer.param_groups:
         if group.get("fused"):
             torch.autograd.graph.increment_version([p for p in group["params"] if p.grad is not None])
 
 
 Options = list[dict[str, tuple[Any, int]]]
-"""What each group of an optimizer says, with the version of what is a tensor."""
+"""For each group of an optimizer: option -> (value, version counter of the value; 0 where the value is no tensor)."""
 
 
 def _options_of(optimizer: optim.Optimizer) -> Options:
-    versions = lambda v: v._version if isinstance(v, torch.Tensor) else 0  # noqa: E731
-    return [{k: (v, versions(v)) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    def version_of(value: Any) -> int:
+        return value._version if isinstance(value, torch.Tensor) else 0
+
+    return [
+        {option: (value, version_of(value)) for option, value in group.items() if option != "params"}
+        for group in optimizer.param_groups
+    ]
 
 
 def _same(a: tuple[Any, int], b: tuple[Any, int]) -> bool:
-    return a[1] == b[1] and (a[0] is b[0] or (not isinstance(a[0], torch.Tensor) and bool(a[0] == b[0])))
+    """Whether two entries of `Options` are the same value; tensors are compared by identity and version."""
+    (old, old_version), (new, new_version) = a, b
+    if old_version != new_version:
+        return False
+    return old is new or (not isinstance(old, torch.Tensor) and bool(old == new))
 
 
 def of_optimizers(optimizers: Sequence[optim.Optimizer]) -> list[Reason]:
-    """What about the optimizers forbids it."""
+    """The reasons, in the optimizers and the processes, why no parameter can be updated early."""
     if len(optimizers) != 1:
         return [Reason(f"there are {len(optimizers)} optimizers, and one is stepped in backward", "Use one optimizer")]
     (optimizer,) = optimizers
@@ -82,35 +101,38 @@ def of_optimizers(optimizers: Sequence[optim.Optimizer]) -> list[Reason]:
     if type(optimizer) not in ALLOWED:
         what = f"{type(optimizer).__name__} is not known to update each parameter by itself"
         return [Reason(what, f"Use one of {names}, exactly, not a subclass")]
-    found = []
+    reasons = []
     raw = getattr(type(optimizer).step, "__wrapped__", None)
     own = vars(optimizer).get("step")
-    scheduled = own is None or getattr(own, "_wrapped_by_lr_sched", False)
-    if not getattr(raw, "__module__", "").startswith("torch.optim") or not scheduled:
-        found.append(Reason(f"the step of {type(optimizer).__name__} was replaced", "Leave it as torch has it"))
+    replaced = own is not None and not getattr(own, "_wrapped_by_lr_sched", False)  # schedulers of torch wrap it
+    if replaced or not getattr(raw, "__module__", "").startswith("torch.optim"):
+        reasons.append(Reason(f"the step of {type(optimizer).__name__} was replaced", "Leave it as torch has it"))
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        found.append(Reason("the optimizer is differentiable", "Set differentiable=False"))
+        reasons.append(Reason("the optimizer is differentiable", "Set differentiable=False"))
     if hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf"):
-        found.append(Reason("a GradScaler scales the gradients of this optimizer", "Train in bf16 or fp32"))
+        reasons.append(Reason("a GradScaler scales the gradients of this optimizer", "Train in bf16 or fp32"))
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if len({id(p) for p in params}) < len(params):
-        found.append(Reason("a parameter is in its group twice, and stepped twice", "Give each parameter once"))
+        reasons.append(Reason("a parameter is in its group twice, and stepped twice", "Give each parameter once"))
     if any(type(p.data).__name__ == "DTensor" for p in params):
-        found.append(Reason("parameters are distributed tensors", "Train on one device"))
+        reasons.append(Reason("parameters are distributed tensors", "Train on one device"))
     if several_processes():
-        found.append(REDUCED)
-    return found
+        reasons.append(REDUCED)
+    return reasons
 
 
 def several_processes() -> bool:
+    """Whether this process trains together with others."""
     return torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
 
 
 class EarlyUpdates:
-    """Steps parameters of `optimizer` in the backward that runs in `backward`. Obeys.
+    """Updates parameters of `optimizer` during the backward that runs in `backward`.
 
-    `updated`: the parameters, by identity, that this step has updated already. A gradient for one of those is refused: it can
-    only come from a backward that should not have followed. `halfway`: how many there were when a step raised.
+    optimizer: the user's.
+    updated: identities of the parameters that this step has updated already. A second gradient for such a parameter is an
+        error: it comes from a backward that should not have followed.
+    halfway: the number of parameters that were updated when a step raised an error; 0 where none has.
     """
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
@@ -129,16 +151,18 @@ class EarlyUpdates:
     def backward(
         self, final: Callable[[torch.Tensor], contextlib.AbstractContextManager[None] | None], read: Told
     ) -> Iterator[None]:
-        """Around the last backward before the optimizer's step.
+        """The last backward before the optimizer's step runs within.
 
-        `final(p)` is told that the gradient of `p` is there; where it answers with a context, `p` is updated in it. `read(p)`
-        is told that somebody reads the gradient of `p` after this backward and before the step, where `p` is not updated yet.
+        `final(p)` is called when the gradient of `p` is complete. If it returns a context, `p` is updated within that context;
+        if it returns None, `p` is not updated. `read(p)` is called when somebody reads the gradient of a `p` that was not
+        updated, after this backward and before the step. Raises UpdatesInBackwardError to a reader of the gradient of a
+        parameter that was updated, and where an updated parameter gets another gradient.
         """
         self.step_ended()
         self._groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
         self._options = _options_of(self.optimizer)
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        # now, not once and for all: after hooks of the user's, which see the gradient; and never on a model that is copied
+        # in every step: so these hooks run after the user's, which see the gradient, and no copy of the model gets them
         self._handles = [p.register_post_accumulate_grad_hook(self._hook) for p in params if p.requires_grad and p.is_leaf]
         self._final = final
         try:
@@ -170,25 +194,25 @@ class EarlyUpdates:
         )
 
     def stop_reading(self) -> None:
-        """Whoever reads gradients from now on may."""
+        """From now on anybody may read gradients."""
         self._reading.close()
 
     def options_changed(self) -> bool:
-        """Whether groups that there were when the last backward began say something else now (a learning rate)."""
+        """Whether an option of a group (a learning rate) has changed since the last backward began. New groups do not count."""
         groups = zip(self._options, _options_of(self.optimizer), strict=False)
         return any(a.keys() != b.keys() or not all(_same(a[k], b[k]) for k in a) for a, b in groups)
 
     def given(self) -> bool:
-        """Whether a parameter that was updated has a gradient again, which no backward made."""
+        """Whether a parameter that was updated has a gradient again, one that the user set."""
         return any(id(p) in self.updated and p.grad is not None for g in self.optimizer.param_groups for p in g["params"])
 
     def given_up(self) -> None:
-        """The step will not end: what was updated stays updated."""
+        """The step will not end. Parameters that were updated stay so, and `halfway` says how many."""
         self.halfway = self.halfway or len(self.updated)
         self.step_ended()
 
     def step_ended(self) -> None:
-        """The optimizer has stepped: nothing is left on the parameters."""
+        """The optimizer has stepped: remove the hooks and forget the step."""
         self.stop_reading()
         while self._handles:
             self._handles.pop().remove()
@@ -199,7 +223,7 @@ class EarlyUpdates:
     def _hook(self, p: torch.Tensor) -> None:
         with self._lock:
             if id(p) in self.updated:
-                p.grad = None  # whoever catches this must not step it a second time
+                p.grad = None  # code that catches the error must not step the parameter a second time
                 raise UpdatesInBackwardError(
                     f"A parameter of size {list(p.shape)} that was updated in this backward gets another gradient: "
                     f"{len(self.updated)} parameters are updated already, so this step cannot be put right. Mark only the last "
@@ -207,9 +231,9 @@ class EarlyUpdates:
                     "optimizer_in_backward='never'."
                 )
             context = self._final(p) if self._final is not None else None
-            again = torch.is_grad_enabled() or backward_keeps_graph()
-            if context is None or p.grad is None or again:
-                return  # a hook of the user's took it; or, with create_graph or retain_graph, another backward may follow
+            may_follow = torch.is_grad_enabled() or backward_keeps_graph()  # another backward, by create_graph or retain_graph
+            if context is None or may_follow or p.grad is None:  # no gradient: a hook of the user took it
+                return
             with context:
                 self._update(p)
 
@@ -221,6 +245,6 @@ class EarlyUpdates:
             self._raw(optimizer)
         finally:
             optimizer.param_groups = groups
-        if p._version == version:  # fused kernels count no versions, and what was saved of it must be seen to have changed
+        if p._version == version:  # a fused kernel: it counts no versions, by which readers of saved tensors see the change
             torch.autograd.graph.increment_version(p)
         p.grad = None

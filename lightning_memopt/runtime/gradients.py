@@ -1,6 +1,7 @@
-"""Be told who reads gradients of parameters, for a while: clipping, logging, whatever Python code does it.
+"""Learn when Python code reads gradients of parameters: clipping, logging, the user's own code.
 
-`Parameter.grad` is a property for that while; autograd and kernels, which do not ask Python, are not seen.
+`Parameter.grad` is a property while somebody listens. Autograd and kernels do not read gradients through Python, so their reads
+are not seen.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def _settle() -> None:
 
 @contextlib.contextmanager
 def reads_of_gradients(told: Told) -> Iterator[None]:
-    """Call `told(p)` before the gradient of a parameter is read, whoever's it is; what it raises, the reader gets."""
+    """Within, call `told(p)` before the gradient of any parameter `p` is read. Its exceptions are raised to the reader."""
     try:
         _listeners.append(told)
         _settle()

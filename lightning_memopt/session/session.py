@@ -54,7 +54,10 @@ from lightning_memopt.versions import supported
 
 
 class Session:
-    """One session (see the module). `say` prints a line of progress."""
+    """One session (see the module). `say` prints a line of progress.
+
+    Many methods: a front tells it of each event of a loop by a method of its own; the decisions are made in other files.
+    """
 
     def __init__(
         self,

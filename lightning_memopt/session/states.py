@@ -287,7 +287,7 @@ class Running:
         self.steps += 1
         if self.overtaken:
             return self.observed_again()
-        if any(deviation.astray for deviation in self.deviations):
+        if any(deviation.out_of_order for deviation in self.deviations):
             self._measure_next()
         self.deviations.clear()
         if self.lender is not None:

@@ -102,9 +102,9 @@ class Tracer:
         self._seconds = time.perf_counter() - self._began
         if self._cuda is not None:
             self._cuda.end()
-        if self._open is not None:
-            self._open.__exit__(None, None, None)
-            self._open = None
+        mark, self._open = self._open, None
+        if mark is not None:
+            mark.__exit__(None, None, None)
 
     def end(self, record: OpRecord, args: tuple, kwargs: dict, out: Any) -> None:
         func, reads, made, mutates = record.func, record.reads, record.made, record.mutates
@@ -112,8 +112,7 @@ class Tracer:
         scope = self.scope() if self.phase == "forward" else ""
         if record.recomputable and self.phase == "forward":  # only these ops are rebuilt
             self.lines[len(self.ops)] = user_line()
-        name = func._name
-        read = tuple(dict.fromkeys(map(self._reads, reads)))
+        name, read = func._name, tuple(dict.fromkeys(map(self._reads, reads)))
         if self.phase == "backward" and not backward_runs() and self._writes_parameter(record, args, kwargs):
             self.written = True
         for version, t in made:
@@ -135,13 +134,12 @@ class Tracer:
             new_nbytes = sum(version.nbytes for version, _ in made if version.device.type == self.device.type)
             workspace = max(0, self._cuda.peak_nbytes - new_nbytes)
         generator_nbytes = _CPU_GENERATOR_NBYTES if self.device.type == "cpu" else _CUDA_GENERATOR_NBYTES
-        outputs = [version.id for version, _ in made] + [new.id for _, new, _ in mutates]
         self.ops.append(
             dict(
                 name=name,
                 phase=self.phase,
                 inputs=read,
-                outputs=tuple(outputs),
+                outputs=(*(version.id for version, _ in made), *(new.id for _, new, _ in mutates)),
                 mutates=tuple((old.id, new.id) for old, new, _ in mutates),
                 seconds=self._seconds,
                 workspace_nbytes=workspace,

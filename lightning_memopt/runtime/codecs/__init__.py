@@ -1,4 +1,4 @@
-"""Codecs: saved tensors in fewer bytes. `codec(name)` finds one; `NAMES` are all there are."""
+"""Codecs: saved tensors in fewer bytes. `codec(name)` returns the codec of a name; `NAMES` has all names."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ NAMES = tuple(_ALL)
 
 def codec(name: str) -> Codec:
     """The codec of this name. Raises `ConfigError` where there is none."""
-    found = _ALL.get(name)
-    if found is None:
+    named = _ALL.get(name)
+    if named is None:
         raise ConfigError(f"there is no codec {name!r}; use one of {', '.join(NAMES)}")
-    return found
+    return named
 
 
 __all__ = ["NAMES", "Codec", "codec"]

@@ -1,8 +1,9 @@
-"""What a codec is: a tensor's values in fewer bytes, in a size that is known before there are values.
+"""The interface of codecs. A codec writes a tensor's values into fewer bytes, whose number is known before the values are.
 
-A codec works on a tensor in the order of its memory: `flat`. So it takes any dense stride order, and its size depends on
-neither strides nor values. It keeps no state, draws no random numbers, and calls plain aten ops chunk by chunk:
-it may run below autograd and outside of dispatch modes (`record/below.py`), on any device, and takes a few MiB.
+A codec works on a tensor in the order of its memory (`flat`). So it takes any dense order of strides, and the number of encoded
+bytes depends on neither strides nor values. It keeps no state, draws no random numbers, and calls plain aten ops chunk by
+chunk. So it can run below autograd and outside dispatch modes (`record/below.py`), on any device, with a workspace of a few
+MiB.
 """
 
 from __future__ import annotations
@@ -18,11 +19,15 @@ from lightning_memopt.errors import UnsupportedError
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 SLACK_NBYTES = 1 << 14
-"""For what does not grow with a chunk: constant tables, scalars, padding of the allocator."""
+"""Workspace that does not grow with a chunk: constant tables, scalars, padding of the allocator."""
 
 
 class Codec(Protocol):
-    """`exact`: what is decoded has the same bits (or, for a consumer that its name says, the same effect)."""
+    """A way to store tensors in fewer bytes.
+
+    name: by which plans name the codec.
+    exact: whether a decoded tensor has the same bits, or the same effect on the one reader that the codec is for.
+    """
 
     @property
     def name(self) -> str: ...
@@ -31,22 +36,24 @@ class Codec(Protocol):
     def exact(self) -> bool: ...
 
     def accepts(self, size: tuple[int, ...], dtype: torch.dtype) -> bool:
-        """Whether it can encode such a tensor, and in fewer bytes than the tensor has."""
+        """Whether the codec can encode such a tensor, in fewer bytes than the tensor has."""
 
     def encoded_nbytes(self, size: tuple[int, ...], dtype: torch.dtype) -> int:
-        """The bytes that `encode` writes, all of them, whatever the values are."""
+        """The number of bytes that `encode` writes, for any values."""
 
     def workspace_nbytes(self, size: tuple[int, ...], dtype: torch.dtype) -> int:
-        """The bytes that encoding or decoding allocates at most beside what it writes to."""
+        """The most bytes that `encode` or `decode` allocates beyond `out`."""
 
     def encode(self, t: Tensor, out: Tensor) -> None:
-        """`t`: dense (a permutation of contiguous); `out`: uint8 `[encoded_nbytes]`, contiguous, of any alignment."""
+        """Write the encoded bytes of `t`, which is dense (a permutation of contiguous), into all of `out`: uint8
+        `[encoded_nbytes]`, contiguous, of any alignment.
+        """
 
     def decode(self, encoded: Tensor, out: Tensor) -> None:
-        """Write all of `out`, which has the size, the strides and the dtype of what was encoded."""
+        """Write the decoded values into all of `out`, which has the size, the strides and the dtype of the encoded tensor."""
 
     def error_bound(self, t: Tensor) -> float:
-        """No finite value of `t` is further than this from what is decoded for it. 0 where `exact`."""
+        """The largest possible difference between a finite value of `t` and its decoded value; 0 where `exact`."""
 
 
 def in_memory(t: Tensor) -> list[int]:
@@ -54,7 +61,7 @@ def in_memory(t: Tensor) -> list[int]:
 
     Raises `UnsupportedError` where there are gaps or overlaps in memory.
     """
-    dims = sorted(((st, n) for st, n in zip(t.stride(), t.shape, strict=True) if n != 1), reverse=True)
+    dims = sorted(((stride, n) for stride, n in zip(t.stride(), t.shape, strict=True) if n != 1), reverse=True)
     expected = 1
     if t.numel():
         for stride, n in reversed(dims):
@@ -73,13 +80,13 @@ def flat(t: Tensor) -> Tensor:
 
 
 def chunks(count: int, step: int) -> Iterator[tuple[int, int]]:
-    """(begin, end) of consecutive ranges of at most `step` that make up `count`."""
+    """(begin, end) of consecutive ranges, of at most `step` each, that together are `0 .. count`."""
     for begin in range(0, count, step):
         yield begin, min(begin + step, count)
 
 
 def check(codec: Codec, t: Tensor, encoded: Tensor) -> None:
-    """Raise `UnsupportedError` where `encoded` is not what holds `t`."""
+    """Raise `UnsupportedError` where `encoded` does not have the form for the encoded bytes of `t`."""
     size, expected = tuple(t.shape), codec.encoded_nbytes(tuple(t.shape), t.dtype)
     if encoded.dtype is not torch.uint8 or encoded.shape != (expected,) or not encoded.is_contiguous():
         raise UnsupportedError(
@@ -89,6 +96,7 @@ def check(codec: Codec, t: Tensor, encoded: Tensor) -> None:
 
 
 def nbytes_of(size: tuple[int, ...], dtype: torch.dtype) -> int:
+    """The bytes of a dense tensor."""
     return math.prod(size) * dtype.itemsize
 
 

@@ -1,20 +1,21 @@
 """Fixed-rate transform coding of feature maps: blocks of 4 x 4 values at 4 to 16 bits a value, lossy.
 
-Of the ZFP family (Lindstrom, *Fixed-rate compressed floating-point arrays*, TVCG 2014): ZFP's lifted, nearly orthogonal
-transform along both sides of a block, one scale a block, and bits that go first to coefficients of low sequency. In place of
-ZFP's embedded coding, which reads its bits one after the other, each block names one of 16 tables of bits a coefficient
-(`block_tables`) and the step that all its coefficients are rounded to: the same rate, and every value is coded on its own.
+The codec is of the ZFP family (Lindstrom, *Fixed-rate compressed floating-point arrays*, TVCG 2014): it uses ZFP's lifted,
+nearly orthogonal transform along both sides of a block, has one scale a block, and gives bits first to the coefficients of low
+sequency. ZFP's embedded coding reads its bits one after the other. Instead of that, each block names one of 16 tables of bits
+a coefficient (`block_tables`), and the step that all its coefficients are rounded to. The rate is the same, and every value is
+coded independently of the others.
 
-Blocks are tiles of the two innermost dimensions in memory where both are multiples of 4; otherwise 16 values that follow each
-other are one. No padding but in the last block: `2 * rate` bytes for every 16 values, whatever the sizes.
+Blocks are tiles of the two innermost dimensions in memory where both are multiples of 4, otherwise 16 consecutive values. Only
+the last block is padded: a tensor takes `2 * rate` bytes for every 16 values, whatever its sizes.
 
-Arithmetic is float32 with one rounding an operation, in an order that is written down, so that devices give the same
-bits: the transform only adds, and multiplies by powers of two. A NaN or an infinity is kept as itself; finite values that
-share its block come back as 0.
+Arithmetic is float32 with one rounding an operation, in an order that is fixed below, so that all devices give the same bits:
+the transform only adds, and multiplies by powers of two. A NaN or an infinity comes back as itself; finite values in the same
+block come back as 0.
 
-`gated` blocks are for results of ReLU, of which its backward reads the sign. 16 of a block's bits say which values are above 0:
-those come back above 0, all others as 0, so that no gate opens or closes. What is not above 0 needs no other bits: it is
-coded as if it were the mean of the others, which takes its edges out of the spectrum.
+`gated` blocks are for results of ReLU, whose backward reads the sign alone. 16 bits of a block say which values are above 0.
+These values come back above 0, and all others come back as 0, so that no gate opens or closes. Values that are not above 0 need
+no other bits: they are coded as if they were the mean of the others, which takes their edges out of the spectrum.
 """
 
 from __future__ import annotations
@@ -33,20 +34,26 @@ from lightning_memopt.runtime.codecs import block_tables as layout
 from lightning_memopt.runtime.codecs.base import FLOATS, SLACK_NBYTES, check, flat, largest_finite, nbytes_of
 from lightning_memopt.runtime.codecs.block_device import SCALE, Constants, across, constants, shares
 from lightning_memopt.runtime.codecs.block_tables import HEADER_BITS, MODE_BITS, MODES, NOT_FINITE, SIDE, STEP_BITS, VALUES
+from lightning_memopt.units import ceil_div
 
 RATES = (4, 6, 8, 10, 12, 14, 16)
 CHUNK = 1 << 12
 """Blocks at a time."""
 BLOCK_NBYTES = 640
-"""Of workspace, for each block of a chunk: five arrays of 16 int64 or so are alive at once."""
+"""Workspace for each block of a chunk: about five arrays of 16 int64 are alive at once."""
 GAIN = (15 / 4) ** 2
-"""The inverse transform's: errors of 1 in all coefficients become one of this at most."""
+"""The most by which the inverse transform enlarges errors: errors of 1 in all coefficients become at most this error."""
 _WORD = (1 << 32) - 1
 
 
 @dataclass(frozen=True)
 class Block:
-    """`rate`: bits a value. `gated`: for what is nowhere below 0 (the module says what comes back of it)."""
+    """The codec of one rate.
+
+    rate: bits a value.
+    gated: for tensors that are nowhere below 0 (see the module).
+    exact: see `Codec`.
+    """
 
     rate: int
     gated: bool = False
@@ -58,17 +65,17 @@ class Block:
 
     @property
     def header(self) -> int:
-        """Bits of a block before those of its coefficients: step, mode, and gates."""
-        return HEADER_BITS + VALUES * self.gated
+        """The bits of a block before those of its coefficients: step, mode, and gates."""
+        return HEADER_BITS + VALUES if self.gated else HEADER_BITS
 
     def accepts(self, size: tuple[int, ...], dtype: torch.dtype) -> bool:
         return dtype in FLOATS and self.encoded_nbytes(size, dtype) < nbytes_of(size, dtype)
 
     def encoded_nbytes(self, size: tuple[int, ...], dtype: torch.dtype) -> int:
-        return -(-math.prod(size) // VALUES) * 2 * self.rate
+        return ceil_div(math.prod(size), VALUES) * 2 * self.rate
 
     def workspace_nbytes(self, size: tuple[int, ...], dtype: torch.dtype) -> int:
-        return BLOCK_NBYTES * min(-(-math.prod(size) // VALUES), CHUNK) + 2 * SLACK_NBYTES
+        return BLOCK_NBYTES * min(ceil_div(math.prod(size), VALUES), CHUNK) + 2 * SLACK_NBYTES
 
     def encode(self, t: Tensor, out: Tensor) -> None:
         check(self, t, out)
@@ -91,7 +98,7 @@ class Block:
                 values[whole:].copy_(tile.flatten()[: len(values) - whole])
 
     def error_bound(self, t: Tensor) -> float:
-        """A step of the coarsest block in every coefficient, and what float32 and the dtype round."""
+        """A step of the coarsest block in every coefficient, plus the rounding of float32 and of the dtype."""
         const = constants(self.rate, t.device, self.header)
         step = lost = 0.0
         for _, tile in _tiles(t):
@@ -106,7 +113,7 @@ class Block:
         return max(lost, GAIN * step / SCALE + rounding)
 
     def _encoded(self, tile: Tensor) -> Tensor:
-        """The words of a tile's blocks, int64 below 2^32, `[rate / 2, blocks]`."""
+        """The 32-bit words of a tile's blocks, as int64 `[rate / 2, blocks]`."""
         const = constants(self.rate, tile.device, self.header)
         c = _transformed(tile, self.gated)
         number, mode, bad = _chosen(c, const)
@@ -126,14 +133,16 @@ class Block:
             torch.sum(_shifted(code, at - 32 * w).bitwise_and_(_WORD), 0, out=word)
         words[0].bitwise_or_(mode << STEP_BITS).bitwise_or_(number)
         if bool(bad.any()):
-            self._keep_kinds(tile, bad, words)
+            self._write_kinds(tile, bad, words)
         if self.gated:
             bit = torch.arange(HEADER_BITS, self.header, device=tile.device)[:, None]
             words[0].bitwise_or_((_open(tile) << bit).sum(0))
         return words
 
-    def _keep_kinds(self, tile: Tensor, bad: Tensor, words: Tensor) -> None:
-        """Of blocks that are `bad`: 2 bits a value after the header. 0 finite, 1 infinity, 2 its negative, 3 NaN."""
+    def _write_kinds(self, tile: Tensor, bad: Tensor, words: Tensor) -> None:
+        """Overwrite the words of `bad` blocks, which have values that are not finite: after the header, 2 bits a value that
+        say its kind. 0 is finite, 1 infinity, 2 minus infinity, 3 NaN.
+        """
         x = tile.permute(1, 3, 0, 2).reshape(VALUES, -1)[:, bad]
         kind = (x == torch.inf).to(torch.int64) + 2 * (x == -torch.inf) + 3 * x.isnan()
         at = torch.arange(self.header, self.header + 2 * VALUES, 2, device=x.device)
@@ -172,7 +181,7 @@ class Block:
 
 
 def _kernels(encoded: Tensor) -> ModuleType | None:
-    """The kernels, where there is Triton, for bytes on a CUDA device that can be read as words."""
+    """The Triton kernels, for encoded bytes on a CUDA device that are aligned to words of 4 bytes; None for others."""
     if not encoded.is_cuda or encoded.data_ptr() % 4 or encoded.storage_offset() % 4:
         return None
     return _imported()
@@ -188,8 +197,9 @@ def _imported() -> ModuleType | None:
 
 
 def _tiles(t: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """(first block, tile `[strips, 4, blocks of a strip, 4]`) of at most `CHUNK` blocks: views of `t`, but for the last block
-    where it is not full, which is a copy filled with the last value."""
+    """(first block, tile `[strips, 4, blocks of a strip, 4]`), at most `CHUNK` blocks each. Tiles are views of `t`. Only a last
+    block that is not full is a copy, filled up with the last value.
+    """
     values, wide = flat(t), across(t)
     whole = len(values) // VALUES * VALUES
     strips = values[:whole].view(-1, SIDE, wide, SIDE)
@@ -204,12 +214,14 @@ def _tiles(t: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def _open(tile: Tensor) -> Tensor:
-    """Which values' gates are open, bool `[16, blocks]`. That of a NaN is: torch's ReLU lets its gradient pass."""
+    """Which values' gates are open, bool `[16, blocks]`. The gate of a NaN is open: torch's ReLU lets its gradient pass."""
     return (tile.permute(1, 3, 0, 2) <= 0).logical_not_().reshape(VALUES, -1)
 
 
 def _filled(c: Tensor, open: Tensor) -> None:
-    """The mean of a block's values that are above 0, in place of those that are not. Added pairwise, in this order."""
+    """Replace the values that are not above 0, in place, by the mean of the block's other values. The sum is pairwise, in this
+    order.
+    """
     total = c.mul_(open)
     while len(total) > 1:
         total = total[: len(total) // 2] + total[len(total) // 2 :]
@@ -239,7 +251,7 @@ def _transformed(tile: Tensor, gated: bool = False) -> Tensor:
 
 
 def _inverse(c: Tensor) -> None:
-    """The same backwards, in place, of `[4, 4, blocks]`."""
+    """The inverse of the transform, in place, on `[4, 4, blocks]`."""
     for dim in (1, 0):
         x, y, z, w = c.unbind(dim)
         y.add_(w, alpha=0.5)
@@ -255,9 +267,9 @@ def _inverse(c: Tensor) -> None:
 
 
 def _chosen(c: Tensor, const: Constants) -> tuple[Tensor, Tensor, Tensor]:
-    """Of blocks of coefficients: number of the step, mode, and whether there is what is not finite, `[blocks]` each."""
+    """(number of the step, mode, whether a value is not finite) of blocks of coefficients, `[blocks]` each."""
     number = c.view(torch.int32).bitwise_and(0x7FFFFFFF).bitwise_right_shift_(21).to(torch.int16)
-    bad = number[0] >= 4 * 255  # then so is the mean
+    bad = number[0] >= 4 * 255  # a value that is not finite makes the mean so, too
     steps = number.new_empty((MODES, number.shape[1]))
     needed = torch.empty_like(number)
     for reach, step in zip(const.reach.split(1, dim=1), steps, strict=True):
@@ -268,5 +280,5 @@ def _chosen(c: Tensor, const: Constants) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _shifted(code: Tensor, by: Tensor) -> Tensor:
-    """To the left, or to the right where `by` is negative. `code` is not negative."""
+    """`code`, which is not negative, shifted to the left by `by` bits, or to the right where `by` is negative."""
     return (code << by.clamp(0, 63)).where(by >= 0, code >> by.neg().clamp_(0, 63))

@@ -1,4 +1,4 @@
-"""What the block codec's two implementations share: tables on a device, and how blocks lie in a tensor."""
+"""The parts that both implementations of the block codec share: tables on a device, and the layout of blocks in a tensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_memopt.runtime.codecs.base import in_memory
 from lightning_memopt.runtime.codecs.block_tables import HEADER_BITS, MODES, NOT_FINITE, SIDE, VALUES
 
 SCALE = 2.0**-6
-"""Of values when they are coded: no sum of the transform overflows, and no reciprocal of a step is denormal."""
+"""A factor of all values before the transform: so none of its sums overflows, and no reciprocal of a step is denormal."""
 
 
 class BlockForm(Protocol):
@@ -85,5 +85,5 @@ def across(t: Tensor) -> int:
 
 @cache
 def shares(device: torch.device) -> Tensor:
-    """Reciprocals of how many values are above 0."""
+    """1 / n at index n, float32 `[17]`, for means of the n values of a block that are above 0; 0 at index 0."""
     return torch.tensor([0.0, *(1 / n for n in range(1, VALUES + 1))], device=device)

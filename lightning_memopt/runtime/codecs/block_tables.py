@@ -1,9 +1,9 @@
-"""How the bits of a block are shared among its 16 coefficients: tables that encoder and decoder make alike.
+"""How the bits of a block are shared among its 16 coefficients: tables that encoder and decoder have in common.
 
-A block is 4 x 4 values, and `16 * rate` bits: the step (`STEP_BITS`), the mode (`MODE_BITS`), 16 integers. A *mode* says how
-many bits each coefficient has. It is made for one shape of spectrum: bits go one by one to the coefficient that would
-need the coarsest step. The encoder takes the mode under which the step is finest, so that no bit is spent on planes that
-are zero: what group testing does in ZFP, of fixed size, and without a sequential pass over the bits.
+A block is 4 x 4 values in `16 * rate` bits: the step (`STEP_BITS`), the mode (`MODE_BITS`), and 16 integers. A *mode* says how
+many bits each coefficient has. Each mode is for one shape of spectrum: bits are given one by one to the coefficient that would
+need the coarsest step. The encoder chooses the mode under which the step is finest, so that no bit is spent on bit planes that
+are zero. Group testing does this in ZFP; a mode has a fixed size, and needs no sequential pass over the bits.
 
 Steps are numbered by the upper bits of a float32 (8 of exponent, 2 of mantissa): step 4 e + m is (1 + m / 4) 2^(e - 127).
 """
@@ -18,15 +18,15 @@ VALUES = SIDE * SIDE
 STEP_BITS, MODE_BITS = 10, 4
 HEADER_BITS = STEP_BITS + MODE_BITS
 NOT_FINITE = (1 << STEP_BITS) - 1
-"""In place of a step: the block has a NaN or an infinity, and holds 2 bits a value that say what it is."""
+"""Stands in place of a step: the block has a NaN or an infinity, and holds 2 bits a value that say its kind."""
 LEAST_STEP = 4 * 27
-"""2^-100: nothing depends on whether a device flushes denormals."""
+"""The step 2^-100: it is so large that results do not depend on whether a device flushes denormals."""
 MOST_BITS = 20
-"""Of one coefficient: times the mantissa of a step it is exact in float32."""
+"""The most bits of one coefficient: its product with the mantissa of a step is then exact in float32."""
 
-# Bits that a coefficient needs less than the mean: for each row down, for each column across, for not being the mean, for not
-# being in the first row, for not being in the first column. Chosen one by one from 200 such shapes, each time that with which
-# the error on feature maps of a convolutional net and a transformer, on noise and on random walks shrinks most.
+# A shape says how many bits less than the mean a coefficient needs: for each row down, for each column across, for not being
+# the mean, for not being in the first row, for not being in the first column. These were chosen one by one from 200 shapes,
+# each for the least error on feature maps of a convolutional net and of a transformer, on noise and on random walks.
 _SHAPES = (
     (0.0, 0.0, 0.0, 0.0, 0.0),
     (0.0, 0.0, 1.0, 0.0, 0.0),
@@ -50,8 +50,12 @@ MODES = len(_SHAPES)
 
 @dataclass(frozen=True)
 class Tables:
-    """`[mode][coefficient]`, coefficients row by row. `bits`: of each. `at`: where its bits begin in the block. `reach`: a
-    coefficient whose magnitude has number L needs at least step L - reach."""
+    """Tables of a rate, `[mode][coefficient]`, coefficients row by row.
+
+    bits: the bits of the coefficient.
+    at: the position in the block at which these bits begin.
+    reach: a coefficient whose magnitude has number L needs at least step L - reach.
+    """
 
     bits: tuple[tuple[int, ...], ...]
     at: tuple[tuple[int, ...], ...]
@@ -64,7 +68,9 @@ def _needed(shape: float, bits: int) -> float:
 
 
 def allocate(budget: int, shape: tuple[float, ...]) -> tuple[int, ...]:
-    """Share `budget` bits. The first bit that a coefficient gets is two: with one it would have a sign and no magnitude."""
+    """Share `budget` bits among the coefficients of a spectrum of this shape. The first time, a coefficient gets two bits: a
+    single bit would be a sign without a magnitude.
+    """
     bits = [0] * len(shape)
     order = sorted(range(len(shape)), key=lambda i: (i // SIDE + i % SIDE, i))  # by total sequency
     while True:
@@ -78,7 +84,7 @@ def allocate(budget: int, shape: tuple[float, ...]) -> tuple[int, ...]:
 
 @cache
 def tables(rate: int, header: int = HEADER_BITS) -> Tables:
-    """For blocks of `rate` bits a value, of which the first `header` bits are none of a coefficient."""
+    """The tables for blocks of `rate` bits a value, whose first `header` bits belong to no coefficient."""
     every = []
     for down, across, rest, below, beside in _SHAPES:
         shape = []

@@ -1,8 +1,7 @@
-"""`block` and `gated` on CUDA: a kernel to encode and one to decode, with the same bits out as `block.py`, which says what
-they do.
+"""Kernels that encode and decode blocks on CUDA, with the same bits as `block.py`, which says what they compute.
 
-Imported where there is a CUDA tensor and Triton. The one product that is added to must not become a fused
-multiply-add, which rounds once instead of twice: `enable_fp_fusion=False`. All others are exact.
+This file is imported only where there are a CUDA tensor and Triton. One product is added to and is not exact: it must not
+become a fused multiply-add, which rounds once instead of twice (`enable_fp_fusion=False`). All other products are exact.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from lightning_memopt.runtime.codecs.block_device import SCALE, BlockForm, acros
 from lightning_memopt.runtime.codecs.block_tables import HEADER_BITS, LEAST_STEP, MODES, NOT_FINITE, STEP_BITS
 
 _BLOCKS = 64
-"""Of 16 values, to a program."""
+"""Blocks that one program of a kernel codes."""
 
 
 def encode(codec: BlockForm, t: Tensor, out: Tensor) -> None:
-    """As `Block.encode`, where `aligned(out)`."""
+    """As `Block.encode`; `out` is aligned to 4 bytes."""
     _launch(_encode, codec, t, out)
 
 
 def decode(codec: BlockForm, encoded: Tensor, out: Tensor) -> None:
-    """As `Block.decode`, where `aligned(encoded)`."""
+    """As `Block.decode`; `encoded` is aligned to 4 bytes."""
     _launch(_decode, codec, out, encoded)
 
 
@@ -66,7 +65,7 @@ def _launch(kernel: triton.JITFunction, codec: BlockForm, t: Tensor, encoded: Te
 
 @triton.jit
 def _parts(c, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[BLOCKS, 4, 4] to four [BLOCKS, 4], along the last dimension."""
+    """Split [BLOCKS, 4, 4] along the last dimension into four [BLOCKS, 4]."""
     even, odd = tl.split(tl.reshape(c, [BLOCKS, 4, 2, 2]))
     x, z = tl.split(even)
     y, w = tl.split(odd)
@@ -112,7 +111,9 @@ def _inverse(c, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _addresses(block, count, total, across, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of the values of each block, [BLOCKS, 4, 4], and which there are; for the others, that of the last."""
+    """(addresses of the values of each block, whether there is such a value), [BLOCKS, 4, 4]. Values that are not there have
+    the address of the last value.
+    """
     first = (block // across) * (16 * across) + (block % across) * 4
     row = tl.arange(0, 4)[None, :, None]
     column = tl.arange(0, 4)[None, None, :]
@@ -129,7 +130,9 @@ def _folded(c, BLOCKS: tl.constexpr, HALF: tl.constexpr):  # type: ignore[no-unt
 
 @triton.jit
 def _filled(c, open, shares_table, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The mean of the values of [BLOCKS, 16] whose gates are open (1.0), in place of the others. In `block.py`'s order."""
+    """[BLOCKS, 16], with the mean of a block's values whose gates are open (1.0) in place of its other values. The sum has the
+    order of `block.py`.
+    """
     c = c * open
     total = _folded(_folded(_folded(_folded(c, BLOCKS, 8), BLOCKS, 4), BLOCKS, 2), BLOCKS, 1)
     share = tl.load(shares_table + tl.sum(open.to(tl.int32), 1))
@@ -170,7 +173,7 @@ def _encode(  # type: ignore[no-untyped-def]
     c = x * SCALE
     gates = tl.zeros([BLOCKS], tl.int64)
     if GATED:
-        open = tl.where(x <= 0, 0, 1)  # a NaN's is
+        open = tl.where(x <= 0, 0, 1)  # the gate of a NaN is open
         gates = tl.sum(open.to(tl.int64) << (GATES + each[None, :]).to(tl.int64), 1)
         c = _filled(c, open.to(tl.float32), shares_table, BLOCKS)
     c = tl.reshape(c, [BLOCKS, 4, 4])
@@ -240,19 +243,19 @@ def _decode(  # type: ignore[no-untyped-def]
     AT_MOST: tl.constexpr,
 ):
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    here = block < count
+    exists = block < count
     each = tl.arange(0, 16)
-    first = tl.load(words + block * WORDS, mask=here, other=0).to(tl.int64) & 0xFFFFFFFF
-    second = tl.load(words + block * WORDS + 1, mask=here, other=0).to(tl.int64) & 0xFFFFFFFF
+    first = tl.load(words + block * WORDS, mask=exists, other=0).to(tl.int64) & 0xFFFFFFFF
+    second = tl.load(words + block * WORDS + 1, mask=exists, other=0).to(tl.int64) & 0xFFFFFFFF
     chosen = first & NOT_FINITE
     mode = (first >> STEP_BITS) & (MODES - 1)
     entry = each[None, :] * MODES + mode[:, None]
     place = tl.load(at_table + entry)
     index = place >> 5
-    there = here[:, None] & (index < WORDS)
-    low = tl.load(words + block[:, None] * WORDS + index, mask=there, other=0).to(tl.int64) & 0xFFFFFFFF
-    more = here[:, None] & (index + 1 < WORDS)
-    high = tl.load(words + block[:, None] * WORDS + index + 1, mask=more, other=0).to(tl.int64)
+    has_low = exists[:, None] & (index < WORDS)
+    low = tl.load(words + block[:, None] * WORDS + index, mask=has_low, other=0).to(tl.int64) & 0xFFFFFFFF
+    has_high = exists[:, None] & (index + 1 < WORDS)
+    high = tl.load(words + block[:, None] * WORDS + index + 1, mask=has_high, other=0).to(tl.int64)
     ones = (tl.full([BLOCKS, 16], 1, tl.int64) << tl.load(bits_table + entry)) - 1
     code = ((low | (high << 32)) >> (place & 31)) & ones
     half = (ones + 1) >> 1
@@ -269,5 +272,5 @@ def _decode(  # type: ignore[no-untyped-def]
     kind = tl.reshape(kind, [BLOCKS, 4, 4])
     infinite = float("inf")
     c = tl.where(kind == 1, infinite, tl.where(kind == 2, -infinite, tl.where(kind == 3, float("nan"), c)))
-    at, exists = _addresses(block, count, total, across, BLOCKS)
-    tl.store(values + at, c.to(values.dtype.element_ty), mask=exists)
+    at, in_tensor = _addresses(block, count, total, across, BLOCKS)
+    tl.store(values + at, c.to(values.dtype.element_ty), mask=in_tensor)

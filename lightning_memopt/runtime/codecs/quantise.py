@@ -1,8 +1,8 @@
-"""Uniform quantisation of groups of 64 values between their least and their largest: the cheap alternative to `block`.
+"""Uniform quantisation of groups of 64 values between the smallest and the largest: the cheap alternative to `block`.
 
-Per group, beside the codes: the least value and the step, float32. A group with a NaN or an infinity has its step stored
-negative and gives its last three codes to +inf, -inf and NaN; its finite values are coded as always.
-Layout: codes of all groups, least values, steps.
+Each group has its codes, its smallest value and its step (float32 both). In a group with a NaN or an infinity, the stored step
+is negative, and the last three codes mean +inf, -inf and NaN; its finite values are coded as in other groups.
+Layout: the codes of all groups, then their smallest values, then their steps.
 """
 
 from __future__ import annotations
@@ -14,17 +14,22 @@ import torch
 from torch import Tensor
 
 from lightning_memopt.runtime.codecs.base import FLOATS, SLACK_NBYTES, check, chunks, flat, largest_finite, nbytes_of
+from lightning_memopt.units import ceil_div
 
 GROUP = 64
 CHUNK = 1 << 11
 """Groups at a time."""
-_SCALE = 0.25  # the difference of two values is finite
+_SCALE = 0.25  # a factor of all values: so the difference of two is finite
 _TINY = 2.0**-126  # stands for a step of 0 where its sign is needed
 
 
 @dataclass(frozen=True)
 class Groups:
-    """`bits`: 4 or 8 a value."""
+    """The codec of one number of bits.
+
+    bits: bits a value, 4 or 8.
+    exact: see `Codec`.
+    """
 
     bits: int
     exact: bool = False
@@ -37,10 +42,10 @@ class Groups:
         return dtype in FLOATS and self.encoded_nbytes(size, dtype) < nbytes_of(size, dtype)
 
     def encoded_nbytes(self, size: tuple[int, ...], dtype: torch.dtype) -> int:
-        return -(-math.prod(size) // GROUP) * (GROUP * self.bits // 8 + 8)
+        return ceil_div(math.prod(size), GROUP) * (GROUP * self.bits // 8 + 8)
 
     def workspace_nbytes(self, size: tuple[int, ...], dtype: torch.dtype) -> int:
-        return 18 * GROUP * min(-(-math.prod(size) // GROUP), CHUNK) + SLACK_NBYTES
+        return 18 * GROUP * min(ceil_div(math.prod(size), GROUP), CHUNK) + SLACK_NBYTES
 
     def encode(self, t: Tensor, out: Tensor) -> None:
         check(self, t, out)
@@ -53,8 +58,8 @@ class Groups:
             q = (x - least).div_(by.where(by > 0, 1)).round_().clamp_(min=0)
             torch.minimum(q, levels, out=q)
             if bool(bad.any()):
-                for code, of in ((1, x == torch.inf), (2, x == -torch.inf), (3, x.isnan())):
-                    q.copy_(q.where(~of, levels + code))
+                for code, matches in ((1, x == torch.inf), (2, x == -torch.inf), (3, x.isnan())):
+                    q.copy_(q.where(~matches, levels + code))
             whole = q.to(torch.uint8)
             if self.bits == 4:
                 whole = whole[:, ::2] | (whole[:, 1::2] << 4)
@@ -83,37 +88,37 @@ class Groups:
 
     def error_bound(self, t: Tensor) -> float:
         values, worst = flat(t), 0.0
-        for begin, end in chunks(-(-len(values) // GROUP), CHUNK):
+        for begin, end in chunks(ceil_div(len(values), GROUP), CHUNK):
             worst = max(worst, float(self._ranges(_groups(values, begin, end))[1].amax()))
         limits = torch.finfo(t.dtype)
         rounding = largest_finite(t) * (limits.eps + 2.0**-21) + limits.smallest_normal * limits.eps
         return worst / _SCALE / 2 * (1 + 2.0**-10) + rounding + 2.0**-115
 
     def _parts(self, encoded: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes `[groups, bytes]`, least values and steps `[groups, 4]`: views of bytes."""
+        """(codes `[groups, bytes]`, smallest values `[groups, 4]`, steps `[groups, 4]`): uint8 views of the encoded bytes."""
         width = GROUP * self.bits // 8
         count = len(encoded) // (width + 8)
         codes, low, step = encoded.split([count * width, count * 4, count * 4])
         return codes.view(count, width), low.view(count, 4), step.view(count, 4)
 
     def _levels(self, bad: Tensor) -> Tensor:
-        """The largest code of a finite value, `[groups, 1]`."""
+        """The largest code of a finite value, `[groups, 1]`. `bad`: whether the group has a value that is not finite."""
         return bad.to(torch.float32).mul_(-3).add_((1 << self.bits) - 1)
 
     def _ranges(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Least value, step, and whether there are values that are not finite: `[groups, 1]` each."""
+        """(smallest value, step, whether a value is not finite), `[groups, 1]` each."""
         least, most = x.aminmax(dim=1, keepdim=True)
         bad = (most - least).isfinite().logical_not_()
         if bool(bad.any()):
             finite = x.isfinite()
             least = x.where(finite, torch.inf).amin(1, keepdim=True)
             most = x.where(finite, -torch.inf).amax(1, keepdim=True)
-            least, most = least.where(least.isfinite(), 0), most.where(most.isfinite(), 0)  # none is finite
+            least, most = least.where(least.isfinite(), 0), most.where(most.isfinite(), 0)  # for groups without a finite value
         return least, (most - least).div_(self._levels(bad)), bad
 
 
 def _groups(values: Tensor, begin: int, end: int) -> Tensor:
-    """Groups as float32 `[groups, GROUP]`; the last one is filled up with its first value."""
+    """Groups `begin .. end`, scaled, float32 `[groups, GROUP]`. A last group that is short is filled with its first value."""
     part = values[begin * GROUP : end * GROUP]
     x = torch.empty((end - begin) * GROUP, dtype=torch.float32, device=values.device)
     x[: len(part)] = part

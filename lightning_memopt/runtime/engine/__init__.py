@@ -1,14 +1,19 @@
-"""The eager engine: it obeys a plan, and never decides.
+"""The eager engine: it carries out plans, and decides nothing by itself.
 
 How its files depend on each other, from the bottom up:
 
-    holding        what is held of a storage version: states and the doors between them
-    handles        what autograd gets; naming: what messages call tensors
-    rebuild        recorded calls run again
-    program        a plan, indexed; templates, learned: what its steps teach; cursor, turns, guard: where a step is
-    parking        tensors that are parked; planned_holdings: what a plan has in memory
-    rejoining, placing, matching   a forward is compared with the plan
-    base           what every engine shares; observing, planned: the two engines
+    holding        the bytes that are held of a storage version: states and the doors between them
+    naming         names of tensors for messages
+    handles        the objects that autograd gets in place of saved tensors
+    rebuild        runs recorded calls again
+    program        a plan, indexed by what the engine meets at run time
+    templates, learned    what the engine remembers of earlier forwards under the plan
+    cursor, turns, guard  how far a step has come in the plan, and what a deviation keeps
+    checks, starts        checksums; writes to memory after the forward
+    parking        parked tensors
+    planned_holdings      how long bytes are held under a plan
+    rejoining, placing, matching   compare a forward with the plan
+    base           the parts that both engines share; observing, planned: the two engines
 """
 
 from lightning_memopt.runtime.engine.base import Engine

@@ -1,10 +1,10 @@
-"""What every engine shares: a forward is recorded, autograd gets handles, and asks for the tensors in backward.
+"""The parts that both engines share: a forward is recorded, autograd gets handles, and asks for the tensors in backward.
 
-A pack hook answers with a `Handle` on a storage version of the tape (or `Kept`, the tensor itself, where nothing is known of
-it). When backward asks, the handle's version has a value, or gets one: recorded calls run again, from values that are held.
+The pack hook returns a `Handle` on a storage version of the tape, or `Kept`, which has the tensor itself, where the recorder
+does not know the tensor. When backward asks and the version has no value, recorded calls run again, from values that are held.
 
-Two engines derive from this: `ObservingEngine` (observing.py) keeps everything it may, evicts near the budget and verifies;
-`PlannedEngine` (planned.py) does what a plan says.
+Two engines derive from `Engine`: `ObservingEngine` (observing.py) keeps all tensors, evicts some near the budget, and verifies
+rebuilds; `PlannedEngine` (planned.py) carries out a plan.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from lightning_memopt.torch_private import no_dispatch_modes
 class Engine:
     """One recorded forward pass and its backward. Holds the tape; the tape's handles hold it.
 
-    tape: the forward.
-    holdings: what is held of it.
-    recorder: records the forward; None when it is over.
-    lock: one for the forward (R11).
-    saves: how many handles were given out.
+    tape: the record of the forward.
+    holdings: decides what is held of the tape's versions.
+    recorder: records the forward; None when the forward is over.
+    lock: guards all this (R11).
+    saves: how many saves were packed.
     rebuilt_ops: numbers of the calls that ran again, in their order.
     """
 
@@ -47,7 +47,7 @@ class Engine:
 
     @property
     def names(self) -> Names | None:
-        """Who knows what messages call things."""
+        """The names of tensors and lines for messages; None where nothing knows them."""
         return None
 
     # -- while the forward is recorded -------------------------------------------------------------
@@ -61,7 +61,7 @@ class Engine:
         self.recorder = recorder
 
     def end_forward(self) -> None:
-        """The forward is over. May be repeated. R5: what is held now must be what it is when a rebuild starts from it."""
+        """The forward is over. May be repeated. R5: from now on, values that are held must not change."""
         if self.recorder is None:
             return
         self.recorder = None
@@ -78,7 +78,7 @@ class Engine:
         return True
 
     def resizes(self, version: Version) -> None:
-        """See `record.Owner`. What is read of the storage next is another version."""
+        """See `record.Owner`. The next op that reads the storage reads another version."""
 
     def save_of(self, version: Version) -> int:
         """The number of the save that is being packed."""
@@ -86,11 +86,11 @@ class Engine:
         return self.saves - 1
 
     def keeps(self, version: Version, t: torch.Tensor, save: int) -> bool:
-        """Whether autograd's tensor stays as it is; `save` is what `save_of` answered."""
+        """Whether autograd keeps the tensor itself. `save`: the answer of `save_of`."""
         raise NotImplementedError
 
     def pack(self, t: torch.Tensor) -> Kept | Handle:
-        """What autograd holds instead of `t`, which it saves."""
+        """The object that autograd holds in place of `t`, which it saves."""
         recorder = self.recorder
         version = recorder.packs(t) if recorder is not None and not in_transform() else None
         if version is None:
@@ -101,36 +101,36 @@ class Engine:
         return Handle(self, save, version, View(version.id, t), version_guard(t))
 
     def about(self, version: Version | None) -> tuple[Names, int] | None:
-        """Who knows the name of a tensor that stays with autograd, and by what."""
+        """(names, key of the tensor in them) of a tensor that autograd keeps itself; None where nothing knows it."""
         return None
 
     @staticmethod
     @uncompiled
     def unpack(packed: Any) -> Any:
-        """The hook that autograd calls with what `pack` answered."""
+        """The hook that autograd calls with an object that `pack` returned."""
         return packed.get()
 
     # -- in backward -------------------------------------------------------------------------------
 
     def unpacked(self, handle: Handle) -> torch.Tensor:
-        """The tensor of a handle. Idempotent; may come on any thread (R11)."""
+        """The tensor of a handle. May be called often, and on any thread (R11)."""
         try:
             return self.request(handle)
         except StartChangedError as error:
             raise self.start_changed(error.version) from None
 
     def request(self, handle: Handle) -> torch.Tensor:
-        """`unpacked`, where nothing was changed that a rebuild starts from."""
+        """`unpacked`. Raises StartChangedError, which names no tensor, where a start of a rebuild was changed."""
         with self.lock:
             raise_deferred()
             value = self.value_of(self.present(handle), handle)
             if handle.view.same(value):
                 return value
-            with no_dispatch_modes():  # the value has no history: a view of it needs no more than that
+            with no_dispatch_modes():  # a view needs no dispatch: the value has no history
                 return handle.view.on(value)
 
     def value_of(self, version: Version, handle: Handle) -> torch.Tensor:
-        """What autograd reads of a version."""
+        """The value that autograd reads of a version."""
         holding = version.holding
         if holding.value is None and not self.reuse(version, handle.guard):
             self.rebuild([version])
@@ -142,9 +142,11 @@ class Engine:
         return value
 
     def present(self, handle: Handle) -> Version:
-        """The version with the bytes that autograd would read. Raises where it would: the version counter has moved.
+        """The version with the bytes that autograd would read. Raises ModifiedError where the version counter has moved, as
+        autograd does.
 
-        Where it has not although the storage was overwritten (through `.data`, or as raw memory), that is a later version.
+        This is a later version than the handle's where the storage was overwritten without a change of the counter (through
+        `.data`, or as raw memory).
         """
         if handle.guard._version != handle.counter:
             raise modified(self.called(handle), handle.guard._version, handle.counter)
@@ -154,11 +156,11 @@ class Engine:
         return version
 
     def called(self, handle: Handle) -> str:
-        """What messages call the tensor of a handle."""
+        """The name, in messages, of the tensor of a handle."""
         return of_saved(handle.guard, list(handle.view.size), handle.version, handle.save, self.names)
 
     def start_changed(self, version: Version) -> ModifiedError:
-        """The error of a rebuild that would start from a version that was changed after the forward."""
+        """The error where a rebuild would start from a version that was changed after the forward."""
         return of_start(version, self.names)
 
     def released(self, handle: Handle) -> None:
@@ -168,24 +170,25 @@ class Engine:
                 handle.version.holding.drop()
 
     def reuse(self, version: Version, guard: torch.Tensor) -> bool:
-        """R7: where the user still holds the storage, unchanged, hold it instead of rebuilding.
+        """R7: where the user still holds the storage, unchanged, hold it instead of a rebuild. Returns whether that is so.
 
-        Only to answer autograd, which would read these bytes too. A rebuild of something else does not start from them.
+        This is only for a request of autograd, which would read these bytes too. Rebuilds of other versions do not start from
+        them.
         """
         storage = version.alive()
         if storage is None:
             return False
         with below_autograd():
-            value = guard.detach()  # it has the right version counter
+            value = guard.detach()  # it shares the version counter
             whole = torch.empty(0, dtype=guard.dtype, device=guard.device)
             value.data = whole.set_(storage, 0, (storage.nbytes() // whole.element_size(),), (1,))
         version.holding.rebuilt(value)
         return True
 
     def retains(self, version: Version) -> bool:
-        """Whether what was rebuilt on the way to something else stays, beyond its last use there."""
+        """Whether a version that was rebuilt for the rebuild of another one stays after its last use there."""
         return version.holding.handles > 0
 
     def rebuild(self, targets: list[Version]) -> None:
-        """Give every target a value on demand; keep on the way what live handles still need."""
+        """Give every target a value. Versions that are rebuilt on the way stay where `retains` says so."""
         rebuild(self.tape, targets, self.retains, self.rebuilt_ops)

@@ -10,20 +10,23 @@ from lightning_memopt.runtime.engine.rebuild import checksum, compare
 
 
 class Checks:
-    """The checksums of one forward. `on`: whether there are any."""
+    """The checksums of one forward.
+
+    on: whether checksums are taken.
+    """
 
     def __init__(self, on: bool) -> None:
         self.on = on
         self._sums: dict[int, tuple[int, int]] = {}
 
     def note(self, version: Version, t: torch.Tensor) -> None:
-        """The bytes of the version, which `t` is on, are to be dropped or parked."""
+        """The bytes of the version are about to be dropped or parked: take their checksum. `t` is a tensor on them."""
         if self.on and version.id not in self._sums:
             with below_autograd():
                 self._sums[version.id] = checksum(t)
 
     def compare(self, version: Version) -> None:
-        """The version was asked for the first time: raises ReplayMismatchError where it is not what was noted."""
+        """Autograd asks for the version. The first time, raise ReplayMismatchError where its bytes are not those noted."""
         then = self._sums.pop(version.id, None) if self._sums else None
-        if version.next is None:  # else it was overwritten where no version counts, and autograd reads that
+        if version.next is None:  # else the memory was overwritten, no counter moved, and autograd reads the new bytes
             compare(version, then)

@@ -1,4 +1,4 @@
-"""How far a step has come in the plan, and how it deviates from it. Matcher, engine and session share it."""
+"""How far a step has come in the plan, and how it deviates from the plan. Matcher, engine and session share both."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ NEVER = 1 << 62
 class PlanDeviation:
     """How a forward and its backward differ from those of the plan. It outlives the engine.
 
-    first: position and name of the first op that is not where the plan has it; None where all are.
-    aside: all such ops are none of the plan's, and read neither weights nor tensors with a gradient (a metric, a log).
-    unplanned_nbytes: bytes of results that autograd saved and that the plan does not know.
-    excess_nbytes: by how much tensors that were recorded are larger than those of the graph that they are.
-    astray: backward did not take the observed order: only a part of it, twice, or another order.
-    changed: tensors of the plan that rebuilds start from and that were changed after the forward.
+    first: position and name of the first op that is not the plan's op at its position; None where all ops are.
+    aside: none of these ops is an op of the plan, or reads weights or tensors with a gradient (a metric, a log).
+    unplanned_nbytes: bytes of tensors that autograd saved and that the plan does not know.
+    excess_nbytes: bytes by which recorded tensors are larger than their tensors of the graph.
+    out_of_order: backward did not take the observed order: it took a part of it, or took it twice, or took another order.
+    changed: tensors of the plan from which rebuilds start, and which were changed after the forward.
     """
 
     first: tuple[int, str] | None = None
     aside: bool = True
     unplanned_nbytes: int = 0
     excess_nbytes: int = 0
-    astray: bool = False
+    out_of_order: bool = False
     changed: set[int] = field(default_factory=set)
 
 
 class Cursor:
     """Where a planned step is.
 
-    position: the plan's forward op that comes next.
+    position: number of the plan's forward op that comes next.
     furthest: the largest position at which an op was recorded so far.
-    lost: the last op recorded was none of the plan's.
+    lost: the op that was recorded last is not an op of the plan.
     point: the point of the graph whose segment ran last, in backward.
-    fence: when the forward op at this position has run, bytes are to be gone (parking.py).
-    deviation: from the plan, so far.
+    fence: after the forward op at this position, bytes of a parked tensor must have been dropped (parking.py).
+    deviation: how the step deviates from the plan so far.
     """
 
     __slots__ = ("deviation", "fence", "furthest", "lost", "point", "position")
@@ -58,11 +58,11 @@ class Cursor:
     @property
     def strict(self) -> bool:
         """Whether neither forward nor backward has deviated so far."""
-        return self.deviation.first is None and not self.deviation.astray
+        return self.deviation.first is None and not self.deviation.out_of_order
 
     @property
     def past_fence(self) -> bool:
-        """Whether the op has run after which bytes are to be gone."""
+        """Whether the op at the fence has run."""
         return self.fence < self.position
 
     def advance(self) -> None:
@@ -80,12 +80,12 @@ class Cursor:
         self.lost = False
 
     def deviate(self, name: str, aside: bool = False) -> None:
-        """The op that has just run, of this name, is not the plan's op at the position. `aside`: see `PlanDeviation`."""
+        """The op that has just run is not the plan's op at the position. `name`: its name. `aside`: see `PlanDeviation`."""
         self.lost = True
         self.deviation.aside = self.deviation.aside and aside
         if self.deviation.first is None:
             self.deviation.first = (self.position, name)
 
-    def goes_astray(self) -> None:
+    def deviate_in_backward(self) -> None:
         """Backward does not take the observed order."""
-        self.deviation.astray = True
+        self.deviation.out_of_order = True

@@ -1,4 +1,4 @@
-"""What autograd holds instead of a saved tensor: a `Handle` on a storage version, or `Kept`, the tensor itself."""
+"""The objects that autograd holds in place of saved tensors: a `Handle` on a storage version, or a `Kept` with the tensor."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ _EMPTY: dict[torch.dtype, torch.Tensor] = {}
 
 
 def alias(t: torch.Tensor) -> torch.Tensor:
-    """`detached`, where autograd asks: outside of a dispatch mode's handler the version counter is shared as it is."""
+    """An alias of `t` without history, which shares its version counter. Only for hooks of autograd: in the handler of a
+    dispatch mode, `record.detached` is needed.
+    """
     with no_dispatch_modes():
         return t.detach()
 
 
 def version_guard(t: torch.Tensor) -> torch.Tensor:
-    """A tensor without memory that shares `t`'s version counter: it sees in-place changes of what was dropped."""
+    """A tensor without memory that shares the version counter of `t`: it shows in-place changes after `t` was dropped."""
     empty = _EMPTY.get(t.dtype) if t.is_cpu else None
     with no_dispatch_modes():
         if empty is None:
@@ -35,11 +37,11 @@ def version_guard(t: torch.Tensor) -> torch.Tensor:
 
 
 class Kept:
-    """The tensor itself, with the version it had: hooks switch autograd's own check off.
+    """The tensor itself, with the version it had: saved-tensor hooks switch autograd's own check off.
 
     t: the tensor, without its history where it had one.
     counter: its version counter when it was saved; UNKNOWN for inference tensors, which count no versions.
-    about: who knows its name, and by what; it refers to no engine.
+    about: (names, key of the tensor in them), for messages; it does not refer to an engine.
     """
 
     __slots__ = ("about", "counter", "t")
@@ -65,15 +67,15 @@ class Gives(Protocol):
 
 
 class Handle:
-    """What autograd holds of a storage version. Its end is how we learn that a node has let go.
+    """The object that autograd holds in place of a storage version. Its destructor tells the engine of the release.
 
     save: the number of the save.
     version: the storage version that was saved.
     view: the window on it that was saved.
-    guard: sees in-place changes of the tensor that was saved.
+    guard: a tensor without memory that shares the version counter of the saved tensor.
     counter: the version counter when it was saved.
     times: how often autograd has asked for it.
-    engine: gives the tensor back.
+    engine: gives the tensor back; None after the release.
     """
 
     __slots__ = ("counter", "engine", "guard", "save", "times", "version", "view")
@@ -86,10 +88,10 @@ class Handle:
         self.counter = guard._version
         self.times = 0
         version.holding.handles += 1
-        self.engine: Gives | None = engine  # last: a handle whose making was interrupted lets go of nothing
+        self.engine: Gives | None = engine  # last: the destructor of a handle whose constructor was interrupted does nothing
 
     def get(self) -> torch.Tensor:
-        """The tensor, rebuilt or fetched where it must be."""
+        """The tensor, rebuilt or fetched where it is not in memory."""
         assert self.engine is not None
         return self.engine.unpacked(self)
 

@@ -1,29 +1,30 @@
-"""What an engine holds of a storage version: its bytes, where they are, and who may still ask for them.
+"""A `Holding` says what an engine holds of a storage version: its bytes, where they are, and who may still ask for them.
 
-NOTE [States of a holding]. A holding is in one of four states, by what it has of the bytes:
+NOTE [States of a holding]. A holding is in one of four states:
 
     state     value    parked   the bytes are
-    EMPTY     no       no       not held: rebuilt on demand where they are `reachable`, else gone for good
+    EMPTY     no       no       not held: rebuilt on demand where they are `reachable`, else lost
     HELD      yes      no       in memory
-    COPIED    yes      yes      in memory, and parked: the copy out is under way, or came back
+    COPIED    yes      yes      in memory and parked: they are being copied out, or were fetched
     PARKED    no       yes      parked only
 
-Five doors lead from one to another; nothing else sets `value`, `expected`, `stream` and `parked`, which change together:
+Five methods, its doors, lead from one state to another. Nothing else sets `value`, `expected`, `stream` and `parked`, which
+change together:
 
     door      from              to                by whom
     hold      EMPTY, HELD       HELD              the forward: an alias of the step's own memory, whose counter may still move
               COPIED, PARKED    COPIED
-    rebuilt   EMPTY, HELD       HELD              a rebuild, a copy, or a fetch: memory of our own, whose counter must not move
+    rebuilt   EMPTY, HELD       HELD              a rebuild, a copy, or a fetch: new memory, whose counter must not move
               COPIED, PARKED    COPIED
-    drop      HELD, EMPTY       EMPTY             a plan that lets go, eviction, autograd's last handle
+    drop      HELD, EMPTY       EMPTY             a plan that drops, an eviction, the release of the last handle
               COPIED, PARKED    PARKED
-    park      HELD              COPIED            a plan that parks: the copy out begins while the value is there
-              EMPTY             PARKED            the same, of bytes that autograd or the user holds
-    unpark    COPIED            HELD              the parked copy is not needed any more, or was found to be wrong
+    park      HELD              COPIED            a plan that parks: the copy out begins while the value is in memory
+              EMPTY             PARKED            the same; autograd or the user holds the bytes
+    unpark    COPIED            HELD              the parked copy is no longer needed, or is wrong
               PARKED            EMPTY
 
-`settle` ends the forward: from then on the counter of a value that was held must stay what it is (R5). `set_aside` is a drop
-that is taken back.
+`settle` ends the forward: from then on the counter of a value that is held must not change (R5). `set_aside` is a drop that is
+taken back.
 """
 
 from __future__ import annotations
@@ -42,29 +43,29 @@ from lightning_memopt.torch_private import no_dispatch_modes
 
 
 class Claim(enum.Enum):
-    """Whether autograd reads a version through a save of an earlier version of the same memory, where no version counter moves
-    (`.data`).
+    """Whether autograd may read a version through a save of an earlier version of the same memory. That happens when the memory
+    was overwritten and no version counter moved (`.data`).
     """
 
     NONE = "autograd saved no earlier version"
     POSSIBLE = "autograd saved an earlier version, and may read this one"
-    PINNED = "it may, and nothing makes the bytes again: the value stays"
+    PINNED = "it may, and no call rebuilds the bytes: the value stays"
 
 
 _NONE = Claim.NONE
 
 
 class Holding:
-    """See NOTE [States of a holding].
+    """What an engine holds of one storage version. See NOTE [States of a holding].
 
-    value: a tensor on the bytes, where they are in memory.
-    expected: what the version counter of `value` must say when a rebuild or autograd reads it; UNKNOWN while the forward runs.
-    stream: on CUDA, the stream in whose order a rebuild made or last read the bytes; None for memory of the forward.
-    parked: the bytes in another form, where there are such.
-    reachable: a rebuild can have the bytes: they are held or parked, or the version's call makes them from such.
+    value: a tensor on the bytes, where they are in memory, else None.
+    expected: the version counter that `value` must have when a rebuild or autograd reads it; UNKNOWN while the forward runs.
+    stream: on CUDA, the stream on which a rebuild made or last read the bytes; None for memory of the forward.
+    parked: the bytes in another form; None where they are not parked.
+    reachable: a rebuild can have the bytes: they are held or parked, or the version's call makes them from reachable bytes.
     handles: how many handles of autograd are on the version.
     claim: see `Claim`.
-    tensor: the tensor of the plan's graph that the version is; None where it was not matched to any.
+    tensor: the tensor of the plan's graph to which the version was matched, or None.
     """
 
     __slots__ = ("claim", "expected", "handles", "parked", "reachable", "stream", "tensor", "value")
@@ -80,26 +81,27 @@ class Holding:
         self.tensor: int | None = None
 
     def hold(self, t: torch.Tensor) -> None:
-        """Hold what the forward has just made or read: an alias of `t` without history, with the counter of `t`."""
+        """Hold bytes that the forward has just made or read: an alias of `t` without history, with the counter of `t`."""
         self.value = detached(t)
         self.expected = UNKNOWN
         self.stream = None
 
     def rebuilt(self, value: torch.Tensor, stream: Any = None) -> None:
-        """`value` has the bytes, in memory that nobody else writes to. `stream`: see the class; None where the user has put
-        things in order.
+        """Hold `value`, which has the bytes in memory that nobody else writes to.
+
+        `stream`: see the class; None where the streams of the user are in order already.
         """
         self.value = value
         self.expected = value._version
         self.stream = stream
 
     def drop(self) -> None:
-        """Let go of the bytes in memory."""
+        """Drop the bytes in memory."""
         self.value = None
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[torch.Tensor]:
-        """Within, the holding is as if its value had been dropped; afterwards it has it again. Gives the value."""
+        """Within, the holding has no value; afterwards it has its value again. Yields the value."""
         value, expected, stream = self.value, self.expected, self.stream
         assert value is not None, "there is nothing to set aside"
         self.value = None
@@ -109,31 +111,31 @@ class Holding:
             self.value, self.expected, self.stream = value, expected, stream
 
     def park(self, parked: ParkedTensor) -> None:
-        """The bytes are copied to another form."""
+        """The bytes are being copied to another form."""
         assert self.parked is None, "a storage version is parked once"
         self.parked = parked
         if parked.exact:
             self.reachable = True
 
     def unpark(self) -> None:
-        """The parked copy is not needed any more."""
+        """Forget the parked copy."""
         self.parked = None
 
     def settle(self, counter: int) -> None:
-        """The forward is over. `counter`: what the version's counter said, negative where that is not known."""
-        if self.value is not None and self.expected == UNKNOWN:  # else it came back, or was rebuilt, for a backward inside
+        """The forward is over. `counter`: the version's counter, negative where it is not known."""
+        if self.value is not None and self.expected == UNKNOWN:  # else a backward within the forward fetched or rebuilt it
             self.expected = self.value._version if counter < 0 else counter
 
     @property
     def intact(self) -> bool:
-        """Whether the value is what it was when the forward ended, or when it was rebuilt.
+        """Whether the value has not changed since the forward ended, or since it was rebuilt.
 
-        A counter goes back only where torch was told to put it back, by who vouches for the bytes (FSDP gathers weights so).
+        A smaller counter is no change: it was set back by code that restores the bytes, too (FSDP, when it gathers weights).
         """
         return self.value is None or self.expected == UNKNOWN or self.value._version <= self.expected
 
     def fetch(self) -> bool:
-        """Bring back the value where the parked bytes are bit-identical; whether there are such."""
+        """Fetch the value where it is parked bit-identically. Returns whether it was."""
         if self.parked is None or not self.parked.exact or self.parked.spent:
             return False
         with below_autograd():
@@ -156,16 +158,16 @@ def current_stream(value: torch.Tensor) -> Any:
 
 
 def in_order(holding: Holding) -> None:
-    """R11: the current CUDA stream may read the value from here on, and its memory is not used again before."""
+    """R11: order the current CUDA stream after the value was made. The allocator reuses the memory only after this stream."""
     value = holding.value
     if value is None or not value.is_cuda:
         return
     stream = torch.cuda.current_stream(value.device)
     if holding.stream == stream:
         return
-    if holding.stream is not None:  # a rebuild on another stream; what the forward made, the user has put in order
+    if holding.stream is not None:  # else it is memory of the forward, for which the user has ordered the streams
         stream.wait_stream(holding.stream)
-    with no_dispatch_modes():  # no op of the step
+    with no_dispatch_modes():  # it is not an op of the step
         value.record_stream(stream)
     holding.stream = stream
 
@@ -178,7 +180,7 @@ def copy_of(t: torch.Tensor) -> torch.Tensor:
 
 
 class Holdings:
-    """What is held of the storage versions of one forward: the rules that every engine shares (`record.Holdings`)."""
+    """Decides what is held of the storage versions of one forward, by the rules that both engines share (`record.Holdings`)."""
 
     def met(self, version: Version) -> None:
         version.holding.reachable = True
@@ -186,19 +188,19 @@ class Holdings:
     def read(self, version: Version, t: torch.Tensor) -> None:
         holding: Holding = version.holding
         if holding.value is None:
-            holding.hold(t)  # never the tensor itself: its `.data` may become another memory
+            holding.hold(t)  # not the tensor itself: the user may set its `.data` to other memory
 
     def made(self, version: Version, reachable: bool) -> None:
         version.holding.reachable = reachable
 
     def overwrites(self, version: Version) -> None:
         if rebuildable(version):
-            version.holding.drop()  # an alias of the memory that is about to change: its call makes the bytes again
+            version.holding.drop()  # an alias of the memory that is about to change; its call rebuilds the bytes
         elif version.read:
             self.copy(version)
 
     def copy(self, version: Version) -> None:
-        """R5: rebuilds that start from the version keep a copy of what it was."""
+        """R5: hold a copy of the bytes, which are about to change: rebuilds start from them."""
         holding: Holding = version.holding
         if holding.value is not None:
             with below_autograd():
@@ -213,7 +215,7 @@ class Holdings:
         if before.handles or before.claim is not Claim.NONE:
             after.claim = Claim.POSSIBLE
         if (before.handles or before.claim is Claim.PINNED) and not rebuildable(new):
-            after.hold(t)  # autograd reads these bytes where the version counter of what it saved does not move
+            after.hold(t)  # autograd reads these bytes if the version counter of the tensor that it saved does not move
             after.claim = Claim.PINNED
 
     def replaced(self, old: Version, new: Version, t: torch.Tensor) -> bool:

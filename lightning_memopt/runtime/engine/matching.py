@@ -1,5 +1,6 @@
-"""Recording a forward under a plan: every op is matched by position, overload, the tensors it reads and the sizes it makes.
-An op that meets its template is not recorded again (templates.py); any other op is recorded, and placed (placing.py).
+"""Recording a forward under a plan: every op is matched by position, overload, the tensors that it reads and the sizes of its
+results. An op that matches its template is not recorded again (templates.py). All other ops are recorded and placed
+(placing.py).
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ _RECORDED, _EMPTY, _EXTERNAL = Origin.RECORDED, Origin.EMPTY, Origin.EXTERNAL
 class Matcher(Recorder):
     """The recorder of a `PlannedEngine`.
 
-    placing: says which op of the plan a recorded op is.
+    program: the plan.
+    cursor: how far the forward has come.
+    placing: finds the plan's op for a recorded op.
     """
 
     holdings: PlannedHoldings
 
-    def __init__(
-        self, owner: Owner, tape: Tape[Holding], holdings: PlannedHoldings, learned: Learned, unproven: bool
-    ) -> None:
+    def __init__(self, owner: Owner, tape: Tape[Holding], holdings: PlannedHoldings, learned: Learned, unproven: bool) -> None:
         super().__init__(tape, owner)
         self.program = learned.program
         self.cursor = holdings.cursor
@@ -91,10 +92,10 @@ class Matcher(Recorder):
         """While it is not known which op of the plan runs, it may be one that rebuilds start from."""
         return self.capturing and (self._unknown or self.cursor.position in self.program.schedule.rebuilt)
 
-    # -- an op that is as it was ----------------------------------------------------------------------
+    # -- an op that matches its template --------------------------------------------------------------
 
     def _startable(self, template: Template, args: tuple, kwargs: dict | None, values: Any) -> bool | None:
-        """Whether the tensors that the call reads can be had; None where it is not called as the template says."""
+        """None where the op is not called as its template says. Else whether a rebuild can have all tensors that it reads."""
         deviates = self.cursor.deviation.first is not None
         if torch.is_inference_mode_enabled() or (template.writes and self._writes_known(template, args)):
             return None
@@ -145,17 +146,17 @@ class Matcher(Recorder):
         return startable
 
     def _named(self, template: Template) -> bool:
-        """Whether tensors that the op makes are those of the plan already: it ran before, and its results keep their names."""
+        """Whether the op has already run in this step: tensors that it makes are on the tape."""
         versions = self.tape.versions
         return any(id in versions for _, id, _ in template.made) or any(id in versions for _, id in template.mutates)
 
     def _writes_known(self, template: Template, args: tuple) -> bool:
-        """Whether the op writes, where the plan expects memory that it knows nothing of, into memory that is on the tape."""
+        """Whether the op writes into memory that is on the tape, where the plan expects it to write into unknown memory."""
         targets = [t for i in template.writes if i < len(args) for t in tensors_in(args[i])]
         return any(not is_plain(t) or storage_id(t) in self.of_storage for t in targets)
 
     def _repeat(self, template: Template, args: tuple, kwargs: dict | None, values: Any, startable: bool) -> Any:
-        """Run the op and note what is new about it: its storages, and the state of the generator."""
+        """Run the op and record only the parts that differ in each step: its storages, and the state of the generator."""
         cursor, of_storage, holds = self.cursor, self.of_storage, self.program.holds
         sized_by_data = self.program.sized_by_data
         call = template.call
@@ -174,7 +175,7 @@ class Matcher(Recorder):
             for index, id, nbytes in template.made:
                 if template.kwargs is None and not (index < len(outs) and is_plain(outs[index])):
                     cursor.deviate("a result of another kind")
-                    continue  # nothing was compared: it may return anything
+                    continue  # the arguments were not compared, so any result may come
                 t = outs[index]
                 version: Version = StorageVersion(id, t, self.tape, origin)
                 address = storage_id(t)
@@ -215,7 +216,7 @@ class Matcher(Recorder):
         self._templates = templates.none() if self.elsewhere else templates.by_op
 
     def settle(self) -> bool:
-        """Before ops run unseen: read the counters that autograd has moved since. False where that is no longer possible."""
+        """Read the counters that autograd has moved since the writes, before ops run unrecorded. Returns whether it could."""
         unread, self._unread = self._unread, []
         for version, ref in unread:
             if version.counter == UNKNOWN and not version.stale and version.alive() is not None:
@@ -227,12 +228,12 @@ class Matcher(Recorder):
         return True
 
     def _unforeseen(self, t: torch.Tensor) -> None:
-        """A result that is not the one the plan expects, although all that the op was given is."""
+        """A result differs from the plan, although all arguments of the op are as planned."""
         if storage_id(t) not in self.of_storage:
             self._new(t).why = "its size changes from step to step"
         self.cursor.deviate("a result of another size")
 
-    # -- an op that is recorded -----------------------------------------------------------------------
+    # -- all other ops --------------------------------------------------------------------------------
 
     def _number(self) -> int:
         self.op += 1

@@ -1,4 +1,4 @@
-"""What messages call a tensor that was changed: what made it, and the user's line that saved or read it, as far as known."""
+"""Names, in messages, of tensors that were changed: the op that made them, and the user's line that saved or read them."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from lightning_memopt.graph import Graph
 from lightning_memopt.runtime.engine.holding import Version
 
 REFUSED = "one of the variables needed for gradient computation has been modified by an inplace operation"
-"""The words of autograd."""
+"""The words of autograd's own error."""
 
 
 class Names(Protocol):
-    """Who knows what a step's tensors are called. Each answer is empty where it is not known."""
+    """The names of a step's tensors, and lines of user code. Each answer is empty where nothing is known."""
 
     def name_of(self, version: Version) -> str:
-        """`module:op` that made it, or the parameter's name."""
+        """`module:op` of the op that made the version, or the parameter's name."""
 
     def line_of(self, save: int) -> str:
         """The line of user code at which a save was packed."""
 
     def reader_of(self, version: Version) -> tuple[str, str]:
-        """An op that reads it, and the line that ran the op."""
+        """(name of an op that reads the version, line that ran the op)."""
 
     def kept(self, where: int, t: torch.Tensor) -> tuple[str, str]:
-        """Name and line of a tensor that stays with autograd. `where`: the id of its version (observed steps), or the position
-        of the op that saved it (planned ones).
+        """(name, line) of a tensor that autograd keeps itself. `where`: the id of its version (observed steps), or the position
+        of the op that saved it (planned steps).
         """
 
 
 class GraphNames:
-    """The names of a planned step: what its graph says, and the lines that ran when it was observed."""
+    """The names of a planned step: those of its graph, and the lines that ran when the graph was observed."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -54,11 +54,13 @@ class GraphNames:
     def kept(self, where: int, t: torch.Tensor) -> tuple[str, str]:
         graph, nbytes = self._graph, t.untyped_storage().nbytes()
         near = [s for s in graph.saves if s.op == where and graph.tensors[s.tensor].nbytes == nbytes]
-        return (graph.tensors[near[0].tensor].name, graph.save_lines.get(near[0].id, "")) if len(near) == 1 else ("", "")
+        if len(near) != 1:
+            return "", ""
+        return graph.tensors[near[0].tensor].name, graph.save_lines.get(near[0].id, "")
 
 
 def modified(what: str, now: int, then: int) -> ModifiedError:
-    """The error that autograd raises for a saved tensor that was changed in place, in its words."""
+    """The error for a saved tensor that was changed in place, in the words of autograd."""
     return ModifiedError(
         f"{REFUSED}: {what} is at version {now}; expected version {then} instead. Do not change it between forward and "
         "backward, or work on a clone."
@@ -66,12 +68,12 @@ def modified(what: str, now: int, then: int) -> ModifiedError:
 
 
 def of_saved(t: torch.Tensor, size: list[int], version: Version, save: int, names: Names | None) -> str:
-    """The saved tensor: its type, its size, what made it, where it was saved."""
+    """Describe a saved tensor: its type, its size, the op that made it, the line that saved it."""
     return _saved(t, size, "" if names is None else names.name_of(version), "" if names is None else names.line_of(save))
 
 
 def of_kept(t: torch.Tensor, about: tuple[Names, int] | None) -> str:
-    """The same of a tensor that stays with autograd."""
+    """Describe a tensor that autograd keeps itself, in the same way."""
     return _saved(t, list(t.shape), *(("", "") if about is None else about[0].kept(about[1], t)))
 
 
@@ -82,7 +84,7 @@ def _saved(t: torch.Tensor, size: list[int], name: str, line: str) -> str:
 
 
 def of_start(version: Version, names: Names | None) -> ModifiedError:
-    """A rebuild starts from a version whose value was changed, or emptied, since the forward."""
+    """The error where a rebuild would start from a version whose value was changed, or emptied, since the forward."""
     t = version.holding.value
     assert t is not None
     name = "" if names is None else names.name_of(version)
@@ -101,7 +103,7 @@ def of_start(version: Version, names: Names | None) -> ModifiedError:
 
 
 def _made(name: str) -> str:
-    """Names of tensors are those of parameters and buffers, kinds ("input"), or `module:op`."""
+    """Say in words what a tensor's name says: the name of a parameter or buffer, a kind ("input"), or `module:op`."""
     module, by, op = name.partition(":")
     if not by or not op.startswith(("aten::", "prims::")):
         return f"the step's {name}" if name in ("input", "temporary") else name

@@ -1,8 +1,9 @@
-"""The engine of observed steps: it keeps everything, until live bytes come near the budget.
+"""The engine of observed steps: it keeps all tensors, until live bytes come near the budget.
 
-Then it *evicts* saved tensors: it drops them with a checksum, and rebuilds them on demand. It chooses as dynamic tensor
-rematerialisation does (Kirisame et al., 2021): the most bytes per second of rebuild and per op since the last use. While it
-keeps, it verifies: every call is run once in backward and compared, bit by bit, with the value kept (R8).
+Then it *evicts* saved tensors: it takes a checksum, drops them, and rebuilds them on demand. As in dynamic tensor
+rematerialisation (Kirisame et al., 2021), it evicts first the tensor with many bytes, few ops to rebuild it, and many ops since
+it was made. It verifies the tensors that it keeps: in backward every call runs once more, and its result is compared, bit by
+bit, with the kept value (R8).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from lightning_memopt.runtime.engine.starts import Starts
 
 
 class SaveEvents(Names, Protocol):
-    """Who is told what autograd packs, asks for and lets go (the tracer)."""
+    """The tracer, as far as the engine knows it: it is told of packs, unpacks and releases, and knows names."""
 
     def packed(self, save: int, version: Version) -> None: ...
     def unpacked(self, save: int) -> None: ...
@@ -45,13 +46,13 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class _Told(Kept):
-    """What autograd keeps by itself. Whoever watches the step is told when autograd asks for it: that is a backward, too."""
+    """A tensor that autograd keeps itself. The tracer is told when autograd asks for it, which means that a backward runs."""
 
     __slots__ = ("_engine",)
 
     def __init__(self, t: torch.Tensor, about: tuple[Names, int] | None, engine: ObservingEngine) -> None:
         super().__init__(t, about)
-        self._engine = weakref.ref(engine)  # a tape dies with its handles, and this is none
+        self._engine = weakref.ref(engine)  # weak: a tape lives as long as its handles, and this is not a handle
 
     def get(self) -> torch.Tensor:
         engine = self._engine()
@@ -63,20 +64,20 @@ class _Told(Kept):
 class ObservingEngine(Engine):
     """Keeps, evicts under pressure, verifies.
 
-    events: who is told what autograd does, or None.
+    events: the tracer, or None.
     pressure: returns the bytes by which live memory exceeds the limit now; None: nothing is evicted.
-    verify: whether each call is run a second time and compared.
+    verify: whether each call runs a second time for comparison.
     verified: ids of versions that were compared.
-    opaque_ops: names of ops that gave other bits when they ran again, with the reason that is told.
-    starts: what rebuilds start from, after the forward.
+    opaque_ops: name -> reason, of ops that gave other bits when they ran again.
+    starts: versions from which rebuilds may start after the forward.
     evictable: versions that may be evicted, by id.
     sums: checksums of evicted versions, by id.
-    evictions: how many there were.
-    packs: whether autograd has saved anything.
-    clock: counts ops.
+    evictions: number of evictions.
+    packs: whether autograd has saved a tensor.
+    clock: number of ops so far.
     rebuilt: versions that rebuilds made, by id.
-    on_rebuilt: told of each version that was rebuilt.
-    hidden: entered around what is allocated for rebuilds: the step alone would not allocate it.
+    on_rebuilt: called with each version that was rebuilt.
+    hidden: context around allocations for rebuilds, which the tracer must not count: the step alone would not make them.
     """
 
     def __init__(
@@ -142,23 +143,23 @@ class ObservingEngine(Engine):
         return None if version is None or self.events is None else (self.events, version.id)
 
     def rebuilt_nbytes(self) -> int:
-        """Bytes in memory that rebuilds made: the tracer does not see them."""
+        """Bytes in memory that rebuilds made. The tracer does not count them."""
         return sum(version.nbytes for version in self.rebuilt.values() if version.holding.value is not None)
 
-    # -- what rebuilds start from ------------------------------------------------------------------
+    # -- writes after the forward ------------------------------------------------------------------
 
     def end_forward(self) -> None:
-        over = self.recorder is None
+        is_over = self.recorder is None
         super().end_forward()
-        if not over:
+        if not is_over:
             self.starts.note()
 
     def writes(self, t: torch.Tensor) -> None:
-        """The memory of `t` is about to change, and the forward is over: copy what rebuilds start from."""
+        """The memory of `t` is about to change, and the forward is over: copy the versions from which rebuilds start."""
         with self.lock:
             for version in self.starts.taken(t):
                 if rebuildable(version):
-                    version.holding.drop()  # its call makes the bytes again
+                    version.holding.drop()  # its call rebuilds the bytes
                 elif version.holding.value is not None:
                     self.holdings.copy(version)
                     self.rebuilt[version.id] = version
@@ -170,7 +171,7 @@ class ObservingEngine(Engine):
             self.starts.lose(version)
 
     def _reads_later(self, version: Version, t: torch.Tensor) -> None:
-        """Autograd, which saved the version, reads the bytes that come; whether it may, the counter of its save says."""
+        """Autograd, which saved the version, will read the new bytes; the counter of its save says whether that is an error."""
         later: Version = StorageVersion(-1 - version.id, t, self.tape)
         later.holding.hold(t)
         later.why = "written over after the forward"
@@ -180,7 +181,7 @@ class ObservingEngine(Engine):
     # -- eviction ----------------------------------------------------------------------------------
 
     def relieve(self, spare: Version | None = None) -> None:
-        """Evict until live memory is below the limit again, or nothing is left to evict."""
+        """Evict, but not `spare`, until live memory is below the limit or no version is left to evict."""
         if self.pressure is None:
             return
         excess_nbytes = self.pressure()
@@ -192,11 +193,12 @@ class ObservingEngine(Engine):
             excess_nbytes = self.pressure()
 
     def _merit(self, version: Version) -> float:
+        """The versions with the largest merit are evicted first."""
         assert version.call is not None
         return version.nbytes * (self.clock - version.call.op + 1) / (1.0 + self._depth(version))
 
     def _depth(self, version: Version) -> int:
-        """How many calls a rebuild would take now; counted up to a bound, as an estimate of its cost."""
+        """Number of calls that a rebuild would run now, counted up to 64: an estimate of its cost."""
         count, wanted, seen = 0, [version], {version.id}
         while wanted and count < 64:
             call = wanted.pop().call
@@ -210,7 +212,7 @@ class ObservingEngine(Engine):
         return count
 
     def evict(self, version: Version) -> None:
-        """Drop the bytes of a version, with a checksum."""
+        """Take a checksum of a version and drop its bytes."""
         self.evictable.pop(version.id, None)
         value = version.holding.value
         if value is None:
@@ -238,7 +240,7 @@ class ObservingEngine(Engine):
                 try:
                     with self.hidden():
                         self._verify(version)
-                except (ModifiedError, UnsupportedError):  # it cannot be made again, and is here: nothing is wrong
+                except (ModifiedError, UnsupportedError):  # it cannot be rebuilt, but it is in memory: no error
                     self.starts.changed_unseen()
                     self.evictable.clear()
             return super().request(handle)
@@ -259,7 +261,7 @@ class ObservingEngine(Engine):
                     self.evictable[version.id] = version
 
     def retains(self, version: Version) -> bool:
-        """What other handles wait for stays while there is room; a long rebuild must not fill what evictions freed."""
+        """A version with handles stays while the limit allows: a long rebuild must not use up bytes that evictions freed."""
         if version.holding.handles == 0:
             return False
         stays = self._retained.get(version.id)
@@ -270,7 +272,7 @@ class ObservingEngine(Engine):
         return stays
 
     def _verify(self, version: Version) -> None:
-        """Rebuild a kept version from what is held and compare. A mismatch makes its op opaque; the value kept is used."""
+        """Rebuild a kept version and compare. A mismatch makes its op opaque; autograd gets the kept value."""
         holding = version.holding
         assert version.call is not None
         self.verified.add(version.id)
@@ -290,7 +292,7 @@ class ObservingEngine(Engine):
                     other.holding.drop()
 
     def _needed_nbytes(self, version: Version) -> int:
-        """What a rebuild of a version beside its value takes: all that its calls make, and a copy to be compared."""
+        """Bytes that a rebuild of a version takes beside its value: all results of the calls, and a copy for the comparison."""
         with version.holding.set_aside():
             calls = closure(self.tape.versions, [version])
         made = {id for call in calls for _, id in (*call.made, *call.mutates)}
@@ -303,6 +305,7 @@ class ObservingEngine(Engine):
                 run(call, self.tape.versions, lambda v: v.holding.handles > 0 or v.call is None)
 
     def _distrust(self, version: Version) -> None:
+        """The op of the version gave other bits: it is opaque from now on."""
         assert version.call is not None
         name = version.call.func.name()
         if name not in self.opaque_ops:

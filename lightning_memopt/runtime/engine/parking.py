@@ -1,5 +1,5 @@
-"""When parked bytes leave the device, and what autograd is shown of bytes that come back: rules A1 to A7 of runtime/parked.py,
-for the engine that carries out plans.
+"""When the bytes of parked tensors are dropped from the device, and which value autograd gets when they are fetched: rules A1
+to A7 of runtime/parked.py, for the engine that carries out plans.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from lightning_memopt.torch_private import backward_keeps_graph, backward_task
 class Parking:
     """The parked tensors of one forward.
 
-    depot: where they are put; None where the plan parks nothing.
-    active: tensors that the plan has in memory now (shared with the engine).
+    depot: the place for parked bytes; None where the plan parks nothing.
+    active: tensors that the plan has in memory now (shared with `PlannedHoldings`).
     """
 
     def __init__(
@@ -38,8 +38,8 @@ class Parking:
         self._checks = checks
         self._next_fence = 0
         self._late: list[tuple[int, int]] = []
-        """(op, tensor): to be gone when this op has run. They are packed later than the plan has it, or they are packed for
-        the op, in a form that is not bit-identical.
+        """(op, tensor): drop the tensor when this op has run. These tensors were packed after their fence, or are packed for
+        this op in a form that is not bit-identical.
         """
         cursor.fence = program.fences[0][0] if program.fences else NEVER
         if depot is not None:
@@ -48,8 +48,9 @@ class Parking:
     # -- in forward --------------------------------------------------------------------------------
 
     def pass_fences(self) -> None:
-        """Before an op runs, and when all that it saves of its inputs is packed: let go of the bytes that were to be gone when
-        the last op has run. Waits for copies that have not ended.
+        """Drop the bytes of tensors whose fence is an op that has run. Waits for their copies out.
+
+        It is called before the next op runs. Autograd has packed the inputs of the last op by then.
         """
         fences, position = self._program.fences, self._cursor.position
         while self._next_fence < len(fences) and fences[self._next_fence][0] < position:
@@ -66,7 +67,7 @@ class Parking:
         self._cursor.fence = min(later)
 
     def _at_fence(self, tensor: int) -> None:
-        """The bytes of the plan's tensor are to be gone from the device."""
+        """Drop the bytes of the plan's tensor from the device."""
         version = self._tape.versions.get(tensor)
         if version is None:
             return
@@ -74,14 +75,16 @@ class Parking:
         if holding.tensor != tensor or holding.parked is None or holding.value is None:
             return
         if not holding.parked.exact and (not self._cursor.on_plan or any(t == tensor for _, t in self._late)):
-            return  # A5: an op may have read it that is not the plan's
+            return  # A5: an op that is not the plan's may have read it
         if version.counter >= 0 and holding.value._version != version.counter and not version.stale:
-            holding.unpark()  # A2: changed by something that nobody sees, perhaps while it was copied
+            holding.unpark()  # A2: it was changed unseen, perhaps while it was copied
             return
         self.let_go(version)
 
     def _fence_after(self, tensor: int, exact: bool) -> None:
-        """Where its fence has been passed already, or this op is in doubt: the tensor goes after this op."""
+        """Drop the tensor after this op, where its fence was passed already, or where it is not certain that this op is the
+        plan's.
+        """
         fence = self._program.fence_of.get(tensor)
         fences, position = self._program.fences, self._cursor.position
         if fence is None or (exact and self._next_fence < len(fences) and (fence, tensor) >= fences[self._next_fence]):
@@ -90,30 +93,29 @@ class Parking:
         self._cursor.fence = min(self._cursor.fence, self._late[-1][0])
 
     def park(self, version: Version, t: torch.Tensor) -> None:
-        """Begin to park the bytes of a version, in the form that the plan has for its tensor; they stay until the fence."""
+        """Begin to park the bytes of a version in the plan's form for its tensor. They stay in memory until the fence."""
         tensor = version.holding.tensor
         assert tensor is not None
         if self.depot is None:
             raise OffloadError("this plan parks tensors, and there is nowhere to put them: give the engine a depot")
         planned = self._program.graph.tensors[tensor]
         with below_autograd():
-            version.holding.park(
-                ParkedTensor(self.depot, whole(t, planned.size), self._program.parked[tensor], planned.name)
-            )
-            if codec_of(self._program.parked[tensor]) in EXACT:
+            form = self._program.parked[tensor]
+            version.holding.park(ParkedTensor(self.depot, whole(t, planned.size), form, planned.name))
+            if codec_of(form) in EXACT:
                 self._checks.note(version, t)
 
     def pack(self, version: Version, t: torch.Tensor, save: int) -> bool:
-        """Park a tensor that autograd saves; False where it stays, because it is not what the plan has in that form."""
+        """Park a tensor that autograd saves. Returns whether it did: it does not where the plan's form is not for this save."""
         holding = version.holding
         assert holding.tensor is not None
         codec = codec_of(self._program.parked[holding.tensor])
         exact = codec in EXACT
         if codec and str(t.dtype) != f"torch.{self._program.graph.tensors[holding.tensor].dtype}":
-            return False  # a view of the memory as something else
+            return False  # a view of the memory as another type
         if not exact and not self._expects(save):
             return False
-        if holding.parked is None or not exact:  # again, until it is known that this op is the plan's
+        if holding.parked is None or not exact:  # not exact: it stays until it is certain that this op is the plan's
             holding.hold(t)
             self.active.add(holding.tensor)
             self._fence_after(holding.tensor, exact)
@@ -122,13 +124,13 @@ class Parking:
         return True
 
     def _expects(self, save: int) -> bool:
-        """A5: whether this is the very save for which the plan has a tensor in a form that is not bit-identical."""
+        """A5: whether this is a save for which the plan has chosen a form that is not bit-identical."""
         return save != BEFORE and self._cursor.on_plan and self._program.graph.saves[save].op == self._cursor.position
 
     # -- in backward -------------------------------------------------------------------------------
 
     def let_go(self, version: Version) -> None:
-        """A1: the bytes in memory go, not before their copy is complete."""
+        """A1: drop the bytes in memory when their copy is complete."""
         holding = version.holding
         assert holding.parked is not None and holding.tensor is not None
         if not holding.parked.copied:
@@ -140,14 +142,14 @@ class Parking:
         self.active.discard(holding.tensor)
 
     def must_stay(self, version: Version) -> bool:
-        """A5, A7: whether bytes of a parked tensor that are in memory must not go while autograd may ask for them."""
+        """A5, A7: whether bytes of a parked tensor must stay in memory while autograd may ask for them."""
         parked = version.holding.parked
         if parked is None or not version.holding.handles:
             return False
-        return parked.spent or (not parked.exact and not self._cursor.on_plan)  # who asks may be no reader of the plan
+        return parked.spent or (not parked.exact and not self._cursor.on_plan)  # an op that is not the plan's may ask
 
     def show(self, version: Version, handle: Handle) -> torch.Tensor:
-        """A5: the value that a codec gives back, for autograd alone."""
+        """A5: the value that a codec decodes, for autograd alone."""
         parked = version.holding.parked
         assert parked is not None
         self._may_show(version, handle, parked.lossy)
@@ -160,7 +162,7 @@ class Parking:
         return parked.shown
 
     def _may_show(self, version: Version, handle: Handle, lossy: bool) -> None:
-        """Raise where it is not an ordinary backward that asks: the form was chosen for its formula."""
+        """Raise UnsupportedError outside an ordinary backward: the form was chosen for the formula of the saving op."""
         outside = backward_task() == -1
         if outside or (lossy and torch.is_grad_enabled()):
             tensor = version.holding.tensor
@@ -173,12 +175,13 @@ class Parking:
             )
 
     def spend(self, version: Version) -> None:
-        """A7: autograd was given the value. Where nobody asks again, encoded bytes go."""
+        """A7: autograd has got the value. Drop the encoded bytes where autograd will not ask again."""
         parked = version.holding.parked
         if parked is not None and not parked.spent and self._for_the_last_time(version):
             parked.spend()
 
     def _for_the_last_time(self, version: Version) -> bool:
+        """Whether the plan fetches the version no more, and backward is as planned and not run twice."""
         tensor = version.holding.tensor
         if not self._cursor.strict or tensor is None or self._cursor.point < self._program.last_fetch[tensor]:
             return False

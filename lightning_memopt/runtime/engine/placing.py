@@ -1,8 +1,7 @@
-"""Placing: which op of the plan a recorded op is. An op that is not at its position, or reads other tensors, is looked for
-(rejoining.py).
+"""Placing finds the plan's op for a recorded op. Where the plan's next op does not match it, rejoining.py searches the plan.
 
-Sizes that data decides on (the tokens of an expert) are free. Results of an op that does not match (another branch, another
-shape, an extra op) are kept: memory may grow, numbers cannot.
+Sizes that depend on data (the tokens of an expert) need not match. Results of an op without a match (another branch, another
+shape, an extra op) are kept: memory may grow, numbers cannot change.
 """
 
 from __future__ import annotations
@@ -26,8 +25,12 @@ Given = tuple[tuple, dict]
 class Placing:
     """Matches the recorded ops of one forward to those of the plan.
 
-    places: finds where ops belong that are not at their position.
-    unproven: the plan may be that of another model: no op is looked for elsewhere.
+    program: the plan.
+    cursor: how far the forward has come.
+    holdings: decides what is held.
+    unproven: the plan may be the plan of another model, so `places` is not asked.
+    versions: the versions of the tape, by id.
+    places: finds ops that are not at their position.
     """
 
     def __init__(
@@ -48,8 +51,8 @@ class Placing:
         self._of_storage = of_storage
 
     def place(self, record: OpRecord, given: Given) -> Place | None:
-        """An op was recorded: where it belongs, None where it is not the plan's. What it made, what it reads and what stays is
-        set accordingly.
+        """The place of an op that was just recorded; None where it is not an op of the plan. Matches the versions that it reads
+        and makes to tensors of the plan, and holds or drops them as the plan says.
         """
         cursor, program = self.cursor, self.program
         j = cursor.position
@@ -68,13 +71,13 @@ class Placing:
                 self._read_instead(version, tensor, place.position, given)
             call = record.call
             if place.others and call is not None and call.repeats and self.holdings.startable(record.reads):
-                for version, _ in record.made:  # what it reads instead is held now
+                for version, _ in record.made:  # the versions that it reads instead are held now
                     version.holding.reachable = record.remakes(version)
         unheld = False
         for version in (*record.reads, *(new for _, new, _ in record.mutates)):
             pinned = version.holding.claim is Claim.PINNED
             if version.external and not pinned and not self.holdings.starts_from(version):
-                version.holding.drop()  # it was held until it is known which op this is
+                version.holding.drop()  # it was held only until the place of the op was known
                 unheld = True
         if place is not None:
             self._placed(record, made, place)
@@ -84,12 +87,12 @@ class Placing:
         return place
 
     def _aside(self, record: OpRecord, place: Place | None, given: Given) -> bool:
-        """Whether the op that is being recorded has to do with neither weights, nor gradients, nor memory of the plan that it
-        would change, and leaves out only such ops: backward is what it is without it.
+        """Whether backward is the same with and without this op: it does not read weights or tensors with a gradient, it does
+        not write to memory of the plan, and the ops of the plan that it skips do neither.
         """
         if place is not None:
-            others = range(self.cursor.position, place.position + bool(place.others))
-            if not self.program.aside.issuperset(others):
+            end = place.position + 1 if place.others else place.position
+            if not self.program.aside.issuperset(range(self.cursor.position, end)):
                 return False
         args, kwargs = given
         read = tensors_in([*args, *kwargs.values()])
@@ -98,7 +101,7 @@ class Placing:
         return all(old.holding.tensor is None for old, _, _ in record.mutates)
 
     def _placed(self, record: OpRecord, made: Made, place: Place) -> None:
-        """The op is the plan's: what it made are tensors of the plan."""
+        """The op is the plan's: the versions that it made are tensors of the plan."""
         program, versions = self.program, self.versions
         j = place.position
         self.cursor.match(j)
@@ -110,14 +113,14 @@ class Placing:
         if record.call is not None:
             record.call.op = number_of(j)
         again = j in program.schedule.rebuilt
-        if not again:  # the tensors it reads are let go: it cannot run again, as little as by its template
+        if not again:  # the tensors that it reads are not held, so it cannot run again; its template says the same
             for version, _ in record.made:
                 if not version.empty:
                     version.call, version.holding.reachable = None, False
         for version, t in made:
             own = version.holding.tensor
             if again and record.call is None and own is not None and not version.empty:
-                # it starts from memory that it did not start from when it was observed (another library's): its result stays
+                # it reads memory that it did not read when it was observed (memory of another library): its result stays
                 self.holdings.hold(version, t)
                 self.holdings.guard.keep({version.id}, self._wanted_until([own]))
             elif own in program.holds:
@@ -125,17 +128,16 @@ class Placing:
                 self.holdings.hold(version, t)
 
     def reads_as_planned(self, record: OpRecord, place: Place) -> bool:
-        """Whether the op, which belongs there, reads the plan's own tensors."""
+        """Whether the op at this place reads the same tensors as in the plan."""
         inputs = self.program.inputs[place.position]
         return all(version.holding.tensor == t for version, t in zip(record.reads, inputs, strict=True))
 
     def _read_instead(self, version: Version, tensor: int, j: int, given: Given) -> None:
-        """The plan's op `j` read the version where the plan has `tensor`. Where that was not made, the version
-        stands in for it.
+        """The plan's op `j` read the version in place of `tensor`. Where `tensor` was not made in this step, the version stands
+        in for it.
 
-        The bytes that a rebuild will need stay: they are held as the plan holds the tensor, or are within reach of what is
-        held, which then stays; or, where they could not be made again, they are held for as long as the plan wants any of the
-        version's tensors.
+        Bytes that a rebuild needs stay. They are held as the plan holds `tensor`; or they can be rebuilt from held versions,
+        which then stay; or, where they cannot be rebuilt, they are held as long as the plan needs any tensor of the version.
         """
         program, versions, guard = self.program, self.versions, self.holdings.guard
         holding: Holding = version.holding
@@ -154,7 +156,7 @@ class Placing:
         starts = starts_of(version, versions)
         lost = starts is None
         if starts is None:
-            version.call = None  # it starts from what was let go
+            version.call = None  # the call reads bytes that are not held
             starts, held = {version.id}, True
         if held and holding.claim is not Claim.PINNED:
             self.holdings.hold(version, self._argument(version, given), tensor)
@@ -162,17 +164,19 @@ class Placing:
         guard.keep(starts, None if taken else self._wanted_until(names))
 
     def _wanted_until(self, names: list[int | None]) -> int | None:
-        """The last point at which the plan wants any of these tensors; None, for to the end, where it does not say."""
+        """The last point at which the plan needs any of these tensors; None, for to the end, where it does not know all."""
         made = [name for name in names if name is not None and name in self.program.graph.producers]
         return max(map(self.program.wanted_until, made)) if len(made) == len(names) else None
 
     def _argument(self, version: Version, given: Given) -> torch.Tensor:
-        """A tensor on the version, among the arguments of the op that is being recorded."""
+        """The argument, of the op that is being recorded, that is on the version."""
         args, kwargs = given
         return next(t for t in tensors_in([*args, *kwargs.values()]) if self._of_storage.get(storage_id(t)) is version)
 
     def _same(self, reads: tuple[Version, ...], made: Made, j: int) -> bool:
-        """Whether this is the plan's op `j`. A tensor that was made before the forward is matched where it is first met."""
+        """Whether the op with these versions is the plan's op `j`. A tensor that was made before the forward is matched where
+        an op first reads it.
+        """
         inputs, outputs = self.program.inputs[j], self.program.outputs[j]
         versions, fits = self.versions, self._fits
         if len(inputs) != len(reads) or len(outputs) != len(made) or not versions.keys().isdisjoint(outputs):
@@ -183,18 +187,20 @@ class Placing:
         return all(versions.get(tensor) is version or self._may_be(version, tensor) for version, tensor in pairs)
 
     def meet(self, version: Version, tensor: int) -> None:
-        """A tensor that was made before the forward is met where the plan reads `tensor`."""
+        """A tensor that was made before the forward is read where the plan reads `tensor`."""
         if self._may_be(version, tensor):
             self._is(version, tensor)
 
     def _may_be(self, version: Version, tensor: int) -> bool:
-        """Whether a tensor that was made before the forward may be the plan's."""
+        """Whether the version was made before the forward and can be matched to this tensor of the plan."""
         free = version.holding.tensor is None and version.external and tensor not in self.versions
         return free and self._fits(version.nbytes, tensor)
 
     def _is(self, version: Version, tensor: int) -> None:
-        """A tensor that was made before the forward is the plan's. Where ops of the plan that did not run make that, it stays
-        for as long as rebuilds may start from it, however often the plan drops the tensor: nothing makes this one again.
+        """Match a version that was made before the forward to a tensor of the plan.
+
+        Where ops of the plan make the tensor, these ops did not run, and no call rebuilds the version. So it stays as long as
+        rebuilds may start from it, however often the plan drops the tensor.
         """
         version.holding.tensor = tensor
         self.versions[tensor] = version

@@ -1,4 +1,4 @@
-"""The engine that does what a plan says: it drops, holds and parks what the plan says, and rebuilds when its schedule says."""
+"""The engine that carries out a plan: it drops, holds, parks and rebuilds the plan's tensors at the plan's points."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ _EXTERNAL = Origin.EXTERNAL
 class PlannedEngine(Engine):
     """One forward pass under a program, and its backward.
 
-    program: what to do.
-    learned: what earlier forwards under the program taught.
-    cursor: where the step is, and how it deviates from the plan.
-    holdings: what is held.
-    parking: the parked tensors; `depot` is where they are put.
-    guard: what stays longer than the plan says.
-    checks: checksums of what is dropped, where `verify` says so.
+    learned: what the engine remembers of earlier forwards under the program.
+    program: the plan, indexed.
+    unproven: the plan may be the plan of another model, so an op that does not match at the cursor is not an op of the plan.
+    cursor: how far the step has come, and how it deviates from the plan.
+    checks: checksums of dropped and parked bytes, where `verify` is true.
+    guard: versions that stay longer than the plan says.
+    parking: the parked tensors; their bytes are put into `depot`.
+    holdings: decides what is held.
     turns: which of the plan's events have come in backward.
-    unproven: the plan may be that of another model, so an op that is not at its turn is none of its ops.
     """
 
     holdings: PlannedHoldings
@@ -66,9 +66,9 @@ class PlannedEngine(Engine):
         self.turns = Turns(program, self.cursor)
         self._names = GraphNames(program.graph)
         self._labels: set[int] = set()
-        """Saves of the plan that were packed, or would have been, in this step."""
+        """Saves of the plan that autograd made in this step, whether it got a handle or keeps the tensor itself."""
         self._due: list[int] = []
-        """Tensors that the plan frees at events that were passed over, and that nothing makes again."""
+        """Tensors that the plan frees at events that were passed over, and that cannot be rebuilt."""
 
     @property
     def names(self) -> Names:
@@ -102,16 +102,18 @@ class PlannedEngine(Engine):
         return packed
 
     def save_of(self, version: Version) -> int:
-        """Of the plan's saves of this tensor that are still to come in this step, the one nearest to the position."""
+        """The plan's save of this tensor, among those still to come in this step, that is nearest to the position; BEFORE where
+        there is none.
+        """
         tensor = version.holding.tensor
         if tensor is None:
             return BEFORE
-        at, packs, labels = self.cursor.position, self.program.packs, self._labels
-        names = (tensor, *self.guard.stands.get(version.id, ()))
-        near = [(abs(op - at), save) for name in names for op, save in packs.get(name, ()) if save not in labels]
-        if not near:
+        position, packs, labels = self.cursor.position, self.program.packs, self._labels
+        tensors = (tensor, *self.guard.stands.get(version.id, ()))
+        distances = [(abs(op - position), save) for t in tensors for op, save in packs.get(t, ()) if save not in labels]
+        if not distances:
             return BEFORE
-        save = min(near)[1]
+        _, save = min(distances)
         labels.add(save)
         return save
 
@@ -126,14 +128,14 @@ class PlannedEngine(Engine):
             self.cursor.deviation.unplanned_nbytes += version.nbytes
         if version.origin is _EXTERNAL or version.next is not None or holding.tensor not in program.tracked:
             return True  # the properties of a version would cost as much as the rest of this
-        if save == BEFORE and holding.parked is None:  # not saved so often when it was observed: no plan says for how long
+        if save == BEFORE and holding.parked is None:  # the observed step did not save it so often
             return True
         if holding.tensor in program.parked and not self.parking.pack(version, t, save):
             return True
         if holding.value is not None or holding.parked is not None:
             return False
         if holding.tensor in program.outdated:
-            # a later version is held and answers; or this one, where it is not written over this time
+            # a later version is held and read in its place; this one is read if it is not overwritten in this step
             holding.hold(t)
             return False
         if not (rebuildable(version) and holding.tensor in program.unkept):
@@ -152,7 +154,7 @@ class PlannedEngine(Engine):
                 self._run_segment(event)
             handle.times += 1
             value = super().request(handle)
-            if self.recorder is not None:  # a gradient in the middle of the forward: its ops read rebuilt bytes
+            if self.recorder is not None:  # a backward within the forward: ops of the forward may read its rebuilt bytes
                 self.recorder.recognise(handle.version, handle.version.holding.value)
             self.checks.compare(handle.version)
             if turn.planned:
@@ -176,41 +178,43 @@ class PlannedEngine(Engine):
         with self.lock:
             version = handle.version
             event = ("release", handle.save, 0)
-            with contextlib.suppress(OffloadError):  # a copy out has failed: the bytes stay, who waits for it is told
+            with contextlib.suppress(OffloadError):  # a copy out has failed: the bytes stay, and a later wait raises the error
                 if self._take(event).planned:
                     self._free(event)
                 if version.holding.handles == 0 and not self.holdings.lives(version):
                     self.holdings.let_go(version)
 
     def retains(self, version: Version) -> bool:
-        """What the plan rebuilds when it is asked for does not stay before; once backward is astray, no plan is followed."""
-        return version.holding.handles > 0 and (self.cursor.deviation.astray or self.holdings.lives(version))
+        """A version with handles stays where the plan has it in memory; any such version, once backward is out of order."""
+        return version.holding.handles > 0 and (self.cursor.deviation.out_of_order or self.holdings.lives(version))
 
     def _take(self, event: Event) -> Turn:
-        """An event has come: do what the plan says of events that were passed over."""
+        """An event has come: do first what the plan does at events that were passed over."""
         turn = self.turns.take(event, in_forward=self.recorder is not None)
-        if self.guard.until and turn.moved and not self.cursor.deviation.astray:
+        if self.guard.until and turn.moved and not self.cursor.deviation.out_of_order:
             for id in self.guard.pass_point(self.turns.point):
                 self.holdings.unguard(self.tape.versions[id])
         for passed in turn.passed:
-            if event[0] == passed[0] == "unpack" and not self.cursor.deviation.astray:
+            if event[0] == passed[0] == "unpack" and not self.cursor.deviation.out_of_order:
                 self._run_segment(passed, asked=False)
             self._free(passed, passed=True)
         return turn
 
     def _run_segment(self, event: Event, asked: bool = True) -> None:
+        """Run the segment of an unpack, if there is one. `asked`: autograd asks; false for an event that was passed over."""
         planned = self.program.segments.get(event[1:])
         if planned is not None and planned[0] > self.cursor.point:
             self.cursor.point = planned[0]
             self._perform(planned[1], planned[0], asked)
 
     def _perform(self, steps: Segment, point: int, asked: bool) -> None:
-        """Run a segment. Missing bytes that it needs are rebuilt on demand; as far as that is possible, where nobody asked or
-        the forward was another one: bytes that are asked for are rebuilt afterwards.
+        """Run a segment. Missing bytes that it needs are rebuilt on demand.
+
+        Where nobody asked, or the forward deviated, ops that cannot run are left out: a request rebuilds its bytes afterwards.
         """
         strict = asked and self.cursor.on_plan
         versions = self.tape.versions
-        # from now on: tensors that are rebuilt on demand, for another op of the segment, stay too
+        # before the ops run: so tensors that are rebuilt on demand, for another op of the segment, stay, too
         self.holdings.active.update(t for t in self.program.births.get(point, ()) if t in versions)
         with below_autograd(), flags_of(self.tape):
             for step in steps:
@@ -226,12 +230,12 @@ class PlannedEngine(Engine):
                     self._run_again(step.op, step.clones, strict)
 
     def _run_again(self, op: int, clones: Iterable[int], strict: bool) -> None:
-        """Run an op of the plan's forward again. `clones`: tensors that it writes over and that are needed as they are."""
+        """Run an op of the plan's forward again. `clones`: tensors that it overwrites and whose old bytes are needed."""
         versions, stands = self.tape.versions, self.guard.stands
         made = [versions[t] for t in self.program.outputs[op] if t in versions]
         call = next((version.call for version in made if version.call is not None), None)
         if call is None or any(version.id in stands and not missing(version) for version in made):
-            return  # it did not run in this step, and the version that stands in for its result is there
+            return  # it did not run in this step, and the version that stands in for its result is in memory
         absent = [versions[id] for id in call.reads if missing(versions[id])]
         if not strict:
             makes = any(version.holding.reachable or version.empty for version in made)
@@ -244,8 +248,10 @@ class PlannedEngine(Engine):
         self.rebuilt_ops.append(call.op)
 
     def _free(self, event: Event, passed: bool = False) -> None:
-        """Drop the tensors that the plan frees at an event. At an event that was passed over, a tensor that cannot be rebuilt
-        stays until autograd lets go of something: until then a second backward may be meant.
+        """Drop the tensors that the plan frees at an event.
+
+        At an event that was `passed` over, a tensor that cannot be rebuilt stays until the next release: until then, a second
+        backward may come.
         """
         tensors: Iterable[int] = self.program.frees.get(event, ())
         if self._due and event[0] == "release" and not passed:
@@ -257,7 +263,7 @@ class PlannedEngine(Engine):
                 continue
             holding: Holding = version.holding
             lost = passed and holding.parked is None and not rebuildable(version)
-            if lost and self.holdings.may_go(version):
+            if lost and self.holdings.may_drop(version):
                 self._due.append(tensor)
             else:
                 self.holdings.let_go(version)

@@ -1,4 +1,4 @@
-"""What is held of a forward under a plan: as long as the plan says, longer where the forward deviates from it."""
+"""How long the bytes of a forward are held under a plan: as the plan says, or longer where the forward deviates from it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from lightning_memopt.runtime.engine.program import Program
 
 
 class PlannedHoldings(Holdings):
-    """See the module.
+    """Decides what is held of the storage versions of one forward under a plan.
 
+    program: the plan.
+    cursor: how far the step has come.
     active: tensors that the plan has in memory now.
     guard: versions that stay longer than the plan says.
     parking: the parked tensors.
@@ -34,21 +36,21 @@ class PlannedHoldings(Holdings):
         if holding.parked is not None:
             holding.parked.wait_copied()  # A2
             if holding.parked.exact:
-                holding.drop()  # else an alias of the memory that is about to change
+                holding.drop()  # its value is an alias of the memory that is about to change
         if version.external and holding.tensor is not None and not self.starts_from(version):
-            holding.drop()  # no rebuild starts from it: nothing to copy
+            holding.drop()  # no rebuild starts from it, so no copy is needed
         super().overwrites(version)
 
     def copy(self, version: Version) -> None:
         outdated = version.holding.tensor in self.program.outdated
         if outdated and version.id not in self.guard.stands and version.id not in self.guard.needed:
-            version.holding.drop()  # the bytes that come are held, and read in its place
+            version.holding.drop()  # the new bytes are held, and read in its place
         else:
             super().copy(version)
 
     def overwritten(self, old: Version, new: Version, t: torch.Tensor, reachable: bool) -> None:
         super().overwritten(old, new, t, reachable)
-        if new.holding.claim is Claim.PINNED and not old.read:  # the new version carries the bytes from here on
+        if new.holding.claim is Claim.PINNED and not old.read:  # the new version holds this memory from now on
             old.holding.drop()
             if old.holding.claim is Claim.PINNED:
                 old.holding.claim = Claim.POSSIBLE
@@ -60,14 +62,14 @@ class PlannedHoldings(Holdings):
             self.guard.keep({old.id})
         held = super().replaced(old, new, t)
         if new.holding.claim is not Claim.NONE:
-            new.holding.hold(t)  # autograd reads the bytes in this memory, whatever they will be
+            new.holding.hold(t)  # autograd reads the bytes that are in this memory then
             new.holding.claim = Claim.PINNED
         return held
 
     # -- what the plan says ------------------------------------------------------------------------
 
     def hold(self, version: Version, t: torch.Tensor, tensor: int | None = None) -> None:
-        """The plan holds this version's tensor from its birth, or `tensor`, which the version stands in for."""
+        """Hold the version: the plan holds its tensor from its birth, or holds `tensor`, which the version stands in for."""
         holding: Holding = version.holding
         if version.empty:
             return
@@ -77,7 +79,7 @@ class PlannedHoldings(Holdings):
         assert tensor is not None
         holding.hold(t)
         if holding.claim is Claim.PINNED:
-            holding.claim = Claim.POSSIBLE  # the plan knows who reads it, also who reads it through an earlier save
+            holding.claim = Claim.POSSIBLE  # the plan knows all its readers, those through earlier saves included
         holding.reachable = holding.reachable or version.call is None
         self.active.add(tensor)
 
@@ -95,41 +97,41 @@ class PlannedHoldings(Holdings):
     # -- in backward -------------------------------------------------------------------------------
 
     def free(self, version: Version) -> None:
-        """The plan frees the bytes in the middle of a segment: they go, unless somebody needs them longer."""
+        """The plan frees the bytes in the middle of a segment: drop them, unless they are needed longer."""
         if version.id in self.guard.needed or self.lives(version) or self.parking.must_stay(version):
             return
-        if version.holding.parked is not None or self.may_go(version):
+        if version.holding.parked is not None or self.may_drop(version):
             version.holding.drop()
 
     def let_go(self, version: Version) -> None:
-        """No life of the version's tensor goes on."""
+        """A life of the version's tensor has ended: drop the bytes where that is possible."""
         holding: Holding = version.holding
         if holding.parked is not None and holding.tensor is not None:
             needed = version.id in self.guard.needed
             if not self.parking.must_stay(version) and not (needed and not holding.parked.exact):
                 self.parking.let_go(version)
                 last = self.program.last_fetch.get(holding.tensor, BEFORE)
-                astray = self.cursor.deviation.astray
-                if holding.handles == 0 and not astray and self.cursor.point >= last and not needed:
+                out_of_order = self.cursor.deviation.out_of_order
+                if holding.handles == 0 and not out_of_order and self.cursor.point >= last and not needed:
                     holding.unpark()  # A4
-        elif self.may_go(version):
+        elif self.may_drop(version):
             holding.drop()
 
-    def may_go(self, version: Version) -> bool:
-        """Whether bytes that are not parked may go: they can be rebuilt, or nobody reads them again."""
+    def may_drop(self, version: Version) -> bool:
+        """Whether bytes that are not parked may be dropped: they can be rebuilt, or nobody reads them again."""
         holding: Holding = version.holding
         if holding.claim is Claim.PINNED:
             return False
         if rebuildable(version):
             return True
         last = BEFORE if holding.tensor is None else self.program.last_fetch.get(holding.tensor, BEFORE)
-        comes_back = self.cursor.point < last  # but it was not parked
-        return not (self.cursor.deviation.astray or version.id in self.guard.needed or comes_back)
+        fetched_later = self.cursor.point < last  # the plan fetches it later, but this step did not park it
+        return not (self.cursor.deviation.out_of_order or version.id in self.guard.needed or fetched_later)
 
     def unguard(self, version: Version) -> None:
-        """The version is not needed longer than the plan says any more; it goes where it should have gone before."""
+        """The guard needs the version no longer: drop it if the plan has dropped its tensor already."""
         holding: Holding = version.holding
         stands = version.id in self.guard.stands and (rebuildable(version) or holding.handles == 0)
         held = holding.tensor in self.program.holds or stands
-        if held and not self.lives(version) and self.may_go(version) and not self.parking.must_stay(version):
+        if held and not self.lives(version) and self.may_drop(version) and not self.parking.must_stay(version):
             holding.drop()

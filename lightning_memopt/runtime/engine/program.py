@@ -1,4 +1,4 @@
-"""A schedule, indexed by what the engine meets at run time."""
+"""A plan's schedule, indexed by the events that the engine meets at run time: ops, unpacks and releases."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lightning_memopt.plan.forms import EXACT, codec_of
 from lightning_memopt.record import is_norm
 
 _WORTHWHILE = 4
-"""Ops that a module must run for leaving and entering the recorder to pay."""
+"""A module with fewer ops is recorded: to leave and enter the recorder would take longer."""
 
 
 def sized_by_data(graph: Graph) -> frozenset[int]:
-    """Tensors of the forward whose sizes may differ from step to step: what ops make that look at data for that, and what
-    follows from it.
+    """Tensors of the forward whose sizes may differ from step to step: results of ops whose sizes depend on data, and results
+    of ops that read those.
     """
     varying: set[int] = set()
     for op in graph.forward:
@@ -29,7 +29,7 @@ def sized_by_data(graph: Graph) -> frozenset[int]:
 
 @cache
 def _looks_at_data(name: str) -> bool:
-    """Whether torch says of an op, `aten::name.overload`, that it takes data to know the sizes of its results."""
+    """Whether the sizes of an op's results depend on data, by the tags of the op `aten::name.overload`."""
     namespace, _, rest = name.partition("::")
     packet, _, overload = rest.partition(".")
     try:
@@ -41,7 +41,7 @@ def _looks_at_data(name: str) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A plan's lives, lowered to a schedule and indexed by what the engine meets at run time. Nothing of it changes.
+    """A plan's lives, lowered to a schedule and indexed for the engine. It never changes.
 
     Many methods: each is one index of the same schedule, made when it is first asked for.
 
@@ -54,11 +54,12 @@ class Program:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """What the engine does, and at which points."""
+        """The actions of the engine, by points."""
         return lower(self.graph, self.lives)
 
     @cached_property
     def names(self) -> list[str]:
+        """Names of the forward's ops, by position."""
         return [op.name for op in self.graph.forward]
 
     @cached_property
@@ -71,10 +72,12 @@ class Program:
 
     @cached_property
     def inputs(self) -> list[tuple[int, ...]]:
+        """Tensors that the forward's ops read, by position."""
         return [op.inputs for op in self.graph.forward]
 
     @cached_property
     def outputs(self) -> list[tuple[int, ...]]:
+        """Tensors that the forward's ops make, by position."""
         return [op.outputs for op in self.graph.forward]
 
     @cached_property
@@ -91,24 +94,26 @@ class Program:
 
     @cached_property
     def frees(self) -> dict[tuple[str, int, int], tuple[int, ...]]:
+        """Event -> the tensors that the plan frees at it."""
         points = self.graph.points
         frees = ((points[p], tensors) for p, tensors in self.schedule.frees.items() if p < len(points))
         return {(point.kind, point.id, point.occurrence): tensors for point, tensors in frees}
 
     @property
     def parked(self) -> dict[int, str]:
-        """Tensors that are parked, and in which form."""
+        """Parked tensor -> its form."""
         return self.schedule.parked
 
     @cached_property
     def fences(self) -> list[tuple[int, int]]:
-        """(forward op, tensor): when the op has run, the tensor's bytes are to be gone."""
+        """(forward op, parked tensor), in order: when the op has run, the tensor's bytes are dropped."""
         points, last = self.graph.points, len(self.graph.forward)
         at_ops = ((points[p].id, t) for p, ts in self.schedule.frees.items() if points[p].kind == "op" for t in ts)
         return sorted((op, t) for op, t in at_ops if op < last and t in self.parked)
 
     @cached_property
     def fence_of(self) -> dict[int, int]:
+        """Parked tensor -> the forward op after which its bytes are dropped."""
         return {tensor: op for op, tensor in self.fences}
 
     @cached_property
@@ -137,9 +142,9 @@ class Program:
 
     @cached_property
     def tracked(self) -> frozenset[int]:
-        """Tensors that the engine has to recognise: those that are dropped or parked, those that ops which run again read and
-        make, and the other versions of their storages; then those whose handles tell it when a segment is to run, or when one
-        of them is to go.
+        """Tensors that the engine must match. These are the tensors that the plan drops or parks, the inputs and results of
+        ops that run again, and all other versions of their storages; then the tensors whose handles are the events at which
+        segments run or such tensors are freed.
         """
         ops, tensors, points = self.graph.ops, self.graph.tensors, self.graph.points
         tracked: set[int] = set()
@@ -161,7 +166,7 @@ class Program:
 
     @cached_property
     def holds(self) -> frozenset[int]:
-        """Tracked tensors that are held from their birth. The others that the plan holds are held by autograd."""
+        """Tracked tensors that the engine holds from their birth. Autograd holds the other tensors that the plan holds."""
         return self.schedule.holds & self.tracked
 
     @cached_property
@@ -171,21 +176,19 @@ class Program:
 
     @cached_property
     def outlasting(self) -> frozenset[int]:
-        """Tensors that rebuilds start from, that were there before the step and that have no life: they are in memory, whatever
-        the plan says.
-        """
+        """Tensors from before the step that rebuilds start from and that have no life in the plan: always in memory."""
         living = {life.tensor for life in self.lives}
         return frozenset(t for t in self.starts - living if self.graph.tensors[t].born_at == BEFORE)
 
     def passes(self, op: int) -> bool:
-        """Whether nothing of the plan depends on a forward op: it need not be recorded."""
+        """Whether no tracked tensor depends on a forward op, so that the op need not be recorded."""
         made = self.graph.ops[op]
         tensors = (*made.outputs, *(old for old, _ in made.mutates))
         return op not in self.schedule.rebuilt and self.tracked.isdisjoint(tensors)
 
     @cached_property
     def aside(self) -> frozenset[int]:
-        """Ops that pass, for which autograd saves nothing, and that read no weight: a metric, a log."""
+        """Ops that need not be recorded (`passes`), save nothing for autograd, and read no weight: a metric, a log."""
         saving = {s.op for s in self.graph.saves}
         weights = {t.id for t in self.graph.tensors if t.kind == "parameter"}
         free = (op for op in self.graph.forward if op.id not in saving and weights.isdisjoint(op.inputs))
@@ -193,7 +196,7 @@ class Program:
 
     @cached_property
     def _starts_nbytes(self) -> frozenset[int]:
-        """Sizes of the tensors that were there before the step, are no parameters, and that a rebuild starts from."""
+        """Sizes of the tensors from before the step, except parameters, that rebuilds start from."""
         ops, tensors = self.graph.ops, self.graph.tensors
         read = (tensors[t] for op in self.schedule.rebuilt for t in ops[op].inputs)
         return frozenset(t.nbytes for t in read if t.born_at == BEFORE and t.kind != "parameter")
@@ -208,8 +211,8 @@ class Program:
     def quiet(self) -> dict[str, tuple[int, int]]:
         """Modules that run without the recorder: path -> (position of their first op, of the first op after them).
 
-        All their ops pass, autograd saves nothing in them that the plan says something about, they are called once a step,
-        and nothing else runs meanwhile. Shorter modules are not worth it.
+        All their ops pass (`passes`), autograd saves no tracked tensor in them, they are called once a step, no other op runs
+        meanwhile, and they have at least `_WORTHWHILE` ops.
         """
         saving = {save.op for save in self.graph.saves if save.id in self._handled}
         spans: dict[str, list[int]] = {}
@@ -230,7 +233,9 @@ class Program:
 
     @cached_property
     def saved(self) -> list[tuple[int, int]]:
-        """(save, tensor packed) where autograd gets a handle: what it saves of tracked tensors, in packing order."""
+        """(save, tensor packed) of the saves of tracked tensors that the forward makes, in packing order. Autograd gets handles
+        for them.
+        """
         tensors = self.graph.tensors
         made = (s for s in self.graph.saves if s.tensor in self.tracked and tensors[s.tensor].born_at != BEFORE)
         return [(save.id, self.graph.packed(save)) for save in made]
@@ -250,12 +255,12 @@ class Program:
 
     @cached_property
     def unkept(self) -> frozenset[int]:
-        """Tensors of which autograd gets no bytes when it packs them."""
+        """Tensors whose bytes autograd does not keep when it packs them."""
         return frozenset(then for then, read in self._packed if read in self.drops)
 
     @cached_property
     def outdated(self) -> frozenset[int]:
-        """Tensors that are packed and then written over, where the plan holds what is read in their place."""
+        """Tensors that are packed and then overwritten, where the plan holds the version that is read in their place."""
         return frozenset(then for then, read in self._packed if then != read and read in self.holds)
 
     @cached_property
@@ -264,12 +269,12 @@ class Program:
 
     @cached_property
     def events(self) -> list[tuple[str, int, int]]:
-        """Requests and releases of handles, in the observed order."""
+        """Unpacks and releases of handles, in the observed order."""
         return [(p.kind, p.id, p.occurrence) for p in self.graph.points if p.kind != "op" and p.id in self._handled]
 
     @cached_property
     def event_points(self) -> list[int]:
-        """Where on the graph's axis `events` are."""
+        """The points of `events`."""
         return [i for i, p in enumerate(self.graph.points) if p.kind != "op" and p.id in self._handled]
 
     def wanted_until(self, tensor: int) -> int:
@@ -284,10 +289,10 @@ class Program:
 
     @cached_property
     def random(self) -> frozenset[int]:
-        """Replayed ops that need the generator's state."""
+        """Ops that run again and need the generator's state."""
         return frozenset(op for op in self.schedule.rebuilt if self.graph.ops[op].state_nbytes)
 
     @property
     def empty(self) -> bool:
-        """Nothing is dropped: the recorder need not run at all."""
+        """Whether the plan rebuilds and fetches nothing, so that the recorder need not run at all."""
         return not self.schedule.segments

@@ -1,7 +1,7 @@
-"""Rebuilding: run recorded calls again, without any decision about when.
+"""Run recorded calls again. Other files decide when.
 
-R2: a call that mutates runs on its input's bytes only when nobody else needs them, otherwise on a copy.
-R6: rebuilds run below Autograd and Autocast, with dispatch modes and hooks off, under the grad mode recorded.
+R2: a call that mutates an input runs on the input's own bytes only when nobody else needs them, otherwise on a copy.
+R6: rebuilds run below Autograd and Autocast, without dispatch modes and hooks, under the recorded grad mode.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ Versions = Mapping[int, Version]
 
 _CHUNK = 1 << 12
 _STEP = 0x1E3779B97F4A7C15
-"""Odd, by which chunks are told apart."""
+"""An odd factor: it gives every chunk weights of its own."""
 
 
 def _drawn(n: int) -> torch.Tensor:
-    """Odd weights without a pattern, the same ones in every run."""
-    own = torch.Generator().manual_seed(1)
-    return torch.randint(-(1 << 63), (1 << 63) - 1, (n,), generator=own).bitwise_or_(1)
+    """`n` odd weights, pseudo-random, and the same in every run."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(-(1 << 63), (1 << 63) - 1, (n,), generator=generator).bitwise_or_(1)
 
 
 _ON_CPU = torch.frombuffer(array("q", _drawn(_CHUNK).tolist()), dtype=torch.int64)
-"""Python's memory, not torch's: a budget counts what is alive of that, and a plain run has none of these 32 KiB."""
+"""In Python's memory, not in torch's, which a budget counts: a run without this package does not have these 32 KiB."""
 
 
 @cache
 def _weights(device: torch.device) -> torch.Tensor:
-    """A weight for each word of a chunk; larger ones where every op is launched."""
+    """A weight for each word of a chunk. Chunks are larger off the CPU, where each op is a launch."""
     return _ON_CPU if device.type == "cpu" else _drawn(16 * _CHUNK).to(device)
 
 
 @contextlib.contextmanager
 def flags_of(tape: Tape) -> Iterator[None]:
-    """The numeric settings of the forward pass; restored after the rebuild."""
+    """Within, the numeric settings are those of the tape's forward."""
     now, then = numeric_flags(), tape.flags
     if now == then:
         yield
@@ -58,7 +58,10 @@ def flags_of(tape: Tape) -> Iterator[None]:
 
 
 class StartChangedError(ModifiedError):
-    """A rebuild would start from a version that was changed after the forward; who knows the step names it."""
+    """A rebuild would start from a version that was changed after the forward. The engine raises an error with a name instead.
+
+    version: the version.
+    """
 
     def __init__(self, version: Version) -> None:
         super().__init__(f"a tensor of {version.nbytes} bytes that a rebuild starts from was changed after the forward")
@@ -66,8 +69,10 @@ class StartChangedError(ModifiedError):
 
 
 def checksum(t: torch.Tensor) -> tuple[int, int]:
-    """A sum over the bits of a tensor's storage, in which every word has the weight of its place, and what is left of the last
-    word. Exact, and the same on every device; NaN payloads and signed zeros count, and so does an exchange of two words.
+    """(weighted sum of the 8-byte words of a tensor's storage, the bytes after the last whole word).
+
+    The sum is exact modulo 2^64, and the same on every device. Every word has the weight of its place, so an exchange of two
+    words changes it; NaN payloads and signed zeros count, too.
     """
     bits = torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
     whole = bits.numel() // 8 * 8
@@ -76,12 +81,13 @@ def checksum(t: torch.Tensor) -> tuple[int, int]:
     total = torch.zeros((), dtype=torch.int64, device=t.device)
     for words in bits[:whole].view(torch.int64).split(weights.numel()):
         of_chunk = weights[: words.numel()]
-        # only on the CPU has torch a product of integers that needs no memory
+        # torch has a dot product of integers, which needs no memory, only on the CPU
         total.mul_(_STEP).add_(torch.dot(words, of_chunk) if t.is_cpu else (words * of_chunk).sum())
     return int(total.item()), tail
 
 
 def mismatch(op: str, nbytes: int) -> ReplayMismatchError:
+    """The error where a rebuild gave other bits."""
     return ReplayMismatchError(
         f"{op} was run again to rebuild {nbytes} bytes and gave other bits than the first time. Nothing has been updated "
         f"in this step. Mark it with register_op({op}, 'opaque'), so that its result is kept."
@@ -89,7 +95,10 @@ def mismatch(op: str, nbytes: int) -> ReplayMismatchError:
 
 
 def missing(version: Version) -> bool:
-    """Whether a rebuild that reads the version must make it first. A value that was changed is dropped (R7) or refused (R5)."""
+    """Whether a rebuild that reads the version must make it first. Fetches it where it is parked bit-identically.
+
+    A value that was changed is dropped where it can be rebuilt (R7). Else raises StartChangedError (R5).
+    """
     holding = version.holding
     if holding.value is None:
         return not holding.fetch()
@@ -102,7 +111,10 @@ def missing(version: Version) -> bool:
 
 
 def closure(versions: Versions, targets: Iterable[Version]) -> list[Call]:
-    """The calls to run, in op order, to give every target a value (R6: iteratively)."""
+    """The calls to run, in op order, to give every target a value (R6: without recursion).
+
+    Raises UnsupportedError where that is impossible.
+    """
     calls: dict[int, Call] = {}
     wanted = [version for version in targets if missing(version)]
     seen = {version.id for version in wanted}
@@ -127,8 +139,8 @@ def closure(versions: Versions, targets: Iterable[Version]) -> list[Call]:
 
 
 def rebuild(tape: Tape[Holding], targets: list[Version], retains: Callable[[Version], bool], ran: list[int]) -> None:
-    """Give every target a value on demand. What is made on the way and `retains` says stays; the rest goes at its last use.
-    Appends the numbers of the calls that ran to `ran`.
+    """Give every target a value. Other versions that are made on the way stay where `retains` says so, and are dropped after
+    their last use elsewhere. Appends the numbers of the calls that ran to `ran`.
     """
     versions = tape.versions
     calls = closure(versions, targets)
@@ -152,7 +164,7 @@ def rebuild(tape: Tape[Holding], targets: list[Version], retains: Callable[[Vers
 
 
 def compare(version: Version, then: tuple[int, int] | None) -> None:
-    """R8: rebuilt bytes must be those that were dropped, of which `then` is the checksum."""
+    """R8: raise ReplayMismatchError where the version's bytes do not have the checksum `then`, that of the dropped bytes."""
     value = version.holding.value
     if then is not None and value is not None:
         with below_autograd():
@@ -163,7 +175,9 @@ def compare(version: Version, then: tuple[int, int] | None) -> None:
 
 @cache
 def _drawing_from_a_generator(func: OpOverload) -> OpOverload | None:
-    """The op, or its overload that draws the same numbers, if it is told which generator to draw from; None where none is."""
+    """The overload that draws the same numbers from a generator argument: the op itself, or another one; None where there is
+    none.
+    """
     packet, name = func._overloadpacket, func._overloadname
     names = (name, "generator" if name == "default" else f"{name}_generator", f"generator_{name}")
     for overload in (getattr(packet, n) for n in names if n in packet.overloads()):
@@ -175,9 +189,10 @@ def _drawing_from_a_generator(func: OpOverload) -> OpOverload | None:
 
 
 def _draw(call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a random op on the numbers that it drew. The generator of the run does not move, which other threads may draw from.
+    """Run a random op so that it draws the same numbers as in the forward. The forward's generator, from which other threads
+    may draw, keeps its state.
 
-    An op that takes no generator draws from that one all the same, in the state that it had.
+    Only an op that takes no generator argument draws from that generator, which meanwhile has the recorded state.
     """
     assert call.rng is not None
     generator, state = call.rng
@@ -197,7 +212,7 @@ def _draw(call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _restored(v: Any, versions: Versions, fresh: dict[int, torch.Tensor]) -> Any:
-    """An argument of a call as it was. A function of its own: a recursive closure would be a reference cycle."""
+    """An argument of a call, with tensors in place of views. It is no closure: a recursive closure is a reference cycle."""
     if type(v) is View:
         base = fresh.get(v.version) if fresh else None
         if base is None:
@@ -210,9 +225,10 @@ def _restored(v: Any, versions: Versions, fresh: dict[int, torch.Tensor]) -> Any
 
 
 def run(call: Call, versions: Versions, survives: Callable[[Version], bool]) -> None:
-    """Run a call on the values of the versions it reads and set the values of those it makes. Call inside `below_autograd`.
+    """Run a call on the values of the versions that it reads, and set the values of the versions that it makes. Call within
+    `below_autograd`.
 
-    `survives` says which mutated inputs somebody still needs: those are copied first.
+    `survives` says whether the bytes of a mutated input are still needed: the call then mutates a copy.
     """
     fresh: dict[int, torch.Tensor] = {}
     for id in call.reads:

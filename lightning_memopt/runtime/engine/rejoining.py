@@ -1,12 +1,12 @@
-"""Rejoining: where an op belongs that does not read or make what the plan has at its position, in a forward that deviates.
+"""Rejoining finds the place, in the plan, of an op that does not match the plan's op at the cursor: the forward deviates.
 
-A layer is left out (LayerDrop, stochastic depth): the ops after it read the tensor before it, which from then on *stands in*
-for the tensor that was not made. An op that runs more often than planned makes a tensor the plan does not know, which the next
-op reads *in place* of the last tensor it knows. Parameters are known by their names, so they tell where a forward is, however
-much of it did not run.
+Where a layer is left out (LayerDrop, stochastic depth), the ops after it read the tensor before it, which from then on *stands
+in* for the tensor that was not made. Where an op runs more often than planned, it makes a tensor that the plan does not know,
+and the next op reads that tensor *in place* of a tensor of the plan. Parameters are known by their names, so they tell the
+place of an op, however many ops did not run.
 
 Nothing in this file can change a number: a call names the storage versions that it read in this step, and a tensor of the plan
-is matched to one version only. The bytes that a rebuild will read are held, or within reach of what is held.
+is matched to one version only. Bytes that a rebuild will read are held, or can be rebuilt from bytes that are held.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ from lightning_memopt.runtime.engine.learned import Learned
 from lightning_memopt.runtime.engine.rebuild import Versions
 
 REACH = 256
-"""How far from its position an op is looked for, where some planned ops did not run or run later; one that reads a parameter
-is looked for everywhere."""
+"""How many ops before and after the cursor are searched. For an op that reads a parameter, all ops are searched."""
 _NEAR = 64
-"""How far ahead of its position an op is looked for that reads nothing known."""
+"""How many ops after the cursor are searched for an op that reads no known tensor."""
 SPREAD = 20
-"""Calls are numbered by the plan's op shifted by this many bits: room for unmatched ones between two matched ones."""
+"""The number of a call is the position of its op, shifted by this many bits: calls without a match get numbers in between."""
 
 _ADDING = ("aten::add", "aten::index_add", "aten::mul", "aten::native_layer_norm", "aten::native_batch_norm")
-"""Ops of the way past a layer: sums, and norms of them."""
+"""Ops on the path around a layer (its residual connection): sums, and norms of them."""
 _LINKS = 64
-"""Tensors of that way that are looked at."""
+"""How many tensors on this path are searched."""
 
 Made = list[tuple[Version, torch.Tensor]]
 
@@ -57,10 +56,12 @@ class Place:
 
 
 class Places:
-    """Finds where ops of one forward belong.
+    """Finds the places of the ops of one forward.
 
-    versions: those of the tape.
-    model: returns the model whose parameters have the names to go by.
+    program: the plan.
+    learned: what the engine remembers of earlier forwards.
+    versions: the versions of the tape, by id.
+    model: returns the model, for the names of its parameters; None where it is not known.
     """
 
     def __init__(self, learned: Learned, versions: Versions) -> None:
@@ -71,7 +72,9 @@ class Places:
         self._parameters: dict[int, int] | None = None
 
     def find(self, record: OpRecord, made: Made, at: int) -> Place | None:
-        """The position that most of what the op reads speaks for, of these the nearest, those ahead of `at` first."""
+        """The place where the op reads the most known tensors. Among equal places, those from `at` on come first, then the
+        nearest. None where the op is not in the plan.
+        """
         best, best_merit = None, (0, 0, 0)
         for j in self.program.places.get(record.func._name, ()):
             if j < at and self.program.passes(j):
@@ -87,14 +90,12 @@ class Places:
         return best
 
     def _met_first(self, record: OpRecord, j: int) -> bool:
-        """Whether the op reads a single tensor, an activation that nobody recorded: the next op of its name may be meant."""
+        """Whether the op reads a single tensor, an activation that no recorded op made: it may be the next op of its name."""
         first = record.reads[0] if len(record.reads) == 1 else None
         return first is not None and first.external and self.program.graph.tensors[self.program.inputs[j][0]].born_at != BEFORE
 
     def _place(self, record: OpRecord, made: Made, j: int, at: int) -> tuple[int, Place] | None:
-        """How many tensors of the plan's op `j` are known to be read, and which versions are read in place of the others; None
-        where it cannot be that op.
-        """
+        """(how many inputs of the plan's op `j` the op is known to read, the place); None where it cannot be that op."""
         program, versions, fits = self.program, self.versions, self.learned.fits
         inputs, outputs = program.inputs[j], program.outputs[j]
         if len(inputs) != len(record.reads) or len(outputs) != len(made) or not versions.keys().isdisjoint(outputs):
@@ -104,33 +105,33 @@ class Places:
             planned = program.graph.tensors[tensor]
             matched = version.holding.tensor
             if versions.get(tensor) is version:
-                known += not version.external
-                parameters += planned.kind == "parameter"
+                known += 0 if version.external else 1
+                parameters += 1 if planned.kind == "parameter" else 0
             elif planned.kind == "parameter" and self.parameters.get(storage_of(version), tensor) != tensor:
                 return None
             elif matched is None and version.external and tensor not in versions and fits(version.nbytes, tensor):
-                parameters += planned.kind == "parameter"  # what nobody recorded is matched where it is first met
+                parameters += 1 if planned.kind == "parameter" else 0  # it is matched where an op first reads it
             elif planned.born_at == BEFORE or not self._replaces(version, tensor, j):
                 return None
             else:
-                known += self._follows(tensor, matched)
+                known += 1 if self._follows(tensor, matched) else 0
                 others.append((version, tensor))
         if abs(j - at) > REACH and not parameters:
             return None
         all_fit = all(fits(version.nbytes, tensor) for (version, _), tensor in zip(made, outputs, strict=True))
         if not all_fit and (j != at or others or not known):
-            return None  # data decides on sizes in ways that torch does not say; then all else must be as planned
+            return None  # sizes may depend on data although torch does not say so; then all else must be as planned
         known += parameters
         if others and not outputs:
-            return None  # a view says nothing
+            return None  # a view tells nothing about the place
         if not known and any(tensor in versions and v.holding.tensor is not None for v, tensor in others):
             return None
         return known, Place(j, tuple(others))
 
     def _replaces(self, version: Version, tensor: int, j: int) -> bool:
-        """Whether the version may be read where the plan reads `tensor`, which forward makes.
+        """Whether the version may be read where the plan reads `tensor`, which the forward makes.
 
-        It must have been made by a call with a lower number than those that read it: rebuilds run in that order.
+        The call that made it must have a lower number than the calls that read it: rebuilds run in that order.
         """
         if not self.learned.fits(version.nbytes, tensor) or version.exposed or version.stale or version.empty:
             return False
@@ -138,7 +139,7 @@ class Places:
         return version.call is None or version.call.op < number_of(before)
 
     def _follows(self, tensor: int, before: int | None) -> bool:
-        """Whether a layer makes the plan's tensor from another one by adding to it: it follows where the layer is left out."""
+        """Whether a layer of the plan adds to the tensor `before` to make `tensor`: then `before` is read if it is left out."""
         graph, seen = self.program.graph, {tensor}
         wanted = [tensor] if before is not None else []
         while wanted and len(seen) < _LINKS:
@@ -156,7 +157,7 @@ class Places:
 
     @property
     def parameters(self) -> dict[int, int]:
-        """Storage -> the plan's tensor, of the model's parameters."""
+        """Storage of a parameter of the model -> its tensor of the plan."""
         if self._parameters is None:
             model = self.model()
             named = {t.name: t for t in self.program.graph.tensors if t.kind == "parameter"}
@@ -170,13 +171,13 @@ class Places:
 
 
 def storage_of(version: Version) -> int:
-    """`storage_id` of what is held of the version; 0 where nothing is."""
+    """`storage_id` of the version's value; 0 where it has none."""
     value = version.holding.value
     return 0 if value is None else storage_id(value)
 
 
 def starts_of(version: Version, versions: Versions) -> set[int] | None:
-    """The versions that a rebuild starts from and that nothing makes again; None where the version cannot be rebuilt."""
+    """Ids of the versions from which a rebuild of the version starts; None where it cannot be rebuilt."""
     starts: set[int] = set()
     wanted, seen = [version], {version.id}
     while wanted:

@@ -1,8 +1,8 @@
-"""Memory that is written after the forward that read it: the input is scaled in place, the next forward updates a buffer (R5).
-Autograd does not mind where it saved something else, or where no version counter moves (`.data`).
+"""Writes, after the forward, to memory that the forward read: the user scales the input in place, or the next forward updates a
+buffer (R5). For autograd this is no error where it saved other tensors, or where no version counter moves (`.data`).
 
-Such a write is seen while a step is observed. Rebuilds of this step get a copy of what they start from. Ops that read or made
-the overwritten bytes are `lost`: the plan, which comes without copies, runs none of them again.
+Such writes are seen while a step is observed. Rebuilds of this step start from a copy of the old bytes. The ops that read or
+made these bytes are `lost`: a plan has no such copies, and runs none of these ops again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lightning_memopt.runtime.engine.holding import Holding, Version
 
 
 class Starts:
-    """The versions of one forward that is over, from which rebuilds may start or which autograd reads, by their memory.
+    """The versions, after one forward, from which rebuilds may start or which autograd reads, by their memory.
 
     lost: numbers of the ops that cannot run again in a planned step.
     """
@@ -27,7 +27,7 @@ class Starts:
         self.lost: set[int] = set() if lost is None else lost
 
     def note(self) -> None:
-        """The forward is over: from here on writes are no part of it."""
+        """The forward is over: later writes are not part of it."""
         for version in self._tape.versions.values():
             holding = version.holding
             if holding.value is not None and (version.read or holding.handles > 0):
@@ -36,8 +36,8 @@ class Starts:
                 self._on.setdefault(version.weak, []).append(version)  # evicted; the user may still hold its memory
 
     def taken(self, t: torch.Tensor) -> Iterator[Version]:
-        """The versions on the memory of `t`, which is about to be written, that backward may still need as they are. Each is
-        given out once: what it holds afterwards is not on this memory any more.
+        """The versions on the memory of `t`, which is about to be written, whose bytes backward may still need. Each is yielded
+        once: the caller drops or copies it.
         """
         versions = self._on.get(storage_id(t))
         if versions is None or not any(v.holding.handles > 0 or self._wanted(v) for v in versions):
@@ -48,7 +48,7 @@ class Starts:
             yield version
 
     def changed_unseen(self) -> None:
-        """A rebuild was impossible: whatever has changed since the forward is lost."""
+        """A rebuild was impossible: all versions that have changed since the forward are lost."""
         for versions in self._on.values():
             for version in versions:
                 if not version.holding.intact:

@@ -1,8 +1,9 @@
-"""Templates: how a forward op looked when it was matched to the plan. The next step compares, and does not record it again.
+"""A template is a forward op as it was when it was first matched to the plan. The next steps compare the op with its template,
+and do not record it again.
 
-Steps repeat themselves. When an op meets its template (the same overload, the same constants, the same windows on the same
-tensors of the plan), the call noted then makes the bytes of this step too, because calls name storage versions by the plan's
-tensors. Only the storages of a step are new. An op that differs in anything is recorded as if for the first time.
+Steps repeat themselves. When an op matches its template (the same overload, the same constants, the same windows on the same
+tensors of the plan), the template's call rebuilds the results of this step, too, because it names storage versions by tensors
+of the plan. Only the storages of a step are new. An op that differs in anything is recorded as if for the first time.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _COMPARED = (int, bool, str, type(None), torch.dtype, torch.device, torch.layout
 
 
 def same_constant(a: Any, b: Any) -> bool:
-    """Whether two arguments that are no tensors mean the same to an op: 1 is not 1.0, and -0.0 is not 0.0."""
+    """Whether two arguments, not tensors, mean the same to an op: 1 is not 1.0, and -0.0 is not 0.0."""
     kind = type(a)
     if kind is not type(b):
         return False
@@ -33,7 +34,7 @@ def same_constant(a: Any, b: Any) -> bool:
 
 
 def flattened(args: tuple) -> list[Any]:
-    """Arguments with lists of tensors laid out, each followed by its length."""
+    """The arguments, where the elements of each list of tensors, and then its length, stand in place of the list."""
     flat: list[Any] = []
     for a in args:
         if type(a) in (list, tuple) and any(isinstance(v, (torch.Tensor, View)) for v in a):
@@ -55,14 +56,14 @@ class Template:
     constants: (position, value) of all other arguments.
     kwargs: (name, value); None where arguments do not matter.
     grad: the grad mode.
-    call: how it runs again; None where it does not.
-    random: it needs the generator's state.
-    made: (index among the tensors returned, tensor, bytes) of what it makes.
-    mutates: (position, tensor made) of what it writes in place.
-    empty: its results have no content yet.
-    why: why its results cannot be made again.
-    writes: positions in `args` of memory that it writes and that the plan knows nothing of; in known memory, this is another
-        op.
+    call: runs the op again; None where it does not run again.
+    random: the call needs the generator's state.
+    made: (index among the tensors returned, tensor, bytes) of each result.
+    mutates: (position, tensor made) of each tensor that the op writes in place.
+    empty: the results have no content yet.
+    why: why the results cannot be rebuilt.
+    writes: positions in `args` of memory that the op writes and that is not on the tape; an op that writes to memory on the
+        tape there does not match.
     """
 
     func: OpOverload
@@ -82,9 +83,10 @@ class Template:
 
 
 class Templates:
-    """Templates learned so far.
+    """The templates so far.
 
-    by_op: by position in the forward; an overload alone where nothing depends on the op. The last entry stays None.
+    by_op: by position in the forward. An entry is an overload alone where the plan does not depend on the op, and None where
+        there is no template. The last entry, after the last op, is always None.
     """
 
     def __init__(self, n_ops: int) -> None:
@@ -93,11 +95,11 @@ class Templates:
         self._settings: tuple[Any, ...] | None = None
 
     def current(self) -> list[Template | OpOverload | None]:
-        """The templates; none of them where rules or settings changed that say what may run again."""
+        """The templates. All are forgotten where rules or settings changed that say which ops may run again."""
         settings = (rules_generation(), torch.are_deterministic_algorithms_enabled())
         if settings != self._settings:
             self.by_op = self.none()
-            self._settings = settings  # last: an interrupt between the two costs a second look
+            self._settings = settings  # last: so an interrupt in between does no harm
         return self.by_op
 
     def none(self) -> list[Template | OpOverload | None]:
@@ -106,11 +108,11 @@ class Templates:
 
 
 class _Unnamed(Exception):
-    """A storage version that is no tensor of the plan."""
+    """A storage version is not a tensor of the plan."""
 
 
 def _named(view: View, versions: Versions) -> View:
-    """The window, on the tensor of the plan that its version was matched to."""
+    """The same window, with the plan's tensor in place of the id of its version."""
     named: View = View.__new__(View)
     for name in View.__slots__:
         setattr(named, name, getattr(view, name))
@@ -126,7 +128,7 @@ def _tensor(id: int, versions: Versions) -> int:
 
 
 def _named_call(call: Call, versions: Versions) -> Call:
-    """The call in terms of the plan's tensors, without what belongs to one step."""
+    """The call in terms of the plan's tensors, without the state of the generator."""
     args: list[Any] = []
     for a in call.args:
         if type(a) is list:
@@ -141,7 +143,7 @@ def _named_call(call: Call, versions: Versions) -> Call:
 
 
 def with_state(call: Call, generator: torch.Generator) -> Call:
-    """The call of this step: the generator's state is its own."""
+    """The call for this step, with the present state of the generator."""
     own = Call(call.op, call.func, call.args, call.kwargs, call.reads, call.grad)
     own.made, own.mutates = call.made, call.mutates
     own.rng = (generator, generator.get_state())
@@ -149,21 +151,21 @@ def with_state(call: Call, generator: torch.Generator) -> Call:
 
 
 def _special(record: OpRecord) -> bool:
-    """Whether running the op takes the recorder's care."""
+    """Whether only `Recorder.record` can run the op correctly."""
     rule = record.rule
     foreach = record.func._name.startswith("aten::_foreach_")
     return rule.conjugates or rule.unshared or foreach or any(isinstance(where, str) for where in rule.writes)
 
 
 def in_passing(record: OpRecord) -> Template | OpOverload | None:
-    """The template of an op that nothing depends on; None where running it takes the recorder's care."""
+    """The template of an op on which the plan does not depend; None where `Recorder.record` must run it."""
     if _special(record):
         return None
     return _whatever(record, (), ()) if record.rule.writes else record.func
 
 
 def start_of(record: OpRecord, tracked: frozenset[int]) -> Template | None:
-    """The template of an op that does not run again: rebuilds start from its results, whatever it is given."""
+    """The template of an op that does not run again, but from whose results rebuilds start: its arguments are not compared."""
     positions = {value.version: i for i, value in enumerate(record.args) if type(value) is View}
     if _special(record) or not all(old.id in positions for old, _, _ in record.mutates):
         return None
@@ -173,7 +175,7 @@ def start_of(record: OpRecord, tracked: frozenset[int]) -> Template | None:
 
 
 def _whatever(record: OpRecord, made: tuple[tuple[int, Any, int], ...], mutates: tuple[tuple[int, Any], ...]) -> Template:
-    """The template of an op that does not run again, whatever it is given."""
+    """The template of an op that does not run again: its arguments are not compared."""
     positions = {i for i, _ in mutates}
     return Template(
         func=record.func,
@@ -194,11 +196,11 @@ def _whatever(record: OpRecord, made: tuple[tuple[int, Any, int], ...], mutates:
 
 
 def template_of(record: OpRecord, versions: Versions) -> Template | None:
-    """The template of an op that was recorded and matched; None where comparing it is not enough.
+    """The template of an op that was recorded and matched; None where a comparison of arguments is not enough.
 
-    Not enough: generators and subclasses among the arguments, windows that are conjugate or negative, views that count
-    versions for themselves, storage versions that are no tensors of the plan. Nor is there a template of an op that this step
-    cannot run again: the next step may.
+    It is not enough for generators and subclasses among the arguments, windows that are conjugate or negative, views with
+    version counters of their own, and storage versions that are not tensors of the plan. There is no template, either, of an op
+    that cannot run again in this step: it may in the next one.
     """
     rule, call = record.rule, record.call
     if call is None or rule.conjugates or rule.unshared or not all(same_constant(v, v) for v in record.kwargs.values()):

@@ -1,4 +1,4 @@
-"""Which of the plan's events have come: requests and releases of handles, in the order that was observed."""
+"""Which of the plan's events have come in backward. Events are unpacks and releases of handles, in the observed order."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from lightning_memopt.runtime.engine.cursor import Cursor
 from lightning_memopt.runtime.engine.program import Program
 
 Event = tuple[str, int, int]
-"""(kind, save, how often it came before)."""
+"""(kind, save, how often this event of this save came before)."""
 
 
 class Turn(NamedTuple):
-    """An event that came.
+    """The answer of `Turns.take` to an event.
 
-    planned: whether the plan says what is done at it.
-    passed: events before it that did not come: their saves were not packed in this step.
-    moved: whether the plan has come further.
+    planned: whether to do what the plan does at the event.
+    passed: events before it that will not come, because their saves were not packed in this step.
+    moved: whether `Turns.next` has moved.
     """
 
     planned: bool
@@ -44,37 +44,38 @@ class Turns:
 
     @property
     def point(self) -> int:
-        """Where on the graph's axis the last event is."""
+        """The point of the graph of the last event."""
         return self._program.event_points[self.next - 1]
 
     def take(self, event: Event, in_forward: bool) -> Turn:
-        """An event has come. Notices where backward goes astray: from then on nothing goes that cannot be made again.
+        """An event has come. Where it is out of order, the deviation says so, and from then on only tensors that can be rebuilt
+        are dropped.
 
-        Saves that were not packed in this step are passed over, as if they were asked for and let go in their turn. A save
-        that was packed, and is still to come, lets go of nothing before.
+        Events of saves that were not packed in this step are passed over, as if they had come in their turn. Events of saves
+        that were packed are not: they may still come.
         """
         if in_forward and self._comes_early(event):
-            self._cursor.goes_astray()
+            self._cursor.deviate_in_backward()
             return _NOT_PLANNED
         events, first = self._program.events, self.next
         if first < len(events) and events[first] == event:
             self.next += 1
             return _NEXT
-        at = self._program.turns.get(event, -1)
-        passed = events[first : max(at, 0)]
+        turn = self._program.turns.get(event, -1)
+        passed = events[first : max(turn, 0)]
         segments = self._program.segments
         unpacks = event[0] == "unpack"
         missed = not unpacks and any(kind == "unpack" and (save, n) in segments for kind, save, n in passed)
-        if at < first or missed or any(save in self.packed for _, save, _ in passed):
-            self._cursor.goes_astray()
-        if at < first:
+        if turn < first or missed or any(save in self.packed for _, save, _ in passed):
+            self._cursor.deviate_in_backward()
+        if turn < first:
             return _STAYS
-        self.next = at + 1
+        self.next = turn + 1
         return Turn(planned=True, passed=tuple(other for other in passed if other[1] not in self.packed))
 
     def _comes_early(self, event: Event) -> bool:
-        """Whether the forward has yet to pack saves that the plan has asked for, or let go, by this event. Autograd asks, or
-        lets go of a graph, in the middle of the forward, and the plan knows nothing of that.
+        """Whether the forward has not yet packed all saves whose events the plan has up to this one. Then autograd unpacks, or
+        releases a graph, within the forward, and the plan does not know of that.
         """
         saves, upto = self._program.graph.saves, self._program.turns.get(event, -1) + 1
         return any(saves[save].op >= self._cursor.position for _, save, _ in self._program.events[self.next : upto])

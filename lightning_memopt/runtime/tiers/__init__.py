@@ -1,4 +1,4 @@
-"""Where offloaded bytes go: page-locked host memory, and a file. Tiers move whole storages; what and when, the plan says."""
+"""Places for offloaded bytes: page-locked host memory, and a file. Tiers move whole storages; a plan says which, and when."""
 
 from lightning_memopt.runtime.tiers.base import Stored, Tier
 from lightning_memopt.runtime.tiers.disk import DiskTier

@@ -1,20 +1,21 @@
-"""What a tier is: a bounded place beside the device, to which storages are copied and from which they come back.
+"""The interface of tiers. A tier is a bounded place beside the device; storages are copied out to it, and copied back.
 
-Rules, each with a test (`T3` in the code leads here):
+Rules, each with a test (comments cite them by number):
 
-T1. A copy out begins after what was queued on the current stream when `store` was called, so after the op that wrote the bytes.
-T2. The source is held by what is parked until its copy is known to have ended, and is let go of then; no `record_stream`: that
-    would return the bytes to the allocator at a time nobody knows, and a budget could not be predicted.
-T3. A copy back begins after the copy out has ended, and after what was queued on the current stream when `fetch` was called:
-    what used the memory of `out` before is done with it.
-T4. `wait_stored` and `wait_fetched` order the stream that is current when they are called. Memory belongs to the stream it was
-    allocated on: call them on that one.
-T5. Bytes of a tier are given to another tensor only when no copy from or to them is on its way, or in an order that streams
-    keep.
-T6. A failure raises OffloadError where the copy is waited for, or asked whether it ended; what could not be stored is still the
-    caller's. After a failed copy back, `fetch` may be tried again.
-T7. Every wait may be interrupted and taken up again. `close` may be called twice, and leaves no thread, file or locked page.
-T8. A process that is forked owns nothing: there, `close` and `release` do nothing, and anything else raises OffloadError.
+T1. A copy out begins after all work that was queued on the current stream when `store` was called, so after the op that wrote
+    the bytes.
+T2. A `Stored` holds its source until the copy out is known to have ended, and lets go of it then. `record_stream` is not used:
+    it would return the bytes to the allocator at an unknown time, and no budget could be predicted.
+T3. A copy back begins after the copy out has ended, and after all work that was queued on the current stream when `fetch` was
+    called: ops that used the memory of `out` before have ended.
+T4. `wait_stored` and `wait_fetched` order the stream that is current when they are called. Memory belongs to the stream on
+    which it was allocated: call them on that stream.
+T5. Bytes of a tier are given to another tensor only when no copy from or to them is under way, or when streams guarantee that
+    such copies end first.
+T6. A failed copy raises OffloadError when somebody waits for it, or asks whether it has ended. The caller still has the tensor
+    that could not be stored. After a failed copy back, `fetch` may be tried again.
+T7. Every wait may be interrupted and repeated. `close` may be called twice, and leaves no thread, file or locked page.
+T8. A forked process owns nothing: in it, `close` and `release` do nothing, and all other calls raise OffloadError.
 """
 
 from __future__ import annotations
@@ -39,19 +40,19 @@ class Stored(Protocol):
     def nbytes(self) -> int: ...
 
     def stored(self) -> bool:
-        """Whether the copy out has ended: the device's bytes may go. Raises OffloadError where it failed."""
+        """Whether the copy out has ended, so that the device's bytes may be dropped. Raises OffloadError where it failed."""
 
     def wait_stored(self) -> None:
-        """After this, what is queued on the current stream comes after the copy; the host waits for disks only."""
+        """Make later work on the current stream wait for the copy out. The host itself waits only for disks."""
 
     def fetch(self, out: Tensor) -> None:
-        """Begin to copy back into `out`, flat uint8 of `nbytes`. May be called again, also before the first copy has ended."""
+        """Begin to copy back into `out`, flat uint8 of `nbytes`. May be called again, even before the first copy has ended."""
 
     def wait_fetched(self) -> None:
-        """After this, what is queued on the current stream may read every `out` given so far."""
+        """Make later work on the current stream wait for all copies back so far, so that it may read every `out`."""
 
     def release(self) -> None:
-        """The tier's bytes are not needed any more. Safe while copies are on their way, twice, and in any thread."""
+        """Give up the bytes in the tier. May be called while copies are under way, twice, and in any thread."""
 
 
 class Tier(Protocol):
@@ -65,21 +66,23 @@ class Tier(Protocol):
 
     @property
     def used_nbytes(self) -> int:
-        """Bytes that are taken, rounded up."""
+        """Bytes in use, each storage rounded up to the tier's alignment."""
 
     @property
     def copied(self) -> Stopwatch:
-        """How long copies take, both ways."""
+        """Times the copies, both out and back."""
 
     def store(self, t: Tensor, what: str) -> Stored:
-        """Begin to copy `t`, flat uint8, a whole storage; `what` names it in errors. Raises OffloadError without room."""
+        """Begin to copy out `t`, a whole storage as flat uint8. `what` names it in errors. Raises TierFullError
+        where the tier has no free piece of its size.
+        """
 
     def close(self) -> None:
-        """Wait for what is on its way and give everything back."""
+        """Wait for copies under way, and give back memory, files and threads."""
 
 
 def check_flat(t: Tensor, nbytes: int | None = None) -> None:
-    """Raise ValueError unless `t` is what tiers move: one dimension of contiguous uint8, of `nbytes` where that is given."""
+    """Raise ValueError unless `t` is one dimension of contiguous uint8, of `nbytes` where given: tiers move no other."""
     if t.dtype != torch.uint8 or t.dim() != 1 or not t.is_contiguous():
         raise ValueError(f"a tier moves flat uint8, not {t.dtype} of size {tuple(t.shape)} and stride {t.stride()}")
     if nbytes is not None and t.numel() != nbytes:
@@ -87,27 +90,30 @@ def check_flat(t: Tensor, nbytes: int | None = None) -> None:
 
 
 def buffer(t: Tensor) -> memoryview:
-    """The memory of a flat tensor of the CPU, not a copy."""
+    """The memory, not a copy, of a flat tensor on the CPU."""
     with unwatched():
         return memoryview(t.numpy())  # type: ignore[arg-type]  # numpy's arrays are buffers from Python 3.12 on, for the stubs
 
 
 def check_process(tier: str, pid: int) -> None:
-    """T8: raise OffloadError in a process that was forked from the tier's."""
+    """T8: raise OffloadError unless this process is `pid`, which made the tier."""
     if os.getpid() != pid:
         raise OffloadError(f"the {tier} tier belongs to process {pid}; a process forked from it cannot offload: make one there")
 
 
 def closed(tier: str, what: str) -> OffloadError:
+    """The error for a use of a closed tier."""
     return OffloadError(f"{what}: the {tier} tier is closed; make another one")
 
 
 def usage(space: Space) -> str:
+    """How full a tier is, as text for messages."""
     used, capacity = format_nbytes(space.used_nbytes), format_nbytes(space.capacity_nbytes)
     return f"{used} of {capacity} in use, largest free piece {format_nbytes(space.largest_nbytes)}"
 
 
 def full(tier: str, what: str, nbytes: int, space: Space) -> TierFullError:
+    """The error where a tier has no free piece of `nbytes`."""
     return TierFullError(
         f"{what}: the {tier} tier has no room for {nbytes} bytes ({format_nbytes(nbytes)}): {usage(space)}. "
         "Nothing is lost, it is still on the device; give the tier more bytes, or offload less"

@@ -1,9 +1,9 @@
-"""The disk tier: a file, one thread that writes and one that reads. For any device.
+"""The disk tier: a file, a thread that writes it and a thread that reads it. For any device.
 
-On the CPU the system writes straight from the tensor's memory and reads straight into it; from a device, bytes pass through
-`Staging`. A copy ends on its thread, so a wait of the host is all the order there is (T1 and T3 by an event, where the device
-has streams). What the system keeps of the file in memory (its page cache) it gives back when others need it; a directory
-in memory (tmpfs) is memory.
+On the CPU the system writes straight from the tensor's memory and reads straight into it; from and to other devices, bytes pass
+through `Staging`. A copy ends on its thread, so the host waits for that thread; T1 and T3 are kept by events where the device
+has streams. The system's page cache may hold parts of the file in memory, and gives that memory back when programs need it. A
+file in a directory in memory (tmpfs) takes memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ ALIGN_NBYTES = 4096
 
 
 class DiskTier:
-    """`capacity_nbytes` in a file without a name in `directory` (the system's for temporary files). Raises OffloadError."""
+    """A tier of `capacity_nbytes` in a nameless file in `directory` (None: the system's directory for temporary files).
+
+    Raises OffloadError where the file cannot be made.
+    """
 
     name = "disk"
 
@@ -62,7 +65,7 @@ class DiskTier:
 
     @property
     def used_nbytes(self) -> int:
-        """Bytes that are taken, in multiples of 4096."""
+        """Bytes in use, in multiples of 4096."""
         with self._lock:
             self._reclaim()
             return self._space.used_nbytes
@@ -74,52 +77,56 @@ class DiskTier:
         if nbytes:
             with self._lock:
                 self._reclaim()
-                found = self._space.take(nbytes)
-                if found is None:
+                taken = self._space.take(nbytes)
+                if taken is None:
                     raise full(self.name, what, nbytes, self._space)
-                offset = found
+                offset = taken
         return _DiskParked(self, t, what, offset)
 
     def close(self) -> None:
         if os.getpid() == self._pid:
             with self._lock:
-                self._closing = True  # what waits to be written is not; what is being copied is
+                self._closing = True  # writes that are still queued fail; all other copies end
             _end(*self._held)
             self._finalizer.detach()
 
     def check(self, what: str) -> None:
+        """Raise OffloadError in a forked process, or where the tier is closed."""
         check_process(self.name, self._pid)
         if self._closing:
             raise closed(self.name, what)
 
     def submit(self, parked: _DiskParked, copy: Copy, *, out: bool) -> None:
+        """Queue a copy: `out` on the thread that writes, else on the thread that reads."""
         with self._lock:
-            if self._closing:  # the threads read nothing any more
+            if self._closing:  # the threads take no copies from their queues any more
                 raise closed(self.name, parked.what)
             parked.copies += 1
             (self._writer if out else self._reader).submit(copy)
 
     def write(self, data: memoryview, offset: int) -> None:
+        """Write all of `data` to the file, timed."""
         with self.copied.running():
             self.file.write(data, offset)
 
     def read(self, into: memoryview, offset: int) -> None:
+        """Fill all of `into` from the file, timed."""
         with self.copied.running():
             self.file.read(into, offset)
 
     def ended(self, parked: _DiskParked) -> None:
-        """A copy of this one has ended."""
+        """A copy of this storage has ended."""
         with self._lock:
             parked.copies -= 1
             self._reclaim()
 
     def wanted(self, parked: _DiskParked) -> bool:
-        """Whether anyone can still ask for what is about to be written."""
+        """Whether anybody can still ask for the bytes that are about to be written."""
         with self._lock:
             return not self._closing and (parked.copies > 1 or not parked.released)
 
     def release(self, parked: _DiskParked) -> None:
-        """T5. May be called by a destructor, also inside the lock: what cannot be done now is done by who takes it next."""
+        """T5. A destructor may call this, even while its own thread has the lock: then the next `_reclaim` does the work."""
         self._released.append(parked)
         if self._lock.acquire(blocking=False):
             try:
@@ -128,6 +135,7 @@ class DiskTier:
                 self._lock.release()
 
     def _reclaim(self) -> None:
+        """Free the space of released storages that no copy uses. Call with the lock."""
         for _ in range(len(self._released)):
             parked = self._released.popleft()
             if parked.copies:
@@ -137,7 +145,7 @@ class DiskTier:
                 self._space.give(parked.offset, parked.nbytes)
 
     def failed(self, parked: _DiskParked, error: BaseException, verb: str) -> OffloadError:
-        """What to raise for the error of a copy "to" or "from" the tier (T6)."""
+        """The error to raise for the error of a copy; `verb`: "to" or "from" the tier (T6)."""
         if isinstance(error, OffloadError):
             return OffloadError(str(error))
         with self._lock:
@@ -151,13 +159,22 @@ class DiskTier:
 
 
 class _DiskParked:
+    """A storage in the disk tier (`Stored`).
+
+    what: its name in errors.
+    nbytes: its size.
+    offset: where it begins in the file.
+    copies: copies of it that are queued or under way, both out and back.
+    released: its bytes are not needed any more.
+    given: its space is free again.
+    """
+
     def __init__(self, tier: DiskTier, t: Tensor, what: str, offset: int) -> None:
         self._tier = tier
         self.what = what
         self.nbytes = t.numel()
         self.offset = offset
         self.copies = 0
-        """On their way, both ways."""
         self.released = self.given = False
         self._fetches: tuple[Copy, ...] = ()
         self._store = Copy(partial(self._write, t, self._ready()))  # T2: holds `t` until it has ended
@@ -178,11 +195,9 @@ class _DiskParked:
         tier = self._tier
         try:
             if not tier.wanted(self):
-                raise (
-                    closed(tier.name, self.what)
-                    if tier._closing
-                    else OffloadError(f"{self.what} was released before it was stored; keep what is parked")
-                )
+                if tier._closing:
+                    raise closed(tier.name, self.what)
+                raise OffloadError(f"{self.what} was released before it was stored; keep what is parked")
             if tier.staging is None:
                 tier.write(buffer(t), self.offset)
             else:
@@ -245,9 +260,9 @@ class _DiskParked:
 
 def _end(pid: int, file: Scratch, writer: Worker, reader: Worker, staging: tuple[Staging, Staging] | None) -> None:
     if os.getpid() != pid:
-        return  # T8: the threads are not here, and the file is the other's
+        return  # T8: the threads and the file belong to the process that made the tier
     writer.close()
     reader.close()
     file.close()
-    for one in staging or ():
-        one.close()
+    for direction in staging or ():
+        direction.close()

@@ -1,7 +1,7 @@
-"""The host tier: page-locked host memory, a stream for each direction, events instead of waiting (Dymem, HPDC 2020, 3.2).
+"""The host tier: page-locked host memory, a stream for each direction, events instead of waits (Dymem, HPDC 2020, 3.2).
 
-Nothing here waits on the host: order between streams is all that copies need. On the CPU the same code copies from memory to
-memory, which saves nothing, and shows that what goes out is what comes back.
+The host never waits: copies only need an order between streams. On the CPU the same code copies from memory to memory. That
+saves no memory, but tests can compare the bytes that come back with those that were stored.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ ALIGN_NBYTES = 512
 
 
 class HostTier:
-    """`capacity_nbytes` of page-locked host memory beside `device`. Raises OffloadError for more than the machine has left.
+    """A tier of `capacity_nbytes` of page-locked host memory beside `device`.
 
-    `streams`: what gives streams and events, the device's module of torch unless a test has another.
+    `streams` has the streams and events: torch's module of the device, unless a test has another. Raises OffloadError for more
+    bytes than the machine has left.
     """
 
     name = "host"
@@ -49,12 +50,12 @@ class HostTier:
         self._lock = threading.Lock()
         self._released: deque[_HostParked] = deque()
         self._holding: list[tuple[Any, Tensor]] = []
-        """(event, tensor): what released copies still read or write."""
+        """(event, tensor): memory that copies of released storages use until the event."""
         self._closed = False
 
     @property
     def used_nbytes(self) -> int:
-        """Bytes that are taken, in multiples of 512."""
+        """Bytes in use, in multiples of 512."""
         with self._lock:
             self._reclaim()
             return self._space.used_nbytes
@@ -66,10 +67,10 @@ class HostTier:
         with self._lock:
             self._reclaim()
             if nbytes:
-                found = self._space.take(nbytes)
-                if found is None:
+                taken = self._space.take(nbytes)
+                if taken is None:
                     raise full(self.name, what, nbytes, self._space)
-                offset = found
+                offset = taken
         return _HostParked(self, t, what, offset)
 
     def close(self) -> None:
@@ -83,21 +84,26 @@ class HostTier:
         self._pool.close()
 
     def check(self, what: str) -> None:
+        """Raise OffloadError in a forked process, or where the tier is closed."""
         check_process(self.name, self._pid)
         if self._closed:
             raise closed(self.name, what)
 
     def bytes_at(self, offset: int, nbytes: int) -> Tensor:
+        """A piece of the tier's memory, flat uint8."""
         return self._pool.bytes[offset : offset + nbytes]
 
     def copy(self, to: Tensor, of: Tensor, stream: Any) -> None:
-        """Queue a copy on this stream, which is the current one."""
+        """Queue a copy on `stream`, which is the current one, and time it."""
         with self.copied.running(stream if self._queues else None):
             streams_module.copy(to, of)
 
     @contextlib.contextmanager
     def naming(self, parked: _HostParked, verb: str) -> Iterator[None]:
-        """T6: the device's errors, of this copy or of anything before it, say which copy met them."""
+        """T6: turn the device's errors, of this copy or of earlier work, into OffloadError that names the copy.
+
+        `verb`: "to" or "from" the tier.
+        """
         try:
             yield
         except OffloadError:
@@ -109,17 +115,20 @@ class HostTier:
             ) from error
 
     def release(self, parked: _HostParked) -> None:
-        """May be called by a destructor anywhere: nothing is asked of the device here."""
+        """A destructor may call this anywhere: it does not use the device."""
         self._released.append(parked)
 
     def reclaim(self) -> None:
+        """Free the space of released storages, and the memory of copies that have ended."""
         if self._released or self._holding:
             with self._lock:
                 self._reclaim()
 
     def _reclaim(self) -> None:
-        """T5: what will be stored in the place of what was released comes after all copies from there; those to there are on
-        the same stream."""
+        """T5: a later copy out into the same space waits for all copies back from it. Earlier copies out are on its own stream.
+
+        Call with the lock.
+        """
         while self._released:
             parked = self._released.popleft()
             if parked.given or self._closed:
@@ -137,6 +146,18 @@ class HostTier:
 
 
 class _HostParked:
+    """A storage in the host tier (`Stored`).
+
+    what: its name in errors.
+    nbytes: its size.
+    offset: where it begins in the tier's memory.
+    source: the tensor that is copied out; None when that copy is known to have ended (T2).
+    done: the event after the copy out.
+    outs: targets of copies back for which nobody has waited.
+    fetched: the event after the last copy back, None before the first; all copies back are on one stream.
+    given: its space is free again.
+    """
+
     def __init__(self, tier: HostTier, t: Tensor, what: str, offset: int) -> None:
         self._tier = tier
         self.what = what
@@ -144,11 +165,8 @@ class _HostParked:
         self.offset = offset
         self.given = self._released = False
         self.source: Tensor | None = t
-        """T2."""
         self.fetched: Any = None
-        """The event after the last copy back; all of them are on one stream."""
         self.outs: list[Tensor] = []
-        """Where copies go that nobody has waited for."""
         streams = tier.streams
         self.done = streams.Event()
         with tier.naming(self, "to"):
@@ -168,7 +186,7 @@ class _HostParked:
         return self.source is None
 
     def wait_stored(self) -> None:
-        """The host does not wait: the source's memory may be used again by what is queued on the current stream from now on."""
+        """See `Stored`. The host does not wait, and later work on the current stream may use the source's memory again."""
         check_process(self._tier.name, self._tier._pid)
         with self._tier.naming(self, "to"):
             self._current().wait_event(self.done)
@@ -197,9 +215,9 @@ class _HostParked:
         check_process(self._tier.name, self._tier._pid)
         with self._tier.naming(self, "from"):
             if self.fetched is not None:
-                outs = len(self.outs)
+                n_outs = len(self.outs)
                 self._current().wait_event(self.fetched)
-                del self.outs[:outs]
+                del self.outs[:n_outs]
             self._tier.reclaim()
 
     def release(self) -> None:

@@ -1,8 +1,9 @@
-"""A file of a fixed size that has no name: it is gone with its last descriptor, so also where the process is killed.
+"""A file of a fixed size without a name: the system deletes it with its last descriptor, even where the process is killed.
 
-Linux: `O_TMPFILE`, or unlinked at once where the file system has none (`tempfile.TemporaryFile` tries both), and the space is
-reserved by `posix_fallocate`. macOS: unlinked at once, reserved by writing zeros. Windows: the system deletes the file with its
-last handle (`O_TEMPORARY`), and as it has no positional reads, a lock keeps seek and read together.
+Linux: the file is made with `O_TMPFILE`, or unlinked at once on file systems that do not have that (`tempfile.TemporaryFile`
+tries both); `posix_fallocate` reserves the space. macOS: the file is unlinked at once, and zeros are written to reserve the
+space. Windows: the system deletes the file with its last handle (`O_TEMPORARY`). It has no positional reads, so a lock keeps
+seek and read together.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ _CANNOT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class Scratch:
-    """`nbytes` of disk space in `directory` (the system's for temporary files, if None), reserved now.
+    """`nbytes` of disk space in `directory` (None: the system's directory for temporary files), reserved when it is made.
 
-    Raises OffloadError where the directory is not there, cannot be written to, or has less space than that.
+    Raises OffloadError where the directory does not exist, cannot be written to, or has less space.
     """
 
     def __init__(self, nbytes: int, directory: str | os.PathLike[str] | None = None) -> None:
@@ -59,7 +60,7 @@ class Scratch:
             self.write(zeros[: nbytes - offset], offset)
 
     def write(self, data: memoryview, offset: int) -> None:
-        """All of `data` at `offset`, with the interpreter's lock released. Raises OSError."""
+        """Write all of `data` at `offset`. Other threads run meanwhile. Raises OSError."""
         while data:
             n = self._pwrite(data, offset)
             if n <= 0:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
+from lightning_memopt.units import round_up
+
 
 class Space:
     """Pieces of `0 .. capacity_nbytes`, whose offsets and sizes are multiples of `align`. Not safe for threads: callers lock.
 
-    The capacity is rounded down to a multiple of `align`, what is taken is rounded up.
+    align: bytes.
+    capacity_nbytes: rounded down to a multiple of `align`.
+    used_nbytes: bytes in use; every piece is rounded up to a multiple of `align`.
     """
 
     def __init__(self, capacity_nbytes: int, align: int = 512) -> None:
@@ -18,32 +22,33 @@ class Space:
         self.capacity_nbytes = capacity_nbytes // align * align
         self.used_nbytes = 0
         self._free = [(0, self.capacity_nbytes)] if self.capacity_nbytes else []
-        """(offset, size) of every free piece, by offset; no two touch."""
+        """(offset, size) of every free piece, by offset. No two pieces touch."""
 
     @property
     def largest_nbytes(self) -> int:
-        """The most that can be taken at once."""
+        """The largest number of bytes that can be taken at once."""
         return max((size for _, size in self._free), default=0)
 
     def rounded(self, nbytes: int) -> int:
-        return -(-nbytes // self.align) * self.align
+        """The size of the piece that `nbytes` take."""
+        return round_up(nbytes, self.align)
 
     def take(self, nbytes: int) -> int | None:
-        """The offset of a piece of `nbytes` (at least 1), from the smallest free piece that has room; None where none has."""
+        """The offset of a piece of `nbytes` (at least 1), from the smallest free piece that has them; None where none has."""
         size = self.rounded(nbytes)
         if size <= 0:
             raise ValueError(f"{nbytes} bytes are no piece")
-        found = min(((room, offset) for offset, room in self._free if room >= size), default=None)
-        if found is None:
+        smallest = min(((free_size, offset) for offset, free_size in self._free if free_size >= size), default=None)
+        if smallest is None:
             return None
-        room, offset = found
+        free_size, offset = smallest
         i = bisect_left(self._free, (offset,))
-        self._free[i : i + 1] = [(offset + size, room - size)] if room > size else []
+        self._free[i : i + 1] = [(offset + size, free_size - size)] if free_size > size else []
         self.used_nbytes += size
         return offset
 
     def give(self, offset: int, nbytes: int) -> None:
-        """Give back what `take(nbytes)` answered with `offset`. Raises ValueError for bytes that are free already."""
+        """Give back the piece at `offset` that `take(nbytes)` returned. Raises ValueError for bytes that are free already."""
         size = self.rounded(nbytes)
         end = offset + size
         i = bisect_left(self._free, (offset,))

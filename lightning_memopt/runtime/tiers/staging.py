@@ -1,4 +1,6 @@
-"""From a device to a file and back, through two small pieces of page-locked memory: one is copied, the other written."""
+"""Copies between a device and a file through two small pieces of page-locked memory: the device uses one piece while the file
+uses the other.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,13 @@ from lightning_memopt.runtime.tiers.streams import HostPool, queued_on, streams_
 PIECE_NBYTES = 8 << 20
 
 Move = Callable[[memoryview, int], None]
-"""Write what is in the memory, or fill it, at this many bytes into the tensor."""
+"""(memory, offset): write this memory to the file, or fill it from the file. `offset`: in bytes from the tensor's begin."""
 
 
 class Staging:
-    """One direction of a device's disk tier: a stream and two pieces. Only its worker calls it: one copy at a time."""
+    """One direction of a device's disk tier: a stream and two pieces of memory. Only the thread of that direction calls it, for
+    one copy at a time.
+    """
 
     def __init__(self, device: torch.device, piece_nbytes: int = PIECE_NBYTES, streams: Any = None) -> None:
         self.streams = streams or streams_of(device)
@@ -29,7 +33,7 @@ class Staging:
         self.events = self.streams.Event(), self.streams.Event()
 
     def out(self, t: Tensor, ready: Any, write: Move) -> None:
-        """Write all of `t`, when `ready` has passed. Ends when it is written."""
+        """Write all of `t` after the event `ready`. Returns when all is written."""
         size = self.pieces[0].numel()
         with queued_on(self.streams, self.stream):
             self.stream.wait_event(ready)
@@ -50,13 +54,13 @@ class Staging:
         write(buffer(self.pieces[k % 2][: t.numel() - start]), start)
 
     def back(self, out: Tensor, ready: Any, read: Move) -> None:
-        """Read all of `out`, whose memory is free when `ready` has passed. Ends when it is there."""
+        """Fill all of `out`, whose memory is free after the event `ready`. Returns when all is there."""
         size = self.pieces[0].numel()
         with queued_on(self.streams, self.stream):
             self.stream.wait_event(ready)
             for k, start in enumerate(range(0, out.numel(), size)):
                 if k > 1:
-                    self.events[k % 2].synchronize()  # what was in this piece has left it
+                    self.events[k % 2].synchronize()  # the piece's earlier bytes are on the device now
                 part = out[start : start + size]
                 piece = self.pieces[k % 2][: part.numel()]
                 read(buffer(piece), start)

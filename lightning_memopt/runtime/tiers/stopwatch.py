@@ -1,4 +1,4 @@
-"""Seconds that copies, codecs and waits for them take."""
+"""Measures the seconds that copies, codecs, and waits for them take."""
 
 from __future__ import annotations
 
@@ -13,11 +13,16 @@ from typing import Any
 import torch
 
 _PENDING = 64
+"""Pairs of events that may wait to be read."""
 
 
 class Stopwatch:
-    """The sum of what ran inside of `running`, in any thread: by the host's clock, or on a device between two events of one of
-    its streams, which nobody waits for before `seconds` is asked. While it is not `on`, nothing is timed.
+    """The total seconds of all `running` blocks, in any thread.
+
+    A block is timed by the host's clock, or between two events on a stream of the device; only `seconds` waits for these
+    events.
+
+    on: whether blocks are timed.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, event: Callable[[], Any] | None = None) -> None:
@@ -30,7 +35,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def running(self, stream: Any = None) -> Iterator[None]:
-        """Time this block; with a stream, what it queues there."""
+        """Time the block; with a stream, the work that the block queues on it."""
         if not self.on:
             yield
             return
@@ -41,7 +46,7 @@ class Stopwatch:
             if stream is None:
                 with self._lock:
                     self._seconds += self._clock() - began
-        if stream is not None:  # not after a failure: a device that failed would raise here, in the place of what it was
+        if stream is not None:  # not after an error: a device that failed would raise another one here, and hide the first
             ended = self._mark(stream)
             with self._lock:
                 self._pairs.append((began, ended))
@@ -50,7 +55,7 @@ class Stopwatch:
 
     @property
     def seconds(self) -> float:
-        """So far; waits for a device to be done with what it was given."""
+        """The total so far. Waits until the device has finished the timed work."""
         with self._lock:
             for _, ended in self._pairs:
                 ended.synchronize()
@@ -65,6 +70,7 @@ class Stopwatch:
         return event
 
     def _fold(self) -> None:
+        """Add the times of events that have passed. Call with the lock."""
         for _ in range(len(self._pairs)):
             began, ended = self._pairs.popleft()
             if ended.query():

@@ -1,4 +1,4 @@
-"""Streams, events and page-locked memory of a device. Torch's streams and events of the CPU do nothing."""
+"""Streams, events and page-locked memory of a device. Torch's streams and events for the CPU do nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def streams_of(device: torch.device) -> Any:
 
 
 def marked(streams: Any, stream: Any) -> Any:
-    """An event after all that is queued on a stream now."""
+    """An event after all work that is queued on a stream now."""
     event = streams.Event()
     event.record(stream)
     return event
@@ -37,7 +37,7 @@ def marked(streams: Any, stream: Any) -> Any:
 
 @contextlib.contextmanager
 def queued_on(streams: Any, stream: Any) -> Iterator[None]:
-    """What this block does to tensors is queued on `stream`, and seen by no dispatch mode and not by autograd."""
+    """Within, ops are queued on `stream`; neither dispatch modes nor autograd see them."""
     with below_autograd(), streams.stream(stream):
         yield
 
@@ -48,26 +48,26 @@ def copy(to: Tensor, of: Tensor) -> None:
 
 
 class HostPool:
-    """`nbytes` of host memory, taken once, which a CUDA device copies from and to by itself while the host goes on.
+    """`nbytes` of host memory, allocated once. A CUDA device copies from and to it while the host goes on.
 
-    The pages are registered with the driver: torch's own page-locked memory is rounded up to a power of two. Where pages cannot
-    be locked (`ulimit -l`, containers, WSL), the memory is pageable, with one warning: copies then hold up the host, numbers
-    are the same. Raises OffloadError for more than the machine has, or has left.
+    The pages are registered with the driver, because torch's own page-locked memory is rounded up to a power of two. Where
+    pages cannot be locked (`ulimit -l`, containers, WSL), there is one warning, and the memory is pageable: copies then block
+    the host; numbers are the same. Raises OffloadError for more bytes than the machine has left.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        room = _available_nbytes()
-        if nbytes > room:
+        available_nbytes = _available_nbytes()
+        if nbytes > available_nbytes:
             raise OffloadError(
-                f"{nbytes} bytes ({format_nbytes(nbytes)}) of host memory were asked for, and {room} bytes "
-                f"({format_nbytes(room)}) are left on this machine; ask for less"
+                f"{nbytes} bytes ({format_nbytes(nbytes)}) of host memory were asked for, and {available_nbytes} bytes "
+                f"({format_nbytes(available_nbytes)}) are left on this machine; ask for less"
             )
         self.bytes = torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # whatever the default device is
         locked = nbytes > 0 and device.type == "cuda" and _lock(self.bytes)
         self._unlock = weakref.finalize(self, _unlock, os.getpid(), self.bytes, locked)
 
     def close(self) -> None:
-        """Give the memory back; no copy may be on its way."""
+        """Give the memory back. No copy may be under way."""
         self._unlock()
         self.bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -90,7 +90,7 @@ def _unlock(pid: int, memory: Tensor, locked: bool) -> None:
 
 
 def _available_nbytes() -> int:
-    """Bytes of host memory that are left, or that there are, where the system does not say what is left."""
+    """Bytes of host memory that are left; all bytes of it, where the system does not say how many are left."""
     try:
         total = host_memory_nbytes()
     except UnsupportedError:

@@ -8,7 +8,10 @@ from queue import SimpleQueue
 
 
 class Copy:
-    """A copy that a worker carries out: it ends once, and anyone may wait for it, interrupted or not (T7)."""
+    """A copy that a worker carries out. It ends once. Anybody may wait for it, and repeat a wait that was interrupted (T7).
+
+    error: the exception that the copy raised, or None.
+    """
 
     __slots__ = ("_ended", "_work", "error")
 
@@ -21,7 +24,7 @@ class Copy:
         try:
             if self._work is not None:
                 self._work()
-        except BaseException as error:  # nobody is there to catch it: whoever waits is told
+        except BaseException as error:  # the worker's thread has no caller: those who wait for the copy raise it
             self.error = error.with_traceback(None)  # its frames would hold the tensor
         finally:
             self._work = None
@@ -47,7 +50,7 @@ class Worker:
         self._copies.put(copy)
 
     def close(self) -> None:
-        self._copies.put(None)  # one too many is never read
+        self._copies.put(None)  # after a second `close`, nobody reads this
         if threading.current_thread() is not self._thread:
             self._thread.join()
 

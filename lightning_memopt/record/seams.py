@@ -1,0 +1,62 @@
+"""Seams: functions of torch that are wrapped while somebody listens, and put back when the last listener leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+L = TypeVar("L")
+Place = tuple[Any, str, Callable[[Any], Any]]
+"""(owner, name of its attribute, function that makes the wrapper of the original)."""
+
+
+class Seams(Generic[L]):
+    """Wrappers that are installed when the first listener comes, and removed when the last one leaves.
+
+    places: the attributes that are wrapped. Attributes that the installed torch does not have are left out.
+    listeners: the listeners, in the order in which they came. Wrappers read them; only `listening` changes them.
+    """
+
+    def __init__(self, *places: Place) -> None:
+        self.places = tuple((owner, name, wrap) for owner, name, wrap in places if hasattr(owner, name))
+        self.listeners: list[L] = []
+        self._lock = threading.Lock()
+        self._originals: list[tuple[Any, str, bool, Any]] = []
+        """(owner, name, whether the owner itself had the attribute, original), in the order of installation."""
+
+    @contextlib.contextmanager
+    def listening(self, listener: L) -> Iterator[None]:
+        """Within, `listener` is one of the listeners."""
+        try:
+            with self._lock:
+                self.listeners.append(listener)
+                if len(self.listeners) == 1:
+                    self._install()
+            yield
+        finally:
+            with self._lock:
+                if listener in self.listeners:
+                    self.listeners.remove(listener)
+                if not self.listeners:
+                    try:
+                        self._restore()
+                    finally:
+                        self._restore()  # does nothing, unless the first call was interrupted
+
+    def _install(self) -> None:
+        for owner, name, wrap in self.places:
+            original = getattr(owner, name)
+            wrapper = wrap(original)
+            self._originals.append((owner, name, name in vars(owner), original))  # before the change: it may be interrupted
+            setattr(owner, name, wrapper)
+
+    def _restore(self) -> None:
+        while self._originals:
+            owner, name, own, original = self._originals[-1]
+            if own:
+                setattr(owner, name, original)
+            elif name in vars(owner):
+                delattr(owner, name)
+            self._originals.pop()
