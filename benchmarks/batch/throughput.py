@@ -32,7 +32,7 @@ from benchmarks.lib.tables import print_table
 from benchmarks.papers.transfer_papers import EFFICIENCY
 from lightning_memopt.batching.plans import largest
 from lightning_memopt.graph import Graph
-from lightning_memopt.plan import Life, LoweringError, Run, lower, simulate
+from lightning_memopt.plan import Life, LoweringError, Rebuild, lower, simulate
 from lightning_memopt.plan.rates import MachineRates, profile
 from lightning_memopt.session.foresight import unmodified_peak
 from lightning_memopt.solvers import planner
@@ -121,7 +121,7 @@ class Model:
         grow = (b - a) / (high - low)
         until = np.where(grow > 0, low + (room - a) / np.where(grow > 0, grow, 1.0), np.where(a > room, 0.0, high))
         most = min(high, math.floor(float(until.min()) + 1e-9))
-        ran = [s.op for steps in schedule.segments.values() for s in steps if isinstance(s, Run)]
+        ran = [s.op for steps in schedule.segments.values() for s in steps if isinstance(s, Rebuild)]
         again = np.bincount(np.array(ran, dtype=int), minlength=len(self.fit.small.ops))
         return Pooled(solver, lives, again, most)
 

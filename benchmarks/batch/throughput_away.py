@@ -23,7 +23,7 @@ from lightning_memopt.batching.plans import ParkingPlans
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph
-from lightning_memopt.plan import Life, LoweringError, Plan, Prediction, Run, lower, simulate
+from lightning_memopt.plan import Life, LoweringError, Plan, Prediction, Rebuild, lower, simulate
 from lightning_memopt.plan.rates import MachineRates
 from lightning_memopt.session.foresight import unmodified_peak
 from lightning_memopt.session.joint_frontier import JointFrontier, peak_nbytes
@@ -150,7 +150,7 @@ class HostPlans:
         predicted = simulate(graph, plan.lives, schedule, rates=assumed.rates(self.rates)).predicted
         seconds = graph.step_seconds + predicted.seconds
         if assumed.recorder_seconds and (schedule.rebuilt or schedule.parked):
-            ran = [s.op for steps in schedule.segments.values() for s in steps if isinstance(s, Run)]
+            ran = [s.op for steps in schedule.segments.values() for s in steps if isinstance(s, Rebuild)]
             kernels = sum(graph.ops[o].seconds > 0 for o in ran) + sum(op.seconds > 0 for op in graph.ops)
             calls = kernels + 2 * len(schedule.parked)  # a copy, or a codec, each way
             seconds = max(seconds, calls * assumed.price.launch_seconds + assumed.recorder_seconds * len(graph.forward))

@@ -2,7 +2,7 @@
 
 from lightning_memopt.plan.allocator import Reserved, reserved, reserved_nbytes_of
 from lightning_memopt.plan.files import plan_from_json, plan_to_json, read_plan, write_plan
-from lightning_memopt.plan.lower import Fetch, Free, LoweringError, Run, Schedule, Segment, lower
+from lightning_memopt.plan.lower import Fetch, Free, LoweringError, Rebuild, Schedule, Segment, lower
 from lightning_memopt.plan.model import Life, Plan, Prediction
 from lightning_memopt.plan.simulate import Timeline, simulate
 from lightning_memopt.plan.validate import Report, validate
@@ -16,7 +16,7 @@ __all__ = [
     "Prediction",
     "Report",
     "Reserved",
-    "Run",
+    "Rebuild",
     "Schedule",
     "Segment",
     "Timeline",

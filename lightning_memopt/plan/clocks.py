@@ -14,7 +14,7 @@ from typing import Protocol
 
 from lightning_memopt.graph import BEFORE, Graph, Levels
 from lightning_memopt.plan.forms import codec_of, tier_of
-from lightning_memopt.plan.lower import Fetch, Run, Schedule
+from lightning_memopt.plan.lower import Fetch, Rebuild, Schedule
 from lightning_memopt.plan.model import Life
 
 
@@ -127,7 +127,7 @@ def transfers(graph: Graph, lives: Iterable[Life], schedule: Schedule, rates: Tr
             if isinstance(step, Fetch):
                 clocks.fetch(step.tensor, schedule.parked[step.tensor], nbytes[step.tensor])
                 coming.add(step.tensor)
-            elif isinstance(step, Run):
+            elif isinstance(step, Rebuild):
                 reads(graph.ops[step.op].inputs)
                 clocks.now += graph.ops[step.op].seconds
         if point.kind == "unpack":

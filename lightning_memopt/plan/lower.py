@@ -22,7 +22,7 @@ class LoweringError(MemOptError, ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Rebuild:
     """Run a forward op again.
 
     op: id of the op.
@@ -47,7 +47,7 @@ class Fetch:
     tensor: int
 
 
-Segment = tuple[Run | Free | Fetch, ...]
+Segment = tuple[Rebuild | Free | Fetch, ...]
 
 
 @dataclass(frozen=True)
@@ -116,12 +116,12 @@ def segment(graph: Graph, point: int, births: Iterable[int], resident: Residency
                 wanted.append(t)
     order = sorted(ops)
     last_use = {t: i for i, o in enumerate(order) for t in graph.ops[o].inputs}
-    steps: list[Run | Free] = []
+    steps: list[Rebuild | Free] = []
     for i, o in enumerate(order):
         op = graph.ops[o]
         overwritten = {old for old, _ in op.mutates}
         clones = tuple(old for old, _ in op.mutates if old in targets or resident(old, point) or last_use[old] > i)
-        steps.append(Run(o, clones))
+        steps.append(Rebuild(o, clones))
         for t in dict.fromkeys(op.inputs):
             if t in seen and t not in targets and last_use[t] == i and (t not in overwritten or t in clones):
                 steps.append(Free(t))
@@ -139,7 +139,7 @@ def _reads(graph: Graph, segments: dict[int, Segment]) -> dict[int, list[int]]:
         reads.setdefault(save.tensor, []).extend(save.unpacked_at)
     for p, steps in segments.items():
         for step in steps:
-            if isinstance(step, Run):
+            if isinstance(step, Rebuild):
                 for t in graph.ops[step.op].inputs:
                     reads.setdefault(t, []).append(p)
     return {t: sorted(points) for t, points in reads.items()}
@@ -171,5 +171,5 @@ def lower(graph: Graph, lives: Iterable[Life]) -> Schedule:
     for p in segments:
         if graph.points[p].kind != "unpack" or graph.asked_at(p) not in graph.producers:
             raise LoweringError(f"lives begin at point {p}, where autograd asks for nothing that an op of the step made")
-    rebuilt = {step.op: p for p, steps in segments.items() for step in steps if isinstance(step, Run)}
+    rebuilt = {step.op: p for p, steps in segments.items() for step in steps if isinstance(step, Rebuild)}
     return Schedule(frozenset(holds), segments, {p: tuple(ts) for p, ts in frees.items()}, rebuilt, parked)

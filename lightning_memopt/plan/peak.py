@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lightning_memopt.graph import BEFORE, Graph, Tensor
-from lightning_memopt.plan.lower import Run, Schedule, lower
+from lightning_memopt.plan.lower import Rebuild, Schedule, lower
 from lightning_memopt.plan.model import Life
 from lightning_memopt.plan.simulate import simulate
 
@@ -124,7 +124,7 @@ def _in_segment(graph: Graph, schedule: Schedule, point: int) -> list[_Part]:
     now = most = 0
     worst: list[_Part] = []
     for step in schedule.segments.get(point, ()):
-        if isinstance(step, Run):
+        if isinstance(step, Rebuild):
             op = graph.ops[step.op]
             new = {made for _, made in op.mutates}
             for t in (*(t for t in op.outputs if t not in new), *step.clones):

@@ -9,7 +9,7 @@ from functools import lru_cache
 from lightning_memopt.graph import Graph, Levels, base_levels, workspaces
 from lightning_memopt.plan.clocks import TransferRates, Transfers, leaves_at, transfers
 from lightning_memopt.plan.forms import codec_of, tier_of
-from lightning_memopt.plan.lower import Fetch, Run, Schedule, lower
+from lightning_memopt.plan.lower import Fetch, Rebuild, Schedule, lower
 from lightning_memopt.plan.model import Life, Prediction
 
 
@@ -74,7 +74,7 @@ def simulate(
             continue
         now = peak = nbytes[point - first_point] - born_nbytes.get(point, 0)
         for step in steps:
-            if isinstance(step, Run):
+            if isinstance(step, Rebuild):
                 op = graph.ops[step.op]
                 seconds += op.seconds
                 flops += op.flops

@@ -4,9 +4,9 @@ This is a second opinion on `lower` and `simulate`. It shares only the data clas
 a difference. In: a graph, the lives of a plan, the schedule made from them. Out: the problems, in words, and the peak by a
 count of its own.
 
-1. A tensor may be read where an *instance* of it is live: made by the user's forward and held, or made by a Run. A tensor
+1. A tensor may be read where an *instance* of it is live: made by the user's forward and held, or made by a Rebuild. A tensor
    from before the step may be read until the step frees or overwrites it. A tensor that only user code holds may not.
-2. A Run reads its inputs and makes its outputs. It overwrites a copy (`clones`) or the instance itself, which is then gone.
+2. A Rebuild reads its inputs and makes its outputs. It overwrites a copy (`clones`) or the instance itself, which is then gone.
 3. Autograd reads one instance from the unpack to the release; nothing may free or overwrite it in between.
 4. After a segment, and after the frees of a point, exactly the lives that cover the point are live, once each.
 5. A fetched tensor was parked before, in one form for all its lives, from an instance that the plan held and that nothing
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from lightning_memopt.graph import BEFORE, Graph, Op, Save
 from lightning_memopt.plan.clocks import leaves_at
 from lightning_memopt.plan.forms import EXACT, codec_of, is_form, tier_of
-from lightning_memopt.plan.lower import Fetch, Run, Schedule
+from lightning_memopt.plan.lower import Fetch, Rebuild, Schedule
 from lightning_memopt.plan.model import Life
 
 _MOST_PROBLEMS = 100
@@ -76,8 +76,8 @@ def _malformed(graph: Graph, lives: tuple[Life, ...], schedule: Schedule) -> Ite
         if p not in range(n):
             yield f"the segment at point {p} is not on the axis of {n} points"
         for step in steps:
-            ids = step.clones if isinstance(step, Run) else (step.tensor,)
-            if any(t not in tensors for t in ids) or (isinstance(step, Run) and step.op not in ops):
+            ids = step.clones if isinstance(step, Rebuild) else (step.tensor,)
+            if any(t not in tensors for t in ids) or (isinstance(step, Rebuild) and step.op not in ops):
                 yield f"the segment at point {p} has {step}, which is not of this graph"
     for t in schedule.holds.union(*schedule.frees.values()):
         if t not in tensors:
@@ -127,7 +127,7 @@ class _Ledger:
         """Generator states are kept until autograd has let go of everything."""
         self.last_run: dict[int, int] = {}
         for p in sorted(schedule.segments):
-            self.last_run.update({step.op: p for step in schedule.segments[p] if isinstance(step, Run)})
+            self.last_run.update({step.op: p for step in schedule.segments[p] if isinstance(step, Rebuild)})
 
     def problem(self, text: str) -> None:
         if len(self.problems) < _MOST_PROBLEMS:
@@ -245,7 +245,7 @@ class _Ledger:
         if kind != "unpack":
             self.problem(f"a segment runs at point {p}, where autograd asks for nothing")
         for step in self.schedule.segments[p]:
-            if isinstance(step, Run):
+            if isinstance(step, Rebuild):
                 self.run(self.graph.ops[step.op], step.clones, p)
             elif isinstance(step, Fetch):
                 self.add(step.tensor, _Instance(user=False, exact=codec_of(self.schedule.parked[step.tensor]) in EXACT))

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from lightning_memopt.plan import Run
+from lightning_memopt.plan import Rebuild
 from lightning_memopt.runtime import Learned, PlannedEngine, Program
 from lightning_memopt.session import times
 from lightning_memopt.session.observation import Observation
@@ -62,7 +62,7 @@ class Costs:
         if not self.eager:
             return host
         ops = program.graph.ops
-        rebuilding = [ops[s.op] for steps in program.schedule.segments.values() for s in steps if isinstance(s, Run)]
+        rebuilding = [ops[s.op] for steps in program.schedule.segments.values() for s in steps if isinstance(s, Rebuild)]
         device = sum(op.seconds for op in ops) + sum(op.seconds for op in rebuilding)
         return max(0.0, host + self.eager * (len(ops) + len(rebuilding)) - device)
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 from lightning_memopt.graph import Graph
+from lightning_memopt.plan.rates import MachineRates
 
-if TYPE_CHECKING:
-    from lightning_memopt.plan.rates import MachineRates
-    from lightning_memopt.session.costs import Costs
+Costs = TypeVar("Costs")
 
 
 class Times:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from build import Step
 
 from lightning_memopt.graph import BEFORE, Graph, Op, Point, base_levels, unmodified_levels, workspaces
-from lightning_memopt.plan import Life, LoweringError, Run
+from lightning_memopt.plan import Life, LoweringError, Rebuild
 from lightning_memopt.plan.lower import segment
 
 # -- steps -----------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ class Search:
         now = here - sum(graph.tensors[t].nbytes for t in self.members(born))
         peak, seconds = here, 0.0
         for step in steps:
-            if not isinstance(step, Run):
+            if not isinstance(step, Rebuild):
                 now -= graph.tensors[step.tensor].nbytes
                 continue
             op = graph.ops[step.op]

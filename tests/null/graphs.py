@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_memopt.graph import BEFORE, Graph, Op, Point, Save, Tensor
-from lightning_memopt.plan import Life, Run, lower
+from lightning_memopt.plan import Life, Rebuild, lower
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,7 @@ def held_nbytes(graph: Graph, lives: Iterable[Life]) -> int:
 def rebuilt(graph: Graph, lives: Iterable[Life]) -> list[str]:
     """Names of the ops that run again, in the order in which they do."""
     segments = lower(graph, lives).segments
-    return [graph.ops[s.op].name for p in sorted(segments) for s in segments[p] if isinstance(s, Run)]
+    return [graph.ops[s.op].name for p in sorted(segments) for s in segments[p] if isinstance(s, Rebuild)]
 
 
 def random_steps(rng: random.Random, count: int) -> list[Step]:

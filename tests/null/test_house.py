@@ -69,6 +69,32 @@ def test_a_class_of_many_methods_says_why() -> None:
     assert not large, "say why in the docstring, after 'Many methods: '"
 
 
+def imports() -> dict[str, set[str]]:
+    """Module -> the modules of the package that it imports, wherever in the file."""
+    paths = {".".join((PACKAGE.name, *path.relative_to(PACKAGE).with_suffix("").parts)): path for path in TREES}
+    modules = {name.removesuffix(".__init__"): path for name, path in paths.items()}
+    edges: dict[str, set[str]] = {name: set() for name in modules}
+    for name, path in modules.items():
+        for node in ast.walk(TREES[path]):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                known = {f"{node.module}.{alias.name}" for alias in node.names} & modules.keys()
+                edges[name] |= known or ({node.module} & modules.keys())
+            elif isinstance(node, ast.Import):
+                edges[name] |= {alias.name for alias in node.names} & modules.keys()
+    return edges
+
+
+def test_no_module_imports_itself_by_a_circle() -> None:
+    """Also not by imports for types alone, or inside of functions. The package itself imports its public names lazily."""
+    edges = imports()
+    edges["lightning_memopt"] = set()
+    while leaves := [name for name, needs in edges.items() if not needs & edges.keys()]:
+        for name in leaves:
+            del edges[name]
+    circle = {name: sorted(needs & edges.keys()) for name, needs in edges.items()}
+    assert not circle, "modules on circles, and those that import them"
+
+
 ALLOWED_IMPORTS = {
     "__init__.py",  # by a table
     "_registration.py",  # by a constant, as all that have no other remark

@@ -10,7 +10,7 @@ from build import Step, random_step
 
 from benchmarks.robustness.fuzzing.plans import disjoint, random_lives, requests
 from lightning_memopt.graph import BEFORE, Graph, unmodified_levels
-from lightning_memopt.plan import Free, Life, LoweringError, Run, Schedule, lower, simulate, validate
+from lightning_memopt.plan import Free, Life, LoweringError, Rebuild, Schedule, lower, simulate, validate
 from lightning_memopt.solvers.rollout import Rollout, keep_all
 
 
@@ -21,7 +21,7 @@ def served(graph: Graph, *held: int) -> tuple[Life, ...]:
     return roll.lives()
 
 
-def segments(graph: Graph, lives: tuple[Life, ...]) -> list[tuple[Run | Free, ...]]:
+def segments(graph: Graph, lives: tuple[Life, ...]) -> list[tuple[Rebuild | Free, ...]]:
     """The segments in order of points, after a check that they are right and priced alike by both counts."""
     schedule = lower(graph, lives)
     report = validate(graph, lives, schedule)
@@ -48,7 +48,7 @@ def test_temporaries_are_freed_at_their_last_use() -> None:
     (c,) = step.op(a, b, makes=(30,))
     step.op(c, makes=(1,), saves=(c,))
     graph = step.build(gradient=0)
-    assert segments(graph, served(graph)) == [(Run(0), Run(1), Run(2), Free(a), Free(b))]
+    assert segments(graph, served(graph)) == [(Rebuild(0), Rebuild(1), Rebuild(2), Free(a), Free(b))]
     timeline = simulate(graph, served(graph))
     assert timeline.nbytes[graph.saves[0].unpacked_at[0]] == 8 + 100 + 20 + 30
     assert timeline.predicted.rebuilt_nbytes == 150 and timeline.predicted.extra_seconds == 3.0
@@ -59,7 +59,7 @@ def test_an_output_that_nobody_needs_is_freed_at_once() -> None:
     a, b = step.op(step.given(), makes=(10, 20))
     step.op(b, saves=(b,))
     graph = step.build()
-    assert segments(graph, served(graph)) == [(Run(0), Free(a))]
+    assert segments(graph, served(graph)) == [(Rebuild(0), Free(a))]
 
 
 def test_a_second_copy_of_what_is_held_is_freed_at_once() -> None:
@@ -72,7 +72,7 @@ def test_a_second_copy_of_what_is_held_is_freed_at_once() -> None:
         Life(tensor=a, born_at=first, freed_at=last, how="rebuild"),
         Life(tensor=b, born_at=0, freed_at=graph.saves[1].released_at, how="original"),
     )
-    assert segments(graph, lives) == [(Run(0), Free(b))]
+    assert segments(graph, lives) == [(Rebuild(0), Free(b))]
 
 
 def test_a_mutation_takes_the_memory_of_what_it_overwrites() -> None:
@@ -81,7 +81,7 @@ def test_a_mutation_takes_the_memory_of_what_it_overwrites() -> None:
     (b,) = step.op(a, makes=(), mutates=(a,))
     step.op(b, saves=(b,))
     graph = step.build(gradient=0)
-    assert segments(graph, served(graph)) == [(Run(0), Run(1))]
+    assert segments(graph, served(graph)) == [(Rebuild(0), Rebuild(1))]
     assert simulate(graph, served(graph)).nbytes[graph.saves[0].unpacked_at[0]] == 108
 
 
@@ -93,7 +93,7 @@ def test_a_mutation_copies_what_is_needed_still() -> None:
     graph = step.build(gradient=0)
     p, last = graph.saves[0].unpacked_at[0], len(graph.points) - 1
     both = tuple(Life(tensor=t, born_at=p, freed_at=last, how="rebuild") for t in (a, b))
-    assert segments(graph, both) == [(Run(0), Run(1, clones=(a,)))]
+    assert segments(graph, both) == [(Rebuild(0), Rebuild(1, clones=(a,)))]
     assert simulate(graph, both).nbytes[p] == 208
 
 
@@ -105,7 +105,7 @@ def test_a_mutation_without_a_copy_is_seen_when_the_input_must_survive() -> None
     graph = step.build(gradient=0)
     p, last = graph.saves[0].unpacked_at[0], len(graph.points) - 1
     both = tuple(Life(tensor=t, born_at=p, freed_at=last, how="rebuild") for t in (a, b))
-    wrong = replace(lower(graph, both), segments={p: (Run(0), Run(1))})
+    wrong = replace(lower(graph, both), segments={p: (Rebuild(0), Rebuild(1))})
     assert any("in memory 0 times; its lives say 1" in text for text in validate(graph, both, wrong).problems)
 
 
@@ -131,7 +131,7 @@ def test_a_tensor_lives_several_times() -> None:
         roll.serve([request], set())  # everything is forgotten in between
     lives = roll.lives()
     assert [life.how for life in lives if life.tensor == a] == ["rebuild", "rebuild"]
-    assert segments(graph, lives) == [(Run(0), Run(1), Free(a)), (Run(0),), (Run(0),)]
+    assert segments(graph, lives) == [(Rebuild(0), Rebuild(1), Free(a)), (Rebuild(0),), (Rebuild(0),)]
 
 
 def test_the_state_of_a_random_op_is_held_as_long_as_autograd_holds_anything() -> None:
@@ -140,7 +140,7 @@ def test_the_state_of_a_random_op_is_held_as_long_as_autograd_holds_anything() -
     step.op(a, makes=(1,), saves=(a,))
     graph = step.build(gradient=0)
     timeline = simulate(graph, served(graph))
-    assert segments(graph, served(graph)) == [(Run(0),)]
+    assert segments(graph, served(graph)) == [(Rebuild(0),)]
     last = graph.last_release
     assert [nbytes >= 1000 for nbytes in timeline.nbytes] == [at <= last for at in range(len(graph.points))]
 
@@ -203,7 +203,7 @@ def test_both_counts_agree_on_random_plans() -> None:
     for graph, lives in plans:
         steps = [step for segment in segments(graph, lives) for step in segment]
         several += len(lives) > len({life.tensor for life in lives})
-        copies += any(isinstance(step, Run) and step.clones for step in steps)
+        copies += any(isinstance(step, Rebuild) and step.clones for step in steps)
     assert len(plans) > 450 and several > 50 and copies > 5  # else the test tests little
 
 
@@ -225,8 +225,8 @@ def damages(schedule: Schedule) -> list[Schedule]:
     for p, steps in schedule.segments.items():
         for i, step in enumerate(steps):
             found.append(replace(schedule, segments=schedule.segments | {p: steps[:i] + steps[i + 1 :]}))
-            if isinstance(step, Run) and step.clones:
-                less = (*steps[:i], Run(step.op), *steps[i + 1 :])
+            if isinstance(step, Rebuild) and step.clones:
+                less = (*steps[:i], Rebuild(step.op), *steps[i + 1 :])
                 found.append(replace(schedule, segments=schedule.segments | {p: less}))
     return found
 
@@ -264,4 +264,4 @@ def test_what_is_held_and_made_again_has_disjoint_lives() -> None:
     lives = served(graph, b)
     if not disjoint(lives):
         pytest.xfail("Rollout gives a tensor a second life while its first is still read")
-    assert segments(graph, lives) == [(Run(0), Free(b))]
+    assert segments(graph, lives) == [(Rebuild(0), Free(b))]

@@ -15,7 +15,7 @@ from functools import partial
 from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.plan.allocator.model import Allocator
 from lightning_memopt.plan.allocator.settings import Settings
-from lightning_memopt.plan.lower import Fetch, Run, Schedule, lower
+from lightning_memopt.plan.lower import Fetch, Rebuild, Schedule, lower
 from lightning_memopt.plan.model import Life
 from lightning_memopt.plan.simulate import encoded
 
@@ -143,7 +143,7 @@ class _Step:
             if isinstance(step, Fetch):
                 self._made.setdefault(step.tensor, []).append(self._make(step.tensor, tensors[step.tensor].nbytes))
                 continue
-            if not isinstance(step, Run):
+            if not isinstance(step, Rebuild):
                 self.actions.append((self._made[step.tensor].pop(), -1))
                 continue
             op = self.graph.ops[step.op]

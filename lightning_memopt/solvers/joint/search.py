@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_memopt.graph import Graph, unmodified_levels
-from lightning_memopt.plan import Life, LoweringError, Prediction, Run, Timeline, lower, simulate
+from lightning_memopt.plan import Life, LoweringError, Prediction, Rebuild, Timeline, lower, simulate
 from lightning_memopt.plan.clocks import TransferRates
 from lightning_memopt.plan.forms import EXACT, TIERS, codec_of, tier_of
 from lightning_memopt.solvers.joint.bound import Forms, Prices, Relaxation, Relaxed, bound
@@ -75,7 +75,7 @@ def _allowed(graph: Graph, lives: Iterable[Life], forms: Forms) -> dict[int, Seq
         t
         for steps in lower(graph, lives).segments.values()
         for step in steps
-        if isinstance(step, Run)
+        if isinstance(step, Rebuild)
         for t in graph.ops[step.op].inputs
     }
     return {t: [f for f in offered if t not in read or codec_of(f[0]) in EXACT] for t, offered in forms.items()}

@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from lightning_memopt.graph import BEFORE, Graph, Levels
-from lightning_memopt.plan import Life, Run, Schedule, lower, simulate
+from lightning_memopt.plan import Life, Rebuild, Schedule, lower, simulate
 from lightning_memopt.plan.clocks import TransferRates, leaves_at
 from lightning_memopt.plan.forms import codec_of, tier_of
 from lightning_memopt.plan.simulate import encoded
@@ -67,7 +67,7 @@ def gaps(graph: Graph, lives: Iterable[Life], schedule: Schedule | None = None) 
             needed[save.tensor] = min(p, needed.get(save.tensor, p))
     for p, steps in schedule.segments.items():
         for step in steps:
-            if isinstance(step, Run):
+            if isinstance(step, Rebuild):
                 for t in graph.ops[step.op].inputs:
                     needed[t] = min(p, needed.get(t, p))
     found_gaps = {}
@@ -107,7 +107,7 @@ class TripPlanner:
         for op in graph.ops:
             seconds[op.at] += op.seconds
         for p, steps in schedule.segments.items():
-            seconds[p] += sum(graph.ops[step.op].seconds for step in steps if isinstance(step, Run))
+            seconds[p] += sum(graph.ops[step.op].seconds for step in steps if isinstance(step, Rebuild))
         self.ends = list(accumulate(seconds))
         self._dropped = {life.tensor for life in lives if life.how == "rebuild"}
         self._held = {life.tensor: life for life in lives if life.how == "original"}

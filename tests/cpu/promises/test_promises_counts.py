@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import flop_registry
 
 from lightning_memopt import optimize
-from lightning_memopt.plan import Run as Again
+from lightning_memopt.plan import Rebuild as Again
 from lightning_memopt.record import StorageVersion
 from lightning_memopt.runtime import Handle
 from lightning_memopt.session.states import Running

@@ -13,7 +13,7 @@ from lightning_memopt import optimize
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import BEFORE, resident_nbytes
-from lightning_memopt.plan import Run, read_plan, simulate
+from lightning_memopt.plan import Rebuild, read_plan, simulate
 from lightning_memopt.record import Rule, numeric_flags, register_op, rule_of, rule_of_call, set_numeric_flags, tensors
 from lightning_memopt.runtime import Program
 from lightning_memopt.runtime.engine.holding import Holding, in_order
@@ -151,7 +151,7 @@ def test_only_what_the_host_takes_longer_than_the_device_is_lost(monkeypatch: An
     assert Costs(1e-3, 0, 0, 0, eager=1e-6).of(program) == 0, "nothing is dropped"
     graph = program.graph
     program = Program(graph, recompute_everything(graph))
-    again = sum(isinstance(s, Run) for steps in program.schedule.segments.values() for s in steps)
+    again = sum(isinstance(s, Rebuild) for steps in program.schedule.segments.values() for s in steps)
     assert again > 0
     ops, forward = len(graph.ops), len(graph.forward)
     assert Costs(1e-3, 0, 0, 0).of(program) == pytest.approx(1e-3 * forward)
