@@ -20,6 +20,7 @@ T8. A forked process owns nothing: in it, `close` and `release` do nothing, and 
 
 from __future__ import annotations
 
+import ctypes
 import os
 from typing import Protocol
 
@@ -90,9 +91,15 @@ def check_flat(t: Tensor, nbytes: int | None = None) -> None:
 
 
 def buffer(t: Tensor) -> memoryview:
-    """The memory, not a copy, of a flat tensor on the CPU."""
+    """The bytes of a flat uint8 tensor on the CPU. The tensor lives as long as the view.
+
+    Not by way of numpy: torch marks a storage whose memory numpy has seen as one that cannot be resized, and this may be the
+    user's own.
+    """
     with unwatched():
-        return memoryview(t.numpy())  # type: ignore[arg-type]  # numpy's arrays are buffers from Python 3.12 on, for the stubs
+        memory = (ctypes.c_ubyte * t.numel()).from_address(t.data_ptr())
+    memory.tensor = t  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")
 
 
 def check_process(tier: str, pid: int) -> None:

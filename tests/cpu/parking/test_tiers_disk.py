@@ -33,6 +33,30 @@ def tier(tmp_path: Path) -> Any:
     made.close()
 
 
+def test_users_may_resize_what_was_parked(tier: DiskTier) -> None:
+    """Code that saves memory sets the storage of a tensor to 0 bytes; torch refuses that of memory that numpy has seen."""
+    t = random_bytes(4096, seed=3)
+    parked = tier.store(t, "a tensor")
+    parked.wait_stored()
+    out = torch.empty_like(t)
+    parked.fetch(out)
+    parked.wait_fetched()
+    assert torch.equal(out, t)
+    for used in (t, out):
+        assert used.untyped_storage().resizable()
+        used.untyped_storage().resize_(0)
+    parked.release()
+
+
+def test_the_memory_of_a_view_lives_as_long_as_the_view() -> None:
+    t = random_bytes(64, seed=4)
+    alive, expected, view = weakref.ref(t), bytes(t.tolist()), buffer(t)
+    del t
+    assert alive() is not None and bytes(view) == expected
+    del view
+    assert alive() is None
+
+
 def test_a_disk_that_is_too_small_is_refused_before_anything_runs(tmp_path: Path, monkeypatch: Any) -> None:
     """By the system: a limit on the size of files here, and a file system that reserves nothing."""
     threads = threading.active_count()
