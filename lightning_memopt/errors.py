@@ -56,7 +56,7 @@ class AlreadyAttachedError(MemOptError):
     """The model already belongs to an open run; close that one first."""
 
 
-class ReplayMismatchError(MemOptError, RuntimeError):
+class RebuildMismatchError(MemOptError, RuntimeError):
     """An op gave other bits in a rebuild than in the forward pass; raised before any parameter is updated."""
 
 

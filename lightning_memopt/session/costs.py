@@ -40,14 +40,14 @@ class Costs:
     call: for each op that runs in the dispatch mode.
     argument: for each argument of such an op.
     recorded: for each op that is compared and recorded, its saves included.
-    replayed: for each op that runs again.
+    rebuilt: for each op that runs again.
     eager: the host's seconds for an op without all this, where a device works beside it; 0 where ops run on the host.
     """
 
     call: float
     argument: float
     recorded: float
-    replayed: float
+    rebuilt: float
     eager: float = 0.0
 
     def of(self, program: Program) -> float:
@@ -58,7 +58,7 @@ class Costs:
         loud = [op for op in program.graph.forward if op.id not in quiet]
         dispatched = sum(self.call + self.argument * _arguments(op.name) for op in loud)
         recorded = sum(1 for op in loud if not program.passes(op.id))
-        host = dispatched + self.recorded * recorded + self.replayed * len(program.schedule.rebuilt)
+        host = dispatched + self.recorded * recorded + self.rebuilt * len(program.schedule.rebuilt)
         if not self.eager:
             return host
         ops = program.graph.ops

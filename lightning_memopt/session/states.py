@@ -165,7 +165,7 @@ class Running:
     matched: a forward matched the plan.
     deviated: a forward deviated from the plan.
     deviations: the deviations of the forwards of this step.
-    strays: forwards in a row that deviated by more than a little (`_LITTLE`).
+    deviated_in_a_row: forwards in a row that deviated by more than a little (`_LITTLE`).
     again: how often drift led to observing again.
     excess_nbytes: the most bytes by which tensors of a forward exceeded the planned sizes.
     early_known: it is known which parameters are updated early.
@@ -182,7 +182,7 @@ class Running:
         self.replanned = replanned
         self.lender = lender
         self.measured_nbytes: int | None = None
-        self.steps = self.strays = self.again = self.wasted = self.proofs = self.refused = self.excess_nbytes = 0
+        self.steps = self.deviated_in_a_row = self.again = self.wasted = self.proofs = self.refused = self.excess_nbytes = 0
         self.matched = self.deviated = False
         self.held_nbytes = self.regrown = self.said_nbytes = self.outgrown = 0
         self.early_known: bool = lender is not None and lender.early_known
@@ -245,7 +245,7 @@ class Running:
         missing = any(t in graph.saves_of for op in graph.forward[at:] if op.recomputable for t in op.outputs)
         if not missing and not deviation.unplanned_nbytes:
             self.matched = True
-            self.strays = 0
+            self.deviated_in_a_row = 0
             return
         at, name = deviation.first or (at, "nothing more")
         planned = self.program.names[at] if at < len(self.program.names) else "nothing more"
@@ -257,8 +257,8 @@ class Running:
                 f"expects {planned}{where}, the model ran {name}. Nothing was updated. Remove plan=, or give the plan of this "
                 "model and batch size."
             )
-        strays = _LITTLE * deviation.unplanned_nbytes > engine.left_out_nbytes()
-        self.strays = self.strays + 1 if strays else 0
+        much = _LITTLE * deviation.unplanned_nbytes > engine.left_out_nbytes()
+        self.deviated_in_a_row = self.deviated_in_a_row + 1 if much else 0
         self._measure_next()
         if self.lender is None and not self.deviated:
             other = f"{name} instead of {planned}" if name != planned else f"{name} of other sizes or values"
@@ -292,9 +292,9 @@ class Running:
         self.deviations.clear()
         if self.lender is not None:
             return self if self._is_served(measured_nbytes) else self._alone("a batch cannot borrow another one's plan", say)
-        if self.strays < _IN_A_ROW or self.again >= _AGAIN:
+        if self.deviated_in_a_row < _IN_A_ROW or self.again >= _AGAIN:
             return self
-        say(f"MemOpt: {self.strays} forwards in a row left the plan; observing again ({self.again + 1} of {_AGAIN})")
+        say(f"MemOpt: {self.deviated_in_a_row} forwards in a row left the plan; observing again ({self.again + 1} of {_AGAIN})")
         return Observing(1, again=self.again + 1)
 
     def _is_served(self, measured_nbytes: int | None) -> bool:
@@ -304,14 +304,15 @@ class Running:
         if measured_nbytes is not None and measured_nbytes <= self.plan.budget_nbytes:
             return True
         # twice: the gradient of a tensor may be larger, too
-        return not self.strays and self.plan.predicted_peak_nbytes + 2 * self.excess_nbytes <= self.plan.budget_nbytes
+        at_most = self.plan.predicted_peak_nbytes + 2 * self.excess_nbytes
+        return not self.deviated_in_a_row and at_most <= self.plan.budget_nbytes
 
     def _alone(self, why: str, say: Say) -> Waiting:
         """The state of a borrower that the borrowed plan does not serve: it waits for a plan of its own."""
         assert self.lender is not None
         self.lender.refused += 1
         larger = f" (its tensors are {format_nbytes(self.excess_nbytes)} larger)" if self.excess_nbytes else ""
-        say(f"MemOpt: {why}{larger if not self.strays else ' (it runs other ops)'}")
+        say(f"MemOpt: {why}{larger if not self.deviated_in_a_row else ' (it runs other ops)'}")
         return Waiting(alone=True)
 
     def observed_again(self) -> Observing:

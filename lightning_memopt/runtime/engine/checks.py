@@ -26,7 +26,7 @@ class Checks:
                 self._sums[version.id] = checksum(t)
 
     def compare(self, version: Version) -> None:
-        """Autograd asks for the version. The first time, raise ReplayMismatchError where its bytes are not those noted."""
+        """Autograd asks for the version. The first time, raise RebuildMismatchError where its bytes are not those noted."""
         then = self._sums.pop(version.id, None) if self._sums else None
         if version.next is None:  # else the memory was overwritten, no counter moved, and autograd reads the new bytes
             compare(version, then)

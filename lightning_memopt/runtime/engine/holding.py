@@ -44,7 +44,11 @@ from lightning_memopt.torch_private import no_dispatch_modes
 
 class Claim(enum.Enum):
     """Whether autograd may read a version through a save of an earlier version of the same memory. That happens when the memory
-    was overwritten and no version counter moved (`.data`).
+    was overwritten and no version counter moved:
+
+        y = x.exp()          # autograd saves y
+        y.data.mul_(2)       # the memory changes, and the counter of y does not
+        y.sum().backward()   # autograd reads the bytes that are there now
     """
 
     NONE = "autograd saved no earlier version"

@@ -123,11 +123,12 @@ class PlannedEngine(Engine):
         return sum(tensors[t].nbytes for save, t in self.program.saved if save not in self._labels)
 
     def keeps(self, version: Version, t: torch.Tensor, save: int) -> bool:
+        # asked for every save of every step: `external`, `stale` and `rebuildable` are written out, because calls cost more
         holding, program = version.holding, self.program
         if holding.tensor is None and not version.external:
             self.cursor.deviation.unplanned_nbytes += version.nbytes
         if version.origin is _EXTERNAL or version.next is not None or holding.tensor not in program.tracked:
-            return True  # the properties of a version would cost as much as the rest of this
+            return True
         if save == BEFORE and holding.parked is None:  # the observed step did not save it so often
             return True
         if holding.tensor in program.parked and not self.parking.pack(version, t, save):
@@ -138,7 +139,7 @@ class PlannedEngine(Engine):
             # a later version is held and read in its place; this one is read if it is not overwritten in this step
             holding.hold(t)
             return False
-        if not (rebuildable(version) and holding.tensor in program.unkept):
+        if not (version.call is not None and holding.reachable and holding.tensor in program.unkept):
             return True
         if self.checks.on:
             self.checks.note(version, t)

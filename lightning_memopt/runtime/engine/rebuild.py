@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lightning_memopt.errors import ModifiedError, ReplayMismatchError, UnsupportedError
+from lightning_memopt.errors import ModifiedError, RebuildMismatchError, UnsupportedError
 from lightning_memopt.record import Call, Tape, View, numeric_flags, set_numeric_flags, tensors_in
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.runtime.engine.holding import Holding, Version, copy_of, current_stream, in_order, rebuildable
@@ -86,9 +86,9 @@ def checksum(t: torch.Tensor) -> tuple[int, int]:
     return int(total.item()), tail
 
 
-def mismatch(op: str, nbytes: int) -> ReplayMismatchError:
+def mismatch(op: str, nbytes: int) -> RebuildMismatchError:
     """The error where a rebuild gave other bits."""
-    return ReplayMismatchError(
+    return RebuildMismatchError(
         f"{op} was run again to rebuild {nbytes} bytes and gave other bits than the first time. Nothing has been updated "
         f"in this step. Mark it with register_op({op}, 'opaque'), so that its result is kept."
     )
@@ -164,7 +164,7 @@ def rebuild(tape: Tape[Holding], targets: list[Version], retains: Callable[[Vers
 
 
 def compare(version: Version, then: tuple[int, int] | None) -> None:
-    """R8: raise ReplayMismatchError where the version's bytes do not have the checksum `then`, that of the dropped bytes."""
+    """R8: raise RebuildMismatchError where the version's bytes do not have the checksum `then`, that of the dropped bytes."""
     value = version.holding.value
     if then is not None and value is not None:
         with below_autograd():

@@ -71,7 +71,8 @@ class Turns:
         if turn < first:
             return _STAYS
         self.next = turn + 1
-        return Turn(planned=True, passed=tuple(other for other in passed if other[1] not in self.packed))
+        skipped = [other for other in passed if other[1] not in self.packed]
+        return Turn(planned=True, passed=tuple(skipped)) if skipped else _NEXT
 
     def _comes_early(self, event: Event) -> bool:
         """Whether the forward has not yet packed all saves whose events the plan has up to this one. Then autograd unpacks, or

@@ -118,7 +118,7 @@ def test_a_wrong_bit_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("lightning_memopt.runtime.engine.planned.run", wrong)
     verified = judge(PLAIN)
-    assert verified is not None and verified.kind == "error" and "ReplayMismatchError" in verified.text
+    assert verified is not None and verified.kind == "error" and "RebuildMismatchError" in verified.text
     monkeypatch.setattr(Running, "verifies", False)
     unverified = judge(PLAIN)
     assert unverified is not None and unverified.kind == "bits"

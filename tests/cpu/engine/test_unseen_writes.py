@@ -93,9 +93,9 @@ def test_a_write_that_is_not_seen(between, afterwards) -> None:
         afterwards(model)
         return loss
 
-    plain, replayed = (outcome(Net(between), step, drop=drop) for drop in (False, True))
-    assert replayed.dropped > 0, "nothing was dropped: the test tests nothing"
-    assert_exact(plain, replayed)
+    plain, rebuilt = (outcome(Net(between), step, drop=drop) for drop in (False, True))
+    assert rebuilt.dropped > 0, "nothing was dropped: the test tests nothing"
+    assert_exact(plain, rebuilt)
 
 
 def test_draws_of_another_thread_while_masks_are_rebuilt() -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memopt import optimize
-from lightning_memopt.errors import ModifiedError, ReplayMismatchError
+from lightning_memopt.errors import ModifiedError, RebuildMismatchError
 from lightning_memopt.integrations.plain import Run
 from lightning_memopt.runtime.engine import rebuild
 from lightning_memopt.session.observation import Observation
@@ -271,7 +271,7 @@ def test_an_op_that_begins_to_give_other_bits_is_an_error_in_a_planned_step() ->
     with optimize(model, optimizer, verbose=False, budget="min", profile_steps=2) as run:
         train(model, optimizer, squares, steps=2)
         assert_drops(run)
-        with lying("tanh"), pytest.raises(ReplayMismatchError, match="Nothing has been updated"):
+        with lying("tanh"), pytest.raises(RebuildMismatchError, match="Nothing has been updated"):
             train(model, optimizer, squares, steps=1)
 
 

@@ -81,10 +81,10 @@ def test_a1_dropout_inside_attention():
 @pytest.mark.parametrize("factory", [Dropout, PrivateGenerator], ids=["global", "private"])
 def test_a2_position_of_the_stream(factory):
     """EXACT: what is drawn after the step is what the plain run draws, from the global and from a private generator."""
-    plain, replayed = made(factory), made(factory)
-    assert_exact(outcome(plain, lambda m: squares(m, X), drop=False), outcome(replayed, lambda m: squares(m, X), drop=True))
+    plain, rebuilt = made(factory), made(factory)
+    assert_exact(outcome(plain, lambda m: squares(m, X), drop=False), outcome(rebuilt, lambda m: squares(m, X), drop=True))
     if factory is PrivateGenerator:
-        assert torch.equal(plain.generator.get_state(), replayed.generator.get_state())
+        assert torch.equal(plain.generator.get_state(), rebuilt.generator.get_state())
 
 
 @pytest.mark.parametrize("factory", [PrivateGenerator, NumpyNoise, PythonNoise])

@@ -124,10 +124,10 @@ def test_e14_users_own_hooks():
             with saved_tensors_hooks(pack, lambda t: t), save_on_cpu() if i == 1 else contextlib.nullcontext():
                 return h.exp().sin()
 
-    plain, replayed = made(Hooked), made(Hooked)
+    plain, rebuilt = made(Hooked), made(Hooked)
     outcome(plain, lambda m: squares(m, X), drop=False)
-    outcome(replayed, lambda m: squares(m, X), drop=True)
-    assert plain.packed == replayed.packed and plain.packed
+    outcome(rebuilt, lambda m: squares(m, X), drop=True)
+    assert plain.packed == rebuilt.packed and plain.packed
     exact(Hooked, lambda m: squares(m, X))
     trains(Hooked)
     with save_on_cpu():

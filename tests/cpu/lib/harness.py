@@ -89,11 +89,11 @@ def same_bits(a: Any, b: Any) -> bool:
     return a.numel() == 0 or torch.equal(flat(a), flat(b))
 
 
-def assert_exact(plain: Outcome, replayed: Outcome) -> None:
-    assert same_bits(plain.loss, replayed.loss), "loss"
-    assert plain.grads.keys() == replayed.grads.keys()
+def assert_exact(plain: Outcome, rebuilt: Outcome) -> None:
+    assert same_bits(plain.loss, rebuilt.loss), "loss"
+    assert plain.grads.keys() == rebuilt.grads.keys()
     for name, grad in plain.grads.items():
-        assert same_bits(grad, replayed.grads[name]), f"gradient of {name}"
+        assert same_bits(grad, rebuilt.grads[name]), f"gradient of {name}"
     for name, buffer in plain.buffers.items():
-        assert same_bits(buffer, replayed.buffers[name]), f"buffer {name}"
-    assert same_bits(plain.draw, replayed.draw), "state of the generator"
+        assert same_bits(buffer, rebuilt.buffers[name]), f"buffer {name}"
+    assert same_bits(plain.draw, rebuilt.draw), "state of the generator"

@@ -79,8 +79,8 @@ def verified(model: nn.Module, step: Step, seed: int = 0) -> ObservingEngine:
 def exact(factory: Callable[[], nn.Module], step: Step, *, drops: bool = True) -> int:
     """A plain step, one with everything dropped and one that verifies: same bits. Returns how many tensors were dropped."""
     plain = outcome(made(factory), step, drop=False)
-    replayed = outcome(made(factory), step, drop=True)
-    assert_exact(plain, replayed)
+    rebuilt = outcome(made(factory), step, drop=True)
+    assert_exact(plain, rebuilt)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # "running ... again gave other bits"
         model = made(factory)
@@ -88,8 +88,8 @@ def exact(factory: Callable[[], nn.Module], step: Step, *, drops: bool = True) -
     for name, p in model.named_parameters():
         assert same_bits(p.grad, plain.grads[name]), f"gradient of {name} while verifying"
     assert not engine.opaque_ops
-    assert not drops or (replayed.dropped > 0 and engine.verified), "nothing was dropped: the test tests nothing"
-    return replayed.dropped
+    assert not drops or (rebuilt.dropped > 0 and engine.verified), "nothing was dropped: the test tests nothing"
+    return rebuilt.dropped
 
 
 def same_error(step: Callable[[], torch.Tensor], error: type[BaseException] = RuntimeError, match: str = "") -> None:

@@ -89,7 +89,7 @@ class Stepped:
         if program is None:
             return self.loss()
         engine = engine_of(program, sized, verify=verify, depot=self.depot)
-        self.deviation, self.replayed = engine.cursor.deviation, engine.rebuilt_ops
+        self.deviation, self.rebuilt = engine.cursor.deviation, engine.rebuilt_ops
         with PlannedRecording(engine, self.model):
             return self.loss()
 

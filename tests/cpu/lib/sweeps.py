@@ -82,7 +82,7 @@ def run(call: Callable[..., Any], inputs: Any, *, drop: bool, where: str, leaves
         out = call(*tree_map_only(torch.Tensor, lambda t: t.clone(), fresh))
         return [dense(t).clone() for t in tree_flatten(out)[0] if isinstance(t, torch.Tensor)]
 
-    dropped, replayed = 0, []
+    dropped, rebuilt = 0, []
     if drop:
         with dropping() as engine:
             told = engine.recorded
@@ -93,7 +93,7 @@ def run(call: Callable[..., Any], inputs: Any, *, drop: bool, where: str, leaves
 
             engine.recorded = recorded  # type: ignore[method-assign]
             out = forward()
-        dropped, replayed = engine.evictions, engine.rebuilt_ops
+        dropped, rebuilt = engine.evictions, engine.rebuilt_ops
         poison()
     else:
         out = forward()
@@ -102,7 +102,7 @@ def run(call: Callable[..., Any], inputs: Any, *, drop: bool, where: str, leaves
     if roots and wanted:
         found = torch.autograd.grad(roots, wanted, [seed_of(t) for t in roots], allow_unused=True)
         grads = [None if g is None else dense(g) for g in found]
-    return Ran([t.detach() for t in out], grads, draws(), dropped=dropped, rebuilt=len(set(replayed)))
+    return Ran([t.detach() for t in out], grads, draws(), dropped=dropped, rebuilt=len(set(rebuilt)))
 
 
 def difference(a: Ran, b: Ran) -> str:
@@ -125,9 +125,9 @@ def verdict(once: Callable[[bool], Ran], name: str, count: Count) -> None:
 
 
 def judge(
-    plain: Callable[[], list[Ran]], replayed: Callable[[], list[Ran]], drops: Callable[[Ran], bool], name: str, count: Count
+    plain: Callable[[], list[Ran]], rebuilt: Callable[[], list[Ran]], drops: Callable[[Ran], bool], name: str, count: Count
 ) -> None:
-    """The plain steps twice, then the replayed ones; the entry goes where it belongs. `drops`: whether the last step did."""
+    """The plain steps twice, then the rebuilt ones; the entry goes where it belongs. `drops`: whether the last step did."""
     try:
         expected = plain()
         poison()
@@ -139,7 +139,7 @@ def judge(
         count.skipped[name] = f"not the same twice in plain: {unlike}"
         return
     try:
-        found = replayed()
+        found = rebuilt()
     except Exception as error:
         count.different[name] = f"{type(error).__name__}: {error}"[:300]
         return

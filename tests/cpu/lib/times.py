@@ -20,7 +20,7 @@ OP_SECONDS, BYTES_PER_SECOND, FLOPS_PER_SECOND = 1e-6, 1e9, 8e9
 """One core of a CPU."""
 LOOK_SECONDS = 5e-3
 """A solver takes this long between two looks at its clock."""
-COSTS = Costs(call=3e-6, argument=3e-7, recorded=1.5e-5, replayed=1.5e-5)
+COSTS = Costs(call=3e-6, argument=3e-7, recorded=1.5e-5, rebuilt=1.5e-5)
 FREE = Costs(0.0, 0.0, 0.0, 0.0)
 RATES = MachineRates(
     name="known beforehand",

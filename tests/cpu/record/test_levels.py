@@ -148,7 +148,7 @@ def steps_around(backward: Callable[[Tensor, list[Tensor]], tuple[Tensor, ...]])
             program = Program(one.graph, held(one.graph, 1000)) if drops else None
             loss = one.forward(program)
             found.append(backward(loss, list(one.model.parameters())))
-            assert not drops or one.replayed
+            assert not drops or one.rebuilt
     assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
     return list(found[0])
 

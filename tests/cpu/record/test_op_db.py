@@ -117,7 +117,7 @@ def test_enough_was_dropped() -> None:
 
 
 def opaque_table() -> str:
-    """The operators met in the sweeps that are never replayed, as the table of docs/not_rebuilt.md."""
+    """The operators met in the sweeps that are never rebuilt, as the table of docs/not_rebuilt.md."""
     for chunk in CHUNKS:
         swept(chunk)
     why: dict[str, set[str]] = collections.defaultdict(set)

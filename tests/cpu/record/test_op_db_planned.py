@@ -30,7 +30,7 @@ PARTS = 4
 
 
 class Steps:
-    """`call(*inputs)` between ops that are replayed too, as steps: plain, observed or planned."""
+    """`call(*inputs)` between ops that are rebuilt too, as steps: plain, observed or planned."""
 
     def __init__(self, call: Callable[..., Any], inputs: Any, device: str = "cpu", model: nn.Module | None = None) -> None:
         self.call, self.inputs, self.device = call, inputs, torch.device(device)

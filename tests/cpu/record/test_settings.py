@@ -92,7 +92,7 @@ HARMLESS = {
     "_set_linalg_preferred_backend": "of GPUs: handled in their builds",
     "_set_rocm_fa_preferred_backend": "of AMD's GPUs: handled in their builds",
 }
-"""Setters of `torch._C` that cannot change the bits of a replayed op, and why."""
+"""Setters of `torch._C` that cannot change the bits of a rebuilt op, and why."""
 PYTHON = {
     ("", "__allow_nonbracketed_mutation_flag"): "whether settings may be set, for torch's tests",
     ("cudnn", "__cudnn_version"): "a version",
@@ -241,8 +241,8 @@ def test_rebuilds_run_under_the_kernels_of_their_forward(when: str, switch: Call
     model = Convolutions((lambda: switch(False)) if when == "in the forward" else nothing)
     try:
         plain = outcome(model, step, drop=False)
-        replayed = outcome(model, step, drop=True)
-        assert replayed.dropped
-        assert_exact(plain, replayed)
+        rebuilt = outcome(model, step, drop=True)
+        assert rebuilt.dropped
+        assert_exact(plain, rebuilt)
     finally:
         set_numeric_flags(flags)

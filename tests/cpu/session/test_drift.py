@@ -56,13 +56,13 @@ def test_a_lasting_change_is_planned_for() -> None:
 def test_now_and_then_is_no_drift() -> None:
     """Every third forward takes another branch: the plan of the others stays."""
     found = trained(*[0] * 4, 2, 0, 0, 2, 0, 0, 2, 0)
-    assert found.again == 0 and found.deviated and found.strays == 0
+    assert found.again == 0 and found.deviated and found.deviated_in_a_row == 0
 
 
 def test_observing_again_is_bounded() -> None:
     """A forward that keeps changing is observed again three times, and not any more."""
     found = trained(*[0] * 3, *[n for n in range(1, 8) for _ in range(4)])
-    assert found.again == 3 and found.strays > 2
+    assert found.again == 3 and found.deviated_in_a_row > 2
 
 
 def test_it_is_said(capsys: pytest.CaptureFixture[str]) -> None:
