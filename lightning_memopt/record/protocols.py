@@ -79,8 +79,8 @@ class Holdings(Protocol):
     def unchanged(self, version: StorageVersion) -> bool:
         """Whether the bytes that are held of an earlier version are still the bytes in its memory."""
 
-    def startable(self, versions: Sequence[StorageVersion]) -> bool:
-        """Whether a rebuild can have the bytes of all these versions."""
+    def can_run(self, call: Call | None, reads: Sequence[StorageVersion]) -> bool:
+        """Whether `call` gives the same bits when it runs again, and a rebuild can have the bytes of all versions it reads."""
 
 
 class Owner(Protocol):

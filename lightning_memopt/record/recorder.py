@@ -280,16 +280,14 @@ class Recorder(Outside):
         self, targets: list[torch.Tensor], record: OpRecord, reads: list[StorageVersion]
     ) -> list[tuple[StorageVersion, StorageVersion, torch.Tensor]]:
         rule, call = record.rule, record.call
-        reachable = call is not None and call.repeats and self.holdings.startable(reads)
+        reachable = self.holdings.can_run(call, reads)
         if rule.rewrite is not None:
             call = None  # the form that runs again writes nothing
         mutates = []
         for t in targets:
             old = self.of_storage.get(storage_id(t))
             if old is not None:
-                external = call is None and old.external
-                new = self._new(t, Origin.EXTERNAL if external else Origin.RECORDED)
-                self._overwritten(old, t, new, call, reachable)
+                new = self._overwritten(old, t, call, reachable)
                 new.why = new.why or rule.why
                 if call is not None:
                     call.mutates = (*call.mutates, (old.id, new.id))
@@ -304,9 +302,10 @@ class Recorder(Outside):
         self.holdings.overwrites(old)
 
     def _overwritten(
-        self, old: StorageVersion, t: torch.Tensor, new: StorageVersion, call: Call | None, reachable: bool
-    ) -> None:
-        """`new` is the version that an op has just written over `old`, through `t`."""
+        self, old: StorageVersion, t: torch.Tensor, call: Call | None, reachable: bool, id: int | None = None
+    ) -> StorageVersion:
+        """The version that an op has just written over `old`, through `t`; with this id, or the next one."""
+        new = self._new(t, Origin.EXTERNAL if call is None and old.external else Origin.RECORDED, id)
         new.counter = UNSHARED if old.counter == UNSHARED else UNKNOWN  # autograd moves the counter after the op, by one
         new.counter_in_op = t._version
         old.next = new.id
@@ -318,11 +317,12 @@ class Recorder(Outside):
         else:
             new.call = call
         self.holdings.overwritten(old, new, t, reachable)
+        return new
 
     def _outputs(self, out: Any, record: OpRecord) -> list[tuple[StorageVersion, torch.Tensor]]:
         """Versions for the new storages among the results."""
         rule, call = record.rule, record.call
-        startable = call is not None and call.repeats and self.holdings.startable(record.reads)
+        startable = self.holdings.can_run(call, record.reads)
         origin = Origin.EMPTY if rule.handling == "empty" else Origin.RECORDED
         made = []
         for index, t in enumerate((out,) if isinstance(out, torch.Tensor) else tensors_in(out)):

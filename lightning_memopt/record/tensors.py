@@ -99,3 +99,8 @@ def generator_of(device: torch.device) -> torch.Generator | None:
     generators = getattr(module, "default_generators", ())
     index = module.current_device() if device.index is None else device.index
     return generators[index] if index < len(generators) else None
+
+
+def bytes_of(t: torch.Tensor) -> torch.Tensor:
+    """The whole storage of `t`, as flat uint8. Call below autograd."""
+    return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())

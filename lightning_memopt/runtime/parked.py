@@ -32,6 +32,7 @@ import torch
 from lightning_memopt.errors import TierFullError
 from lightning_memopt.plan.forms import EXACT, codec_of, tier_of
 from lightning_memopt.record import fills, uncompiled
+from lightning_memopt.record.tensors import bytes_of
 from lightning_memopt.runtime.codecs import codec
 from lightning_memopt.runtime.tiers import Stopwatch, Stored, Tier
 
@@ -39,12 +40,8 @@ _UNTIMED, _TIMED = 2, 8
 """Where times are between events of a device: the first forwards, which are not like the others, then those that are timed."""
 
 
-def _bytes_of(t: torch.Tensor) -> torch.Tensor:
-    """The whole storage of `t`, flat."""
-    return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
-
-
-def _stream_of(device: torch.device) -> Any:
+def current_stream(device: torch.device) -> Any:
+    """The CUDA stream of this moment on the device; None on the CPU."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
@@ -153,11 +150,11 @@ class ParkedTensor:
         self._size, self._stride, self._dtype, self._device = t.size(), t.stride(), t.dtype, t.device
         self._codec = codec(codec_of(form)) if codec_of(form) else None
         self.lossy = self._codec is not None and not self._codec.exact
-        self._stored_on = self._begun_on = self._read_on = _stream_of(t.device)
+        self._stored_on = self._begun_on = self._read_on = current_stream(t.device)
         self._stored: Stored | None = None
         self._arriving: torch.Tensor | None = None
         if self._codec is None:
-            self._bytes: torch.Tensor | None = _bytes_of(t)
+            self._bytes: torch.Tensor | None = bytes_of(t)
         else:
             nbytes = self._codec.encoded_nbytes(tuple(t.shape), t.dtype)
             self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=t.device)
@@ -171,7 +168,7 @@ class ParkedTensor:
     def wait_copied(self) -> None:
         """Returns when the bytes on the device may go, or be overwritten: on the current stream, whoever waited before."""
         if self._stored is not None:
-            now = _stream_of(self._device)
+            now = current_stream(self._device)
             with self._depot.waited.running(now):
                 self._stored.wait_stored()
             if self._stored_on != now:
@@ -181,7 +178,7 @@ class ParkedTensor:
     def begin_fetch(self) -> None:
         """Begin to bring the bytes back, where they are not on the device."""
         if self._stored is not None and self._arriving is None:
-            self._begun_on = _stream_of(self._device)
+            self._begun_on = current_stream(self._device)
             arriving = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
             self._stored.fetch(arriving)
             self._arriving = arriving  # not before: where the tier refuses, nothing comes
@@ -205,10 +202,10 @@ class ParkedTensor:
         if self._stored is not None:
             # where the copy fails or the wait is interrupted, it begins anew (A6)
             bytes_, self._arriving = self._arriving, None
-            with self._depot.waited.running(_stream_of(self._device)):
+            with self._depot.waited.running(current_stream(self._device)):
                 self._stored.wait_fetched()
         assert bytes_ is not None
-        self._read_on = now = _stream_of(self._device)
+        self._read_on = now = current_stream(self._device)
         if self._begun_on != now:
             now.wait_stream(self._begun_on)  # A8
             bytes_.record_stream(now)
@@ -222,7 +219,7 @@ class ParkedTensor:
 
     def in_order(self, shown: torch.Tensor) -> None:
         """A8: the current stream may read what `value` gave, and its memory is not used again before."""
-        now = _stream_of(self._device)
+        now = current_stream(self._device)
         if now != self._read_on:
             now.wait_stream(self._read_on)
             shown.record_stream(now)

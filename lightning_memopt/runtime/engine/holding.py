@@ -36,9 +36,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from lightning_memopt.record import UNKNOWN, StorageVersion, detached
+from lightning_memopt.record import UNKNOWN, Call, StorageVersion, detached
 from lightning_memopt.record.below import below_autograd
-from lightning_memopt.runtime.parked import ParkedTensor
+from lightning_memopt.runtime.parked import ParkedTensor, current_stream
 from lightning_memopt.torch_private import no_dispatch_modes
 
 
@@ -130,6 +130,11 @@ class Holding:
         if self.value is not None and self.expected == UNKNOWN:  # else a backward within the forward fetched or rebuilt it
             self.expected = self.value._version if counter < 0 else counter
 
+    def inherit_claim(self, earlier: Holding) -> None:
+        """This is what is held of a later version of the same memory than `earlier`."""
+        if earlier.handles or earlier.claim is not Claim.NONE:
+            self.claim = Claim.POSSIBLE
+
     @property
     def intact(self) -> bool:
         """Whether the value has not changed since the forward ended, or since it was rebuilt.
@@ -144,7 +149,7 @@ class Holding:
             return False
         with below_autograd():
             value = self.parked.value()
-        self.rebuilt(value, current_stream(value))
+        self.rebuilt(value, current_stream(value.device))
         return True
 
 
@@ -154,11 +159,6 @@ Version: TypeAlias = StorageVersion[Holding]
 def rebuildable(version: Version) -> bool:
     """Whether the version's own call makes its bytes again, from what is held or reachable."""
     return version.call is not None and version.holding.reachable
-
-
-def current_stream(value: torch.Tensor) -> Any:
-    """The CUDA stream of this moment on the value's device; None on the CPU."""
-    return torch.cuda.current_stream(value.device) if value.is_cuda else None
 
 
 def in_order(holding: Holding) -> None:
@@ -209,15 +209,14 @@ class Holdings:
         if holding.value is not None:
             with below_autograd():
                 value = copy_of(holding.value)
-            holding.rebuilt(value, current_stream(value))
+            holding.rebuilt(value, current_stream(value.device))
             version.counter = value._version
 
     def overwritten(self, old: Version, new: Version, t: torch.Tensor, reachable: bool) -> None:
         before: Holding = old.holding
         after: Holding = new.holding
         after.reachable = reachable if new.call is not None else new.external
-        if before.handles or before.claim is not Claim.NONE:
-            after.claim = Claim.POSSIBLE
+        after.inherit_claim(before)
         if (before.handles or before.claim is Claim.PINNED) and not rebuildable(new):
             after.hold(t)  # autograd reads these bytes if the version counter of the tensor that it saved does not move
             after.claim = Claim.PINNED
@@ -226,8 +225,7 @@ class Holdings:
         before: Holding = old.holding
         if rebuildable(old):
             before.drop()
-        if before.handles or before.claim is not Claim.NONE:
-            new.holding.claim = Claim.POSSIBLE
+        new.holding.inherit_claim(before)
         return before.value is not None
 
     def recounted(self, version: Version, t: torch.Tensor) -> None:
@@ -238,5 +236,7 @@ class Holdings:
         value = version.holding.value
         return value is not None and value._version == version.counter
 
-    def startable(self, versions: Sequence[Version]) -> bool:
-        return all(v.holding.reachable or v.holding.value is not None or v.empty for v in versions)
+    def can_run(self, call: Call | None, reads: Sequence[Version]) -> bool:
+        if call is None or not call.repeats:
+            return False
+        return all(v.holding.reachable or v.holding.value is not None or v.empty for v in reads)

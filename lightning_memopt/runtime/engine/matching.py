@@ -194,17 +194,17 @@ class Matcher(Recorder):
         for i, id in template.mutates:
             t = values[i]
             old = of_storage[storage_id(t)]
-            new = self._new(t, _EXTERNAL if call is None and old.external else _RECORDED, id)
-            self._overwritten(old, t, new, call, startable)
+            new = self._overwritten(old, t, call, startable, id)
             new.holding.tensor = id
             if id in holds:
                 self.holdings.hold(new, t)
         cursor.advance()
         return out
 
-    def _overwritten(self, old: Version, t: torch.Tensor, new: Version, call: Call | None, reachable: bool) -> None:
+    def _overwritten(self, old: Version, t: torch.Tensor, call: Call | None, reachable: bool, id: int | None = None) -> Version:
+        new = super()._overwritten(old, t, call, reachable, id)
         self._unread.append((new, weakref.ref(t)))
-        super()._overwritten(old, t, new, call, reachable)
+        return new
 
     @property
     def _begun(self) -> bool:

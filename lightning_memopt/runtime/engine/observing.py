@@ -19,6 +19,7 @@ import torch
 from lightning_memopt.errors import ModifiedError, UnsupportedError
 from lightning_memopt.record import OpRecord, StorageVersion
 from lightning_memopt.record.below import below_autograd
+from lightning_memopt.record.tensors import bytes_of
 from lightning_memopt.runtime.engine.base import Engine
 from lightning_memopt.runtime.engine.handles import Handle, Kept
 from lightning_memopt.runtime.engine.holding import Version, rebuildable
@@ -38,11 +39,7 @@ class SaveEvents(Names, Protocol):
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors' storages hold the same bytes."""
-
-    def bits(t: torch.Tensor) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
-
-    return torch.equal(bits(a), bits(b))
+    return torch.equal(bytes_of(a), bytes_of(b))
 
 
 class _Told(Kept):

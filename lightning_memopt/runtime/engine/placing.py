@@ -69,8 +69,7 @@ class Placing:
                     self._is(version, tensor)
             for version, tensor in place.others:
                 self._read_instead(version, tensor, place.position, given)
-            call = record.call
-            if place.others and call is not None and call.repeats and self.holdings.startable(record.reads):
+            if place.others and self.holdings.can_run(record.call, record.reads):
                 for version, _ in record.made:  # the versions that it reads instead are held now
                     version.holding.reachable = record.remakes(version)
         unheld = False

@@ -192,7 +192,7 @@ class PlannedEngine(Engine):
     def _take(self, event: Event) -> Turn:
         """An event has come: do first what the plan does at events that were passed over."""
         turn = self.turns.take(event, in_forward=self.recorder is not None)
-        if self.guard.until and turn.moved and not self.cursor.deviation.out_of_order:
+        if self.guard.until and not self.cursor.deviation.out_of_order:
             for id in self.guard.pass_point(self.turns.point):
                 self.holdings.unguard(self.tape.versions[id])
         for passed in turn.passed:

@@ -17,7 +17,9 @@ import torch
 from lightning_memopt.errors import ModifiedError, RebuildMismatchError, UnsupportedError
 from lightning_memopt.record import Call, Tape, View, numeric_flags, set_numeric_flags, tensors_in
 from lightning_memopt.record.below import below_autograd
-from lightning_memopt.runtime.engine.holding import Holding, Version, copy_of, current_stream, in_order, rebuildable
+from lightning_memopt.record.tensors import bytes_of
+from lightning_memopt.runtime.engine.holding import Holding, Version, copy_of, in_order, rebuildable
+from lightning_memopt.runtime.parked import current_stream
 from lightning_memopt.torch_private import OpOverload, set_grad_enabled
 
 Versions = Mapping[int, Version]
@@ -74,7 +76,7 @@ def checksum(t: torch.Tensor) -> tuple[int, int]:
     The sum is exact modulo 2^64, and the same on every device. Every word has the weight of its place, so an exchange of two
     words changes it; NaN payloads and signed zeros count, too.
     """
-    bits = torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
+    bits = bytes_of(t)
     whole = bits.numel() // 8 * 8
     tail = int.from_bytes(bytes(bits[whole:].tolist()), "little") if whole < bits.numel() else 0
     weights = _weights(t.device)
@@ -250,7 +252,7 @@ def run(call: Call, versions: Versions, survives: Callable[[Version], bool]) -> 
         for index, id in call.made:
             made = versions.get(id)
             if made is not None and made.holding.value is None:
-                made.holding.rebuilt(outs[index], current_stream(outs[index]))
+                made.holding.rebuilt(outs[index], current_stream(outs[index].device))
     for old_id, new_id in call.mutates:
         old, new = versions[old_id], versions.get(new_id)
         if new is not None:

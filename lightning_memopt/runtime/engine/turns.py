@@ -16,17 +16,14 @@ class Turn(NamedTuple):
 
     planned: whether to do what the plan does at the event.
     passed: events before it that will not come, because their saves were not packed in this step.
-    moved: whether `Turns.next` has moved.
     """
 
     planned: bool
     passed: tuple[Event, ...] = ()
-    moved: bool = True
 
 
-_NEXT = Turn(planned=True)
-_NOT_PLANNED = Turn(planned=False, moved=False)
-_STAYS = Turn(planned=True, moved=False)
+_PLANNED = Turn(planned=True)
+_NOT_PLANNED = Turn(planned=False)
 
 
 class Turns:
@@ -60,7 +57,7 @@ class Turns:
         events, first = self._program.events, self.next
         if first < len(events) and events[first] == event:
             self.next += 1
-            return _NEXT
+            return _PLANNED
         turn = self._program.turns.get(event, -1)
         passed = events[first : max(turn, 0)]
         segments = self._program.segments
@@ -69,10 +66,10 @@ class Turns:
         if turn < first or missed or any(save in self.packed for _, save, _ in passed):
             self._cursor.deviate_in_backward()
         if turn < first:
-            return _STAYS
+            return _PLANNED
         self.next = turn + 1
         skipped = [other for other in passed if other[1] not in self.packed]
-        return Turn(planned=True, passed=tuple(skipped)) if skipped else _NEXT
+        return Turn(planned=True, passed=tuple(skipped)) if skipped else _PLANNED
 
     def _comes_early(self, event: Event) -> bool:
         """Whether the forward has not yet packed all saves whose events the plan has up to this one. Then autograd unpacks, or
