@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` imports a name when it is first used
-    from lightning_memopt.callbacks import MemOptBatchScaler, MemOptMonitor
+    from lightning_memopt.callbacks import MemOptBatchScaler, MemOptCallback, MemOptMonitor
     from lightning_memopt.config import MemOptConfig
     from lightning_memopt.errors import InfeasibleError, MemOptError
     from lightning_memopt.integrations.batch_size import find_max_batch_size
@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` imports a name
     from lightning_memopt.plan import Plan
     from lightning_memopt.record import Rule, register_op
     from lightning_memopt.session import RunStatus, Session
-    from lightning_memopt.strategies import MemOptMixin, MemOptStrategy
+    from lightning_memopt.strategies import MemOptDDPStrategy, MemOptMixin, MemOptStrategy
     from lightning_memopt.telemetry import Meter
 
 __version__ = "0.1.0"
@@ -27,6 +27,8 @@ _PUBLIC = {
     "InfeasibleError": "lightning_memopt.errors",
     "MemOptBatchScaler": "lightning_memopt.callbacks",
     "MemOptConfig": "lightning_memopt.config",
+    "MemOptCallback": "lightning_memopt.callbacks",
+    "MemOptDDPStrategy": "lightning_memopt.strategies",
     "MemOptError": "lightning_memopt.errors",
     "MemOptMixin": "lightning_memopt.strategies",
     "MemOptMonitor": "lightning_memopt.callbacks",
@@ -45,7 +47,9 @@ _PUBLIC = {
 __all__ = [
     "InfeasibleError",
     "MemOptBatchScaler",
+    "MemOptCallback",
     "MemOptConfig",
+    "MemOptDDPStrategy",
     "MemOptError",
     "MemOptMixin",
     "MemOptMonitor",

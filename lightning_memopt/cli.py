@@ -185,9 +185,7 @@ def parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--budget", required=True, help="8GiB, 80%%, bytes, or min")
     plan.add_argument("--device-nbytes", type=int, default=None, help="bytes of the device, for budgets given as a share")
-    plan.add_argument(
-        "--objective", choices=["throughput", "flops"], default="throughput", help="what the plan minimises"
-    )
+    plan.add_argument("--objective", choices=["throughput", "flops"], default="throughput", help="what the plan minimises")
     plan.add_argument(
         "--offload",
         default="none",

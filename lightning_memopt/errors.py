@@ -52,6 +52,10 @@ class UpdatesInBackwardError(UnsupportedError):
     """Updating parameters in backward would give wrong results for this loop; the message says why, and what to change."""
 
 
+class RankFailedError(MemOptError, RuntimeError):
+    """Another rank of the process group failed, or does not answer; the message names it and says why."""
+
+
 class AlreadyAttachedError(MemOptError):
     """The model already belongs to an open run; close that one first."""
 

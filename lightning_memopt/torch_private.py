@@ -85,6 +85,7 @@ KINETO_PROFILE = _named("torch.profiler.profiler:_KinetoProfile")  # torch.profi
 profiler_is_on: Callable[[], bool] = _named("torch:autograd._profiler_enabled")  # whose profiler it would be
 record_function = _named("torch:_C._profiler._RecordFunctionFast")  # marks ops in a profile of the allocator
 CXX11_ABI: bool = _named("torch:_C._GLIBCXX_USE_CXX11_ABI")  # how the native allocator must be compiled
+JOIN_CONFIG = "_join_config"  # attribute of wrappers: whether some ranks may have no batch
 C: Any = _named("torch:_C")  # getters and setters of numeric settings, each by name (settings.py)
 
 ATTRIBUTES: tuple[tuple[Any, str], ...] = (
@@ -99,6 +100,8 @@ ATTRIBUTES: tuple[tuple[Any, str], ...] = (
     (torch.ops.aten.add.Tensor, "_overloadpacket"),  # its other overloads
     (torch.ops.aten.add.Tensor, "_overloadname"),  # which of them it is
     (torch.autograd.forward_ad, "_current_level"),  # whether a level of forward-mode AD is open
+    (torch.nn.parallel.DistributedDataParallel, "_active_ddp_module"),  # the wrapper of a model that was given without it
+    (torch.nn.parallel.DistributedDataParallel, "_get_ddp_logging_data"),  # the bytes of its buckets
     (torch.nn.Module, "_compiled_call_impl"),  # the seam at which calls of modules are seen (calls.py)
 )
 """Private attributes that are read where they are needed: a function around each would cost a call an op."""

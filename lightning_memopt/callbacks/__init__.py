@@ -2,5 +2,6 @@
 
 from lightning_memopt.callbacks.batch_scaler import MemOptBatchScaler
 from lightning_memopt.callbacks.monitor import MemOptMonitor
+from lightning_memopt.callbacks.upgrade import MemOptCallback
 
-__all__ = ["MemOptBatchScaler", "MemOptMonitor"]
+__all__ = ["MemOptBatchScaler", "MemOptCallback", "MemOptMonitor"]

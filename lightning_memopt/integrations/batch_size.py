@@ -12,7 +12,7 @@ from lightning_memopt.batching import BatchSizeResult, FromFunction, FromLoader,
 from lightning_memopt.config import MemOptConfig, PlanOptions
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.integrations.plain import Optimizers, Run, attach, unwrapped
-from lightning_memopt.runtime.early_updates import several_processes
+from lightning_memopt.ranks import several_processes
 from lightning_memopt.session import Session
 from lightning_memopt.session.budget import bytes_on, device_of
 

@@ -186,9 +186,7 @@ Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
 
 @overload
-def optimize(
-    model: nn.Module, optimizer: Optimizers, *, config: MemOptConfig
-) -> contextlib.AbstractContextManager[Run]: ...
+def optimize(model: nn.Module, optimizer: Optimizers, *, config: MemOptConfig) -> contextlib.AbstractContextManager[Run]: ...
 
 
 @overload
@@ -198,9 +196,7 @@ def optimize(
 
 
 @contextlib.contextmanager
-def optimize(
-    model: nn.Module, optimizer: Optimizers, *, config: MemOptConfig | None = None, **options: Any
-) -> Iterator[Run]:
+def optimize(model: nn.Module, optimizer: Optimizers, *, config: MemOptConfig | None = None, **options: Any) -> Iterator[Run]:
     """Keep the training loop in this block within a memory budget. The loop itself is unchanged.
 
     `options` are those of `MemOptConfig`; `config` has all of them in one object. Both together raise ConfigError.
@@ -230,7 +226,13 @@ def optimize(
         if session.enabled:  # otherwise the loop runs exactly as without this block
             session.update_in_backward(lambda: _reasons_against_early_updates(model, optimizers))
             attach(stack, run, model, optimizers)
-        yield run
+        try:
+            yield run
+        except Exception as error:
+            failed = session.ended_by(error)
+            if failed is not None:
+                raise failed from error
+            raise
 
 
 def _close(session: Session) -> None:

@@ -52,6 +52,11 @@ _OLD_NAMES = {
 
 def plan_to_json(plan: Plan, graph: Graph) -> dict[str, Any]:
     """The content of a plan file, in a fixed order of keys, not checked."""
+    return {"format": FORMAT, "schema": SCHEMA, "plan": fields_of(plan), "graph": graph_to_json(graph)}
+
+
+def fields_of(plan: Plan) -> dict[str, Any]:
+    """The plan alone, as a plan file has it."""
     forms = sorted({life.form for life in plan.lives})
     columns = {
         "tensor": [life.tensor for life in plan.lives],
@@ -65,7 +70,7 @@ def plan_to_json(plan: Plan, graph: Graph) -> dict[str, Any]:
     fields: dict[str, Any] = {key: getattr(plan, key) for key in _PLAN}
     fields["predicted"] = {key: getattr(plan.predicted, key) for key in _PREDICTED}
     fields["lives"] = columns
-    return {"format": FORMAT, "schema": SCHEMA, "plan": fields, "graph": graph_to_json(graph)}
+    return fields
 
 
 def plan_from_json(obj: object) -> tuple[Plan, Graph]:
@@ -77,8 +82,28 @@ def plan_from_json(obj: object) -> tuple[Plan, Graph]:
     old_names = _OLD_NAMES.get(top.obj["schema"], {})
     graph = graph_from_json(top.obj["graph"])
     fields = Fields(top.obj["plan"], "plan", _PLAN, old_names=old_names)
+    plan = _plan(fields, graph)
+    actual = fingerprint(graph)
+    if plan.fingerprint != actual:
+        fields.refuse("fingerprint", None, f"{plan.fingerprint[:40]!r}, but the graph in this file has {actual!r}")
+    try:
+        report = validate(graph, plan.lives, lower(graph, plan.lives))
+    except LoweringError as error:
+        raise PlanFileError(f"the plan cannot be carried out: {error}; make it again") from error
+    if not report.ok:
+        more = f" (and {len(report.problems) - 1} more)" if len(report.problems) > 1 else ""
+        raise PlanFileError(f"the plan cannot be carried out: {report.problems[0]}{more}; make it again")
+    return plan, graph
+
+
+def plan_of_fields(obj: object, graph: Graph) -> Plan:
+    """The plan that `fields_of` wrote down, for this graph. It is not carried out to check it. Raises PlanFileError."""
+    return _plan(Fields(obj, "plan", _PLAN), graph)
+
+
+def _plan(fields: Fields, graph: Graph) -> Plan:
     predicted = fields.inner("predicted", _PREDICTED)
-    plan = Plan(
+    return Plan(
         fingerprint=fields.string("fingerprint"),
         lives=_lives(fields, graph),
         solver=fields.string("solver"),
@@ -102,17 +127,6 @@ def plan_from_json(obj: object) -> tuple[Plan, Graph]:
             tier_nbytes=predicted.integer("tier_nbytes"),
         ),
     )
-    actual = fingerprint(graph)
-    if plan.fingerprint != actual:
-        fields.refuse("fingerprint", None, f"{plan.fingerprint[:40]!r}, but the graph in this file has {actual!r}")
-    try:
-        report = validate(graph, plan.lives, lower(graph, plan.lives))
-    except LoweringError as error:
-        raise PlanFileError(f"the plan cannot be carried out: {error}; make it again") from error
-    if not report.ok:
-        more = f" (and {len(report.problems) - 1} more)" if len(report.problems) > 1 else ""
-        raise PlanFileError(f"the plan cannot be carried out: {report.problems[0]}{more}; make it again")
-    return plan, graph
 
 
 def _lives(fields: Fields, graph: Graph) -> tuple[Life, ...]:

@@ -21,6 +21,7 @@ import torch
 from torch import optim
 
 from lightning_memopt.errors import UpdatesInBackwardError
+from lightning_memopt.ranks import several_processes
 from lightning_memopt.record import uncompiled
 from lightning_memopt.runtime.gradients import Told, reads_of_gradients
 from lightning_memopt.torch_private import backward_keeps_graph
@@ -119,11 +120,6 @@ def of_optimizers(optimizers: Sequence[optim.Optimizer]) -> list[Reason]:
     if several_processes():
         reasons.append(REDUCED)
     return reasons
-
-
-def several_processes() -> bool:
-    """Whether this process trains together with others."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
 
 
 class EarlyUpdates:

@@ -46,17 +46,18 @@ class Foresight:
 
     def look(
         self,
-        observation: Observation,
+        observation: Observation | None,
         budget_nbytes: int | None,
         offloading: Offloading,
         say: Say,
         others: Sequence[torch.optim.Optimizer] = (),
     ) -> None:
-        """Before the first update: rehearse it. Does nothing before later ones. `others`: optimizers of other sessions.
+        """Before the first update of an observed step: rehearse it. Does nothing before later ones. `others`: optimizers of
+        other sessions.
 
         Raises InfeasibleError where no plan of the steps that come keeps the budget.
         """
-        if self.update is not None or not observation.has_backward:
+        if observation is None or self.update is not None or not observation.has_backward:
             return
         self.update = self._rehearsed(observation.device)
         if budget_nbytes is not None:

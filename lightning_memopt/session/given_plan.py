@@ -1,4 +1,4 @@
-"""Read a plan that the user gave as a file, and refuse one that does not fit the run."""
+"""Read a plan that the user gave as a file, and refuse one that does not fit the run; write such a file."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import ConfigError, InfeasibleError, PlanMismatchError
 from lightning_memopt.graph import Graph
-from lightning_memopt.plan import Plan, read_plan
+from lightning_memopt.plan import Plan, read_plan, write_plan
 from lightning_memopt.plan.forms import LOSSLESS, codec_of
+from lightning_memopt.session.status import RunStatus
 
 
 def read_given(
@@ -45,3 +46,10 @@ def read_given(
             "recompute=True, or leave plan= out."
         )
     return plan, graph
+
+
+def write_status(path: str, status: RunStatus) -> None:
+    """Write the plan of a status, with its graph, as JSON. Raises ConfigError where it has none."""
+    if status.plan is None or status.graph is None:
+        raise ConfigError("There is no plan yet: it is made after the observed steps. Run them first.")
+    write_plan(path, status.plan, status.graph)

@@ -11,11 +11,10 @@ from __future__ import annotations
 from lightning_memopt.graph import Graph
 from lightning_memopt.session import times
 from lightning_memopt.session.failed import Failed
-from lightning_memopt.session.offloading import Offloading
 from lightning_memopt.session.shapes import Signature, alike, elements, times_larger
 from lightning_memopt.session.silence import WAITS
 from lightning_memopt.session.solves import Solves
-from lightning_memopt.session.states import Observing, Running, Say, State, Waiting
+from lightning_memopt.session.states import Observing, Running, Say, Solve, State, Waiting
 
 PLANS = 16
 """The most signatures with a state of their own. As many more may wait for a plan. The least recently used one makes room."""
@@ -80,10 +79,10 @@ class PlanCache(dict[Signature, State]):
             elif isinstance(state, Running) and state.lender is old:
                 del self[signature]
 
-    def observed(self, state: Observing, graph: Graph, limit_nbytes: int | None, offloading: Offloading, say: Say) -> State:
+    def observed(self, state: Observing, graph: Graph, say: Say, solve: Solve) -> State:
         """As `state.observed`; counts the seconds of a solve."""
         signature, began = self._of(state), times.current.now()
-        after = state.observed(graph, limit_nbytes, offloading, say)
+        after = state.observed(graph, say, solve)
         if isinstance(after, Running):
             self.solves.ended(signature, len(graph.ops), times.current.now() - began)
         return after

@@ -9,8 +9,7 @@ An adapter (strategy, `optimize`) delimits steps: `round(batch)` around every fo
 around every optimizer's update. A step ends when all optimizers of this model have updated, or when the next forward begins
 (`ends.py`).
 
-This file chooses the state of a forward and the contexts around it. `states.py` decides which state comes next, and
-`round.py` where a forward begins and ends.
+`states.py` decides which state comes next, `round.py` where a forward begins and ends, `agreement.py` what all ranks decide.
 """
 
 from __future__ import annotations
@@ -24,17 +23,18 @@ import torch
 from torch import nn
 
 from lightning_memopt.config import MemOptConfig, disabled
-from lightning_memopt.errors import ConfigError
+from lightning_memopt.errors import RankFailedError
 from lightning_memopt.graph import Graph
-from lightning_memopt.plan import Plan, write_plan
+from lightning_memopt.plan import Plan
 from lightning_memopt.runtime import Engine, PlannedEngine
 from lightning_memopt.runtime.early_updates import Reason, count_versions
+from lightning_memopt.session.agreement import Agreement
 from lightning_memopt.session.attachment import Attachment
 from lightning_memopt.session.budget import Neighbours, budget_on, device_of
 from lightning_memopt.session.early_updates import EarlyUpdating, wanted
 from lightning_memopt.session.ends import Ends
 from lightning_memopt.session.foresight import Foresight
-from lightning_memopt.session.given_plan import read_given
+from lightning_memopt.session.given_plan import read_given, write_status
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.observed_step import ObservedStep
 from lightning_memopt.session.offloading import Offloading
@@ -45,7 +45,7 @@ from lightning_memopt.session.refusals import refuse_hopeless, refuse_sharded
 from lightning_memopt.session.resident import resident_tensors
 from lightning_memopt.session.round import Rounds
 from lightning_memopt.session.shapes import Signature, signature_of
-from lightning_memopt.session.silence import BLOCKED, WAITS, Silence, unobservable
+from lightning_memopt.session.silence import BLOCKED, WAITS, Silence
 from lightning_memopt.session.states import Observing, Running, State, Waiting
 from lightning_memopt.session.status import RunStatus, Transfers, status_of, transfers_of
 from lightning_memopt.session.step import Step
@@ -67,11 +67,11 @@ class Session:
         say: Callable[[str], None] | None = None,
     ) -> None:
         self.model = model
-        self.optimizers = list(optimizers)
-        self.config = config
+        self.optimizers, self.config = list(optimizers), config
         self.device = device_of(model)
         self.enabled = not disabled() and supported()
-        self.say: Callable[[str], None] = (say or print) if config.verbose else (lambda _: None)
+        self._agreement = Agreement(model, config, self.enabled)
+        self.say = self._agreement.first_rank_says((say or print) if config.verbose else (lambda _: None))
         self.budget_nbytes = budget_on(self.device, config) if self.enabled else None
         self._plan_cache = PlanCache()
         self._current: State | None = None
@@ -121,7 +121,7 @@ class Session:
         return self._rounds.backward()
 
     def update_in_backward(self, reasons: Callable[[], Iterable[Reason]] = tuple) -> None:
-        """Do what `optimizer_in_backward` says (see `wanted`). `reasons`: why the adapter forbids early updates."""
+        """Do what `optimizer_in_backward` says (`wanted`). `reasons`: why the adapter forbids early updates."""
         if self.enabled:
             self._early = wanted(self.model, self.optimizers, self.config, reasons, self.say)
         if self.given is not None and self._early is not None:
@@ -161,20 +161,20 @@ class Session:
             found_early = isinstance(self._current, Observing | Waiting) and self._early.learn(observation)
             if found_early and isinstance(self._current, Observing):
                 self._current.observe_early()
-        if observation is None:
-            return
         self._look_ahead(observation)
-        observation.update_begins()
+        if observation is not None:
+            observation.update_begins()
 
     def closure_ran(self) -> None:
-        """The forward and backward inside of an optimizer's step are over. Raises InfeasibleError as `update_begins` does."""
-        if self._observed_step.now is not None:
-            self._look_ahead(self._observed_step.now)
+        """The forward and backward inside of an optimizer's step are over. Raises as `update_begins` does."""
+        self._look_ahead(self._observed_step.now)
 
-    def _look_ahead(self, observation: Observation) -> None:
+    def _look_ahead(self, observation: Observation | None) -> None:
+        plans = observation is not None and isinstance(self._current, Observing) and self._current.plans_next
+        others = self._attachment.others() if self._attachment is not None else []
         try:
-            others = self._attachment.others() if self._attachment is not None else []
-            self._foresight.look(observation, self.budget_nbytes, self._offloading, self.say, others)
+            with self._agreement.update(plans):
+                self._foresight.look(observation, self.budget_nbytes, self._offloading, self.say, others)
         except BaseException:
             self._observed_step.abandon()
             raise
@@ -206,7 +206,8 @@ class Session:
             self._neighbours.step()
         before = self._current
         if isinstance(before, Observing | Waiting):
-            self._end_observed(before)
+            with self._agreement.planning():
+                self._end_observed(before)
         largest = step.largest
         for state in step.plans:
             after = state.step_ended(self.say, peak_nbytes)
@@ -231,6 +232,7 @@ class Session:
             self._rounds.leave()
         finally:
             self._observed_step.abandon()
+        self._agreement.close()
         self._ends.clear()
         self._step.plans.clear()
         if self._early is not None:
@@ -239,6 +241,10 @@ class Session:
         self._offloading.close()
         if self._attachment is not None:
             self._attachment.leave()
+
+    def ended_by(self, error: BaseException) -> RankFailedError | None:
+        """An error ends the run. Returns the error to raise instead, where another rank failed first (`Ranks.ended_by`)."""
+        return self._agreement.ended_by(error)
 
     # -- results -----------------------------------------------------------------------------------
 
@@ -271,11 +277,8 @@ class Session:
         return 0 if self._early is None else self._early.updates.halfway
 
     def save_plan(self, path: str) -> None:
-        """Write the plan in force, with its graph, as JSON."""
-        status = self.status()
-        if status.plan is None or status.graph is None:
-            raise ConfigError("There is no plan yet: it is made after the observed steps. Run them first.")
-        write_plan(path, status.plan, status.graph)
+        """Write the plan in force, with its graph, as JSON. Raises ConfigError where there is none."""
+        write_status(path, self.status())
 
     # -- rounds ------------------------------------------------------------------------------------
 
@@ -283,10 +286,7 @@ class Session:
         trains = torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not torch.compiler.is_compiling()
         if not (self.enabled and trains) or self._rounds.inside:
             return False
-        why = unobservable(self.model, self.device)
-        if why is not None:
-            self.silence.missed(why)
-        return why is None
+        return self.silence.can_observe(self.model, self.device)
 
     def _settle(self) -> None:
         """End the step that a new forward ends. Give up an observed step where only evaluation goes on."""
@@ -301,7 +301,8 @@ class Session:
             self._early.updates.stop_reading()
         self._same_device()
         trained = tuple(p.requires_grad for p in self.model.parameters())  # unfrozen layers save more and need another plan
-        state = self._state_of(signature_of(part, trained, batch), batch)
+        with self._agreement.first_forward():
+            state = self._state_of(signature_of(part, trained, batch), batch)
         before = self._current
         if state is not before and self._observed_step.now is not None:
             if isinstance(before, Observing | Waiting) and self._observed_step.has_backward:
@@ -378,7 +379,8 @@ class Session:
             state.early_observed(graph)
             return
         graph = self._foresight.complete(graph, self.device, early=self._early is not None)
-        self._become(state, self._plan_cache.observed(state, graph, self._limit_nbytes, self._offloading, self.say))
+        solve = partial(self._agreement.solved, limit_nbytes=self._limit_nbytes, offloading=self._offloading, say=self.say)
+        self._become(state, self._plan_cache.observed(state, graph, self.say, solve))
 
     def _become(self, old: State, new: State) -> None:
         if new is not old:

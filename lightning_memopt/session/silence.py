@@ -86,6 +86,13 @@ class Silence:
         self._missed.clear()
         self.reason = None
 
+    def can_observe(self, model: nn.Module, device: torch.device) -> bool:
+        """Whether a call of the model can be observed now; counts the calls that cannot."""
+        why = unobservable(model, device)
+        if why is not None:
+            self.missed(why)
+        return why is None
+
     def missed(self, reason: Reason) -> None:
         """A call of the model, or a step, could not be observed for this reason."""
         self._missed[reason] += 1

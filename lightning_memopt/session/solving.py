@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import InfeasibleError
@@ -18,6 +19,25 @@ from lightning_memopt.solvers import planner
 from lightning_memopt.units import format_nbytes
 
 Say = Callable[[str], None]
+
+
+class Solved(NamedTuple):
+    """What was solved for an observed step.
+
+    frontier: all plans that were made.
+    plan: the one to put in force.
+    above: a warning's text, where no plan is within the limit and the plan is the smallest; else None.
+    """
+
+    frontier: planner.Frontier
+    plan: Plan
+    above: str | None
+
+
+def solved(graph: Graph, limit_nbytes: int | None, offloading: Offloading, say: Say) -> Solved:
+    """Solve for a graph, and choose its plan. Raises InfeasibleError as `chosen` does."""
+    frontier = frontier_of(graph, offloading, say)
+    return Solved(frontier, *chosen(frontier, graph, limit_nbytes, offloading.config, say))
 
 
 def frontier_of(graph: Graph, offloading: Offloading, say: Say) -> planner.Frontier:

@@ -32,16 +32,16 @@ from lightning_memopt.plan import Plan
 from lightning_memopt.runtime import Learned, PlannedEngine, Program
 from lightning_memopt.runtime.engine.cursor import PlanDeviation
 from lightning_memopt.runtime.parked import Depot
-from lightning_memopt.session import solving
 from lightning_memopt.session.advice import advice
 from lightning_memopt.session.failed import Failed
 from lightning_memopt.session.graphs import common, difference, smoothed
 from lightning_memopt.session.held import beside, with_held
-from lightning_memopt.session.offloading import Offloading
+from lightning_memopt.session.solving import Solved
 from lightning_memopt.solvers import planner
 from lightning_memopt.units import format_nbytes
 
 Say = Callable[[str], None]
+Solve = Callable[[Graph], Solved]
 _IN_A_ROW = 2
 """So many forwards in a row must deviate to count as drift: one that takes another branch now and then needs no other plan."""
 _LITTLE = 4
@@ -94,6 +94,11 @@ class Observing:
     early_known: bool = False
     fixed: frozenset[int] = frozenset()
 
+    @property
+    def plans_next(self) -> bool:
+        """Whether a plan is made of the step that is being observed."""
+        return len(self.graphs) + 1 == self.steps and not self.for_early
+
     def announce(self, device: torch.device, budget_nbytes: int | None, say: Say) -> None:
         """Say how many steps are observed."""
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
@@ -110,17 +115,17 @@ class Observing:
         self.fixed = frozenset(op.id for op in graph.forward if not op.recomputable)
         self.steps = max(1, self.steps - 1)
 
-    def observed(self, graph: Graph, limit_nbytes: int | None, offloading: Offloading, say: Say) -> State:
-        """Take a recorded step. The last one leads to the state of a plan for `limit_nbytes`; None: of the smallest plan.
-
-        Where no plan fits, on_exceed="raise" raises InfeasibleError; else the smallest plan is in force.
-        """
+    def observed(self, graph: Graph, say: Say, solve: Solve) -> State:
+        """Take a recorded step. The last one leads to the state of the plan that `solve` makes. Raises what `solve` raises."""
         self.graphs.append(graph)
         if len(self.graphs) < self.steps:
             return self
         graphs = common(self.graphs)
         if graphs:
-            running = _solved(smoothed(graphs), limit_nbytes, offloading, say)
+            frontier, plan, above = solve(smoothed(graphs))
+            running = Running(plan, frontier.graph, frontier)
+            if above is not None:
+                running.exceeds(plan.predicted.needed_nbytes, above)
             running.again, running.early_known = self.again, self.early_known
             return running
         say(f"MemOpt: the step changed while observing ({difference(self.graphs)})")
@@ -131,15 +136,6 @@ class Observing:
         reason = "its forward is another one every step, so no plan would match"
         warnings.warn(f"MemOpt: this model trains without a plan: {reason}.", stacklevel=2)
         return Failed(reason)
-
-
-def _solved(graph: Graph, limit_nbytes: int | None, offloading: Offloading, say: Say) -> Running:
-    frontier = solving.frontier_of(graph, offloading, say)
-    plan, above = solving.chosen(frontier, graph, limit_nbytes, offloading.config, say)
-    running = Running(plan, graph, frontier)
-    if above is not None:
-        running.exceeds(plan.predicted.needed_nbytes, above)
-    return running
 
 
 class Running:

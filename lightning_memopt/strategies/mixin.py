@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import ConfigError
+from lightning_memopt.ranks import of_collective
 from lightning_memopt.report.table import summary
 from lightning_memopt.session import RunStatus, Session
 from lightning_memopt.strategies.early_updates import of_trainer
@@ -80,13 +82,31 @@ class MemOptMixin(abc.ABC):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         session = self.session
-        with session.round((args, kwargs)) if session is not None else contextlib.nullcontext():
+        with self._naming(), session.round((args, kwargs)) if session is not None else contextlib.nullcontext():
             return super().training_step(*args, **kwargs)  # type: ignore[misc]
+
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Around code that runs collectives. Raises RankFailedError where one failed because another rank did."""
+        try:
+            yield
+        except RuntimeError as error:
+            failed = self.session.ended_by(error) if self.session is not None and of_collective(error) else None
+            if failed is None:
+                raise
+            raise failed from error
+
+    def on_exception(self, exception: BaseException) -> None:
+        """The fit ends with an exception: the other ranks hear of it."""
+        if self.session is not None:
+            self.session.ended_by(exception)
+        super().on_exception(exception)  # type: ignore[misc]
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         session = self.session
         with contextlib.ExitStack() as stack:
             if session is not None:
+                stack.enter_context(self._naming())
                 stack.enter_context(session.backward())
                 if self._stepping:
                     stack.enter_context(session.last_backward())

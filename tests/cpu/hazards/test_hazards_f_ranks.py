@@ -41,10 +41,11 @@ def test_f4_the_wrapped_model_trains_exactly(ranks: list[dict[str, Any]], wrappe
         for other in others:
             assert other["state"] == plain["state"] and other["alike"]
             assert other["planned"] > 0 and other["updates"] == 0
-        never, auto, within = (other["said"].count("updated after backward, as usual") for other in others)
-        assert (never, auto, within) == (0, 1, 1)
-        assert "DistributedDataParallel reduces gradients" in others[1]["said"]
-        assert "reduced over several processes" in others[2]["said"]
+    never, auto, within = (ranks[0]["in_loops"][wrapper][how]["said"] for how in ("never", "auto", "within"))
+    assert "updated after backward, as usual" not in never
+    assert auto.count("updated after backward, as usual") == within.count("updated after backward, as usual") == 1
+    assert "DistributedDataParallel reduces gradients" in auto and "reduced over several processes" in within
+    assert not ranks[1]["in_loops"][wrapper]["never"]["said"], "one rank is enough to say it"
 
 
 def test_f4_always_is_refused(ranks: list[dict[str, Any]]) -> None:
@@ -59,12 +60,18 @@ def test_f4_always_is_refused(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_f4_trainers(ranks: list[dict[str, Any]]) -> None:
-    """REFUSE two devices, and "always" in a strategy that somebody builds for them, which is EXACT with "auto"."""
-    for found in ranks:
-        trainers = found["in_trainers"]
-        assert trainers["ours"][0] == "MisconfigurationException" and "was given 2" in trainers["ours"][1]
+    """EXACT: every way to a budget on two devices trains as DDP does. REFUSE: "always"."""
+    for number, outcomes in enumerate(ranks):
+        trainers = outcomes["in_trainers"]
+        plain = trainers["plain"]
         assert trainers["always"][0] == "UpdatesInBackwardError" and "Parallel reduces gradients" in trainers["always"][1]
-        assert trainers["auto"] == trainers["plain"] and trainers["plain"]["updates"] == 0
+        assert trainers["auto"]["state"] == plain["state"] and trainers["auto"]["updates"] == 0
+        for name, fitted in trainers["ours"].items():
+            assert fitted["state"] == plain["state"], (number, name)
+            assert fitted["planned"][0] > 0 and fitted["updates"] == 0
+        classes = [fitted["strategy"] for fitted in trainers["ours"].values()]
+        assert classes == ["MemOptDDPStrategy"] * 3 + ["DDPStrategy"]
+        assert trainers["strings"] == ["MemOptDDPStrategy"] * 2
 
 
 def test_f5_sharded_models_are_refused(ranks: list[dict[str, Any]]) -> None:

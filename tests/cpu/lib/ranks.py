@@ -24,7 +24,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memopt import MemOptBatchScaler, MemOptConfig, MemOptStrategy, find_max_batch_size, optimize
+from lightning_memopt import (
+    MemOptBatchScaler,
+    MemOptCallback,
+    MemOptConfig,
+    MemOptDDPStrategy,
+    MemOptStrategy,
+    find_max_batch_size,
+    optimize,
+)
 from lightning_memopt.runtime.early_updates import EarlyUpdates
 from lightning_memopt.strategies import MemOptMixin
 from tests.cpu.lib.fits import Task, trainer_of
@@ -170,7 +178,7 @@ def sharded() -> dict[str, Any]:
 
 
 class Parallel(MemOptMixin, DDPStrategy):
-    """What this version has not, as somebody may build it."""
+    """A strategy as somebody may build it."""
 
     def __init__(self, mode: str) -> None:
         super().__init__(process_group_backend="gloo")
@@ -184,10 +192,25 @@ def fit(strategy: Any, *callbacks: pl.Callback) -> pl.Trainer:
     return trainer
 
 
-def fitted(strategy: Any) -> dict[str, Any]:
+def fitted(strategy: Any, *callbacks: pl.Callback) -> dict[str, Any]:
     with counted() as updates:
-        trainer = fit(strategy)
-    return {"state": digest(trainer.model.state_dict(), trainer.optimizers[0].state_dict()), "updates": len(updates)}  # type: ignore[union-attr]
+        trainer = fit(strategy, *callbacks)
+    state = digest(trainer.model.state_dict(), trainer.optimizers[0].state_dict())  # type: ignore[union-attr]
+    statuses = [part.status() for part in (trainer.strategy, *callbacks) if hasattr(part, "status")]
+    planned = [status.plan is not None and status.plan.predicted.rebuilt_ops for status in statuses]
+    return {"state": state, "updates": len(updates), "planned": planned, "strategy": type(trainer.strategy).__name__}
+
+
+def ours() -> dict[str, dict[str, Any]]:
+    """What each way to a budget on several devices ends with."""
+    options: dict[str, Any] = dict(budget="min", profile_steps=1, verbose=False)
+    gloo = dict(process_group_backend="gloo")
+    return {
+        "becomes DDP": fitted(MemOptStrategy(**options, **gloo)),
+        "views": fitted(MemOptStrategy(**options, **gloo, gradient_as_bucket_view=True)),
+        "unused": fitted(MemOptDDPStrategy(**options, **gloo, find_unused_parameters=True)),
+        "callback": fitted(DDPStrategy(**gloo), MemOptCallback(**options)),  # type: ignore[arg-type]
+    }
 
 
 def in_trainers() -> dict[str, Any]:
@@ -196,7 +219,8 @@ def in_trainers() -> dict[str, Any]:
         "plain": fitted(DDPStrategy(process_group_backend="gloo")),
         "auto": fitted(Parallel("auto")),
         "always": raised(lambda: fit(Parallel("always"))),
-        "ours": raised(lambda: trainer_of(MemOptStrategy(optimizer_in_backward="auto"), devices=WORLD)),
+        "ours": ours(),
+        "strings": [type(trainer_of(name, devices=WORLD).strategy).__name__ for name in ("memopt", "memopt_ddp")],
         "scaler": raised(lambda: fit(DDPStrategy(process_group_backend="gloo"), MemOptBatchScaler(budget="1GiB"))),
     }
 

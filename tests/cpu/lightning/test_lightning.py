@@ -14,7 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_memopt import MemOptStrategy
+from lightning_memopt import MemOptConfig, MemOptDDPStrategy, MemOptStrategy
 from tests.cpu.lib.fits import (
     Task,
     assert_planned,
@@ -96,10 +96,26 @@ def test_exception_in_training_step(raised: type[BaseException], when: str) -> N
 
 
 @pytest.mark.parametrize("options", [{"devices": 2}, {"devices": 1, "num_nodes": 2}])
-def test_several_devices_are_refused(options: dict[str, int]) -> None:
-    """More devices than one are refused by name, instead of training on one of them."""
-    with pytest.raises(MisconfigurationException, match="MemOptStrategy trains on one device"):
-        pl.Trainer(strategy=MemOptStrategy(), accelerator="cpu", logger=False, **options)
+def test_several_devices_make_it_ddp(options: dict[str, int]) -> None:
+    """The strategy becomes DDP with all its options, instead of training on one of the devices."""
+    strategy = MemOptStrategy(budget="min", find_unused_parameters=True, offload="disk")
+    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", logger=False, **options)
+    assert trainer.strategy is strategy and type(strategy) is MemOptDDPStrategy and trainer.world_size == 2
+    assert strategy.memopt_config == MemOptConfig(budget="min", offload="disk")
+    assert strategy._ddp_kwargs == {"find_unused_parameters": True} and trainer.distributed_sampler_kwargs is not None
+
+
+def test_what_cannot_become_ddp_is_refused() -> None:
+    """By name: a given device, a class of the user's own, and an argument that no strategy has."""
+
+    class Own(MemOptStrategy):
+        pass
+
+    for strategy, why in ((MemOptStrategy(device="cpu"), "device='cpu' was given"), (Own(), "a class of your own")):
+        with pytest.raises(MisconfigurationException, match=f"trains on one device, because .*{why}.*2 and 1 nodes"):
+            pl.Trainer(strategy=strategy, accelerator="cpu", logger=False, devices=2)
+    with pytest.raises(TypeError, match="'find_unused'"):
+        MemOptStrategy(find_unused=True)
 
 
 def test_table_at_the_end(caplog: pytest.LogCaptureFixture) -> None:

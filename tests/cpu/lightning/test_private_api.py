@@ -35,7 +35,7 @@ OWNERS: dict[str, Callable[[pl.Trainer], Any]] = {
 """Private name -> the object of a fitted Trainer that has it."""
 ASSIGNED = {"_layer_sync"}
 """Private attributes that Lightning's accelerator connector assigns to strategies that have them."""
-OURS = {"_device_given"}
+OURS = {"_become_parallel", "_device_given", "_parallel_kwargs"}
 NOT_LIGHTNINGS = {"_cdata", "_schedulers", "_last_lr", "_optimizer_step_pre_hooks"}
 """Private names of torch."""
 

@@ -1,0 +1,82 @@
+"""Which ranks train a model together, as torch's wrappers of the model say."""
+
+from __future__ import annotations
+
+import collections
+import sys
+from typing import Any
+
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_memopt.ranks.board import Board
+from lightning_memopt.ranks.ranks import Ranks
+from lightning_memopt.torch_private import JOIN_CONFIG
+
+_runs: collections.Counter[str] = collections.Counter()
+"""How many runs each process group has had in this process. All ranks count alike, so posts of two runs never mix."""
+
+
+def several_processes() -> bool:
+    """Whether this process is one of several that compute together."""
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def ranks_of(model: nn.Module) -> Ranks | None:
+    """The ranks that train this model together: those of the DistributedDataParallel around it or in it, else all ranks where
+    a part of it is sharded by `fully_shard`. None where this rank trains the model by itself.
+    """
+    if not several_processes():
+        return None
+    wrapper = wrapper_of(model)
+    group: distributed.ProcessGroup | None
+    if wrapper is not None:
+        group = wrapper.process_group
+    elif _is_sharded(model):
+        group = distributed.group.WORLD
+    else:
+        group = None
+    if group is None:
+        return None
+    size = distributed.get_world_size(group)
+    if size < 2:
+        return None
+    store, run = group.get_group_store(), _runs[group.group_name]
+    _runs[group.group_name] += 1
+    board = Board(store, f"{group.group_name}/{run}", distributed.get_rank(group), size)
+    return Ranks(board, distributed.get_process_group_ranks(group))
+
+
+def wrapper_of(model: nn.Module) -> DistributedDataParallel | None:
+    """The DistributedDataParallel around this model, or in it; None where there is none."""
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            return module
+    running = DistributedDataParallel._active_ddp_module  # the wrapper whose forward is running now
+    return running if running is not None and any(m is model for m in running.modules()) else None
+
+
+def joins(model: nn.Module) -> bool:
+    """Whether the model runs inside of `Join`: some ranks may have no batch, and never come to a forward or an update."""
+    wrapper = wrapper_of(model)
+    return wrapper is not None and bool(getattr(wrapper, JOIN_CONFIG).enable)
+
+
+def buckets_nbytes(model: nn.Module) -> int:
+    """Bytes of the buckets of DistributedDataParallel, in which gradients are reduced; 0 where gradients are views of them,
+    and counted as gradients.
+    """
+    if not several_processes():
+        return 0
+    wrapper = wrapper_of(model)
+    if wrapper is None:
+        return 0
+    sizes: dict[str, Any] = wrapper._get_ddp_logging_data()
+    views = wrapper.gradient_as_bucket_view and any(p.grad is not None for p in wrapper.parameters())
+    return 0 if views else sum(int(nbytes) for nbytes in str(sizes.get("bucket_sizes", "")).split(",") if nbytes.strip())
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # a process that has not imported it has not used it
+    kind = getattr(fsdp, "FSDPModule", None)
+    return kind is not None and any(isinstance(module, kind) for module in model.modules())

@@ -1,0 +1,190 @@
+"""The ranks that train one model together: meetings at which all hear what each decided, and the name of a rank that failed."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch import distributed
+
+from lightning_memopt.errors import RankFailedError
+from lightning_memopt.ranks.board import Board, Heartbeat, Pulse
+
+SILENT_SECONDS = 40.0
+"""A rank whose heartbeat stopped so long ago is taken to be dead. Errors about it come within a minute."""
+LAST_WORDS_SECONDS = 8.0
+"""After a collective failed, the other ranks have so long to say what happened to them."""
+_POLL_SECONDS = (0.0002, 0.05)
+"""The shortest and the longest pause between two looks at the store."""
+_CHECK_SECONDS = 0.5
+"""Heartbeats and last words are looked at so often while this rank waits."""
+_TEXT = 400
+"""The longest message of another rank's error that is repeated, in characters."""
+
+
+class Ranks:
+    """The ranks of one process group.
+
+    rank: this rank in the group.
+    size: number of ranks in the group.
+    names: the global number of each rank, which errors name.
+    """
+
+    def __init__(self, board: Board, names: list[int]) -> None:
+        self.rank, self.size, self.names = board.rank, board.size, names
+        self._board = board
+        self._heartbeat = Heartbeat(board)
+        self._ended = self._left = False
+
+    @property
+    def name(self) -> int:
+        """The global number of this rank."""
+        return self.names[self.rank]
+
+    def begin(self) -> None:
+        """This rank has a run: others may wait for it."""
+        self._heartbeat.start()
+
+    def settled(self) -> None:
+        """No meeting comes any more: the heartbeat ends."""
+        self._heartbeat.stop()
+
+    # -- meetings ----------------------------------------------------------------------------------
+
+    def meet(self, about: str, decision: dict[str, Any], seconds: float) -> list[dict[str, Any]] | None:
+        """Post a decision, and wait for those of all ranks, in the order of ranks. Every rank comes to a meeting once.
+
+        Returns None where a rank does not come in `seconds`, although it has not failed: its loop does something else, or it
+        has no run of its own. Raises RankFailedError where a rank failed.
+        """
+        self.tell(about, decision)
+        decisions: list[dict[str, Any]] = []
+        for rank in range(self.size):
+            heard = self.hear(about, rank, seconds)
+            if heard is None:
+                return None
+            decisions.append(heard)
+        return decisions
+
+    def tell(self, about: str, decision: dict[str, Any]) -> None:
+        """Post a decision. Raises RankFailedError where the store is gone."""
+        self._ask(lambda: self._board.post(about, json.dumps(decision)))
+
+    def hear(self, about: str, rank: int, seconds: float) -> dict[str, Any] | None:
+        """The decision of one rank, as soon as it is there. Returns and raises as `meet` does."""
+        text = self._ask(lambda: self._await(about, rank, seconds))
+        return None if text is None else json.loads(text)
+
+    def _await(self, about: str, rank: int, seconds: float) -> str | None:
+        pulse, pause = Pulse(self._board, rank), _POLL_SECONDS[0]
+        began = checked = time.monotonic()
+        while True:
+            text = self._board.read(about, rank)
+            if text is not None:
+                return text
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL_SECONDS[1])
+            now = time.monotonic()
+            if now - checked < _CHECK_SECONDS:
+                continue
+            checked = now
+            words_of = self._last_words()
+            if words_of:
+                raise self._failed(words_of)
+            silent_seconds = pulse.silent_seconds()
+            if pulse.began and silent_seconds > SILENT_SECONDS:
+                raise RankFailedError(
+                    f"Rank {self.names[rank]} has been silent for {silent_seconds:.0f} s while rank {self.name} waited for its "
+                    f"decision ({about}): its process has ended or hangs. Run all ranks again."
+                )
+            if now - began > seconds and (pulse.began or silent_seconds > SILENT_SECONDS):
+                return None
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        try:
+            return question()
+        except distributed.DistError as error:
+            raise RankFailedError(
+                f"Rank {self.name} lost the store of the process group ({_short(error)}): the process that holds "
+                f"it, usually rank {self.names[0]}, has ended. Run all ranks again."
+            ) from error
+
+    # -- failures ----------------------------------------------------------------------------------
+
+    def ended_by(self, error: BaseException) -> RankFailedError | None:
+        """This rank's run ends with an error. Tells the others, and returns an error that names the rank that failed first;
+        None where this rank is the first. Waits a few seconds where a collective failed and the others have not said why.
+        """
+        if self._ended or isinstance(error, RankFailedError):
+            return None
+        self._ended = True
+        collective = of_collective(error)
+        try:
+            order = self._board.count("errors")
+            words = {"order": order, "collective": collective, "error": f"{type(error).__name__}: {_short(error)}"}
+            self._board.post("error", json.dumps(words))
+            if not collective:
+                return None
+            until = time.monotonic() + LAST_WORDS_SECONDS
+            words_of = self._last_words()
+            while len(words_of) < self.size - 1 and time.monotonic() < until:
+                if any(not said["collective"] for said in words_of.values()):
+                    break
+                time.sleep(_POLL_SECONDS[1])
+                words_of = self._last_words()
+        except distributed.DistError:
+            if not collective:
+                return None
+            return RankFailedError(
+                f"A collective failed on rank {self.name}, and the store of the process group is gone: the process "
+                f"that holds it, usually rank {self.names[0]}, has ended. Run all ranks again."
+            )
+        if len(words_of) == self.size - 1 and all(words["collective"] for words in words_of.values()):
+            return None  # all ranks say that the collective failed: the network, or the user's own use of it
+        return self._failed(words_of)
+
+    def _last_words(self) -> dict[int, dict[str, Any]]:
+        """What ended the other ranks, by rank."""
+        others = (rank for rank in range(self.size) if rank != self.rank)
+        texts = ((rank, self._board.read("error", rank)) for rank in others)
+        return {rank: json.loads(text) for rank, text in texts if text is not None}
+
+    def _failed(self, words_of: dict[int, dict[str, Any]]) -> RankFailedError:
+        """The error that names the rank that failed first. `words_of`: what ended the other ranks."""
+        first = min(words_of, key=lambda rank: (words_of[rank]["collective"], words_of[rank]["order"]), default=None)
+        silent = [self.names[rank] for rank in range(self.size) if rank != self.rank and rank not in words_of]
+        if first is None or (silent and words_of[first]["collective"]):
+            return RankFailedError(
+                f"A collective failed, and rank {', '.join(map(str, silent))} did not say why: its process has ended (killed, "
+                "or out of memory). Check its log, and run all ranks again."
+            )
+        return RankFailedError(
+            f"Rank {self.names[first]} failed, so all ranks end: {words_of[first]['error']}. Fix that, and run all ranks again."
+        )
+
+    def leave(self) -> None:
+        """This rank's run is over. The last rank to leave deletes what all have posted; nothing is left in the store."""
+        if self._left:
+            return
+        self._left = True
+        self._heartbeat.stop()
+        try:
+            if self._board.count("left") == self.size:
+                self._board.clear()
+        except RuntimeError:  # the store is gone, with everything in it
+            pass
+
+
+def of_collective(error: BaseException) -> bool:
+    """Whether an error comes from a collective that another rank did not take part in. Gloo's have no class of their own."""
+    if isinstance(error, distributed.DistError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(word in text for word in ("gloo", "Connection closed by peer", "NCCL"))
+
+
+def _short(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= _TEXT else f"{text[:_TEXT]}..."

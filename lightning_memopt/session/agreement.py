@@ -1,0 +1,206 @@
+"""What the ranks of a distributed run decide together, before the first update and when the first plan is made.
+
+An infeasible budget of one rank is infeasible on all of them: a rank that raised alone would leave the others waiting in a
+collective, after they had updated. So the ranks meet through the process group's store (ranks/):
+
+    before the first forward    the bytes that are resident anyway
+    before the first updates    a plan for the first step (foresight.py); whether the next plan is made after this step
+    when the plan is made       ranks with the same graph share a plan (shared_plan.py); else each makes its own, and all
+                                hear whether every budget is kept
+
+Later plans are for batches that may come on one rank alone. There is no meeting then, and each rank decides by itself. A
+rebuild runs no collective, so ranks may have different plans.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from lightning_memopt.config import MemOptConfig
+from lightning_memopt.errors import InfeasibleError, RankFailedError
+from lightning_memopt.graph import Graph
+from lightning_memopt.ranks import Ranks, joins, ranks_of
+from lightning_memopt.session import shared_plan, solving
+from lightning_memopt.session.offloading import Offloading
+from lightning_memopt.session.solving import Say, Solved
+from lightning_memopt.units import format_nbytes
+
+_MORE_STEPS = 3
+"""A first plan that comes so many steps later than `profile_steps` is not made together."""
+_FORWARD_SECONDS, _UPDATE_SECONDS, _PLAN_SECONDS = 20.0, 120.0, 600.0
+"""A rank that lives but does not come to a meeting is waited for so long. Its loop may do other things first."""
+
+
+class Agreement:
+    """The meetings of one session (see the module). Without other ranks, it does nothing. `enabled`: the session is."""
+
+    def __init__(self, model: nn.Module, config: MemOptConfig, enabled: bool) -> None:
+        self._model, self._config, self._enabled = model, config, enabled
+        self._updates = 0
+        self._said_alone = False
+        self._all_plan = self._plans_now = False
+        self._open = self._begun = False
+        self._ranks: Ranks | None = ranks_of(model) if enabled else None
+
+    def first_rank_says(self, say: Say) -> Say:
+        """`say` on the first rank of the group; on the others, a function that prints nothing."""
+
+        def say_once(line: str) -> None:
+            if self._ranks is None or self._ranks.rank == 0:
+                say(line)
+
+        return say_once
+
+    @contextlib.contextmanager
+    def first_forward(self) -> Iterator[None]:
+        """Around the check of the resident bytes before a forward: the first time, all ranks hear of an InfeasibleError."""
+        if self._begun:
+            yield
+            return
+        self._begin()
+        with self._together("the first forward", _FORWARD_SECONDS):
+            yield
+
+    def _begin(self) -> None:
+        """The first forward begins. A model whose wrapper was not given shows now that it has one."""
+        self._begun = True
+        if self._ranks is None and self._enabled:
+            self._ranks = ranks_of(self._model)
+        if self._ranks is not None:
+            self._open = True
+            self._ranks.begin()
+
+    @contextlib.contextmanager
+    def update(self, plans: bool) -> Iterator[None]:
+        """Around the look ahead before an update. `plans`: this rank makes its first plan when this step is over.
+
+        Raises InfeasibleError on all ranks where it is raised inside of the context on any.
+        """
+        self._updates += 1
+        self._plans_now = plans
+        if self._open and self._updates > self._config.profile_steps + _MORE_STEPS:
+            self._settled()
+        with self._together(f"update {self._updates}", _UPDATE_SECONDS):
+            yield
+
+    @contextlib.contextmanager
+    def _together(self, about: str, seconds: float) -> Iterator[None]:
+        if not self._open or self._ranks is None or joins(self._model):
+            yield
+            return
+        refusal: InfeasibleError | None = None
+        try:
+            yield
+        except InfeasibleError as error:
+            refusal = error
+        decisions = self._ranks.meet(about, {"plans": self._plans_now, **_as_decision(refusal)}, seconds)
+        if decisions is None:
+            self._alone(about)
+            if refusal is not None:
+                raise refusal
+            return
+        self._all_plan = all(decision["plans"] for decision in decisions)
+        _raise_infeasible(decisions, self._ranks, refusal)
+
+    def _alone(self, about: str) -> None:
+        self._all_plan = False
+        assert self._ranks is not None
+        if not self._said_alone:
+            self._said_alone = True
+            warnings.warn(
+                f"MemOpt: rank {self._ranks.name} decides by itself: another rank did not come to {about}. Open the run on "
+                "every rank, so that a budget that one rank cannot keep ends all of them.",
+                stacklevel=4,
+            )
+
+    # -- the plan ----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def planning(self) -> Iterator[None]:
+        """Around the end of an observed step. Where all ranks plan now, a rank that made no plan says so to the others."""
+        yield
+        if self._ranks is None or not self._open:
+            return
+        if self._all_plan:
+            self._ranks.tell("the plan", shared_plan.NOTHING)
+            self._ranks.tell("the plans of all ranks", {})
+            self._settled()
+
+    def solved(self, graph: Graph, limit_nbytes: int | None, offloading: Offloading, say: Say) -> Solved:
+        """As `solving.solved`. Where all ranks make their first plan now, they make it together.
+
+        Raises InfeasibleError where a rank's plan is infeasible and `on_exceed` is "raise".
+        """
+        if self._ranks is None or not self._open or not self._all_plan:
+            return solving.solved(graph, limit_nbytes, offloading, say)
+        ranks, self._all_plan = self._ranks, False
+        try:
+            shared = shared_plan.solved(ranks, graph, limit_nbytes, offloading, say, _PLAN_SECONDS)
+            if shared is not None:
+                return shared
+            return self._each_alone(ranks, lambda: solving.solved(graph, limit_nbytes, offloading, say))
+        finally:
+            self._settled()
+
+    def _each_alone(self, ranks: Ranks, solve: Callable[[], Solved]) -> Solved:
+        """This rank's own plan, when all ranks have theirs. Raises InfeasibleError where any of them raised it."""
+        refusal: InfeasibleError | None = None
+        own: Solved | None = None
+        try:
+            own = solve()
+        except InfeasibleError as error:
+            refusal = error
+        decisions = ranks.meet("the plans of all ranks", _as_decision(refusal), _PLAN_SECONDS)
+        if decisions is not None:
+            _raise_infeasible(decisions, ranks, refusal)
+        if own is None:
+            assert refusal is not None
+            raise refusal
+        return own
+
+    def _settled(self) -> None:
+        """No meeting comes any more."""
+        self._open = self._all_plan = False
+        if self._ranks is not None:
+            self._ranks.settled()
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def ended_by(self, error: BaseException) -> RankFailedError | None:
+        """The run ends with an error of this rank: see `Ranks.ended_by`."""
+        return self._ranks.ended_by(error) if self._ranks is not None else None
+
+    def close(self) -> None:
+        """The run is over. The last rank that leaves clears the store of what all have posted."""
+        self._open = False
+        if self._ranks is not None:
+            self._ranks.leave()
+
+
+def _as_decision(refusal: InfeasibleError | None) -> dict[str, Any]:
+    if refusal is None:
+        return {}
+    return {"refused": str(refusal), "smallest_nbytes": refusal.smallest_nbytes, "budget_nbytes": refusal.budget_nbytes}
+
+
+def _raise_infeasible(decisions: list[dict[str, Any]], ranks: Ranks, own: InfeasibleError | None) -> None:
+    """Raise InfeasibleError where any rank's budget is infeasible, naming the ranks and the budget that is enough for all."""
+    refused = {rank: decision for rank, decision in enumerate(decisions) if "refused" in decision}
+    if not refused:
+        return
+    sizes = [decision["smallest_nbytes"] for decision in refused.values()]
+    enough = max(sizes) if all(nbytes is not None for nbytes in sizes) else None
+    which = ", ".join(str(ranks.names[rank]) for rank in refused)
+    first = next(iter(refused.values()))
+    raise InfeasibleError(
+        f"The budget is infeasible on rank {which} of {ranks.size}, so no rank updated anything. Raise the budget on every rank"
+        f"{f' to {enough} bytes ({format_nbytes(enough)}) or more' if enough is not None else ''}. "
+        f"Rank {ranks.names[next(iter(refused))]} says: {first['refused']}",
+        smallest_nbytes=enough,
+        budget_nbytes=first["budget_nbytes"],
+    ) from own

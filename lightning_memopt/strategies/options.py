@@ -1,0 +1,50 @@
+"""The options of `MemOptConfig` as arguments of a strategy, for every strategy of this package."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from lightning_memopt.config import EarlyUpdating, MemOptConfig, OnExceed, changed, config_of
+from lightning_memopt.solvers.planner import Objective
+from lightning_memopt.strategies.mixin import MemOptMixin
+
+
+class MemOptOptions(MemOptMixin):
+    """`MemOptMixin` with a constructor: the options, and the arguments of Lightning's strategy that follows in the bases."""
+
+    def __init__(
+        self,
+        budget: int | float | str = "auto",
+        recompute: bool = True,
+        offload: str = "none",
+        compress: str = "none",
+        objective: Objective = "throughput",
+        optimizer_in_backward: EarlyUpdating = "never",
+        profile_steps: int = 3,
+        solver_seconds: float = 30.0,
+        headroom: int = 0,
+        on_exceed: OnExceed = "replan",
+        plan: str | os.PathLike[str] | None = None,
+        verify: bool = True,
+        verbose: bool = True,
+        config: MemOptConfig | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        options = dict(
+            budget=budget,
+            recompute=recompute,
+            offload=offload,
+            compress=compress,
+            objective=objective,
+            optimizer_in_backward=optimizer_in_backward,
+            profile_steps=profile_steps,
+            solver_seconds=solver_seconds,
+            headroom=headroom,
+            on_exceed=on_exceed,
+            plan=plan,
+            verify=verify,
+            verbose=verbose,
+        )
+        self.memopt_config = config_of(config, options if config is None else changed(options))
