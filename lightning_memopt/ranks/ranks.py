@@ -36,7 +36,7 @@ class Ranks:
         self.rank, self.size, self.names = board.rank, board.size, names
         self._board = board
         self._heartbeat = Heartbeat(board)
-        self._ended = self._left = False
+        self._ended = self._left = self._alone = False
 
     @property
     def name(self) -> int:
@@ -50,6 +50,11 @@ class Ranks:
     def settled(self) -> None:
         """No meeting comes any more: the heartbeat ends."""
         self._heartbeat.stop()
+
+    def alone(self) -> None:
+        """This rank decides by itself from now on. The others may have no run, so it clears its own posts in the end."""
+        self._alone = True
+        self.settled()
 
     # -- meetings ----------------------------------------------------------------------------------
 
@@ -99,7 +104,7 @@ class Ranks:
                     f"Rank {self.names[rank]} has been silent for {silent_seconds:.0f} s while rank {self.name} waited for its "
                     f"decision ({about}): its process has ended or hangs. Run all ranks again."
                 )
-            if now - began > seconds and (pulse.began or silent_seconds > SILENT_SECONDS):
+            if now - began > seconds if pulse.began else silent_seconds > SILENT_SECONDS:
                 return None
 
     def _ask(self, question: Callable[[], Any]) -> Any:
@@ -171,7 +176,7 @@ class Ranks:
         self._left = True
         self._heartbeat.stop()
         try:
-            if self._board.count("left") == self.size:
+            if self._board.count("left") == self.size or self._alone:
                 self._board.clear()
         except RuntimeError:  # the store is gone, with everything in it
             pass

@@ -42,7 +42,6 @@ class Agreement:
     def __init__(self, model: nn.Module, config: MemOptConfig, enabled: bool) -> None:
         self._model, self._config, self._enabled = model, config, enabled
         self._updates = 0
-        self._said_alone = False
         self._all_plan = self._plans_now = False
         self._open = self._begun = False
         self._ranks: Ranks | None = ranks_of(model) if enabled else None
@@ -100,7 +99,8 @@ class Agreement:
             refusal = error
         decisions = self._ranks.meet(about, {"plans": self._plans_now, **_as_decision(refusal)}, seconds)
         if decisions is None:
-            self._alone(about)
+            if self._updates:  # a rank that is late for its first forward still comes to the first update
+                self._alone(about)
             if refusal is not None:
                 raise refusal
             return
@@ -108,15 +108,14 @@ class Agreement:
         _raise_infeasible(decisions, self._ranks, refusal)
 
     def _alone(self, about: str) -> None:
-        self._all_plan = False
         assert self._ranks is not None
-        if not self._said_alone:
-            self._said_alone = True
-            warnings.warn(
-                f"MemOpt: rank {self._ranks.name} decides by itself: another rank did not come to {about}. Open the run on "
-                "every rank, so that a budget that one rank cannot keep ends all of them.",
-                stacklevel=4,
-            )
+        self._settled()
+        self._ranks.alone()
+        warnings.warn(
+            f"MemOpt: rank {self._ranks.name} decides by itself: another rank did not come to {about}. Open the run on every "
+            "rank, so that a budget that one rank cannot keep ends all of them.",
+            stacklevel=4,
+        )
 
     # -- the plan ----------------------------------------------------------------------------------
 

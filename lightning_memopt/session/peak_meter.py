@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lightning_memopt.native import counter
+from lightning_memopt.ranks import buckets_nbytes
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.resident import foreign_nbytes, resident_nbytes, resident_tensors
 from lightning_memopt.torch_private import COMPILED_FRAME
@@ -125,7 +126,7 @@ class Metering:
         elif counts is None and wanted and self.possible:
             # the profiler reports the end of gradients that it saw being allocated: those of a metered step
             gradients = [] if self._metered else [p.grad for p in model.parameters() if p.grad is not None]
-            resident = resident_nbytes(resident_tensors(model, optimizers, batch), device)
+            resident = resident_nbytes(resident_tensors(model, optimizers, batch), device) + buckets_nbytes(model)
             self._meter = StepMeter(device, resident, gradients)
 
     def observing(self) -> None:
