@@ -36,7 +36,7 @@ def told_of_wrappers(told: Callable[[nn.Module, nn.Module], None]) -> Iterator[N
         if name == FORWARD_MODULE and isinstance(owner, _FabricModule) and module is not None:
             told(owner, module)
 
-    handle = register_module_module_registration_hook(registered)  # type: ignore[arg-type]  # may return None
+    handle = register_module_module_registration_hook(registered)
     try:
         yield
     finally:
@@ -51,7 +51,7 @@ class _StepMethod:
     def __get__(self, wrapper: nn.Module | None, owner: type) -> Any:
         if wrapper is None:
             raise AttributeError(STEP_METHOD)
-        method = wrapper.__getattr__(STEP_METHOD)
+        method: Any = wrapper.__getattr__(STEP_METHOD)
         # in front of another module (DDP) Fabric's wrapper runs the method through the call of that module
         direct = wrapper._forward_module is wrapper._original_module
         for around in _around if direct else ():
@@ -71,14 +71,14 @@ def around_step_methods(around: Around) -> Iterator[None]:
     wrapper or on the model, so copies of them are as without this package.
     """
     if not _around:
-        _FabricModule.training_step = _StepMethod()
+        setattr(_FabricModule, STEP_METHOD, _StepMethod())
     _around.append(around)
     try:
         yield
     finally:
         _around.remove(around)
         if not _around:
-            del _FabricModule.training_step
+            delattr(_FabricModule, STEP_METHOD)
 
 
 class OneOrSeveralDevices(SingleDeviceStrategy):

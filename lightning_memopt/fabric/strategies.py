@@ -46,8 +46,8 @@ class MemOptFabricMixin(abc.ABC):
         self._opened().add(result[0], result[1])
         return result
 
-    def setup_module(self, module: nn.Module) -> nn.Module:
-        result: nn.Module = super().setup_module(module)  # type: ignore[misc]
+    def setup_module(self, module: nn.Module) -> Any:
+        result = super().setup_module(module)  # type: ignore[misc]
         if not self._jointly:
             self._opened().add(result, ())
         return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,14 @@ from lightning_memopt import MemOptFabricStrategy
 from lightning_memopt.graph import resident_nbytes
 from tests.cpu.lib.fits import assert_same_tree
 
-STEPS, SAVED_AT = 10, 6
-QUIET: dict[str, Any] = dict(verbose=False, profile_steps=2)
+STEPS, SAVED_AT = 10, 5
+QUIET: dict[str, Any] = dict(verbose=False, profile_steps=1, solver_seconds=0.3)
 
 
 def convolutions() -> nn.Module:
     """Convolutions, BatchNorm, in-place ReLUs and dropout on images `[n, 1, 8, 8]`."""
     layers = [nn.Conv2d(1, 8, 3, padding=1)]
-    for _ in range(4):
+    for _ in range(3):
         layers += [nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Dropout(0.1), nn.Conv2d(8, 8, 3, padding=1)]  # type: ignore[list-item]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
 
@@ -29,7 +30,7 @@ def convolutions() -> nn.Module:
 def gpt2() -> nn.Module:
     import transformers
 
-    sizes = dict(n_layer=3, n_embd=32, n_head=2, vocab_size=64, n_positions=16, bos_token_id=0, eos_token_id=0)
+    sizes = dict(n_layer=2, n_embd=32, n_head=2, vocab_size=64, n_positions=16, bos_token_id=0, eos_token_id=0)
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, use_cache=False))
 
 
@@ -55,7 +56,7 @@ def train(fabric: Any, build: Any, kind: str, first: int = 0, last: int = STEPS,
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=STEPS) if kind == "schedule" else None
     model, optimizer = fabric.setup(module, optimizer)
     average = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if kind == "ema" else None
-    parts, losses = (3 if kind == "accumulation" else 1), []
+    parts, losses = (2 if kind == "accumulation" else 1), []
     torch.manual_seed(1)
     state = {"model": model, "optimizer": optimizer, "generator": torch.get_rng_state()}
     if first:
@@ -93,6 +94,7 @@ def within(budget: Any = "min", **options: Any) -> MemOptFabricStrategy:
     return MemOptFabricStrategy(budget=budget, **(QUIET | options))
 
 
+@cache
 def middle(build: Any, kind: str, **options: Any) -> int:
     """A budget halfway between the smallest plan's peak and the unmodified step's."""
     fabric = fabric_of(within(), **options)
