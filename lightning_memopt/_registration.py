@@ -59,8 +59,8 @@ def _register(target: str) -> None:
         importlib.import_module(_TARGETS[target])
     except ImportError as error:  # `import lightning` must work as it does without this package
         warnings.warn(
-            f'MemOpt: the strategies "memopt" and "memopt_ddp" are not registered with {target}: {error}. Install a version that '
-            "is tested with lightning-memopt, or use lightning_memopt.optimize.",
+            f'MemOpt: the strategies "memopt" and "memopt_ddp" are not registered with {target}: {error}. Install a version '
+            "that is tested with lightning-memopt, or use lightning_memopt.optimize.",
             stacklevel=2,
         )
 
@@ -79,9 +79,9 @@ def public(module: str, name: str) -> Any:
 
     Raises MissingExtraError if the module needs a framework that is not installed.
     """
-    if module in _TARGETS.values() or module == "lightning_memopt.callbacks":
-        if _only("pytorch_lightning", "lightning") or _only("lightning_fabric", "lightning"):
-            module = module.replace("lightning_memopt", "lightning_memopt.pytorch_lightning", 1)
+    for_lightning = module in _TARGETS.values() or module == "lightning_memopt.callbacks"
+    if for_lightning and (_only("pytorch_lightning", "lightning") or _only("lightning_fabric", "lightning")):
+        module = module.replace("lightning_memopt", "lightning_memopt.pytorch_lightning", 1)
     try:
         return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:

@@ -162,7 +162,7 @@ def changed(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_option_texts(cls: type[Class]) -> type[Class]:
-    """A class decorator: the texts of all options, as the docstring above has them, go first below `Args:` of the class docstring.
+    """A class decorator: the texts of all options, as above, go first below `Args:` of the class docstring.
 
     Command lines (LightningCLI) show these texts. Without docstrings (`python -OO`) it does nothing.
     """

@@ -26,7 +26,7 @@ Around = Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]
 
 @contextlib.contextmanager
 def told_of_wrappers(told: Callable[[nn.Module, nn.Module], None]) -> Iterator[None]:
-    """Within, call `told(wrapper, module)` when Fabric wraps a module into its own `_FabricModule`, as the last thing in `setup`.
+    """Within, call `told(wrapper, module)` when Fabric wraps a module into its `_FabricModule`, as the last thing in `setup`.
 
     Fabric compiles the module again after its strategy has set it up, and tells the strategy of neither the compiled module
     nor the wrapper. torch has a public hook for a module that becomes an attribute of another one.

@@ -14,8 +14,8 @@ _OTHERS = {
 
 
 def shown(strategy: Any) -> str:
-    """Class of the strategy, the Lightning that it is for, and the import for the other one: a Trainer that refuses the strategy
-    because it is of the other Lightning prints this.
+    """Class of the strategy, the Lightning that it is for, and the import for the other one. A Trainer that refuses the
+    strategy because it is of the other Lightning prints this.
     """
     name = type(strategy).__name__
     for base in type(strategy).__mro__:

@@ -1,10 +1,9 @@
 """The strategies and callbacks for `import pytorch_lightning` and `import lightning_fabric`.
 
-`pytorch_lightning` and `lightning_fabric` have the source text of `lightning.pytorch` and `lightning.fabric` with the packages' names
-changed. A Trainer of the one accepts no strategy of the other, because their base classes differ. So this package is made in
-the way theirs is: `lightning_memopt.pytorch_lightning.strategies` is the source of `lightning_memopt.strategies`, loaded a second time,
-with these names changed in its import statements. The same holds for `callbacks` and `fabric`. Nothing is executed that is not
-in these files.
+`pytorch_lightning` and `lightning_fabric` have the source text of `lightning.pytorch` and `lightning.fabric` with the names of
+the packages changed. A Trainer of the one accepts no strategy of the other, because their base classes differ. So this package
+is made in the way theirs is: the modules of `lightning_memopt.strategies`, `callbacks` and `fabric` are loaded once more below
+this package, with these names changed in their import statements. Nothing is executed that is not in those files.
 """
 
 from __future__ import annotations

@@ -8,16 +8,17 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_memopt.config import EarlyUpdating, MemOptConfig, OnExceed, changed, config_of
+from lightning_memopt.config import EarlyUpdating, MemOptConfig, OnExceed, changed, config_of, with_option_texts
 from lightning_memopt.solvers.planner import Objective
 from lightning_memopt.strategies.lightning_private import OneDeviceStrategy
 from lightning_memopt.strategies.mixin import MemOptMixin
 
 
+@with_option_texts
 class MemOptStrategy(MemOptMixin, OneDeviceStrategy):
     """Train on one device within a memory budget.
 
-    Args, besides the options of `MemOptConfig` (docs/options.md):
+    Args:
         device: the training device; the Trainer's if left out.
         config: all of those options in one object, instead of single ones. Raises ConfigError if both are given.
     """
