@@ -90,7 +90,7 @@ def public(module: str, name: str) -> Any:
             raise
         raise MissingExtraError(
             f"{name} needs {framework}, which is not installed: pip install 'lightning-memopt[{EXTRAS[framework]}]'.",
-            name=error.name,
+            name=framework,
         ) from error
 
 

@@ -77,7 +77,6 @@ EXTRAS = {
     "lightning": "lightning",
     "lightning_fabric": "lightning",
     "pytorch_lightning": "lightning",
-    "sklearn": "demo",
     "transformers": "transformers",
 }
 """Package that is imported -> the extra of lightning-memopt that installs it."""
