@@ -15,5 +15,6 @@
 | `demo` | both trainings within budgets, beside the plain run: what `memopt demo` runs |
 
 They need `pip install '.[demo]'`: Lightning, and scikit-learn, whose handwritten digits they train on (`chargpt` trains on the
-standard library's source). Nothing is downloaded, and two CPU cores are enough. `training` has what `digits` and `chargpt` share.
+standard library's source). Nothing is downloaded, and two CPU cores are enough. `training` has what `digits` and `chargpt`
+share.
 """

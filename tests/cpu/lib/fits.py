@@ -106,8 +106,8 @@ def fit(
     pl.seed_everything(3, verbose=False)
     model = cls(**(task or {}))
     trainer = trainer_of(strategy, callbacks=callbacks(), plugins=plugins(), **options)
-    loads_anything = {"weights_only": False} if resume and "weights_only" in signature(trainer.fit).parameters else {}  # 2.6 asks
-    trainer.fit(model, data(), val(), ckpt_path=resume, **loads_anything)
+    asked = "weights_only" in signature(trainer.fit).parameters  # from Lightning 2.6 on
+    trainer.fit(model, data(), val(), ckpt_path=resume, **({"weights_only": False} if resume and asked else {}))
     return trainer
 
 

@@ -1,4 +1,4 @@
-"""Without the optional frameworks: what works, and the line that names the extra. With them: importing the package loads none."""
+"""Without the optional frameworks: what works, and the line that names the extra. With them: an import loads none of them."""
 
 from __future__ import annotations
 

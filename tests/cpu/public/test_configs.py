@@ -14,12 +14,13 @@ pytest.importorskip("lightning")
 pytest.importorskip("jsonargparse")
 pytest.importorskip("sklearn")
 
-from examples import lightning_cli  # noqa: E402
-from lightning_memopt import MemOptBatchScaler, MemOptConfig, MemOptStrategy  # noqa: E402
+from examples import lightning_cli
+from lightning_memopt import MemOptBatchScaler, MemOptConfig, MemOptStrategy
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "configs"
-QUIET = [f"--trainer.{name}=false" for name in ("enable_progress_bar", "enable_model_summary", "logger", "enable_checkpointing")]
+OFF = ("enable_progress_bar", "enable_model_summary", "logger", "enable_checkpointing")
+QUIET = [f"--trainer.{name}=false" for name in OFF]
 SMALL = [*QUIET, "--trainer.accelerator=cpu", "--trainer.devices=1", "--model.depth=1"]
 
 
