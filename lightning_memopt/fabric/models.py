@@ -51,13 +51,16 @@ class Model:
         if self.called is None or not self.optimizers:
             return
         self.end(say=False)
-        session = Session(self.called, self.optimizers, config, say=rank_zero_info)
-        self._stack.callback(session.close)
-        self.run = run = Run(session)
-        if session.enabled:
-            called, optimizers = self.called, list(self.optimizers)
-            session.update_in_backward(lambda: reasons_against_early_updates(called, optimizers))
-            attach(self._stack, run, called, optimizers)
+        called, optimizers = self.called, list(self.optimizers)
+        session = Session(called, optimizers, config, say=rank_zero_info)
+        with contextlib.ExitStack() as stack:
+            stack.callback(session.close)
+            run = Run(session)
+            stack.push(run._end_meter)
+            if session.enabled:  # otherwise the loop runs exactly as without this package
+                session.update_in_backward(lambda: reasons_against_early_updates(called, optimizers))
+                attach(stack, run, called, optimizers)
+            self._stack, self.run = stack.pop_all(), run
 
     def end(self, say: bool) -> None:
         """End the run if there is one. `say`: print its table."""
@@ -76,13 +79,12 @@ class Models:
         self._wrapped: weakref.WeakKeyDictionary[nn.Module, Model] = weakref.WeakKeyDictionary()
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._undo = contextlib.ExitStack()
+        self._listen()
 
     # -- what is set up ----------------------------------------------------------------------------
 
     def add(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """A module was set up, together with these optimizers."""
-        if not self._models:
-            self._listen()
         model = Model(module)
         model.optimizers = [*optimizers, *(o for o in self._alone() if model.has_any_of(o))]
         self._models.append(model)
@@ -116,8 +118,10 @@ class Models:
 
     def _wraps(self, wrapper: nn.Module, called: nn.Module) -> None:
         module = getattr(called, "_orig_mod", called)  # torch.compile's
-        for model in self._models:
-            if model.module is module and model.called is None:
+        for model in [model for model in self._models if model.module is module]:
+            if model.called is not None:
+                model.end(say=True)  # a module that is set up again goes on in a run with the new optimizers
+            else:
                 model.called = called
                 self._wrapped[wrapper] = model
                 weakref.finalize(wrapper, self._drop, model).atexit = False

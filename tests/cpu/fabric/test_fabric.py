@@ -126,6 +126,19 @@ def a_closure(fabric: Fabric) -> list[Tensor]:
     return [t.clone() for t in model.state_dict().values()]
 
 
+@training
+def the_same_model_again(fabric: Fabric) -> list[Tensor]:
+    """Set up a second time, with another optimizer, while the first wrapper is still there."""
+    module = small(depth=5)
+    model, optimizer = fabric.setup(module, adam(module))
+    found = steps(fabric, model, optimizer)
+    again, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), 0.1))
+    found += steps(fabric, again, optimizer)
+    if isinstance(fabric.strategy, MemOptFabricStrategy):
+        assert fabric.strategy.run().plan is not None and fabric.strategy.run() is fabric.strategy.run(again)
+    return found
+
+
 @pytest.mark.parametrize("name", TRAININGS)
 def test_same_state(name: str) -> None:
     """Bit-equal to Fabric's own strategy; afterwards nothing is installed."""
@@ -223,17 +236,6 @@ def test_a_plan_is_saved_and_used(tmp_path: Any) -> None:
     assert fabric.strategy.run().status().frontier is None, "nothing was solved"  # type: ignore[attr-defined]
 
 
-def test_the_same_model_again() -> None:
-    """A second `setup` of a model, with another optimizer, takes the place of the first when its wrapper is gone."""
-    fabric, module = fabric_of(within()), small(depth=5)
-    model, optimizer = fabric.setup(module, adam(module))
-    steps(fabric, model, optimizer)
-    del model, optimizer
-    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), 0.1))
-    steps(fabric, model, optimizer)
-    planned(fabric)
-
-
 def test_what_is_refused() -> None:
     with pytest.raises(BudgetError):
         MemOptFabricStrategy(budget="much")
@@ -249,6 +251,12 @@ def test_what_is_refused() -> None:
     model, optimizer = fabric.setup(module := small(), adam(module))
     with pytest.raises(InfeasibleError, match="below the bytes"):
         steps(fabric, model, optimizer)
+    fabric = fabric_of(within(optimizer_in_backward="always"))
+    with pytest.raises(UpdatesInBackwardError, match="LBFGS"):
+        fabric.setup(module := small(), torch.optim.LBFGS(module.parameters()))
+    with pytest.raises(ConfigError, match="0 models"):
+        fabric.strategy.run()  # type: ignore[attr-defined]
+    assert installed()[:2] == [None, []]
 
 
 def test_strings_and_several_devices() -> None:
