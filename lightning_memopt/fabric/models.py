@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from lightning.fabric.utilities import rank_zero_info
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import ConfigError
@@ -77,7 +79,8 @@ class Models:
         self.config = config
         self._models: list[Model] = []
         self._wrapped: weakref.WeakKeyDictionary[nn.Module, Model] = weakref.WeakKeyDictionary()
-        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._alone: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those that were set up without a model
+        self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those of a model, and those warned of
         self._undo = contextlib.ExitStack()
         self._listen()
 
@@ -86,19 +89,18 @@ class Models:
     def add(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """A module was set up, together with these optimizers."""
         model = Model(module)
-        model.optimizers = [*optimizers, *(o for o in self._alone() if model.has_any_of(o))]
+        model.optimizers = [*optimizers, *(o for o in self._alone if model.has_any_of(o))]
+        self._known.update(model.optimizers)
         self._models.append(model)
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer was set up alone: it is that of every model whose parameters it has."""
-        self._optimizers.append(weakref.ref(optimizer))
+        self._alone.add(optimizer)
         for model in self._models:
             if model.has_any_of(optimizer):
+                self._known.add(optimizer)
                 model.optimizers.append(optimizer)
                 model.begin(self.config)
-
-    def _alone(self) -> Iterable[torch.optim.Optimizer]:
-        return [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
 
     def _listen(self) -> None:
         this = weakref.ref(self)
@@ -113,6 +115,13 @@ class Models:
             model = None if models is None else models._wrapped.get(wrapper)
             return method if model is None or model.run is None else in_rounds(model.run, method)
 
+        def after_update(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            models = this()
+            if models is not None and optimizer not in models._known:
+                models._stranger(optimizer)
+
+        # hidden from dynamo, which would trace it in a compiled step
+        self._undo.callback(register_optimizer_step_post_hook(torch.compiler.disable(after_update)).remove)
         self._undo.enter_context(fabric_private.told_of_wrappers(told))
         self._undo.enter_context(fabric_private.around_step_methods(around))
 
@@ -126,6 +135,16 @@ class Models:
                 self._wrapped[wrapper] = model
                 weakref.finalize(wrapper, self._drop, model).atexit = False
                 model.begin(self.config)
+
+    def _stranger(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has stepped that is of no run: warn once if it is this Fabric's, or has a model's parameters."""
+        self._known.add(optimizer)
+        if optimizer in self._alone or any(model.has_any_of(optimizer) for model in self._models):
+            warnings.warn(
+                f"MemOpt: there is no plan for what {type(optimizer).__name__} trains, because Fabric was not given this "
+                "optimizer and the model whose parameters it has. Give both to fabric.setup, or to setup_module and setup_optimizers.",
+                stacklevel=2,
+            )
 
     def _drop(self, model: Model) -> None:
         """Nobody can call the model any longer."""

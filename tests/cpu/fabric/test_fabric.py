@@ -224,6 +224,19 @@ def test_the_table_comes_once_when_the_loop_lets_go_of_the_model(caplog: pytest.
     assert installed()[:2] == [None, []]
 
 
+def test_an_optimizer_that_fabric_does_not_know() -> None:
+    """The loop trains plainly, and one warning says why there is no plan."""
+
+    def train(fabric: Fabric) -> list[Tensor]:
+        model = fabric.setup(module := small(depth=5))
+        return steps(fabric, model, adam(module))
+
+    expected = train(fabric_of("auto"))
+    with pytest.warns(UserWarning, match="no plan for what AdamW trains") as warned:
+        found = train(fabric_of(within()))
+    assert all(map(torch.equal, expected, found)) and sum("MemOpt" in str(w.message) for w in warned) == 1
+
+
 def test_a_plan_is_saved_and_used(tmp_path: Any) -> None:
     fabric = fabric_of(within())
     model, optimizer = fabric.setup(module := small(depth=5), adam(module))
