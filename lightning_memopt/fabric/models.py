@@ -142,7 +142,7 @@ class Models:
         if optimizer in self._alone or any(model.has_any_of(optimizer) for model in self._models):
             warnings.warn(
                 f"MemOpt: there is no plan for what {type(optimizer).__name__} trains, because Fabric was not given this "
-                "optimizer and the model whose parameters it has. Give both to fabric.setup, or to setup_module and setup_optimizers.",
+                "optimizer and the model whose parameters it has. Give both to fabric.setup.",
                 stacklevel=2,
             )
 
