@@ -14,7 +14,7 @@
 | `chargpt` | a character GPT trained on the standard library's source |
 | `demo` | both trainings within budgets, beside the plain run: what `memopt demo` runs |
 
-They need `pip install '.[demo]'`: Lightning, and scikit-learn, whose handwritten digits they train on (`chargpt` trains on the
-standard library's source). Nothing is downloaded, and two CPU cores are enough. `training` has what `digits` and `chargpt`
-share.
+They need `pip install '.[demo]'`: Lightning with its CLI, and scikit-learn, whose handwritten digits they train on (`chargpt`
+trains on the standard library's source). Nothing is downloaded, and two CPU cores are enough. `training` has what `digits` and
+`chargpt` share.
 """
