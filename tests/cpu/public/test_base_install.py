@@ -13,7 +13,7 @@ import lightning_memopt
 from lightning_memopt.errors import EXTRAS, MemOptError, MissingExtraError
 
 ROOT = Path(lightning_memopt.__file__).parents[1]
-FRAMEWORKS = ("accelerate", "jsonargparse", "lightning", "lightning_fabric", "peft", "pytorch_lightning", "transformers")
+FRAMEWORKS = ("accelerate", "jsonargparse", "lightning", "lightning_fabric", "pytorch_lightning", "transformers")
 
 WITHOUT = f"""
 import sys
