@@ -100,6 +100,7 @@ def middle(build: Any, kind: str, **options: Any) -> int:
     fabric = fabric_of(within(), **options)
     left = train(fabric, build, kind, last=3)
     frontier = fabric.strategy.run(left["wrapper"]).status().frontier  # type: ignore[attr-defined]
+    fabric.strategy.close()  # type: ignore[attr-defined]  # its hooks would stay until Fabric, which refers to itself, is collected
     assert frontier is not None and resident_nbytes(frontier.graph) < frontier.smallest_nbytes
     return (frontier.smallest_nbytes + frontier.unmodified_peak_nbytes) // 2
 
