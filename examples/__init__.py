@@ -4,6 +4,9 @@
 |---|---|
 | `plain_loop` | a plain PyTorch loop within a budget |
 | `lightning_trainer` | the same model in a Lightning Trainer |
+| `lightning_cli` | the same with LightningCLI: everything in a file of configs/, or in flags |
+| `fabric_loop` | the same in a loop of Lightning Fabric |
+| `ddp_torchrun` | DistributedDataParallel: `torchrun --nproc_per_node 2 examples/ddp_torchrun.py` |
 | `batch_size` | the largest batch size that fits a budget |
 | `offload_disk` | saved tensors parked on a disk, for budgets below what recomputation reaches |
 | `plan_offline` | a plan saved by one run, made smaller without the model, used by another run |
@@ -11,6 +14,7 @@
 | `chargpt` | a character GPT trained on the standard library's source |
 | `demo` | both trainings within budgets, beside the plain run: what `memopt demo` runs |
 
-`digits`, `chargpt` and `demo` need `pip install '.[demo]'`, `lightning_trainer` needs `pip install '.[lightning]'`. Nothing is
-downloaded, and two CPU cores are enough. `training` has what `digits` and `chargpt` share.
+They need `pip install '.[demo]'`: Lightning with its CLI, and scikit-learn, whose handwritten digits they train on (`chargpt`
+trains on the standard library's source). Nothing is downloaded, and two CPU cores are enough. `training` has what `digits` and
+`chargpt` share.
 """

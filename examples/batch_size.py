@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from lightning_memopt import find_max_batch_size
+from lightning_memopt import find_max_batch_size, optimize
 
-from .plain_loop import WIDTH, build, step
+from .plain_loop import Batch, batches, build, step
+
+BUDGET = "20MiB"
 
 
-def batch_of(size: int) -> Tensor:
-    """A batch of `size` rows, `[size, WIDTH]`."""
-    return torch.randn(size, WIDTH)
+def batch_of(size: int) -> Batch:
+    """A batch of `size` digits."""
+    return next(batches(1, size))
 
 
 def main() -> None:
@@ -20,9 +21,14 @@ def main() -> None:
     optimizer = torch.optim.Adam(model.parameters())
     for planned in (False, True):
         found = find_max_batch_size(
-            lambda batch: step(model, optimizer, batch), batch_of, model, optimizer, budget="20MiB", planned=planned
+            lambda batch: step(model, optimizer, batch), batch_of, model, optimizer, budget=BUDGET, planned=planned
         )
         print(f"{'with a plan' if planned else 'as it is'}: {found.size} rows")
+    with optimize(model, optimizer, budget=BUDGET, verbose=False) as run:
+        batch = batch_of(found.size)  # of two at a time the search does not know
+        for _ in range(6):
+            step(model, optimizer, batch)
+    print(run.report())
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import torch
 
 from lightning_memopt import optimize
 
-from .plain_loop import BATCH, WIDTH, build, step
+from .plain_loop import batches, build, step
 
 
 def train(offload: str) -> None:
@@ -14,8 +14,8 @@ def train(offload: str) -> None:
     model = build()
     optimizer = torch.optim.Adam(model.parameters())
     with optimize(model, optimizer, budget="12MiB", offload=offload, verbose=False) as run:
-        for _ in range(10):
-            step(model, optimizer, torch.randn(BATCH, WIDTH))
+        for batch in batches(10):
+            step(model, optimizer, batch)
     print(run.report())
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cache
+
 import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from lightning_memopt import optimize
-from lightning_memopt.units import format_nbytes
 
-WIDTH, DEPTH, BATCH = 64, 16, 512
+WIDTH, DEPTH, BATCH, CLASSES = 64, 16, 512, 10
+Batch = tuple[Tensor, Tensor]
 
 
 class Block(nn.Module):
@@ -25,12 +30,28 @@ class Block(nn.Module):
 def build() -> nn.Module:
     """A network whose memory is mostly what autograd saves; the same weights at every call."""
     torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(DEPTH)), nn.Linear(WIDTH, 1))
+    return nn.Sequential(*(Block() for _ in range(DEPTH)), nn.Linear(WIDTH, CLASSES))
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> float:
-    """Fit the mean of each row; returns the loss."""
-    loss = (model(batch) - batch.mean(1, keepdim=True)).square().mean()
+@cache
+def digits() -> Batch:
+    """scikit-learn's handwritten digits: images of 8 x 8 pixels in [0, 1], float32 `[1797, WIDTH]`, and labels `[1797]`."""
+    data = load_digits()
+    return torch.tensor(data.data / 16, dtype=torch.float32), torch.tensor(data.target, dtype=torch.int64)
+
+
+def batches(steps: int, size: int = BATCH) -> Iterator[Batch]:
+    """Batches of random rows, the same at every call."""
+    images, labels = digits()
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        rows = torch.randint(len(images), (size,), generator=draw)
+        yield images[rows], labels[rows]
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> float:
+    """One update; returns the loss."""
+    loss = F.cross_entropy(model(batch[0]), batch[1])
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -41,14 +62,11 @@ def train(budget: str | None = None, steps: int = 10) -> list[float]:
     """The losses of a training; with a budget, the run's table is printed too."""
     model = build()
     optimizer = torch.optim.Adam(model.parameters())
-    batches = [torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(steps)]
     if budget is None:
-        return [step(model, optimizer, batch) for batch in batches]
+        return [step(model, optimizer, batch) for batch in batches(steps)]
     with optimize(model, optimizer, budget=budget) as run:
-        losses = [step(model, optimizer, batch) for batch in batches]
-    status = run.status()
-    if status.measured_peak_nbytes is not None:
-        print("measured peak:", format_nbytes(status.measured_peak_nbytes))
+        losses = [step(model, optimizer, batch) for batch in batches(steps)]
+    print(run.report())
     return losses
 
 

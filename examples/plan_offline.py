@@ -6,7 +6,7 @@ import torch
 
 from lightning_memopt import cli, optimize
 
-from .plain_loop import BATCH, WIDTH, build, step
+from .plain_loop import batches, build, step
 
 
 def train(steps: int, budget: str, plan: str | None = None) -> None:
@@ -14,8 +14,8 @@ def train(steps: int, budget: str, plan: str | None = None) -> None:
     model = build()
     optimizer = torch.optim.Adam(model.parameters())
     with optimize(model, optimizer, budget=budget, plan=plan, verbose=False) as run:
-        for _ in range(steps):
-            step(model, optimizer, torch.randn(BATCH, WIDTH))
+        for batch in batches(steps):
+            step(model, optimizer, batch)
     print(run.report())
     run.save_plan("plan.json")
 

@@ -1,18 +1,19 @@
 """Keep PyTorch training within a memory budget: optimal recomputation plans, executed with bit-identical gradients.
 
-`optimize(model, optimizer, budget="8GiB")` is for plain loops, `MemOptStrategy(budget="8GiB")` for Lightning. Importing this
-package registers the Lightning strategy "memopt" as soon as Lightning is imported too. The planning modules need no torch.
+`optimize(model, optimizer, budget="8GiB")` is for plain loops, `MemOptStrategy(budget="8GiB")` for Lightning's Trainer,
+`MemOptFabricStrategy(budget="8GiB")` for Fabric. Importing this package registers the strategy "memopt" as soon as Lightning is
+imported too. The planning modules need no torch.
 """
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` imports a name when it is first used
     from lightning_memopt.callbacks import MemOptBatchScaler, MemOptCallback, MemOptMonitor
     from lightning_memopt.config import MemOptConfig
-    from lightning_memopt.errors import InfeasibleError, MemOptError
+    from lightning_memopt.errors import InfeasibleError, MemOptError, MissingExtraError
+    from lightning_memopt.fabric import MemOptFabricDDPStrategy, MemOptFabricStrategy
     from lightning_memopt.integrations.batch_size import find_max_batch_size
     from lightning_memopt.integrations.plain import Run, optimize
     from lightning_memopt.plan import Plan
@@ -30,9 +31,12 @@ _PUBLIC = {
     "MemOptCallback": "lightning_memopt.callbacks",
     "MemOptDDPStrategy": "lightning_memopt.strategies",
     "MemOptError": "lightning_memopt.errors",
+    "MemOptFabricDDPStrategy": "lightning_memopt.fabric",
+    "MemOptFabricStrategy": "lightning_memopt.fabric",
     "MemOptMixin": "lightning_memopt.strategies",
     "MemOptMonitor": "lightning_memopt.callbacks",
     "MemOptStrategy": "lightning_memopt.strategies",
+    "MissingExtraError": "lightning_memopt.errors",
     "Meter": "lightning_memopt.telemetry",
     "Plan": "lightning_memopt.plan",
     "Rule": "lightning_memopt.record",
@@ -51,9 +55,12 @@ __all__ = [
     "MemOptConfig",
     "MemOptDDPStrategy",
     "MemOptError",
+    "MemOptFabricDDPStrategy",
+    "MemOptFabricStrategy",
     "MemOptMixin",
     "MemOptMonitor",
     "MemOptStrategy",
+    "MissingExtraError",
     "Meter",
     "Plan",
     "Rule",
@@ -73,7 +80,9 @@ if not TYPE_CHECKING:  # a type checker would accept every name of a module that
         module = _PUBLIC.get(name)
         if module is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(module), name)
+        from lightning_memopt._registration import public
+
+        return public(module, name)
 
 
 def _register_strategy() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, Literal, TypedDict, TypeVar, get_args
 
 import torch
 
@@ -14,6 +14,7 @@ from lightning_memopt.runtime.codecs import NAMES
 from lightning_memopt.solvers.planner import Objective
 from lightning_memopt.units import host_memory_nbytes, parse_budget
 
+Class = TypeVar("Class")
 OnExceed = Literal["replan", "warn", "raise"]
 EarlyUpdating = Literal["never", "auto", "always"]
 OFFLOAD = ("none", "auto", "host", "disk")
@@ -158,6 +159,17 @@ def changed(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options that differ from the defaults of `MemOptConfig`."""
     default = {field.name: field.default for field in fields(MemOptConfig)}
     return {name: value for name, value in options.items() if value != default[name]}
+
+
+def with_option_texts(cls: type[Class]) -> type[Class]:
+    """A class decorator: the texts of all options, as above, go first below `Args:` of the class docstring.
+
+    Command lines (LightningCLI) show these texts. Without docstrings (`python -OO`) it does nothing.
+    """
+    if cls.__doc__ and MemOptConfig.__doc__:
+        texts = MemOptConfig.__doc__.partition("Args:\n")[2].rstrip()
+        cls.__doc__ = cls.__doc__.replace("Args:\n", f"Args:\n{texts}\n", 1)
+    return cls
 
 
 def device_nbytes(device: torch.device) -> int:

@@ -74,3 +74,17 @@ class TierFullError(OffloadError):
 
 class EnergyUnavailableError(MemOptError):
     """The energy of a device cannot be measured; a meter turns it into a warning."""
+
+
+EXTRAS = {
+    "accelerate": "accelerate",
+    "lightning": "lightning",
+    "lightning_fabric": "lightning",
+    "pytorch_lightning": "lightning",
+    "transformers": "transformers",
+}
+"""Package that is imported -> the extra of lightning-memopt that installs it."""
+
+
+class MissingExtraError(MemOptError, ImportError):
+    """A part of this package was asked for that needs a framework which is not installed; the message names the extra."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -119,6 +119,17 @@ class _Call:
         return self._round.__exit__(*error)
 
 
+def in_rounds(run: Run, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that runs `forward`, which is not a call of the run's model itself, as a forward pass of that model."""
+
+    @uncompiled_itself
+    def in_round(*args: Any, **kwargs: Any) -> Any:
+        with _Call(run, (args, kwargs)):
+            return forward(*args, **kwargs)
+
+    return in_round
+
+
 def attach(stack: contextlib.ExitStack, run: Run, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
     """Tell the run's session of the model's calls and the optimizers' updates, until the stack is closed.
 
@@ -157,7 +168,7 @@ def attach(stack: contextlib.ExitStack, run: Run, model: nn.Module, optimizers: 
     stack.enter_context(instead_of_calls(model, call_in_round))
 
 
-def _reasons_against_early_updates(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> list[Reason]:
+def reasons_against_early_updates(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> list[Reason]:
     """Reasons why the parameters of this model must not be updated in backward; an empty list if there are none."""
     reasons = []
     for module in model.modules():
@@ -224,7 +235,7 @@ def optimize(model: nn.Module, optimizer: Optimizers, *, config: MemOptConfig | 
         run = Run(session)
         stack.push(run._end_meter)
         if session.enabled:  # otherwise the loop runs exactly as without this block
-            session.update_in_backward(lambda: _reasons_against_early_updates(model, optimizers))
+            session.update_in_backward(lambda: reasons_against_early_updates(model, optimizers))
             attach(stack, run, model, optimizers)
         try:
             yield run

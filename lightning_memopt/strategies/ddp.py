@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from lightning.pytorch.strategies import DDPStrategy
 
+from lightning_memopt.config import with_option_texts
 from lightning_memopt.strategies.options import MemOptOptions
 
 
+@with_option_texts
 class MemOptDDPStrategy(MemOptOptions, DDPStrategy):
     """Train on several devices, each within a memory budget, with `DistributedDataParallel`.
 
     All ranks agree on the plan, and a budget that is infeasible on one rank is so on all of them.
 
-    Args, besides the options of `MemOptConfig` (docs/options.md):
+    Args:
         config: all of those options in one object, instead of single ones. Raises ConfigError if both are given.
         kwargs: as of Lightning's `DDPStrategy`: `find_unused_parameters`, `gradient_as_bucket_view`, `static_graph`, ...
     """

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import ConfigError
+from lightning_memopt.integrations.names import shown
 from lightning_memopt.ranks import of_collective
 from lightning_memopt.report.table import summary
 from lightning_memopt.session import RunStatus, Session
@@ -60,6 +61,9 @@ class MemOptMixin(abc.ABC):
                     rank_zero_info(summary(session.status(), self.telemetry, session.transfers()))
         finally:
             super().teardown()  # type: ignore[misc]
+
+    def __repr__(self) -> str:
+        return shown(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy or pickle of the strategy, or of its Trainer, has no session: it has not been set up."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_memopt.config import with_option_texts
 from lightning_memopt.strategies.ddp import MemOptDDPStrategy
 from lightning_memopt.strategies.lightning_private import OneDeviceStrategy
 from lightning_memopt.strategies.options import MemOptOptions
 
 
+@with_option_texts
 class MemOptStrategy(MemOptOptions, OneDeviceStrategy):
     """Train within a memory budget. Where the Trainer has several devices, this becomes a `MemOptDDPStrategy`.
 
-    Args, besides the options of `MemOptConfig` (docs/options.md):
+    Args:
         device: the training device; the Trainer's if left out.
         config: all of those options in one object, instead of single ones. Raises ConfigError if both are given.
         kwargs: as of Lightning's `SingleDeviceStrategy` or, where the Trainer has several devices, its `DDPStrategy`.

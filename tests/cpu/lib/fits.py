@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import lightning.pytorch as pl
@@ -105,7 +106,8 @@ def fit(
     pl.seed_everything(3, verbose=False)
     model = cls(**(task or {}))
     trainer = trainer_of(strategy, callbacks=callbacks(), plugins=plugins(), **options)
-    trainer.fit(model, data(), val(), ckpt_path=resume, weights_only=None if resume is None else False)
+    asked = "weights_only" in signature(trainer.fit).parameters  # from Lightning 2.6 on
+    trainer.fit(model, data(), val(), ckpt_path=resume, **({"weights_only": False} if resume and asked else {}))
     return trainer
 
 

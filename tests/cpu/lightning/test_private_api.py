@@ -96,7 +96,8 @@ def test_the_table_above_has_every_private_name_of_lightning() -> None:
 
 
 def test_no_other_file_uses_a_private_name_of_lightning() -> None:
-    others = {path: private_names(path) for path in PACKAGE.rglob("*.py") if path != THE_PLACE}
+    places = (THE_PLACE, PACKAGE / "fabric" / "fabric_private.py")  # Fabric's have a file of their own
+    others = {path: private_names(path) for path in PACKAGE.rglob("*.py") if path not in places}
     listed = {f"{path.relative_to(PACKAGE)}: {name}" for path, names in others.items() for name in names & {*OWNERS, *ASSIGNED}}
     assert not listed
     ours = set().union(*(own_names(path) for path in PACKAGE.rglob("*.py")))

@@ -1,0 +1,126 @@
+"""Every private name of Lightning Fabric that this package uses; no other file uses one.
+
+Lightning may rename or remove these names in any release: `tests/cpu/fabric/test_fabric_private.py` lists the missing ones.
+All of them are in Lightning 2.5.0 and 2.6.6.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.fabric.wrappers import _FabricModule
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+FORWARD_MODULE = "_forward_module"
+"""`_FabricModule._forward_module`: the module that a call of Fabric's wrapper calls."""
+STEP_METHOD = "training_step"
+"""A method of a LightningModule that loops call on Fabric's wrapper in the place of the module itself."""
+
+Around = Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]
+
+
+@contextlib.contextmanager
+def told_of_wrappers(told: Callable[[nn.Module, nn.Module], None]) -> Iterator[None]:
+    """Within, call `told(wrapper, module)` when Fabric wraps a module into its `_FabricModule`, as the last thing in `setup`.
+
+    Fabric compiles the module again after its strategy has set it up, and tells the strategy of neither the compiled module
+    nor the wrapper. torch has a public hook for a module that becomes an attribute of another one.
+    """
+
+    def registered(owner: nn.Module, name: str, module: nn.Module | None) -> None:
+        if name == FORWARD_MODULE and isinstance(owner, _FabricModule) and module is not None:
+            told(owner, module)
+
+    handle = register_module_module_registration_hook(registered)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+class _StepMethod:
+    """Stands on Fabric's wrapper class under the name of a step method. It has no `__set__`, so a wrapper's own attribute goes
+    first.
+    """
+
+    def __get__(self, wrapper: nn.Module | None, owner: type) -> Any:
+        if wrapper is None:
+            raise AttributeError(STEP_METHOD)
+        method: Any = wrapper.__getattr__(STEP_METHOD)
+        # in front of another module (DDP) Fabric's wrapper runs the method through the call of that module
+        direct = wrapper._forward_module is wrapper._original_module
+        for around in _around if direct else ():
+            method = around(wrapper, method)
+        return method
+
+
+_around: list[Around] = []
+"""Who listens to step methods."""
+
+
+@contextlib.contextmanager
+def around_step_methods(around: Around) -> Iterator[None]:
+    """Within, a loop that takes `training_step` of one of Fabric's wrappers gets `around(wrapper, method)`.
+
+    Where no other module is between wrapper and model, Fabric runs the method without calling the model. Nothing is put on the
+    wrapper or on the model, so copies of them are as without this package.
+    """
+    if not _around:
+        setattr(_FabricModule, STEP_METHOD, _StepMethod())
+    _around.append(around)
+    try:
+        yield
+    finally:
+        _around.remove(around)
+        if not _around:
+            delattr(_FabricModule, STEP_METHOD)
+
+
+class OneOrSeveralDevices(SingleDeviceStrategy):
+    """A `SingleDeviceStrategy` that takes its device from Fabric, and becomes a DDP strategy where Fabric has several.
+
+    Lightning's own class would train on one of several devices without a warning. Fabric's connector assigns
+    `parallel_devices`, `cluster_environment` and `_num_nodes` to strategies that have these attributes, and calls
+    `_configure_launcher` afterwards.
+    """
+
+    several: type[DDPStrategy]
+    """The class of the strategy where there are several devices."""
+
+    def __init__(self, device: str | torch.device | None = None, **kwargs: Any) -> None:
+        super().__init__(device="cpu" if device is None else device, **kwargs)
+        self._device_given = device is not None
+        self.parallel_devices: list[torch.device] | None = None
+        self.cluster_environment: Any = None
+        self._num_nodes = 1
+
+    @property
+    def num_nodes(self) -> int:
+        return self._num_nodes
+
+    def _configure_launcher(self) -> None:
+        devices = self.parallel_devices or []
+        if len(devices) > 1 or self._num_nodes > 1:
+            self._become_parallel()
+            self._configure_launcher()
+            return
+        if devices and not self._device_given:
+            self._root_device = devices[0]
+        super()._configure_launcher()
+
+    def _become_parallel(self) -> None:
+        """Be an object of the class `several`, with what Fabric's connector has set so far."""
+        nodes, given = self._num_nodes, ("accelerator", "checkpoint_io", "precision")
+        options = {name: getattr(self, f"_{name}") for name in given}
+        options |= {name: getattr(self, name) for name in ("parallel_devices", "cluster_environment")}
+        for name in ("_root_device", "_device_given", "global_rank", "local_rank", "world_size"):
+            del self.__dict__[name]  # the parallel class has properties of these names, or none
+        self.__class__ = self.several  # type: ignore[assignment]
+        DDPStrategy.__init__(self, **options)  # type: ignore[arg-type]
+        self._num_nodes = nodes
+        self._set_world_ranks()  # type: ignore[attr-defined]

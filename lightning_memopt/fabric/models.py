@@ -1,0 +1,181 @@
+"""The models that a Fabric strategy has set up: a run for each that is trained, from its `setup` until nobody can call it.
+
+Fabric's loop is the user's own, so a run is that of `optimize`: it is told of every call of the module that Fabric calls (the
+module itself, or the DDP module around it) and of every update of the optimizers. It begins when Fabric has wrapped the model
+and an optimizer of its parameters is set up, in whatever order. It ends when the loop lets go of the wrapper, when the strategy
+is torn down, or at the exit of the process. Its table is printed then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from lightning.fabric.utilities import rank_zero_info
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from lightning_memopt.config import MemOptConfig
+from lightning_memopt.errors import ConfigError
+from lightning_memopt.fabric import fabric_private
+from lightning_memopt.integrations.plain import Run, attach, in_rounds, reasons_against_early_updates
+from lightning_memopt.session import Session
+
+
+class Model:
+    """A model that was set up.
+
+    module: what the strategy gave to Fabric: the user's module, or DDP's around it.
+    called: what Fabric's wrapper calls: `module`, or what torch.compile made of it; None until Fabric has wrapped it.
+    optimizers: those that train it; a run begins with the first.
+    run: None before.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.called: nn.Module | None = None
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.run: Run | None = None
+        self._stack = contextlib.ExitStack()
+
+    def has_any_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer has parameters of this model."""
+        own = set(map(id, self.module.parameters()))
+        return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+
+    def begin(self, config: MemOptConfig) -> None:
+        """Begin a run if the model is trained; a run that has begun without one of the optimizers begins again."""
+        if self.called is None or not self.optimizers:
+            return
+        self.end(say=False)
+        called, optimizers = self.called, list(self.optimizers)
+        session = Session(called, optimizers, config, say=rank_zero_info)
+        with contextlib.ExitStack() as stack:
+            stack.callback(session.close)
+            run = Run(session)
+            stack.push(run._end_meter)
+            if session.enabled:  # otherwise the loop runs exactly as without this package
+                session.update_in_backward(lambda: reasons_against_early_updates(called, optimizers))
+                attach(stack, run, called, optimizers)
+            self._stack, self.run = stack.pop_all(), run
+
+    def end(self, say: bool) -> None:
+        """End the run if there is one. `say`: print its table."""
+        run, self.run = self.run, None
+        self._stack.close()
+        if run is not None and say and run.session.config.verbose:
+            rank_zero_info(run.report())
+
+
+class Models:
+    """All models of a strategy. The strategy has this object, and nothing in it refers to the strategy."""
+
+    def __init__(self, config: MemOptConfig) -> None:
+        self.config = config
+        self._models: list[Model] = []
+        self._wrapped: weakref.WeakKeyDictionary[nn.Module, Model] = weakref.WeakKeyDictionary()
+        self._alone: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those that were set up without a model
+        self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those of a model, and those warned of
+        self._undo = contextlib.ExitStack()
+        self._listen()
+
+    # -- what is set up ----------------------------------------------------------------------------
+
+    def add(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """A module was set up, together with these optimizers."""
+        model = Model(module)
+        model.optimizers = [*optimizers, *(o for o in self._alone if model.has_any_of(o))]
+        self._known.update(model.optimizers)
+        self._models.append(model)
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer was set up alone: it is that of every model whose parameters it has."""
+        self._alone.add(optimizer)
+        for model in self._models:
+            if model.has_any_of(optimizer):
+                self._known.add(optimizer)
+                model.optimizers.append(optimizer)
+                model.begin(self.config)
+
+    def _listen(self) -> None:
+        this = weakref.ref(self)
+
+        def told(wrapper: nn.Module, called: nn.Module) -> None:
+            models = this()
+            if models is not None:
+                models._wraps(wrapper, called)
+
+        def around(wrapper: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
+            models = this()
+            model = None if models is None else models._wrapped.get(wrapper)
+            return method if model is None or model.run is None else in_rounds(model.run, method)
+
+        def after_update(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            models = this()
+            if models is not None and optimizer not in models._known:
+                models._stranger(optimizer)
+
+        # hidden from dynamo, which would trace it in a compiled step
+        self._undo.callback(register_optimizer_step_post_hook(torch.compiler.disable(after_update)).remove)
+        self._undo.enter_context(fabric_private.told_of_wrappers(told))
+        self._undo.enter_context(fabric_private.around_step_methods(around))
+
+    def _wraps(self, wrapper: nn.Module, called: nn.Module) -> None:
+        module = getattr(called, "_orig_mod", called)  # torch.compile's
+        for model in [model for model in self._models if model.module is module]:
+            if model.called is not None:
+                model.end(say=True)  # a module that is set up again goes on in a run with the new optimizers
+            else:
+                model.called = called
+                self._wrapped[wrapper] = model
+                weakref.finalize(wrapper, self._drop, model).atexit = False
+                model.begin(self.config)
+
+    def _stranger(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has stepped that is of no run: warn once if it is this Fabric's, or has a model's parameters."""
+        self._known.add(optimizer)
+        if optimizer in self._alone or any(model.has_any_of(optimizer) for model in self._models):
+            warnings.warn(
+                f"MemOpt: there is no plan for what {type(optimizer).__name__} trains, because Fabric was not given this "
+                "optimizer and the model whose parameters it has. Give both to fabric.setup.",
+                stacklevel=2,
+            )
+
+    def _drop(self, model: Model) -> None:
+        """Nobody can call the model any longer."""
+        if model in self._models and not sys.is_finalizing():
+            self._models.remove(model)
+            model.end(say=True)
+
+    # -- what was set up ---------------------------------------------------------------------------
+
+    def run(self, wrapper: Any = None) -> Run:
+        """The run of the model that `fabric.setup` returned; without it, of the only model that has a run."""
+        runs = [model.run for model in self._models if model.run is not None]
+        if wrapper is not None:
+            wrapper = getattr(wrapper, "_orig_mod", wrapper)
+            model = self._wrapped.get(wrapper)
+            if model is None or model.run is None:
+                raise ConfigError(
+                    f"There is no run of this {type(wrapper).__name__}. Give the model that fabric.setup(model, optimizer) "
+                    "returned; a run begins when an optimizer of its parameters is set up, too."
+                )
+            return model.run
+        if len(runs) != 1:
+            raise ConfigError(
+                f"{len(runs)} models of this strategy have a run. Call fabric.setup(model, optimizer) first, and give the "
+                "model that it returned if there are several."
+            )
+        return runs[0]
+
+    def close(self) -> None:
+        """End all runs, and print their tables. The models train plainly from then on."""
+        models, self._models = self._models, []
+        self._undo.close()
+        for model in models:
+            model.end(say=True)

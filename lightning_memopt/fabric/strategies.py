@@ -1,0 +1,126 @@
+"""Fabric's strategies within a memory budget: on one device, and DDP; registered as "memopt" and "memopt_ddp"."""
+
+from __future__ import annotations
+
+import abc
+import weakref
+from dataclasses import fields
+from typing import Any
+
+import torch
+from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
+from torch import nn
+
+from lightning_memopt.config import MemOptConfig, config_of, with_option_texts
+from lightning_memopt.fabric.fabric_private import OneOrSeveralDevices
+from lightning_memopt.fabric.models import Models
+from lightning_memopt.integrations.names import shown
+from lightning_memopt.integrations.plain import Run
+
+
+class MemOptFabricMixin(abc.ABC):
+    """Keeps training steps within the budget of `memopt_config`. Models that are not trained run unchanged.
+
+    memopt_config: the options.
+    """
+
+    memopt_config: MemOptConfig
+    _models: Models | None = None
+    _jointly = False
+    """Whether the optimizers that are now set up belong to the module that is set up with them."""
+
+    def __init__(self, *args: Any, config: MemOptConfig | None = None, **options: Any) -> None:
+        """`options`: those of `MemOptConfig`, and those of Fabric's own strategy."""
+        names = {field.name for field in fields(MemOptConfig)}
+        self.memopt_config = config_of(config, {name: options.pop(name) for name in tuple(options) if name in names})
+        super().__init__(*args, **options)
+
+    # -- lifecycle ---------------------------------------------------------------------------------
+
+    def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Any], *args: Any, **kwargs: Any) -> Any:
+        self._jointly = True
+        try:
+            result = super().setup_module_and_optimizers(module, optimizers, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._jointly = False
+        self._opened().add(result[0], result[1])
+        return result
+
+    def setup_module(self, module: nn.Module) -> Any:
+        result = super().setup_module(module)  # type: ignore[misc]
+        if not self._jointly:
+            self._opened().add(result, ())
+        return result
+
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        result: torch.optim.Optimizer = super().setup_optimizer(optimizer)  # type: ignore[misc]
+        if not self._jointly:
+            self._opened().add_optimizer(result)
+        return result
+
+    def _opened(self) -> Models:
+        if self._models is None:
+            self._models = Models(self.memopt_config)
+            weakref.finalize(self, self._models.close)  # also at the exit of the process
+        return self._models
+
+    def close(self) -> None:
+        """End all runs, and print their tables. The models train plainly from then on."""
+        models, self._models = self._models, None
+        if models is not None:
+            models.close()
+
+    def teardown(self) -> None:
+        try:
+            self.close()
+        finally:
+            super().teardown()  # type: ignore[misc]
+
+    def __repr__(self) -> str:
+        return shown(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy or pickle of the strategy, or of its Fabric, has set up no model."""
+        return {name: value for name, value in vars(self).items() if name != "_models"}
+
+    # -- results -----------------------------------------------------------------------------------
+
+    def run(self, model: nn.Module | None = None) -> Run:
+        """The run of a model: its status, report, frontier, plan file and controls.
+
+        Args:
+            model: as `fabric.setup` returned it; needed if several models are trained.
+
+        Raises:
+            ConfigError: the model has no run, or none was given and not exactly one has a run.
+        """
+        return (self._models or Models(self.memopt_config)).run(model)
+
+
+@with_option_texts
+class MemOptFabricStrategy(MemOptFabricMixin, OneOrSeveralDevices):
+    """Train on one device within a memory budget; where Fabric has several devices, this becomes a `MemOptFabricDDPStrategy`.
+
+    Args:
+        device: the training device; Fabric's if left out.
+        config: all of these options in one object, instead of single ones. Raises ConfigError if both are given.
+    """
+
+
+@with_option_texts
+class MemOptFabricDDPStrategy(MemOptFabricMixin, DDPStrategy):
+    """Train by DistributedDataParallel, each process within a memory budget. Other arguments are those of Fabric's DDPStrategy.
+
+    Args:
+        config: all of these options in one object, instead of single ones. Raises ConfigError if both are given.
+    """
+
+
+MemOptFabricStrategy.several = MemOptFabricDDPStrategy
+
+
+def register() -> None:
+    """Make `Fabric(strategy="memopt")` and `"memopt_ddp"` work. A second call does nothing."""
+    for name, strategy in (("memopt", MemOptFabricStrategy), ("memopt_ddp", MemOptFabricDDPStrategy)):
+        if name not in STRATEGY_REGISTRY:
+            STRATEGY_REGISTRY.register(name, strategy, description="Within a memory budget")
