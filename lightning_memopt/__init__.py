@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` imports a name
     from lightning_memopt.errors import InfeasibleError, MemOptError
     from lightning_memopt.integrations.batch_size import find_max_batch_size
     from lightning_memopt.integrations.plain import Run, optimize
+    from lightning_memopt.integrations.transformers import MemOptTrainerCallback
     from lightning_memopt.plan import Plan
     from lightning_memopt.record import Rule, register_op
     from lightning_memopt.session import RunStatus, Session
@@ -31,6 +32,7 @@ _PUBLIC = {
     "MemOptMixin": "lightning_memopt.strategies",
     "MemOptMonitor": "lightning_memopt.callbacks",
     "MemOptStrategy": "lightning_memopt.strategies",
+    "MemOptTrainerCallback": "lightning_memopt.integrations.transformers",
     "Meter": "lightning_memopt.telemetry",
     "Plan": "lightning_memopt.plan",
     "Rule": "lightning_memopt.record",
@@ -50,6 +52,7 @@ __all__ = [
     "MemOptMixin",
     "MemOptMonitor",
     "MemOptStrategy",
+    "MemOptTrainerCallback",
     "Meter",
     "Plan",
     "Rule",
