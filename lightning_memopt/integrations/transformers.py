@@ -17,6 +17,7 @@ import transformers
 
 from lightning_memopt.config import MemOptConfig, config_of
 from lightning_memopt.errors import ConfigError, UnsupportedError
+from lightning_memopt.integrations.checkpointing import LayerCheckpointing
 from lightning_memopt.integrations.plain import Run, optimize
 from lightning_memopt.report.table import summary
 from lightning_memopt.runtime.early_updates import Reason, refusal
@@ -45,6 +46,7 @@ class MemOptTrainerCallback(transformers.TrainerCallback):
         self.config = config_of(config, options)
         self.run: Run | None = None
         self._trainer: Any = None  # while its `train` runs
+        self._checkpointing: LayerCheckpointing | None = None
         self._stack = contextlib.ExitStack()
         _watch_trainers()
 
@@ -59,7 +61,10 @@ class MemOptTrainerCallback(transformers.TrainerCallback):
 
     def status(self) -> RunStatus:
         """The status of the current or last `train()`: its phase, the plan, the predicted and measured peaks."""
-        return self.run.status() if self.run is not None else RunStatus(phase="waiting")
+        if self.run is None:
+            return RunStatus(phase="waiting")
+        layers = self._checkpointing.layers if self._checkpointing is not None else ()
+        return dataclasses.replace(self.run.status(), checkpointed=layers)
 
     def report(self) -> str:
         """A table: budget, peaks (predicted, measured, unmodified), extra time, rebuilt tensors, and why the rest is kept."""
@@ -82,8 +87,16 @@ class MemOptTrainerCallback(transformers.TrainerCallback):
         _refuse(args)
         model = kwargs["model"] if self._trainer is None else self._trainer.model_wrapped  # the module that is called
         with contextlib.ExitStack() as stack:
-            self.run = stack.enter_context(optimize(model, kwargs["optimizer"], config=self._config()))
+            self.run = run = stack.enter_context(optimize(model, kwargs["optimizer"], config=self._config()))
+            self._checkpointing = None
+            if run.session.enabled:
+                self._checkpointing = LayerCheckpointing(model, run.session.say)
+                stack.callback(self._checkpointing.restore)
             self._stack = stack.pop_all()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._checkpointing is not None:
+            self._checkpointing.look(self.status())
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.close()
@@ -118,7 +131,7 @@ def _watch_trainers() -> None:
     """Wrap `Trainer.train`, once in a process."""
     train = transformers.Trainer.train
     if not hasattr(train, "_memopt"):
-        transformers.Trainer.train = _left_afterwards(train)
+        transformers.Trainer.train = _left_afterwards(train)  # type: ignore[method-assign]
 
 
 def _left_afterwards(train: Callable[..., Any]) -> Callable[..., Any]:
