@@ -93,5 +93,5 @@ def _why_not(model: nn.Module, functions: list[Callable[..., Any]]) -> str | Non
             "gradient_checkpointing_kwargs={'use_reentrant': False} to have it replaced"
         )
     if compiled_modules(model):
-        return "layers are compiled, and nothing is rebuilt inside of compiled code. Leave torch.compile out to have it replaced"
+        return "nothing is rebuilt inside of compiled code. Train without torch.compile to have it replaced"
     return None
