@@ -4,6 +4,8 @@
 |---|---|
 | `plain_loop` | a plain PyTorch loop within a budget |
 | `lightning_trainer` | the same model in a Lightning Trainer |
+| `transformers_trainer` | a GPT-2 in transformers' Trainer, its gradient checkpointing replaced by the plan |
+| `peft_lora` | adapters of a Llama, trained by transformers' Trainer and PEFT |
 | `batch_size` | the largest batch size that fits a budget |
 | `offload_disk` | saved tensors parked on a disk, for budgets below what recomputation reaches |
 | `plan_offline` | a plan saved by one run, made smaller without the model, used by another run |
@@ -11,6 +13,7 @@
 | `chargpt` | a character GPT trained on the standard library's source |
 | `demo` | both trainings within budgets, beside the plain run: what `memopt demo` runs |
 
-`digits`, `chargpt` and `demo` need `pip install '.[demo]'`, `lightning_trainer` needs `pip install '.[lightning]'`. Nothing is
-downloaded, and two CPU cores are enough. `training` has what `digits` and `chargpt` share.
+`digits`, `chargpt` and `demo` need `pip install '.[demo]'`, `lightning_trainer` needs `pip install '.[lightning]'`,
+`transformers_trainer` `pip install '.[transformers]'`, and `peft_lora` `peft` beside that. Nothing is downloaded, and two CPU
+cores are enough. `training` has what `digits` and `chargpt` share.
 """

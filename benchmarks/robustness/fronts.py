@@ -36,6 +36,8 @@ FILE = RESULTS / "fronts.json"
 NEAR = 0.01
 """A prediction is right where the largest peak of a planned step is off by no more than this share of it."""
 _FRONT_NEEDS = {"transformers": ("accelerate",), "lightning": ("lightning.pytorch",)}
+_LEFT_OUT = ("peaks", "said", "noise", "report", "solve_seconds", "measured_by_session", "between")
+"""Entries of a row that no reader of the file needs."""
 Row = dict[str, Any]
 
 
@@ -70,7 +72,7 @@ def examined(script: Script) -> Row:
             row["faults"].append("prediction off")
     elif "error" not in row:
         row["faults"].append("no plan")
-    return row
+    return {key: value for key, value in row.items() if key not in _LEFT_OUT}
 
 
 def missing(script: Script) -> str | None:
