@@ -7,7 +7,7 @@ ops again under the same generator states. With `use_reentrant=True` this is not
 that several layers share are added up in another order, and those of keyword arguments may be missing. So such layers are left
 as they are.
 
-Input: the model that a run is opened for, before the run. `LayerCheckpointing` needs no transformers: it looks for attributes.
+Input: the model of a run, before its first step. `LayerCheckpointing` needs no transformers: it looks for attributes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class LayerCheckpointing:
     def __init__(self, model: nn.Module, say: Callable[[str], None]) -> None:
         self.layers: tuple[str, ...] = ()
         self._say = say
-        self._replaced: list[nn.Module] = []
+        self._replaced: list[tuple[nn.Module, _Called]] = []
         functions = {
             name: (module, function)
             for name, module in model.named_modules()
@@ -63,8 +63,9 @@ class LayerCheckpointing:
             say(f"MemOpt: gradient checkpointing stays as it is, and a plan is made beside it: {why}.")
         elif functions:
             for module, function in functions.values():
-                transformers_private.set_checkpointing_function(module, _Called(function))
-                self._replaced.append(module)
+                called = _Called(function)
+                self._replaced.append((module, called))
+                transformers_private.exchange_checkpointing_function(module, function, called)
             self.layers = tuple(name for name, (module, _) in functions.items() if transformers_private.is_layer(module))
             say("MemOpt: gradient checkpointing is replaced by the plan, until this run is over. The table says what it cost.")
 
@@ -77,10 +78,8 @@ class LayerCheckpointing:
     def restore(self) -> None:
         """Let the layers be checkpointed as before. May be called again."""
         while self._replaced:
-            module = self._replaced.pop()
-            function = transformers_private.checkpointing_function(module)
-            if isinstance(function, _Called):  # otherwise the user has set another one
-                transformers_private.set_checkpointing_function(module, function.checkpoint)
+            module, called = self._replaced.pop()
+            transformers_private.exchange_checkpointing_function(module, called, called.checkpoint)
 
 
 def _why_not(model: nn.Module, functions: list[Callable[..., Any]]) -> str | None:

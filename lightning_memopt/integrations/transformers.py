@@ -123,8 +123,8 @@ def _refuse(args: Any) -> None:
             f"Trainer would copy the model to {args.n_gpu} GPUs in every step (nn.DataParallel), and a plan is for one device. "
             "Set CUDA_VISIBLE_DEVICES to one of them, or start one process for each by torchrun."
         )
-    if args.deepspeed:
-        raise UnsupportedError("Trainer hands model and optimizer to DeepSpeed, which moves them itself. Leave deepspeed= out.")
+    if args.deepspeed or args.deepspeed_plugin:
+        raise UnsupportedError("Trainer hands model and optimizer to DeepSpeed, which moves them itself. Leave DeepSpeed out.")
 
 
 def _watch_trainers() -> None:

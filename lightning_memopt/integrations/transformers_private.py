@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 FUNCTION = "_gradient_checkpointing_func"
-"""The attribute in which a module keeps the function that checkpoints its layers: called with a forward and its arguments."""
+"""The attribute in which a module keeps the function that checkpoints its layers."""
 
 
 def checkpointing_function(module: nn.Module) -> Callable[..., Any] | None:
@@ -20,13 +20,14 @@ def checkpointing_function(module: nn.Module) -> Callable[..., Any] | None:
     return vars(module).get(FUNCTION) if getattr(module, "gradient_checkpointing", False) is True else None
 
 
-def set_checkpointing_function(module: nn.Module, function: Callable[..., Any]) -> None:
-    """Let this module's layers be called by `function(forward, *args, **kwargs)`.
+def exchange_checkpointing_function(module: nn.Module, old: Callable[..., Any], new: Callable[..., Any]) -> None:
+    """Let `new` checkpoint the layers of this module if `old` does; otherwise the user has set another function.
 
-    The flag `gradient_checkpointing` stays as it is, because models do more where it is set: they leave the cache out, and T5
-    asks for a gradient of its position bias.
+    A function is called with a forward and its arguments. The flag `gradient_checkpointing` stays as it is, because models do
+    more where it is set: they leave the cache out, and T5 asks for a gradient of its position bias.
     """
-    setattr(module, FUNCTION, function)
+    if vars(module).get(FUNCTION) is old:
+        setattr(module, FUNCTION, new)
 
 
 def is_layer(module: nn.Module) -> bool:

@@ -151,7 +151,7 @@ def test_updates_in_backward(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_refused(name: str, value: Any, text: str) -> None:
     class Args:
-        n_gpu, deepspeed = 1, None
+        n_gpu, deepspeed, deepspeed_plugin = 1, None, None
 
     setattr(Args, name, value)
     with pytest.raises(UnsupportedError, match=text):

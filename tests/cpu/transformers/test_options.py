@@ -75,8 +75,9 @@ def test_optimizers(optim: str) -> None:
     agrees(optim=optim)
 
 
-def test_label_smoothing() -> None:
-    agrees(label_smoothing_factor=0.1, weight_decay=0.1)
+def test_changed_losses_and_embeddings() -> None:
+    """Smoothed labels, and noise on the embeddings by a hook (NEFTune)."""
+    agrees(label_smoothing_factor=0.1, neftune_noise_alpha=5.0)
 
 
 def test_compiled() -> None:
