@@ -132,7 +132,7 @@ def page(results: dict[str, Any]) -> str:
         "*Off*: by how much the largest peak of a planned step differs from its prediction. *Peak*: planned, as a share of the "
         "plain run's. A row has the cases of one front and model in one precision.",
         "",
-        f"{summary(rows)}.",
+        f"{summary(rows)}. There are {len(FRONTS) * len(MODELS) * len(PRECISIONS) * len(VARIANTS)}; the others were not run.",
         "",
         "| front | model | precision | cases | exact | kept | off, at most | peak |",
         "|---|---|---|---|---|---|---|---|",

@@ -23,13 +23,10 @@ from tests.cpu.lib.trainers import agrees, assert_same, callback, kept, train
 PAIRS = [  # every model, every variant and both precisions; `python -m benchmarks fronts` runs all combinations
     ("gpt2", "bf16", "accumulation"),
     ("gpt2", "fp32", "from plain"),
-    ("gpt2", "bf16", "to plain"),
     ("t5", "bf16", "schedule"),
-    ("vit", "bf16", "plain"),
     ("vit", "fp32", "clipping"),
     ("resnet", "fp32", "average"),
     ("resnet", "bf16", "from plain"),
-    ("lora_llama", "fp32", "accumulation"),
     ("lora_llama", "bf16", "to plain"),
 ]
 
