@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` imports a name
     from lightning_memopt.fabric import MemOptFabricDDPStrategy, MemOptFabricStrategy
     from lightning_memopt.integrations.batch_size import find_max_batch_size
     from lightning_memopt.integrations.plain import Run, optimize
+    from lightning_memopt.integrations.transformers import MemOptTrainerCallback
     from lightning_memopt.plan import Plan
     from lightning_memopt.record import Rule, register_op
     from lightning_memopt.session import RunStatus, Session
@@ -37,6 +38,7 @@ _PUBLIC = {
     "MemOptMonitor": "lightning_memopt.callbacks",
     "MemOptStrategy": "lightning_memopt.strategies",
     "MissingExtraError": "lightning_memopt.errors",
+    "MemOptTrainerCallback": "lightning_memopt.integrations.transformers",
     "Meter": "lightning_memopt.telemetry",
     "Plan": "lightning_memopt.plan",
     "Rule": "lightning_memopt.record",
@@ -61,6 +63,7 @@ __all__ = [
     "MemOptMonitor",
     "MemOptStrategy",
     "MissingExtraError",
+    "MemOptTrainerCallback",
     "Meter",
     "Plan",
     "Rule",

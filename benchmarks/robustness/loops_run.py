@@ -107,6 +107,13 @@ class Watching:
 
         return MemOptStrategy(budget=self.budget)
 
+    def callbacks(self) -> list[Any]:
+        if self.budget is None:
+            return []
+        from lightning_memopt import MemOptTrainerCallback
+
+        return [MemOptTrainerCallback(budget=self.budget)]
+
     def begin(self) -> None:
         self._base = self._live = live_nbytes() or 0
         true_peak()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from lightning_memopt.plan import Plan
+from lightning_memopt.graph import Graph
+from lightning_memopt.plan import LoweringError, Plan, reserved_nbytes_of, simulate
 from lightning_memopt.plan.forms import codec_of
 from lightning_memopt.report.explain import items, kept, rebuilt
 from lightning_memopt.report.text import Table, render
 from lightning_memopt.session import RunStatus, Transfers
+from lightning_memopt.solvers.recompute.baselines import per_layer
 from lightning_memopt.telemetry import Meter, Throughput
 from lightning_memopt.units import format_nbytes
 
@@ -38,6 +40,22 @@ def parked_text(plan: Plan, transfers: Transfers | None) -> str:
     if any(codec_of(form) for form in tensors.values()):
         parts.append(f"codecs {codecs} a step (predicted {1e3 * predicted.codec_seconds:.1f})")
     return "; ".join(parts)
+
+
+def checkpointing_text(graph: Graph, plan: Plan, layers: tuple[str, ...]) -> str:
+    """One line about the gradient checkpointing of these layers, which the plan replaces: what it would cost, predicted."""
+    try:
+        lives = per_layer(graph, layers)
+        cost = simulate(graph, lives).predicted
+    except (LoweringError, ValueError):  # a layer that no plan could run again
+        return f"of {len(layers)} layers, replaced by the plan; its cost cannot be predicted for this step"
+    reserve = reserved_nbytes_of(graph)
+    peak = cost.peak_nbytes if reserve is None else reserve(lives)
+    return (
+        f"of {len(layers)} layers, replaced by the plan. It took, predicted: peak {format_nbytes(peak)}, "
+        f"{1e3 * cost.extra_seconds:.1f} ms and {cost.extra_flops / 1e9:.3g} GFLOP extra a step. This plan: "
+        f"{1e3 * plan.predicted.extra_seconds:.1f} ms and {plan.predicted.extra_flops / 1e9:.3g} GFLOP"
+    )
 
 
 def _compared(after: float | None, before: float | None) -> str:
@@ -109,6 +127,8 @@ def summary(status: RunStatus, meter: Meter | None = None, transfers: Transfers 
     )
     if any(life.how == "fetch" for life in plan.lives):
         table.add_row("parked", parked_text(plan, transfers))
+    if status.checkpointed:
+        table.add_row("gradient checkpointing", checkpointing_text(graph, plan, status.checkpointed))
     table.add_row("rebuilt", items(rebuilt(graph, plan)))
     table.add_row("kept", items(kept(graph, plan)))
     if meter is not None:

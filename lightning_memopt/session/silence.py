@@ -129,7 +129,7 @@ class Silence:
         if not compiled or self.compiled is not None:
             return
         if model in compiled:
-            part, fix = "this model", "Give optimize() the model before torch.compile, or compile some of its layers only"
+            part, fix = "this model", "Train it without torch.compile, or compile some of its layers only"
         else:
             names = {id(m): name for name, m in model.named_modules()}
             named = [names[id(m)] for m in compiled[:3]]

@@ -68,6 +68,7 @@ class RunStatus:
         replans: how often a plan was replaced because a step took more than predicted.
         deviates: whether a forward deviated from the plan. Tensors that did not match were kept.
         compiled: which modules run in compiled code, and the effect on the plan; None where there are none.
+        checkpointed: names of the layers whose gradient checkpointing the plan replaces.
     """
 
     phase: Phase
@@ -83,6 +84,7 @@ class RunStatus:
     replans: int = 0
     deviates: bool = False
     compiled: str | None = None
+    checkpointed: tuple[str, ...] = ()
 
     @property
     def predicted_peak_nbytes(self) -> int | None:

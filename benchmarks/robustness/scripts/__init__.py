@@ -8,13 +8,24 @@ averages, tensors. Frameworks that own the loop are given `watch.strategy()` ins
 
 from __future__ import annotations
 
-from benchmarks.robustness.scripts import adversarial, control, frameworks, graphs, language, odd, recurrent, trainers, vision
+from benchmarks.robustness.scripts import (
+    adversarial,
+    control,
+    frameworks,
+    graphs,
+    language,
+    no_trainer,
+    odd,
+    recurrent,
+    trainers,
+    vision,
+)
 from benchmarks.robustness.scripts.registry import Log, Script, Watch, scripts
 
 __all__ = ["LOOPS", "Log", "Script", "Watch"]
 
 LOOPS: dict[str, Script] = {
     script.name: script
-    for family in (vision, adversarial, recurrent, language, graphs, control, odd, trainers, frameworks)
+    for family in (vision, adversarial, recurrent, language, graphs, control, odd, trainers, frameworks, no_trainer)
     for script in scripts(family)
 }

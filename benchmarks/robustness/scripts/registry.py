@@ -21,6 +21,9 @@ class Watch(Protocol):
     def strategy(self) -> Any:
         """For Lightning's `Trainer(strategy=...)`."""
 
+    def callbacks(self) -> list[Any]:
+        """For transformers' `Trainer(callbacks=...)`."""
+
 
 Log = Callable[..., None]
 """Called once after every step, with losses or whatever else the script would print."""

@@ -8,12 +8,14 @@ shows are in benchmarks/lib/baselines.py.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life
 from lightning_memopt.solvers.recompute.echo import just_in_time
 from lightning_memopt.solvers.recompute.footprint import Footprint
 from lightning_memopt.solvers.recompute.stages import Stages, cut
-from lightning_memopt.solvers.rollout import Rollout, keep_all
+from lightning_memopt.solvers.rollout import Rollout, keep_all, unrepeatable
 
 
 def unmodified(graph: Graph) -> tuple[Life, ...]:
@@ -45,3 +47,35 @@ def recompute_everything(graph: Graph, stages: Stages | None = None) -> tuple[Li
     for span in reversed(stages.spans):
         roll.serve(span.requests, set(stages.given))
     return roll.lives()
+
+
+def per_layer(graph: Graph, layers: Collection[str]) -> tuple[Life, ...]:
+    """torch.utils.checkpoint around each of these layers (names of modules): what enters or leaves a layer is held. All of the
+    layer runs again when its backward begins, as far as backward needs it.
+    """
+    calls = _calls(graph, layers)
+    call_of = {op: call for call, ops in calls.items() for op in ops}
+    held = set(unrepeatable(graph))
+    for op in graph.forward:
+        held.update(t for t in op.inputs if t in graph.producers and call_of.get(graph.producers[t].id) != call_of.get(op.id))
+    held.update(t for t, op in graph.producers.items() if op.id not in call_of)
+    roll = Rollout(graph)
+    for call in calls:
+        requests = [(point, save.tensor) for save in graph.saves if call_of.get(save.op) == call for point in save.unpacked_at]
+        if requests:
+            roll.run(min(requests)[0], roll.closure([tensor for _, tensor in requests], held))
+    return roll.lives()
+
+
+def _calls(graph: Graph, layers: Collection[str]) -> dict[tuple[str, int], list[int]]:
+    """The forward ops of every call of these layers, by the layer's name and the number of the call."""
+    modules = [op.scope.partition("#") for op in graph.forward]
+    times: dict[str, int] = {}  # how often each module was called
+    for name, _, call in modules:
+        times[name] = max(times.get(name, 1), int(call or 0) + 1)
+    calls: dict[tuple[str, int], list[int]] = {}
+    for op, (name, _, call) in zip(graph.forward, modules, strict=True):
+        layer = next((layer for layer in layers if name == layer or name.startswith(f"{layer}.")), None)
+        if layer is not None:  # a module inside may be called several times in each call of the layer
+            calls.setdefault((layer, int(call or 0) * times.get(layer, 1) // times[name]), []).append(op.id)
+    return calls

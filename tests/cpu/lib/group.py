@@ -1,7 +1,7 @@
-"""Groups of real processes with gloo between them, for tests of decisions and failures: `python -m tests.cpu.lib.group FOLDER`.
+"""Groups of real processes with gloo between them, for tests of decisions and failures.
 
-Each case has processes of its own, which are forked after all imports. Rank r of case c writes its outcome into FOLDER/c.r.json.
-A process that is killed writes nothing.
+`python -m tests.cpu.lib.group FOLDER [CASE ...]`: each case has processes of its own, which are forked after all imports. Rank r
+of a case writes its outcome into FOLDER/CASE.r.json. A process that is killed writes nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -40,7 +42,15 @@ def model_of() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(32, 4))
 
 
-def train(budget: Any, hook: Hook = lambda i, at: None, rows: int = 64, steps: int = STEPS, joined: bool = False, **options: Any) -> Any:
+def train(
+    budget: Any,
+    hook: Hook = lambda i, at: None,
+    rows: int = 64,
+    steps: int = STEPS,
+    accumulate: int = 1,
+    joined: bool = False,
+    **options: Any,
+) -> Any:
     """A loop of this rank; None for the budget: without us. Returns what it ended with."""
     rank = distributed.get_rank()
     model = DistributedDataParallel(model_of())
@@ -55,9 +65,11 @@ def train(budget: Any, hook: Hook = lambda i, at: None, rows: int = 64, steps: i
             stack.enter_context(Join([model]))
         for i in range(steps):
             hook(i, "forward")
-            x = torch.randn(rows, 32, generator=torch.Generator().manual_seed(100 * i + rank))
-            loss = model(x).square().mean()
-            loss.backward()
+            for part in range(accumulate):
+                x = torch.randn(rows, 32, generator=torch.Generator().manual_seed(100 * i + 10 * part + rank))
+                with model.no_sync() if part + 1 < accumulate else contextlib.nullcontext():
+                    loss = model(x).square().mean()
+                    loss.backward()
             hook(i, "update")
             optimizer.step()
             optimizer.zero_grad()
@@ -136,6 +148,7 @@ CASES: dict[str, tuple[int, Callable[[], Any]]] = {
     "same_shapes": (2, exact),
     "four": (4, exact),
     "other_shapes": (2, lambda: exact(rows=64 if distributed.get_rank() == 0 else 48)),
+    "accumulated": (2, lambda: exact(accumulate=2)),
     "uneven": (2, uneven),
     "without_a_run": (2, without_a_run),
     "infeasible": (2, lambda: infeasible(300_000)),
@@ -171,22 +184,18 @@ def member(name: str, rank: int, folder: Path, port: int) -> None:
     (folder / f"{name}.{rank}.json").write_text(
         json.dumps({"outcome": outcome, "error": error, "seconds": seconds, "left": left})
     )
-    os._exit(0)  # as after any failure: no collective at the end
+    os._exit(0)  # a group in which a rank has failed cannot be ended in order
 
 
 def _left(store: Any, size: int) -> list[str]:
     """Our keys in the store when all ranks are through, and our threads."""
     distributed.barrier()
     time.sleep(0.2)  # the last rank to leave clears the store
-    import threading
-
     keys = [key for key in store.list_keys() if "memopt" in key] if hasattr(store, "list_keys") else []
     return keys + [thread.name for thread in threading.enumerate() if "memopt" in thread.name]
 
 
 def free_port() -> int:
-    import socket
-
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])

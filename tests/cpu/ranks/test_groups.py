@@ -45,7 +45,7 @@ def of(outcomes: Outcomes, name: str) -> list[dict[str, Any]]:
     return [rank["outcome"] for rank in ranks]
 
 
-@pytest.mark.parametrize("name", ["same_shapes", "four", "other_shapes", "uneven"])
+@pytest.mark.parametrize("name", ["same_shapes", "four", "accumulated", "other_shapes", "uneven"])
 def test_n1_n4_every_rank_trains_exactly_within_its_plan(outcomes: Outcomes, name: str) -> None:
     """Losses, weights, optimizer state and generators are those of plain DDP; the predicted peak is kept."""
     for rank in of(outcomes, name):
@@ -55,7 +55,7 @@ def test_n1_n4_every_rank_trains_exactly_within_its_plan(outcomes: Outcomes, nam
         assert planned["weights"] == of(outcomes, name)[0]["plain"]["weights"]
 
 
-@pytest.mark.parametrize("name", ["same_shapes", "four"])
+@pytest.mark.parametrize("name", ["same_shapes", "four", "accumulated"])
 def test_n4_ranks_with_the_same_graph_have_one_plan(outcomes: Outcomes, name: str) -> None:
     assert len({rank["planned"]["lives"] for rank in of(outcomes, name)}) == 1
 

@@ -141,8 +141,6 @@ def test_no_rank_is_named_where_all_say_that_the_collective_failed(store: distri
         rank.leave()
 
 
-
-
 def test_a_store_that_is_gone_is_said(store: distributed.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     member = group(store)[0]
 

@@ -1,0 +1,209 @@
+"""Every front trains five models plainly and within a budget: the same bits, the budget kept, the peak as predicted?
+
+    python -m benchmarks fronts [--fronts NAME...] [--models NAME...] [--json FILE] [--table FILE]
+
+A front is the way in which users come to this package: a plain loop, transformers' Trainer, Lightning's Trainer
+(front_loops.py). Each trains five models (front_models.py) for 20 steps in fp32 and bf16: plainly, with accumulation, clipping,
+a schedule, an average of the weights, and resumed from a checkpoint (of the plain run; and by the plain run). The budget is
+what is there between the steps of the plain run and half of what a step has on top; where that is refused, the number that the
+refusal names. Losses, parameters, buffers, averages, optimizer state and generators must be the plain run's bit by bit, the
+peak of every planned step within the budget and within 1 % of the prediction, by a count of torch's allocator that is no part
+of the package. --json adds to what the file has of other fronts; --table writes the page from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import subprocess
+import sys
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lib.paths import RESULTS, ROOT
+from benchmarks.robustness import loops_count
+from benchmarks.robustness.front_loops import FRONTS, PRECISIONS, VARIANTS, Case
+from benchmarks.robustness.front_models import MODELS, NEEDS
+from benchmarks.robustness.loops_judge import sizes, within
+from benchmarks.robustness.scripts import Log, Script, Watch
+
+FILE = RESULTS / "fronts.json"
+NEAR = 0.01
+"""A prediction is right where the largest peak of a planned step is off by no more than this share of it."""
+_FRONT_NEEDS = {"transformers": ("accelerate",), "lightning": ("lightning.pytorch",)}
+_LEFT_OUT = ("peaks", "said", "noise", "report", "solve_seconds", "measured_by_session", "between")
+"""Entries of a row that no reader of the file needs."""
+Row = dict[str, Any]
+
+
+def script_of(front: str, case: Case) -> Script:
+    """The case as a script, which `loops_run` can run."""
+
+    def train(watch: Watch, log: Log, steps: int) -> dict[str, Any]:
+        return FRONTS[front](case, watch, log)
+
+    name = f"{front}/{case.model}/{case.precision}/{case.variant}"
+    needs = (*NEEDS.get(case.model, ("transformers",)), *_FRONT_NEEDS.get(front, ()))
+    return Script(name, name, train, needs, case.steps)
+
+
+def examined(script: Script) -> Row:
+    """A case, trained plainly and within half of what a step has on top of what is resident."""
+    from benchmarks.robustness.loops_run import forked
+
+    run = partial(forked, script)
+    plain = run(None)
+    if plain["status"] != "trained":
+        return {"faults": ["does not train plainly"], "error": plain["error"], "traceback": plain.get("traceback")}
+    counted = sizes(plain)
+    if counted is None:
+        return {"faults": ["not counted"], "error": "no compiler: nothing counts the allocator's bytes"}
+    peak, resident = counted
+    row = within(run, plain, resident + (peak - resident) // 2)
+    row |= {"peak": peak, "resident": resident, "off": None, "seconds_plain": round(plain["seconds"], 2)}
+    if row.get("predicted") is not None:
+        row["off"] = abs(row["measured"] / row["predicted"] - 1)
+        if row["off"] > NEAR:
+            row["faults"].append("prediction off")
+    elif "error" not in row:
+        row["faults"].append("no plan")
+    return {key: value for key, value in row.items() if key not in _LEFT_OUT}
+
+
+def missing(script: Script) -> str | None:
+    """The package that a case needs and that is not installed."""
+    packages = [need.partition(".")[0] for need in script.needs]
+    return next((package for package in packages if importlib.util.find_spec(package) is None), None)
+
+
+def work() -> None:
+    """Read cases, answer each with a line of JSON."""
+    for line in sys.stdin:
+        front, model, precision, variant = line.strip().split("/")
+        script = script_of(front, Case(model, precision, variant))
+        for need in script.needs:
+            importlib.import_module(need)  # once, not in every run
+        print(json.dumps(examined(script)), flush=True)
+
+
+# -- what is printed and written --------------------------------------------------------------------------
+
+
+def _kib(nbytes: int) -> str:
+    return f"{nbytes / 1024:,.1f}"
+
+
+def line_of(name: str, row: Row) -> str:
+    if "budgets" not in row or row.get("predicted") is None:
+        return f"{name:48} {', '.join(row['faults'])} {row.get('error', '')[:200]}"
+    verdict = ", ".join(row["faults"]) or "ok"
+    return (
+        f"{name:48} {verdict}; {_kib(row['peak'])} -> {_kib(row['measured'])} KiB of {_kib(row['budgets'][-1])}, "
+        f"prediction off by {100 * row['off']:.3f} %; {row['seconds_plain']} s and {row['seconds']} s"
+    )
+
+
+def summary(rows: dict[str, Row]) -> str:
+    faults = [fault for row in rows.values() for fault in row["faults"]]
+    counts = ", ".join(f"{faults.count(fault)} {fault}" for fault in sorted(set(faults))) or "no fault"
+    return f"{len(rows)} cases: {counts}"
+
+
+def page(results: dict[str, Any]) -> str:
+    """docs/measurements/fronts.md"""
+    rows: dict[str, Row] = results["cases"]
+    total = len(FRONTS) * len(MODELS) * len(PRECISIONS) * len(VARIANTS)
+    versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
+    lines = [
+        "# Fronts",
+        "",
+        f"Generated by `python -m benchmarks fronts --json {FILE.relative_to(ROOT)} --table docs/measurements/fronts.md`; do "
+        f"not edit. {versions}; CPU, one thread.",
+        "",
+        "Every front trains five tiny models for 20 steps in fp32 and bf16: plainly, with accumulation, clipping, a schedule, "
+        "an average of the weights, resumed from the checkpoint of the plain run, and resumed by the plain run. The budget is "
+        "what is there between the steps of the plain run, and half of what a step has on top.",
+        "*Exact*: losses, parameters, buffers, averages, optimizer state and generators are the plain run's bits. *Kept*: "
+        "the peak of every planned step is within the budget, by a count of torch's allocator that is no part of this package. "
+        "*Off*: by how much the largest peak of a planned step differs from its prediction. *Peak*: planned, as a share of the "
+        "plain run's. A row has the cases of one front and model in one precision.",
+        "",
+        f"{summary(rows)}." + (f" There are {total}; the others were not run." if total > len(rows) else ""),
+        "",
+        "| front | model | precision | cases | exact | kept | off, at most | peak |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for front, model, precision in product(FRONTS, MODELS, PRECISIONS):
+        found = [row for name, row in rows.items() if name.startswith(f"{front}/{model}/{precision}/")]
+        if found:
+            ran = [row for row in found if row.get("predicted") is not None]
+            exact, kept = sum(row["exact"] for row in ran), sum(row["over"] <= 0 for row in ran)
+            off = f"{100 * max(row['off'] for row in ran):.2f} %" if ran else "-"
+            shares = [100 * row["measured"] / row["peak"] for row in ran] or [0.0]
+            peak = f"{min(shares):.0f} to {max(shares):.0f} %"
+            lines.append(f"| {front} | {model} | {precision} | {len(found)} | {exact} | {kept} | {off} | {peak} |")
+    faulty = {name: row for name, row in rows.items() if row["faults"]}
+    if faulty:
+        lines += ["", "| case | fault |", "|---|---|"]
+        lines += [f"| {name} | {', '.join(row['faults'])} {row.get('error', '')[:120]} |" for name, row in faulty.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in ("torch", "transformers", "accelerate", "peft", "lightning"):
+        try:
+            found[name] = version(name).partition("+")[0]
+        except PackageNotFoundError:
+            pass
+    return found
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fronts", nargs="*", default=list(FRONTS), choices=list(FRONTS))
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--precisions", nargs="*", default=list(PRECISIONS), choices=PRECISIONS)
+    parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=VARIANTS)
+    parser.add_argument("--json", type=Path, help="where the results are written")
+    parser.add_argument("--table", type=Path, help="where the page is written")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.worker:
+        work()
+        return
+    rows: dict[str, Row] = {}
+    if options.json is not None and options.json.exists():  # the rows of cases that are not run now stay
+        rows = json.loads(options.json.read_text())["cases"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.robustness.fronts", "--worker"], cwd=ROOT,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=loops_count.environment(),
+    ) as process:  # fmt: skip
+        assert process.stdin is not None and process.stdout is not None
+        for front, model, precision, variant in product(options.fronts, options.models, options.precisions, options.variants):
+            script = script_of(front, Case(model, precision, variant))
+            if (package := missing(script)) is not None:
+                print(f"{script.name:48} not run: {package} is not installed")
+                continue
+            process.stdin.write(f"{script.name}\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+            rows[script.name] = json.loads(answer) if answer else {"faults": ["the benchmark's process ended"]}
+            print(line_of(script.name, rows[script.name]), flush=True)
+            if options.json is not None:
+                options.json.write_text(json.dumps({"versions": _versions(), "cases": rows}, indent=1) + "\n")
+            if not answer:
+                break
+        process.stdin.close()
+    if options.table is not None:
+        options.table.write_text(page({"versions": _versions(), "cases": rows}))
+    print(summary(rows))
+
+
+if __name__ == "__main__":
+    main()

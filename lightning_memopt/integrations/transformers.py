@@ -1,0 +1,153 @@
+"""`MemOptTrainerCallback`: transformers' Trainer within a memory budget.
+
+The run begins in `on_train_begin`, after Accelerate has prepared model and optimizer, and ends when `Trainer.train` returns or
+raises. Trainer tells its callbacks of no exception, so the first callback that is made wraps `Trainer.train`: callbacks learn
+from it which Trainer they are in, and leave the model when it is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import transformers
+
+from lightning_memopt.config import MemOptConfig, config_of
+from lightning_memopt.errors import ConfigError, UnsupportedError
+from lightning_memopt.integrations.checkpointing import LayerCheckpointing
+from lightning_memopt.integrations.plain import Run, optimize
+from lightning_memopt.report.table import summary
+from lightning_memopt.runtime.early_updates import Reason, refusal
+from lightning_memopt.session import RunStatus
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from lightning_memopt.config import Options
+
+_NORM = Reason(
+    "Trainer reads all gradients before each update, to clip them (max_grad_norm) and to log their norm",
+    "Use a plain loop with optimize()",
+)
+
+
+class MemOptTrainerCallback(transformers.TrainerCallback):
+    """Keeps the training steps of a Trainer within a memory budget. Evaluation and prediction run unchanged.
+
+    The options are those of `MemOptConfig`; `config` has all of them in one object. Both together raise ConfigError.
+
+    run: the run of the current or last `train()`; None before the first.
+    """
+
+    def __init__(self, *, config: MemOptConfig | None = None, **options: Unpack[Options]) -> None:
+        self.config = config_of(config, options)
+        self.run: Run | None = None
+        self._trainer: Any = None  # while its `train` runs
+        self._checkpointing: LayerCheckpointing | None = None
+        self._stack = contextlib.ExitStack()
+        _watch_trainers()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy or pickle of the callback, or of its Trainer, has no run."""
+        return {"config": self.config}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    # -- results -----------------------------------------------------------------------------------
+
+    def status(self) -> RunStatus:
+        """The status of the current or last `train()`: its phase, the plan, the predicted and measured peaks."""
+        if self.run is None:
+            return RunStatus(phase="waiting")
+        layers = self._checkpointing.layers if self._checkpointing is not None else ()
+        return dataclasses.replace(self.run.status(), checkpointed=layers)
+
+    def report(self) -> str:
+        """A table: budget, peaks (predicted, measured, unmodified), extra time, rebuilt tensors, and why the rest is kept."""
+        return summary(self.status(), None, self.run.session.transfers() if self.run is not None else None)
+
+    def save_plan(self, path: str) -> None:
+        """Write the plan in force and its graph as JSON, for the option `plan=path`. Raises ConfigError if there is no plan."""
+        if self.run is None:
+            raise ConfigError("There is no plan yet: this callback's Trainer has not trained. Run trainer.train() first.")
+        self.run.save_plan(path)
+
+    def close(self) -> None:
+        """Leave the model, as at the end of `train()`. May be called again."""
+        self._stack.close()
+
+    # -- the Trainer's events ----------------------------------------------------------------------
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.close()  # auto_find_batch_size begins again after running out of memory
+        _refuse(args)
+        model = kwargs["model"] if self._trainer is None else self._trainer.model_wrapped  # the module that is called
+        with contextlib.ExitStack() as stack:
+            self.run = run = stack.enter_context(optimize(model, kwargs["optimizer"], config=self._config()))
+            self._checkpointing = None
+            if run.session.enabled:
+                self._checkpointing = LayerCheckpointing(model, run.session.say)
+                stack.callback(self._checkpointing.restore)
+            self._stack = stack.pop_all()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._checkpointing is not None:
+            self._checkpointing.look(self.status())
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.close()
+        if self.config.verbose and state.is_world_process_zero:
+            print(self.report())
+
+    # -- what the Trainer allows -------------------------------------------------------------------
+
+    def _config(self) -> MemOptConfig:
+        """The options without early updates, which no Trainer allows. Raises UpdatesInBackwardError with "always"."""
+        if self.config.optimizer_in_backward == "never":
+            return self.config
+        if self.config.optimizer_in_backward == "always":
+            raise refusal(_NORM)
+        if self.config.verbose:
+            print(f"MemOpt: parameters are updated after backward, as usual: {_NORM.what}. {_NORM.fix}.")
+        return dataclasses.replace(self.config, optimizer_in_backward="never")
+
+
+def _refuse(args: Any) -> None:
+    """Raise UnsupportedError for a Trainer whose model is spread over devices in a way that no plan covers."""
+    if args.n_gpu > 1:
+        raise UnsupportedError(
+            f"Trainer would copy the model to {args.n_gpu} GPUs in every step (nn.DataParallel), and a plan is for one device. "
+            "Set CUDA_VISIBLE_DEVICES to one of them, or start one process for each by torchrun."
+        )
+    if args.deepspeed or args.deepspeed_plugin:
+        raise UnsupportedError("Trainer hands model and optimizer to DeepSpeed, which moves them itself. Leave DeepSpeed out.")
+
+
+def _watch_trainers() -> None:
+    """Wrap `Trainer.train`, once in a process."""
+    train = transformers.Trainer.train
+    if not hasattr(train, "_memopt"):
+        transformers.Trainer.train = _left_afterwards(train)  # type: ignore[method-assign]
+
+
+def _left_afterwards(train: Callable[..., Any]) -> Callable[..., Any]:
+    """`Trainer.train` that tells callbacks of this package which Trainer they are in, and closes their runs however it ends."""
+
+    @functools.wraps(train)
+    def train_and_leave(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        callbacks = [c for c in trainer.callback_handler.callbacks if isinstance(c, MemOptTrainerCallback)]
+        for callback in callbacks:
+            callback._trainer = trainer
+        try:
+            return train(trainer, *args, **kwargs)
+        finally:
+            for callback in callbacks:
+                callback._trainer = None
+                callback.close()
+
+    train_and_leave._memopt = True  # type: ignore[attr-defined]
+    return train_and_leave

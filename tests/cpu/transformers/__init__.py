@@ -1,0 +1,1 @@
+"""transformers' Trainer (integrations/transformers.py, checkpointing.py): the bits of the Trainer without the callback."""
