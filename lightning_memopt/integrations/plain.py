@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -38,6 +38,11 @@ class Run:
         self.session = session
         self._paused = False
         self._meter: Meter | None = None
+        self._stack = contextlib.ExitStack()
+
+    def close(self) -> None:
+        """End the run: from now on the model trains plainly. The report stays. May be called again."""
+        self._stack.close()
 
     @property
     def plan(self) -> Plan | None:
@@ -186,9 +191,7 @@ Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
 
 @overload
-def optimize(
-    model: nn.Module, optimizer: Optimizers, *, config: MemOptConfig
-) -> contextlib.AbstractContextManager[Run]: ...
+def optimize(model: nn.Module, optimizer: Optimizers, *, config: MemOptConfig) -> contextlib.AbstractContextManager[Run]: ...
 
 
 @overload
@@ -198,9 +201,7 @@ def optimize(
 
 
 @contextlib.contextmanager
-def optimize(
-    model: nn.Module, optimizer: Optimizers, *, config: MemOptConfig | None = None, **options: Any
-) -> Iterator[Run]:
+def optimize(model: nn.Module, optimizer: Optimizers, *, config: MemOptConfig | None = None, **options: Any) -> Iterator[Run]:
     """Keep the training loop in this block within a memory budget. The loop itself is unchanged.
 
     `options` are those of `MemOptConfig`; `config` has all of them in one object. Both together raise ConfigError.
@@ -219,18 +220,48 @@ def optimize(
 
     Observed steps are kept within the budget by evicting tensors as far as possible, without a guarantee.
     """
-    config = config_of(config, options)
-    optimizers = unwrapped(optimizer)
-    session = Session(model, optimizers, config)
     with contextlib.ExitStack() as stack:
-        for _ in range(2):  # the second call does nothing, unless the first one was interrupted
-            stack.callback(_close, session)
-        run = Run(session)
-        stack.push(run._end_meter)
-        if session.enabled:  # otherwise the loop runs exactly as without this block
-            session.update_in_backward(lambda: _reasons_against_early_updates(model, optimizers))
-            attach(stack, run, model, optimizers)
-        yield run
+        yield _opened(stack, model, optimizer, config_of(config, options))
+
+
+def open_run(
+    model: nn.Module,
+    optimizer: Optimizers,
+    config: MemOptConfig,
+    say: Callable[[str], None] | None = None,
+    reasons: Callable[[], list[Reason]] = list,
+) -> Run:
+    """`optimize` for fronts that have no block to put the loop into: `run.close()` ends the run.
+
+    Args:
+        say: prints a line of progress; None: `print`.
+        reasons: why the front forbids updates in backward, beside the reasons in the model and its optimizers.
+    """
+    with contextlib.ExitStack() as stack:
+        run = _opened(stack, model, optimizer, config, say, reasons)
+        run._stack = stack.pop_all()
+    return run
+
+
+def _opened(
+    stack: contextlib.ExitStack,
+    model: nn.Module,
+    optimizer: Optimizers,
+    config: MemOptConfig,
+    say: Callable[[str], None] | None = None,
+    reasons: Callable[[], list[Reason]] = list,
+) -> Run:
+    """A run that ends when the stack is closed."""
+    optimizers = unwrapped(optimizer)
+    session = Session(model, optimizers, config, say)
+    for _ in range(2):  # the second call does nothing, unless the first one was interrupted
+        stack.callback(_close, session)
+    run = Run(session)
+    stack.push(run._end_meter)
+    if session.enabled:  # otherwise the loop runs exactly as without a run
+        session.update_in_backward(lambda: [*reasons(), *_reasons_against_early_updates(model, optimizers)])
+        attach(stack, run, model, optimizers)
+    return run
 
 
 def _close(session: Session) -> None:

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_memopt.config import EarlyUpdating, MemOptConfig, OnExceed, changed, config_of
-from lightning_memopt.solvers.planner import Objective
+from lightning_memopt.plan.model import Objective
 from lightning_memopt.strategies.lightning_private import OneDeviceStrategy
 from lightning_memopt.strategies.mixin import MemOptMixin
 
