@@ -186,7 +186,7 @@ def prepare(
 
     The objects that are returned are Accelerate's own. Models without an optimizer are left alone. Several models have a plan
     each, and share the budget, which is for the whole process. The table is printed on the main process when `free_memory` or
-    `end_training` is called, and else at the end of the process. A script under `accelerate-memopt launch` needs no call of this.
+    `end_training` is called, and else at the end of the process. Scripts under `accelerate-memopt launch` need no call of this.
 
     Args:
         accelerator: an `accelerate.Accelerator`.

@@ -43,5 +43,5 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, Sequence) and not isinstance(a, str):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    return bool(a == b) or (a != a and b != b)
+        return (a.dtype, a.shape) == (b.dtype, b.shape) and a.numpy().tobytes() == b.numpy().tobytes()
+    return repr(a) == repr(b)
