@@ -55,18 +55,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     if not disabled():
         after_import("accelerate.accelerator", watch)
+    failed = True
     try:
         run(given.script, given.arguments, given.module)
+        failed = False
+    except SystemExit as error:
+        failed = bool(error.code)
+        raise
     finally:
-        _end(config)
-
-
-def _end(config: MemOptConfig) -> None:
-    """End the runs, and print their tables; or the reason why there was none."""
-    front = sys.modules.get("lightning_memopt.integrations.accelerate")
-    planned = front is not None and front.end()
-    if not planned and config.verbose and os.environ.get("LOCAL_RANK", "0") == "0":
-        print("MemOpt: off (MEMOPT_DISABLE); the run was the plain one." if disabled() else NOTHING)
+        front = sys.modules.get("lightning_memopt.integrations.accelerate")
+        planned = front is not None and front.end()
+        if config.verbose and not (planned or failed) and os.environ.get("LOCAL_RANK", "0") == "0":
+            print("MemOpt: off (MEMOPT_DISABLE); the run was the plain one." if disabled() else NOTHING)
 
 
 def run(script: str, arguments: Sequence[str], module: bool) -> None:

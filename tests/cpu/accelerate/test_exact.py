@@ -1,4 +1,4 @@
-"""Loops of Accelerate within a plan: losses, parameters, buffers, optimizer state and generators have the bits of the plain loop."""
+"""Loops of Accelerate within a plan: losses, parameters, buffers, optimizer state and generators are plain ones."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +23,7 @@ _TOKENS = dict(bos_token_id=0, eos_token_id=0, pad_token_id=0)
 
 
 def gpt2() -> nn.Module:
-    sizes = dict(n_layer=2, n_embd=32, n_head=2, vocab_size=VOCABULARY, n_positions=16)
+    sizes = dict(n_layer=1, n_embd=32, n_head=2, vocab_size=VOCABULARY, n_positions=16)
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **_TOKENS, use_cache=False))
 
 
@@ -68,7 +67,8 @@ def words(index: int) -> dict[str, Tensor]:
 
 
 def images(index: int) -> dict[str, Tensor]:
-    return {"pixel_values": torch.randn(3, 16, 16, generator=torch.Generator().manual_seed(index)), "labels": torch.tensor(index % 4)}
+    pixels = torch.randn(3, 16, 16, generator=torch.Generator().manual_seed(index))
+    return {"pixel_values": pixels, "labels": torch.tensor(index % 4)}
 
 
 @dataclass
@@ -86,7 +86,6 @@ class Loop:
 
     model: Callable[[], nn.Module] = gpt2
     sample: Callable[[int], dict[str, Tensor]] = words
-    optimizer: Callable[..., torch.optim.Optimizer] = functools.partial(torch.optim.AdamW, lr=1e-3)
     precision: str = "no"
     accumulate: int = 1
     clip: str = ""
@@ -105,7 +104,7 @@ class Outcome:
 
     end: losses, gradient norms, parameters, buffers, the optimizer's state, copies of the model, and what is drawn next.
     run: the run of the model; None where there was none.
-    said: lines that were printed.
+    accelerator: the Accelerator.
     """
 
     end: list[Any] = field(default_factory=list)
@@ -138,12 +137,13 @@ def trained(loop: Loop, **options: Any) -> Outcome:
         accelerator.scaler = loop.scaler()
     torch.manual_seed(0)
     model = loop.model()
-    optimizer = loop.optimizer([p for p in model.parameters() if p.requires_grad])
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-3)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5) if loop.schedule else None
     loader = DataLoader([loop.sample(i) for i in range(7 * BATCH)], BATCH, shuffle=True)
     objects = [model, optimizer, loader, *([schedule] if schedule is not None else [])]
     if options:
-        model, optimizer, loader, *rest = front.prepare(accelerator, *objects, **{"verbose": False, "profile_steps": 2} | options)
+        options = {"verbose": False, "profile_steps": 2} | options
+        model, optimizer, loader, *rest = front.prepare(accelerator, *objects, **options)
     else:
         model, optimizer, loader, *rest = accelerator.prepare(*objects)
     found: list[Any] = []
