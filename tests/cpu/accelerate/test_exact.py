@@ -43,13 +43,12 @@ def test_loops(kind: str, precision: str) -> None:
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_resuming_both_ways(precision: str, tmp_path: Path) -> None:
     """A state that the plain loop saved goes on within a plan, and the other way round."""
-    options = {"budget": "min"}
-    ends = []
-    for first, then in (({}, {}), ({}, options), (options, {}), (options, options)):
-        folder = tmp_path / str(len(ends))
-        saved = trained(Loop(precision=precision, schedule=True, save_at=7, steps=7, folder=folder), **first)
-        assert (saved.run is not None) == bool(first)
-        ends.append(trained(Loop(precision=precision, schedule=True, load_at=5, folder=folder), **then).end)
+    folders, ends = [tmp_path / "plain", tmp_path / "planned"], []
+    for folder, options in zip(folders, ({}, {"budget": "min"}), strict=True):
+        saved = trained(Loop(precision=precision, schedule=True, save_at=7, steps=7, folder=folder), **options)
+        assert (saved.run is not None) == bool(options)
+    for folder, options in ((folders[0], {}), (folders[0], {"budget": "min"}), (folders[1], {})):
+        ends.append(trained(Loop(precision=precision, schedule=True, load_at=5, folder=folder), **options).end)
     assert all(same(ends[0], end) for end in ends[1:])
 
 

@@ -12,7 +12,7 @@ from torch import distributed
 pytest.importorskip("accelerate")
 
 from lightning_memopt.integrations import accelerate as front
-from tests.cpu.lib.accelerate_scripts import NAMES, both
+from tests.cpu.lib.accelerate_scripts import NAMES, TOGETHER, both
 from tests.cpu.lib.launched import OURS, ran, same
 
 
@@ -38,7 +38,7 @@ def test_two_processes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     for rank in range(2):
         facts = json.loads((tmp_path / f"{rank}.json").read_text())
-        for name in NAMES:
+        for name in TOGETHER:
             plain, planned = ends(tmp_path, name, rank)
             assert same(plain, planned), (name, rank)
             assert max(facts[name]["plans"]) > 0, (name, facts[name])

@@ -23,7 +23,8 @@ def ran(*command: str, timeout: int = 120, cwd: Path | None = None, **environmen
     """`python -m command`, with what it printed and its exit code. A process that does not end is killed, with its children."""
     ours = ("ACCELERATE_", "MEMOPT_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_")
     env = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
-    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HOME": "/nonexistent"} | environment
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HOME": "/nonexistent"} | environment
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", *command],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd=cwd, start_new_session=True,

@@ -142,7 +142,7 @@ def trained(loop: Loop, **options: Any) -> Outcome:
     loader = DataLoader([loop.sample(i) for i in range(7 * BATCH)], BATCH, shuffle=True)
     objects = [model, optimizer, loader, *([schedule] if schedule is not None else [])]
     if options:
-        options = {"verbose": False, "profile_steps": 2} | options
+        options = {"verbose": False, "profile_steps": 1} | options
         model, optimizer, loader, *rest = front.prepare(accelerator, *objects, **options)
     else:
         model, optimizer, loader, *rest = accelerator.prepare(*objects)

@@ -36,7 +36,7 @@ def training_function(config: dict[str, Any], args: argparse.Namespace) -> None:
     accelerator = Accelerator(cpu=args.cpu, mixed_precision=args.mixed_precision)
     set_seed(config["seed"])
     train_dataloader, eval_dataloader = loaders(config["batch_size"])
-    sizes = dict(n_layer=4, n_embd=64, n_head=4, vocab_size=VOCABULARY, n_positions=64, bos_token_id=PAD, eos_token_id=PAD)
+    sizes = dict(n_layer=3, n_embd=64, n_head=4, vocab_size=VOCABULARY, n_positions=64, bos_token_id=PAD, eos_token_id=PAD)
     model = GPT2LMHeadModel(GPT2Config(**sizes, use_cache=False))
     optimizer = torch.optim.AdamW(model.parameters(), lr=config["lr"])
     schedule = get_linear_schedule_with_warmup(optimizer, 2, len(train_dataloader) * config["num_epochs"])
