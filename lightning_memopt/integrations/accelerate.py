@@ -14,7 +14,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing.util import Finalize
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -39,6 +39,16 @@ _REFUSED = {
     "XLA": "XLA runs a step as one program, whose ops nobody sees",
 }
 """Distributed types of Accelerate that are refused, each with the reason."""
+
+
+class Trial(Protocol):
+    """A training that is begun to see whether a batch size fits (accelerate_batch_size.py)."""
+
+    def config(self, config: MemOptConfig) -> MemOptConfig:
+        """The options of the trial's runs, where those of the training are `config`."""
+
+    def began(self, watched: Watched) -> None:
+        """A run was opened."""
 
 
 class Watched:
@@ -95,6 +105,8 @@ class Watched:
                 watched._end(model)
             self.runs[id(model)] = open_run(model, optimizers, self.config, self._say, self._reasons)
             _process.planned = True
+            if _process.trial is not None:
+                _process.trial.began(self)
 
     def end(self, last: bool = False) -> None:
         """End all runs, and forget what was prepared. `last`: the process ends."""
@@ -138,9 +150,11 @@ class _Process:
     always: the options for every Accelerator of the process, by the launcher; None where nobody asked.
     now: the options for the call of `prepare` that is running.
     planned: whether a run was opened.
+    trial: a trial of a batch size that is running; None while there is none.
     """
 
     def __init__(self) -> None:
+        self.trial: Trial | None = None
         self.always: MemOptConfig | None = None
         self.now: MemOptConfig | None = None
         self.planned = False
@@ -200,7 +214,7 @@ def prepare(
         InfeasibleError: by the training loop, as `optimize` raises it.
     """
     if config is None:
-        config = config_of(None, {**wire.options_of(wire.in_environment(os.environ) or {}), **options})
+        config = config_of(None, {**launched_options(), **options})
     else:
         config = config_of(config, options)
     _install()
@@ -209,6 +223,11 @@ def prepare(
         return accelerator.prepare(*objects, device_placement=device_placement)
     finally:
         _process.now = before
+
+
+def launched_options() -> dict[str, Any]:
+    """The options that the launcher of this process was given; none where it is another launcher."""
+    return wire.options_of(wire.in_environment(os.environ) or {})
 
 
 def watch(config: MemOptConfig) -> None:
@@ -266,6 +285,8 @@ def _install() -> None:
 
 def _preparing(name: str, method: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
     config = _process.now or _process.always
+    if config is not None and _process.trial is not None:
+        config = _process.trial.config(config)
     evaluates = name == "prepare_model" and (kwargs.get("evaluation_mode") or args[2:3] == (True,))
     if config is None or evaluates or disabled():
         return method(accelerator, *args, **kwargs)

@@ -21,6 +21,7 @@ NAMES = (
     "accelerate.accelerator:Accelerator.free_memory",  # the models are about to be let go of
     "accelerate.accelerator:Accelerator.end_training",  # the training is over
     "accelerate.utils.memory:should_reduce_batch_size",  # which errors make `find_executable_batch_size` try fewer samples
+    "accelerate.state:GradientState._shared_state",  # where the data ends, which a trial of a batch size must not move
     "accelerate.commands.launch:launch_command_parser",  # the flags of `accelerate launch`
     "accelerate.commands.launch:launch_command",  # what it does with them
     "accelerate.commands.config.config:get_user_input",  # the questions of `accelerate config`
@@ -76,3 +77,14 @@ def _replace(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
 
     call.memopt_replaces = plain  # type: ignore[attr-defined]
     setattr(owner, name, call)
+
+
+def attributes_of(value: Any) -> Any:
+    """The attributes of an Accelerator as the dict that holds them; any other object as it is."""
+    return vars(value) if isinstance(value, named("accelerate.accelerator:Accelerator")) else value
+
+
+def gradient_state() -> dict[str, Any]:
+    """What all Accelerators of a process share of their place in the data, as the dict that holds it."""
+    state: dict[str, Any] = named("accelerate.state:GradientState._shared_state")
+    return state

@@ -71,7 +71,7 @@ def test_a_script_finds_its_process_as_python_runs_it(tmp_path: Path, end: str) 
     """Arguments, `__main__`, `__file__`, `sys.path`, what is imported, the exit code and the last line of the error."""
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "facts.py").write_text(FACTS)
-    arguments = ["sub/facts.py", end, "--budget", "3"]
+    arguments = [os.path.join("sub", "facts.py"), end, "--budget", "3"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     plain = subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=60

@@ -1,4 +1,4 @@
-"""In the style of `by_feature/checkpointing.py`: the state is saved within an epoch, and a second run goes on there."""
+"""In the style of the example `checkpointing` of Accelerate: a second run goes on where the state was saved."""
 
 from __future__ import annotations
 

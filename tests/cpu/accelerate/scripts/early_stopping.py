@@ -1,4 +1,4 @@
-"""In the style of `by_feature/early_stopping.py`: a process sets the trigger, and all of them leave the loop."""
+"""In the style of the example `early_stopping` of Accelerate: a process sets the trigger, and all of them leave the loop."""
 
 from __future__ import annotations
 

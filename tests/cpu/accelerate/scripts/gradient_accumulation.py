@@ -1,4 +1,4 @@
-"""In the style of `by_feature/gradient_accumulation.py`, with clipping; the last batches of an epoch do not divide."""
+"""In the style of the example `gradient_accumulation` of Accelerate, with clipping; the batches do not divide."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In the style of `by_feature/local_sgd.py`: processes step by themselves, and average their weights every few steps."""
+"""In the style of the example `local_sgd` of Accelerate: weights are averaged every few steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In the style of `by_feature/memory.py`: `find_executable_batch_size` around the whole training."""
+"""In the style of the example `memory` of Accelerate: `find_executable_batch_size` around the whole training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In the style of `by_feature/multi_process_metrics.py`: metrics of batches that do not divide are gathered."""
+"""In the style of the example `multi_process_metrics` of Accelerate: metrics of batches that do not divide are gathered."""
 
 from __future__ import annotations
 
