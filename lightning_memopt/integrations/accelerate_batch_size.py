@@ -56,9 +56,9 @@ class _Trial:
     def began(self, watched: front.Watched) -> None:
         self.begun = True
         self._watched.append(watched)
-        if len(watched.runs) > 1:
+        if sum(len(w.runs) for w in front._process.watched) > 1:
             raise UnsupportedError(
-                "find_max_batch_size leaves a trial at its first update, and this Accelerator trains several models: one of "
+                "find_max_batch_size leaves a trial at its first update, and this function trains several models: one of "
                 "them would have been updated by then. Use accelerate.utils.find_executable_batch_size, or give a batch size."
             )
         (run,) = watched.runs.values()
@@ -100,7 +100,7 @@ def find_max_batch_size(
 
     Raises (when the function is called):
         InfeasibleError: not even one sample fits.
-        UnsupportedError: this is one of several processes, or the Accelerator trains several models.
+        UnsupportedError: this is one of several processes, or the function trains several models.
     """
     if not isinstance(starting_batch_size, int) or starting_batch_size < 1:
         raise ConfigError(f"starting_batch_size is {starting_batch_size!r}; give the largest size to try as an int, 1 or more.")

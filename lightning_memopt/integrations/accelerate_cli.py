@@ -103,22 +103,22 @@ def _launch(given: argparse.Namespace) -> None:
     flags = wire.given_flags(given, FLAG)
     texts = wire.in_environment(os.environ)
     default = private.named("accelerate.commands.config.config_args:default_config_file")
-    path, content = given.config_file, None
+    path, content = given.config_file, {}
     if path is None and not given.cpu:
         path = next(filter(os.path.isfile, (default_file(), default)), None)
-    if path is not None and os.path.isfile(path):
-        content = read_file(path)
-        section = section_of(path, content)
-        texts = texts if section is None else (texts or {}) | section
-    if flags:
-        texts = (texts or {}) | flags
     with tempfile.TemporaryDirectory() as folder:
-        if content is not None and path is not None:
-            given.config_file = os.path.join(folder, Path(path).name)  # without our section, which Accelerate would refuse
-            write_file(given.config_file, content)
+        if path is not None and os.path.isfile(path):
+            content = read_file(path)
+            section = section_of(path, content)
+            if section is not None:
+                texts = (texts or {}) | section
+                given.config_file = os.path.join(folder, Path(path).name)  # Accelerate refuses a file with our section
+                write_file(given.config_file, content)
+        if flags:
+            texts = (texts or {}) | flags
         if texts is not None:
             wire.options_of(texts)  # raises for bad values
-            _refuse(given, content or {})
+            _refuse(given, content)
             os.environ |= wire.for_environment(texts)
             given.training_script_args = [
                 *(["-m"] if given.module else []),

@@ -82,8 +82,10 @@ def for_environment(texts: Mapping[str, str]) -> dict[str, str]:
 
 def add_flags(parser: Any, prefix: str) -> None:
     """Add `--PREFIXbudget` and so on to a parser or a group of one. A flag that is not given is None."""
-    for name, text in meanings().items():
-        said = f"{text[:1].upper()}{text[1:]} Default: {DEFAULTS[name]!r}."
+    texts = meanings()
+    for name, default in DEFAULTS.items():
+        text = texts.get(name, "")  # Python may have been told to leave docstrings out
+        said = f"{text[:1].upper()}{text[1:]} Default: {default!r}."
         parser.add_argument(f"--{prefix}{name}", default=None, metavar="VALUE", help=said.replace("%", "%%"))
 
 

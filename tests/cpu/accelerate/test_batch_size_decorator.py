@@ -38,7 +38,7 @@ def trained(accelerator: Any, size: int, model: Any) -> tuple[Any, ...]:
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     model, optimizer = accelerator.prepare(model, optimizer)
     losses = []
-    for batch in batches(8, size):
+    for batch in batches(8, 10 * size):
         with accelerator.accumulate(model):
             loss = loss_of(model, batch)
             accelerator.backward(loss)
@@ -57,16 +57,16 @@ def test_the_largest_size_is_found_and_leaves_no_trace(capsys: pytest.CaptureFix
     budget = counted_nbytes() + 1_500_000
     model = small()
 
-    @find_max_batch_size(starting_batch_size=400, budget=budget, profile_steps=1)
+    @find_max_batch_size(starting_batch_size=40, budget=budget, profile_steps=1)
     def train(batch_size: int, model: Any) -> tuple[Any, ...]:
         return trained(accelerator, batch_size, model)
 
     torch.manual_seed(9)
     peak, found = train(model)
     size = SEEN[-1]
-    assert 1 < size < 400 and SEEN.count(size) == 2 and len(SEEN) <= 12 and size + 1 in SEEN
+    assert 1 < size < 40 and SEEN.count(size) == 2 and len(SEEN) <= 9 and size + 1 in SEEN
     assert peak <= budget
-    assert f"batch size {size} is the largest up to 400 that fits" in capsys.readouterr().out
+    assert f"batch size {size} is the largest up to 40 that fits" in capsys.readouterr().out
     front.end()
     plain = fresh(gradient_accumulation_steps=2)
     torch.manual_seed(0)
