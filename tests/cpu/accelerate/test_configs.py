@@ -7,7 +7,7 @@ import re
 import pytest
 from torch import distributed
 
-from tests.cpu.lib.launched import OURS, ROOT, STOCK, ran
+from tests.cpu.lib.launched import OURS, ROOT, STOCK, port, ran
 
 pytest.importorskip("accelerate")
 
@@ -31,6 +31,6 @@ def test_one_process() -> None:
 
 @pytest.mark.skipif(not distributed.is_gloo_available(), reason="no gloo")
 def test_two_processes() -> None:
-    planned = ran(*OURS, *config("accelerate_multi.yaml"), EXAMPLE, ACCELERATE_USE_CPU="true")
+    planned = ran(*OURS, *config("accelerate_multi.yaml"), *port(), EXAMPLE, ACCELERATE_USE_CPU="true")
     assert planned.returncode == 0 and len(loss(planned.stdout)) == 1, planned.stderr
     assert planned.stdout.count("measured peak") == 1

@@ -7,7 +7,7 @@ import gc
 import io
 import pickle
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,19 +23,10 @@ import lightning_memopt  # noqa: E402
 from lightning_memopt.errors import InfeasibleError, UnsupportedError, UpdatesInBackwardError  # noqa: E402
 from lightning_memopt.integrations import accelerate as front  # noqa: E402
 from tests.cpu.lib.launched import same  # noqa: E402
-from tests.cpu.lib.loops import batches, counted_nbytes, installed, loss_of, small  # noqa: E402
+from tests.cpu.lib.loops import batches, counted_nbytes, loss_of, small  # noqa: E402
 from tests.cpu.lib.prepared import Loop, fresh, run_of, trained  # noqa: E402
 
 OPTIONS: dict[str, Any] = dict(budget="min", profile_steps=2, verbose=False)
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    before = installed()
-    yield
-    front.end()
-    front._process.always = None
-    assert installed() == before
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:

@@ -13,7 +13,7 @@ pytest.importorskip("accelerate")
 
 from lightning_memopt.integrations import accelerate as front
 from tests.cpu.lib.accelerate_scripts import NAMES, TOGETHER, both
-from tests.cpu.lib.launched import OURS, ran, same
+from tests.cpu.lib.launched import OURS, port, ran, same
 
 
 def ends(folder: Path, name: str, rank: int = 0) -> list[object]:
@@ -32,7 +32,7 @@ def test_one_process(name: str, tmp_path: Path) -> None:
 @pytest.mark.skipif(not distributed.is_gloo_available(), reason="no gloo")
 def test_two_processes(tmp_path: Path) -> None:
     """The same scripts in two processes under our launcher, with gloo between them: both ranks end as under plain DDP."""
-    ddp = ("--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--main_process_port", "0")
+    ddp = ("--multi_gpu", "--num_processes", "2", "--num_machines", "1", *port())
     command = [*OURS, *ddp, "--memopt_budget", "1GiB", "-m", "tests.cpu.lib.accelerate_scripts", str(tmp_path)]
     done = ran(*command, timeout=300, ACCELERATE_USE_CPU="true")
     assert done.returncode == 0, done.stderr[-4000:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,13 @@ ROOT = Path(lightning_memopt.__file__).parents[1]
 SCRIPTS = ROOT / "tests" / "cpu" / "accelerate" / "scripts"
 STOCK = ("accelerate.commands.accelerate_cli", "launch")
 OURS = ("lightning_memopt.integrations.accelerate_cli", "launch")
+
+
+def port() -> list[str]:
+    """Flags with a free port. Accelerate 1.0 does not look for one by itself."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return ["--main_process_port", str(server.getsockname()[1])]
 
 
 def ran(*command: str, timeout: int = 120, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
