@@ -51,6 +51,8 @@ class _Trial:
         self._stack = contextlib.ExitStack()
 
     def config(self, config: MemOptConfig) -> MemOptConfig:
+        if str(config.budget).strip().lower() == "min":
+            raise ConfigError("budget='min' fits any batch size to itself. Give the bytes that a step may use.")
         return dataclasses.replace(config, profile_steps=1, verbose=False)
 
     def began(self, watched: front.Watched) -> None:
@@ -99,6 +101,7 @@ def find_max_batch_size(
         options: those of `MemOptConfig`. Without any, the launcher's.
 
     Raises (when the function is called):
+        ConfigError: the budget is "min", which fits any size to itself.
         InfeasibleError: not even one sample fits.
         UnsupportedError: this is one of several processes, or the function trains several models.
     """
