@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 from dataclasses import MISSING, fields
 from pathlib import Path
 
 from lightning_memopt import MemOptConfig
+from lightning_memopt.integrations.wire import meanings
 
 PAGE = Path(__file__).with_suffix(".md")
 HEAD = """\
@@ -20,13 +19,6 @@ Generated from `MemOptConfig` by `python docs/options.py`; do not edit. `optimiz
 | option | default | |
 |---|---|---|
 """
-
-
-def meanings() -> dict[str, str]:
-    """Option -> what its docstring says, on one line."""
-    section = inspect.cleandoc(MemOptConfig.__doc__ or "").partition("Args:\n")[2]
-    entries = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", section, re.M)
-    return {name: " ".join(text.split()) for name, text in entries}
 
 
 def page() -> str:

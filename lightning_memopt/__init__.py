@@ -7,6 +7,7 @@ imported too. The planning modules need no torch.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` imports a name when it is first used
@@ -80,6 +81,8 @@ __all__ = [
 if not TYPE_CHECKING:  # a type checker would accept every name of a module that has `__getattr__`
 
     def __getattr__(name: str) -> Any:
+        if name == "accelerate":  # a module, for `lightning_memopt.accelerate.prepare`
+            return importlib.import_module(f"{__name__}.{name}")
         module = _PUBLIC.get(name)
         if module is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

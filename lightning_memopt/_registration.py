@@ -8,15 +8,13 @@ which of the two a public name is, and which extra is missing if neither is inst
 from __future__ import annotations
 
 import importlib
-import importlib.abc
-import importlib.machinery
 import importlib.util
 import sys
 import warnings
-from collections.abc import Sequence
-from types import ModuleType
+from functools import partial
 from typing import Any
 
+from lightning_memopt.after_import import after_import
 from lightning_memopt.errors import EXTRAS, MissingExtraError
 
 _TARGETS = {
@@ -26,31 +24,6 @@ _TARGETS = {
     "lightning_fabric": "lightning_memopt.pytorch_lightning.fabric",
 }
 """Package of Lightning -> the package here that registers with it when it is imported."""
-
-
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """An import hook that registers with each package of `_TARGETS` once, after it was imported."""
-
-    def __init__(self, waiting: set[str]) -> None:
-        self.waiting = waiting
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name not in self.waiting:
-            return None
-        self.waiting.remove(name)
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            _register(name)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
 
 
 def _register(target: str) -> None:
@@ -65,13 +38,13 @@ def _register(target: str) -> None:
         )
 
 
+_REGISTRATIONS = {target: partial(_register, target) for target in _TARGETS}
+
+
 def register_when_loaded() -> None:
     """Register now or when Lightning is imported. The package calls this once, when it is imported itself."""
-    loaded = [target for target in _TARGETS if target in sys.modules]
-    for target in loaded:
-        _register(target)
-    if not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterImport(_TARGETS.keys() - set(loaded)))
+    for target, register in _REGISTRATIONS.items():
+        after_import(target, register)
 
 
 def public(module: str, name: str) -> Any:

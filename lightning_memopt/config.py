@@ -5,21 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypedDict, TypeVar, get_args
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, get_args
 
 from lightning_memopt.errors import BudgetError, ConfigError
-from lightning_memopt.runtime.codecs import NAMES
-from lightning_memopt.solvers.planner import Objective
+from lightning_memopt.plan.forms import LOSSY
+from lightning_memopt.plan.model import Objective
 from lightning_memopt.units import host_memory_nbytes, parse_budget
+
+if TYPE_CHECKING:  # a launcher checks options in a process where the script is to import torch first
+    import torch
+
 
 Class = TypeVar("Class")
 OnExceed = Literal["replan", "warn", "raise"]
 EarlyUpdating = Literal["never", "auto", "always"]
 OFFLOAD = ("none", "auto", "host", "disk")
 COMPRESS = ("none", "lossless", "lossy")
-LOSSY = tuple(name for name in NAMES if name.startswith(("block", "int")))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +175,8 @@ def with_option_texts(cls: type[Class]) -> type[Class]:
 
 def device_nbytes(device: torch.device) -> int:
     """Bytes of memory of a CUDA device, or bytes of the host's memory that this process may use (with its cgroup limit)."""
+    import torch
+
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return host_memory_nbytes()
@@ -181,6 +184,8 @@ def device_nbytes(device: torch.device) -> int:
 
 def free_nbytes(device: torch.device) -> int | None:
     """Bytes of a CUDA device that other programs do not use, what this process already uses included; None on the CPU."""
+    import torch
+
     if device.type != "cuda":
         return None
     return int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device)

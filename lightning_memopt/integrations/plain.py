@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lightning_memopt.config import MemOptConfig, Options, config_of
 from lightning_memopt.plan import Plan
+from lightning_memopt.ranks import of_collective
 from lightning_memopt.record import instead_of_calls, uncompiled, uncompiled_itself, unwatched_call
 from lightning_memopt.report.frontier import Row, rows
 from lightning_memopt.report.table import summary
@@ -38,6 +39,11 @@ class Run:
         self.session = session
         self._paused = False
         self._meter: Meter | None = None
+        self._stack = contextlib.ExitStack()
+
+    def close(self) -> None:
+        """End the run: from now on the model trains plainly. The report stays. May be called again."""
+        self._stack.close()
 
     @property
     def plan(self) -> Plan | None:
@@ -84,6 +90,21 @@ class Run:
         which must follow, has nothing left to do. Without that option, this context does nothing.
         """
         return contextlib.nullcontext() if self._paused else self.session.last_backward()
+
+    @contextlib.contextmanager
+    def naming(self, collectives: bool = False) -> Iterator[None]:
+        """Around code after which the run ends, if it raises: then the other ranks of a distributed run hear of it.
+
+        Raises RankFailedError instead of the error of a collective, where another rank failed first. `collectives`: the run
+        ends by errors of collectives only; the loop may catch others.
+        """
+        try:
+            yield
+        except Exception as error:
+            failed = self.session.ended_by(error) if of_collective(error) or not collectives else None
+            if failed is None:
+                raise
+            raise failed from error
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -226,24 +247,50 @@ def optimize(model: nn.Module, optimizer: Optimizers, *, config: MemOptConfig | 
 
     Observed steps are kept within the budget by evicting tensors as far as possible, without a guarantee.
     """
-    config = config_of(config, options)
-    optimizers = unwrapped(optimizer)
-    session = Session(model, optimizers, config)
     with contextlib.ExitStack() as stack:
-        for _ in range(2):  # the second call does nothing, unless the first one was interrupted
-            stack.callback(_close, session)
-        run = Run(session)
-        stack.push(run._end_meter)
-        if session.enabled:  # otherwise the loop runs exactly as without this block
-            session.update_in_backward(lambda: reasons_against_early_updates(model, optimizers))
-            attach(stack, run, model, optimizers)
-        try:
+        run = _opened(stack, model, optimizer, config_of(config, options))
+        with run.naming():
             yield run
-        except Exception as error:
-            failed = session.ended_by(error)
-            if failed is not None:
-                raise failed from error
-            raise
+
+
+def open_run(
+    model: nn.Module,
+    optimizer: Optimizers,
+    config: MemOptConfig,
+    say: Callable[[str], None] | None = None,
+    reasons: Callable[[], list[Reason]] = list,
+) -> Run:
+    """`optimize` for fronts that have no block to put the loop into: `run.close()` ends the run.
+
+    Args:
+        say: prints a line of progress; None: `print`.
+        reasons: why the front forbids updates in backward, beside the reasons in the model and its optimizers.
+    """
+    with contextlib.ExitStack() as stack:
+        run = _opened(stack, model, optimizer, config, say, reasons)
+        run._stack = stack.pop_all()
+    return run
+
+
+def _opened(
+    stack: contextlib.ExitStack,
+    model: nn.Module,
+    optimizer: Optimizers,
+    config: MemOptConfig,
+    say: Callable[[str], None] | None = None,
+    reasons: Callable[[], list[Reason]] = list,
+) -> Run:
+    """A run that ends when the stack is closed."""
+    optimizers = unwrapped(optimizer)
+    session = Session(model, optimizers, config, say)
+    for _ in range(2):  # the second call does nothing, unless the first one was interrupted
+        stack.callback(_close, session)
+    run = Run(session)
+    stack.push(run._end_meter)
+    if session.enabled:  # otherwise the loop runs exactly as without a run
+        session.update_in_backward(lambda: [*reasons(), *reasons_against_early_updates(model, optimizers)])
+        attach(stack, run, model, optimizers)
+    return run
 
 
 def _close(session: Session) -> None:

@@ -7,6 +7,8 @@ whether it gives back the same bits (`EXACT`); the runtime knows the rest.
 from __future__ import annotations
 
 TIERS = ("host", "disk")
+LOSSY = ("block4", "block6", "block8", "block10", "block12", "block14", "block16", "int8", "int4")
+"""Codecs that a user may ask for by name, and that change gradients."""
 EXACT = frozenset({"", "bools"})
 """Codecs that give back the same bits. Tensors from other codecs may be read by autograd, not by a rebuild."""
 LOSSLESS = EXACT | {"positive"}

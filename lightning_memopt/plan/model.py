@@ -11,6 +11,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 How = Literal["original", "rebuild", "fetch"]
+Objective = Literal["throughput", "flops"]
+"""The frontier trades bytes for extra seconds ("throughput") or for extra FLOPs ("flops"): of equal ones, the fastest.
+
+Plans for the fewest FLOPs depend on measured times only for ties: they are better where measured times mean little.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,11 +15,11 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
 
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph, Op, fingerprint, resident_nbytes, unmodified_levels
 from lightning_memopt.plan import Life, LoweringError, Plan, Prediction, reserved_nbytes_of, simulate
+from lightning_memopt.plan.model import Objective
 from lightning_memopt.solvers import chain as dp
 from lightning_memopt.solvers.recompute import bound, stage_chain
 from lightning_memopt.solvers.recompute.echo import echo
@@ -41,11 +41,6 @@ _OP_SECONDS, _BYTES_PER_SECOND, _FLOPS_PER_SECOND = 1e-6, 1e9, 8e9
 """An assumed machine, for plans that must not depend on measured times. Only the ratios matter: those of a core of a CPU."""
 
 Progress = Callable[[str], None]
-Objective = Literal["throughput", "flops"]
-"""The frontier trades bytes for extra seconds ("throughput") or for extra FLOPs ("flops"): of equal ones, the fastest.
-
-Plans for the fewest FLOPs depend on measured times only for ties: they are better where measured times mean little.
-"""
 
 
 @dataclass(frozen=True, eq=False)

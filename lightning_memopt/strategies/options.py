@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from lightning_memopt.config import EarlyUpdating, MemOptConfig, OnExceed, changed, config_of
-from lightning_memopt.solvers.planner import Objective
+from lightning_memopt.plan.model import Objective
 from lightning_memopt.strategies.mixin import MemOptMixin
 
 

@@ -1,0 +1,87 @@
+"""The scripts of tests/cpu/accelerate/scripts, plainly and within a plan, in this process.
+
+`accelerate launch --num_processes 2 -m tests.cpu.lib.accelerate_scripts FOLDER` does so in two processes. Each script
+leaves what it ended with in FOLDER/NAME.plain.RANK and FOLDER/NAME.planned.RANK, each rank its facts in FOLDER/RANK.json.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState, GradientState
+
+from lightning_memopt import MemOptConfig
+from lightning_memopt.integrations import accelerate as front
+from lightning_memopt.integrations.launch import run
+from lightning_memopt.integrations.plain import Run
+from lightning_memopt.session import times
+from tests.cpu.lib.launched import SCRIPTS
+from tests.cpu.lib.times import Known
+
+_LOOPS = ("gradient_accumulation", "checkpointing", "early_stopping", "multi_process_metrics")
+TOGETHER = ("cv_example", *_LOOPS, "local_sgd")
+NAMES = (*TOGETHER, "memory")
+
+
+@contextlib.contextmanager
+def _as_found() -> Iterator[None]:
+    """What a script changes in its process is put back."""
+    argv, path, main = sys.argv, sys.path[0], sys.modules["__main__"]
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[0], sys.modules["__main__"] = argv, path, main
+
+
+def result(name: str, output: Path, *arguments: str, **options: Any) -> tuple[list[Run], str]:
+    """The runs of a script, within a plan where there are options of `MemOptConfig`, and what it printed."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    torch.manual_seed(0)
+    runs: list[Run] = []
+    close = Run.close
+
+    def closed(self: Run) -> None:
+        close(self)
+        runs.append(self)
+
+    front._process.always = MemOptConfig(**options) if options else None
+    Run.close = closed  # type: ignore[method-assign]
+    try:
+        with _as_found(), contextlib.redirect_stdout(io.StringIO()) as printed:
+            run(str(SCRIPTS / f"{name}.py"), ["--output", str(output), *arguments], False)
+            front.end()
+    finally:
+        Run.close = close  # type: ignore[method-assign]
+        front._process.always = None
+    return runs, printed.getvalue()
+
+
+def both(name: str, folder: Path, *arguments: str, **options: Any) -> tuple[list[Run], str]:
+    """The script plainly, and then within a plan; its runs, and what it printed then."""
+    result(name, folder / f"{name}.plain", *arguments)
+    return result(name, folder / f"{name}.planned", *arguments, **{"budget": "min", "profile_steps": 1} | options)
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    times.current = Known()
+    front._install()
+    facts = {}
+    for name in TOGETHER:
+        runs, printed = both(name, folder)
+        plans = [r.plan.predicted.rebuilt_ops if r.plan is not None else -1 for r in runs]
+        facts[name] = {"plans": plans, "tables": printed.count("measured peak")}
+    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,56 @@
+"""Training scripts in processes of their own, by Accelerate's launcher and by ours."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import lightning_memopt
+
+ROOT = Path(lightning_memopt.__file__).parents[1]
+SCRIPTS = ROOT / "tests" / "cpu" / "accelerate" / "scripts"
+STOCK = ("accelerate.commands.accelerate_cli", "launch")
+OURS = ("lightning_memopt.integrations.accelerate_cli", "launch")
+
+
+def port() -> list[str]:
+    """Flags with a free port. Accelerate 1.0 does not look for one by itself."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return ["--main_process_port", str(server.getsockname()[1])]
+
+
+def ran(*command: str, timeout: int = 120, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`python -m command`, with what it printed and its exit code. A process that does not end is killed, with its children."""
+    ours = ("ACCELERATE_", "MEMOPT_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_")
+    env = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HOME": "/nonexistent"} | environment
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", *command],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd=cwd, start_new_session=True,
+    )  # fmt: skip
+    try:
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, 9)
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two nests of lists, dicts, tensors and numbers have the same bits."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, Sequence) and not isinstance(a, str):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, torch.Tensor):
+        return (a.dtype, a.shape) == (b.dtype, b.shape) and a.numpy().tobytes() == b.numpy().tobytes()
+    return repr(a) == repr(b)
