@@ -24,6 +24,7 @@ from lightning_memopt.solvers import chain as dp
 from lightning_memopt.solvers.recompute import bound, stage_chain
 from lightning_memopt.solvers.recompute.echo import echo
 from lightning_memopt.solvers.recompute.stages import COARSE, FINE, cut, given_tensors
+from lightning_memopt.solvers.recompute.windows import fenced
 from lightning_memopt.solvers.rollout import Rollout, keep_all, unrepeatable
 from lightning_memopt.units import ceil_div, format_nbytes
 
@@ -218,7 +219,7 @@ def _smallest(graph: Graph) -> Iterator[tuple[str, tuple[Life, ...]]]:
 def smallest(graph: Graph) -> Candidate:
     """A plan for few bytes, with nothing else solved: it tells quickly whether a budget can be kept at all."""
     saves = any(s.tensor in graph.producers for s in graph.saves)
-    plans = itertools.chain([("keep all", keep_all(graph))], _smallest(graph) if saves else ())
+    plans = itertools.chain([("keep all", keep_all(graph))], _smallest(fenced(graph)) if saves else ())
     pool = []
     for solver, lives in plans:
         with contextlib.suppress(LoweringError):
@@ -283,15 +284,16 @@ def solve(
         return True
 
     def timed() -> Iterator[tuple[str, tuple[Life, ...]]]:
-        priced = graph if objective == "throughput" else _priced_by_flops(graph)
+        priced = searched if objective == "throughput" else _priced_by_flops(searched)
         yield "Echo", echo(priced)
-        moments.extend(bound.moments(graph))
+        moments.extend(bound.moments(graph))  # of all plans, those among them that solvers do not find
         for moment in moments if priced is graph else bound.moments(priced):
             yield from _whole_graph(moment)
         yield from _chain(priced, unmodified, say)
 
     saves = any(s.unpacked_at and s.tensor in graph.producers for s in graph.saves)
-    in_time = fill([("keep all", keep_all(graph))]) and saves and fill(_smallest(graph))
+    searched = fenced(graph)
+    in_time = fill([("keep all", keep_all(graph))]) and saves and fill(_smallest(searched))
     reserve = reserved_nbytes_of(graph)
     smallest = _with_reserved(min(pool, key=_needs), reserve)
     if in_time:
