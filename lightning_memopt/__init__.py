@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` imports a name
     from lightning_memopt.plan import Plan
     from lightning_memopt.record import Rule, register_op
     from lightning_memopt.session import RunStatus, Session
-    from lightning_memopt.strategies import MemOptMixin, MemOptStrategy
+    from lightning_memopt.strategies import MemOptMixin, MemOptModelParallelStrategy, MemOptStrategy
     from lightning_memopt.telemetry import Meter
 
 __version__ = "0.1.0"
@@ -30,6 +30,7 @@ _PUBLIC = {
     "MemOptError": "lightning_memopt.errors",
     "MemOptMixin": "lightning_memopt.strategies",
     "MemOptMonitor": "lightning_memopt.callbacks",
+    "MemOptModelParallelStrategy": "lightning_memopt.strategies",
     "MemOptStrategy": "lightning_memopt.strategies",
     "Meter": "lightning_memopt.telemetry",
     "Plan": "lightning_memopt.plan",
@@ -49,6 +50,7 @@ __all__ = [
     "MemOptError",
     "MemOptMixin",
     "MemOptMonitor",
+    "MemOptModelParallelStrategy",
     "MemOptStrategy",
     "Meter",
     "Plan",

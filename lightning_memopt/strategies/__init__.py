@@ -1,8 +1,10 @@
 """Lightning strategies: thin adapters that hold a Session. Importing this package registers `strategy="memopt"`."""
 
 from lightning_memopt.strategies.mixin import MemOptMixin
+from lightning_memopt.strategies.model_parallel import MemOptModelParallelStrategy, register_fsdp2
 from lightning_memopt.strategies.single import MemOptStrategy, register
 
-__all__ = ["MemOptMixin", "MemOptStrategy", "register"]
+__all__ = ["MemOptMixin", "MemOptModelParallelStrategy", "MemOptStrategy", "register", "register_fsdp2"]
 
 register()
+register_fsdp2()

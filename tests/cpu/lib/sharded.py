@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import multiprocessing
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,7 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -27,8 +30,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memopt import optimize
+from lightning_memopt import MemOptModelParallelStrategy, optimize
 from lightning_memopt.errors import MemOptError
 from lightning_memopt.native import counter
 from lightning_memopt.trace import count_all
@@ -287,16 +291,70 @@ def refused() -> dict[str, Any]:
     return found
 
 
+class Task(pl.LightningModule):
+    """A language model that Lightning trains, sharded in `configure_model`."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "net"):
+            torch.manual_seed(0)
+            self.net = shard(Language(), mesh=self.device_mesh["data_parallel"])  # type: ignore[index]
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        words = batch[0]
+        return functional.cross_entropy(self.net(words).flatten(0, 1), words.flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def fitted(strategy: Any) -> dict[str, Any]:
+    """A fit in this process, which is a rank already."""
+    words = torch.randint(0, WORDS, (96, LENGTH), generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(5)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=distributed.get_world_size(),
+        strategy=strategy,
+        max_epochs=1,
+        gradient_clip_val=0.5,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    task = Task()
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer.fit(task, DataLoader(TensorDataset(words), BATCH))
+    found = {"state": digest(task, trainer.optimizers[0], []), "steps": trainer.global_step}
+    if hasattr(trainer.strategy, "status"):
+        status = trainer.strategy.status()
+        found["rebuilt"] = status.plan.predicted.rebuilt_ops
+        found["peaks"] = [status.plan.predicted.peak_nbytes, status.measured_peak_nbytes]
+    return found
+
+
+def lightning() -> dict[str, Any]:
+    """Lightning's own strategy, and ours."""
+    options: Any = {"budget": "min", "profile_steps": 1, "solver_seconds": 0.3, "process_group_backend": "gloo"}
+    return {
+        "plain": fitted(ModelParallelStrategy(distributed.get_world_size(), 1, process_group_backend="gloo")),
+        "planned": fitted(MemOptModelParallelStrategy(**options)),
+        "registered": "memopt_fsdp2" in StrategyRegistry,
+    }
+
+
 OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     "budgets": budgets,
     "resumed": resumed,
     "out of window": out_of_window,
     "refused": refused,
+    "lightning": lightning,
 }
 
 
 def rank(number: int, world: int, folder: Path, cases: list[str]) -> None:
     torch.set_num_threads(1)
+    os.environ |= {"LOCAL_RANK": str(number), "NODE_RANK": "0"}  # where Lightning finds that it need not start the others
     store = distributed.FileStore(str(folder / "store"), world)
     distributed.init_process_group("gloo", store=store, rank=number, world_size=world)
     count_all(print)

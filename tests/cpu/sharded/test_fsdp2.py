@@ -72,6 +72,14 @@ def test_checkpoints_go_on_with_a_plan_and_without(ranks: list[dict[str, Any]]) 
         assert len(set(found["resumed"].values())) == 1
 
 
+def test_in_lightning(ranks: list[dict[str, Any]]) -> None:
+    """With clipping by the norm, which is a distributed tensor there."""
+    for found in ranks:
+        plain, planned = found["lightning"]["plain"], found["lightning"]["planned"]
+        assert planned["state"] == plain["state"] and planned["steps"] == plain["steps"] == 6
+        assert planned["rebuilt"] > 0 and found["lightning"]["registered"]
+
+
 def test_a_rebuild_outside_of_a_window_is_an_error(ranks: list[dict[str, Any]]) -> None:
     """Loud, before anything wrong is read; the backward after it is exact."""
     for found in ranks:
