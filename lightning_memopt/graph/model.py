@@ -19,6 +19,9 @@ PointKind = Literal["op", "unpack", "release"]
 BEFORE = -1
 """`born_at` of tensors that exist when the step begins."""
 
+HOOK = "fsdp::"
+"""The name of an op that stands for a hook of a sharded module, with its collectives, begins with this."""
+
 
 class Point(NamedTuple):
     """One thing that happened in a step.

@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Literal
 
 from lightning_memopt.errors import InfeasibleError
-from lightning_memopt.graph import Graph, Op, fingerprint, resident_nbytes, unmodified_levels
+from lightning_memopt.graph import HOOK, Graph, Op, fingerprint, resident_nbytes, unmodified_levels
 from lightning_memopt.plan import Life, LoweringError, Plan, Prediction, reserved_nbytes_of, simulate
 from lightning_memopt.solvers import chain as dp
 from lightning_memopt.solvers.recompute import bound, stage_chain
@@ -56,16 +56,27 @@ class Candidate:
     lives: its lives.
     predicted: their price.
     solver: name of the solver that made it.
+    late_nbytes: see `_late_nbytes`, of the graph.
     """
 
     lives: tuple[Life, ...]
     predicted: Prediction
     solver: str
+    late_nbytes: int = 0
+
+
+def _late_nbytes(graph: Graph) -> int:
+    """Bytes left free in a budget on the CPU for the buffers of one collective. The threads of gloo let go of them when they
+    next run, which may be after the hook that ran the collective.
+    """
+    hooks = (op.workspace_nbytes for op in graph.ops if op.name.startswith(HOOK))
+    return max(hooks, default=0) if graph.device == "cpu" else 0
 
 
 def _needs(candidate: Candidate) -> int:
-    """The smallest budget for a plan; one that rebuilds nothing needs no margin."""
-    return candidate.predicted.needed_nbytes + (UNSEEN_NBYTES if candidate.predicted.rebuilt_ops else 0)
+    """The smallest budget for a plan; one that rebuilds nothing needs no room for what is unseen."""
+    unseen = UNSEEN_NBYTES if candidate.predicted.rebuilt_ops else 0
+    return candidate.predicted.needed_nbytes + candidate.late_nbytes + unseen
 
 
 def _with_reserved(candidate: Candidate, reserve: Callable[[tuple[Life, ...]], int] | None) -> Candidate:
@@ -223,10 +234,10 @@ def smallest(graph: Graph) -> Candidate:
     """A plan for few bytes, with nothing else solved: it tells quickly whether a budget can be kept at all."""
     saves = any(s.tensor in graph.producers for s in graph.saves)
     plans = itertools.chain([("keep all", keep_all(graph))], _smallest(fenced(graph)) if saves else ())
-    pool = []
+    pool, late = [], _late_nbytes(graph)
     for solver, lives in plans:
         with contextlib.suppress(LoweringError):
-            pool.append(Candidate(lives, simulate(graph, lives).predicted, solver))
+            pool.append(Candidate(lives, simulate(graph, lives).predicted, solver, late))
     return _with_reserved(min(pool, key=_needs), reserved_nbytes_of(graph))
 
 
@@ -272,13 +283,14 @@ def solve(
     began, began_clock = time.perf_counter(), clock()
     unmodified = max(unmodified_levels(graph), default=0)
     pool: list[Candidate] = []
+    late = _late_nbytes(graph)
     moments: list[bound.Moment] = []
 
     def fill(plans: Iterable[tuple[str, tuple[Life, ...]]]) -> bool:
         """Price plans into the pool; whether there was time for all."""
         for solver, lives in plans:
             try:
-                pool.append(Candidate(lives, simulate(graph, lives).predicted, solver))
+                pool.append(Candidate(lives, simulate(graph, lives).predicted, solver, late))
             except LoweringError:
                 if not graph.windowed:  # a chain that crosses units asks for weights that are away
                     say(f"a plan of {solver} asks for what cannot be made; left out")

@@ -12,7 +12,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-from lightning_memopt.graph import Point
+from lightning_memopt.graph import HOOK, Point
 from lightning_memopt.record import StorageVersion
 from lightning_memopt.trace.tracer import Tracer, backward_runs
 
@@ -66,7 +66,7 @@ class Gathered:
         tracer.points.append(Point("op", index))
         tracer.ops.append(
             dict(
-                name=f"fsdp::{name}",
+                name=f"{HOOK}{name}",
                 phase=tracer.phase,
                 inputs=(),
                 outputs=(),
