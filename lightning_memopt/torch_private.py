@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import importlib
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NoReturn
 
 import torch
@@ -103,9 +104,14 @@ def unit_class() -> Any:
     return _named(f"{_FSDP2}._fsdp_param_group:FSDPParamGroup")
 
 
+@cache
+def _state_of() -> Any:
+    return _named(f"{_FSDP2}._fully_shard:_get_module_fsdp_state")
+
+
 def fsdp_units(module: Any) -> list[Any]:
     """The units of one module, of `unit_class()`; an empty list where it is not sharded by FSDP2."""
-    state = _named(f"{_FSDP2}._fully_shard:_get_module_fsdp_state")(module)
+    state = _state_of()(module)
     return [] if state is None else list(state._fsdp_param_groups)
 
 
@@ -175,7 +181,7 @@ def missing() -> list[str]:
 def _missing_of_fsdp2() -> list[str]:
     """The private names of FSDP2 that the installed torch does not have; imports FSDP2."""
     group, param = unit_class(), _named(f"{_FSDP2}._fsdp_param:FSDPParam")
-    _named(f"{_FSDP2}._fully_shard:_get_module_fsdp_state")
+    _state_of()
     _named(f"{_FSDP2}._fsdp_common:FSDPMeshInfo")
     _named("torch.distributed.pipelining.stage:_PipelineStageBase")
     methods = [(group, name) for name in (*UNIT_HOOKS, "pre_forward", "post_forward", "_reshard_after_forward")]

@@ -21,7 +21,7 @@ from lightning_memopt.record import (
     watching,
     watching_sizes,
 )
-from lightning_memopt.record.gathered import around_units, units_of
+from lightning_memopt.record.gathered import around_units
 from lightning_memopt.runtime import Engine, PlannedEngine
 from lightning_memopt.runtime.engine.matching import Matcher
 from lightning_memopt.session.gathering import Hidden
@@ -121,7 +121,6 @@ class PlannedRecording(Recording):
         self.recorder = recorder
         recorder.placing.places.model = weakref.ref(model)
         self._spans = engine.learned.spans_of(model)
-        self._sharded = bool(units_of(model))
         self._outside: nn.Module | None = None
         self._depth = 0
         self._thread = threading.get_ident()
@@ -130,7 +129,7 @@ class PlannedRecording(Recording):
         if self._spans:
             quiet = (module for module, _ in self._spans.values())
             self._stack.enter_context(around_calls(quiet, self._module_begins, self._module_ends))
-        if self._sharded:
+        if self.engine.program.graph.windowed:
             self._stack.enter_context(around_units(Hidden(self.recorder)))
         super()._watch()
 

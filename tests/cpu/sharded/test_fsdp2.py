@@ -14,7 +14,7 @@ from torch import distributed
 
 import lightning_memopt
 from lightning_memopt.native import install
-from tests.cpu.lib.sharded import CASES, Block
+from tests.cpu.lib.sharded import CASES, FOUR, Block
 
 ROOT = Path(lightning_memopt.__file__).parents[1]
 WORLD = 2
@@ -23,15 +23,18 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank wrote. No rank hangs: both end, and well."""
-    folder = tmp_path_factory.mktemp("ranks")
+def run(folder: Path, world: int, *cases: str) -> list[dict[str, Any]]:
+    """What each rank wrote. No rank hangs: all end, and well."""
     env = {k: v for k, v in os.environ.items() if k != "MEMOPT_DISABLE"} | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.cpu.lib.sharded", str(folder), str(WORLD)]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.cpu.lib.sharded", str(folder), str(world), *cases]
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=500)
     assert done.returncode == 0, done.stderr[-5000:]
-    return [json.loads((folder / f"{number}.json").read_text()) for number in range(WORLD)]
+    return [json.loads((folder / f"{number}.json").read_text()) for number in range(world)]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run(tmp_path_factory.mktemp("ranks"), WORLD)
 
 
 @pytest.mark.parametrize("case", [*CASES, "budgets"])
@@ -40,6 +43,15 @@ def test_bits_are_those_of_the_unmodified_run(ranks: list[dict[str, Any]], case:
         plain, planned = found[case]["plain"], found[case]["planned"]
         assert planned["state"] == plain["state"]
         assert planned["rebuilt"] > 0 and "left the plan" not in planned["said"]
+
+
+def test_four_ranks(tmp_path: Path) -> None:
+    for found in run(tmp_path, 4, *FOUR):
+        for case in found.values():
+            assert case["planned"]["state"] == case["plain"]["state"]
+            assert case["planned"]["rebuilt"] > 0
+            if install() is not None:
+                assert case["planned"]["peak"] < 0.6 * case["plain"]["peak"]
 
 
 LATE_NBYTES = sum(p.nbytes for p in Block().parameters())
