@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NoReturn
@@ -111,6 +112,9 @@ def _state_of() -> Any:
 
 def fsdp_units(module: Any) -> list[Any]:
     """The units of one module, of `unit_class()`; an empty list where it is not sharded by FSDP2."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)  # not imported: nobody has used it
+    if kind is None or not isinstance(module, kind):
+        return []
     state = _state_of()(module)
     return [] if state is None else list(state._fsdp_param_groups)
 

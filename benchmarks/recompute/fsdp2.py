@@ -1,7 +1,7 @@
 """Peak bytes of a rank under FSDP2 and FLOPs that run again: without a plan, with each unit checkpointed, with plans.
 
-    python -m benchmarks fsdp2                          # two and four ranks; writes results/fsdp2.json
-    python -m benchmarks fsdp2 --ranks 2 --models gpt2  # one case, and nothing is written
+    python -m benchmarks fsdp2                          # two and four ranks; writes results/fsdp2.json, a case at a time
+    python -m benchmarks fsdp2 --ranks 2 --models gpt2  # one case; the others stay as they are recorded
     python -m benchmarks fsdp2 --table                  # what is recorded, as Markdown
 
 Every block is a unit (`fully_shard`), and the model. Ranks are processes with gloo between them; each has a batch of its own.
@@ -40,9 +40,9 @@ from lightning_memopt.native import counter
 FILE = RESULTS / "fsdp2.json"
 STEPS = 5
 SIZES: dict[str, dict[str, int]] = {
-    "gpt2": {"layers": 6, "batch": 4, "length": 128},
-    "t5": {"batch": 4, "source": 96, "target": 64},
-    "vit": {"batch": 8},
+    "gpt2": {"layers": 4, "batch": 4, "length": 128},
+    "t5": {"batch": 4, "source": 64, "target": 48},
+    "vit": {"batch": 6},
 }
 KINDS = ("plain", "checkpointed", "within", "min")
 
@@ -107,30 +107,26 @@ def trained(name: str, kind: str, budget: int | str, held: int) -> dict[str, Any
     return found | {"hash": digest(model, optimizer, losses)}
 
 
-def rank(number: int, world: int, names: list[str], folder: Path) -> None:
+def rank(number: int, world: int, name: str, folder: Path) -> None:
     torch.set_num_threads(1)
     store = distributed.FileStore(str(folder / "store"), world)
     distributed.init_process_group("gloo", store=store, rank=number, world_size=world)
-    rows: dict[str, dict[str, Any]] = {}
-    for name in names:
-        rows[name] = {}
-        for kind in KINDS:
-            gc.collect()
-            held = held_nbytes()
-            budget: int | str = held + rows[name]["checkpointed"]["peak_nbytes"] if kind == "within" else "min"
-            rows[name][kind] = trained(name, kind, budget, held)
-            distributed.barrier()
-        plain, again = rows[name]["plain"], rows[name]["checkpointed"]
-        again["extra_flops"] = again["flops"] - plain["flops"]
-    (folder / f"{number}.json").write_text(json.dumps(rows))
+    row: dict[str, Any] = {}
+    for kind in KINDS:
+        gc.collect()
+        held = held_nbytes()
+        row[kind] = trained(name, kind, held + row["checkpointed"]["peak_nbytes"] if kind == "within" else "min", held)
+        distributed.barrier()
+    row["checkpointed"]["extra_flops"] = row["checkpointed"]["flops"] - row["plain"]["flops"]
+    (folder / f"{number}.json").write_text(json.dumps(row))
     distributed.destroy_process_group()
 
 
-def measured(world: int, names: list[str]) -> list[dict[str, Any]]:
+def measured(world: int, name: str) -> list[dict[str, Any]]:
     """What each rank wrote."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=rank, args=(i, world, names, Path(folder))) for i in range(world)]
+        ranks = [context.Process(target=rank, args=(i, world, name, Path(folder))) for i in range(world)]
         for process in ranks:
             process.start()
         for process in ranks:
@@ -140,15 +136,14 @@ def measured(world: int, names: list[str]) -> list[dict[str, Any]]:
         return [json.loads((Path(folder) / f"{i}.json").read_text()) for i in range(world)]
 
 
-def table(results: dict[str, list[dict[str, Any]]]) -> str:
+def table(results: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
     """A row for each model and number of ranks; of the ranks, the largest."""
     lines = [
         "| model, ranks | unmodified | checkpointed | plan within that peak | smallest plan | exact | predicted within |",
         "|---|---|---|---|---|---|---|",
     ]
-    for world, ranks in results.items():
-        for name in ranks[0]:
-            rows = [found[name] for found in ranks]
+    for world, of_models in results.items():
+        for name, rows in of_models.items():
 
             def cell(kind: str, rows: list[dict[str, Any]] = rows) -> str:
                 peak = max(row[kind]["peak_nbytes"] for row in rows) / 2**20
@@ -175,11 +170,13 @@ def main() -> int:
     if args.table:
         print(table(json.loads(FILE.read_text())))
         return 0
-    whole = not args.ranks and not args.models
-    results = {str(world): measured(world, args.models or list(SIZES)) for world in args.ranks or (2, 4)}
-    print(table(results))
-    if whole:
-        FILE.write_text(json.dumps(results, indent=1) + "\n")
+    for world in args.ranks or (2, 4):
+        for name in args.models or SIZES:
+            rows = measured(world, name)
+            print(table({str(world): {name: rows}}), flush=True)
+            results = json.loads(FILE.read_text()) if FILE.exists() else {}
+            results.setdefault(str(world), {})[name] = rows
+            FILE.write_text(json.dumps(results, indent=1) + "\n")
     return 0
 
 

@@ -186,10 +186,6 @@ class Graph:
         """Tensors whose bytes come and go, and that no op makes: an op that reads one can run again only in its windows."""
         return frozenset(t.id for t in self.tensors if t.windows)
 
-    def can_run(self, op: Op, point: int) -> bool:
-        """Whether all windowed tensors that an op reads are in memory at a point."""
-        return all(self.tensors[t].there(point) for t in op.inputs if t in self.windowed)
-
     @cached_property
     def anchors(self) -> frozenset[int]:
         """Outputs of forward ops that must not run again: rebuilds may start from them, but cannot make them."""

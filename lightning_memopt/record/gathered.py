@@ -12,7 +12,6 @@ as memory that no op of the step made, and only while it is there. No collective
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, Literal
@@ -34,13 +33,7 @@ Listener = Callable[[Any, Event], contextlib.AbstractContextManager[None]]
 
 def units_of(model: nn.Module) -> list[Any]:
     """The units of a model whose modules are sharded by FSDP2, each once; empty where there are none."""
-    if "torch.distributed.fsdp" not in sys.modules:  # a process that has not imported it has not used it
-        return []
-    units: dict[int, Any] = {}
-    for module in model.modules():
-        for unit in fsdp_units(module):
-            units[id(unit)] = unit
-    return list(units.values())
+    return list({id(unit): unit for module in model.modules() for unit in fsdp_units(module)}.values())
 
 
 def weights_of(unit: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -68,7 +68,7 @@ def _split(module: nn.Module, fsdp: Any) -> str | None:
         return "FullyShardedDataParallel (FSDP1); fully_shard (FSDP2) is supported"
     if cls.__module__.startswith("deepspeed.") or any(hasattr(p, "ds_id") for p in module._parameters.values()):
         return "DeepSpeed"
-    for unit in fsdp_units(module) if fsdp is not None else ():
+    for unit in fsdp_units(module):
         if not is_plainly_sharded(unit):
             return "FSDP2 on a mesh of more than one dimension, or with an extension of its all-gather"
     return None

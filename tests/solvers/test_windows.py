@@ -24,6 +24,7 @@ from lightning_memopt.graph import (
     unmodified_levels,
 )
 from lightning_memopt.plan import LoweringError, lower, simulate, validate
+from lightning_memopt.plan.allocator.reserved import reserved
 from lightning_memopt.plan.lower import Rebuild
 from lightning_memopt.plan.peak import at_peak
 from lightning_memopt.solvers import planner
@@ -208,6 +209,14 @@ def test_files_and_fingerprints() -> None:
     for wrong in ([[weight, 3]], [[weight, 5, 4]], [[10**6, 0, 1]], [[weight, 0, 4], [weight, 4, 9]], [[0, 0, 1], *rows]):
         with pytest.raises(PlanFileError):
             graph_from_json(graph_to_json(graph) | {"windows": wrong})
+
+
+def test_the_model_of_the_allocator_gathers_weights() -> None:
+    """Requested bytes are those of the simulation, in two steps in a row."""
+    graph = replace(units_step(), device="cuda")
+    for c in planner.solve(graph).candidates:
+        assert reserved(graph, c.lives).requested_nbytes == simulate(graph, c.lives).predicted.peak_nbytes
+        assert c.predicted.needed_nbytes >= c.predicted.peak_nbytes
 
 
 def test_levels_count_a_weight_in_its_windows() -> None:
