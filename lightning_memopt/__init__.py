@@ -21,7 +21,12 @@ if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` imports a name
     from lightning_memopt.plan import Plan
     from lightning_memopt.record import Rule, register_op
     from lightning_memopt.session import RunStatus, Session
-    from lightning_memopt.strategies import MemOptDDPStrategy, MemOptMixin, MemOptStrategy
+    from lightning_memopt.strategies import (
+        MemOptDDPStrategy,
+        MemOptMixin,
+        MemOptModelParallelStrategy,
+        MemOptStrategy,
+    )
     from lightning_memopt.telemetry import Meter
 
 __version__ = "0.1.0"
@@ -37,6 +42,7 @@ _PUBLIC = {
     "MemOptFabricStrategy": "lightning_memopt.fabric",
     "MemOptMixin": "lightning_memopt.strategies",
     "MemOptMonitor": "lightning_memopt.callbacks",
+    "MemOptModelParallelStrategy": "lightning_memopt.strategies",
     "MemOptStrategy": "lightning_memopt.strategies",
     "MissingExtraError": "lightning_memopt.errors",
     "MemOptTrainerCallback": "lightning_memopt.integrations.transformers",
@@ -62,6 +68,7 @@ __all__ = [
     "MemOptFabricStrategy",
     "MemOptMixin",
     "MemOptMonitor",
+    "MemOptModelParallelStrategy",
     "MemOptStrategy",
     "MissingExtraError",
     "MemOptTrainerCallback",

@@ -48,6 +48,10 @@ class UnsupportedError(MemOptError):
     """The request cannot be carried out safely; the message names what is refused."""
 
 
+class NotGatheredError(UnsupportedError, RuntimeError):
+    """A rebuild needs a sharded weight at a moment when it is not in memory."""
+
+
 class UpdatesInBackwardError(UnsupportedError):
     """Updating parameters in backward would give wrong results for this loop; the message says why, and what to change."""
 

@@ -6,8 +6,11 @@ tests/cpu/record/test_torch_private.py says which.
 
 from __future__ import annotations
 
+import gc
 import importlib
+import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NoReturn
 
 import torch
@@ -88,6 +91,74 @@ CXX11_ABI: bool = _named("torch:_C._GLIBCXX_USE_CXX11_ABI")  # how the native al
 JOIN_CONFIG = "_join_config"  # attribute of wrappers: whether some ranks may have no batch
 C: Any = _named("torch:_C")  # getters and setters of numeric settings, each by name (settings.py)
 
+# -- sharded modules (FSDP2) -------------------------------------------------------------------------
+# Imported when a model is sharded, not before: the module takes long to import.
+
+_FSDP2 = "torch.distributed.fsdp._fully_shard"
+
+
+UNIT_HOOKS = ("unshard", "wait_for_unshard", "reshard", "pre_backward", "post_backward", "finalize_backward")
+"""Methods of a unit in which its weights are gathered and let go of, and its gradients are reduced."""
+
+
+def unit_class() -> Any:
+    """The class whose methods gather the weights of a unit, let go of them, and reduce gradients: when weights come and go."""
+    return _named(f"{_FSDP2}._fsdp_param_group:FSDPParamGroup")
+
+
+@cache
+def _state_of() -> Any:
+    return _named(f"{_FSDP2}._fully_shard:_get_module_fsdp_state")
+
+
+def fsdp_units(module: Any) -> list[Any]:
+    """The units of one module, of `unit_class()`; an empty list where it is not sharded by FSDP2."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)  # not imported: nobody has used it
+    if kind is None or not isinstance(module, kind):
+        return []
+    state = _state_of()(module)
+    return [] if state is None else list(state._fsdp_param_groups)
+
+
+def is_plainly_sharded(unit: Any) -> bool:
+    """Whether a unit is split over the processes of a mesh of one dimension, and its weights are gathered as they are."""
+    mesh = _named(f"{_FSDP2}._fsdp_common:FSDPMeshInfo")
+    parameters = unit.fsdp_params
+    extended = any(hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in parameters)
+    again = any(getattr(p, "_unsharded_dtensor_spec", None) is not None for p in parameters)  # a weight that is split twice
+    return type(unit.mesh_info) is mesh and unit.mesh_info.mesh.ndim == 1 and not (extended or again)
+
+
+def places_of_weights(unit: Any) -> list[tuple[Any, str]]:
+    """(module, name of its parameter) of every weight of a unit, also where modules share one."""
+    infos = [p._module_info for p in unit.fsdp_params]
+    shared = (zip(i.shared_modules, i.shared_param_names, strict=True) for i in infos)
+    return [*((i.module, i.param_name) for i in infos), *(place for places in shared for place in places)]
+
+
+def in_pipeline(model: Any) -> bool:
+    """Whether a module of the model belongs to a stage of a pipeline: a schedule runs its forwards before its backwards."""
+    kinds = (_named("torch.distributed.pipelining.stage:_PipelineStageBase"),)
+    stages = [o for o in gc.get_objects() if issubclass(type(o), kinds)]
+    modules = {id(module) for module in model.modules()}
+    return any(id(module) in modules for stage in stages for module in stage.submod.modules())
+
+
+def keeps_weights(unit: Any) -> bool:
+    """Whether a unit's weights stay in memory from its forward to its backward."""
+    return not unit._reshard_after_forward
+
+
+def unsharded_parameter(parameter: Any) -> Any:
+    """The gathered weight of a parameter of a unit, one object for all steps; None before it was gathered."""
+    return getattr(parameter, "_unsharded_param", None)
+
+
+def local_tensor(t: Any) -> Any:
+    """The part of a distributed tensor in this process; a tensor that is not distributed itself."""
+    return getattr(t, "_local_tensor", t)
+
+
 ATTRIBUTES: tuple[tuple[Any, str], ...] = (
     (torch.UntypedStorage, "_cdata"),  # the address of a storage
     (torch.UntypedStorage, "_weak_ref"),  # a weak reference that keeps the address from being used again
@@ -110,4 +181,15 @@ ATTRIBUTES: tuple[tuple[Any, str], ...] = (
 def missing() -> list[str]:
     """The private names that this package uses and that the installed torch does not have."""
     attributes = [f"{owner}.{name}" for owner, name in ATTRIBUTES if not hasattr(owner, name)]
+    attributes += _missing_of_fsdp2()
     return [*_MISSING, *attributes]
+
+
+def _missing_of_fsdp2() -> list[str]:
+    """The private names of FSDP2 that the installed torch does not have; imports FSDP2."""
+    group, param = unit_class(), _named(f"{_FSDP2}._fsdp_param:FSDPParam")
+    _state_of()
+    _named(f"{_FSDP2}._fsdp_common:FSDPMeshInfo")
+    _named("torch.distributed.pipelining.stage:_PipelineStageBase")
+    methods = [(group, name) for name in (*UNIT_HOOKS, "pre_forward", "post_forward", "_reshard_after_forward")]
+    return [f"{owner}.{name}" for owner, name in (*methods, (param, "_sharded_local_tensor")) if not hasattr(owner, name)]

@@ -12,8 +12,12 @@ def _lines(graph: Graph, of_any_size: Container[int] = ()) -> list[str]:
     """One line for each forward op. Tensors are numbered by first use, so other tensors in memory make no difference."""
     number: dict[int, int] = {}
 
+    def name(tensor: int) -> str:
+        windows = graph.tensors[tensor].windows
+        return f"{number.setdefault(tensor, len(number))}{f'~{len(windows)}' if windows else ''}"
+
     def names(tensors: tuple[int, ...]) -> str:
-        return " ".join(str(number.setdefault(t, len(number))) for t in tensors)
+        return " ".join(map(name, tensors))
 
     def size(tensor: int) -> str:
         return "?" if tensor in of_any_size else str(graph.tensors[tensor].nbytes)
@@ -22,7 +26,7 @@ def _lines(graph: Graph, of_any_size: Container[int] = ()) -> list[str]:
 
 
 def fingerprint(graph: Graph, of_any_size: Container[int] = ()) -> str:
-    """Hex digest of the forward pass: names and dataflow of ops, sizes of tensors, saves, device.
+    """Hex digest of the forward pass: names and dataflow of ops, sizes of tensors, how often they come, saves, device.
 
     Times are not part of it, nor are the sizes of the tensors in `of_any_size`.
     """

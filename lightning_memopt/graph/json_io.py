@@ -14,6 +14,8 @@ from lightning_memopt.graph.fields import MOST, Fields, letters
 from lightning_memopt.graph.model import BEFORE, Graph, Kind, Op, Phase, Point, PointKind, Save, Tensor
 
 SCHEMA = 2
+WINDOWED = 3
+"""The schema of a graph with windowed tensors: it has one more field, `windows`."""
 
 _GRAPH = ("schema", "device", "step_seconds", "texts", "points", "ops", "tensors", "saves")
 _OP = (
@@ -35,7 +37,7 @@ def graph_to_json(graph: Graph) -> dict[str, Any]:
         return texts.setdefault(value, len(texts))
 
     ops, tensors, saves, points = graph.ops, graph.tensors, graph.saves, graph.points
-    columns = {
+    columns: dict[str, Any] = {
         "points": {
             "kind": "".join(p.kind[0] for p in points),
             "id": [p.id for p in points],
@@ -73,13 +75,18 @@ def graph_to_json(graph: Graph) -> dict[str, Any]:
             "released_at": [s.released_at for s in saves],
         },
     }
-    head = {"schema": SCHEMA, "device": graph.device, "step_seconds": graph.step_seconds, "texts": list(texts)}
+    windows = [[t.id, first, last] for t in tensors for first, last in t.windows]
+    if windows:
+        columns["windows"] = windows
+    schema = WINDOWED if windows else SCHEMA
+    head = {"schema": schema, "device": graph.device, "step_seconds": graph.step_seconds, "texts": list(texts)}
     return head | columns
 
 
 def graph_from_json(obj: object) -> Graph:
     """The graph that `graph_to_json` wrote. Raises PlanFileError for anything else, naming the field and the index."""
-    top = Fields(obj, "graph", _GRAPH, (SCHEMA,))
+    windowed = isinstance(obj, dict) and obj.get("schema") == WINDOWED
+    top = Fields(obj, "graph", (*_GRAPH, "windows") if windowed else _GRAPH, (SCHEMA, WINDOWED))
     texts = top.strings("texts")
     points, n_points = top.table("points", ("kind", "id", "occurrence"), "kind")
     ops, n_ops = top.table("ops", _OP, "phase")
@@ -90,6 +97,7 @@ def graph_from_json(obj: object) -> Graph:
         if len(entry) != 3 or entry[0] >= n_ops or max(entry[1:]) >= n_tensors:
             ops.refuse("mutates", i, f"{list(entry)} is not [op, tensor overwritten, tensor made]")
         mutates.setdefault(entry[0], []).append((entry[1], entry[2]))
+    windows = _windows(top, n_tensors, n_points) if windowed else {}
     graph = Graph(
         points=tuple(
             map(
@@ -158,6 +166,7 @@ def graph_from_json(obj: object) -> Graph:
                 freed_at=freed_at,
                 dtype=texts[dtype],
                 size=size,
+                windows=tuple(windows.get(i, ())),
             )
             for i, (name, nbytes, kind, storage, born_at, freed_at, dtype, size) in enumerate(
                 zip(
@@ -193,6 +202,19 @@ def graph_from_json(obj: object) -> Graph:
     _check_tensors(graph, tensors)
     _check_saves(graph, saves)
     return graph
+
+
+def _windows(top: Fields, n_tensors: int, n_points: int) -> dict[int, list[tuple[int, int]]]:
+    """Tensor -> its windows, from rows `[tensor, first point, last point]`."""
+    windows: dict[int, list[tuple[int, int]]] = {}
+    for i, row in enumerate(top.lists("windows", None, 0, max(n_tensors, n_points) - 1)):
+        if len(row) != 3 or row[0] >= n_tensors or not row[1] <= row[2] < n_points:
+            top.refuse("windows", i, f"{list(row)} is not [tensor, first point, last point]")
+        earlier = windows.setdefault(row[0], [])
+        if earlier and row[1] <= earlier[-1][1]:
+            top.refuse("windows", i, f"{list(row)} is not after the window before it, which ends at {earlier[-1][1]}")
+        earlier.append((row[1], row[2]))
+    return windows
 
 
 def _check_points(graph: Graph, fields: Fields) -> None:
@@ -254,6 +276,8 @@ def _check_tensors(graph: Graph, fields: Fields) -> None:
     for t in graph.tensors:
         if t.born_at != BEFORE and t.id not in graph.producers and t.id in used:
             fields.refuse("born_at", t.id, f"{t.born_at}, but no op makes this tensor, which is read or saved")
+        if t.windows and (t.born_at != BEFORE or t.freed_at != t.windows[-1][1]):
+            fields.refuse("freed_at", t.id, f"{t.freed_at}, but its last window ends at {t.windows[-1][1]}, and no op makes it")
         if t.freed_at < t.born_at:
             fields.refuse("freed_at", t.id, f"{t.freed_at} is before the birth, at {t.born_at}")
 

@@ -30,7 +30,8 @@ def base_levels(graph: Graph) -> list[int]:
     """Bytes at every point that no plan changes: all tensors except those that only autograd holds."""
     levels = Levels(len(graph.points))
     for t in graph.tensors:
-        levels.add(t.born_at, t.freed_at, t.nbytes)
+        for first, last in t.spans:
+            levels.add(first, last, t.nbytes)
     return levels.levels()
 
 
@@ -46,10 +47,11 @@ def unmodified_levels(graph: Graph) -> list[int]:
     """Bytes at every point of the unmodified step, workspaces included."""
     levels = Levels(len(graph.points))
     for t in graph.tensors:
-        levels.add(t.born_at, max(t.freed_at, graph.saved_until(t.id)), t.nbytes)
+        for first, last in t.windows or ((t.born_at, max(t.freed_at, graph.saved_until(t.id))),):
+            levels.add(first, last, t.nbytes)
     return [level + workspace for level, workspace in zip(levels.levels(), workspaces(graph), strict=True)]
 
 
 def resident_nbytes(graph: Graph) -> int:
-    """Bytes of tensors from before the step: parameters, optimizer state, the batch."""
-    return sum(t.nbytes for t in graph.tensors if t.born_at < 0)
+    """Bytes of tensors from before the step: parameters, optimizer state, the batch. Windowed tensors are not among them."""
+    return sum(t.nbytes for t in graph.tensors if t.born_at < 0 and not t.windows)

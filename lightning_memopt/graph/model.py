@@ -19,6 +19,9 @@ PointKind = Literal["op", "unpack", "release"]
 BEFORE = -1
 """`born_at` of tensors that exist when the step begins."""
 
+HOOK = "fsdp::"
+"""The name of an op that stands for a hook of a sharded module, with its collectives, begins with this."""
+
 
 class Point(NamedTuple):
     """One thing that happened in a step.
@@ -48,6 +51,8 @@ class Tensor:
         model holds it. Saves of autograd, which may hold it longer, are in `Graph.saves`.
     dtype: dtype of the tensor that fills the storage ("float32"); "" if none does.
     size: shape of that tensor; () if none does.
+    windows: first and last point of every interval in which it is in memory, where its bytes come and go and no op of the step
+        makes them (a sharded weight is gathered for a while); () if it is there from `born_at` to `freed_at`.
     """
 
     id: int
@@ -59,6 +64,16 @@ class Tensor:
     freed_at: int
     dtype: str = ""
     size: tuple[int, ...] = ()
+    windows: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """First and last point of every interval in which it is in memory without any plan."""
+        return self.windows or ((self.born_at, self.freed_at),)
+
+    def there(self, point: int) -> bool:
+        """Whether it is in memory at a point without any plan."""
+        return any(first <= point <= last for first, last in self.spans)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +180,11 @@ class Graph:
     def overwritten(self) -> frozenset[int]:
         """Tensors that a later op overwrote in place: they cannot be kept, only rebuilt."""
         return frozenset(old for op in self.ops for old, _ in op.mutates)
+
+    @cached_property
+    def windowed(self) -> frozenset[int]:
+        """Tensors whose bytes come and go, and that no op makes: an op that reads one can run again only in its windows."""
+        return frozenset(t.id for t in self.tensors if t.windows)
 
     @cached_property
     def anchors(self) -> frozenset[int]:

@@ -291,7 +291,8 @@ def _install() -> None:
             "backward": _backward,
             "free_memory": _ending,
             "end_training": _ending,
-        }
+        },
+        watches=lambda: _process.always is not None or bool(_process.watched),
     )
 
 

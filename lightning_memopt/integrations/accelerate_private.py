@@ -51,19 +51,24 @@ def missing() -> list[str]:
     return list(filter(absent, NAMES))
 
 
-def replace(methods: Mapping[str, Replacement]) -> None:
+def replace(methods: Mapping[str, Replacement], watches: Callable[[], bool]) -> None:
     """Replace methods of the class `Accelerator`. May be repeated.
 
-    Also makes `find_executable_batch_size` try fewer samples after an InfeasibleError, as after a lack of memory.
+    Also makes `find_executable_batch_size` try fewer samples after an InfeasibleError, as after a lack of memory, while
+    `watches()` says that models of an Accelerator are within a budget.
     """
     cls = named("accelerate.accelerator:Accelerator")
     for name, replacement in methods.items():
         _replace(cls, name, functools.partial(replacement, name))
-    _replace(importlib.import_module("accelerate.utils.memory"), "should_reduce_batch_size", _lacks_memory)
+    _replace(
+        importlib.import_module("accelerate.utils.memory"),
+        "should_reduce_batch_size",
+        functools.partial(_lacks_memory, watches),
+    )
 
 
-def _lacks_memory(plain: Callable[[Exception], bool], exception: Exception) -> bool:
-    return isinstance(exception, InfeasibleError) or plain(exception)
+def _lacks_memory(watches: Callable[[], bool], plain: Callable[[Exception], bool], exception: Exception) -> bool:
+    return (isinstance(exception, InfeasibleError) and watches()) or plain(exception)
 
 
 def _replace(owner: Any, name: str, replacement: Callable[..., Any]) -> None:

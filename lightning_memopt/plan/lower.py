@@ -71,7 +71,8 @@ class Schedule:
 class Residency:
     """Tells which tensors a rebuild may start from at a point: those that a life holds, and those from before the step.
 
-    A tensor that only user code holds does not count, because user code may change it unnoticed.
+    A tensor that only user code holds does not count, because user code may change it unnoticed. A windowed one counts in its
+    windows.
     """
 
     def __init__(self, graph: Graph, lives: Iterable[Life]) -> None:
@@ -83,7 +84,7 @@ class Residency:
     def __call__(self, tensor: int, point: int) -> bool:
         """Whether the tensor is in memory before a segment at `point` runs, and still there after it."""
         t = self.graph.tensors[tensor]
-        if t.born_at == BEFORE and t.freed_at >= point:
+        if t.born_at == BEFORE and t.freed_at >= point and t.there(point):
             return True
         return any(
             life.born_at <= point <= life.freed_at

@@ -93,7 +93,7 @@ _Part = tuple[Tensor | str, str, int]
 def _at_rest(graph: Graph, lives: Sequence[Life], schedule: Schedule, point: int, births: bool) -> Iterator[_Part]:
     """The parts in memory at a point, without those that a segment makes on the way. `births`: with lives that begin there."""
     for t in graph.tensors:
-        if t.born_at <= point <= t.freed_at:
+        if t.there(point):
             yield t, _structure(graph, t, point), t.nbytes
     for life in lives:
         t = graph.tensors[life.tensor]

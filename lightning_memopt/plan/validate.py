@@ -5,7 +5,8 @@ a difference. In: a graph, the lives of a plan, the schedule made from them. Out
 count of its own.
 
 1. A tensor may be read where an *instance* of it is live: made by the user's forward and held, or made by a Rebuild. A tensor
-   from before the step may be read until the step frees or overwrites it. A tensor that only user code holds may not.
+   from before the step may be read until the step frees or overwrites it, and only in its windows where it has any. A tensor
+   that only user code holds may not.
 2. A Rebuild reads its inputs and makes its outputs. It overwrites a copy (`clones`) or the instance itself, which is then gone.
 3. Autograd reads one instance from the unpack to the release; nothing may free or overwrite it in between.
 4. After a segment, and after the frees of a point, exactly the lives that cover the point are live, once each.
@@ -167,9 +168,10 @@ class _Ledger:
         born: dict[int, list[int]] = {}
         freed: dict[int, list[int]] = {}
         for t in graph.tensors:
-            born.setdefault(t.born_at, []).append(t.id)
-            if t.freed_at >= max(t.born_at, 0):
-                freed.setdefault(t.freed_at, []).append(t.id)
+            for first, last in t.windows or ((t.born_at, t.freed_at),):
+                born.setdefault(first, []).append(t.id)
+                if last >= max(first, 0):
+                    freed.setdefault(last, []).append(t.id)
         self.exist(born.get(BEFORE, ()), BEFORE)
         for p, point in enumerate(graph.points):
             self.now += self.staged.get(p, 0)
@@ -197,7 +199,7 @@ class _Ledger:
             if self.graph.tensors[t].freed_at >= max(p, 0):
                 self.natural.add(t)
                 self.now += self.nbytes(t)
-                if p == BEFORE:
+                if p == BEFORE or self.graph.tensors[t].windows:
                     self.given.add(t)
             if t in self.schedule.holds:
                 self.add(t, _Instance(user=True))

@@ -33,6 +33,7 @@ _PUBLIC = {
     "MemOptFabricMixin": "fabric",
     "MemOptFabricStrategy": "fabric",
     "MemOptMixin": "strategies",
+    "MemOptModelParallelStrategy": "strategies",
     "MemOptMonitor": "callbacks",
     "MemOptStrategy": "strategies",
 }

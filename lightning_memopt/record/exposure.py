@@ -30,7 +30,7 @@ Watcher = Callable[[torch.Tensor, bool], None]
 Resize = Callable[[torch.Tensor], None]
 Hook = Callable[[torch.Tensor], object]
 _silenced = threading.local()
-"""`on`: this thread tells no listener about raw memory now."""
+"""`on`: this thread tells no listener about raw memory and sizes now."""
 
 
 class _Listener(NamedTuple):
@@ -48,7 +48,7 @@ class _Listener(NamedTuple):
 
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
-    """Within, this thread tells nobody about raw memory: the package reads it, or nobody else knows it yet."""
+    """Within, this thread tells nobody about raw memory and sizes: the package reads it, or nobody else knows it yet."""
     before = getattr(_silenced, "on", False)
     _silenced.on = True
     try:
@@ -98,7 +98,7 @@ def _tensor_on(storage: torch.UntypedStorage) -> torch.Tensor:
 def _resizing(original: Any) -> Any:
     @uncompiled
     def method(self: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
-        listeners = tuple(_size_seams.listeners)
+        listeners = () if getattr(_silenced, "on", False) else tuple(_size_seams.listeners)
         for before, _ in listeners:
             before(_tensor_on(self))
         try:

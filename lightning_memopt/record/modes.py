@@ -7,7 +7,8 @@ the mode can be entered beneath the modes that are on, and is removed from where
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 from lightning_memopt.torch_private import TorchDispatchMode, current_modes, pop_mode, push_mode
 
@@ -41,6 +42,19 @@ class Outside(TorchDispatchMode):
         on = current_modes()
         if self in on:
             _put_on([mode for mode in on if mode is not self])
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Within, ops of this thread are not seen; afterwards the mode is where it was."""
+        on = current_modes()
+        if self not in on:
+            yield
+            return
+        self.leave()
+        try:
+            yield
+        finally:
+            _put_on(on)
 
 
 def _put_on(modes: list[TorchDispatchMode]) -> None:

@@ -49,6 +49,7 @@ class Recorder(Outside):
         self.observer = observer
         self.writes: Callable[[torch.Tensor], None] | None = None
         """Called with a tensor whose memory an op is about to write, during and after the forward."""
+        self.meets: Callable[[StorageVersion, torch.Tensor], None] | None = None  # called before an op reads a version
         self.capturing = True
         self.elsewhere = False
         self.fixed: frozenset[int] = frozenset()
@@ -151,6 +152,8 @@ class Recorder(Outside):
                 if version.external and self._starts():
                     self.holdings.read(version, value)
                 version = self._current(version, value)
+            if self.meets is not None:
+                self.meets(version, value)
             reads.append(version)
             return View(version.id, value)
         if type(value) in (list, tuple):

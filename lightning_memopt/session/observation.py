@@ -14,11 +14,14 @@ from torch import nn
 from lightning_memopt.graph import Graph, Op
 from lightning_memopt.native import counter
 from lightning_memopt.record import Recorder, around_dual_levels, watching_sizes
+from lightning_memopt.record.gathered import around_units, units_of
 from lightning_memopt.runtime import ObservingEngine
+from lightning_memopt.runtime.engine.units import Units
 from lightning_memopt.session.final_gradients import NEVER, Final, freed_early, kept, settled
+from lightning_memopt.session.gathering import Watched
 from lightning_memopt.session.recording import Recording, hooks_allowed
 from lightning_memopt.session.resident import resident_tensors
-from lightning_memopt.torch_private import current_mode, current_modes
+from lightning_memopt.torch_private import current_mode, current_modes, local_tensor
 from lightning_memopt.trace import AllocatorEvents, Ledger, Scopes, Tracer, adopt_all, metered_cpu, others_nbytes
 
 _ROOM = 4
@@ -91,6 +94,7 @@ class Observation:
             tracer.ledger = Ledger(counts)
             recorder.hidden = engine.hidden = counts.hidden
         adopt_all(tracer, recorder, resident_tensors(self.model, self.optimizers, batch))
+        units = units_of(self.model)
         self._others_nbytes = others_nbytes(tracer, recorder)
         self._round = tracer, engine, recorder
         self._ops = self._states_nbytes = 0
@@ -106,6 +110,12 @@ class Observation:
         self._contexts.enter_context(self.scopes.tracking())
         self._contexts.enter_context(watching_sizes(recorder.resizing, recorder.resized))
         recorder.enter_in(self._contexts, beneath=True)
+        if units:
+            engine.units = Units()
+            recorder.meets = engine.meets
+            watched = Watched(recorder, tracer, engine.units)
+            watched.begins(units)
+            self._contexts.enter_context(around_units(watched))
         self._contexts.callback(self._level_ends)
         self._contexts.enter_context(around_dual_levels(self._level_begins, self._level_ends))
         return Recording(engine, recorder, own_mode=False)
@@ -203,7 +213,7 @@ class Observation:
 
     def _gradients_to_come(self) -> int:
         """Bytes that this backward will add: the gradients of parameters that have none yet."""
-        return sum(p.nbytes for p in self._ungraded if p.grad is None)
+        return sum(local_tensor(p).nbytes for p in self._ungraded if p.grad is None)
 
     def _writes(self, t: torch.Tensor) -> None:
         """An op is about to write to the memory of `t`, which earlier forwards of this step may have read."""

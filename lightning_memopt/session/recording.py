@@ -21,8 +21,10 @@ from lightning_memopt.record import (
     watching,
     watching_sizes,
 )
+from lightning_memopt.record.gathered import around_units
 from lightning_memopt.runtime import Engine, PlannedEngine
 from lightning_memopt.runtime.engine.matching import Matcher
+from lightning_memopt.session.gathering import Hidden
 from lightning_memopt.torch_private import current_mode, hooks_are_enabled, innermost_hooks
 
 
@@ -127,6 +129,8 @@ class PlannedRecording(Recording):
         if self._spans:
             quiet = (module for module, _ in self._spans.values())
             self._stack.enter_context(around_calls(quiet, self._module_begins, self._module_ends))
+        if self.engine.program.graph.windowed:
+            self._stack.enter_context(around_units(Hidden(self.recorder)))
         super()._watch()
 
     def _module_begins(self, module: nn.Module) -> None:

@@ -3,30 +3,87 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import InfeasibleError, UnsupportedError
 from lightning_memopt.graph.model import Kind
+from lightning_memopt.native import counter
+from lightning_memopt.record.gathered import units_of
 from lightning_memopt.session.resident import Named, resident_nbytes
+from lightning_memopt.torch_private import fsdp_units, in_pipeline, is_plainly_sharded, places_of_weights
+from lightning_memopt.trace import count_all
 from lightning_memopt.units import format_nbytes
 
 
-def refuse_sharded(model: nn.Module) -> None:
-    """Before anything runs: raise UnsupportedError for a model under FSDP.
+def refuse_sharded(
+    model: nn.Module, device: torch.device, budget_nbytes: int | None, config: MemOptConfig, say: Callable[[str], None]
+) -> None:
+    """Before anything runs: raise UnsupportedError for a model that is split over processes, except by FSDP2.
 
-    Its weights are in memory only while they are used, and no rebuild can start from them later.
+    With FSDP2 (`fully_shard`), tensors are rebuilt while the weights of their unit are gathered; nothing is parked. A budget in
+    bytes needs the native counter, which sees the buffers of collectives.
     """
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # a process that has not imported it has not used it
-    kinds = tuple(getattr(fsdp, name) for name in ("FSDPModule", "FullyShardedDataParallel") if hasattr(fsdp, name))
+    distributed = {name: sys.modules.get(f"torch.distributed.{name}") for name in ("fsdp", "tensor", "pipelining")}
     for name, module in model.named_modules():
-        if isinstance(module, kinds):
+        kind = _split(module, distributed["fsdp"])
+        if kind is not None:
             raise UnsupportedError(
-                f"{name or 'the model'} is sharded by {type(module).__name__}: its weights are in memory only while it runs, "
-                "and rebuilds start from weights. Train it on one device without FSDP, or set MEMOPT_DISABLE=1."
+                f"{name or 'the model'} is split over processes by {kind}. Train it without that, or set MEMOPT_DISABLE=1."
             )
+    units = units_of(model)
+    if distributed["tensor"] is not None:
+        _refuse_distributed_weights(model, units, distributed["tensor"])
+    if distributed["pipelining"] is not None and in_pipeline(model):
+        raise UnsupportedError(
+            "the model is a stage of a pipeline (torch.distributed.pipelining). Train it without that, or set MEMOPT_DISABLE=1."
+        )
+    if not units:
+        return
+    for option in ("offload", "compress"):
+        if getattr(config, option) != "none":
+            raise UnsupportedError(
+                f"{option}={getattr(config, option)!r}: the model is sharded by FSDP2, and its tensors are rebuilt but not "
+                f"parked. Leave {option} out."
+            )
+    if budget_nbytes is None:
+        return
+    if device.type == "cpu":
+        count_all(say)
+    if counter() is None or device.type != "cpu":
+        raise UnsupportedError(
+            f"budget={config.budget!r}: the model is sharded by FSDP2, and the bytes of its collectives are counted on the CPU "
+            "only, by the native counter. Set budget='min' for the smallest plan."
+        )
+
+
+def _split(module: nn.Module, fsdp: Any) -> str | None:
+    """What splits a module over processes in a way that is refused; None where nothing does."""
+    cls = type(module)
+    if fsdp is not None and isinstance(module, getattr(fsdp, "FullyShardedDataParallel", ())):
+        return "FullyShardedDataParallel (FSDP1); fully_shard (FSDP2) is supported"
+    if cls.__module__.startswith("deepspeed.") or any(hasattr(p, "ds_id") for p in module._parameters.values()):
+        return "DeepSpeed"
+    for unit in fsdp_units(module):
+        if not is_plainly_sharded(unit):
+            return "FSDP2 on a mesh of more than one dimension, or with an extension of its all-gather"
+    return None
+
+
+def _refuse_distributed_weights(model: nn.Module, units: list[Any], tensor: Any) -> None:
+    """Raise UnsupportedError for weights that are distributed tensors, but not those of a unit of FSDP2 (tensor parallel)."""
+    sharded = {(id(module), name) for unit in units for module, name in places_of_weights(unit)}
+    for path, module in model.named_modules():
+        for name, p in module._parameters.items():
+            if isinstance(p, tensor.DTensor) and (id(module), name) not in sharded:
+                raise UnsupportedError(
+                    f"{path or 'the model'} has a weight ({name}) that is a distributed tensor and that FSDP2 does not gather "
+                    "(tensor parallel). Train it without that, or set MEMOPT_DISABLE=1."
+                )
 
 
 def refuse_hopeless(tensors: Iterable[Named], device: torch.device, budget_nbytes: int, headroom: int) -> None:

@@ -18,7 +18,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import optim
 
-from lightning_memopt.torch_private import TorchDispatchMode, no_torch_functions, tree_leaves, tree_map_only, without_modes
+from lightning_memopt.torch_private import (
+    TorchDispatchMode,
+    local_tensor,
+    no_torch_functions,
+    tree_leaves,
+    tree_map_only,
+    without_modes,
+)
 
 _LATER = 1000
 """The number of the last rehearsed step: some optimizers (RAdam) work differently in their first steps."""
@@ -68,7 +75,7 @@ def still_to_make(optimizer: optim.Optimizer, device: torch.device, rounded: Rou
     """Bytes of the gradients and the state that do not exist yet, if every parameter gets a gradient."""
     groups = [(group, [p for p in group["params"] if p.requires_grad]) for group in optimizer.param_groups]
     without = [p for _, params in groups for p in params if p.grad is None and p.device.type == device.type]
-    return sum(rounded(p.nbytes) for p in without) + rehearse(optimizer, groups, device, rounded).state_nbytes
+    return sum(rounded(local_tensor(p).nbytes) for p in without) + rehearse(optimizer, groups, device, rounded).state_nbytes
 
 
 def rehearse(optimizer: optim.Optimizer, groups: Iterable[Group], device: torch.device, rounded: Rounded) -> Update:
@@ -194,7 +201,10 @@ def _double(
 
 
 def _blank(t: torch.Tensor) -> torch.Tensor:
-    """A tensor like this one, without memory. Scalars on the CPU are copied: Python reads them (the number of steps)."""
+    """A tensor like this one, without memory; of a distributed tensor, like the part in this process. Scalars on the CPU are
+    copied: Python reads them (the number of steps).
+    """
+    t = local_tensor(t)
     if t.dim() == 0 and t.device.type == "cpu":
         return t.detach().clone()
     return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="meta").requires_grad_(t.requires_grad)

@@ -12,18 +12,21 @@ from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.graph.model import Kind
 from lightning_memopt.native import counter
 from lightning_memopt.record import is_plain
-from lightning_memopt.torch_private import tree_leaves
+from lightning_memopt.torch_private import local_tensor, tree_leaves
 
 Named = tuple[torch.Tensor, Kind, str]
 """A tensor, its kind, and its name."""
 
 
 def resident_tensors(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], batch: Any) -> Iterator[Named]:
-    """Everything the budget counts before a step begins: parameters, buffers, gradients, optimizer state, the batch."""
+    """Everything the budget counts before a step begins: parameters, buffers, gradients, optimizer state, the batch.
+
+    Of a distributed tensor, the part in this process.
+    """
     for name, p in model.named_parameters():
-        yield p, "parameter", name
+        yield local_tensor(p), "parameter", name
         if p.grad is not None:
-            yield p.grad, "gradient", f"{name}.grad"
+            yield local_tensor(p.grad), "gradient", f"{name}.grad"
     for name, b in model.named_buffers():
         yield b, "buffer", name
     yield from state_tensors(optimizers)
@@ -37,7 +40,7 @@ def state_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[Named
         for state in optimizer.state.values():
             for t in tree_leaves(state):
                 if isinstance(t, torch.Tensor):
-                    yield t, "optimizer_state", "optimizer state"
+                    yield local_tensor(t), "optimizer_state", "optimizer state"
 
 
 def resident_nbytes(tensors: Iterable[Named], device: torch.device) -> int:

@@ -91,7 +91,7 @@ class Session:
         self._early: EarlyUpdating | None = None
         self._attachment: Attachment | None = None
         if self.enabled:
-            refuse_sharded(model)
+            refuse_sharded(model, self.device, self.budget_nbytes, config, self.say)
             self._offloading.check()
             self._attachment = Attachment(model, self.optimizers, self.device, self.say)  # last: only `close` ends it
 

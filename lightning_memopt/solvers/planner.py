@@ -17,13 +17,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lightning_memopt.errors import InfeasibleError
-from lightning_memopt.graph import Graph, Op, fingerprint, resident_nbytes, unmodified_levels
+from lightning_memopt.graph import HOOK, Graph, Op, fingerprint, resident_nbytes, unmodified_levels
 from lightning_memopt.plan import Life, LoweringError, Plan, Prediction, reserved_nbytes_of, simulate
 from lightning_memopt.plan.model import Objective
 from lightning_memopt.solvers import chain as dp
 from lightning_memopt.solvers.recompute import bound, stage_chain
 from lightning_memopt.solvers.recompute.echo import echo
 from lightning_memopt.solvers.recompute.stages import COARSE, FINE, cut, given_tensors
+from lightning_memopt.solvers.recompute.windows import fenced
 from lightning_memopt.solvers.rollout import Rollout, keep_all, unrepeatable
 from lightning_memopt.units import ceil_div, format_nbytes
 
@@ -50,16 +51,27 @@ class Candidate:
     lives: its lives.
     predicted: their price.
     solver: name of the solver that made it.
+    late_nbytes: see `_late_nbytes`, of the graph.
     """
 
     lives: tuple[Life, ...]
     predicted: Prediction
     solver: str
+    late_nbytes: int = 0
+
+
+def _late_nbytes(graph: Graph) -> int:
+    """Bytes left free in a budget on the CPU for the buffers of one collective. The threads of gloo let go of them when they
+    next run, which may be after the hook that ran the collective.
+    """
+    hooks = (op.workspace_nbytes for op in graph.ops if op.name.startswith(HOOK))
+    return max(hooks, default=0) if graph.device == "cpu" else 0
 
 
 def _needs(candidate: Candidate) -> int:
-    """The smallest budget for a plan; one that rebuilds nothing needs no margin."""
-    return candidate.predicted.needed_nbytes + (UNSEEN_NBYTES if candidate.predicted.rebuilt_ops else 0)
+    """The smallest budget for a plan; one that rebuilds nothing needs no room for what is unseen."""
+    unseen = UNSEEN_NBYTES if candidate.predicted.rebuilt_ops else 0
+    return candidate.predicted.needed_nbytes + candidate.late_nbytes + unseen
 
 
 def _with_reserved(candidate: Candidate, reserve: Callable[[tuple[Life, ...]], int] | None) -> Candidate:
@@ -173,15 +185,18 @@ def _whole_graph(moment: bound.Moment) -> Iterator[tuple[str, tuple[Life, ...]]]
             yield f"minimum cut, {format_nbytes(vertex.nbytes)} held", roll.lives()
 
 
-def _chains(graph: Graph) -> Iterator[tuple[str, stage_chain.ModelChain]]:
+def _chains(graph: Graph) -> list[tuple[str, stage_chain.ModelChain]]:
     """The graph as chains of coarse and of fine stages, with and without ambient tensors."""
     seen: set[tuple[int, ...]] = set()
+    models = []
     for span, share in itertools.product((0.2, 2.0), (COARSE, FINE)):
         stages = cut(graph, given=given_tensors(graph, span), share=share)
         key = tuple(s.first for s in stages.spans)
         if key not in seen and len(stages.spans) > 1:
             seen.add(key)
-            yield f"chain of {len(stages.spans)} stages", stage_chain.build(stages)
+            with contextlib.suppress(LoweringError):  # a stage that is asked for in windows of several units
+                models.append((f"chain of {len(stages.spans)} stages", stage_chain.build(stages)))
+    return models
 
 
 def _chain(graph: Graph, limit: int, say: Progress) -> Iterator[tuple[str, tuple[Life, ...]]]:
@@ -213,11 +228,11 @@ def _smallest(graph: Graph) -> Iterator[tuple[str, tuple[Life, ...]]]:
 def smallest(graph: Graph) -> Candidate:
     """A plan for few bytes, with nothing else solved: it tells quickly whether a budget can be kept at all."""
     saves = any(s.tensor in graph.producers for s in graph.saves)
-    plans = itertools.chain([("keep all", keep_all(graph))], _smallest(graph) if saves else ())
-    pool = []
+    plans = itertools.chain([("keep all", keep_all(graph))], _smallest(fenced(graph)) if saves else ())
+    pool, late = [], _late_nbytes(graph)
     for solver, lives in plans:
         with contextlib.suppress(LoweringError):
-            pool.append(Candidate(lives, simulate(graph, lives).predicted, solver))
+            pool.append(Candidate(lives, simulate(graph, lives).predicted, solver, late))
     return _with_reserved(min(pool, key=_needs), reserved_nbytes_of(graph))
 
 
@@ -263,30 +278,33 @@ def solve(
     began, began_clock = time.perf_counter(), clock()
     unmodified = max(unmodified_levels(graph), default=0)
     pool: list[Candidate] = []
+    late = _late_nbytes(graph)
     moments: list[bound.Moment] = []
 
     def fill(plans: Iterable[tuple[str, tuple[Life, ...]]]) -> bool:
         """Price plans into the pool; whether there was time for all."""
         for solver, lives in plans:
             try:
-                pool.append(Candidate(lives, simulate(graph, lives).predicted, solver))
+                pool.append(Candidate(lives, simulate(graph, lives).predicted, solver, late))
             except LoweringError:
-                say(f"a plan of {solver} asks for what cannot be made; left out")
+                if not graph.windowed:  # a chain that crosses units asks for weights that are away
+                    say(f"a plan of {solver} asks for what cannot be made; left out")
             if clock() - began_clock > limit_seconds:
                 say(f"time limit of {limit_seconds:g} s reached with {len(pool)} plans")
                 return False
         return True
 
     def timed() -> Iterator[tuple[str, tuple[Life, ...]]]:
-        priced = graph if objective == "throughput" else _priced_by_flops(graph)
+        priced = searched if objective == "throughput" else _priced_by_flops(searched)
         yield "Echo", echo(priced)
-        moments.extend(bound.moments(graph))
+        moments.extend(bound.moments(graph))  # of all plans, those among them that solvers do not find
         for moment in moments if priced is graph else bound.moments(priced):
             yield from _whole_graph(moment)
         yield from _chain(priced, unmodified, say)
 
     saves = any(s.unpacked_at and s.tensor in graph.producers for s in graph.saves)
-    in_time = fill([("keep all", keep_all(graph))]) and saves and fill(_smallest(graph))
+    searched = fenced(graph)
+    in_time = fill([("keep all", keep_all(graph))]) and saves and fill(_smallest(searched))
     reserve = reserved_nbytes_of(graph)
     smallest = _with_reserved(min(pool, key=_needs), reserve)
     if in_time:

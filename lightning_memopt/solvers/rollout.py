@@ -115,7 +115,8 @@ class Rollout:
         lives = []
         for tensor, instance in done:
             before = graph.tensors[tensor]
-            if not instance.outside or (before.born_at == BEFORE and before.freed_at >= instance.last_use):
+            given = before.windows or (before.born_at == BEFORE and before.freed_at >= instance.last_use)
+            if not instance.outside or given:
                 continue
             lives.append(
                 Life(

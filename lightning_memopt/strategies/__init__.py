@@ -2,8 +2,17 @@
 
 from lightning_memopt.strategies.ddp import MemOptDDPStrategy
 from lightning_memopt.strategies.mixin import MemOptMixin
+from lightning_memopt.strategies.model_parallel import MemOptModelParallelStrategy, register_fsdp2
 from lightning_memopt.strategies.single import MemOptStrategy, register
 
-__all__ = ["MemOptDDPStrategy", "MemOptMixin", "MemOptStrategy", "register"]
+__all__ = [
+    "MemOptDDPStrategy",
+    "MemOptMixin",
+    "MemOptModelParallelStrategy",
+    "MemOptStrategy",
+    "register",
+    "register_fsdp2",
+]
 
 register()
+register_fsdp2()

@@ -1,7 +1,7 @@
 """Every private name of Lightning that this package uses; no other file uses one.
 
 Lightning may rename or remove these names in any release: `tests/cpu/lightning/test_private_api.py` lists the missing
-ones. All of them are in Lightning 2.0.0, 2.5.0 (the first version that pyproject.toml admits) and 2.6.6.
+ones. All of them are in Lightning 2.5.0 (the first version that pyproject.toml admits) and 2.6.6.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from inspect import signature
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.nn.parallel import DistributedDataParallel
 
@@ -143,3 +143,23 @@ def _refuse_unknown(strategy: str, kwargs: dict[str, Any]) -> None:
     for name in kwargs:
         if name not in known - {"self", "kwargs", "module"}:
             raise TypeError(f"{strategy}.__init__() got an unexpected keyword argument {name!r}")
+
+
+class ShardedStrategy(ModelParallelStrategy):
+    """A `ModelParallelStrategy` whose mesh has all processes for data parallelism, where no sizes are given.
+
+    By default, Lightning splits weights over the processes of a node for tensor parallelism. It reads the sizes from
+    `_data_parallel_size` and `_tensor_parallel_size` when it makes the mesh: the number of processes is not known before.
+
+    Args:
+        kwargs: as of `ModelParallelStrategy`.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._all_for_data = not {"data_parallel_size", "tensor_parallel_size"} & kwargs.keys()
+
+    def setup_environment(self) -> None:
+        if self._all_for_data:
+            self._data_parallel_size, self._tensor_parallel_size = self.num_nodes * self.num_processes, 1
+        super().setup_environment()

@@ -1,6 +1,7 @@
 """Observe one real training step through the recorder, and build its `Graph`."""
 
 from lightning_memopt.trace.counted import Ledger
+from lightning_memopt.trace.gathered import Gathered
 from lightning_memopt.trace.living import count_all
 from lightning_memopt.trace.memory import AllocatorEvents, metered_cpu
 from lightning_memopt.trace.resident import adopt_all, others_nbytes
@@ -9,6 +10,7 @@ from lightning_memopt.trace.tracer import Tracer, backward_runs
 
 __all__ = [
     "AllocatorEvents",
+    "Gathered",
     "Ledger",
     "Scopes",
     "Tracer",

@@ -92,11 +92,13 @@ class Marks:
     def __init__(self, window: Window) -> None:
         self._window = window
         self._index, self._began, self._left = -1, 0, 0
+        self._frees = False
         self.workspaces: dict[int, int] = {}
 
-    def __call__(self, index: int) -> Marks:
+    def __call__(self, index: int, frees: bool = False) -> Marks:
+        """The context of the op `index`. `frees`: what it frees does not count as there at its point."""
         self._count_rise()
-        self._index = index
+        self._index, self._frees = index, frees
         return self
 
     def __enter__(self) -> Marks:
@@ -106,7 +108,7 @@ class Marks:
     def __exit__(self, *_: object) -> None:
         peak = self._window.peak_nbytes
         self._left = self._window.reset()
-        self.workspaces[self._index] = max(0, peak - max(self._left, self._began))
+        self.workspaces[self._index] = max(0, peak - (self._left if self._frees else max(self._left, self._began)))
 
     def _count_rise(self) -> None:
         """Add the rise since the last op ended to its workspace."""

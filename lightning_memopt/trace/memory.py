@@ -31,7 +31,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would write 
 _MARK = "memopt#"
 
 
-def _profiler_mark(index: int) -> Any:
+def _profiler_mark(index: int, frees: bool = False) -> Any:
     return record_function(f"{_MARK}{index}")
 
 
@@ -43,14 +43,14 @@ class AllocatorEvents:
     profiled: whether torch's profiler measured, not the native counter.
     peak_nbytes: peak above the bytes at the start of the block.
     workspaces: index of an op -> peak bytes of the op beyond the bytes that are left after it.
-    mark: `mark(index)` is a context that must be around every op.
+    mark: `mark(index)` is a context that must be around every op; `mark(index, True)` around a hook that frees (gathered.py).
     """
 
     available: bool = True
     profiled: bool = False
     peak_nbytes: int = 0
     workspaces: dict[int, int] = field(default_factory=dict)
-    mark: Callable[[int], Any] = _profiler_mark
+    mark: Callable[..., Any] = _profiler_mark
 
 
 def requested_nbytes(device: torch.device) -> tuple[int, int]:
@@ -82,6 +82,11 @@ class CudaOps:
     def end(self) -> None:
         self._events[-1][1].record(torch.cuda.current_stream(self.device))
         self.peak_nbytes = requested_nbytes(self.device)[1] - self._before
+
+    @property
+    def beyond_left_nbytes(self) -> int:
+        """Peak of the last op above the bytes that are left after it."""
+        return max(0, self._before + self.peak_nbytes - requested_nbytes(self.device)[0])
 
     def seconds(self, count: int) -> list[float]:
         """Seconds of the first `count` ops. Waits for the device."""

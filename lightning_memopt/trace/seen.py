@@ -7,13 +7,17 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lightning_memopt.graph.model import Kind
+from lightning_memopt.graph.model import BEFORE, Kind
 from lightning_memopt.torch_private import storage_use_count
 
 
 @dataclass(slots=True)
 class SeenTensor:
-    """One version of a storage, as `graph.Tensor`, but `freed_at` is None while it is in memory."""
+    """One version of a storage, as `graph.Tensor`, but `freed_at` is None while it is in memory.
+
+    windows: those that are over; a tensor that has had none but for the present one has none here.
+    open_at: the first point of the present window; None where the bytes are away, or do not come and go.
+    """
 
     name: str
     nbytes: int
@@ -23,6 +27,26 @@ class SeenTensor:
     freed_at: int | None = None
     dtype: str = ""
     size: tuple[int, ...] = ()
+    windows: list[tuple[int, int]] = field(default_factory=list)
+    open_at: int | None = None
+
+    def opens(self, point: int) -> None:
+        """Its bytes are in memory from this point on. May be repeated."""
+        if self.open_at is None:
+            self.open_at, self.freed_at = point, None
+
+    def closes(self, point: int) -> None:
+        """Its bytes are in memory up to this point."""
+        assert self.open_at is not None
+        if self.open_at <= point:
+            self.windows.append((self.open_at, point))
+        self.open_at, self.freed_at = None, self.windows[-1][1] if self.windows else BEFORE
+
+    def intervals(self, end: int) -> tuple[tuple[int, int], ...]:
+        """All windows of a step whose last point is `end`."""
+        if self.open_at is None or self.open_at > end:
+            return tuple(self.windows)
+        return *self.windows, (self.open_at, end if self.freed_at is None else self.freed_at)
 
 
 @dataclass(slots=True)

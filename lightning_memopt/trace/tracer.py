@@ -66,7 +66,7 @@ class Tracer:
         self.saves: dict[int, SeenSave] = {}
         self.lines: dict[int, str] = {}
         self.live_nbytes = 0
-        self.marks: Callable[[int], Any] | None = None
+        self.marks: Callable[..., Any] | None = None
         self._open: Any = None
         self._began = 0.0
         self._alive: dict[int, weakref.ref[Any]] = {}
@@ -74,7 +74,7 @@ class Tracer:
         self._adopted: dict[int, int] = {}
         self._held_by_user: dict[int, StorageVersion] = {}
         self._versions: dict[int, list[StorageVersion]] = {}
-        self._cuda = CudaOps(device) if device.type == "cuda" else None
+        self.cuda = CudaOps(device) if device.type == "cuda" else None
         self._lingering = Lingering()
         self.ledger: Ledger | None = None
         self._bystanders: dict[int, int] = {}
@@ -88,11 +88,11 @@ class Tracer:
             self.ledger.note(len(self.points) - 1)
         if self.forward_over and backward_runs():
             self.backward_ran = True
-            self._backward_begins()
+            self.backward_begins()
         index = len(self.ops)
         self.points.append(Point("op", index))
-        if self._cuda is not None:
-            self._cuda.begin(index)
+        if self.cuda is not None:
+            self.cuda.begin(index)
         if self.marks is not None:
             self._open = self.marks(index)
             self._open.__enter__()
@@ -100,8 +100,8 @@ class Tracer:
 
     def ran(self) -> None:
         self._seconds = time.perf_counter() - self._began
-        if self._cuda is not None:
-            self._cuda.end()
+        if self.cuda is not None:
+            self.cuda.end()
         mark, self._open = self._open, None
         if mark is not None:
             mark.__exit__(None, None, None)
@@ -130,9 +130,9 @@ class Tracer:
         formula = flop_registry.get(func._overloadpacket)
         flops = int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
         workspace = 0
-        if self._cuda is not None:
+        if self.cuda is not None:
             new_nbytes = sum(version.nbytes for version, _ in made if version.device.type == self.device.type)
-            workspace = max(0, self._cuda.peak_nbytes - new_nbytes)
+            workspace = max(0, self.cuda.peak_nbytes - new_nbytes)
         generator_nbytes = _CPU_GENERATOR_NBYTES if self.device.type == "cpu" else _CUDA_GENERATOR_NBYTES
         self.ops.append(
             dict(
@@ -185,7 +185,7 @@ class Tracer:
         self._bystanders[storage._cdata] = id
         self.tensors[id] = SeenTensor(_OUTSIDE, storage.nbytes(), "temporary", id, BEFORE)
         self._storages[id] = [id]
-        self._counts(id, storage)
+        self.counts(id, storage)
 
     def _end_bystander(self, id: int) -> None:
         """Forget a bystander that the step uses after all. (If it was freed, another storage has its address now.)"""
@@ -193,7 +193,7 @@ class Tracer:
             self._death(id)
             del self.tensors[id], self._storages[id]
 
-    def _counts(self, key: int, storage: torch.UntypedStorage) -> None:
+    def counts(self, key: int, storage: torch.UntypedStorage) -> None:
         """Count a storage as live until it is freed."""
         self.live_nbytes += self.tensors[key].nbytes
         if self.ledger is not None:
@@ -220,7 +220,7 @@ class Tracer:
             if alive is None:
                 self.live_nbytes += nbytes
             else:
-                self._counts(storage, alive)
+                self.counts(storage, alive)
 
     def _rounded(self, nbytes: int) -> int:
         """Bytes that the device's allocator gives for a request."""
@@ -229,15 +229,17 @@ class Tracer:
     @uncompiled
     def _death(self, storage: int, _: Any = None) -> None:
         now = len(self.points) - 1
+        self.gone(storage)
+        for id in self._storages[storage]:
+            self._held_by_user.pop(id, None)
+            if self.tensors[id].freed_at is None:
+                self.tensors[id].freed_at = now
+
+    def gone(self, storage: int) -> None:  # count it as live no longer
         self._alive.pop(storage, None)
         if self.ledger is not None:
             self.ledger.died(storage)
-        for id in self._storages[storage]:
-            t = self.tensors[id]
-            self._held_by_user.pop(id, None)
-            if t.freed_at is None:
-                t.freed_at = now
-        self.live_nbytes -= t.nbytes
+        self.live_nbytes -= self.tensors[self._storages[storage][-1]].nbytes
 
     def poll(self) -> None:
         """Find tensors that only the engine still holds: user code released them since the last op."""
@@ -258,16 +260,13 @@ class Tracer:
         self._lingering.poll(now, self._is_held)
 
     def _is_held(self, version: StorageVersion) -> bool:
-        """Whether anything but the engine holds a version's memory."""
-        if version.holding.value is None:
+        """Whether anything but the engine, which may hold overwritten versions of it, too, holds a version's memory."""
+        value, storage = version.holding.value, self.tensors[version.id].storage
+        if value is None:
             return version.alive() is not None
-        held = self._held(version.holding.value, self.tensors[version.id].storage)
+        values = [v.holding.value for v in self._versions[storage] if v.holding.value is not None]
+        held = 1 if len(values) == 1 else [storage_id(v) for v in values].count(storage_id(value))
         return bool(storage_use_count(version.weak) > held + OWN_COUNT)
-
-    def _held(self, value: torch.Tensor, storage: int) -> int:
-        """Number of tensors on the memory of `value` that the engine holds, overwritten versions included."""
-        values = [version.holding.value for version in self._versions[storage] if version.holding.value is not None]
-        return 1 if len(values) == 1 else [storage_id(v) for v in values].count(storage_id(value))
 
     # -- told by the engine ------------------------------------------------------------------------
 
@@ -300,9 +299,9 @@ class Tracer:
     def autograd_asked(self) -> None:
         """Autograd reads a save of this forward, kept or not: its backward has begun."""
         self.asked = self.asked or self.forward_over
-        self._backward_begins()
+        self.backward_begins()
 
-    def _backward_begins(self) -> None:
+    def backward_begins(self) -> None:
         if self.forward_over and self.phase == "forward":
             self.phase = "backward"
 
@@ -333,7 +332,7 @@ class Tracer:
         ids = {id: i for i, id in enumerate(sorted(known))}
         saves = {id: i for i, id in enumerate(sorted(self.saves))}
         written = {old: (new, op["at"]) for op in self.ops for old, new in op["mutates"]}
-        seconds = [op["seconds"] for op in self.ops] if self._cuda is None else self._cuda.seconds(len(self.ops))
+        seconds = [op["seconds"] for op in self.ops] if self.cuda is None else self.cuda.seconds(len(self.ops))
         kept = never_asked(self.saves.values(), end, written.keys())
         ops = []
         for i, op in enumerate(self.ops):
@@ -358,6 +357,7 @@ class Tracer:
                 freed_at=end if t.freed_at is None else max(t.freed_at, kept.get(id, -1)),
                 dtype=t.dtype,
                 size=t.size,
+                windows=t.intervals(end),
             )
             for id, t in sorted(known.items())
         )

@@ -220,7 +220,7 @@ class Search:
             return None  # nobody is told of that request
         held = set(self.members(kept))
         try:
-            steps = segment(graph, point, self.members(born), lambda t, _: t in held or t not in graph.producers)
+            steps = segment(graph, point, self.members(born), lambda t, p: t in held or self.given(t, p))
         except LoweringError:
             return None
         now = here - sum(graph.tensors[t].nbytes for t in self.members(born))
@@ -238,6 +238,11 @@ class Search:
             )
             peak = max(peak, now + op.workspace_nbytes)
         return peak, seconds
+
+    def given(self, tensor: int, point: int) -> bool:
+        """Whether the tensor was there before the step, and is there at the point: it may come and go."""
+        windows = self.graph.tensors[tensor].windows
+        return tensor not in self.graph.producers and (not windows or any(a <= point <= b for a, b in windows))
 
     def ways(self) -> list[Way]:
         """The exact frontier."""

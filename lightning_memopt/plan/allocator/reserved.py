@@ -58,7 +58,11 @@ def _spans(graph: Graph, until: Mapping[int, int]) -> Iterator[_Span]:
     """The allocations of a step in which tensors stay to `until` at least. An in-place op goes on in the same memory."""
     versions: dict[int, list[int]] = {}
     for t in graph.tensors:
-        versions.setdefault(t.storage, []).append(t.id)
+        if not t.windows:
+            versions.setdefault(t.storage, []).append(t.id)
+    windows = ((t.nbytes, window) for t in graph.tensors for window in t.windows)
+    for name, (nbytes, (first, last)) in enumerate(windows, len(graph.tensors)):
+        yield _Span(name, nbytes, first, last)
     for ids in versions.values():
         span: _Span | None = None
         for id in sorted(ids, key=lambda i: (graph.tensors[i].born_at, i)):

@@ -26,6 +26,7 @@ from lightning_memopt.runtime.engine.holding import Version, rebuildable
 from lightning_memopt.runtime.engine.naming import Names
 from lightning_memopt.runtime.engine.rebuild import checksum, closure, compare, flags_of, run
 from lightning_memopt.runtime.engine.starts import Starts
+from lightning_memopt.runtime.engine.units import Units
 
 
 class SaveEvents(Names, Protocol):
@@ -74,6 +75,7 @@ class ObservingEngine(Engine):
     clock: number of ops so far.
     rebuilt: versions that rebuilds made, by id.
     on_rebuilt: called with each version that was rebuilt.
+    units: the units of a sharded model; None for other models.
     hidden: context around allocations for rebuilds, which the tracer must not count: the step alone would not make them.
     """
 
@@ -94,12 +96,15 @@ class ObservingEngine(Engine):
         self.clock = 0
         self.rebuilt: dict[int, Version] = {}
         self.on_rebuilt: Callable[[Version], None] = lambda _: None
+        self.units: Units | None = None
         self.hidden: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self._room_nbytes = 0
         self._retained: dict[int, bool] = {}
 
     def recorded(self, record: OpRecord) -> None:
         self.clock += 1
+        if self.units is not None:
+            self.units.recorded(record)
         if record.func.name() in self.opaque_ops:
             for version in (*(version for version, _ in record.made), *(new for _, new, _ in record.mutates)):
                 self._becomes_opaque(version, record.func.name())
@@ -108,6 +113,11 @@ class ObservingEngine(Engine):
                 version.holding.hold(t)  # R4: rebuilds may start from it
                 version.holding.reachable = True
         self.relieve()
+
+    def meets(self, version: Version, t: torch.Tensor) -> None:
+        """An op of a sharded model is about to read the version, through `t`."""
+        if self.units is not None and self.units.crosses(version, t):
+            self.evictable.pop(version.id, None)
 
     def _becomes_opaque(self, version: Version, op: str) -> None:
         version.call, version.why = None, self.opaque_ops[op]

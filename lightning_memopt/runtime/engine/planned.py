@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from lightning_memopt.errors import ModifiedError, OffloadError
+from lightning_memopt.errors import ModifiedError, NotGatheredError, OffloadError
 from lightning_memopt.graph import BEFORE
 from lightning_memopt.plan import Fetch, Free, Segment
 from lightning_memopt.record import Origin
@@ -237,7 +237,12 @@ class PlannedEngine(Engine):
         call = next((version.call for version in made if version.call is not None), None)
         if call is None or any(version.id in stands and not missing(version) for version in made):
             return  # it did not run in this step, and the version that stands in for its result is in memory
-        absent = [versions[id] for id in call.reads if missing(versions[id])]
+        try:
+            absent = [versions[id] for id in call.reads if missing(versions[id])]
+        except NotGatheredError:
+            if strict:
+                raise
+            return  # a request rebuilds the bytes, if one comes while the weight is there
         if not strict:
             makes = any(version.holding.reachable or version.empty for version in made)
             if not makes or any(starts_of(version, versions) is None for version in absent):

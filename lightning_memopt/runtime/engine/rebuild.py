@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lightning_memopt.errors import ModifiedError, RebuildMismatchError, UnsupportedError
+from lightning_memopt.errors import ModifiedError, NotGatheredError, RebuildMismatchError, UnsupportedError
 from lightning_memopt.record import Call, Tape, View, numeric_flags, set_numeric_flags, tensors_in
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.tensors import bytes_of
@@ -99,11 +99,17 @@ def mismatch(op: str, nbytes: int) -> RebuildMismatchError:
 def missing(version: Version) -> bool:
     """Whether a rebuild that reads the version must make it first. Fetches it where it is parked bit-identically.
 
-    A value that was changed is dropped where it can be rebuilt (R7). Else raises StartChangedError (R5).
+    A value that was changed is dropped where it can be rebuilt (R7). Else raises StartChangedError (R5). For a sharded weight
+    that is away, raises NotGatheredError.
     """
     holding = version.holding
     if holding.value is None:
         return not holding.fetch()
+    if version.parameter and not holding.value.untyped_storage().nbytes():
+        raise NotGatheredError(
+            f"A rebuild needs a sharded weight of {version.nbytes} bytes while it is away. Nothing has been updated in this "
+            "step. Was backward run in another order than in the observed steps? Set MEMOPT_DISABLE=1 to train without a plan."
+        )
     if holding.intact and holding.value.untyped_storage().nbytes() >= version.nbytes:
         return False
     if not rebuildable(version):

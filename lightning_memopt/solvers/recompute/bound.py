@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from lightning_memopt.graph import Graph, base_levels, unmodified_levels, workspaces
 from lightning_memopt.solvers.recompute.mincut import HoldOrRebuild, Hull
+from lightning_memopt.solvers.recompute.windows import without
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +35,16 @@ def requirements(graph: Graph, point: int) -> HoldOrRebuild:
     """The cut problem of the tensors that every plan holds at `point`, or rebuilds at it or later.
 
     Needed: tensors that autograd asks for from there on. Free: tensors that are in memory anyway or are yet to be made. Lost:
-    tensors that are overwritten before the first request, so that no plan holds them; past it a plan may hold a copy.
+    tensors that are overwritten before the first request, so that no plan holds them; past it a plan may hold a copy. Ops whose
+    weights do not come again do not run again.
     """
     first = min((p for s in graph.saves for p in s.unpacked_at), default=len(graph.points))
     gone = frozenset(old for op in graph.ops if op.at < first for old, _ in op.mutates)
     lost = gone if point <= first else frozenset()
     needed = [s.tensor for s in graph.saves if s.unpacked_at and s.unpacked_at[-1] >= point and s.tensor not in gone]
+    away = frozenset(t for t in graph.windowed if graph.tensors[t].freed_at < point)
+    if away:
+        graph = without(graph, away)
     return HoldOrRebuild(graph, needed, frozenset(t.id for t in graph.tensors if t.freed_at >= point) - lost, lost)
 
 

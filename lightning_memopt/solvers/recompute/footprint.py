@@ -130,8 +130,9 @@ def light_ops(graph: Graph, until: int) -> list[Op]:
         for t in op.inputs:
             maker = graph.producers.get(t)
             if maker is None:
-                there = graph.tensors[t].born_at == BEFORE and graph.tensors[t].freed_at >= until
-                if not there or t in graph.overwritten:
+                before = graph.tensors[t]
+                there = before.born_at == BEFORE and before.freed_at >= until
+                if not (there or before.windows) or t in graph.overwritten:
                     break
             elif maker.id not in light and t in graph.overwritten:
                 break

@@ -75,9 +75,10 @@ def test_f4_trainers(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_f5_sharded_models_are_refused(ranks: list[dict[str, Any]]) -> None:
-    """REFUSE, by name, whatever the mode, the model or a part of it; nothing was touched, and both ranks train on."""
+    """REFUSE FSDP1 by name, whatever the mode, the model or a part of it; nothing was touched, and both ranks train on."""
     for found in ranks:
-        for part, name in ((False, "the model is sharded by FSDP"), (True, "4 is sharded by FSDPLinear")):
+        kind = "is split over processes by FullyShardedDataParallel"
+        for part, name in ((False, f"the model {kind}"), (True, f"4 {kind}")):
             *modes, trains = found["sharded"][str(part)]
             assert trains and [kind for kind, _ in modes] == ["UnsupportedError"] * 3
             assert all(name in message for _, message in modes)

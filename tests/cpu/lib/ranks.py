@@ -20,7 +20,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import distributed, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -164,13 +164,15 @@ def in_loops() -> dict[str, Any]:
 
 
 def sharded() -> dict[str, Any]:
-    """F5: `fully_shard`, of the model or of a part of it; it trains on afterwards."""
+    """F5: FSDP1, of the model or of a part of it; it trains on afterwards."""
     found: dict[str, Any] = {}
     for part in (False, True):
         model = model_of()
         model.add_module("none", nn.BatchNorm1d(4))
-        shard = model[4] if part else model  # type: ignore[index]
-        fully_shard(shard)
+        if part:
+            model[4] = FullyShardedDataParallel(model[4], device_id=torch.device("cpu"))  # type: ignore[operator, index]
+        else:
+            model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
         found[str(part)] = [raised(lambda m=model, mode=mode: enter(m, mode)) for mode in ("never", "auto", "always")]  # type: ignore[misc]
         model(data(0)).square().mean().backward()
         found[str(part)].append(all(p.grad is not None for p in model.parameters()))

@@ -1,0 +1,104 @@
+"""Learn when the weights of sharded modules (FSDP2) come into memory and go, and see nothing of how that happens.
+
+`fully_shard` splits each weight over processes. A *unit*, a group of modules whose weights travel together, gathers them before
+its forward and again before its backward, and lets go of them afterwards. The memory of a gathered weight is one storage, whose
+size changes; its version counter does not.
+
+The hooks in which weights are gathered, let go of, and gradients are reduced are hidden from the recorder. Otherwise the copy
+into a weight would be an op that writes it, and a rebuild could start from the buffer of a collective. A rebuild reads a weight
+as memory that no op of the step made, and only while it is there. No collective is ever run again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from lightning_memopt.record.exposure import unwatched
+from lightning_memopt.record.modes import Outside
+from lightning_memopt.record.seams import Seams
+from lightning_memopt.record.uncompiled import uncompiled
+from lightning_memopt.torch_private import UNIT_HOOKS, fsdp_units, unit_class, unsharded_parameter
+
+Event = Literal["hook", "entered", "left"]
+"""A hook of a unit runs; its forward begins, with its weights in memory; its forward is over, with its weights still there."""
+Listener = Callable[[Any, Event], contextlib.AbstractContextManager[None]]
+"""`listener(unit, event)` is a context around the hook. Around "entered" and "left" it is empty: it is entered and left."""
+
+
+def units_of(model: nn.Module) -> list[Any]:
+    """The units of a model whose modules are sharded by FSDP2, each once; empty where there are none."""
+    return list({id(unit): unit for module in model.modules() for unit in fsdp_units(module)}.values())
+
+
+def weights_of(unit: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, weight) of the weights of a unit that were gathered before. They have their bytes where their storage has any."""
+    for i, p in enumerate(unit.fsdp_params):
+        weight = unsharded_parameter(p)
+        if weight is not None:
+            yield getattr(p, "_param_fqn", None) or f"weight {i}", weight
+
+
+def is_there(weight: torch.Tensor) -> bool:
+    """Whether a gathered weight has its bytes in memory now."""
+    return weight.untyped_storage().nbytes() > 0
+
+
+@contextlib.contextmanager
+def unseen_by(recorder: Outside) -> Iterator[None]:
+    """Within, the recorder sees no op of this thread, and nobody is told of raw memory and of sizes."""
+    with recorder.aside(), unwatched():
+        yield
+
+
+def _hiding(original: Any) -> Any:
+    @uncompiled
+    def method(unit: Any, *args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            for listener in tuple(_seams().listeners):
+                stack.enter_context(listener(unit, "hook"))
+            return original(unit, *args, **kwargs)
+
+    return method
+
+
+def _tell(unit: Any, event: Event) -> None:
+    for listener in tuple(_seams().listeners):
+        with listener(unit, event):
+            pass
+
+
+def _entering(original: Any) -> Any:
+    @uncompiled
+    def method(unit: Any, *args: Any, **kwargs: Any) -> Any:
+        out = original(unit, *args, **kwargs)
+        _tell(unit, "entered")
+        return out
+
+    return method
+
+
+def _leaving(original: Any) -> Any:
+    @uncompiled
+    def method(unit: Any, *args: Any, **kwargs: Any) -> Any:
+        _tell(unit, "left")
+        return original(unit, *args, **kwargs)
+
+    return method
+
+
+@cache
+def _seams() -> Seams[Listener]:
+    cls = unit_class()
+    hidden = ((cls, name, _hiding) for name in UNIT_HOOKS)
+    return Seams(*hidden, (cls, "pre_forward", _entering), (cls, "post_forward", _leaving))
+
+
+def around_units(listener: Listener) -> contextlib.AbstractContextManager[None]:
+    """Within, tell `listener` of the units of sharded modules. Torch is as before when the last caller has left."""
+    return _seams().listening(listener)

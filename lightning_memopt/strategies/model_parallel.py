@@ -1,0 +1,30 @@
+"""`MemOptModelParallelStrategy`: Lightning's strategy for FSDP2 within a memory budget; registered as "memopt_fsdp2"."""
+
+from __future__ import annotations
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_memopt.config import with_option_texts
+from lightning_memopt.strategies.lightning_private import ShardedStrategy
+from lightning_memopt.strategies.options import MemOptOptions
+
+
+@with_option_texts
+class MemOptModelParallelStrategy(MemOptOptions, ShardedStrategy):
+    """Train a model that its `configure_model` shards by `fully_shard` (FSDP2), each process within a memory budget.
+
+    Args:
+        config: all of those options in one object, instead of single ones. Raises ConfigError if both are given.
+        kwargs: those of `ModelParallelStrategy`. The data parallel size is the number of processes unless it is given, and the
+            tensor parallel size 1: weights that are split for tensor parallelism are refused (UnsupportedError).
+    """
+
+    strategy_name = "memopt_fsdp2"
+
+
+def register_fsdp2() -> None:
+    """Make `Trainer(strategy="memopt_fsdp2")` work. A second call does nothing."""
+    if "memopt_fsdp2" not in StrategyRegistry:
+        StrategyRegistry.register(
+            "memopt_fsdp2", MemOptModelParallelStrategy, description="FSDP2, each process within a memory budget"
+        )
