@@ -31,7 +31,7 @@ from lightning_memopt.batching.untouched import untouched
 from lightning_memopt.config import MemOptConfig, disabled
 from lightning_memopt.errors import ConfigError, InfeasibleError, UnsupportedError
 from lightning_memopt.graph import Graph
-from lightning_memopt.ranks import Ranks, ranks_of, wrapper_of
+from lightning_memopt.ranks import Ranks, joins, ranks_of, wrapper_of
 from lightning_memopt.session.offloading import Offloading
 from lightning_memopt.session.solving import frontier_of
 from lightning_memopt.solvers.planner import Frontier
@@ -128,6 +128,8 @@ class Search:
                 "The ranks share this model without a DistributedDataParallel around it. A search on several ranks needs that: "
                 "wrap the model, or set the batch size by hand."
             )
+        if joins(self.model):
+            raise UnsupportedError("A search inside of `Join` would run its collectives in every trial. Run the search before.")
         if self.mode == "energy" and self.watts is None:
             raise UnsupportedError(
                 f"mode='energy' repeats steps by the clock, which {ranks.size} ranks cannot do in step. Give watts=, or use "

@@ -17,9 +17,10 @@ others when its process has ended, or at the timeout of the process group.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from torch.nn.parallel import DistributedDataParallel
@@ -132,19 +133,28 @@ class TrialsOfRanks(Trials):
         # in a static graph torch reduces all gradients in the first step, also in `no_sync`
         if size > self._ran and (self._stepped or not self._wrapper.static_graph):
             begun = len(self.done)
-            sends_buffers = self._wrapper.require_forward_param_sync
-            with self._wrapper.no_sync():
+            with self._without_collectives():
                 self._attempt(run)
-            self._wrapper.require_forward_param_sync = sends_buffers  # as if there had been no rehearsal
             rehearsal, to_end = self._agreed(begun, _STEP_SECONDS)
             if rehearsal is None or not to_end:
                 return None, rehearsal
+            # whether its peak is above the budget is for the real step to say: gradients may take other bytes there
             self.done[begun:] = [dataclasses.replace(rehearsal, kind="rehearsal", fits=True)]
         begun, self._stepped = len(self.done), True
         returned = self._attempt(run)
         trial, to_end = self._agreed(begun, _STEP_SECONDS if self._ended_by is None else _ALONE_SECONDS)
         self._ran = max(self._ran, size if trial is not None and to_end else 0)
         return returned, trial
+
+    @contextlib.contextmanager
+    def _without_collectives(self) -> Iterator[None]:
+        """As `no_sync`, but the next forward sends buffers as it would have done without the steps in this block."""
+        sends_buffers = self._wrapper.require_forward_param_sync
+        try:
+            with self._wrapper.no_sync():
+                yield
+        finally:
+            self._wrapper.require_forward_param_sync = sends_buffers
 
     def _attempt(self, run: Callable[[], T]) -> T:
         self._ended_by = None

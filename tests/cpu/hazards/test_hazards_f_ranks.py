@@ -126,9 +126,11 @@ def test_l7_where_no_size_fits_one_rank_all_hear_which(ranks: list[dict[str, Any
 
 
 def test_l7_what_ranks_cannot_search_is_refused(ranks: list[dict[str, Any]]) -> None:
-    """REFUSE: a model that is not wrapped, options that differ, steps that are repeated by the clock."""
+    """REFUSE: a model that is not wrapped, options that differ, steps that are repeated by the clock, a search in `Join`."""
     for number, found in enumerate(ranks):
-        options, energy, alone = (of_searches(ranks, name)[number] for name in ("other options", "energy", "not wrapped"))
+        names = ("other options", "energy", "in Join", "not wrapped")
+        options, energy, joined, alone = (of_searches(ranks, name)[number] for name in names)
+        assert "UnsupportedError: A search inside of `Join`" in joined["error"] and not joined["sizes"]
         assert "ConfigError: Rank 1 searches with effective=9, and rank 0 with effective=8" in options["error"]
         assert "UnsupportedError: mode='energy'" in energy["error"] and "Give watts=" in energy["error"]
         assert f"UnsupportedError: This is rank {number} of 2" in alone["error"]

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import distributed, nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -80,6 +81,12 @@ def raising(error: Exception, rank: int, above: int) -> Callable[[int], None]:
     return fault
 
 
+def joined() -> Any:
+    of_rank = OfRank(buffers=False)
+    with Join([of_rank.model]):  # type: ignore[list-item]
+        return of_rank.search(PLENTY)
+
+
 def plain_loops() -> dict[str, Any]:
     """What each search came to on this rank."""
     rank = distributed.get_rank()
@@ -104,6 +111,7 @@ def plain_loops() -> dict[str, Any]:
         "nothing fits": OfRank(buffers=False).search(30_000 if rank else PLENTY),
         "other options": OfRank().search(PLENTY, effective=8 + rank),
         "energy": OfRank().search(PLENTY, mode="energy"),
+        "in Join": joined(),
         "not wrapped": OfRank(wrapped=False).search(PLENTY),
     }
     return found
