@@ -179,6 +179,7 @@ class TrialsOfRanks(Trials):
         said = self._meet(outcome, seconds)
         while not all(other["ended"] for other in said):  # a rank that began another step has now heard that it need not
             said = self._meet(outcome, seconds)
+        self._ended_by = None
         self.cap = min(other["cap"] for other in said)
         too_large_on = [self.ranks.names[rank] for rank, other in enumerate(said) if other["too_large"]]
         if isinstance(error, RankFailedError) and not too_large_on:
@@ -242,6 +243,8 @@ class TrialsOfRanks(Trials):
             raise
         if heard is None:
             self._lost = True
+            if self._ended_by is not None and not isinstance(self._ended_by, RankFailedError):
+                raise self._ended_by  # memory ran out on this rank, and the others may wait for it in a collective
             raise RankFailedError(
                 f"Rank {self.ranks.names[rank]} did not come to {about} of the search for a batch size. "
                 "Run the search on every rank, with a step in which all ranks run the same collectives."
