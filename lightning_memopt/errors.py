@@ -18,10 +18,19 @@ class BudgetError(MemOptError, ValueError):
 class InfeasibleError(MemOptError):
     """No plan fits `budget_nbytes`; `smallest_nbytes` is the smallest budget that is known to suffice, None if unknown."""
 
-    def __init__(self, message: str, *, smallest_nbytes: int | None = None, budget_nbytes: int | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        smallest_nbytes: int | None = None,
+        budget_nbytes: int | None = None,
+        ranks: tuple[int, ...] = (),
+    ) -> None:
+        """`ranks`: the numbers of the ranks whose budget is too small, where all ranks raise this error together."""
         super().__init__(message)
         self.smallest_nbytes = smallest_nbytes
         self.budget_nbytes = budget_nbytes
+        self.ranks = ranks
 
 
 class PlanFileError(MemOptError, ValueError):

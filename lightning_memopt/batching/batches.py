@@ -115,6 +115,11 @@ def refuse_loader(loader: Any) -> None:
             f"The batch sampler ({type(sampler).__name__}) has no batch_size to set (it is {size!r}). Give it an attribute "
             "batch_size that it follows, or leave the batch scaler out."
         )
+    if isinstance(getattr(getattr(sampler, "batch_sampler", None), "batch_size", None), int):
+        raise UnsupportedError(
+            f"The batch sampler ({type(sampler).__name__}) takes its batches from another one, so it does not follow its own "
+            "batch_size. Give the loader as it was before it was prepared for several processes."
+        )
     dataset = loader.dataset
     if isinstance(dataset, IterableDataset):
         if hasattr(dataset, "__len__"):

@@ -15,12 +15,15 @@ class BatchSizeResult:
 
     Predictions are None if no step could be fitted.
 
-    size: samples of a batch; a real step of this size ran and fitted.
+    Where several ranks searched, all of them return the same result.
+
+    size: samples of a batch; a real step of this size ran and fitted, on every rank.
     before: samples of a batch before the search.
     mode: what was searched for: "largest", "throughput" or "energy".
-    budget_nbytes: bytes of the device that a step may use.
-    predicted_peak_nbytes: predicted peak of a step.
-    confirmed_peak_nbytes: peak that was measured in a real step; None if another profiler was running.
+    budget_nbytes: bytes of the device that a step may use: the smallest budget of all ranks.
+    predicted_peak_nbytes: predicted peak of a step, on the first rank.
+    confirmed_peak_nbytes: peak that was measured in a real step, the largest of the ranks with that budget; None if another
+        profiler was running.
     samples_per_second: predicted throughput.
     before_samples_per_second: predicted throughput at the size `before`, without a plan.
     joules_per_sample: predicted energy; None too if the energy of a step is not known.
@@ -29,6 +32,7 @@ class BatchSizeResult:
     measured_joules_per_sample: energy that was measured in real steps; None if the device's energy is not read.
     energy_source: where the joules come from, for messages.
     why: why the first prediction is not the result; empty if it is.
+    ranks: number of ranks, each of which trains on batches of this size.
     """
 
     size: int
@@ -45,6 +49,7 @@ class BatchSizeResult:
     measured_joules_per_sample: float | None = None
     energy_source: str = ""
     why: str = ""
+    ranks: int = 1
 
     @property
     def trial_steps(self) -> int:
@@ -57,6 +62,11 @@ class BatchSizeResult:
         return self._steps("warm-up", "profile")
 
     @property
+    def rehearsal_steps(self) -> int:
+        """Number of steps that the ranks ran without collectives, to see whether memory runs out on one of them."""
+        return self._steps("rehearsal")
+
+    @property
     def energy_steps(self) -> int:
         """Number of real steps that ran only to measure energy."""
         return self._steps("energy")
@@ -66,8 +76,9 @@ class BatchSizeResult:
 
     def __str__(self) -> str:
         plan = ", with a plan" if self.planned else ""
+        each = "" if self.ranks == 1 else f" on each of {self.ranks} ranks"
         parts = [
-            f"MemOpt: batch {self.before} -> {self.size} ({self.mode}{plan}): peak {_text(self.predicted_peak_nbytes)} "
+            f"MemOpt: batch {self.before} -> {self.size}{each} ({self.mode}{plan}): peak {_text(self.predicted_peak_nbytes)} "
             f"predicted, {_text(self.confirmed_peak_nbytes)} confirmed of {format_nbytes(self.budget_nbytes)}"
         ]
         if self.samples_per_second is not None:
@@ -80,6 +91,7 @@ class BatchSizeResult:
             parts.append(f"{self.measured_joules_per_sample:.3g} J/sample measured (the whole device, whoever uses it)")
         how = f"{self.trial_steps} trial steps beyond {self.profile_steps} profiled"
         how += f" and {self.energy_steps} for energy" if self.energy_steps else ""
+        how += f" and {self.rehearsal_steps} rehearsed" if self.rehearsal_steps else ""
         return ", ".join(parts) + f"; {how}" + (f", because {self.why}" if self.why else "")
 
 

@@ -2,6 +2,8 @@
 
 Everything runs inside `untouched`: weights, optimizer state, generators, gradients and attributes are restored bit by bit.
 The result is always a size that really ran and fitted. See docs/adr/0010-batch-size-from-two-traces.md.
+
+Where several ranks train the model, all of them search, for one size that fits on every rank (`together.py`).
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,11 +25,13 @@ from lightning_memopt.batching.fit import StepFit
 from lightning_memopt.batching.plans import ParkingPlans, Plans
 from lightning_memopt.batching.profile import profile, sharpened
 from lightning_memopt.batching.result import BatchSizeResult
+from lightning_memopt.batching.together import TrialsOfRanks
 from lightning_memopt.batching.trials import BatchSource, Step, Trial, Trials
 from lightning_memopt.batching.untouched import untouched
 from lightning_memopt.config import MemOptConfig, disabled
-from lightning_memopt.errors import ConfigError, InfeasibleError
+from lightning_memopt.errors import ConfigError, InfeasibleError, UnsupportedError
 from lightning_memopt.graph import Graph
+from lightning_memopt.ranks import Ranks, joins, ranks_of, wrapper_of
 from lightning_memopt.session.offloading import Offloading
 from lightning_memopt.session.solving import frontier_of
 from lightning_memopt.solvers.planner import Frontier
@@ -77,16 +82,33 @@ class Search:
     clock: Clock = time.perf_counter
 
     def find(self) -> BatchSizeResult:
-        """Run the search. Raises InfeasibleError if no permitted size fits, ConfigError for options that are not accepted."""
-        self._check()
+        """Run the search. Raises InfeasibleError if no permitted size fits, ConfigError for options that are not accepted,
+        RankFailedError where another rank failed, UnsupportedError for a model that the ranks do not train by DDP.
+        """
+        ranks = ranks_of(self.model)
+        if ranks is None:
+            return self._find(None)
+        ranks.begin()
+        try:
+            return self._find(ranks)
+        except BaseException as error:
+            failed = ranks.ended_by(error)
+            if failed is not None:
+                raise failed from error
+            raise
+        finally:
+            ranks.leave()
+
+    def _find(self, ranks: Ranks | None) -> BatchSizeResult:
+        self._check(ranks)
         with ExitStack() as stack:
             energy: StepEnergy | None = None
             if self.mode == "energy" and self.watts is None:
                 energy = stack.enter_context(closing(StepEnergy(self.device, self.clock)))
             stack.enter_context(untouched(self.model, self.optimizers, *self.keep))
-            return _RunningSearch(self, energy).result()
+            return _RunningSearch(self, energy, ranks).run()
 
-    def _check(self) -> None:
+    def _check(self, ranks: Ranks | None) -> None:
         if self.mode not in MODES:
             raise ConfigError(f"mode is {self.mode!r}; use {', '.join(map(repr, MODES))}.")
         if self.max_size is not None and (not isinstance(self.max_size, int) or self.max_size < 1):
@@ -99,16 +121,32 @@ class Search:
             raise ConfigError(
                 "The model has lazy parameters, which a trial would initialise for good. Run one batch through it first."
             )
+        if ranks is None:
+            return
+        if wrapper_of(self.model) is None:
+            raise UnsupportedError(
+                "The ranks share this model without a DistributedDataParallel around it. A search on several ranks needs that: "
+                "wrap the model, or set the batch size by hand."
+            )
+        if joins(self.model):
+            raise UnsupportedError("A search inside of `Join` would run its collectives in every trial. Run the search before.")
+        if self.mode == "energy" and self.watts is None:
+            raise UnsupportedError(
+                f"mode='energy' repeats steps by the clock, which {ranks.size} ranks cannot do in step. Give watts=, or use "
+                "mode='throughput'."
+            )
 
 
 class _RunningSearch:
     """The state of one search while it runs, from the profile to the result."""
 
-    def __init__(self, search: Search, energy: StepEnergy | None) -> None:
-        self.search = search
+    def __init__(self, search: Search, energy: StepEnergy | None, ranks: Ranks | None) -> None:
+        self.search, self.ranks = search, ranks
         self.config = search.config if not disabled() and supported() else None
         self.limit = search.budget_nbytes
-        self.trials = Trials(
+        wrapper = None if ranks is None else wrapper_of(search.model)
+        kind = Trials if ranks is None or wrapper is None else partial(TrialsOfRanks, ranks, wrapper)
+        self.trials = kind(
             search.step,
             search.source,
             search.model,
@@ -131,6 +169,23 @@ class _RunningSearch:
         if effective is None:
             return range(1, limit + 1)
         return [size for size in range(1, min(limit, effective) + 1) if effective % size == 0]
+
+    def run(self) -> BatchSizeResult:
+        """The result of this rank's search, or of the first rank's. Raises InfeasibleError on all ranks if no size fits."""
+        trials = self.trials
+        if not isinstance(trials, TrialsOfRanks):
+            return self.result()
+        options = {"mode": self.search.mode, "effective": self.search.effective, "planned": self.config is not None}
+        self.limit = trials.begin(options)
+        if trials.ranks.rank:
+            return trials.follow()
+        try:
+            result = self.result()
+        except InfeasibleError as error:
+            trials.refuse(error)
+            raise
+        trials.finish(result)
+        return result
 
     def result(self) -> BatchSizeResult:
         """Profile, predict and confirm; bisect if that gives no result. Raises InfeasibleError if no size fits."""
@@ -216,7 +271,7 @@ class _RunningSearch:
             size=trial.size,
             before=before,
             mode=self.search.mode,
-            budget_nbytes=self.search.budget_nbytes,
+            budget_nbytes=self.limit,
             predicted_peak_nbytes=estimate.peak_nbytes if estimate is not None else None,
             confirmed_peak_nbytes=trial.peak_nbytes,
             samples_per_second=estimate.samples_per_second if estimate is not None else None,
@@ -227,12 +282,17 @@ class _RunningSearch:
             planned=estimate.planned if estimate is not None else self.config is not None,
             trials=tuple(self.trials.done),
             why=self.why,
+            ranks=1 if self.ranks is None else self.ranks.size,
         )
 
     def _infeasible(self, why: str) -> InfeasibleError:
         tried = ", ".join(str(size) for size in sorted({trial.size for trial in self.trials.done}, reverse=True))
+        where = ""
+        if isinstance(self.trials, TrialsOfRanks) and self.trials.too_large_on:
+            where = f" on rank {', '.join(map(str, self.trials.too_large_on))}"
         return InfeasibleError(
-            f"No batch size fits {self.limit} bytes ({format_nbytes(self.limit)}): {why} (tried {tried or 'none'}). The model, "
-            "its optimizer and the batch size are as they were. Raise the budget, or make the model or the samples smaller.",
+            f"No batch size fits {self.limit} bytes ({format_nbytes(self.limit)}){where}: {why} (tried {tried or 'none'}). The "
+            "model, its optimizer and the batch size are as they were. Raise the budget, or make the model or the "
+            "samples smaller.",
             budget_nbytes=self.limit,
         )

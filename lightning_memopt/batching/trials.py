@@ -21,6 +21,7 @@ from lightning_memopt.batching.oom import is_out_of_memory, release
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import ConfigError, InfeasibleError
 from lightning_memopt.graph import Graph
+from lightning_memopt.ranks import buckets_nbytes
 from lightning_memopt.session import Session
 from lightning_memopt.session.peak_meter import StepMeter
 from lightning_memopt.session.resident import foreign_nbytes, resident_nbytes, resident_tensors
@@ -56,7 +57,8 @@ updates. `whole`: the batch has all samples of its update; if not, gradients of 
 class Trial:
     """Steps of one batch size that were run for one purpose.
 
-    kind: the purpose: "warm-up", "profile", "trial" or "energy".
+    kind: the purpose: "warm-up", "profile", "trial", "energy" or, with several ranks, "rehearsal" (of a trial without
+        collectives).
     size: samples of a batch.
     steps: number of steps that began.
     fits: whether they ended within the memory that they may use.
@@ -125,9 +127,9 @@ class Trials:
         With plans the step is observed within the budget, and its graph is thrown away.
         """
         if self.config is not None:
-            return self.observe(size, "warm-up") is not None
+            return Trials.observe(self, size, "warm-up") is not None  # not as a trial of its own, where several ranks run it
         with self._running("warm-up", size) as trial:
-            self._run(self.source.batch(size), None, self.effective is None)
+            self._run(self._batch(size), None, self.effective is None)
         self._unmetered = [weakref.ref(g.untyped_storage()) for g in self._gradients()]
         return trial.fits
 
@@ -137,7 +139,7 @@ class Trials:
         quiet = dataclasses.replace(config, profile_steps=_NEVER_PLANNED, plan=None, verify=False, verbose=False)
         graph: Graph | None = None
         with self._running(kind, size) as trial, self._session(quiet) as session:
-            self._run(self.source.batch(size), session, self.effective is None)
+            self._run(self._batch(size), session, self.effective is None)
             session.step_ended()
             graph = session.observed_graph
         return graph if trial.fits else None
@@ -160,9 +162,10 @@ class Trials:
     def _unplanned(self, size: int) -> bool:
         """Measure one step without a plan. Returns whether it fits."""
         with self._running("trial", size) as trial:
-            batch = self.source.batch(size)
+            batch = self._batch(size)
             tensors = list(resident_tensors(self.model, self.optimizers, batch))
-            resident, foreign = resident_nbytes(tensors, self.device), foreign_nbytes(tensors)
+            resident = resident_nbytes(tensors, self.device) + buckets_nbytes(self.model)
+            foreign = foreign_nbytes(tensors)
             del tensors
             unmetered = {id(ref()) for ref in self._unmetered}
             gradients = [g for g in self._gradients() if id(g.untyped_storage()) in unmetered]
@@ -180,7 +183,7 @@ class Trials:
         with self._running("trial", size) as trial, self._session(quiet) as session, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for _ in range(2):
-                self._run(self.source.batch(size), session, self._whole(size))
+                self._run(self._batch(size), session, self._whole(size))
                 session.step_ended()
             trial.peak_nbytes = session.status().measured_peak_nbytes
             if measure_energy and not self._over(trial.peak_nbytes):
@@ -192,7 +195,7 @@ class Trials:
             return None
         measured: MeasuredEnergy | None = None
         with self._running("energy", size):
-            batch = self.source.batch(size)
+            batch = self._batch(size)
 
             def run_once() -> None:
                 # new dicts and lists for each step, because a step may take items out of its batch
@@ -205,6 +208,13 @@ class Trials:
         return measured
 
     # -- common to all kinds -----------------------------------------------------------------------
+
+    def _batch(self, size: int) -> Any:
+        return self.source.batch(size)
+
+    def _too_large(self, error: Exception) -> bool:
+        """Whether an error that ended a trial means that its size does not fit, so that the search goes on."""
+        return isinstance(error, InfeasibleError) or is_out_of_memory(error)
 
     def _run(self, batch: Any, session: Session | None, whole: bool) -> None:
         self._begun += 1
@@ -225,6 +235,9 @@ class Trials:
         session = Session(self.model, self.optimizers, config)
         try:
             yield session
+        except Exception as error:
+            session.ended_by(error)  # so that no other rank waits for this one
+            raise
         finally:
             session.close()
 
@@ -246,7 +259,7 @@ class Trials:
             self.cap = min(self.cap, error.available)
             return
         except Exception as error:
-            if not isinstance(error, InfeasibleError) and not is_out_of_memory(error):
+            if not self._too_large(error):
                 raise
             for p in self.model.parameters():
                 p.grad = None  # an interrupted backward left partial gradients

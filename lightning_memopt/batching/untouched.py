@@ -6,6 +6,8 @@ Input: the objects to follow ("roots"). A snapshot remembers
 - attributes of modules, optimizers, schedulers, samplers and loaders, and the dicts, lists, sets and deques in them;
 - the state of random generators among them, and of the global ones of torch, numpy and Python.
 
+Of a DistributedDataParallel only the module in it is followed: its own attributes describe its reducer, which goes on.
+
 All of it is restored in place. What steps add is removed: optimizer state, caches, counters, states of torchmetrics.
 Attributes of other objects (a logger, a user's dataclass) are not followed and not restored.
 """
@@ -22,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 _OPEN = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler, Sampler, DataLoader)
@@ -95,6 +98,9 @@ class Snapshot:
             return self._tensor(value)
         if isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
             self._generator(value)
+        elif isinstance(value, DistributedDataParallel):
+            self._undo.append(partial(setattr, value, "training", value.training))
+            return [value.module]
         elif isinstance(value, _OPEN):
             return self._attributes(value)
         elif isinstance(value, Dataset):

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -46,13 +47,17 @@ class _Replacement:
 class MemOptBatchScaler(Callback):
     """Choose the training batch size before training starts, by a few real steps whose effects are all restored.
 
+    With DDP all ranks search together: each rank trains on batches of the size that fits on every rank.
+
     Args:
         mode: `"largest"`: the largest size that fits; `"throughput"`: the most samples a second; `"energy"`: the fewest joules
             a sample.
-        budget: bytes of the device that a step may use. Only for other strategies than `MemOptStrategy`, which has its own.
+        budget: bytes of the device that a step may use. Only for other strategies than `MemOptStrategy` and
+            `MemOptDDPStrategy`, which have their own.
         max_size: the largest size that may be chosen.
-        keep_effective: keep the number of samples between two updates, by changing `accumulate_grad_batches`. Only sizes that
-            divide this number are chosen. False: accumulation stays, and an update has more samples.
+        keep_effective: keep the number of samples between two updates, of each rank and so of all, by changing
+            `accumulate_grad_batches`. Only sizes that divide this number are chosen. False: accumulation stays, and an update
+            has more samples.
         lr_scaling: how to scale learning rates if `keep_effective=False`: not, by the ratio of samples an update, or by the
             square root of that ratio.
         watts: power that the device draws in training, for `"energy"`. By default it is measured, on NVIDIA GPUs.
@@ -124,10 +129,13 @@ class MemOptBatchScaler(Callback):
 
     def summary(self) -> str:
         """One line: batch size and accumulation before and after, predicted and confirmed peak."""
-        if self.found is None:
+        found = self.found
+        if found is None:
             return "MemOpt: the batch size was not searched."
+        effective = found.size * self._set["accumulate"]
+        each = f", {effective} samples an update on each rank, {effective * found.ranks} on all" if found.ranks > 1 else ""
         return (
-            f"{self.found}; accumulate_grad_batches {self._set['accumulate_before']} -> {self._set['accumulate']}, "
+            f"{found}; accumulate_grad_batches {self._set['accumulate_before']} -> {self._set['accumulate']}{each}, "
             f"learning rates x{self._set['lr_factor']:g}"
         )
 
@@ -135,10 +143,10 @@ class MemOptBatchScaler(Callback):
 
     def _refuse(self, trainer: Trainer, module: LightningModule) -> None:
         """Raise UnsupportedError or ConfigError if the batch size cannot be searched for with this Trainer."""
-        if trainer.world_size > 1:
+        if trainer.world_size > 1 and not isinstance(trainer.strategy, DDPStrategy):
             raise UnsupportedError(
-                f"MemOptBatchScaler searches on one device; this Trainer has {trainer.world_size}. Use devices=1, or set the "
-                "batch size and leave MemOptBatchScaler out."
+                f"MemOptBatchScaler searches on one device, or on several with DDP; {type(trainer.strategy).__name__} trains "
+                f"on {trainer.world_size}. Use MemOptDDPStrategy, or set the batch size and leave MemOptBatchScaler out."
             )
         if not module.automatic_optimization:
             raise UnsupportedError(

@@ -18,7 +18,7 @@ from lightning_memopt.strategies import lightning_private
 
 
 def training_loader(trainer: Trainer) -> Any:
-    """The loader that training will use. Raises UnsupportedError if there are several, or none."""
+    """The loader that training will use on this rank. Raises UnsupportedError if there are several, or none."""
     source = lightning_private.data_source(trainer)
     if not source.is_defined():
         raise UnsupportedError("There is no training loader. Give one to fit, or define train_dataloader.")
@@ -29,7 +29,7 @@ def training_loader(trainer: Trainer) -> Any:
             f"There are {len(combined.flattened)} training loaders, so there is no one batch size. Give one, or leave "
             "MemOptBatchScaler out."
         )
-    return combined.flattened[0]
+    return lightning_private.of_this_rank(trainer, combined.flattened[0])
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from lightning_memopt.batching import BatchSizeResult, FromFunction, FromLoader,
 from lightning_memopt.config import MemOptConfig, PlanOptions
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.integrations.plain import Optimizers, Run, attach, unwrapped
-from lightning_memopt.ranks import several_processes
+from lightning_memopt.ranks import several_processes, wrapper_of
 from lightning_memopt.session import Session
 from lightning_memopt.session.budget import bytes_on, device_of
 
@@ -40,6 +40,9 @@ def find_max_batch_size(
 
     The size that is returned ran in a real step, so it is never larger than the number of samples in the data.
 
+    Where several ranks train a model in DistributedDataParallel, all of them call this together, each with its own data. All
+    return the same result: a size of each rank's batch that fits on every rank.
+
     Args:
         step: the body of the loop, `step(batch)`: forward, backward, `optimizer.step()`, `zero_grad()`. Its result is not used.
         batches: a DataLoader, or `make_batch(size)`, which returns a batch of that many samples. If samples differ in length,
@@ -52,23 +55,25 @@ def find_max_batch_size(
             a sample.
         start: the size in use now. Profiled sizes are not larger (but at least 2 and 4). Default: the loader's, or 8.
         max_size: the largest size that may be chosen.
-        effective: samples between two updates, if you accumulate gradients: only sizes that divide it are chosen. `step` is
-            then the body for one of the batches, with the update but without `zero_grad`, so that gradients exist as in
-            training.
+        effective: samples between two updates, those of one rank where there are several, if you accumulate gradients: only
+            sizes that divide it are chosen. `step` is then the body for one of the batches, with the update but without
+            `zero_grad`, so that gradients exist as in training.
         watts: power that the device draws in training, for `"energy"`. By default it is measured, on NVIDIA GPUs.
         keep: other objects that `step` changes and that must be restored: a scheduler, a GradScaler, lists.
         options: options of `MemOptConfig`, for `planned=True`.
 
     Raises:
         InfeasibleError: no size fits.
-        UnsupportedError: the loader's batch size cannot be set, or this is one of several processes.
+        UnsupportedError: the loader's batch size cannot be set; or this is one of several processes, and its model is not in
+            DistributedDataParallel.
+        RankFailedError: another rank failed, or did not call this.
         ConfigError: the mode is `"energy"`, the device's energy cannot be read, and no `watts` are given. No step has run then.
     """
-    if several_processes():
+    if several_processes() and wrapper_of(model) is None:
         raise UnsupportedError(
-            f"find_max_batch_size searches in one process, and this is rank {distributed.get_rank()} of "
-            f"{distributed.get_world_size()}: each would come to a size of its own. Search before init_process_group, in one "
-            "process, and give that size to all ranks."
+            f"This is rank {distributed.get_rank()} of {distributed.get_world_size()}, and the model is not in "
+            "DistributedDataParallel: each rank would come to a size of its own. Give the wrapped model on every rank, or "
+            "search in one process before init_process_group."
         )
     optimizers = unwrapped(optimizer)
     config = MemOptConfig(budget=budget, **options)

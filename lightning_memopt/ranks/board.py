@@ -25,7 +25,7 @@ class Board:
         self.rank, self.size = rank, size
         # a connection of its own: torch may block the group's connection for minutes, and heartbeats must go on
         self._store = distributed.PrefixStore(f"memopt/{name}", store.clone())  # type: ignore[attr-defined]
-        self._subjects: set[str] = set()
+        self._subjects = {"error", "errors"}  # a rank that failed may have left before it could delete these
 
     def post(self, about: str, text: str) -> None:
         """Post this rank's text about a subject. Raises torch's DistError where the store is gone."""

@@ -202,4 +202,5 @@ def _raise_infeasible(decisions: list[dict[str, Any]], ranks: Ranks, own: Infeas
         f"Rank {ranks.names[next(iter(refused))]} says: {first['refused']}",
         smallest_nbytes=enough,
         budget_nbytes=first["budget_nbytes"],
+        ranks=tuple(ranks.names[rank] for rank in refused),
     ) from own

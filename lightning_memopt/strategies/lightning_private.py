@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.nn.parallel import DistributedDataParallel
 
@@ -46,6 +47,14 @@ def data_source(trainer: Any) -> Any:
     `_FitLoop._data_source`: the probe needs the loader before the loop has built it.
     """
     return trainer.fit_loop._data_source
+
+
+def of_this_rank(trainer: Any, loader: Any) -> Any:
+    """The training loader with this rank's share of the samples; the loader itself where the Trainer has one device.
+
+    `_DataConnector._prepare_dataloader` injects a DistributedSampler: the probe needs the loader before the loop has built it.
+    """
+    return trainer._data_connector._prepare_dataloader(loader, shuffle=True, mode=RunningStage.TRAINING)
 
 
 def before_batch_transfer(module: Any, batch: Any) -> Any:

@@ -77,11 +77,19 @@ def test_loaders_whose_size_cannot_be_set_are_refused_by_name() -> None:
         def __iter__(self) -> Iterator[int]:
             return self.items
 
+    class Shard(BatchSampler):
+        """As Accelerate's: it has a batch size, and another batch sampler that decides."""
+
+        def __init__(self, batch_sampler: BatchSampler) -> None:
+            super().__init__(batch_sampler.sampler, batch_sampler.batch_size, False)
+            self.batch_sampler = batch_sampler
+
     refused = {
         "batch_size=None": DataLoader(data, batch_size=None),
         "has no batch_size to set": DataLoader(data, batch_sampler=[[0, 1], [2, 3]]),  # type: ignore[arg-type]
         "IterableDataset with __len__": DataLoader(Sized(40), batch_size=4),
         "is read once": DataLoader(Once(), batch_size=4),
+        "takes its batches from another one": DataLoader(data, batch_sampler=Shard(BatchSampler(range(64), 4, False))),
         "of a list cannot be set": [1, 2],
     }
     for text, loader in refused.items():

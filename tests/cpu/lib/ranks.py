@@ -7,6 +7,7 @@ Imports are made once: the ranks are forked, before anything has run.
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import multiprocessing
@@ -25,12 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memopt import (
-    MemOptBatchScaler,
     MemOptCallback,
     MemOptConfig,
     MemOptDDPStrategy,
     MemOptStrategy,
-    find_max_batch_size,
     optimize,
 )
 from lightning_memopt.runtime.early_updates import EarlyUpdates
@@ -38,6 +37,7 @@ from lightning_memopt.strategies import MemOptMixin
 from tests.cpu.lib.fits import Task, trainer_of
 from tests.cpu.lib.loops import batches
 from tests.cpu.lib.process import digest, model_of
+from tests.cpu.lib.ranks_sizes import searches
 
 WORLD, STEPS = 2, 5
 
@@ -216,42 +216,25 @@ def ours() -> dict[str, dict[str, Any]]:
 
 
 def in_trainers() -> dict[str, Any]:
-    """F4 and L7 in a Trainer with two devices."""
+    """F4 in a Trainer with two devices."""
     return {
         "plain": fitted(DDPStrategy(process_group_backend="gloo")),
         "auto": fitted(Parallel("auto")),
         "always": raised(lambda: fit(Parallel("always"))),
         "ours": ours(),
         "strings": [type(trainer_of(name, devices=WORLD).strategy).__name__ for name in ("memopt", "memopt_ddp")],
-        "scaler": raised(lambda: fit(DDPStrategy(process_group_backend="gloo"), MemOptBatchScaler(budget="1GiB"))),
     }
-
-
-def sizes() -> dict[str, Any]:
-    """L7: a batch size is looked for in every rank, of a model that the ranks share and of one that they do not."""
-    found = {}
-    for name, model in (("shared", DistributedDataParallel(model_of())), ("own", model_of())):
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-
-        def step(x: torch.Tensor, model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
-            model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        found[name] = raised(
-            lambda m=model, o=optimizer, s=step: find_max_batch_size(s, lambda n: data(0)[:n], m, o, budget="1GiB")
-        )  # type: ignore[misc]
-    return found
 
 
 def rank(number: int, folder: Path) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # each session collects garbage: not of all that was imported
     os.environ |= {"LOCAL_RANK": str(number), "NODE_RANK": "0"}  # where Lightning finds that it need not start the others
     store = distributed.FileStore(str(folder / "store"), WORLD)
     with begun_before() as late:
         distributed.init_process_group("gloo", store=store, rank=number, world_size=WORLD)
         found = {"begun_before": late()}
-    for case in (in_loops, sharded, sizes, in_trainers):
+    for case in (in_loops, sharded, searches, in_trainers):
         found[case.__name__] = case()
         distributed.barrier()  # nobody is left waiting in a collective of the case before
     (folder / f"{number}.json").write_text(json.dumps(found))

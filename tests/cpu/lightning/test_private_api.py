@@ -27,6 +27,8 @@ OWNERS: dict[str, Callable[[pl.Trainer], Any]] = {
     "_batches_that_stepped": lambda trainer: trainer.fit_loop.epoch_loop,
     "_combined_loader": lambda trainer: trainer.fit_loop,
     "_data_source": lambda trainer: trainer.fit_loop,
+    "_data_connector": lambda trainer: trainer,
+    "_prepare_dataloader": lambda trainer: trainer._data_connector,
     "_on_before_batch_transfer": lambda trainer: trainer.lightning_module,
     "_lightning_optimizers": lambda trainer: trainer.strategy,
     "_detect_anomaly": lambda trainer: trainer,
