@@ -7,6 +7,7 @@
 | `lightning_cli` | the same with LightningCLI: everything in a file of configs/, or in flags |
 | `fabric_loop` | the same in a loop of Lightning Fabric |
 | `ddp_torchrun` | DistributedDataParallel: `torchrun --nproc_per_node 2 examples/ddp_torchrun.py` |
+| `fsdp2_torchrun` | weights sharded over processes: `torchrun --nproc_per_node 2 examples/fsdp2_torchrun.py` |
 | `transformers_trainer` | a GPT-2 in transformers' Trainer, its gradient checkpointing replaced by the plan |
 | `peft_lora` | adapters of a Llama, trained by transformers' Trainer and PEFT |
 | `accelerate_script` | a script for Accelerate that its launcher keeps within a budget |

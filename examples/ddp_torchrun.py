@@ -36,8 +36,7 @@ def train(budget: str | None, steps: int = 8) -> tuple[list[float], str]:
     draw = torch.Generator().manual_seed(distributed.get_rank())  # other digits in every process
     losses = []
     with contextlib.ExitStack() as stack:
-        first = distributed.get_rank() == 0
-        run = None if budget is None else stack.enter_context(optimize(model, optimizer, budget=budget, verbose=first))
+        run = None if budget is None else stack.enter_context(optimize(model, optimizer, budget=budget))
         for _ in range(steps):
             rows = torch.randint(len(images), (256,), generator=draw)
             loss = F.cross_entropy(model(images[rows]), labels[rows])

@@ -65,9 +65,7 @@ def train(model: nn.Module, callback: MemOptTrainerCallback | None = None, **opt
 
 
 def main() -> None:
-    checkpointed: dict[str, Any] = dict(
-        gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False}
-    )
+    checkpointed: dict[str, Any] = dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False})
     plain = train(gpt2(), **checkpointed)
     planned = train(gpt2(), MemOptTrainerCallback(budget="17.25MiB"), **checkpointed)
     print("loss identical to the plain Trainer's:", plain == planned)

@@ -45,7 +45,7 @@ from lightning_memopt.session.refusals import refuse_hopeless, refuse_sharded
 from lightning_memopt.session.resident import resident_tensors
 from lightning_memopt.session.round import Rounds
 from lightning_memopt.session.shapes import Signature, signature_of
-from lightning_memopt.session.silence import BLOCKED, WAITS, Silence
+from lightning_memopt.session.silence import BLOCKED, WAITS, Silence, trains
 from lightning_memopt.session.states import Observing, Running, State, Waiting
 from lightning_memopt.session.status import RunStatus, Transfers, status_of, transfers_of
 from lightning_memopt.session.step import Step
@@ -292,7 +292,7 @@ class Session:
         """End the step that a new forward ends. Give up an observed step where only evaluation goes on."""
         if self._ends.awaited or (self._step.began and self._ends.written_by_hand(self._observed_step.now)):
             self.step_ended()
-        if not self.model.training:
+        if not trains(self.model):
             self._observed_step.evaluates(self.silence)
 
     def _begin_round(self, batch: Any, part: int) -> Recording | None:

@@ -7,6 +7,7 @@ from collections import Counter
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_memopt.record import compiled_modules
 from lightning_memopt.runtime.early_updates import Reason
@@ -51,9 +52,18 @@ _NO_STEP = Reason(
 )
 
 
+def trains(model: nn.Module) -> bool:
+    """Whether the model is in training mode. That of its DistributedDataParallel says nothing: loops call `eval` and `train` of
+    the one or of the other.
+    """
+    while isinstance(model, DistributedDataParallel):
+        model = model.module
+    return model.training
+
+
 def unobservable(model: nn.Module, device: torch.device) -> Reason | None:
     """Why a forward with gradients can be neither observed nor planned now; None where it can."""
-    if not model.training:
+    if not trains(model):
         return EVALUATION
     if not hooks_allowed():
         return NO_HOOKS

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -53,9 +55,23 @@ def finds_a_larger_batch(path: Path) -> None:
     assert scaler.found is not None and scaler.found.size > 64
 
 
-RUNS = {"lightning.yaml": rebuilds, "offload_disk.yaml": parks, "largest_batch.yaml": finds_a_larger_batch}
+def trains_in_two_processes(path: Path) -> None:
+    command = [sys.executable, "-m", "examples.lightning_cli", "fit", "--config", str(path), *QUIET]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    printed = done.stdout + done.stderr
+    assert done.returncode == 0 and "plan in force" in printed, printed
+    assert printed.count("measured peak") == 1 and "the budget is not kept" not in printed, printed
+
+
+RUNS = {
+    "lightning.yaml": rebuilds,
+    "offload_disk.yaml": parks,
+    "largest_batch.yaml": finds_a_larger_batch,
+    "ddp.yaml": trains_in_two_processes,
+}
 """File of configs/ -> what runs it and looks at what came of it."""
-RUN_ELSEWHERE: set[str] = set()
+RUN_ELSEWHERE = {"accelerate_single.yaml", "accelerate_multi.yaml"}
 """Files of configs/ that another test file runs."""
 
 
