@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.cli import ArgsType, LightningCLI
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
 import lightning_memopt  # noqa: F401
@@ -33,6 +34,14 @@ class DigitsModule(L.LightningModule):
         super().__init__()
         self.learning_rate = learning_rate
         self.model = torch.nn.Sequential(*(Block() for _ in range(depth)), torch.nn.Linear(WIDTH, CLASSES))
+
+    def configure_model(self) -> None:
+        """Shard the blocks, where the strategy trains sharded models (FSDP2: configs/fsdp2.yaml)."""
+        if self.device_mesh is not None:
+            mesh = self.device_mesh["data_parallel"]
+            for block in self.model.children():
+                fully_shard(block, mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         return F.cross_entropy(self.model(batch[0]), batch[1])

@@ -21,12 +21,7 @@ if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` imports a name
     from lightning_memopt.plan import Plan
     from lightning_memopt.record import Rule, register_op
     from lightning_memopt.session import RunStatus, Session
-    from lightning_memopt.strategies import (
-        MemOptDDPStrategy,
-        MemOptMixin,
-        MemOptModelParallelStrategy,
-        MemOptStrategy,
-    )
+    from lightning_memopt.strategies import MemOptDDPStrategy, MemOptMixin, MemOptModelParallelStrategy, MemOptStrategy
     from lightning_memopt.telemetry import Meter
 
 __version__ = "0.1.0"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # a launcher checks options in a process where the script is 
     import torch
 
 
-Class = TypeVar("Class")
+Decorated = TypeVar("Decorated")
 OnExceed = Literal["replan", "warn", "raise"]
 EarlyUpdating = Literal["never", "auto", "always"]
 OFFLOAD = ("none", "auto", "host", "disk")
@@ -162,7 +162,7 @@ def changed(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value != default[name]}
 
 
-def with_option_texts(cls: type[Class]) -> type[Class]:
+def with_option_texts(cls: type[Decorated]) -> type[Decorated]:
     """A class decorator: the texts of all options, as above, go first below `Args:` of the class docstring.
 
     Command lines (LightningCLI) show these texts. Without docstrings (`python -OO`) it does nothing.

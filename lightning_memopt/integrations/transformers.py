@@ -144,6 +144,12 @@ def _left_afterwards(train: Callable[..., Any]) -> Callable[..., Any]:
             callback._trainer = trainer
         try:
             return train(trainer, *args, **kwargs)
+        except Exception as error:
+            runs = [callback.run for callback in callbacks if callback.run is not None]
+            cause = next(filter(None, (run.session.ended_by(error) for run in runs)), None)
+            if cause is None:
+                raise
+            raise cause from error
         finally:
             for callback in callbacks:
                 callback._trainer = None

@@ -42,7 +42,7 @@ class Agreement:
     def __init__(self, model: nn.Module, config: MemOptConfig, enabled: bool) -> None:
         self._model, self._config, self._enabled = model, config, enabled
         self._updates = 0
-        self._all_plan = self._plans_now = False
+        self._all_plan = self._plans_now = self._step_ends = False
         self._open = self._begun = False
         self._ranks: Ranks | None = ranks_of(model) if enabled else None
 
@@ -122,7 +122,11 @@ class Agreement:
     @contextlib.contextmanager
     def planning(self) -> Iterator[None]:
         """Around the end of an observed step. Where all ranks plan now, a rank that made no plan says so to the others."""
-        yield
+        self._step_ends = True
+        try:
+            yield
+        finally:
+            self._step_ends = False
         if self._ranks is None or not self._open:
             return
         if self._all_plan:
@@ -135,7 +139,7 @@ class Agreement:
 
         Raises InfeasibleError where a rank's plan is infeasible and `on_exceed` is "raise".
         """
-        if self._ranks is None or not self._open or not self._all_plan:
+        if self._ranks is None or not (self._open and self._all_plan and self._step_ends):
             return solving.solved(graph, limit_nbytes, offloading, say)
         ranks, self._all_plan = self._ranks, False
         try:

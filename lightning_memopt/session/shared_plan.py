@@ -119,6 +119,7 @@ def _answer(outcome: Solved, graph: Graph) -> dict[str, Any]:
         "seconds": frontier.seconds,
         "smallest": frontier.smallest_nbytes,
         "unmodified": frontier.unmodified_peak_nbytes,
+        "late": frontier.candidates[last].late_nbytes,
         "candidates": [
             fields_of(dataclasses.replace(plan, lives=c.lives, predicted=c.predicted, solver=c.solver)) for c in candidates
         ],
@@ -133,7 +134,7 @@ def _adopted(answer: dict[str, Any], own: Graph, offloading: Offloading) -> Solv
     plans = [plan_of_fields(fields, graph) for fields in answer["candidates"]]
     frontier = Frontier(
         graph=graph,
-        candidates=tuple(Candidate(plan.lives, plan.predicted, plan.solver) for plan in plans),
+        candidates=tuple(Candidate(plan.lives, plan.predicted, plan.solver, answer["late"]) for plan in plans),
         smallest_nbytes=answer["smallest"],
         unmodified_peak_nbytes=answer["unmodified"],
         moments=(),

@@ -6,7 +6,6 @@ import copy
 import gc
 import pickle
 import threading
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from lightning_memopt.graph import fingerprint
 from lightning_memopt.plan import Plan, simulate, write_plan
 from lightning_memopt.runtime import Program
 from lightning_memopt.session.states import Running
-from tests.cpu.hazards.test_hazards_e_away import WIDTH, Body, Use, X, exact_while_parked, loss_of, programs, stepped
+from tests.cpu.hazards.test_hazards_e_away import Body, Use, X, exact_while_parked, loss_of, programs, stepped
 from tests.cpu.lib.inside import state_of
 from tests.cpu.lib.loops import leaves_nothing
 from tests.cpu.lib.models import sgd
@@ -360,9 +359,7 @@ def test_a_session_whose_plan_puts_everything_away(tmp_path: Path) -> None:
 
 
 def test_n2_gathered_parameters_never_leave() -> None:
-    """Hooks see the whole weight that FSDP gathers: it is no activation, and its storage is never put away. A rebuild would
-    start from it when it is gone: a session REFUSES such models, before anything runs.
-    """
+    """Hooks see the whole weight that FSDP gathers. A session REFUSES to park tensors of such models, before anything runs."""
     distributed = pytest.importorskip("torch.distributed")
     if not distributed.is_available() or distributed.is_initialized():
         pytest.skip("no process group of one's own")
@@ -376,20 +373,6 @@ def test_n2_gathered_parameters_never_leave() -> None:
         for layer in model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-
-        class Sharded(Stepped):
-            def outcome(self, loss: Tensor) -> list[Tensor]:
-                return [loss.detach(), *(p.grad.to_local().clone() for p in self.model.parameters())]  # type: ignore[union-attr]
-
-        one = Sharded(model, partial(loss_of, model))
-        gathered = WIDTH * WIDTH * 4
-        assert sum(t.nbytes == gathered and t.kind == "input" for t in one.graph.tensors) >= 3
-        expected, whole = one.step(), {t.storage for t in one.graph.tensors if t.kind == "input"}
-        for program in programs(one):
-            assert program.parked and not whole & {one.graph.tensors[t].storage for t in program.parked}
-            if not program.schedule.rebuilt:
-                assert all(same(expected, one.step(program)) for _ in range(2)) and one.used_nbytes() == 0
-        one.depot.close()
         for attached in (model, nn.Sequential(nn.Tanh(), model)):
             with pytest.raises(UnsupportedError, match="is sharded"), optimize(attached, sgd(model), offload="disk"):
                 raise AssertionError("the block was entered")

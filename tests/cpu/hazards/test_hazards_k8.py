@@ -99,9 +99,10 @@ def test_k9_k10_p31_nothing_asks_the_driver() -> None:
             continue
         if path == package / "native" / "build.py":
             continue  # it asks a compiler
-        text = path.read_text(encoding="utf-8").lower()
+        source = path.read_text(encoding="utf-8")
+        text = source.lower()
         assert "pynvml" not in text and "nvidia-smi" not in text and "nvml_source" not in text, path
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(ast.parse(source)):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not any(name.split(".")[0] in ("pynvml", "nvidia", "subprocess") for name in names), path

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ pytest.importorskip("lightning")
 pytest.importorskip("jsonargparse")
 pytest.importorskip("sklearn")
 
-from examples import lightning_cli
+from examples import lightning_cli, plain_loop
 from lightning_memopt import MemOptBatchScaler, MemOptConfig, MemOptStrategy
 
 ROOT = Path(__file__).parents[3]
@@ -24,6 +25,12 @@ CONFIGS = ROOT / "configs"
 OFF = ("enable_progress_bar", "enable_model_summary", "logger", "enable_checkpointing")
 QUIET = [f"--trainer.{name}=false" for name in OFF]
 SMALL = [*QUIET, "--trainer.accelerator=cpu", "--trainer.devices=1", "--model.depth=1"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def digits_are_forgotten() -> Iterator[None]:
+    yield
+    plain_loop.digits.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +76,7 @@ RUNS = {
     "offload_disk.yaml": parks,
     "largest_batch.yaml": finds_a_larger_batch,
     "ddp.yaml": trains_in_two_processes,
+    "fsdp2.yaml": trains_in_two_processes,
 }
 """File of configs/ -> what runs it and looks at what came of it."""
 RUN_ELSEWHERE = {"accelerate_single.yaml", "accelerate_multi.yaml"}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_memopt import optimize
 from lightning_memopt.graph import resident_nbytes
-from lightning_memopt.session import states
+from lightning_memopt.session import solving
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.peak_meter import StepMeter
 from lightning_memopt.session.resident import resident_nbytes as resident_on
@@ -87,7 +87,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """Measures every step, observed or planned."""
     found = Seen()
     close, begin, finish = StepMeter.close, Observation.begin_round, Observation.finish
-    init, solved = Observation.__init__, states._solved
+    init, solved = Observation.__init__, solving.solved
 
     def closed(self: StepMeter) -> int | None:
         peak = close(self)
@@ -115,7 +115,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         found.kinds["observed"] += 1
         return graph
 
-    def solving(*args: Any) -> Any:
+    def counted(*args: Any) -> Any:
         found.plans += 1
         return solved(*args)
 
@@ -124,7 +124,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     monkeypatch.setattr(Observation, "__init__", made)
     monkeypatch.setattr(Observation, "begin_round", begun)
     monkeypatch.setattr(Observation, "finish", finished)
-    monkeypatch.setattr(states, "_solved", solving)
+    monkeypatch.setattr(solving, "solved", counted)
     return found
 
 

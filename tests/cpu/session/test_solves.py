@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lightning_memopt import optimize
 from lightning_memopt.integrations.plain import Run
-from lightning_memopt.session import states
+from lightning_memopt.session import solving
 from lightning_memopt.session.shapes import signature_of
 from lightning_memopt.session.solves import FREE_SOLVES, FREE_STEPS, SECONDS_APART, Solves
 from lightning_memopt.session.states import Running
@@ -59,14 +59,14 @@ class Solved:
 def solved(monkeypatch: pytest.MonkeyPatch) -> Solved:
     found = Solved(Clock())
     given(monkeypatch, found.clock)
-    solve = states._solved
+    solve = solving.solved
 
-    def solving(*args: Any) -> Running:
+    def timed(*args: Any) -> Any:
         found.at.append((found.steps, found.clock.seconds))
         found.clock.seconds += SOLVE_SECONDS
         return solve(*args)
 
-    monkeypatch.setattr(states, "_solved", solving)
+    monkeypatch.setattr(solving, "solved", timed)
     return found
 
 
