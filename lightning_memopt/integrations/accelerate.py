@@ -108,7 +108,8 @@ class Watched:
                 watched._end(model)
             self.runs[id(model)] = run = open_run(model, optimizers, self.config, self._say, self._reasons)
             if run.session.enabled:
-                self.checkpointing[id(model)] = LayerCheckpointing(model, run.session.say)
+                self.checkpointing[id(model)] = checkpointing = LayerCheckpointing(model, run.session.say)
+                run.checkpointed = checkpointing.layers
             _process.planned = True
             if _process.trial is not None:
                 _process.trial.began(self)

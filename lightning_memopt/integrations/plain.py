@@ -6,6 +6,7 @@ A session is told of every call of the model (its forwards) and of every `optimi
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, overload
@@ -33,10 +34,12 @@ class Run:
     """The handle that `optimize` returns: the plan in force, the report and controls.
 
     session: the session that observes and plans the training steps.
+    checkpointed: names of the layers whose gradient checkpointing a front has replaced by the plan.
     """
 
     def __init__(self, session: Session) -> None:
         self.session = session
+        self.checkpointed: tuple[str, ...] = ()
         self._paused = False
         self._meter: Meter | None = None
         self._stack = contextlib.ExitStack()
@@ -52,7 +55,7 @@ class Run:
 
     def status(self) -> RunStatus:
         """The status of the run: its phase, the plan, the predicted and measured peaks."""
-        return self.session.status()
+        return dataclasses.replace(self.session.status(), checkpointed=self.checkpointed)
 
     def save_plan(self, path: str) -> None:
         """Write the plan in force and its graph as JSON, for the option `plan=path`. Raises ConfigError if there is no plan."""

@@ -61,10 +61,7 @@ class MemOptTrainerCallback(transformers.TrainerCallback):
 
     def status(self) -> RunStatus:
         """The status of the current or last `train()`: its phase, the plan, the predicted and measured peaks."""
-        if self.run is None:
-            return RunStatus(phase="waiting")
-        layers = self._checkpointing.layers if self._checkpointing is not None else ()
-        return dataclasses.replace(self.run.status(), checkpointed=layers)
+        return self.run.status() if self.run is not None else RunStatus(phase="waiting")
 
     def report(self) -> str:
         """A table: budget, peaks (predicted, measured, unmodified), extra time, rebuilt tensors, and why the rest is kept."""
@@ -92,6 +89,7 @@ class MemOptTrainerCallback(transformers.TrainerCallback):
             if run.session.enabled:
                 self._checkpointing = LayerCheckpointing(model, run.session.say)
                 stack.callback(self._checkpointing.restore)
+                run.checkpointed = self._checkpointing.layers
             self._stack = stack.pop_all()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
