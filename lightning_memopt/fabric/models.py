@@ -23,8 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.fabric import fabric_private
-from lightning_memopt.integrations.plain import Run, attach, in_rounds, reasons_against_early_updates
-from lightning_memopt.session import Session
+from lightning_memopt.integrations.plain import Run, in_rounds, open_run
 
 
 class Model:
@@ -41,7 +40,6 @@ class Model:
         self.called: nn.Module | None = None
         self.optimizers: list[torch.optim.Optimizer] = []
         self.run: Run | None = None
-        self._stack = contextlib.ExitStack()
 
     def has_any_of(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer has parameters of this model."""
@@ -53,22 +51,15 @@ class Model:
         if self.called is None or not self.optimizers:
             return
         self.end(say=False)
-        called, optimizers = self.called, list(self.optimizers)
-        session = Session(called, optimizers, config, say=rank_zero_info)
-        with contextlib.ExitStack() as stack:
-            stack.callback(session.close)
-            run = Run(session)
-            stack.push(run._end_meter)
-            if session.enabled:  # otherwise the loop runs exactly as without this package
-                session.update_in_backward(lambda: reasons_against_early_updates(called, optimizers))
-                attach(stack, run, called, optimizers)
-            self._stack, self.run = stack.pop_all(), run
+        self.run = open_run(self.called, self.optimizers, config, rank_zero_info)
 
     def end(self, say: bool) -> None:
         """End the run if there is one. `say`: print its table."""
         run, self.run = self.run, None
-        self._stack.close()
-        if run is not None and say and run.session.config.verbose:
+        if run is None:
+            return
+        run.close()
+        if say and run.session.config.verbose:
             rank_zero_info(run.report())
 
 

@@ -17,12 +17,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lightning_memopt.config import MemOptConfig, Options, config_of
 from lightning_memopt.plan import Plan
-from lightning_memopt.ranks import of_collective
 from lightning_memopt.record import instead_of_calls, uncompiled, uncompiled_itself, unwatched_call
 from lightning_memopt.report.frontier import Row, rows
 from lightning_memopt.report.table import summary
 from lightning_memopt.runtime.early_updates import Reason
 from lightning_memopt.session import RunStatus, Session
+from lightning_memopt.session.naming import naming
 from lightning_memopt.telemetry import Meter
 from lightning_memopt.telemetry.meter import MeterOptions
 
@@ -94,20 +94,9 @@ class Run:
         """
         return contextlib.nullcontext() if self._paused else self.session.last_backward()
 
-    @contextlib.contextmanager
-    def naming(self, collectives: bool = False) -> Iterator[None]:
-        """Around code after which the run ends, if it raises: then the other ranks of a distributed run hear of it.
-
-        Raises RankFailedError instead of the error of a collective, where another rank failed first. `collectives`: the run
-        ends by errors of collectives only; the loop may catch others.
-        """
-        try:
-            yield
-        except Exception as error:
-            failed = self.session.ended_by(error) if of_collective(error) or not collectives else None
-            if failed is None:
-                raise
-            raise failed from error
+    def naming(self, collectives: bool = False) -> contextlib.AbstractContextManager[None]:
+        """As `session.naming`, for this run."""
+        return naming(lambda: [self.session], collectives)
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -192,7 +181,7 @@ def attach(stack: contextlib.ExitStack, run: Run, model: nn.Module, optimizers: 
     stack.enter_context(instead_of_calls(model, call_in_round))
 
 
-def reasons_against_early_updates(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> list[Reason]:
+def _reasons_against_early_updates(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> list[Reason]:
     """Reasons why the parameters of this model must not be updated in backward; an empty list if there are none."""
     reasons = []
     for module in model.modules():
@@ -291,7 +280,7 @@ def _opened(
     run = Run(session)
     stack.push(run._end_meter)
     if session.enabled:  # otherwise the loop runs exactly as without a run
-        session.update_in_backward(lambda: [*reasons(), *reasons_against_early_updates(model, optimizers)])
+        session.update_in_backward(lambda: [*reasons(), *_reasons_against_early_updates(model, optimizers)])
         attach(stack, run, model, optimizers)
     return run
 

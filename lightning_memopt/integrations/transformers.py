@@ -22,6 +22,7 @@ from lightning_memopt.integrations.plain import Run, optimize
 from lightning_memopt.report.table import summary
 from lightning_memopt.runtime.early_updates import Reason, refusal
 from lightning_memopt.session import RunStatus
+from lightning_memopt.session.naming import naming
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -141,13 +142,8 @@ def _left_afterwards(train: Callable[..., Any]) -> Callable[..., Any]:
         for callback in callbacks:
             callback._trainer = trainer
         try:
-            return train(trainer, *args, **kwargs)
-        except Exception as error:
-            runs = [callback.run for callback in callbacks if callback.run is not None]
-            cause = next(filter(None, (run.session.ended_by(error) for run in runs)), None)
-            if cause is None:
-                raise
-            raise cause from error
+            with naming(lambda: [callback.run.session for callback in callbacks if callback.run is not None]):
+                return train(trainer, *args, **kwargs)
         finally:
             for callback in callbacks:
                 callback._trainer = None

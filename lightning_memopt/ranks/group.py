@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import sys
 from typing import Any
 
 from torch import distributed, nn
@@ -11,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_memopt.ranks.board import Board
 from lightning_memopt.ranks.ranks import Ranks
-from lightning_memopt.torch_private import JOIN_CONFIG
+from lightning_memopt.torch_private import JOIN_CONFIG, fsdp_units
 
 _runs: collections.Counter[str] = collections.Counter()
 """How many runs each process group has had in this process. All ranks count alike, so posts of two runs never mix."""
@@ -32,7 +31,7 @@ def ranks_of(model: nn.Module) -> Ranks | None:
     group: distributed.ProcessGroup | None
     if wrapper is not None:
         group = wrapper.process_group
-    elif _is_sharded(model):
+    elif any(fsdp_units(module) for module in model.modules()):
         group = distributed.group.WORLD
     else:
         group = None
@@ -74,9 +73,3 @@ def buckets_nbytes(model: nn.Module) -> int:
     sizes: dict[str, Any] = wrapper._get_ddp_logging_data()
     views = wrapper.gradient_as_bucket_view and any(p.grad is not None for p in wrapper.parameters())
     return 0 if views else sum(int(nbytes) for nbytes in str(sizes.get("bucket_sizes", "")).split(",") if nbytes.strip())
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # a process that has not imported it has not used it
-    kind = getattr(fsdp, "FSDPModule", None)
-    return kind is not None and any(isinstance(module, kind) for module in model.modules())

@@ -1,8 +1,10 @@
-"""Lightning strategies: thin adapters that hold a Session. Importing this package registers "memopt" and "memopt_ddp"."""
+"""Lightning strategies: thin adapters that hold a Session. Importing this package registers "memopt", "memopt_ddp" and
+"memopt_fsdp2".
+"""
 
 from lightning_memopt.strategies.ddp import MemOptDDPStrategy
 from lightning_memopt.strategies.mixin import MemOptMixin
-from lightning_memopt.strategies.model_parallel import MemOptModelParallelStrategy, register_fsdp2
+from lightning_memopt.strategies.model_parallel import MemOptModelParallelStrategy
 from lightning_memopt.strategies.single import MemOptStrategy, register
 
 __all__ = [
@@ -11,8 +13,6 @@ __all__ = [
     "MemOptModelParallelStrategy",
     "MemOptStrategy",
     "register",
-    "register_fsdp2",
 ]
 
 register()
-register_fsdp2()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,9 +17,9 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.integrations.names import shown
-from lightning_memopt.ranks import of_collective
 from lightning_memopt.report.table import summary
 from lightning_memopt.session import RunStatus, Session
+from lightning_memopt.session.naming import naming
 from lightning_memopt.strategies.early_updates import of_trainer
 from lightning_memopt.telemetry import Meter
 
@@ -89,16 +88,9 @@ class MemOptMixin(abc.ABC):
         with self._naming(), session.round((args, kwargs)) if session is not None else contextlib.nullcontext():
             return super().training_step(*args, **kwargs)  # type: ignore[misc]
 
-    @contextlib.contextmanager
-    def _naming(self) -> Iterator[None]:
+    def _naming(self) -> contextlib.AbstractContextManager[None]:
         """Around code that runs collectives. Raises RankFailedError where one failed because another rank did."""
-        try:
-            yield
-        except RuntimeError as error:
-            failed = self.session.ended_by(error) if self.session is not None and of_collective(error) else None
-            if failed is None:
-                raise
-            raise failed from error
+        return naming(lambda: [self.session] if self.session is not None else [], collectives=True)
 
     def on_exception(self, exception: BaseException) -> None:
         """The fit ends with an exception: the other ranks hear of it."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from lightning.pytorch.strategies import StrategyRegistry
-
 from lightning_memopt.config import with_option_texts
 from lightning_memopt.strategies.lightning_private import ShardedStrategy
 from lightning_memopt.strategies.options import MemOptOptions
@@ -20,11 +18,3 @@ class MemOptModelParallelStrategy(MemOptOptions, ShardedStrategy):
     """
 
     strategy_name = "memopt_fsdp2"
-
-
-def register_fsdp2() -> None:
-    """Make `Trainer(strategy="memopt_fsdp2")` work. A second call does nothing."""
-    if "memopt_fsdp2" not in StrategyRegistry:
-        StrategyRegistry.register(
-            "memopt_fsdp2", MemOptModelParallelStrategy, description="FSDP2, each process within a memory budget"
-        )

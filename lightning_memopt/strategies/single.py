@@ -7,6 +7,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_memopt.config import with_option_texts
 from lightning_memopt.strategies.ddp import MemOptDDPStrategy
 from lightning_memopt.strategies.lightning_private import OneDeviceStrategy
+from lightning_memopt.strategies.model_parallel import MemOptModelParallelStrategy
 from lightning_memopt.strategies.options import MemOptOptions
 
 
@@ -25,10 +26,11 @@ class MemOptStrategy(MemOptOptions, OneDeviceStrategy):
 
 
 def register() -> None:
-    """Make `Trainer(strategy="memopt")` and `"memopt_ddp"` work. A second call does nothing."""
+    """Make `Trainer(strategy="memopt")`, `"memopt_ddp"` and `"memopt_fsdp2"` work. A second call does nothing."""
     for strategy, description in (
         (MemOptStrategy, "Within a memory budget, on one device or with DDP"),
         (MemOptDDPStrategy, "DDP, each device within a memory budget"),
+        (MemOptModelParallelStrategy, "FSDP2, each process within a memory budget"),
     ):
         if strategy.strategy_name not in StrategyRegistry:
             StrategyRegistry.register(strategy.strategy_name, strategy, description=description)
