@@ -99,6 +99,10 @@ _FSDP2 = "torch.distributed.fsdp._fully_shard"
 
 UNIT_HOOKS = ("unshard", "wait_for_unshard", "reshard", "pre_backward", "post_backward", "finalize_backward")
 """Methods of a unit in which its weights are gathered and let go of, and its gradients are reduced."""
+COLLECTIVE_HOOKS = ("unshard", "post_backward")
+"""Those of them that run a collective themselves."""
+GLOO_THREADS = "pt_gloo_runloop"
+"""The name that torch gives to the threads in which gloo runs collectives (Linux cuts names after 15 characters)."""
 
 
 def unit_class() -> Any:

@@ -21,6 +21,8 @@ BEFORE = -1
 
 HOOK = "fsdp::"
 """The name of an op that stands for a hook of a sharded module, with its collectives, begins with this."""
+LATE_HOOK = f"{HOOK}late"
+"""The name of such an op where the buffers of its collectives may be freed after it."""
 
 
 class Point(NamedTuple):

@@ -7,13 +7,15 @@ size changes; its version counter does not.
 The hooks in which weights are gathered, let go of, and gradients are reduced are hidden from the recorder. Otherwise the copy
 into a weight would be an op that writes it, and a rebuild could start from the buffer of a collective. A rebuild reads a weight
 as memory that no op of the step made, and only while it is there. No collective is ever run again.
+
+While somebody listens, a hook that ran a collective also waits until gloo has let go of its buffers (`settling.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -22,8 +24,9 @@ from torch import nn
 from lightning_memopt.record.exposure import unwatched
 from lightning_memopt.record.modes import Outside
 from lightning_memopt.record.seams import Seams
+from lightning_memopt.record.settling import find_threads, settle
 from lightning_memopt.record.uncompiled import uncompiled
-from lightning_memopt.torch_private import UNIT_HOOKS, fsdp_units, unit_class, unsharded_parameter
+from lightning_memopt.torch_private import COLLECTIVE_HOOKS, UNIT_HOOKS, fsdp_units, unit_class, unsharded_parameter
 
 Event = Literal["hook", "entered", "left"]
 """A hook of a unit runs; its forward begins, with its weights in memory; its forward is over, with its weights still there."""
@@ -56,13 +59,16 @@ def unseen_by(recorder: Outside) -> Iterator[None]:
         yield
 
 
-def _hiding(original: Any) -> Any:
+def _hiding(communicates: bool, original: Any) -> Any:
     @uncompiled
     def method(unit: Any, *args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as stack:
             for listener in tuple(_seams().listeners):
                 stack.enter_context(listener(unit, "hook"))
-            return original(unit, *args, **kwargs)
+            result = original(unit, *args, **kwargs)
+            if communicates and unit.device.type == "cpu":
+                settle()  # within the listeners' contexts: they measure what is left after the hook
+            return result
 
     return method
 
@@ -95,8 +101,18 @@ def _leaving(original: Any) -> Any:
 @cache
 def _seams() -> Seams[Listener]:
     cls = unit_class()
-    hidden = ((cls, name, _hiding) for name in UNIT_HOOKS)
+    hidden = ((cls, name, partial(_hiding, name in COLLECTIVE_HOOKS)) for name in UNIT_HOOKS)
     return Seams(*hidden, (cls, "pre_forward", _entering), (cls, "post_forward", _leaving))
+
+
+def _no_listener(unit: Any, event: Event) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+def settling() -> contextlib.AbstractContextManager[None]:
+    """Within, the buffers of collectives are gone when a hook is over. Enter it when the groups of all units exist."""
+    find_threads()
+    return _seams().listening(_no_listener)
 
 
 def around_units(listener: Listener) -> contextlib.AbstractContextManager[None]:

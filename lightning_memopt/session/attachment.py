@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from lightning_memopt.errors import AlreadyAttachedError
 from lightning_memopt.record import drop_seams, interrupts, keep_seams
+from lightning_memopt.record.gathered import settling, units_of
 from lightning_memopt.session.observation import take_off
 from lightning_memopt.trace import count_all
 
@@ -31,8 +33,11 @@ class Attachment:
                 "This model is in another run already. Leave that one first: end its optimize() block or its Trainer's fit."
             )
         self._model, self._optimizers = id(model), optimizers
+        self._contexts = contextlib.ExitStack()
         _attached[self._model] = self
         keep_seams(self)
+        if units_of(model):
+            self._contexts.enter_context(settling())
         if device.type == "cpu":
             count_all(say)
         interrupts.watch(self)  # last: only `leave` ends it
@@ -46,6 +51,7 @@ class Attachment:
         if _attached.get(self._model) is not self:
             return
         take_off()
+        self._contexts.close()
         interrupts.unwatch(self)
         drop_seams(self)
         del _attached[self._model]

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_memopt.record import Recorder, storage_id
 from lightning_memopt.record.gathered import Event, is_there, unseen_by, weights_of
+from lightning_memopt.record.settling import can_settle
 from lightning_memopt.runtime.engine.units import Units
 from lightning_memopt.torch_private import keeps_weights
 from lightning_memopt.trace import Gathered, Tracer
@@ -53,7 +54,7 @@ class Watched(Hidden):
             return
         self._depth += 1
         try:
-            with unseen_by(self.recorder), self.gathered.hook("unit"):
+            with unseen_by(self.recorder), self.gathered.hook(can_settle()):
                 yield
                 self._follow(unit)
         finally:

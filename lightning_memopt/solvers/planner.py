@@ -1,9 +1,9 @@
 """The frontier of plans of a graph, and the one that fits a budget.
 
-All solvers' plans go into one pool, priced by the same simulator: keep-all, the op-level minimum cuts of the whole graph,
-Echo, and the chain programme at many levels of memory. The pool does not depend on the budget, and only its Pareto set is
-kept; so the frontier is monotone by construction: a smaller budget never yields a larger peak, a larger one never
-a slower plan.
+All solvers' plans go into one pool, priced by the same simulator: keep-all, checkpointing of each sharded unit, the op-level
+minimum cuts of the whole graph, Echo, and the chain programme at many levels of memory. The pool does not depend on the budget,
+and only its Pareto set is kept; so the frontier is monotone by construction: a smaller budget never yields a larger peak, a
+larger one never a slower plan.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lightning_memopt.errors import InfeasibleError
-from lightning_memopt.graph import HOOK, Graph, Op, fingerprint, resident_nbytes, unmodified_levels
+from lightning_memopt.graph import LATE_HOOK, Graph, Op, fingerprint, resident_nbytes, unmodified_levels
 from lightning_memopt.plan import Life, LoweringError, Plan, Prediction, reserved_nbytes_of, simulate
 from lightning_memopt.plan.model import Objective
 from lightning_memopt.solvers import chain as dp
 from lightning_memopt.solvers.recompute import bound, stage_chain
+from lightning_memopt.solvers.recompute.baselines import per_unit
 from lightning_memopt.solvers.recompute.echo import echo
 from lightning_memopt.solvers.recompute.stages import COARSE, FINE, cut, given_tensors
 from lightning_memopt.solvers.recompute.windows import fenced
@@ -61,10 +62,10 @@ class Candidate:
 
 
 def _late_nbytes(graph: Graph) -> int:
-    """Bytes left free in a budget on the CPU for the buffers of one collective. The threads of gloo let go of them when they
-    next run, which may be after the hook that ran the collective.
+    """Bytes left free in a budget on the CPU for the buffers of one collective, where they may be freed after the hook that ran
+    the collective.
     """
-    hooks = (op.workspace_nbytes for op in graph.ops if op.name.startswith(HOOK))
+    hooks = (op.workspace_nbytes for op in graph.ops if op.name == LATE_HOOK)
     return max(hooks, default=0) if graph.device == "cpu" else 0
 
 
@@ -171,6 +172,13 @@ class Frontier:
         )
 
 
+def _plain(graph: Graph) -> Iterator[tuple[str, tuple[Life, ...]]]:
+    """What a step does without a solver: nothing, and checkpointing of each unit of sharded modules."""
+    yield "keep all", keep_all(graph)
+    if graph.windowed:
+        yield "each unit checkpointed", per_unit(graph)
+
+
 def _whole_graph(moment: bound.Moment) -> Iterator[tuple[str, tuple[Life, ...]]]:
     """Single-level plans: hold the tensors of a cut and those that cost nothing at its point, rebuild the rest just in time."""
     problem, graph = moment.problem, moment.problem.graph
@@ -228,7 +236,7 @@ def _smallest(graph: Graph) -> Iterator[tuple[str, tuple[Life, ...]]]:
 def smallest(graph: Graph) -> Candidate:
     """A plan for few bytes, with nothing else solved: it tells quickly whether a budget can be kept at all."""
     saves = any(s.tensor in graph.producers for s in graph.saves)
-    plans = itertools.chain([("keep all", keep_all(graph))], _smallest(fenced(graph)) if saves else ())
+    plans = itertools.chain(_plain(graph), _smallest(fenced(graph)) if saves else ())
     pool, late = [], _late_nbytes(graph)
     for solver, lives in plans:
         with contextlib.suppress(LoweringError):
@@ -304,7 +312,7 @@ def solve(
 
     saves = any(s.unpacked_at and s.tensor in graph.producers for s in graph.saves)
     searched = fenced(graph)
-    in_time = fill([("keep all", keep_all(graph))]) and saves and fill(_smallest(searched))
+    in_time = fill(_plain(graph)) and saves and fill(_smallest(searched))
     reserve = reserved_nbytes_of(graph)
     smallest = _with_reserved(min(pool, key=_needs), reserve)
     if in_time:

@@ -12,7 +12,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-from lightning_memopt.graph import HOOK, Point
+from lightning_memopt.graph import HOOK, LATE_HOOK, Point
 from lightning_memopt.record import StorageVersion
 from lightning_memopt.trace.tracer import Tracer, backward_runs
 
@@ -44,8 +44,8 @@ class Gathered:
             seen.closes(len(self._tracer.points) - 1)
 
     @contextlib.contextmanager
-    def hook(self, name: str) -> Iterator[None]:
-        """Around a hook that the recorder does not see."""
+    def hook(self, settles: bool) -> Iterator[None]:
+        """Around a hook that the recorder does not see. `settles`: the buffers of its collectives are gone at its end."""
         tracer = self._tracer
         if not tracer.forward_over or not backward_runs():
             yield
@@ -66,7 +66,7 @@ class Gathered:
         tracer.points.append(Point("op", index))
         tracer.ops.append(
             dict(
-                name=f"{HOOK}{name}",
+                name=f"{HOOK}unit" if settles else LATE_HOOK,
                 phase=tracer.phase,
                 inputs=(),
                 outputs=(),

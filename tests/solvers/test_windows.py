@@ -28,9 +28,9 @@ from lightning_memopt.plan.allocator.reserved import reserved
 from lightning_memopt.plan.lower import Rebuild
 from lightning_memopt.plan.peak import at_peak
 from lightning_memopt.solvers import planner
+from lightning_memopt.solvers.recompute.baselines import per_unit
 from lightning_memopt.solvers.recompute.bound import moments
-from lightning_memopt.solvers.recompute.windows import fenced
-from lightning_memopt.solvers.rollout import Rollout
+from lightning_memopt.solvers.recompute.windows import fenced, unit_calls
 
 _SCALE = 1 << 14
 """Bytes are so many times as large where the planner leaves a fixed number of bytes free in its budgets."""
@@ -157,21 +157,50 @@ def test_a_rebuild_outside_of_a_window_is_rejected() -> None:
     assert refused > 10
 
 
+def checked(graph: Graph) -> bool:
+    """Whether checkpointing of each unit is legal and lowers the peak; then the planner has a plan that is no worse."""
+    lives = per_unit(graph)
+    try:
+        schedule = lower(graph, lives)
+    except LoweringError:  # a tensor that was overwritten is made of weights that are away
+        return False
+    own, report = simulate(graph, lives, schedule).predicted, validate(graph, lives, schedule)
+    assert report.ok and report.peak_nbytes == own.peak_nbytes
+    for objective in ("flops", "throughput"):
+        frontier = planner.solve(graph, objective=objective)
+        best = [c.predicted for c in frontier.candidates if c.predicted.peak_nbytes <= own.peak_nbytes]
+        if objective == "flops":
+            assert best and min(p.extra_flops for p in best) <= own.extra_flops
+        else:
+            assert best and min(p.extra_seconds for p in best) <= own.extra_seconds
+    assert planner.smallest(graph).predicted.peak_nbytes <= own.peak_nbytes
+    return own.rebuilt_ops > 0 and own.peak_nbytes < frontier.unmodified_peak_nbytes
+
+
 @pytest.mark.parametrize("blocks, ops", [(4, 4), (6, 3), (3, 7)])
 def test_checkpointing_of_each_unit_is_never_better(blocks: int, ops: int) -> None:
     graph = units_step(blocks, ops)
-    asked = sorted((p, s.tensor) for s in graph.saves for p in s.unpacked_at)
-    roll = Rollout(graph)
-    for unit in reversed(range(blocks)):
-        members = range(unit * ops, unit * ops + ops)
-        made = {t for o in members for t in graph.ops[o].outputs}
-        roll.run(min(p for p, t in asked if t in made), members)
-    own = simulate(graph, roll.lives()).predicted
-    frontier = planner.solve(graph)
-    assert own.peak_nbytes < frontier.unmodified_peak_nbytes
-    best = [c.predicted for c in frontier.candidates if c.predicted.peak_nbytes <= own.peak_nbytes]
-    assert best and min(p.extra_flops for p in best) <= own.extra_flops
-    assert min(p.extra_seconds for p in best) <= own.extra_seconds
+    assert unit_calls(graph) == [list(range(first, first + ops)) for first in range(0, blocks * ops, ops)]
+    assert checked(graph)
+
+
+def test_checkpointing_of_each_unit_is_never_better_in_random_steps() -> None:
+    lower_peaks = 0
+    for seed in range(30):
+        rng = random.Random(seed)
+        lower_peaks += checked(scaled(windowed(random_step(rng, 30), rng, units=5)))
+    assert lower_peaks > 5
+
+
+def test_units_within_and_before_others() -> None:
+    """An op belongs to the innermost unit; and to the unit before one whose weights are there already."""
+    graph = units_step(3, 2)
+    weights = sorted(graph.windowed)
+    windows = {weights[0]: ((0, 5),), weights[1]: ((1, 2),), weights[2]: ((2, 4),)}
+    tensors = (replace(t, windows=windows[t.id]) if t.id in windows else t for t in graph.tensors)
+    assert unit_calls(replace(graph, tensors=tuple(tensors))) == [[0, 5], [1, 2], [3, 4]]
+    kept = tuple(replace(t, windows=((0, len(graph.points)),)) if t.id in windows else t for t in graph.tensors)
+    assert unit_calls(replace(graph, tensors=kept)) == []
 
 
 def test_a_boundary_that_reads_no_weight_may_be_rebuilt() -> None:

@@ -8,13 +8,14 @@ shows are in benchmarks/lib/baselines.py.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life
 from lightning_memopt.solvers.recompute.echo import just_in_time
 from lightning_memopt.solvers.recompute.footprint import Footprint
 from lightning_memopt.solvers.recompute.stages import Stages, cut
+from lightning_memopt.solvers.recompute.windows import unit_calls
 from lightning_memopt.solvers.rollout import Rollout, keep_all, unrepeatable
 
 
@@ -53,15 +54,29 @@ def per_layer(graph: Graph, layers: Collection[str]) -> tuple[Life, ...]:
     """torch.utils.checkpoint around each of these layers (names of modules): what enters or leaves a layer is held. All of the
     layer runs again when its backward begins, as far as backward needs it.
     """
-    calls = _calls(graph, layers)
-    call_of = {op: call for call, ops in calls.items() for op in ops}
-    held = set(unrepeatable(graph))
+    return _checkpointed(graph, _calls(graph, layers).values())
+
+
+def per_unit(graph: Graph) -> tuple[Life, ...]:
+    """torch.utils.checkpoint around each unit whose sharded weights go after its forward; `keep_all` where there is none. What
+    autograd asks for while the weights are away is held, too.
+    """
+    return _checkpointed(graph, unit_calls(graph))
+
+
+def _checkpointed(graph: Graph, calls: Collection[Sequence[int]]) -> tuple[Life, ...]:
+    """`calls`: ids of the forward ops of each part that is checkpointed."""
+    call_of = {op: i for i, ops in enumerate(calls) for op in ops}
+    held = {t for t, op in graph.producers.items() if op.id not in call_of}
     for op in graph.forward:
         held.update(t for t in op.inputs if t in graph.producers and call_of.get(graph.producers[t].id) != call_of.get(op.id))
-    held.update(t for t, op in graph.producers.items() if op.id not in call_of)
+    held = held - graph.overwritten | unrepeatable(graph)
     roll = Rollout(graph)
-    for call in calls:
-        requests = [(point, save.tensor) for save in graph.saves if call_of.get(save.op) == call for point in save.unpacked_at]
+    for i, ops in enumerate(calls):
+        weights = {t for o in ops for t in graph.ops[o].inputs if graph.tensors[t].windows}
+        saved = [(point, save.tensor) for save in graph.saves if call_of.get(save.op) == i for point in save.unpacked_at]
+        requests = [(p, tensor) for p, tensor in saved if all(graph.tensors[t].there(p) for t in weights)]
+        held.update({tensor for _, tensor in saved}.difference(tensor for _, tensor in requests))
         if requests:
             roll.run(min(requests)[0], roll.closure([tensor for _, tensor in requests], held))
     return roll.lives()

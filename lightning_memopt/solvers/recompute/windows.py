@@ -33,6 +33,19 @@ def places(graph: Graph) -> dict[frozenset[int], list[int]]:
     return found
 
 
+def unit_calls(graph: Graph) -> list[list[int]]:
+    """The forward ops of every call of a unit whose weights go after it: those within a window of its weights. Where windows
+    overlap, an op belongs to the one that ends first: to the innermost unit, or to the one before a prefetched one.
+    """
+    windows = {w for t in graph.windowed for w in graph.tensors[t].windows if w[1] < graph.backward_begins}
+    calls: dict[tuple[int, int], list[int]] = {}
+    for op in graph.forward:
+        around = [w for w in windows if w[0] <= op.at <= w[1]]
+        if around:
+            calls.setdefault(min(around, key=lambda w: (w[1], -w[0])), []).append(op.id)
+    return list(calls.values())
+
+
 def without(graph: Graph, away: frozenset[int]) -> Graph:
     """The graph in which no op runs again that reads one of these tensors."""
     ops = (replace(op, recomputable=op.recomputable and away.isdisjoint(op.inputs)) for op in graph.ops)

@@ -1,0 +1,70 @@
+"""Wait until gloo has let go of the buffers of a collective that is over.
+
+A thread of gloo runs a collective, tells the caller that it is over, and lets go of its tensors afterwards: among them a copy of
+what is reduced, as large as the gradients of a unit. On a busy machine the thread may be off its core just then, for several
+milliseconds. The peak of a step would depend on that. A thread that has let go of its work sleeps until there is other work; one
+that has not is runnable. Linux says which (`/proc/self/task`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+
+from lightning_memopt.torch_private import GLOO_THREADS
+
+_TASKS = "/proc/self/task"
+_MOST_SECONDS = 0.05
+"""The longest wait: a collective that was begun and not waited for keeps a thread busy, too."""
+_RUNNABLE = b"R"
+
+_threads: list[str] = []
+_process = 0
+
+
+def can_settle() -> bool:
+    """Whether gloo's threads can be seen on this machine: there are such threads, and the system tells of them."""
+    if _process != os.getpid():  # a fork has none of its parent's threads
+        find_threads()
+    return bool(_threads)
+
+
+def settle() -> None:
+    """Return when no thread of gloo has work, or after `_MOST_SECONDS`. Where the threads cannot be seen, return at once."""
+    if not can_settle():
+        return
+    until = time.perf_counter() + _MOST_SECONDS
+    asleep = 0
+    while asleep < 2:  # twice: a thread may wait for the lock of another one, which has just let go of its work
+        asleep = 0 if _runnable() else asleep + 1
+        if not asleep:
+            if time.perf_counter() > until:
+                return
+            os.sched_yield()
+
+
+def find_threads() -> None:
+    """Look for the threads of the process groups that exist now."""
+    global _threads, _process
+    found = []
+    with contextlib.suppress(OSError):
+        for task in os.listdir(_TASKS):
+            with contextlib.suppress(OSError), open(f"{_TASKS}/{task}/comm") as file:
+                if file.read().strip() == GLOO_THREADS:
+                    found.append(f"{_TASKS}/{task}/stat")
+    _threads, _process = found, os.getpid()
+
+
+def _runnable() -> bool:
+    """Whether one of the threads runs, or would run if it had a core."""
+    for path in _threads:
+        try:
+            with open(path, "rb", buffering=0) as file:
+                # the state follows the name, which is in parentheses
+                if file.read(128).rpartition(b")")[2][1:2] == _RUNNABLE:
+                    return True
+        except OSError:  # the thread's group was destroyed
+            find_threads()
+            return True
+    return False
