@@ -25,6 +25,7 @@ from lightning_memopt.integrations import accelerate_private as private
 from lightning_memopt.integrations import wire
 from lightning_memopt.integrations.checkpointing import LayerCheckpointing
 from lightning_memopt.integrations.plain import Run, open_run, unwrapped
+from lightning_memopt.record.gathered import units_of
 from lightning_memopt.runtime.early_updates import Reason
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 _REFUSED = {
     "DEEPSPEED": "DeepSpeed partitions and updates parameters by itself",
     "MEGATRON_LM": "Megatron-LM runs forward, backward and the update by itself",
-    "FSDP": "FSDP has weights in memory only while they are used, and rebuilds start from weights",
+    "FSDP": "this is FSDP1, whose flat weights no rebuild can start from; FSDP2 (fsdp_version: 2) is supported",
     "TP": "tensor parallelism has distributed tensors as weights",
     "XLA": "XLA runs a step as one program, whose ops nobody sees",
 }
@@ -269,7 +270,9 @@ def refuse(accelerator: Any, objects: tuple[Any, ...]) -> None:
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     parallel = getattr(accelerator, "parallelism_config", None)
     split = [name for name in ("tp", "cp", "sp") if getattr(parallel, f"{name}_enabled", False)]
-    name, reason = kind, _REFUSED.get(kind)
+    name, reason = kind, None if private.shards(accelerator) else _REFUSED.get(kind)
+    if reason is None and private.shards(accelerator) and getattr(parallel, "dp_replicate_enabled", False):
+        name, reason = "parallelism_config with dp_replicate_size", "copies of a sharded model (hybrid sharding) are two meshes"
     if reason is None and split:
         name, reason = f"parallelism_config with {split[0]}_size", "the parts of one step are then on several devices"
     if reason is None and accelerator.mixed_precision == "fp8":
@@ -325,6 +328,10 @@ def _preparing(name: str, method: Callable[..., Any], accelerator: Any, *args: A
         watched.preparing -= 1
     if name != "prepare":
         watched.saw(result)
+    else:
+        for prepared in result if isinstance(result, (list, tuple)) else (result,):
+            if isinstance(prepared, nn.Module) and units_of(prepared):  # `prepare_model` is not called for a sharded model
+                watched.saw(prepared)
     if outermost:
         watched.plan()
     return result

@@ -51,6 +51,11 @@ def missing() -> list[str]:
     return list(filter(absent, NAMES))
 
 
+def shards(accelerator: Any) -> bool:
+    """Whether an Accelerator shards models by FSDP2. Accelerate 1.0 has FSDP1 only."""
+    return bool(getattr(accelerator, "is_fsdp2", False))
+
+
 def replace(methods: Mapping[str, Replacement], watches: Callable[[], bool]) -> None:
     """Replace methods of the class `Accelerator`. May be repeated.
 

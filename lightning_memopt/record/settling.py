@@ -1,9 +1,9 @@
 """Wait until gloo has let go of the buffers of a collective that is over.
 
-A thread of gloo runs a collective, tells the caller that it is over, and lets go of its tensors afterwards: among them a copy of
-what is reduced, as large as the gradients of a unit. On a busy machine the thread may be off its core just then, for several
-milliseconds. The peak of a step would depend on that. A thread that has let go of its work sleeps until there is other work; one
-that has not is runnable. Linux says which (`/proc/self/task`).
+A thread of gloo runs a collective, tells the caller that it is over, and lets go of its tensors afterwards. Among them is a
+copy of what is reduced, as large as the gradients of a unit. On a busy machine the thread may be off its core just then, for
+several milliseconds, and the peak of a step would depend on that. A thread that has let go of its work sleeps until there is
+other work; a thread that has not is runnable. Linux says which (`/proc/self/task`).
 """
 
 from __future__ import annotations

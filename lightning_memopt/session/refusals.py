@@ -70,7 +70,7 @@ def _split(module: nn.Module, fsdp: Any) -> str | None:
         return "DeepSpeed"
     for unit in fsdp_units(module):
         if not is_plainly_sharded(unit):
-            return "FSDP2 on a mesh of more than one dimension, or with an extension of its all-gather"
+            return "FSDP2 on a mesh of more than one dimension (hybrid sharding), or with an extension of its all-gather"
     return None
 
 

@@ -9,7 +9,7 @@ from torch import distributed
 
 from tests.cpu.lib.launched import OURS, ROOT, port, ran
 
-pytest.importorskip("accelerate")
+accelerate = pytest.importorskip("accelerate")
 
 EXAMPLE = str(ROOT / "examples" / "accelerate_script.py")
 
@@ -33,3 +33,18 @@ def test_two_processes() -> None:
     planned = ran(*OURS, *config("accelerate_multi.yaml"), *port(), EXAMPLE, ACCELERATE_USE_CPU="true")
     assert planned.returncode == 0 and len(loss(planned.stdout)) == 1, planned.stderr
     assert planned.stdout.count("measured peak") == 1
+
+
+@pytest.mark.skipif(not distributed.is_gloo_available(), reason="no gloo")
+@pytest.mark.skipif(not hasattr(accelerate.Accelerator, "is_fsdp2"), reason="Accelerate without FSDP2")
+def test_two_processes_with_sharded_weights() -> None:
+    """Accelerate is made to shard on the CPU; the loss is that of the plain run, printed to its last digit."""
+    script = ["-m", "tests.cpu.lib.fsdp_on_cpu", EXAMPLE]
+    planned, plain = (
+        ran(*OURS, *config("accelerate_fsdp2.yaml"), *port(), *script, ACCELERATE_USE_CPU="true", MEMOPT_DISABLE=disabled)
+        for disabled in ("", "1")
+    )
+    assert planned.returncode == plain.returncode == 0, planned.stderr + plain.stderr
+    assert loss(planned.stdout) == loss(plain.stdout) and len(loss(plain.stdout)) == 1
+    assert planned.stdout.count("measured peak") == 1 and "ops run again" in planned.stdout
+    assert "measured peak" not in plain.stdout

@@ -8,6 +8,7 @@ import io
 import pickle
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -264,7 +265,9 @@ def test_refused_by_name(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = fresh()
     monkeypatch.setattr(accelerator.state, "distributed_type", accelerate.DistributedType(kind))
     own = small()
-    with pytest.raises(UnsupportedError, match=f"cannot plan {kind} under Accelerate"):
+    if kind == "FSDP":
+        monkeypatch.setattr(accelerator.state, "fsdp_plugin", SimpleNamespace(fsdp_version=1), raising=False)
+    with pytest.raises(UnsupportedError, match=f"cannot plan {kind} under Accelerate.*{'FSDP1' if kind == 'FSDP' else ''}"):
         front.prepare(accelerator, own, adam(own), **OPTIONS)
     assert accelerator._models == [] and plans(accelerator) == []
 

@@ -79,7 +79,7 @@ RUNS = {
     "fsdp2.yaml": trains_in_two_processes,
 }
 """File of configs/ -> what runs it and looks at what came of it."""
-RUN_ELSEWHERE = {"accelerate_single.yaml", "accelerate_multi.yaml"}
+RUN_ELSEWHERE = {"accelerate_single.yaml", "accelerate_multi.yaml", "accelerate_fsdp2.yaml"}
 """Files of configs/ that another test file runs."""
 
 
