@@ -3,6 +3,7 @@
     python -m benchmarks fsdp2                          # two and four ranks; writes results/fsdp2.json, a case at a time
     python -m benchmarks fsdp2 --ranks 2 --models gpt2  # one case; the others stay as they are recorded
     python -m benchmarks fsdp2 --table                  # what is recorded, as Markdown
+    python -m benchmarks fsdp2 --runs 10 --ranks 2      # ten runs of a small GPT-2: peaks beside their predictions
 
 Every block is a unit (`fully_shard`), and the model. Ranks are processes with gloo between them; each has a batch of its own.
 `checkpointed` is torch's checkpoint (non-reentrant) around the forward of every block. `within` is a plan of fewest FLOPs whose
@@ -20,6 +21,7 @@ import json
 import multiprocessing
 import sys
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,12 +40,14 @@ from lightning_memopt import optimize
 from lightning_memopt.native import counter
 
 FILE = RESULTS / "fsdp2.json"
-STEPS = 5
+STEPS, PROFILED = 5, 2
 SIZES: dict[str, dict[str, int]] = {
     "gpt2": {"layers": 4, "batch": 4, "length": 128},
     "t5": {"batch": 4, "source": 64, "target": 48},
     "vit": {"batch": 6},
 }
+SMALL = {"layers": 2, "batch": 2, "length": 32}
+"""Sizes of the GPT-2 of `--runs`."""
 KINDS = ("plain", "checkpointed", "within", "min")
 
 
@@ -79,7 +83,7 @@ def trained(name: str, kind: str, budget: int | str, held: int) -> dict[str, Any
     counts = counter()
     assert counts is not None, "the native counter is needed"
     losses, found = [], dict[str, Any]()
-    options: dict[str, Any] = {"budget": budget, "objective": "flops", "profile_steps": 2, "verbose": False}
+    options: dict[str, Any] = {"budget": budget, "objective": "flops", "profile_steps": PROFILED, "verbose": False}
     planned = kind in ("within", "min")
     with optimize(model, optimizer, **options) if planned else contextlib.nullcontext() as run:
         for i in range(STEPS):
@@ -94,6 +98,7 @@ def trained(name: str, kind: str, budget: int | str, held: int) -> dict[str, Any
             losses.append(loss.item())
             del loss
             found["peak_nbytes"] = window.peak_nbytes - held
+            found.setdefault("peaks", []).append(found["peak_nbytes"])
             window.close()
             if isinstance(flops, FlopCounterMode):
                 found["flops"] = flops.get_total_flops()
@@ -107,26 +112,46 @@ def trained(name: str, kind: str, budget: int | str, held: int) -> dict[str, Any
     return found | {"hash": digest(model, optimizer, losses)}
 
 
-def rank(number: int, world: int, name: str, folder: Path) -> None:
+def joins(number: int, world: int, folder: Path) -> None:
+    """This process becomes a rank."""
     torch.set_num_threads(1)
     store = distributed.FileStore(str(folder / "store"), world)
     distributed.init_process_group("gloo", store=store, rank=number, world_size=world)
+
+
+def repeated(number: int, world: int, runs: int, folder: Path) -> None:
+    """The smallest plan, `runs` times: by how many bytes the peak of each planned step is above its prediction."""
+    joins(number, world, folder)
+    SIZES["gpt2"] = SMALL
+    above = []
+    for _ in range(runs):
+        gc.collect()
+        result = trained("gpt2", "min", "min", held_nbytes())
+        above += [peak - result["predicted_nbytes"] for peak in result["peaks"][PROFILED:]]
+        distributed.barrier()
+    (folder / f"{number}.json").write_text(json.dumps({"above": above, "predicted_nbytes": result["predicted_nbytes"]}))
+    distributed.destroy_process_group()
+
+
+def rank(number: int, world: int, name: str, folder: Path) -> None:
+    joins(number, world, folder)
     row: dict[str, Any] = {}
     for kind in KINDS:
         gc.collect()
         held = held_nbytes()
         row[kind] = trained(name, kind, held + row["checkpointed"]["peak_nbytes"] if kind == "within" else "min", held)
+        del row[kind]["peaks"]
         distributed.barrier()
     row["checkpointed"]["extra_flops"] = row["checkpointed"]["flops"] - row["plain"]["flops"]
     (folder / f"{number}.json").write_text(json.dumps(row))
     distributed.destroy_process_group()
 
 
-def measured(world: int, name: str) -> list[dict[str, Any]]:
-    """What each rank wrote."""
+def measured(world: int, what: str | int, of_rank: Callable[..., None] = rank) -> list[dict[str, Any]]:
+    """What each rank wrote. `what`: the name of a model, or how many runs."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=rank, args=(i, world, name, Path(folder))) for i in range(world)]
+        ranks = [context.Process(target=of_rank, args=(i, world, what, Path(folder))) for i in range(world)]
         for process in ranks:
             process.start()
         for process in ranks:
@@ -166,7 +191,16 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="*", help="default: 2 and 4")
     parser.add_argument("--models", nargs="*", help=f"default: {', '.join(SIZES)}")
     parser.add_argument("--table", action="store_true", help="print what is recorded")
+    parser.add_argument("--runs", type=int, help="only repeat so many runs, and print how far peaks are from their predictions")
     args = parser.parse_args()
+    if args.runs:
+        for world in args.ranks or (2, 4):
+            rows = measured(world, args.runs, repeated)
+            above, steps = [n for row in rows for n in row["above"]], len(rows[0]["above"])
+            predicted = rows[0]["predicted_nbytes"]
+            print(f"{world} ranks, {args.runs} runs, {steps} planned steps each: predicted {predicted} bytes, measured")
+            print(f"{min(above):+d} to {max(above):+d} bytes ({100 * max(map(abs, above)) / predicted:.3f} %)", flush=True)
+        return 0
     if args.table:
         print(table(json.loads(FILE.read_text())))
         return 0
