@@ -39,10 +39,9 @@ def test_two_processes() -> None:
 @pytest.mark.skipif(not hasattr(accelerate.Accelerator, "is_fsdp2"), reason="Accelerate without FSDP2")
 def test_two_processes_with_sharded_weights() -> None:
     """Accelerate is made to shard on the CPU; the loss is that of the plain run, printed to its last digit."""
-    script = ["-m", "tests.cpu.lib.fsdp_on_cpu", EXAMPLE]
+    command = [*OURS, *config("accelerate_fsdp2.yaml"), *port(), "-m", "tests.cpu.lib.fsdp_on_cpu", EXAMPLE]
     planned, plain = (
-        ran(*OURS, *config("accelerate_fsdp2.yaml"), *port(), *script, ACCELERATE_USE_CPU="true", MEMOPT_DISABLE=disabled)
-        for disabled in ("", "1")
+        ran(*command, timeout=300, ACCELERATE_USE_CPU="true", MEMOPT_DISABLE=disabled) for disabled in ("", "1")
     )
     assert planned.returncode == plain.returncode == 0, planned.stderr + plain.stderr
     assert loss(planned.stdout) == loss(plain.stdout) and len(loss(plain.stdout)) == 1

@@ -36,8 +36,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_memopt import MemOptModelParallelStrategy, optimize
 from lightning_memopt.errors import MemOptError
 from lightning_memopt.native import counter
-from lightning_memopt.record.settling import can_settle, find_threads, settle
 from lightning_memopt.trace import count_all
+from tests.cpu.lib.settled import settles
 
 WIDTH, LENGTH, BATCH, WORDS, STEPS = 32, 24, 8, 64, 4
 
@@ -273,24 +273,6 @@ def out_of_window() -> dict[str, Any]:
                 optimizer.zero_grad()
         found["planned" if planned else "plain"] = digest(model, optimizer, [])
     return found
-
-
-def settles() -> dict[str, Any]:
-    """Collectives one after the other: after how many of them bytes were left."""
-    counts, world = counter(), distributed.get_world_size()
-    window = counts.window() if counts is not None else None
-    find_threads()
-    left = 0
-    for _ in range(200 if window is not None else 0):
-        part, whole = torch.ones(1 << 14), torch.ones(world << 14)
-        before = window.reset()  # type: ignore[union-attr]
-        distributed.reduce_scatter_tensor(part, whole)
-        distributed.all_gather_into_tensor(whole, part)
-        settle()
-        left += window.reset() > before  # type: ignore[union-attr]
-    if window is not None:
-        window.close()
-    return {"can": can_settle(), "left": left}
 
 
 def refused() -> dict[str, Any]:
