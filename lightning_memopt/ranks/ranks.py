@@ -37,6 +37,7 @@ class Ranks:
         self._board = board
         self._heartbeat = Heartbeat(board)
         self._ended = self._left = self._alone = False
+        self._gone: set[int] = set()  # ranks whose process has ended, as far as this rank knows
 
     @property
     def name(self) -> int:
@@ -100,6 +101,7 @@ class Ranks:
                 raise self._failed(words_of)
             silent_seconds = pulse.silent_seconds()
             if pulse.began and silent_seconds > SILENT_SECONDS:
+                self._gone.add(rank)
                 raise RankFailedError(
                     f"Rank {self.names[rank]} has been silent for {silent_seconds:.0f} s while rank {self.name} waited for its "
                     f"decision ({about}): its process has ended or hangs. Run all ranks again."
@@ -161,6 +163,7 @@ class Ranks:
         first = min(words_of, key=lambda rank: (words_of[rank]["collective"], words_of[rank]["order"]), default=None)
         silent = [self.names[rank] for rank in range(self.size) if rank != self.rank and rank not in words_of]
         if first is None or (silent and words_of[first]["collective"]):
+            self._gone |= {rank for rank in range(self.size) if rank != self.rank and rank not in words_of}
             return RankFailedError(
                 f"A collective failed, and rank {', '.join(map(str, silent))} did not say why: its process has ended (killed, "
                 "or out of memory). Check its log, and run all ranks again."
@@ -170,13 +173,15 @@ class Ranks:
         )
 
     def leave(self) -> None:
-        """This rank's run is over. The last rank to leave deletes what all have posted; nothing is left in the store."""
+        """This rank's run is over. The last rank to leave deletes what all have posted, so nothing is left in the store.
+        It does not wait for ranks whose process has ended.
+        """
         if self._left:
             return
         self._left = True
         self._heartbeat.stop()
         try:
-            if self._board.count("left") == self.size or self._alone:
+            if self._board.count("left") + len(self._gone) >= self.size or self._alone:
                 self._board.clear()
         except RuntimeError:  # the store is gone, with everything in it
             pass

@@ -31,7 +31,9 @@ def test_one_process(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not distributed.is_gloo_available(), reason="no gloo")
 def test_two_processes(tmp_path: Path) -> None:
-    """The same scripts in two processes under our launcher, with gloo between them: both ranks end as under plain DDP."""
+    """The same scripts in two processes under our launcher, with gloo between them: both ranks end as under plain DDP, and each
+    keeps its budget, as predicted.
+    """
     ddp = ("--multi_gpu", "--num_processes", "2", "--num_machines", "1", *port())
     command = [*OURS, *ddp, "--memopt_budget", "1GiB", "-m", "tests.cpu.lib.accelerate_scripts", str(tmp_path)]
     done = ran(*command, timeout=300, ACCELERATE_USE_CPU="true")
@@ -43,3 +45,7 @@ def test_two_processes(tmp_path: Path) -> None:
             assert same(plain, planned), (name, rank)
             assert max(facts[name]["plans"]) > 0, (name, facts[name])
             assert (facts[name]["tables"] > 0) == (rank == 0)
+            peaks = [peak for peak in facts[name]["peaks"] if peak is not None]
+            assert peaks
+            for measured, predicted, budget in peaks:
+                assert measured <= budget and measured == pytest.approx(predicted, rel=0.01), (name, rank, peaks)
