@@ -7,7 +7,7 @@
 
 On each host `torchrun --nnodes 2 --nproc_per_node 2` starts two ranks, with gloo over a virtual cable between the namespaces.
 Every rank trains each case without a plan, within the smallest plan, and within a budget in bytes. Then a rank is killed, while
-it observes, solves or runs under its plan. torchrun would end the other ranks on its host at once, so these ranks are started
+it observes, solves or runs under its plan. torchrun would end the other ranks on its host at once, so these ranks are forked
 without it, but for the last fault. Patience is what it is for users.
 """
 
@@ -15,15 +15,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
+import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess as Process
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +39,9 @@ FILE = RESULTS / "hosts.json"
 PER_HOST, WORLD = 2, 4
 CABLE, ADDRESSES, PORT = "memopt", ("10.213.77.1", "10.213.77.2"), 29511
 """Of each namespace: its end of the cable, its address, and a port that is free there."""
+_OF_TORCH = ("torchinductor_", "torchelastic_")
+"""Beginnings of the names of folders that torch and torchrun leave among temporary files."""
+_CLONE_NEWNET = 0x40000000  # of Linux's <sched.h>
 BOUND_SECONDS = 60.0
 """Ranks end in this time after another one was killed."""
 NAMES = (*hosts_rank.CASES, *hosts_rank.RESUMED)
@@ -59,6 +67,14 @@ class Fault:
         """The ranks that must name the victim."""
         same_host = [rank for rank in range(WORLD) if self.torchrun and rank // PER_HOST == self.victim // PER_HOST]
         return [rank for rank in range(WORLD) if rank != self.victim and rank not in same_host]
+
+    def names_victim(self, error: str) -> bool:
+        """Whether an error names the victim, and no rank that has not ended with it."""
+        match = re.search(r"[rR]ank ([\d, ]+) (did not say why|has been silent)|usually rank (\d+)", error)
+        if match is None or not error.startswith("RankFailedError"):
+            return False
+        named = {int(rank) for rank in (match[1] or match[3]).split(", ")}
+        return self.victim in named and named.isdisjoint(self.survivors)
 
 
 FAULTS = {
@@ -112,19 +128,35 @@ class Hosts:
             return subprocess.Popen(words, env=env, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
 
     def torchrun(self, folder: Path, *arguments: str) -> list[subprocess.Popen[bytes]]:
-        """Start torchrun on both hosts, with ranks that get these arguments."""
+        """Start torchrun on both hosts, with ranks that get the folder and these arguments."""
         size = ["--nnodes", "2", "--nproc_per_node", str(PER_HOST), "--master_addr", ADDRESSES[0], "--master_port", str(PORT)]
-        return [
-            self.start(host, folder / f"log.{host}", "-m", "torch.distributed.run", *size, "--node_rank", str(host), *arguments)
-            for host in range(2)
-        ]
+        command = ["-m", "torch.distributed.run", *size]
+        rank = [*RANK, str(folder), *arguments]
+        return [self.start(host, folder / f"log.{host}", *command, "--node_rank", str(host), *rank) for host in range(2)]
 
-    def ranks(self, folder: Path, *arguments: str) -> list[subprocess.Popen[bytes]]:
-        """Start all ranks by themselves, as torchrun would."""
-        group = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(PORT), "WORLD_SIZE": str(WORLD)}
-        return [
-            self.start(rank // PER_HOST, folder / f"log.{rank}", *arguments, **group, RANK=str(rank)) for rank in range(WORLD)
-        ]
+    def ranks(self, folder: Path, *arguments: str) -> list[Process]:
+        """Start all ranks by themselves, as torchrun would. They are forked: imports take longer than the training."""
+        context = multiprocessing.get_context("fork")
+        names = [self.names[rank // PER_HOST] for rank in range(WORLD)]
+        processes = [context.Process(target=_rank, args=(i, name, folder, arguments)) for i, name in enumerate(names)]
+        for process in processes:
+            process.start()
+        return processes
+
+
+def _rank(rank: int, host: str, folder: Path, arguments: tuple[str, ...]) -> None:
+    """Be a rank on a host, in a process that was forked for it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{host}") as namespace:
+        if libc.setns(namespace.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {host}")
+    with (folder / f"log.{rank}").open("wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    tempfile.tempdir = str(folder)
+    os.environ |= {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(PORT), "WORLD_SIZE": str(WORLD), "RANK": str(rank)}
+    os.environ |= {"GLOO_SOCKET_IFNAME": CABLE}
+    hosts_rank.main([str(folder), *arguments])
 
 
 def _ip(*words: str) -> None:
@@ -149,7 +181,7 @@ def trained(hosts: Hosts, names: list[str], limit_seconds: float = 900.0) -> lis
     """What each rank came to in these cases."""
     with tempfile.TemporaryDirectory(prefix="memopt-hosts-") as name:
         folder = Path(name)
-        processes = hosts.torchrun(folder, *RANK, name, *names)
+        processes = hosts.torchrun(folder, *names)
         ended = _ends(processes, limit_seconds)
         if ended is None or any(process.returncode for process in processes):
             raise RuntimeError(f"{'a rank hangs' if ended is None else 'a rank failed'}: {_logs(folder)}")
@@ -160,21 +192,23 @@ def killed(hosts: Hosts, fault: Fault) -> dict[str, Any]:
     """What the other ranks came to after a rank was killed. Seconds are those since then; None where a process did not end."""
     with tempfile.TemporaryDirectory(prefix="memopt-hosts-") as name:
         folder = Path(name)
-        arguments = [*RANK, name, "dies", fault.moment, str(fault.victim)]
-        processes = (hosts.torchrun if fault.torchrun else hosts.ranks)(folder, *arguments)
+        start: Callable[..., Any] = hosts.torchrun if fault.torchrun else hosts.ranks
+        processes = start(folder, "dies", fault.moment, str(fault.victim))
         ended = _ends(processes, 400.0)
         if not (folder / "killed").exists():
             raise RuntimeError(f"no rank was killed: {_logs(folder)}")
         at = float((folder / "killed").read_text())
         ranks = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
-        expected = {"killed", *(f"log.{i}" for i in range(len(processes))), *(f"{rank}.json" for rank in ranks)}
+        files = {path.name for path in folder.iterdir()}
+        logs = (f"log.{i}" for i in range(len(processes)))
+        expected = {"killed", *logs, *(f"{rank}.json" for rank in ranks)}
         return {
             "victim": fault.victim,
             "ranks": {rank: {"error": end["error"], "seconds": round(end["at"] - at, 1)} for rank, end in ranks.items()},
             "all_ended_seconds": None if ended is None else round(ended - at, 1),
             "left": {
                 "processes": len(hosts.processes()),
-                "files": sorted(path.name for path in folder.iterdir() if path.name not in expected),
+                "files": sorted(name for name in files - expected if not name.startswith(_OF_TORCH)),
             },
         }
 
@@ -184,20 +218,19 @@ def _logs(folder: Path) -> str:
     return "\n".join(path.read_text(errors="replace")[-3000:] for path in sorted(folder.glob("log.*")))
 
 
-def _ends(processes: list[subprocess.Popen[bytes]], seconds: float) -> float | None:
+def _ends(processes: list[Any], seconds: float) -> float | None:
     """The time at which the last process ended; None where one did not, and was killed."""
+
+    def running() -> list[Any]:
+        return [p for p in processes if (p.is_alive() if isinstance(p, Process) else p.poll() is None)]
+
     until = time.monotonic() + seconds
-    try:
-        for process in processes:
-            process.wait(max(0.1, until - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-    return time.time()
+    while running() and time.monotonic() < until:
+        time.sleep(0.1)
+    ended = None if running() else time.time()
+    for process in running():
+        process.kill()
+    return ended
 
 
 def faults_of(results: dict[str, Any]) -> list[str]:
@@ -218,7 +251,7 @@ def faults_of(results: dict[str, Any]) -> list[str]:
         fault = FAULTS[name]
         for rank in fault.survivors:
             end = outcome["ranks"].get(str(rank))
-            if end is None or not end["error"].startswith("RankFailedError") or f"ank {fault.victim}" not in end["error"]:
+            if end is None or not fault.names_victim(end["error"]):
                 wrong.append(f"killed {name}: rank {rank} does not name rank {fault.victim}: {end}")
             elif end["seconds"] > BOUND_SECONDS:
                 wrong.append(f"killed {name}: rank {rank} took {end['seconds']} s")

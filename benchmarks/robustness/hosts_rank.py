@@ -113,8 +113,8 @@ def digest(tensors: Iterable[Any]) -> str:
     """A hash of bits."""
     bits = hashlib.sha256()
     for t in tensors:
-        data = t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if torch.is_tensor(t) else repr(t).encode()
-        bits.update(data)
+        whole = t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if torch.is_tensor(t) else None
+        bits.update(repr(t).encode() if whole is None else whole)
     return bits.hexdigest()[:16]
 
 

@@ -94,7 +94,7 @@ def exact(**options: Any) -> dict[str, Any]:
 
 
 def counted_before() -> dict[str, Any]:
-    """The counter knows DDP's buckets, as in the second run of a process; the first step, whose graph the plan has, meets them."""
+    """The counter knows DDP's buckets before the run, as it does in the second run of a process."""
     count_all(print)
     planned = train("min", profile_steps=2)
     return {"plain": train(None), "planned": planned}

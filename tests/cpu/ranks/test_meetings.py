@@ -61,8 +61,6 @@ def test_all_hear_all_decisions_and_nothing_is_left(store: distributed.Store) ->
     for about in ("first", "second"):
         outcomes = each([lambda r=rank, a=about: r.meet(a, {"mine": r.name}, 5.0) for rank in members])  # type: ignore[misc]
         assert outcomes == [[{"mine": 4}, {"mine": 5}, {"mine": 6}]] * SIZE
-    for rank in members:
-        rank.settled()
     assert keys(store)
     for rank in members:
         rank.leave()
