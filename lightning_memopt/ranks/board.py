@@ -12,7 +12,7 @@ from collections.abc import Callable
 from torch import distributed
 
 BEAT_SECONDS = 3.0
-"""A rank that others may wait for posts a heartbeat so often."""
+"""A rank with a run posts a heartbeat so often."""
 
 
 class Board:
