@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 from torch import distributed
 
 BEAT_SECONDS = 3.0
-"""A rank that others may wait for posts a heartbeat so often."""
+"""A rank with a run posts a heartbeat so often."""
 
 
 class Board:
@@ -53,10 +54,12 @@ class Board:
 
 
 class Heartbeat:
-    """Posts that this process is alive, in a thread, from `start` to `stop`."""
+    """Posts that this process is alive, in a thread, from `start` to `stop`. `listen` is called after each post, also while the
+    training waits in a collective.
+    """
 
-    def __init__(self, board: Board) -> None:
-        self._board = board
+    def __init__(self, board: Board, listen: Callable[[], object]) -> None:
+        self._board, self._listen = board, listen
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -80,6 +83,7 @@ class Heartbeat:
             beats += 1
             try:
                 self._board.post("beat", str(beats))
+                self._listen()
             except RuntimeError:  # the store is gone, and with it who would read
                 return
 

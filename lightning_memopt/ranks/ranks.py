@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import distributed
 
 from lightning_memopt.errors import RankFailedError
+from lightning_memopt.ranks import board
 from lightning_memopt.ranks.board import Board, Heartbeat, Pulse
 
 SILENT_SECONDS = 40.0
@@ -32,11 +33,13 @@ class Ranks:
     names: the global number of each rank, which errors name.
     """
 
-    def __init__(self, board: Board, names: list[int]) -> None:
-        self.rank, self.size, self.names = board.rank, board.size, names
-        self._board = board
-        self._heartbeat = Heartbeat(board)
+    def __init__(self, posts: Board, names: list[int]) -> None:
+        self.rank, self.size, self.names = posts.rank, posts.size, names
+        self._board = posts
+        self._heartbeat = Heartbeat(posts, self._last_words)
+        self._words_of: dict[int, dict[str, Any]] = {}  # what ended other ranks, by rank
         self._ended = self._left = self._alone = False
+        self._gone: set[int] = set()  # ranks whose process has ended, as far as this rank knows
 
     @property
     def name(self) -> int:
@@ -47,14 +50,10 @@ class Ranks:
         """This rank has a run: others may wait for it."""
         self._heartbeat.start()
 
-    def settled(self) -> None:
-        """No meeting comes any more: the heartbeat ends."""
-        self._heartbeat.stop()
-
     def alone(self) -> None:
         """This rank decides by itself from now on. The others may have no run, so it clears its own posts in the end."""
         self._alone = True
-        self.settled()
+        self._heartbeat.stop()
 
     # -- meetings ----------------------------------------------------------------------------------
 
@@ -100,6 +99,7 @@ class Ranks:
                 raise self._failed(words_of)
             silent_seconds = pulse.silent_seconds()
             if pulse.began and silent_seconds > SILENT_SECONDS:
+                self._gone.add(rank)
                 raise RankFailedError(
                     f"Rank {self.names[rank]} has been silent for {silent_seconds:.0f} s while rank {self.name} waited for its "
                     f"decision ({about}): its process has ended or hangs. Run all ranks again."
@@ -132,51 +132,75 @@ class Ranks:
             self._board.post("error", json.dumps(words))
             if not collective:
                 return None
-            until = time.monotonic() + LAST_WORDS_SECONDS
-            words_of = self._last_words()
-            while len(words_of) < self.size - 1 and time.monotonic() < until:
-                if any(not said["collective"] for said in words_of.values()):
-                    break
-                time.sleep(_POLL_SECONDS[1])
-                words_of = self._last_words()
+            alive = self._await_last_words()
         except distributed.DistError:
             if not collective:
                 return None
+            if self._words_of:  # they were heard before the process that holds the store ended, too
+                return self._failed(self._words_of)
             return RankFailedError(
                 f"A collective failed on rank {self.name}, and the store of the process group is gone: the process "
                 f"that holds it, usually rank {self.names[0]}, has ended. Run all ranks again."
             )
+        words_of = self._words_of
         if len(words_of) == self.size - 1 and all(words["collective"] for words in words_of.values()):
             return None  # all ranks say that the collective failed: the network, or the user's own use of it
-        return self._failed(words_of)
+        return self._failed(words_of, alive)
+
+    def _await_last_words(self) -> set[int]:
+        """Wait until the other ranks have said what happened to them, or one of them is the first cause. Returns the ranks that
+        are alive by their heartbeat: some wait in a collective for ranks that wait here.
+        """
+        pulses = {rank: Pulse(self._board, rank) for rank in range(self.size) if rank != self.rank}
+        until = time.monotonic() + LAST_WORDS_SECONDS
+        while True:
+            words_of = self._last_words()
+            seconds = {rank: pulse.silent_seconds() for rank, pulse in pulses.items()}
+            told = len(words_of) == self.size - 1 or any(not said["collective"] for said in words_of.values())
+            if told or time.monotonic() > until:
+                alive = {rank for rank in pulses if seconds[rank] < 2 * board.BEAT_SECONDS}
+                began = {rank for rank in pulses if pulses[rank].began}
+                self._gone |= set() if told else began - alive - set(words_of)
+                return began & alive
+            time.sleep(_POLL_SECONDS[1])
 
     def _last_words(self) -> dict[int, dict[str, Any]]:
         """What ended the other ranks, by rank."""
-        others = (rank for rank in range(self.size) if rank != self.rank)
-        texts = ((rank, self._board.read("error", rank)) for rank in others)
-        return {rank: json.loads(text) for rank, text in texts if text is not None}
+        for rank in range(self.size):
+            text = self._board.read("error", rank) if rank != self.rank and rank not in self._words_of else None
+            if text is not None:
+                self._words_of[rank] = json.loads(text)
+        return dict(self._words_of)
 
-    def _failed(self, words_of: dict[int, dict[str, Any]]) -> RankFailedError:
-        """The error that names the rank that failed first. `words_of`: what ended the other ranks."""
+    def _failed(self, words_of: dict[int, dict[str, Any]], alive: Collection[int] = ()) -> RankFailedError:
+        """The error that names the rank that failed first.
+
+        Args:
+            words_of: what ended the other ranks.
+            alive: ranks whose process has not ended.
+        """
         first = min(words_of, key=lambda rank: (words_of[rank]["collective"], words_of[rank]["order"]), default=None)
-        silent = [self.names[rank] for rank in range(self.size) if rank != self.rank and rank not in words_of]
+        silent = {rank for rank in range(self.size) if rank != self.rank and rank not in words_of}
+        silent = silent.difference(alive) or silent
         if first is None or (silent and words_of[first]["collective"]):
             return RankFailedError(
-                f"A collective failed, and rank {', '.join(map(str, silent))} did not say why: its process has ended (killed, "
-                "or out of memory). Check its log, and run all ranks again."
+                f"A collective failed, and rank {', '.join(str(self.names[rank]) for rank in sorted(silent))} did not say why: "
+                "its process has ended (killed, or out of memory). Check its log, and run all ranks again."
             )
         return RankFailedError(
             f"Rank {self.names[first]} failed, so all ranks end: {words_of[first]['error']}. Fix that, and run all ranks again."
         )
 
     def leave(self) -> None:
-        """This rank's run is over. The last rank to leave deletes what all have posted; nothing is left in the store."""
+        """This rank's run is over. The last rank to leave deletes what all have posted, so nothing is left in the store.
+        It does not wait for ranks whose process has ended.
+        """
         if self._left:
             return
         self._left = True
         self._heartbeat.stop()
         try:
-            if self._board.count("left") == self.size or self._alone:
+            if self._board.count("left") + len(self._gone) >= self.size or self._alone:
                 self._board.clear()
         except RuntimeError:  # the store is gone, with everything in it
             pass

@@ -169,8 +169,6 @@ class Agreement:
     def _settled(self) -> None:
         """No meeting comes any more."""
         self._open = self._all_plan = False
-        if self._ranks is not None:
-            self._ranks.settled()
 
     # -- the end -----------------------------------------------------------------------------------
 

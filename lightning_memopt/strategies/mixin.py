@@ -129,7 +129,8 @@ class MemOptMixin(abc.ABC):
 
         session.closure_begins(optimizer)
         try:
-            result = super().optimizer_step(optimizer, forward_and_backward, model, **kwargs)  # type: ignore[misc]
+            with self._naming():  # FSDP2 clips by a norm over all ranks
+                result = super().optimizer_step(optimizer, forward_and_backward, model, **kwargs)  # type: ignore[misc]
         except BaseException:
             session.close()
             raise

@@ -60,6 +60,15 @@ class Ledger:
         self._base_nbytes += self._difference_nbytes
         return self._base_nbytes
 
+    def identified(self, key: int) -> int:
+        """A storage from before the step is known only now: C++ alone held it, as it holds DDP's buckets. It leaves the unknown
+        bytes of the normal state. Returns how many of them it was; 0 where it may be among the bytes that came since.
+        """
+        open_nbytes = sum(unseen.nbytes for unseen in self._open)
+        nbytes = max(0, min(self._base_nbytes, self._known.get(key, 0) - open_nbytes))
+        self._base_nbytes -= nbytes
+        return nbytes
+
     def ran(self, now: int) -> None:
         """The op at the point `now` has ended and its known outputs were added; new bytes beyond them are unseen ones."""
         change = self._difference_nbytes - sum(unseen.nbytes for unseen in self._open)

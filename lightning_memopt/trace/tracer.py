@@ -59,26 +59,23 @@ class Tracer:
         self.scope = scope
         self.phase: Phase = "forward"
         self.forward_over = self.backward_ran = self.asked = self.written = False
-        self.largest_nbytes = 0
+        self.largest_nbytes = self.live_nbytes = 0
         self.points: list[Point] = []
         self.ops: list[dict[str, Any]] = []
         self.tensors: dict[int, SeenTensor] = {}
         self.saves: dict[int, SeenSave] = {}
         self.lines: dict[int, str] = {}
-        self.live_nbytes = 0
         self.marks: Callable[..., Any] | None = None
         self._open: Any = None
         self._began = 0.0
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._storages: dict[int, list[int]] = {}
-        self._adopted: dict[int, int] = {}
+        self._adopted, self._bystanders = dict[int, int](), dict[int, int]()
         self._held_by_user: dict[int, StorageVersion] = {}
         self._versions: dict[int, list[StorageVersion]] = {}
         self.cuda = CudaOps(device) if device.type == "cuda" else None
-        self._lingering = Lingering()
         self.ledger: Ledger | None = None
-        self._bystanders: dict[int, int] = {}
-        self._numbers = itertools.count(_UNSEEN - 1, -1)
+        self._lingering, self._numbers = Lingering(), itertools.count(_UNSEEN - 1, -1)
 
     # -- told by the recorder ----------------------------------------------------------------------
 
@@ -159,7 +156,10 @@ class Tracer:
         if version.id not in self.tensors:
             if version.weak in self._adopted and self.phase != "forward":
                 return self._storages[self._adopted[version.weak]][-1]
+            unseen = self.tensors.get(_UNSEEN) if version.weak not in self._bystanders else None
             self.adopt(version, "input" if self.phase == "forward" else "temporary")
+            if unseen is not None and self.ledger is not None:
+                unseen.nbytes -= self.ledger.identified(version.id)
         return version.id
 
     def _writes_parameter(self, record: OpRecord, args: tuple, kwargs: dict) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ pytest.importorskip("accelerate")
 
 from lightning_memopt.integrations import accelerate as front
 from tests.cpu.lib.accelerate_scripts import NAMES, TOGETHER, both
-from tests.cpu.lib.launched import OURS, port, ran, same
+from tests.cpu.lib.launched import OURS, SCRIPTS, port, ran, same
 
 
 def ends(folder: Path, name: str, rank: int = 0) -> list[object]:
@@ -31,7 +32,9 @@ def test_one_process(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not distributed.is_gloo_available(), reason="no gloo")
 def test_two_processes(tmp_path: Path) -> None:
-    """The same scripts in two processes under our launcher, with gloo between them: both ranks end as under plain DDP."""
+    """The same scripts in two processes under our launcher, with gloo between them: both ranks end as under plain DDP, and each
+    keeps its budget, as predicted.
+    """
     ddp = ("--multi_gpu", "--num_processes", "2", "--num_machines", "1", *port())
     command = [*OURS, *ddp, "--memopt_budget", "1GiB", "-m", "tests.cpu.lib.accelerate_scripts", str(tmp_path)]
     done = ran(*command, timeout=580, ACCELERATE_USE_CPU="true")
@@ -43,3 +46,21 @@ def test_two_processes(tmp_path: Path) -> None:
             assert same(plain, planned), (name, rank)
             assert max(facts[name]["plans"]) > 0, (name, facts[name])
             assert (facts[name]["tables"] > 0) == (rank == 0)
+            peaks = [peak for peak in facts[name]["peaks"] if peak is not None]
+            assert peaks
+            for measured, predicted, budget in peaks:
+                assert measured <= budget and measured == pytest.approx(predicted, rel=0.01), (name, rank, peaks)
+
+
+@pytest.mark.skipif(not distributed.is_gloo_available() or sys.platform == "win32", reason="no gloo")
+def test_n6_a_launched_script_whose_rank_is_killed(tmp_path: Path) -> None:
+    """The launcher ends the other rank at once, and names the one that was killed; no process and no file is left."""
+    (tmp_path / "temporary").mkdir()
+    ddp = ("--multi_gpu", "--num_processes", "2", "--num_machines", "1", *port())
+    command = [*OURS, *ddp, "--memopt_budget", "1GiB", str(SCRIPTS / "interrupted.py"), str(tmp_path)]
+    done = ran(*command, timeout=300, ACCELERATE_USE_CPU="true", TMPDIR=str(tmp_path / "temporary"))
+    assert done.returncode != 0 and "rank      : 1" in done.stderr and "SIGKILL" in done.stderr, done.stderr[-4000:]
+    pids = [int((tmp_path / f"{rank}.pid").read_text()) for rank in range(2)]
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    names = [path.name for path in (tmp_path / "temporary").iterdir()]
+    assert not [name for name in names if not name.startswith(("torchelastic_", "torchinductor_"))], "these are torch's own"

@@ -76,6 +76,14 @@ def both(name: str, folder: Path, *arguments: str, **options: Any) -> tuple[list
     return result(name, folder / f"{name}.planned", *arguments, **{"budget": "min", "profile_steps": 1} | options)
 
 
+def _peaks(run: Run) -> list[int] | None:
+    """The measured peak, the predicted one, and the budget; None where there was no plan."""
+    status = run.status()
+    if status.plan is None or status.measured_peak_nbytes is None:
+        return None
+    return [status.measured_peak_nbytes, status.plan.predicted.needed_nbytes, status.plan.budget_nbytes]
+
+
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     times.current = Known()
@@ -88,7 +96,7 @@ def main(folder: Path) -> None:
         with patch.object(distributed, "destroy_process_group") if name != TOGETHER[-1] else contextlib.nullcontext():
             runs, printed = result(name, folder / f"{name}.planned", budget="min", profile_steps=1)
         plans = [r.plan.predicted.rebuilt_ops if r.plan is not None else -1 for r in runs]
-        facts[name] = {"plans": plans, "tables": printed.count("measured peak")}
+        facts[name] = {"plans": plans, "tables": printed.count("measured peak"), "peaks": [_peaks(r) for r in runs]}
     (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(facts))
 
 

@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_memopt import optimize
 from lightning_memopt.ranks import board, ranks
 from lightning_memopt.session import shared_plan, solving
+from lightning_memopt.trace import count_all
 from tests.cpu.lib.process import digest
 
 STEPS = 8
@@ -92,6 +93,13 @@ def exact(**options: Any) -> dict[str, Any]:
     return {"plain": train(None, **options), "planned": train("min", **options)}
 
 
+def counted_before() -> dict[str, Any]:
+    """The counter knows DDP's buckets before the run, as it does in the second run of a process."""
+    count_all(print)
+    planned = train("min", profile_steps=2)
+    return {"plain": train(None), "planned": planned}
+
+
 def killed(step: int, victim: int = 1) -> Any:
     """A rank is killed before a forward."""
 
@@ -148,6 +156,7 @@ CASES: dict[str, tuple[int, Callable[[], Any]]] = {
     "same_shapes": (2, exact),
     "four": (4, exact),
     "other_shapes": (2, lambda: exact(rows=64 if distributed.get_rank() == 0 else 48)),
+    "counted_before": (2, counted_before),
     "accumulated": (2, lambda: exact(accumulate=2)),
     "uneven": (2, uneven),
     "without_a_run": (2, without_a_run),

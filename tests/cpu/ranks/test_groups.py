@@ -45,7 +45,7 @@ def of(outcomes: Outcomes, name: str) -> list[dict[str, Any]]:
     return [rank["outcome"] for rank in ranks]
 
 
-@pytest.mark.parametrize("name", ["same_shapes", "four", "accumulated", "other_shapes", "uneven"])
+@pytest.mark.parametrize("name", ["same_shapes", "four", "counted_before", "accumulated", "other_shapes", "uneven"])
 def test_n1_n4_every_rank_trains_exactly_within_its_plan(outcomes: Outcomes, name: str) -> None:
     """Losses, weights, optimizer state and generators are those of plain DDP; the predicted peak is kept."""
     for rank in of(outcomes, name):

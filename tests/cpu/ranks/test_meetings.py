@@ -61,8 +61,6 @@ def test_all_hear_all_decisions_and_nothing_is_left(store: distributed.Store) ->
     for about in ("first", "second"):
         outcomes = each([lambda r=rank, a=about: r.meet(a, {"mine": r.name}, 5.0) for rank in members])  # type: ignore[misc]
         assert outcomes == [[{"mine": 4}, {"mine": 5}, {"mine": 6}]] * SIZE
-    for rank in members:
-        rank.settled()
     assert keys(store)
     for rank in members:
         rank.leave()
@@ -131,6 +129,26 @@ def test_after_a_failed_collective_the_first_cause_is_named(store: distributed.S
     for rank in members:
         rank.leave()
     assert not keys(store)
+
+
+def test_a_rank_that_is_blocked_is_not_named(store: distributed.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second rank waits in a collective until the first has left, and the store with it. The third was killed."""
+    members = group(store)
+    for rank in members:
+        rank.begin()
+    members[2]._heartbeat.stop()
+    closed = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+    named = members[0].ended_by(closed)
+    assert "rank 6 did not say why" in str(named)
+
+    def lost(*_: Any) -> Any:
+        raise distributed.DistNetworkError("Connection reset by peer")
+
+    for name in ("post", "read", "count"):
+        monkeypatch.setattr(members[1]._board, name, lost)
+    assert str(members[1].ended_by(closed)) == str(named), "its heartbeat has heard the first rank's last words"
+    for rank in members[:2]:
+        rank.leave()
 
 
 def test_no_rank_is_named_where_all_say_that_the_collective_failed(store: distributed.Store) -> None:
