@@ -121,7 +121,11 @@ def fsdp_units(module: Any) -> list[Any]:
     if kind is None or not isinstance(module, kind):
         return []
     state = _state_of()(module)
-    return [] if state is None else list(state._fsdp_param_groups)
+    if state is None:
+        return []
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11: one unit for each module
 
 
 def is_plainly_sharded(unit: Any) -> bool:

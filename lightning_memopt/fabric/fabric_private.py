@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.wrappers import _FabricModule
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -81,46 +82,77 @@ def around_step_methods(around: Around) -> Iterator[None]:
             delattr(_FabricModule, STEP_METHOD)
 
 
-class OneOrSeveralDevices(SingleDeviceStrategy):
-    """A `SingleDeviceStrategy` that takes its device from Fabric, and becomes a DDP strategy where Fabric has several.
+class BecomesDDP:
+    """The part of a strategy for one device that turns it into a DDP strategy where there are several devices.
 
-    Lightning's own class would train on one of several devices without a warning. Fabric's connector assigns
-    `parallel_devices`, `cluster_environment` and `_num_nodes` to strategies that have these attributes, and calls
-    `_configure_launcher` afterwards.
+    Lightning's own class would train on one of several devices without a warning. The connectors of Fabric and of the Trainer
+    assign `parallel_devices`, `cluster_environment` and the number of nodes to strategies that have these attributes, and call
+    `_configure_launcher` afterwards. The class changes there: Fabric, or the Trainer, has the object already, and asks for its
+    class later.
+
+    parallel: the class for several devices. A class of the user's own must name its own.
+    num_nodes: the number of nodes.
     """
 
-    several: type[DDPStrategy]
-    """The class of the strategy where there are several devices."""
+    parallel: type[Any]
+    num_nodes: int
+    _ddp: type[Any]
+    """Lightning's class below `parallel`."""
+    _arguments: tuple[str, ...]
+    """Arguments of the constructor of `_ddp` that are already attributes, with an underscore in front."""
+    _kept: tuple[str, ...]
+    """Attributes that stay as they are."""
 
-    def __init__(self, device: str | torch.device | None = None, **kwargs: Any) -> None:
-        super().__init__(device="cpu" if device is None else device, **kwargs)
+    def _start_on_one_device(self, device: str | torch.device | None, parallel_kwargs: dict[str, Any]) -> None:
+        """Make the attributes to which a connector assigns. `parallel_kwargs` are further arguments of `_ddp`."""
         self._device_given = device is not None
+        self._parallel_kwargs = parallel_kwargs
         self.parallel_devices: list[torch.device] | None = None
         self.cluster_environment: Any = None
-        self._num_nodes = 1
-
-    @property
-    def num_nodes(self) -> int:
-        return self._num_nodes
 
     def _configure_launcher(self) -> None:
         devices = self.parallel_devices or []
-        if len(devices) > 1 or self._num_nodes > 1:
+        if len(devices) > 1 or self.num_nodes > 1:
             self._become_parallel()
             self._configure_launcher()
             return
         if devices and not self._device_given:
             self._root_device = devices[0]
-        super()._configure_launcher()
+        super()._configure_launcher()  # type: ignore[misc]
 
     def _become_parallel(self) -> None:
-        """Be an object of the class `several`, with what Fabric's connector has set so far."""
-        nodes, given = self._num_nodes, ("accelerator", "checkpoint_io", "precision")
-        options = {name: getattr(self, f"_{name}") for name in given}
-        options |= {name: getattr(self, name) for name in ("parallel_devices", "cluster_environment")}
-        for name in ("_root_device", "_device_given", "global_rank", "local_rank", "world_size"):
-            del self.__dict__[name]  # the parallel class has properties of these names, or none
-        self.__class__ = self.several  # type: ignore[assignment]
-        DDPStrategy.__init__(self, **options)  # type: ignore[arg-type]
-        self._num_nodes = nodes
+        if self._device_given or "parallel" not in vars(type(self)):
+            why = f"device={str(self._root_device)!r} was given" if self._device_given else "it is a class of your own"
+            raise MisconfigurationException(
+                f"{type(self).__name__} trains on one device, because {why}; it got {len(self.parallel_devices or [])} devices "
+                f"and {self.num_nodes} nodes. Use {self.parallel.__name__}, or devices=1."
+            )
+        before, ddp, kept = dict(vars(self)), self._ddp, self._kept
+        arguments = {name: before[f"_{name}"] for name in self._arguments}
+        arguments |= {name: before[name] for name in ("parallel_devices", "cluster_environment")}
+        vars(self).clear()
+        self.__class__ = self.parallel
+        ddp.__init__(self, **arguments, **before["_parallel_kwargs"])
+        for name in kept:
+            setattr(self, name, before[name])
+
+
+class OneOrSeveralDevices(BecomesDDP, SingleDeviceStrategy):
+    """A `SingleDeviceStrategy` that takes its device from Fabric, and becomes a DDP strategy where Fabric has several."""
+
+    _ddp = DDPStrategy
+    _arguments = ("accelerator", "checkpoint_io", "precision")
+    _kept = ("_num_nodes", "memopt_config")
+
+    def __init__(self, device: str | torch.device | None = None, **kwargs: Any) -> None:
+        super().__init__(device="cpu" if device is None else device, **kwargs)
+        self._start_on_one_device(device, {})
+        self._num_nodes = 1
+
+    @property
+    def num_nodes(self) -> int:  # type: ignore[override]
+        return self._num_nodes
+
+    def _become_parallel(self) -> None:
+        super()._become_parallel()
         self._set_world_ranks()  # type: ignore[attr-defined]

@@ -116,7 +116,7 @@ class MemOptFabricDDPStrategy(MemOptFabricMixin, DDPStrategy):
     """
 
 
-MemOptFabricStrategy.several = MemOptFabricDDPStrategy
+MemOptFabricStrategy.parallel = MemOptFabricDDPStrategy
 
 
 def register() -> None:

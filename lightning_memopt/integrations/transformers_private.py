@@ -1,7 +1,7 @@
 """Every private name of transformers that this package uses; no other file uses one.
 
 transformers may rename or remove these names in any release: `tests/cpu/transformers/test_private_api.py` lists the missing
-ones. All of them are in transformers 4.57 (the first version that pyproject.toml admits) and 5.23.
+ones. All of them are in transformers 4.57.1 (the first version that pyproject.toml admits) and 5.23.
 """
 
 from __future__ import annotations

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.nn.parallel import DistributedDataParallel
+
+from lightning_memopt.fabric.fabric_private import BecomesDDP
 
 
 def accumulates(trainer: Any) -> bool:
@@ -85,64 +86,29 @@ _SINGLE = ("accelerator", "checkpoint_io", "precision_plugin")
 """The arguments that `SingleDeviceStrategy` has beside its device; `DDPStrategy` has them, too."""
 
 
-class OneDeviceStrategy(SingleDeviceStrategy):
-    """A `SingleDeviceStrategy` that takes its device from the Trainer, and becomes another strategy for several devices.
-
-    Lightning's own class would train on one of several devices without a warning. The accelerator connector assigns
-    `parallel_devices`, `cluster_environment`, `num_nodes` and `_layer_sync` to strategies that have these attributes, and calls
-    `_configure_launcher` afterwards. The class changes there: the Trainer has the object already, and asks for its class later.
+class OneDeviceStrategy(BecomesDDP, SingleDeviceStrategy):
+    """A `SingleDeviceStrategy` that takes its device from the Trainer, and becomes a DDP strategy for several devices.
 
     Args:
         device: the training device; None: the Trainer's.
         kwargs: as of `SingleDeviceStrategy`, and those of `parallel`, which are used for several devices only.
     """
 
-    parallel: type[DDPStrategy]
-    """The strategy for several devices."""
+    _ddp = DDPStrategy
+    _arguments = _SINGLE
+    _kept = ("_layer_sync", "num_nodes", "memopt_config")
 
     def __init__(self, device: str | torch.device | None = None, **kwargs: Any) -> None:
-        self._parallel_kwargs = {name: value for name, value in kwargs.items() if name not in _SINGLE}
-        _refuse_unknown(type(self).__name__, self._parallel_kwargs)
+        parallel_kwargs = {name: value for name, value in kwargs.items() if name not in _SINGLE}
+        _refuse_unknown(type(self).__name__, parallel_kwargs)
         single_kwargs = {name: value for name, value in kwargs.items() if name in _SINGLE}
         super().__init__(device="cpu" if device is None else device, **single_kwargs)
-        self._device_given = device is not None
-        self.parallel_devices: list[torch.device] | None = None
-        self.cluster_environment: Any = None
+        self._start_on_one_device(device, parallel_kwargs)
         self.num_nodes = 1
         self._layer_sync: Any = None
 
-    def _configure_launcher(self) -> None:
-        devices = self.parallel_devices or []
-        if len(devices) > 1 or self.num_nodes > 1:
-            self._become_parallel(len(devices))
-            self._configure_launcher()
-            return
-        if devices and not self._device_given:
-            self._root_device = devices[0]
-        super()._configure_launcher()
-
-    def _become_parallel(self, devices: int) -> None:
-        if OneDeviceStrategy not in type(self).__bases__ or self._device_given:
-            given = f"device={str(self._root_device)!r} was given" if self._device_given else "it is a class of your own"
-            raise MisconfigurationException(
-                f"{type(self).__name__} trains on one device, because {given}; the Trainer was given {devices} and "
-                f"{self.num_nodes} nodes. Use {self.parallel.__name__}, or devices=1."
-            )
-        before = dict(vars(self))
-        vars(self).clear()
-        self.__class__ = self.parallel  # type: ignore[assignment]
-        DDPStrategy.__init__(
-            self,  # type: ignore[arg-type]
-            accelerator=before["_accelerator"],
-            parallel_devices=before["parallel_devices"],
-            cluster_environment=before["cluster_environment"],
-            checkpoint_io=before["_checkpoint_io"],
-            precision_plugin=before["_precision_plugin"],
-            **before["_parallel_kwargs"],
-        )
-        self._layer_sync = before["_layer_sync"]
-        self.num_nodes = before["num_nodes"]
-        self.memopt_config = before["memopt_config"]
+    def _become_parallel(self) -> None:
+        super()._become_parallel()
         self.set_world_ranks()  # type: ignore[attr-defined]
 
 

@@ -18,6 +18,7 @@ pytest.importorskip("lightning")
 import lightning.pytorch as pl
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.wrappers import _FabricModule
 
 from lightning_memopt import MemOptFabricDDPStrategy, MemOptFabricStrategy
@@ -285,5 +286,12 @@ def test_strings_and_several_devices() -> None:
         assert fabric.world_size == options.get("devices", 1) * options.get("num_nodes", 1)
         assert type(pickle.loads(pickle.dumps(fabric.strategy))) is cls
     assert fabric.strategy.memopt_config.verbose is False
+
+    class Own(MemOptFabricStrategy):
+        pass
+
+    for strategy, why in ((MemOptFabricStrategy(device="cpu"), "device='cpu' was given"), (Own(), "a class of your own")):
+        with pytest.raises(MisconfigurationException, match=f"trains on one device, because .*{why}.*2 devices and 1 nodes"):
+            fabric_of(strategy, devices=2)
     with pytest.raises(RuntimeError, match=r"you must call `\.launch\(\)`"):
         fabric.setup(small())

@@ -112,7 +112,7 @@ def test_what_cannot_become_ddp_is_refused() -> None:
         pass
 
     for strategy, why in ((MemOptStrategy(device="cpu"), "device='cpu' was given"), (Own(), "a class of your own")):
-        with pytest.raises(MisconfigurationException, match=f"trains on one device, because .*{why}.*2 and 1 nodes"):
+        with pytest.raises(MisconfigurationException, match=f"trains on one device, because .*{why}.*2 devices and 1 nodes"):
             pl.Trainer(strategy=strategy, accelerator="cpu", logger=False, devices=2)
     with pytest.raises(TypeError, match="'find_unused'"):
         MemOptStrategy(find_unused=True)

@@ -32,15 +32,13 @@ OWNERS: dict[str, Callable[[pl.Trainer], Any]] = {
     "_on_before_batch_transfer": lambda trainer: trainer.lightning_module,
     "_lightning_optimizers": lambda trainer: trainer.strategy,
     "_detect_anomaly": lambda trainer: trainer,
-    "_root_device": lambda trainer: trainer.strategy,
-    "_configure_launcher": lambda trainer: trainer.strategy,
     "_data_parallel_size": lambda trainer: ModelParallelStrategy(),
     "_tensor_parallel_size": lambda trainer: ModelParallelStrategy(),
 }
 """Private name -> the object of a fitted Trainer that has it."""
 ASSIGNED = {"_layer_sync"}
 """Private attributes that Lightning's accelerator connector assigns to strategies that have them."""
-OURS = {"_all_for_data", "_become_parallel", "_device_given", "_parallel_kwargs"}
+OURS = {"_all_for_data", "_arguments", "_become_parallel", "_ddp", "_kept", "_start_on_one_device"}
 NOT_LIGHTNINGS = {"_cdata", "_schedulers", "_last_lr", "_optimizer_step_pre_hooks"}
 """Private names of torch."""
 

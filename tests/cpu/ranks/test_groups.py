@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import distributed
 
-import lightning_memopt
 from tests.cpu.lib.group import CASES, PATIENT_SECONDS
+from tests.cpu.lib.written import needs_gloo, written
 
-ROOT = Path(lightning_memopt.__file__).parents[1]
-pytestmark = pytest.mark.skipif(
-    not distributed.is_available() or not distributed.is_gloo_available() or sys.platform == "win32", reason="no gloo"
-)
+pytestmark = needs_gloo
 Outcomes = dict[tuple[str, int], dict[str, Any]]
 BOUND_SECONDS = 60.0
 """Ranks that are left end in this time, although patience is shorter in these tests than it is for users."""
@@ -27,16 +18,12 @@ BOUND_SECONDS = 60.0
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     """What each rank of each case wrote. No process hung."""
-    folder = tmp_path_factory.mktemp("groups")
-    env = {k: v for k, v in os.environ.items() if k != "MEMOPT_DISABLE"} | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.cpu.lib.group", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=900)
-    assert done.returncode == 0, done.stderr[-5000:]
-    written = {}
-    for path in folder.glob("*.json"):
-        name, rank, _ = path.name.split(".")
-        written[name, int(rank)] = json.loads(path.read_text())
-    return written
+    contents = written("group", tmp_path_factory.mktemp("groups"), timeout=900)
+    by_case = {}
+    for stem, outcome in contents.items():
+        name, rank = stem.split(".")
+        by_case[name, int(rank)] = outcome
+    return by_case
 
 
 def of(outcomes: Outcomes, name: str) -> list[dict[str, Any]]:

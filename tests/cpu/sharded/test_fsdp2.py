@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import distributed
 
-import lightning_memopt
 from lightning_memopt.native import install
 from tests.cpu.lib.sharded import CASES, FOUR
+from tests.cpu.lib.written import needs_gloo, of_ranks
 
-ROOT = Path(lightning_memopt.__file__).parents[1]
 WORLD = 2
-pytestmark = pytest.mark.skipif(
-    not distributed.is_available() or not distributed.is_gloo_available() or sys.platform == "win32", reason="no gloo"
-)
+pytestmark = needs_gloo
 
 
 def run(folder: Path, world: int, *cases: str) -> list[dict[str, Any]]:
     """What each rank wrote. No rank hangs: all end, and well."""
-    env = {k: v for k, v in os.environ.items() if k != "MEMOPT_DISABLE"} | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.cpu.lib.sharded", str(folder), str(world), *cases]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=500)
-    assert done.returncode == 0, done.stderr[-5000:]
-    return [json.loads((folder / f"{number}.json").read_text()) for number in range(world)]
+    return of_ranks(world, "sharded", folder, str(world), *cases, timeout=500)
 
 
 @pytest.fixture(scope="module")
