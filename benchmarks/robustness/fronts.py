@@ -6,7 +6,7 @@
 A front is the way in which users come to this package: a plain loop, Accelerate, Fabric (front_loops.py), transformers'
 Trainer, Lightning's Trainer (front_trainers.py). Each trains five models (front_models.py) for 20 steps in fp32 and bf16:
 plainly, with accumulation, clipping, a schedule, an average of the weights, and resumed from a checkpoint (of the plain run;
-and by the plain run). A solve has one second, because bits and peaks are compared, not speed. The budget is
+and by the plain run). A solve has 0.3 seconds, because bits and peaks are compared, not speed. The budget is
 what is there between the steps of the plain run and half of what a step has on top; where that is refused, the number that the
 refusal names. Losses, parameters, buffers, averages, optimizer state and generators must be the plain run's bit by bit, the
 peak of every planned step within the budget and within 1 % of the prediction, by a count of torch's allocator that is no part
@@ -64,7 +64,7 @@ def script_of(front: str, case: Case) -> Script:
 
     name = f"{front}/{case.model}/{case.precision}/{case.variant}"
     needs = (*NEEDS.get(case.model, ("transformers",)), *FRONT_NEEDS.get(front, ()))
-    return Script(name, name, train, needs, case.steps, {"solver_seconds": 1.0})
+    return Script(name, name, train, needs, case.steps, {"solver_seconds": 0.3})
 
 
 def examined(script: Script) -> Row:

@@ -49,6 +49,8 @@ class MemOptMixin(abc.ABC):
         self.session = None
         if trainer.state.fn == "fit":
             self.session = Session(self.model, self.optimizers, self.memopt_config, say=rank_zero_info)  # type: ignore[attr-defined]
+            # automatic optimization frees the gradients of a step between the next forward and its backward
+            self.session.foresight.keeps_gradients = trainer.lightning_module.automatic_optimization
             self.session.update_in_backward(lambda: of_trainer(trainer))
 
     def teardown(self) -> None:
