@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import hashlib
 import json
 import multiprocessing
 import sys
@@ -29,11 +28,11 @@ from typing import Any
 import torch
 from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.lib.bench import held_nbytes
+from benchmarks.lib.digests import hashed
 from benchmarks.lib.paths import RESULTS
 from benchmarks.models.registry import MODELS
 from lightning_memopt import optimize
@@ -66,13 +65,8 @@ def built(name: str, checkpointed: bool) -> tuple[nn.Module, dict[str, torch.Ten
 
 
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer, losses: list[float]) -> str:
-    found = hashlib.sha256(repr(losses).encode())
-    for p in model.parameters():
-        for t in (p, *optimizer.state.get(p, {}).values()):
-            part = t.to_local() if isinstance(t, DTensor) else t
-            found.update(part.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    found.update(torch.get_rng_state().numpy().tobytes())
-    return found.hexdigest()[:16]
+    states = [t for p in model.parameters() for t in (p, *optimizer.state.get(p, {}).values())]
+    return hashed([torch.tensor(losses, dtype=torch.float64), *states, torch.get_rng_state()])
 
 
 def trained(name: str, kind: str, budget: int | str, held: int) -> dict[str, Any]:

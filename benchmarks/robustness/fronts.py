@@ -1,10 +1,12 @@
 """Every front trains five models plainly and within a budget: the same bits, the budget kept, the peak as predicted?
 
     python -m benchmarks fronts [--fronts NAME...] [--models NAME...] [--json FILE] [--table FILE]
+    python -m benchmarks fronts --missing --json FILE       # only the cases that the file has not
 
-A front is the way in which users come to this package: a plain loop, transformers' Trainer, Lightning's Trainer
-(front_loops.py). Each trains five models (front_models.py) for 20 steps in fp32 and bf16: plainly, with accumulation, clipping,
-a schedule, an average of the weights, and resumed from a checkpoint (of the plain run; and by the plain run). The budget is
+A front is the way in which users come to this package: a plain loop, Accelerate, Fabric (front_loops.py), transformers'
+Trainer, Lightning's Trainer (front_trainers.py). Each trains five models (front_models.py) for 20 steps in fp32 and bf16:
+plainly, with accumulation, clipping, a schedule, an average of the weights, and resumed from a checkpoint (of the plain run;
+and by the plain run). A solve has 0.3 seconds, because bits and peaks are compared, not speed. The budget is
 what is there between the steps of the plain run and half of what a step has on top; where that is refused, the number that the
 refusal names. Losses, parameters, buffers, averages, optimizer state and generators must be the plain run's bit by bit, the
 peak of every planned step within the budget and within 1 % of the prediction, by a count of torch's allocator that is no part
@@ -26,16 +28,29 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.paths import RESULTS, ROOT
-from benchmarks.robustness import loops_count
-from benchmarks.robustness.front_loops import FRONTS, PRECISIONS, VARIANTS, Case
-from benchmarks.robustness.front_models import MODELS, NEEDS
+from benchmarks.robustness import front_loops, front_trainers, loops_count
+from benchmarks.robustness.front_case import PRECISIONS, VARIANTS, Case, Front
+from benchmarks.robustness.front_models import MODELS, NEEDS, built
 from benchmarks.robustness.loops_judge import sizes, within
 from benchmarks.robustness.scripts import Log, Script, Watch
 
 FILE = RESULTS / "fronts.json"
 NEAR = 0.01
 """A prediction is right where the largest peak of a planned step is off by no more than this share of it."""
-_FRONT_NEEDS = {"transformers": ("accelerate",), "lightning": ("lightning.pytorch",)}
+FRONTS: dict[str, Front] = {
+    "plain": front_loops.plain,
+    "accelerate": front_loops.accelerate,
+    "fabric": front_loops.fabric,
+    "transformers": front_trainers.transformers,
+    "lightning": front_trainers.lightning,
+}
+FRONT_NEEDS = {
+    "accelerate": ("accelerate.accelerator",),
+    "fabric": ("lightning.fabric",),
+    "transformers": ("accelerate.accelerator", "transformers.trainer"),
+    "lightning": ("lightning.pytorch",),
+}
+"""Modules that a front needs beside torch and the model's."""
 _LEFT_OUT = ("peaks", "said", "noise", "report", "solve_seconds", "measured_by_session", "between")
 """Entries of a row that no reader of the file needs."""
 Row = dict[str, Any]
@@ -48,8 +63,8 @@ def script_of(front: str, case: Case) -> Script:
         return FRONTS[front](case, watch, log)
 
     name = f"{front}/{case.model}/{case.precision}/{case.variant}"
-    needs = (*NEEDS.get(case.model, ("transformers",)), *_FRONT_NEEDS.get(front, ()))
-    return Script(name, name, train, needs, case.steps)
+    needs = (*NEEDS.get(case.model, ("transformers",)), *FRONT_NEEDS.get(front, ()))
+    return Script(name, name, train, needs, case.steps, {"solver_seconds": 0.3})
 
 
 def examined(script: Script) -> Row:
@@ -82,12 +97,13 @@ def missing(script: Script) -> str | None:
 
 
 def work() -> None:
-    """Read cases, answer each with a line of JSON."""
+    """Read cases, answer each with a line of JSON. What they import is imported before they fork: once, not in every run."""
     for line in sys.stdin:
         front, model, precision, variant = line.strip().split("/")
         script = script_of(front, Case(model, precision, variant))
         for need in script.needs:
-            importlib.import_module(need)  # once, not in every run
+            importlib.import_module(need)
+        built(model)
         print(json.dumps(examined(script)), flush=True)
 
 
@@ -139,14 +155,14 @@ def page(results: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for front, model, precision in product(FRONTS, MODELS, PRECISIONS):
-        found = [row for name, row in rows.items() if name.startswith(f"{front}/{model}/{precision}/")]
-        if found:
-            ran = [row for row in found if row.get("predicted") is not None]
+        cases = [row for name, row in rows.items() if name.startswith(f"{front}/{model}/{precision}/")]
+        if cases:
+            ran = [row for row in cases if row.get("predicted") is not None]
             exact, kept = sum(row["exact"] for row in ran), sum(row["over"] <= 0 for row in ran)
             off = f"{100 * max(row['off'] for row in ran):.2f} %" if ran else "-"
             shares = [100 * row["measured"] / row["peak"] for row in ran] or [0.0]
             peak = f"{min(shares):.0f} to {max(shares):.0f} %"
-            lines.append(f"| {front} | {model} | {precision} | {len(found)} | {exact} | {kept} | {off} | {peak} |")
+            lines.append(f"| {front} | {model} | {precision} | {len(cases)} | {exact} | {kept} | {off} | {peak} |")
     faulty = {name: row for name, row in rows.items() if row["faults"]}
     if faulty:
         lines += ["", "| case | fault |", "|---|---|"]
@@ -155,13 +171,13 @@ def page(results: dict[str, Any]) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in ("torch", "transformers", "accelerate", "peft", "lightning"):
         try:
-            found[name] = version(name).partition("+")[0]
+            versions[name] = version(name).partition("+")[0]
         except PackageNotFoundError:
             pass
-    return found
+    return versions
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -170,6 +186,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--precisions", nargs="*", default=list(PRECISIONS), choices=PRECISIONS)
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=VARIANTS)
+    parser.add_argument("--missing", action="store_true", help="run only the cases that the file of --json has not")
     parser.add_argument("--json", type=Path, help="where the results are written")
     parser.add_argument("--table", type=Path, help="where the page is written")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -187,6 +204,8 @@ def main(arguments: list[str] | None = None) -> None:
         assert process.stdin is not None and process.stdout is not None
         for front, model, precision, variant in product(options.fronts, options.models, options.precisions, options.variants):
             script = script_of(front, Case(model, precision, variant))
+            if options.missing and script.name in rows:
+                continue
             if (package := missing(script)) is not None:
                 print(f"{script.name:48} not run: {package} is not installed")
                 continue

@@ -19,7 +19,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch._dynamo  # optimizers import it when they are made: once, not in every run
-from torch import Tensor, nn
+from torch import nn
 
+from benchmarks.lib.digests import digest
 from benchmarks.robustness.loops_count import live_nbytes, true_peak
 from benchmarks.robustness.scripts import Script
 from lightning_memopt import optimize
@@ -43,26 +44,6 @@ Budget = int | str | None
 """Bytes, "min", or None for the plain run."""
 
 
-def digest(value: Any) -> Any:
-    """A value as plain data that differs where a bit does."""
-    if isinstance(value, nn.Module):
-        tensors = dict(value.named_parameters()) | dict(value.named_buffers())
-        return {name: digest(t) for name, t in tensors.items()}
-    if isinstance(value, torch.optim.Optimizer):
-        return [digest(list(value.state.values())), digest([len(group["params"]) for group in value.param_groups])]
-    if isinstance(value, Tensor):
-        if value.layout is torch.sparse_coo:
-            value = value.coalesce()
-            return ["sparse", list(value.shape), digest(value.indices()), digest(value.values())]
-        nbytes = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return [str(value.dtype), list(value.shape), hashlib.sha256(nbytes).hexdigest()]
-    if isinstance(value, dict):
-        return {str(key): digest(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [digest(entry) for entry in value]
-    return float(value).hex() if isinstance(value, float) else value if isinstance(value, int | str) else repr(value)
-
-
 def generators() -> dict[str, str]:
     states = {"torch": torch.get_rng_state().tolist(), "numpy": np.random.get_state(), "random": random.getstate()}
     return {name: hashlib.sha256(repr(state).encode()).hexdigest() for name, state in states.items()}
@@ -70,7 +51,7 @@ def generators() -> dict[str, str]:
 
 @dataclass
 class Watching:
-    """What a script is given: `optimize` within a budget, or nothing around the loop. Bytes are above those before the script.
+    """What a script is given: the package within a budget, or nothing around the loop. Bytes are above those before the script.
 
     `steps`: of every step its peak, and what was promised of it: the plan's own peak in bytes where all forwards of training
     had a plan in force, else None. A step that the package watches begins with its first forward: what loading the next batch
@@ -78,6 +59,7 @@ class Watching:
     """
 
     budget: Budget
+    options: Mapping[str, Any] = field(default_factory=dict)
     losses: list[Any] = field(default_factory=list)
     steps: list[dict[str, Any]] = field(default_factory=list)
     solves: int = 0
@@ -96,7 +78,7 @@ class Watching:
     @contextlib.contextmanager
     def _optimized(self, model: nn.Module, optimizer: Any) -> Iterator[Any]:
         assert self.budget is not None
-        with optimize(model, optimizer, budget=self.budget) as run:
+        with optimize(model, optimizer, budget=self.budget, **self.options) as run:
             yield run
             self.reports.append(run.report())
 
@@ -105,14 +87,28 @@ class Watching:
             return "auto"
         from lightning_memopt import MemOptStrategy
 
-        return MemOptStrategy(budget=self.budget)
+        return MemOptStrategy(budget=self.budget, **self.options)
 
     def callbacks(self) -> list[Any]:
         if self.budget is None:
             return []
         from lightning_memopt import MemOptTrainerCallback
 
-        return [MemOptTrainerCallback(budget=self.budget)]
+        return [MemOptTrainerCallback(budget=self.budget, **self.options)]
+
+    def fabric_strategy(self) -> Any:
+        if self.budget is None:
+            return "auto"
+        from lightning_memopt import MemOptFabricStrategy
+
+        return MemOptFabricStrategy(budget=self.budget, **self.options)
+
+    def prepare(self, accelerator: Any, *objects: Any) -> Any:
+        if self.budget is None:
+            return accelerator.prepare(*objects)
+        from lightning_memopt.accelerate import prepare
+
+        return prepare(accelerator, *objects, budget=self.budget, **self.options)
 
     def begin(self) -> None:
         self._base = self._live = live_nbytes() or 0
@@ -176,20 +172,20 @@ def outcome(script: Script, budget: Budget) -> dict[str, Any]:
     random.seed(7)
     warnings.simplefilter("always")
     warnings.formatwarning = lambda message, category, *_, **__: f"{category.__name__}: {message}\n"  # without the code's line
-    watch = Watching(budget)
-    found: dict[str, Any] = {"status": "trained"}
+    watch = Watching(budget, script.options)
+    result: dict[str, Any] = {"status": "trained"}
     began = time.perf_counter()
     with watch.doors():
         watch.begin()
         try:
             results = script.train(watch, watch.log, script.steps)
-            found |= {"state": digest(results), "generators": generators()}
+            result |= {"state": digest(results), "generators": generators()}
         except InfeasibleError as error:
-            found |= {"status": "refused", "smallest": error.smallest_nbytes, "error": str(error)}
+            result |= {"status": "refused", "smallest": error.smallest_nbytes, "error": str(error)}
         except BaseException as error:  # whatever ends a run is its outcome
             where = "".join(traceback.format_exception(error))
-            found |= {"status": "crashed", "error": f"{type(error).__name__}: {error}"[:600], "traceback": where[-4000:]}
-    return found | {
+            result |= {"status": "crashed", "error": f"{type(error).__name__}: {error}"[:600], "traceback": where[-4000:]}
+    return result | {
         "losses": watch.losses,
         "steps": watch.steps,
         "solves": watch.solves,
@@ -229,11 +225,11 @@ def forked(script: Script, budget: Budget) -> dict[str, Any]:
         _, status = os.waitpid(child, 0)
         text = output.read_text(errors="replace") if output.exists() else ""
         if answer.exists():
-            found: dict[str, Any] = json.loads(answer.read_text())
+            result: dict[str, Any] = json.loads(answer.read_text())
         else:
             number = os.waitstatus_to_exitcode(status)
             why = f"no end after {TIMEOUT} s" if number == -signal.SIGALRM else f"the process ended with {number}"
-            found = {"status": "crashed", "error": why, "traceback": text[-2000:], "losses": [], "steps": []}
-        found["said"] = _says(text)
-        found["output"] = [line for line in text.splitlines() if line.strip() and "MemOpt" not in line][:40]
-        return found
+            result = {"status": "crashed", "error": why, "traceback": text[-2000:], "losses": [], "steps": []}
+        result["said"] = _says(text)
+        result["output"] = [line for line in text.splitlines() if line.strip() and "MemOpt" not in line][:40]
+        return result

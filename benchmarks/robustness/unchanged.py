@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.lib.bench import held_nbytes
+from benchmarks.lib.digests import hashed
 from benchmarks.lib.paths import RESULTS
 from benchmarks.models.registry import MODELS, built
 from lightning_memopt import optimize
@@ -46,13 +47,6 @@ def cases() -> Iterable[tuple[str, str, dict[str, Any]]]:
         if name in SIX:
             yield name, "disk, lossless", AWAY
             yield name, "updates in backward", EARLY
-
-
-def hashed(tensors: Iterable[torch.Tensor]) -> str:
-    digest = hashlib.sha256()
-    for t in tensors:
-        digest.update(t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def recorded_text(lives: Iterable[Life]) -> str:

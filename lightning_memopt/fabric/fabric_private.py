@@ -7,6 +7,7 @@ All of them are in Lightning 2.5.0 and 2.6.6.
 from __future__ import annotations
 
 import contextlib
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -80,6 +81,26 @@ def around_step_methods(around: Around) -> Iterator[None]:
         _around.remove(around)
         if not _around:
             delattr(_FabricModule, STEP_METHOD)
+
+
+def run_module(arguments: list[str], module: str, strategy: str) -> None:
+    """`fabric run` with these arguments, which runs a Python module in each process: `python -m module SCRIPT ...`.
+
+    `strategy`: the strategy where the arguments name none. Raises SystemExit for arguments that Fabric does not accept.
+
+    Fabric's command makes its choice of strategies when its module is imported, and hands script and arguments to torchrun.
+    """
+    import click
+    from lightning.fabric import cli
+
+    try:
+        given = cli._run.make_context("fabric run", list(arguments)).params
+    except click.ClickException as error:
+        error.show()
+        raise SystemExit(error.exit_code) from None
+    given["strategy"] = given["strategy"] or strategy
+    script, script_arguments = given.pop("script"), given.pop("script_args")
+    cli.main(Namespace(**given, script="-m"), [module, script, *script_arguments])
 
 
 class BecomesDDP:

@@ -119,8 +119,11 @@ class MemOptFabricDDPStrategy(MemOptFabricMixin, DDPStrategy):
 MemOptFabricStrategy.parallel = MemOptFabricDDPStrategy
 
 
-def register() -> None:
-    """Make `Fabric(strategy="memopt")` and `"memopt_ddp"` work. A second call does nothing."""
+def register(**options: Any) -> None:
+    """Make `Fabric(strategy="memopt")` and `"memopt_ddp"` work. A second call without options does nothing.
+
+    options: those of `MemOptConfig`, for strategies that are given by name.
+    """
     for name, strategy in (("memopt", MemOptFabricStrategy), ("memopt_ddp", MemOptFabricDDPStrategy)):
-        if name not in STRATEGY_REGISTRY:
-            STRATEGY_REGISTRY.register(name, strategy, description="Within a memory budget")
+        if options or name not in STRATEGY_REGISTRY:
+            STRATEGY_REGISTRY.register(name, strategy, description="Within a memory budget", override=True, **options)

@@ -23,7 +23,6 @@ from lightning_memopt.config import MemOptConfig, config_of, disabled
 from lightning_memopt.errors import RankFailedError, UnsupportedError
 from lightning_memopt.integrations import accelerate_private as private
 from lightning_memopt.integrations import wire
-from lightning_memopt.integrations.checkpointing import LayerCheckpointing
 from lightning_memopt.integrations.plain import Run, open_run, unwrapped
 from lightning_memopt.record.gathered import units_of
 from lightning_memopt.runtime.early_updates import Reason
@@ -62,7 +61,6 @@ class Watched:
     models: the prepared models.
     optimizers: the prepared optimizers, without Accelerate's wrapper.
     runs: id of a model -> its open run.
-    checkpointing: id of a model with an open run -> the gradient checkpointing of its layers, which the plan replaces.
     """
 
     def __init__(self, accelerator: Any, config: MemOptConfig) -> None:
@@ -72,7 +70,6 @@ class Watched:
         self.models: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.runs: dict[int, Run] = {}
-        self.checkpointing: dict[int, LayerCheckpointing] = {}
         self._say = print if accelerator.is_local_main_process else _nothing
         self._scales = accelerator.scaler is not None
 
@@ -107,10 +104,7 @@ class Watched:
                 continue
             for watched in _process.watched:
                 watched._end(model)
-            self.runs[id(model)] = run = open_run(model, optimizers, self.config, self._say, self._reasons)
-            if run.session.enabled:
-                self.checkpointing[id(model)] = checkpointing = LayerCheckpointing(model, run.session.say)
-                run.checkpointed = checkpointing.layers
+            self.runs[id(model)] = open_run(model, optimizers, self.config, self._say, self._reasons)
             _process.planned = True
             if _process.trial is not None:
                 _process.trial.began(self)
@@ -123,9 +117,7 @@ class Watched:
         self.optimizers.clear()
 
     def _end(self, model: nn.Module, last: bool = False) -> None:
-        run, checkpointing = self.runs.pop(id(model), None), self.checkpointing.pop(id(model), None)
-        if checkpointing is not None:
-            checkpointing.restore()
+        run = self.runs.pop(id(model), None)
         if run is None:
             return
         run.close()
@@ -153,8 +145,6 @@ class Watched:
                 if last:
                     stack.enter_context(run.last_backward())
             yield
-        for key, checkpointing in self.checkpointing.items() if last else ():
-            checkpointing.look(self.runs[key].status())
 
 
 class _Process:

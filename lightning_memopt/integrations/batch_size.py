@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from torch import distributed, nn
 
 from lightning_memopt.batching import BatchSizeResult, FromFunction, FromLoader, Mode, Search
-from lightning_memopt.config import MemOptConfig, PlanOptions
+from lightning_memopt.config import MemOptConfig, PlanOptions, disabled
 from lightning_memopt.errors import UnsupportedError
+from lightning_memopt.integrations.checkpointing import LayerCheckpointing
 from lightning_memopt.integrations.plain import Optimizers, Run, attach, unwrapped
 from lightning_memopt.ranks import several_processes, wrapper_of
 from lightning_memopt.session import Session
@@ -90,7 +91,7 @@ def find_max_batch_size(
                 attach(stack, Run(session), model, optimizers)
             step(batch)
 
-    return Search(
+    search = Search(
         step=run,
         source=source,
         model=model,
@@ -103,4 +104,10 @@ def find_max_batch_size(
         effective=effective,
         max_size=max_size,
         watts=watts,
-    ).find()
+    )
+    checkpointing = LayerCheckpointing(model, lambda _: None) if planned and not disabled() else None
+    try:
+        return search.find()
+    finally:
+        if checkpointing is not None:
+            checkpointing.restore()

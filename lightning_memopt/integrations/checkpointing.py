@@ -7,7 +7,8 @@ ops again under the same generator states. With `use_reentrant=True` this is not
 that several layers share are added up in another order, and those of keyword arguments may be missing. So such layers are left
 as they are.
 
-Input: the model of a run, before its first step. `LayerCheckpointing` needs no transformers: it looks for attributes.
+All fronts do so, for models of any library that checkpoints as transformers does. Input: the model of a run, before its first
+step. `LayerCheckpointing` needs no transformers: it looks for attributes.
 """
 
 from __future__ import annotations
@@ -69,9 +70,12 @@ class LayerCheckpointing:
             self.layers = tuple(name for name, (module, _) in functions.items() if transformers_private.is_layer(module))
             say("MemOpt: gradient checkpointing is replaced by the plan, until this run is over. The table says what it cost.")
 
-    def look(self, status: RunStatus) -> None:
+    def look(self, status: Callable[[], RunStatus]) -> None:
         """Between two steps: let the layers be checkpointed again where it turned out that there will be no plan."""
-        if self._replaced and status.phase != "planned" and status.reason is not None:
+        if not self._replaced:
+            return
+        now = status()
+        if now.phase != "planned" and now.reason is not None:
             self.restore()
             self._say("MemOpt: gradient checkpointing is back, because there is no plan.")
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_memopt.config import MemOptConfig, Options, config_of
+from lightning_memopt.integrations.checkpointing import LayerCheckpointing
 from lightning_memopt.plan import Plan
 from lightning_memopt.record import instead_of_calls, uncompiled, uncompiled_itself, unwatched_call
 from lightning_memopt.report.frontier import Row, rows
@@ -34,12 +35,12 @@ class Run:
     """The handle that `optimize` returns: the plan in force, the report and controls.
 
     session: the session that observes and plans the training steps.
-    checkpointed: names of the layers whose gradient checkpointing a front has replaced by the plan.
+    checkpointing: the gradient checkpointing of the model's layers, which the plan replaces; None where the run is disabled.
     """
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.checkpointed: tuple[str, ...] = ()
+        self.checkpointing: LayerCheckpointing | None = None
         self._paused = False
         self._meter: Meter | None = None
         self._stack = contextlib.ExitStack()
@@ -55,7 +56,8 @@ class Run:
 
     def status(self) -> RunStatus:
         """The status of the run: its phase, the plan, the predicted and measured peaks."""
-        return dataclasses.replace(self.session.status(), checkpointed=self.checkpointed)
+        layers = self.checkpointing.layers if self.checkpointing is not None else ()
+        return dataclasses.replace(self.session.status(), checkpointed=layers)
 
     def save_plan(self, path: str) -> None:
         """Write the plan in force and its graph as JSON, for the option `plan=path`. Raises ConfigError if there is no plan."""
@@ -174,6 +176,8 @@ def attach(stack: contextlib.ExitStack, run: Run, model: nn.Module, optimizers: 
     def after_update(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(optimizer is o for o in optimizers):
             session.update_ended(optimizer)
+            if run.checkpointing is not None:
+                run.checkpointing.look(session.status)
 
     # hidden from dynamo, which would trace the session's contexts in a compiled step
     stack.callback(register_optimizer_step_pre_hook(torch.compiler.disable(before_update)).remove)
@@ -281,6 +285,8 @@ def _opened(
     stack.push(run._end_meter)
     if session.enabled:  # otherwise the loop runs exactly as without a run
         session.update_in_backward(lambda: [*reasons(), *_reasons_against_early_updates(model, optimizers)])
+        run.checkpointing = LayerCheckpointing(model, session.say)
+        stack.callback(run.checkpointing.restore)
         attach(stack, run, model, optimizers)
     return run
 

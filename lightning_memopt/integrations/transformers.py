@@ -17,7 +17,6 @@ import transformers
 
 from lightning_memopt.config import MemOptConfig, config_of
 from lightning_memopt.errors import ConfigError, UnsupportedError
-from lightning_memopt.integrations.checkpointing import LayerCheckpointing
 from lightning_memopt.integrations.plain import Run, optimize
 from lightning_memopt.report.table import summary
 from lightning_memopt.runtime.early_updates import Reason, refusal
@@ -47,7 +46,6 @@ class MemOptTrainerCallback(transformers.TrainerCallback):
         self.config = config_of(config, options)
         self.run: Run | None = None
         self._trainer: Any = None  # while its `train` runs
-        self._checkpointing: LayerCheckpointing | None = None
         self._stack = contextlib.ExitStack()
         _watch_trainers()
 
@@ -85,17 +83,8 @@ class MemOptTrainerCallback(transformers.TrainerCallback):
         _refuse(args)
         model = kwargs["model"] if self._trainer is None else self._trainer.model_wrapped  # the module that is called
         with contextlib.ExitStack() as stack:
-            self.run = run = stack.enter_context(optimize(model, kwargs["optimizer"], config=self._config()))
-            self._checkpointing = None
-            if run.session.enabled:
-                self._checkpointing = LayerCheckpointing(model, run.session.say)
-                stack.callback(self._checkpointing.restore)
-                run.checkpointed = self._checkpointing.layers
+            self.run = stack.enter_context(optimize(model, kwargs["optimizer"], config=self._config()))
             self._stack = stack.pop_all()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._checkpointing is not None:
-            self._checkpointing.look(self.status())
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.close()

@@ -38,11 +38,14 @@ class Foresight:
     """The bytes that the updates of these optimizers take.
 
     update: all updates, one after the other; None before they were rehearsed.
+    keeps_gradients: the loop keeps the gradients of a step until the next forward is over. A front that knows this says so;
+        otherwise the first observed step that begins with gradients shows it.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = optimizers
         self.update: Update | None = None
+        self.keeps_gradients = False
 
     def look(
         self,
@@ -73,6 +76,7 @@ class Foresight:
         assert self.update is not None
         graph, finals = observation.to_come(), observation.finals_seen()
         if not finals:  # optimizers that stepped earlier in this step (a GAN) have their state when the next step begins
+            graph = self._with_gradients(graph)
             return with_update(with_state(graph, state_made(graph, self.optimizers, observation.device)), self.update)
         return with_early_updates(with_state(graph, self.update.state_nbytes), self._early(observation, finals))
 
@@ -81,6 +85,8 @@ class Foresight:
         differ from the first one. `early`: parameters are updated early, so the step has shown the updates already.
         """
         made = state_made(graph, self.optimizers, device)
+        if not early:
+            graph = self._with_gradients(graph)
         if self.update is None or early:
             return with_state(graph, made)
         growing = [o for o in self.optimizers if type(o) is torch.optim.LBFGS]
@@ -89,6 +95,16 @@ class Foresight:
         throughout = 0 if counted else self.update.throughout_nbytes
         later_update = self.update._replace(state_nbytes=growth_nbytes, throughout_nbytes=throughout)
         return with_update(with_state(graph, made), later_update, made)
+
+    def _with_gradients(self, graph: Graph) -> Graph:
+        """The graph of a later step, which begins with gradients where the loop keeps them. The observed step may have begun
+        without: the first one does, and Lightning frees them before it validates.
+        """
+        begins_with = begins_with_gradients(graph)
+        self.keeps_gradients = self.keeps_gradients or begins_with
+        if begins_with or not self.keeps_gradients:
+            return graph
+        return with_step_before(graph, lambda t: t.kind == "gradient")
 
     def _rehearsed(self, device: torch.device) -> Update:
         updates = Update()
@@ -164,15 +180,28 @@ def with_early_updates(graph: Graph, updates: Sequence[tuple[int, int]]) -> Grap
     return dataclasses.replace(graph, tensors=tuple(tensors))
 
 
+def begins_with_gradients(graph: Graph) -> bool:
+    """Whether gradients are in memory when the step of this graph begins."""
+    return any(t.kind == "gradient" and t.born_at == BEFORE and t.nbytes for t in graph.tensors)
+
+
 def at_worst(graph: Graph) -> Graph:
     """The graph of a later step whose loop keeps all tensors that the step before left until backward begins."""
+    counted = begins_with_gradients(graph)
+    return with_step_before(graph, lambda t: not (counted and t.kind == "gradient"))
+
+
+def with_step_before(graph: Graph, keeps: Callable[[Tensor], bool]) -> Graph:
+    """The graph of a later step whose loop keeps some tensors that the step before left until backward begins: those for which
+    `keeps` is true.
+    """
     last = len(graph.points) - 1
     forward_ends = max((op.at for op in graph.forward), default=BEFORE)
     until = min((at - 1 for save in graph.saves for at in save.unpacked_at), default=forward_ends)
     updates = {op.at for op in graph.ops if op.phase == "update"}  # state that they made is counted from the start already
     tensors = list(graph.tensors)
     for t in graph.tensors:
-        if t.born_at > BEFORE and t.born_at not in updates and t.freed_at == last and t.nbytes:
+        if t.born_at > BEFORE and t.born_at not in updates and t.freed_at == last and t.nbytes and keeps(t):
             id = len(tensors)
             tensors.append(
                 dataclasses.replace(t, id=id, name=f"{t.name}, of the step before", storage=id, born_at=BEFORE, freed_at=until)

@@ -34,8 +34,8 @@ class ObservedStep:
         verify = meter = False
         fixed: frozenset[int] = frozenset()
         if isinstance(state, Observing):
-            first, last = not state.graphs, len(state.graphs) + 1 == state.steps
-            verify, meter, fixed = self._config.verify and first and not state.early_known, first or last, state.fixed
+            # all are metered: the plan may be made of any of them (`common` in graphs.py)
+            verify, meter, fixed = self._config.verify and not state.graphs and not state.early_known, True, state.fixed
         self.now = Observation(
             self._model, self._optimizers, device, limit_nbytes, verify, meter, fixed, self._opaque_ops, self._config.recompute
         )

@@ -83,7 +83,7 @@ class Session:
         self._metering = Metering()
         self._step = Step()
         self._slowed = False  # the last step was observed, or measured by a profiler
-        self._foresight = Foresight(self.optimizers)
+        self.foresight = Foresight(self.optimizers)
         self._ends = Ends(model, self.optimizers)
         self.silence = Silence(config.profile_steps)
         self._neighbours = Neighbours(self.device, self.budget_nbytes)
@@ -174,7 +174,7 @@ class Session:
         others = self._attachment.others() if self._attachment is not None else []
         try:
             with self._agreement.update(plans):
-                self._foresight.look(observation, self.budget_nbytes, self._offloading, self.say, others)
+                self.foresight.look(observation, self.budget_nbytes, self._offloading, self.say, others)
         except BaseException:
             self._observed_step.abandon()
             raise
@@ -378,7 +378,7 @@ class Session:
         if state.for_early:
             state.early_observed(graph)
             return
-        graph = self._foresight.complete(graph, self.device, early=self._early is not None)
+        graph = self.foresight.complete(graph, self.device, early=self._early is not None)
         solve = partial(self._agreement.solved, limit_nbytes=self._limit_nbytes, offloading=self._offloading, say=self.say)
         self._become(state, self._plan_cache.observed(state, graph, self.say, solve))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import dataclasses
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import ConfigError
+from lightning_memopt.integrations.checkpointing import LayerCheckpointing
 from lightning_memopt.integrations.names import shown
 from lightning_memopt.report.table import summary
 from lightning_memopt.session import RunStatus, Session
@@ -37,6 +39,8 @@ class MemOptMixin(abc.ABC):
     memopt_config: MemOptConfig
     session: Session | None = None
     telemetry: Meter | None = None
+    _checkpointing: LayerCheckpointing | None = None
+    """The gradient checkpointing of the model's layers, which the plan replaces."""
     _stepping = False
     """Whether `optimizer_step` is running the closure: its backward is then the last one before the update."""
 
@@ -44,22 +48,32 @@ class MemOptMixin(abc.ABC):
 
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)  # type: ignore[misc]
-        if self.session is not None:
-            self.session.close()  # the fit before may have ended without `teardown`
-        self.session = None
+        self._leave()  # the fit before may have ended without `teardown`
+        self.session = self._checkpointing = None
         if trainer.state.fn == "fit":
             self.session = Session(self.model, self.optimizers, self.memopt_config, say=rank_zero_info)  # type: ignore[attr-defined]
+            # automatic optimization frees the gradients of a step between the next forward and its backward
+            self.session.foresight.keeps_gradients = trainer.lightning_module.automatic_optimization
             self.session.update_in_backward(lambda: of_trainer(trainer))
+            if self.session.enabled:
+                self._checkpointing = LayerCheckpointing(self.model, self.session.say)  # type: ignore[attr-defined]
 
     def teardown(self) -> None:
         session = self.session
         try:
             if session is not None:
-                session.close()
+                self._leave()
                 if self.memopt_config.verbose:
-                    rank_zero_info(summary(session.status(), self.telemetry, session.transfers()))
+                    rank_zero_info(summary(self.status(), self.telemetry, session.transfers()))
         finally:
             super().teardown()  # type: ignore[misc]
+
+    def _leave(self) -> None:
+        """Close the session, and let the model's layers be checkpointed as before. May be called again."""
+        if self._checkpointing is not None:
+            self._checkpointing.restore()
+        if self.session is not None:
+            self.session.close()
 
     def __repr__(self) -> str:
         return shown(self)
@@ -67,13 +81,16 @@ class MemOptMixin(abc.ABC):
     def __getstate__(self) -> dict[str, Any]:
         """A copy or pickle of the strategy, or of its Trainer, has no session: it has not been set up."""
         state: Any = super().__getstate__()
-        return {name: value for name, value in state.items() if name not in ("session", "telemetry")}
+        return {name: value for name, value in state.items() if name not in ("session", "telemetry", "_checkpointing")}
 
     # -- results -----------------------------------------------------------------------------------
 
     def status(self) -> RunStatus:
         """The status of the current or last fit: its phase, the plan, the predicted and measured peaks."""
-        return self.session.status() if self.session is not None else RunStatus(phase="waiting")
+        if self.session is None:
+            return RunStatus(phase="waiting")
+        layers = self._checkpointing.layers if self._checkpointing is not None else ()
+        return dataclasses.replace(self.session.status(), checkpointed=layers)
 
     def save_plan(self, path: str) -> None:
         """Write the plan in force and its graph as JSON, for the option `plan=path`. Raises ConfigError if there is no plan."""
@@ -132,9 +149,11 @@ class MemOptMixin(abc.ABC):
             with self._naming():  # FSDP2 clips by a norm over all ranks
                 result = super().optimizer_step(optimizer, forward_and_backward, model, **kwargs)  # type: ignore[misc]
         except BaseException:
-            session.close()
+            self._leave()
             raise
         session.update_ended(optimizer)
+        if self._checkpointing is not None:
+            self._checkpointing.look(session.status)
         return result
 
     # -- checkpoints -------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ def glue_no_trainer(watch: Watch, log: Log, steps: int) -> dict[str, Any]:
             model.eval()
             for batch in evaluation:
                 with torch.no_grad():
-                    found = model(**batch).logits.argmax(-1)
-                found, labels = accelerator.gather_for_metrics((found, batch["labels"]))
-                right.append(int((found == labels).sum()))
+                    classes = model(**batch).logits.argmax(-1)
+                classes, labels = accelerator.gather_for_metrics((classes, batch["labels"]))
+                right.append(int((classes == labels).sum()))
     return {"model": model, "adamw": optimizer.optimizer, "right": right}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -24,6 +24,12 @@ class Watch(Protocol):
     def callbacks(self) -> list[Any]:
         """For transformers' `Trainer(callbacks=...)`."""
 
+    def fabric_strategy(self) -> Any:
+        """For Lightning's `Fabric(strategy=...)`."""
+
+    def prepare(self, accelerator: Any, *objects: Any) -> Any:
+        """In the place of `accelerator.prepare(*objects)`."""
+
 
 Log = Callable[..., None]
 """Called once after every step, with losses or whatever else the script would print."""
@@ -32,13 +38,19 @@ Train = Callable[[Watch, Log, int], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Script:
-    """`needs`: modules it imports that may be absent. `steps`: how many calls of `log` there will be."""
+    """A training script.
+
+    needs: modules it imports that may be absent.
+    steps: how many calls of `log` there will be.
+    options: of the package, beside the budget.
+    """
 
     name: str
     title: str
     train: Train
     needs: tuple[str, ...] = ()
     steps: int = 14
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def script(title: str, needs: tuple[str, ...] = (), steps: int = 14) -> Callable[[Train], Train]:

@@ -11,8 +11,8 @@ import torch
 pytest.importorskip("transformers")
 
 from benchmarks.lib.paths import ROOT
-from benchmarks.robustness.front_loops import FRONTS, Case
-from benchmarks.robustness.fronts import FILE, line_of, page
+from benchmarks.robustness.front_case import Case
+from benchmarks.robustness.fronts import FILE, FRONT_NEEDS, FRONTS, line_of, page
 
 
 def test_the_page_is_that_of_the_results() -> None:
@@ -41,16 +41,23 @@ class Nothing:
     def callbacks(self) -> list[Any]:
         return []
 
+    def fabric_strategy(self) -> Any:
+        return "auto"
+
+    def prepare(self, accelerator: Any, *objects: Any) -> Any:
+        return accelerator.prepare(*objects)
+
 
 @pytest.mark.parametrize("front", FRONTS)
 def test_resumed_runs(front: str) -> None:
-    """Two runs with a checkpoint between them log as many steps as one. A loop of one's own also ends with the same loss; the
-    Trainers draw other numbers for dropout or for the order of batches when they resume.
+    """Two runs with a checkpoint between them log as many steps as one. A loop that loads what it saved also logs the same
+    losses; Accelerate and the Trainers draw other numbers for dropout or for the order of batches when they resume.
     """
-    pytest.importorskip({"plain": "torch", "transformers": "accelerate", "lightning": "lightning"}[front])
+    for package in FRONT_NEEDS.get(front, ()):
+        pytest.importorskip(package)
     logged: dict[str, list[Any]] = {"plain": [], "from plain": []}
     for variant, lines in logged.items():
         FRONTS[front](Case("vit", "fp32", variant, steps=4), Nothing(), lambda *values, to=lines: to.append(values))
     assert len(logged["plain"]) == 4 == len(logged["from plain"])
     assert logged["plain"][:2] == logged["from plain"][:2]
-    assert front != "plain" or logged["plain"] == logged["from plain"]
+    assert front not in ("plain", "fabric") or logged["plain"] == logged["from plain"]

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.lib.digests import digest
 from benchmarks.robustness import loops, loops_count
 from benchmarks.robustness.loops_judge import examine, judge
-from benchmarks.robustness.loops_run import digest
 from benchmarks.robustness.scripts import LOOPS
 
 ROOT = Path(loops.__file__).parents[2]

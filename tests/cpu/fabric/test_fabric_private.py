@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("lightning")
 
 import lightning
-from lightning.fabric import Fabric, connector, wrappers
+from lightning.fabric import Fabric, cli, connector, wrappers
 from torch import nn
 
 import lightning_memopt
@@ -22,6 +22,7 @@ OF_WRAPPERS = {"_forward_module", "_original_module"}
 OF_STRATEGIES = {"_root_device", "_configure_launcher", "_accelerator", "_checkpoint_io", "_precision"}
 OF_PARALLEL_STRATEGIES = {"_set_world_ranks"}
 ASSIGNED = {"_num_nodes"}
+OF_COMMAND = {"_run"}
 
 
 def test_private_names_of_fabric_are_there() -> None:
@@ -32,6 +33,7 @@ def test_private_names_of_fabric_are_there() -> None:
     missing = {name for name in OF_WRAPPERS if name not in {*vars(wrapper), *wrapper._modules}}
     missing |= {name for name in OF_STRATEGIES if not hasattr(fabric.strategy, name)}
     missing |= {name for name in OF_PARALLEL_STRATEGIES if not hasattr(ddp, name)}
+    missing |= {name for name in OF_COMMAND if cli._CLICK_AVAILABLE and not hasattr(cli, name)}
     missing |= {name for name in ASSIGNED if f"self.strategy.{name} =" not in source}
     missing |= set() if "self.strategy._configure_launcher()" in source else {"the call of _configure_launcher"}
     missing |= set() if fabric_private.STEP_METHOD in wrappers._LIGHTNING_MODULE_STEP_METHODS else {"step methods"}
@@ -40,7 +42,7 @@ def test_private_names_of_fabric_are_there() -> None:
 
 def test_no_other_file_uses_one() -> None:
     place = Path(fabric_private.__file__)
-    named = {*OF_WRAPPERS, *OF_STRATEGIES, *OF_PARALLEL_STRATEGIES, *ASSIGNED}
+    named = {*OF_WRAPPERS, *OF_STRATEGIES, *OF_PARALLEL_STRATEGIES, *ASSIGNED, *OF_COMMAND}
     unknown = private_names(place) - named - own_names(place)
     assert not unknown, "each private name of Fabric is in a table above"
     for path in (PACKAGE / "fabric").glob("*.py"):

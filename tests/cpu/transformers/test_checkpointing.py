@@ -55,9 +55,9 @@ def test_the_model_is_as_it_was() -> None:
     assert [repr(f) for f in functions(copy.deepcopy(model))] == [repr(f) for f in before]
     pickled = pickle.dumps(functions(model.transformer.h[0])[0])
     assert repr(pickle.loads(pickled)) in map(repr, before)
-    replaced.look(RunStatus(phase="planned"))
+    replaced.look(lambda: RunStatus(phase="planned"))
     assert functions(model) != before
-    replaced.look(RunStatus(phase="unplanned", reason="nothing is saved"))
+    replaced.look(lambda: RunStatus(phase="unplanned", reason="nothing is saved"))
     assert functions(model) == before and "is back" in said[-1]
     replaced.restore()
     assert functions(model) == before
