@@ -21,11 +21,14 @@ from torch.utils.weak import TensorWeakRef
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import UpdatesInBackwardError
 from lightning_memopt.graph import Graph
+from lightning_memopt.ranks import wrapper_of
 from lightning_memopt.record import is_plain
 from lightning_memopt.runtime.early_updates import EarlyUpdates, Reason, of_optimizers, refusal
+from lightning_memopt.runtime.reduced import reduced_by
 from lightning_memopt.session.final_gradients import early_in, late
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.peak_meter import in_compiled_code
+from lightning_memopt.session.processes import of_processes
 
 _UNMARKED = Reason(
     "the loop does not say which backward is the last one before optimizer.step()",
@@ -60,7 +63,7 @@ def wanted(
     if config.optimizer_in_backward == "never":
         return None
     always = config.optimizer_in_backward == "always"
-    for reason in [*reasons(), *of_optimizers(optimizers)]:
+    for reason in [*reasons(), *of_optimizers(optimizers), *of_processes(model, always)]:
         if always:
             raise refusal(reason)
         say(f"MemOpt: parameters are updated after backward, as usual: {reason.what}. {reason.fix}.")
@@ -91,7 +94,7 @@ class EarlyUpdating:
         self.learnt: set[str] = set()
         self.late: set[str] = set()
         self._names: dict[int, str] = {}
-        self._marked = False
+        self._marked = self._keeps = False
         self._said: set[Reason] = set()
         self._gradients: dict[str, TensorWeakRef] = {}
         self._read_names: set[str] = set()
@@ -119,8 +122,14 @@ class EarlyUpdating:
         if observation is None and not armed:
             yield
             return
-        with self.updates.backward(partial(self._final, observation, armed), self._read):
+        wrapper = wrapper_of(self.model)
+        self._keeps = wrapper is not None and wrapper.gradient_as_bucket_view
+        buckets = None if wrapper is None or of_processes(self.model, self.always) else reduced_by(wrapper)
+        reduced = None if observation is None else observation.reduced
+        with self.updates.backward(partial(self._final, observation, armed), self._read, buckets, reduced):
             yield
+        if observation is not None:
+            observation.copied_back()
 
     def _read(self, p: torch.Tensor) -> None:
         """Code reads the gradient of `p` before the optimizer's step: later steps must not free it early."""
@@ -172,7 +181,7 @@ class EarlyUpdating:
             self._refuse(reason)
             return False
         names = [f.name for f in finals]
-        readers = {f.name: late(graph, f) for f in finals}
+        readers = {f.name: late(graph, f, observation.copies) for f in finals}
         early = {n for n, reader in readers.items() if reader is None and names.count(n) == 1 and n not in self._read_names}
         self.learnt |= early
         self.late |= set(names) - early
@@ -222,7 +231,7 @@ class EarlyUpdating:
         if name is None or observation is None:
             return contextlib.nullcontext() if early else None
         if early or not armed:
-            observation.final(p, name)
+            observation.final(p, name, freed=not self._keeps)
         return observation.updating(p) if early else None
 
     def _possible(self) -> bool:
@@ -230,7 +239,8 @@ class EarlyUpdating:
         kinds = {p.device.type for p in self.model.parameters()}
         if torch.is_anomaly_enabled():
             return self._refuse(_ANOMALY)
-        reasons = [*self._reasons(), *of_optimizers([self.updates.optimizer])]  # they may have changed since the run began
+        # they may have changed since the run began
+        reasons = [*self._reasons(), *of_optimizers([self.updates.optimizer]), *of_processes(self.model, self.always)]
         if reasons:
             return self._refuse(reasons[0])
         if any(torch.is_autocast_enabled(kind) for kind in kinds):

@@ -27,11 +27,14 @@ class Final(NamedTuple):
     point: int
 
 
-def late(graph: Graph, final: Final) -> str | None:
-    """Name of the first op between this point and the optimizer's step that reads the parameter or its gradient; else None."""
+def late(graph: Graph, final: Final, copies: range = range(0)) -> str | None:
+    """Name of the first op between this point and the optimizer's step that reads the parameter or its gradient; else None.
+    Ops at the points `copies`, which copy reduced gradients back, do not count.
+    """
     tensors = {final.parameter, final.gradient}
     for op in graph.ops:
-        if op.at > final.point and op.phase == "backward" and not tensors.isdisjoint(op.inputs):
+        after = op.at > final.point and op.at not in copies
+        if after and op.phase == "backward" and not tensors.isdisjoint(op.inputs):
             return op.name
     return None
 
