@@ -26,6 +26,7 @@ from lightning_memopt.config import MemOptConfig, disabled
 from lightning_memopt.errors import RankFailedError
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Plan
+from lightning_memopt.ranks import rebuild_buckets
 from lightning_memopt.runtime import Engine, PlannedEngine
 from lightning_memopt.runtime.early_updates import Reason, count_versions
 from lightning_memopt.session.agreement import Agreement
@@ -297,6 +298,7 @@ class Session:
 
     def _begin_round(self, batch: Any, part: int) -> Recording | None:
         self._settle()
+        rebuild_buckets(self.model)
         if self._early is not None:
             self._early.updates.stop_reading()
         self._same_device()

@@ -60,6 +60,15 @@ class Ledger:
         self._base_nbytes += self._difference_nbytes
         return self._base_nbytes
 
+    def recognised_nbytes(self, nbytes: int) -> int:
+        """A storage of so many bytes was just added. Returns how many of them were counted as bytes of unknown storages, and no
+        longer counts them so.
+        """
+        change = self._difference_nbytes - sum(unseen.nbytes for unseen in self._open)
+        counted_nbytes = min(nbytes, max(0, -change))
+        self._base_nbytes -= counted_nbytes
+        return counted_nbytes
+
     def ran(self, now: int) -> None:
         """The op at the point `now` has ended and its known outputs were added; new bytes beyond them are unseen ones."""
         change = self._difference_nbytes - sum(unseen.nbytes for unseen in self._open)

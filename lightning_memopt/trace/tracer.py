@@ -172,6 +172,11 @@ class Tracer:
         self._end_bystander(self._bystanders.pop(version.weak, _UNSEEN))
         self._adopted.setdefault(version.weak, version.id)
         self._birth(version, name or kind, BEFORE, kind=kind)
+        outside = self.tensors.get(_UNSEEN)
+        if self.ledger is not None and outside is not None:  # a bucket of DistributedDataParallel, which no Python object holds
+            nbytes = min(outside.nbytes, self.ledger.recognised_nbytes(self.tensors[version.id].nbytes))
+            outside.nbytes -= nbytes
+            self.live_nbytes -= nbytes
 
     def adopt_unseen(self, nbytes: int) -> None:
         """Add bytes on the device that belong to no tensor of this step: a library's workspace, another model."""
