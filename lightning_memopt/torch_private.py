@@ -139,6 +139,12 @@ def places_of_weights(unit: Any) -> list[tuple[Any, str]]:
     return [*((i.module, i.param_name) for i in infos), *(place for places in shared for place in places)]
 
 
+def sharded_parameters(unit: Any) -> list[tuple[Any, Any, Any]]:
+    """(parameter as the optimizer has it, parameter that its module has now, gathered weight or None) of each weight of a unit."""
+    infos = ((p, p._module_info) for p in unit.fsdp_params)
+    return [(p.sharded_param, i.module._parameters[i.param_name], unsharded_parameter(p)) for p, i in infos]
+
+
 def in_pipeline(model: Any) -> bool:
     """Whether a module of the model belongs to a stage of a pipeline: a schedule runs its forwards before its backwards."""
     kinds = (_named("torch.distributed.pipelining.stage:_PipelineStageBase"),)

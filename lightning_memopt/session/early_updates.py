@@ -28,7 +28,8 @@ from lightning_memopt.runtime.reduced import reduced_by
 from lightning_memopt.session.final_gradients import early_in, late
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.peak_meter import in_compiled_code
-from lightning_memopt.session.processes import of_processes
+from lightning_memopt.session.processes import names_of, of_processes
+from lightning_memopt.torch_private import local_tensor
 
 _UNMARKED = Reason(
     "the loop does not say which backward is the last one before optimizer.step()",
@@ -117,7 +118,7 @@ class EarlyUpdating:
                 "backward only when the step is certain to follow it, or set optimizer_in_backward='never'."
             )
         self._marked = True
-        self._names = {id(p): name for name, p in self.model.named_parameters()}
+        self._names = names_of(self.model)
         armed = armed and self._possible()
         if observation is None and not armed:
             yield
@@ -224,14 +225,14 @@ class EarlyUpdating:
     ) -> contextlib.AbstractContextManager[None] | None:
         """The gradient of `p` is final: the context of its early update; None where it is not updated now."""
         name = self._names.get(id(p))
-        if name is not None and not (is_plain(p) and p.grad is not None and is_plain(p.grad)):
+        if name is not None and (p.grad is None or not all(is_plain(local_tensor(t)) for t in (p, p.grad))):
             self.late.add(name)  # ops that read a sparse gradient are not seen
             return None
         early = armed and name in self.learnt and name not in self.late
         if name is None or observation is None:
             return contextlib.nullcontext() if early else None
         if early or not armed:
-            observation.final(p, name, freed=not self._keeps)
+            observation.final(p, name, early, freed=not self._keeps)
         return observation.updating(p) if early else None
 
     def _possible(self) -> bool:

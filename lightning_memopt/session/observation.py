@@ -22,7 +22,7 @@ from lightning_memopt.session.final_gradients import NEVER, Final, freed_early, 
 from lightning_memopt.session.gathering import Watched
 from lightning_memopt.session.recording import Recording, hooks_allowed
 from lightning_memopt.session.resident import resident_tensors
-from lightning_memopt.torch_private import current_mode, current_modes, local_tensor
+from lightning_memopt.torch_private import current_mode, current_modes, local_tensor, sharded_parameters
 from lightning_memopt.trace import AllocatorEvents, Ledger, Scopes, Tracer, adopt_all, metered_cpu, others_nbytes
 
 _ROOM = 4
@@ -173,15 +173,28 @@ class Observation:
         if self._round is not None and self._round[0].phase == "update":
             self._round[0].phase = "backward"
 
-    def final(self, p: torch.Tensor, name: str, freed: bool = True) -> None:
-        """The gradient of a parameter is complete. `freed`: its memory is freed when the parameter was updated."""
+    def final(self, p: torch.Tensor, name: str, early: bool, freed: bool = True) -> None:
+        """The gradient of a parameter is complete. `early`: the parameter is updated now. `freed`: an early update frees the
+        memory of the gradient.
+        """
         if self._round is None:
             return
         tracer, _, recorder = self._round
         assert p.grad is not None
         # an op that reads the gradient later reads this version, whichever op made it
-        gradient = recorder.adopt(p.grad).id if freed else NEVER
-        self.finals.append(Final(name, recorder.adopt(p).id, gradient, len(tracer.points) - 1))
+        gradient = recorder.adopt(local_tensor(p.grad))
+        weight = self._weights.get(id(p))
+        if weight is not None and not early:
+            tracer.made_unseen(gradient, f"{name}.grad")
+        self.finals.append(
+            Final(
+                name,
+                recorder.adopt(local_tensor(p)).id,
+                gradient.id if freed else NEVER,
+                len(tracer.points) - 1,
+                NEVER if weight is None else recorder.adopt(weight).id,
+            )
+        )
 
     def reduced(self) -> None:
         """All gradients of this backward are reduced over processes, and are about to be copied back."""
@@ -192,6 +205,12 @@ class Observation:
         """The backward is over, and with it the copies."""
         if self._round is not None and self.copies:
             self.copies = range(self.copies.start, len(self._round[0].points))
+
+    @property
+    def _weights(self) -> dict[int, torch.Tensor]:
+        """The gathered weights of sharded parameters, by the identities of the parameters."""
+        parts = (part for unit in units_of(self.model) for part in sharded_parameters(unit))
+        return {id(p): weight for p, _, weight in parts if weight is not None}
 
     @contextlib.contextmanager
     def updating(self, p: torch.Tensor) -> Iterator[None]:
@@ -211,7 +230,13 @@ class Observation:
         """`finals` with the ids that tensors have in the graph."""
         assert self._round is not None
         ids = {version: i for i, version in enumerate(sorted(self._round[0].tensors))}
-        return [f._replace(parameter=ids.get(f.parameter, NEVER), gradient=ids.get(f.gradient, NEVER)) for f in self.finals]
+
+        def in_graph(f: Final) -> Final:
+            return f._replace(
+                parameter=ids.get(f.parameter, NEVER), gradient=ids.get(f.gradient, NEVER), weight=ids.get(f.weight, NEVER)
+            )
+
+        return [in_graph(f) for f in self.finals]
 
     def _pressure(self) -> int:
         """Bytes by which live memory exceeds the limit less some room: for gradients to come, and for `_ROOM` of the largest

@@ -1,4 +1,4 @@
-"""Early updates where several processes train one model: reasons against them."""
+"""Early updates where several processes train one model: reasons against them, and the names of sharded parameters."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_memopt.ranks import joins, several_processes, wrapper_of
+from lightning_memopt.record.gathered import units_of
 from lightning_memopt.runtime.early_updates import Reason
 from lightning_memopt.runtime.reduced import is_ours
+from lightning_memopt.torch_private import sharded_parameters
 
 _REDUCED = Reason(
     "gradients are reduced over several processes after the hooks",
@@ -36,12 +38,23 @@ def of_processes(model: nn.Module, always: bool) -> list[Reason]:
     """The reasons, in how processes train this model together, why no parameter can be updated early. `always`: the user asks
     for early updates even where they free nothing.
     """
+    if units_of(model):  # a sharded parameter's hook comes after its gradient was reduced
+        return []
     if any(type(p.data).__name__ == "DTensor" for p in model.parameters()):
         return [_DISTRIBUTED]
     wrapper = wrapper_of(model)
     if wrapper is not None:
         return _of_wrapper(wrapper, model, always)
     return [_REDUCED] if several_processes() else []
+
+
+def names_of(model: nn.Module) -> dict[int, str]:
+    """Identity -> name of the parameters as optimizers have them: while modules have gathered weights, those are others."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    for unit in units_of(model):
+        for sharded, present, _ in sharded_parameters(unit):
+            names[id(sharded)] = names[id(present)]
+    return names
 
 
 def _of_wrapper(wrapper: DistributedDataParallel, model: nn.Module, always: bool) -> list[Reason]:

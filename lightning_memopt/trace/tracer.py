@@ -178,6 +178,11 @@ class Tracer:
             outside.nbytes -= nbytes
             self.live_nbytes -= nbytes
 
+    def made_unseen(self, version: StorageVersion, name: str) -> None:
+        """Add a gradient that the present hook of a sharded module has made, unless it is known."""
+        if version.id not in self.tensors:
+            self._birth(version, name, len(self.points), kind="gradient")
+
     def adopt_unseen(self, nbytes: int) -> None:
         """Add bytes on the device that belong to no tensor of this step: a library's workspace, another model."""
         nbytes = self._rounded(nbytes)
