@@ -75,11 +75,13 @@ def buckets_nbytes(model: nn.Module) -> int:
     return 0 if views else sum(int(nbytes) for nbytes in str(sizes.get("bucket_sizes", "")).split(",") if nbytes.strip())
 
 
-def rebuild_buckets(model: nn.Module) -> None:
+def rebuild_buckets(model: nn.Module) -> bool:
     """Before a forward: let DistributedDataParallel make its buckets anew where it would do so at the beginning of that forward.
+    Returns whether it did.
 
     It does so once, in the order in which the first gradients came. No later step has these ops, so no observed step should.
     """
     wrapper = wrapper_of(model) if several_processes() else None
-    if wrapper is not None and not joins(model):  # in `Join`, another collective comes first
-        wrapper.reducer._rebuild_buckets()
+    if wrapper is None or joins(model):  # in `Join`, another collective comes first
+        return False
+    return bool(wrapper.reducer._rebuild_buckets())

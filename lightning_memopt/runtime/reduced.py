@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_memopt.errors import UpdatesInBackwardError
 from lightning_memopt.record import uncompiled
-from lightning_memopt.torch_private import JOIN_CONFIG, JOIN_DIVIDES, queue_callback, register_comm_hook
+from lightning_memopt.torch_private import JOIN_CONFIG, JOIN_DIVIDES, current_node, queue_callback, register_comm_hook
 
 
 Full = Callable[[torch.Tensor, torch.Tensor], Callable[[], None] | None]
@@ -82,6 +82,8 @@ class Reduced:
         assert work is not None, "this process belongs to the group"
         if updates:
             self._waiting = work, updates
+        if bucket.is_last() and current_node() is None:  # static_graph=True: in the first backward, all buckets come after it
+            self._all_reduced()
         summed: Future[torch.Tensor] = work.get_future().then(lambda future: future.value()[0])
         return summed
 
@@ -99,8 +101,12 @@ class Reduced:
     def _backward_ends(self) -> None:
         if self._full is not None:
             self._arrived()
-        if self._reduced is not None:
-            self._reduced()
+            self._all_reduced()
+
+    def _all_reduced(self) -> None:
+        reduced, self._reduced = self._reduced, None
+        if reduced is not None:
+            reduced()
 
     def _refuse_join(self) -> None:
         """Raise UpdatesInBackwardError in a `Join` that divides by the number of processes that are left."""

@@ -47,6 +47,7 @@ _SCHEDULED = Reason(
     "learning rates, or other options of the optimizer, are set between backward and optimizer.step()",
     "Set them before backward(), or after the step",
 )
+_OTHER_RANK = Reason("another rank does so", "Set optimizer_in_backward alike on all ranks, and read gradients on none")
 _COMPILED = Reason("the optimizer's step is compiled, and rounds otherwise", "Step without torch.compile")
 
 
@@ -205,6 +206,16 @@ class EarlyUpdating:
         self._gradients = {
             name: TensorWeakRef(p.grad) for name, p in self.model.named_parameters() if name in early and p.grad is not None
         }
+        return True
+
+    def agreed(self, names: frozenset[str] | None) -> bool:
+        """All ranks can update the parameters with these names early; None: this rank decides by itself. Returns whether any are
+        left. Raises UpdatesInBackwardError with "always" where none is.
+        """
+        if names is not None:
+            self.late |= self.learnt - names
+            if not names:
+                return self._refuse(_OTHER_RANK)
         return True
 
     def refuse_closure(self) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from lightning_memopt.config import MemOptConfig, disabled
-from lightning_memopt.errors import RankFailedError
+from lightning_memopt.errors import RankFailedError, UpdatesInBackwardError
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Plan
 from lightning_memopt.ranks import rebuild_buckets
@@ -159,9 +159,6 @@ class Session:
             return
         if self._early is not None:
             self._early.update_begins()
-            found_early = isinstance(self._current, Observing | Waiting) and self._early.learn(observation)
-            if found_early and isinstance(self._current, Observing):
-                self._current.observe_early()
         self._look_ahead(observation)
         if observation is not None:
             observation.update_begins()
@@ -171,11 +168,24 @@ class Session:
         self._look_ahead(self._observed_step.now)
 
     def _look_ahead(self, observation: Observation | None) -> None:
-        plans = observation is not None and isinstance(self._current, Observing) and self._current.plans_next
+        state, early = self._current, self._early
         others = self._attachment.others() if self._attachment is not None else []
+        refusal: UpdatesInBackwardError | None = None
+        shown: set[str] | None = None
         try:
-            with self._agreement.update(plans):
+            try:
+                if early is not None and isinstance(state, Observing | Waiting) and early.learn(observation):
+                    shown = early.early if isinstance(state, Observing) and not state.early_known else None
+            except UpdatesInBackwardError as error:
+                refusal = error
+            plans = observation is not None and isinstance(state, Observing) and state.plans_next
+            with self._agreement.update(plans, shown):
+                if refusal is not None:
+                    raise refusal
                 self._foresight.look(observation, self.budget_nbytes, self._offloading, self.say, others)
+            if shown is not None and early is not None and isinstance(state, Observing):
+                if early.agreed(self._agreement.early):
+                    state.for_early = True
         except BaseException:
             self._observed_step.abandon()
             raise
@@ -298,7 +308,10 @@ class Session:
 
     def _begin_round(self, batch: Any, part: int) -> Recording | None:
         self._settle()
-        rebuild_buckets(self.model)
+        planned = any(isinstance(state, Running) for state in self._plan_cache.values())
+        if rebuild_buckets(self.model) and planned and self._early is not None:
+            self.say("MemOpt: DistributedDataParallel has made its buckets anew, and gradients are freed at other times; observing again")
+            self._plan_cache.clear()
         if self._early is not None:
             self._early.updates.stop_reading()
         self._same_device()
