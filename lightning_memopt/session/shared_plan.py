@@ -14,7 +14,6 @@ from typing import Any
 
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph, fingerprint
-from lightning_memopt.graph.json_io import graph_from_json, graph_to_json
 from lightning_memopt.plan import reserved_nbytes_of
 from lightning_memopt.plan.files import fields_of, plan_of_fields
 from lightning_memopt.ranks import Ranks
@@ -113,7 +112,7 @@ def _answer(outcome: Solved, graph: Graph) -> dict[str, Any]:
     sent = sorted({i * last // max(1, _CANDIDATES - 1) for i in range(_CANDIDATES)})
     candidates = (frontier.candidates[i] for i in sent)
     return {
-        "graph": graph_to_json(graph),
+        "sizes": _sizes(graph),
         "plan": fields_of(plan),
         "above": outcome.above,
         "seconds": frontier.seconds,
@@ -130,7 +129,7 @@ def _adopted(answer: dict[str, Any], own: Graph, offloading: Offloading) -> Solv
     """The first rank's plan and frontier on this rank. Its frontier has no bound of its own: the plan has that of the first."""
     if "refused" in answer:
         raise InfeasibleError(f"{answer['refused']}", smallest_nbytes=answer["smallest"], budget_nbytes=answer["budget"])
-    graph = dataclasses.replace(graph_from_json(answer["graph"]), lines=own.lines, save_lines=own.save_lines)
+    graph = largest(own, [answer["sizes"]])
     plans = [plan_of_fields(fields, graph) for fields in answer["candidates"]]
     frontier = Frontier(
         graph=graph,

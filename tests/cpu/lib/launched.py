@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -28,7 +30,10 @@ def port() -> list[str]:
 
 
 def ran(*command: str, timeout: int = 120, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`python -m command`, with what it printed and its exit code. A process that does not end is killed, with its children."""
+    """`python -m command`, with what it printed and its exit code. A process that does not end is ended, with its children.
+
+    Launchers start their processes in sessions of their own: only the launcher can end them, and does so on SIGTERM.
+    """
     ours = ("ACCELERATE_", "MEMOPT_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_")
     env = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -41,7 +46,11 @@ def ran(*command: str, timeout: int = 120, cwd: Path | None = None, **environmen
         out, err = process.communicate(timeout=timeout)
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, 9)
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(30)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 

@@ -25,9 +25,7 @@ FREE = Costs(0.0, 0.0, 0.0, 0.0)
 RATES = MachineRates(
     name="known beforehand",
     links={
-        "disk": Link(
-            out_bytes_per_second=1.5e9, in_bytes_per_second=4e9, out_latency_seconds=8e-5, in_latency_seconds=5e-5
-        )
+        "disk": Link(out_bytes_per_second=1.5e9, in_bytes_per_second=4e9, out_latency_seconds=8e-5, in_latency_seconds=5e-5)
     },
     codecs={
         "bools": Coding(encode_bytes_per_second=1e9, decode_bytes_per_second=2e9),

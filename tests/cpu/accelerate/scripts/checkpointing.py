@@ -13,7 +13,7 @@ SAVED = 7
 def main() -> None:
     args = arguments()
     accelerator = Accelerator(mixed_precision=args.mixed_precision)
-    found: list[float] = []
+    history: list[float] = []
     for resumes in (False, True):
         set_seed(42)
         model = network()
@@ -28,12 +28,12 @@ def main() -> None:
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-            found.append(loss.item())
+            history.append(loss.item())
             if i == SAVED and not resumes:
                 accelerator.save_state(f"{args.output}.state", safe_serialization=False)
         if not resumes:
             model, optimizer, data, schedule = accelerator.free_memory(model, optimizer, data, schedule)
-    finish(args, accelerator, model, optimizer, found)
+    finish(args, accelerator, model, optimizer, history)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def main() -> None:
     model, optimizer, train_dataloader, eval_dataloader, schedule = accelerator.prepare(
         model, optimizer, train_dataloader, eval_dataloader, schedule
     )
-    found = []
+    history = []
     for _ in range(2):
         model.train()
         for batch in train_dataloader:
@@ -53,7 +53,7 @@ def main() -> None:
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-            found.append(loss.item())
+            history.append(loss.item())
         model.eval()
         accurate = 0
         for batch in eval_dataloader:
@@ -61,8 +61,8 @@ def main() -> None:
                 outputs = model(batch["image"] - mean)
             predictions, references = accelerator.gather_for_metrics((outputs.argmax(dim=-1), batch["label"]))
             accurate += (predictions == references).long().sum().item()
-        found.append(accurate)
-    finish(args, accelerator, model, optimizer, found)
+        history.append(accurate)
+    finish(args, accelerator, model, optimizer, history)
 
 
 if __name__ == "__main__":

@@ -15,18 +15,18 @@ def main() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     model, optimizer, data = accelerator.prepare(model, optimizer, loader(400, 8))
-    found = []
+    history = []
     for i, batch in enumerate(data):
         loss = loss_of(model, batch)
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-        found.append(loss.item())
+        history.append(loss.item())
         if i == 11 and accelerator.is_main_process:
             accelerator.set_trigger()
         if accelerator.check_trigger():
             break
-    finish(args, accelerator, model, optimizer, found)
+    finish(args, accelerator, model, optimizer, history)
 
 
 if __name__ == "__main__":

@@ -15,18 +15,18 @@ def main() -> None:
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     model, optimizer, data = accelerator.prepare(model, optimizer, loader(164, 8))
-    found = []
+    history = []
     for _ in range(2):
         for batch in data:
             with accelerator.accumulate(model):
                 loss = loss_of(model, batch)
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
-                    found.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
+                    history.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
                 optimizer.step()
                 optimizer.zero_grad()
-            found.append(loss.item())
-    finish(args, accelerator, model, optimizer, found)
+            history.append(loss.item())
+    finish(args, accelerator, model, optimizer, history)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ def main() -> None:
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     model, optimizer, data = accelerator.prepare(model, optimizer, loader(320, 8))
-    found = []
+    history = []
     with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=4, enabled=True) as local_sgd:
         for batch in data:
             with accelerator.accumulate(model):
@@ -25,8 +25,8 @@ def main() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
                 local_sgd.step()
-            found.append(loss.item())
-    finish(args, accelerator, model, optimizer, found)
+            history.append(loss.item())
+    finish(args, accelerator, model, optimizer, history)
 
 
 if __name__ == "__main__":

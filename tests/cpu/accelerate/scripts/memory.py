@@ -19,16 +19,16 @@ def main() -> None:
         model = network()
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
         model, optimizer, data = accelerator.prepare(model, optimizer, loader(320, batch_size))
-        found: list[float] = [batch_size]
+        history: list[float] = [batch_size]
         for batch in data:
             loss = loss_of(model, batch)
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-            found.append(loss.item())
-            if batch_size > 24 and len(found) == 6:
+            history.append(loss.item())
+            if batch_size > 24 and len(history) == 6:
                 raise RuntimeError("CUDA out of memory.")
-        finish(args, accelerator, model, optimizer, found)
+        finish(args, accelerator, model, optimizer, history)
 
     inner_training_loop()
 

@@ -16,7 +16,7 @@ def main() -> None:
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     model, optimizer, data, held_out = accelerator.prepare(model, optimizer, loader(100, 8), loader(27, 8, shuffle=False))
-    found = []
+    history = []
     for _ in range(2):
         model.train()
         for x, y in data:
@@ -25,14 +25,14 @@ def main() -> None:
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-            found += accelerator.gather(loss.detach()).flatten().tolist()
+            history += accelerator.gather(loss.detach()).flatten().tolist()
         model.eval()
         for x, y in held_out:
             with torch.inference_mode():
                 logits = model(x).mean(1)
             predictions, references = accelerator.gather_for_metrics((logits.argmax(-1), y))
-            found += [len(predictions), (predictions == references).sum().item()]
-    finish(args, accelerator, model, optimizer, found)
+            history += [len(predictions), (predictions == references).sum().item()]
+    finish(args, accelerator, model, optimizer, history)
 
 
 if __name__ == "__main__":
