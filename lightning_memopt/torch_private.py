@@ -141,7 +141,7 @@ def places_of_weights(unit: Any) -> list[tuple[Any, str]]:
 
 
 def sharded_parameters(unit: Any) -> list[tuple[Any, Any, Any]]:
-    """(parameter as the optimizer has it, parameter that its module has now, gathered weight or None) of each weight of a unit."""
+    """(parameter of the optimizer, parameter that its module has now, gathered weight or None) of each weight of a unit."""
     infos = ((p, p._module_info) for p in unit.fsdp_params)
     return [(p.sharded_param, i.module._parameters[i.param_name], unsharded_parameter(p)) for p, i in infos]
 

@@ -76,7 +76,7 @@ def buckets_nbytes(model: nn.Module) -> int:
 
 
 def rebuild_buckets(model: nn.Module) -> bool:
-    """Before a forward: let DistributedDataParallel make its buckets anew where it would do so at the beginning of that forward.
+    """Before a forward: let DistributedDataParallel make its buckets anew where that forward would begin with it.
     Returns whether it did.
 
     It does so once, in the order in which the first gradients came. No later step has these ops, so no observed step should.

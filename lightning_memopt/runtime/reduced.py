@@ -27,7 +27,6 @@ from lightning_memopt.errors import UpdatesInBackwardError
 from lightning_memopt.record import uncompiled
 from lightning_memopt.torch_private import JOIN_CONFIG, JOIN_DIVIDES, current_node, queue_callback, register_comm_hook
 
-
 Full = Callable[[torch.Tensor, torch.Tensor], Callable[[], None] | None]
 """`full(p, view)`: the gradient of `p` was copied into the `view` of its bucket. Returns a function that updates `p` when the
 bucket is reduced, or None.
@@ -48,7 +47,7 @@ class Reduced:
 
     @contextlib.contextmanager
     def told(self, full: Full, reduced: Callable[[], None] | None = None) -> Iterator[None]:
-        """Around one backward: call `full` for the parameters of each bucket. `reduced()` is called when all buckets are reduced,
+        """Around one backward: call `full` for the parameters of each bucket. `reduced()` is called when all are reduced,
         before the wrapper copies them back.
         """
         self._full, self._reduced, self._begun, self._waiting = full, reduced, False, None
@@ -113,8 +112,8 @@ class Reduced:
         wrapper = self._wrapper()
         if wrapper is not None and getattr(wrapper, JOIN_CONFIG).enable and not getattr(wrapper, JOIN_DIVIDES, True):
             raise UpdatesInBackwardError(
-                "Join(divide_by_initial_world_size=False) divides gradients by the number of processes that are left. Updates in "
-                "backward, which this wrapper was prepared for, divide by all. Leave divide_by_initial_world_size out, or wrap "
+                "Join(divide_by_initial_world_size=False) divides by the number of processes that are left. Updates "
+                "in backward, which this wrapper was prepared for, divide by all. Leave divide_by_initial_world_size out, or wrap "
                 "the model anew and set optimizer_in_backward='never'."
             )
 

@@ -40,8 +40,8 @@ _FORWARD_SECONDS, _UPDATE_SECONDS, _PLAN_SECONDS = 20.0, 120.0, 600.0
 class Agreement:
     """The meetings of one session (see the module). Without other ranks, it does nothing. `enabled`: the session is.
 
-    early: after a meeting before an update, names of the parameters that all ranks can update early; None where the step did not
-        show it on any rank, or there was no meeting.
+    early: after a meeting before an update, names of the parameters that all ranks can update early; None where the step
+        showed it on no rank, or there was no meeting.
     """
 
     def __init__(self, model: nn.Module, config: MemOptConfig, enabled: bool) -> None:
@@ -83,8 +83,8 @@ class Agreement:
 
     @contextlib.contextmanager
     def update(self, plans: bool, early: Iterable[str] | None = None) -> Iterator[None]:
-        """Around the look ahead before an update. `plans`: this rank makes its first plan when this step is over, unless the step
-        only shows which parameters can be updated early. `early`: their names; None where the step does not show it.
+        """Around the look ahead before an update. `plans`: this rank makes its first plan when this step is over, unless
+        the step only shows which parameters can be updated early. `early`: their names; None where the step does not show it.
 
         Raises InfeasibleError or UpdatesInBackwardError on all ranks where it is raised inside of the context on any.
         """

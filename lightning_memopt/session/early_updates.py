@@ -47,6 +47,7 @@ _SCHEDULED = Reason(
     "learning rates, or other options of the optimizer, are set between backward and optimizer.step()",
     "Set them before backward(), or after the step",
 )
+_GIVEN = Reason("the given plan does not say which parameters are updated early", "Leave plan out")
 _OTHER_RANK = Reason("another rank does so", "Set optimizer_in_backward alike on all ranks, and read gradients on none")
 _COMPILED = Reason("the optimizer's step is compiled, and rounds otherwise", "Step without torch.compile")
 
@@ -104,6 +105,8 @@ class EarlyUpdating:
     def adopt(self, graph: Graph) -> None:
         """A plan was given: its graph shows which parameters may be updated early."""
         self.learnt |= early_in(graph)
+        if not self.learnt:
+            self._refuse(_GIVEN)
 
     @contextlib.contextmanager
     def last_backward(self, observation: Observation | None, armed: bool) -> Iterator[None]:
@@ -126,12 +129,24 @@ class EarlyUpdating:
             return
         wrapper = wrapper_of(self.model)
         self._keeps = wrapper is not None and wrapper.gradient_as_bucket_view
-        buckets = None if wrapper is None or of_processes(self.model, self.always) else reduced_by(wrapper)
+        reasons = of_processes(self.model, self.always)
+        if reasons:  # they came since the run began (`Join`): gradients are not complete where hooks are called
+            self._refuse(reasons[0])
+            yield
+            return
+        buckets = None if wrapper is None else reduced_by(wrapper)
         reduced = None if observation is None else observation.reduced
         with self.updates.backward(partial(self._final, observation, armed), self._read, buckets, reduced):
             yield
         if observation is not None:
             observation.copied_back()
+
+    def shown(self, observation: Observation | None) -> tuple[set[str] | None, UpdatesInBackwardError | None]:
+        """As `learn`, but returns the names of the parameters that can be updated early, and the error, unraised."""
+        try:
+            return (self.early if self.learn(observation) else None), None
+        except UpdatesInBackwardError as error:
+            return None, error
 
     def _read(self, p: torch.Tensor) -> None:
         """Code reads the gradient of `p` before the optimizer's step: later steps must not free it early."""
@@ -209,8 +224,8 @@ class EarlyUpdating:
         return True
 
     def agreed(self, names: frozenset[str] | None) -> bool:
-        """All ranks can update the parameters with these names early; None: this rank decides by itself. Returns whether any are
-        left. Raises UpdatesInBackwardError with "always" where none is.
+        """All ranks can update the parameters with these names early; None: this rank decides by itself. Returns whether any
+        are left. Raises UpdatesInBackwardError with "always" where none is.
         """
         if names is not None:
             self.late |= self.learnt - names

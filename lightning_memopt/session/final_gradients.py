@@ -31,7 +31,7 @@ class Final(NamedTuple):
 
 def late(graph: Graph, final: Final, copies: range = range(0)) -> str | None:
     """Name of the first op between this point and the optimizer's step that reads the parameter or its gradient; else None.
-    Ops at the points `copies`, which copy reduced gradients back, do not count. A sharded parameter is read where it is gathered.
+    Ops at the points `copies`, which copy reduced gradients back, do not count. Gathering reads a sharded parameter.
     """
     tensors = {final.parameter, final.gradient}
     for op in graph.ops:

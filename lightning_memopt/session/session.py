@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from lightning_memopt.config import MemOptConfig, disabled
-from lightning_memopt.errors import RankFailedError, UpdatesInBackwardError
+from lightning_memopt.errors import RankFailedError
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Plan
 from lightning_memopt.ranks import rebuild_buckets
@@ -170,22 +170,18 @@ class Session:
     def _look_ahead(self, observation: Observation | None) -> None:
         state, early = self._current, self._early
         others = self._attachment.others() if self._attachment is not None else []
-        refusal: UpdatesInBackwardError | None = None
-        shown: set[str] | None = None
+        names, refusal = None, None
         try:
-            try:
-                if early is not None and isinstance(state, Observing | Waiting) and early.learn(observation):
-                    shown = early.early if isinstance(state, Observing) and not state.early_known else None
-            except UpdatesInBackwardError as error:
-                refusal = error
+            if early is not None and isinstance(state, Observing | Waiting):
+                names, refusal = early.shown(observation)
+            shown = names if isinstance(state, Observing) and not state.early_known else None
             plans = observation is not None and isinstance(state, Observing) and state.plans_next
             with self._agreement.update(plans, shown):
                 if refusal is not None:
                     raise refusal
                 self._foresight.look(observation, self.budget_nbytes, self._offloading, self.say, others)
-            if shown is not None and early is not None and isinstance(state, Observing):
-                if early.agreed(self._agreement.early):
-                    state.for_early = True
+            if early is not None and isinstance(state, Observing) and shown is not None:
+                state.for_early = early.agreed(self._agreement.early)
         except BaseException:
             self._observed_step.abandon()
             raise
@@ -310,7 +306,7 @@ class Session:
         self._settle()
         planned = any(isinstance(state, Running) for state in self._plan_cache.values())
         if rebuild_buckets(self.model) and planned and self._early is not None:
-            self.say("MemOpt: DistributedDataParallel has made its buckets anew, and gradients are freed at other times; observing again")
+            self.say("MemOpt: DistributedDataParallel has made its buckets anew; observing again")
             self._plan_cache.clear()
         if self._early is not None:
             self._early.updates.stop_reading()

@@ -1,4 +1,6 @@
-"""Ranks with gloo between them that update parameters in backward: `python -m tests.cpu.lib.early_ranks FOLDER WORLD [CASE ...]`.
+"""Ranks with gloo between them that update parameters in backward:
+`python -m tests.cpu.lib.early_ranks FOLDER WORLD [CASE ...]`.
+
 Rank r writes what each case came to into FOLDER/r.json. Imports are made once: the ranks are forked, before anything has run.
 """
 
@@ -17,7 +19,6 @@ from typing import Any
 import torch
 from torch import distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_memopt import optimize
@@ -69,7 +70,6 @@ def train(
     parts: int = 1,
     skips: Callable[[int], bool] = lambda step: False,
     clips: bool = False,
-    joined: bool = False,
     states: Any = None,
     prepare: Callable[[DistributedDataParallel], Any] = lambda wrapped: None,
     options: dict[str, Any] | None = None,
@@ -93,8 +93,6 @@ def train(
         if mode is not None:
             memopt: Any = dict(budget="min", profile_steps=1, solver_seconds=0.3) | (options or {})
             run = stack.enter_context(optimize(wrapped, optimizer, optimizer_in_backward=mode, **memopt))
-        if joined:
-            stack.enter_context(Join([wrapped]))
         for i in steps:
             net.skips = skips(i)
             with peak() as peaks:
@@ -163,7 +161,7 @@ def one_rank(*modes: str) -> dict[str, Any]:
 
 
 def refused() -> dict[str, Any]:
-    rank, few = distributed.get_rank(), range(4)
+    few = range(4)
 
     def hooked(wrapped: DistributedDataParallel) -> None:
         wrapped.register_comm_hook(None, allreduce_hook)
@@ -173,8 +171,6 @@ def refused() -> dict[str, Any]:
         "auto, hook": pair("auto", steps=few, prepare=hooked),
         "clips": raised(lambda: train("always", few, clips=True)),
         "auto, views": pair("auto", steps=few, gradient_as_bucket_view=True),
-        "join": raised(lambda: train("always", range(4), joined=True)),
-        "auto, join": pair("auto", steps=range(6 + 2 * rank), joined=True),
         "within": raised(lambda: within(few)),
     }
 
@@ -198,7 +194,9 @@ def of_sharded(name: str, **options: Any) -> dict[str, Any]:
     for mode in (None, "always"):
         memopt = {} if mode is None else {"optimizer_in_backward": mode} | options
         with counted() as updates:
-            end = sharded.without_states(sharded.train(case, mode is not None, steps=range(8), **memopt))
+            end = sharded.without_states(
+                sharded.train(case, mode is not None, steps=range(STEPS if name == "blocks" else 8), **memopt)
+            )
         found["early" if mode else "plain"] = end | {"updates": len(updates)}
     return found
 
@@ -212,9 +210,11 @@ def sharded_budget() -> dict[str, Any]:
 
 CASES: dict[str, Callable[[], Any]] = {
     "default": pair,
-    "views": lambda: pair(gradient_as_bucket_view=True),
-    "static": lambda: pair(static_graph=True),
-    "unused": lambda: pair(find_unused_parameters=True, skips=lambda i: distributed.get_rank() == 1 and i % 3 == 2),
+    "views": lambda: pair(steps=range(8), gradient_as_bucket_view=True),
+    "static": lambda: pair(steps=range(9), static_graph=True),
+    "unused": lambda: pair(
+        steps=range(9), find_unused_parameters=True, skips=lambda i: distributed.get_rank() == 1 and i % 3 == 2
+    ),
     "accumulates": lambda: pair(steps=range(8), parts=3),
     "resumed": resumed,
     "auto and never": lambda: one_rank("auto", "never"),
