@@ -113,7 +113,7 @@ class Reduced:
         if wrapper is not None and getattr(wrapper, JOIN_CONFIG).enable and not getattr(wrapper, JOIN_DIVIDES, True):
             raise UpdatesInBackwardError(
                 "Join(divide_by_initial_world_size=False) divides by the number of processes that are left. Updates "
-                "in backward, which this wrapper was prepared for, divide by all. Leave divide_by_initial_world_size out, or wrap "
+                "in backward, which this wrapper was prepared for, divide by all. Leave that argument out, or wrap "
                 "the model anew and set optimizer_in_backward='never'."
             )
 
