@@ -74,6 +74,8 @@ schema_of = _named("torch:_C._get_schema")  # kinds of an op's arguments, by its
 
 backward_task: Callable[[], int] = _named("torch:_C._current_graph_task_id")  # whether a backward runs in this thread
 backward_keeps_graph: Callable[[], bool] = _named("torch:_C._autograd._get_current_graph_task_keep_graph")  # retain_graph
+current_node = _named("torch:_C._current_autograd_node")  # whether a node of a backward runs, or what comes after all nodes
+queue_callback = _named("torch.autograd:Variable._execution_engine.queue_callback")  # called when backward has run its nodes
 innermost_hooks = _named("torch:_C._autograd._top_saved_tensors_default_hooks")  # whether our hooks are the innermost
 hooks_are_enabled: Callable[[], bool] = _named("torch:_C._autograd._saved_tensors_hooks_is_enabled")  # may ours be entered
 AUTOGRAD = _named("torch:_C._autograd")  # where `_saved_tensors_hooks_disable` is replaced (exposure.py)
@@ -89,6 +91,8 @@ profiler_is_on: Callable[[], bool] = _named("torch:autograd._profiler_enabled") 
 record_function = _named("torch:_C._profiler._RecordFunctionFast")  # marks ops in a profile of the allocator
 CXX11_ABI: bool = _named("torch:_C._GLIBCXX_USE_CXX11_ABI")  # how the native allocator must be compiled
 JOIN_CONFIG = "_join_config"  # attribute of wrappers: whether some ranks may have no batch
+JOIN_DIVIDES = "_divide_by_initial_world_size"  # attribute of wrappers in `Join`: whether gradients are divided as without it
+register_comm_hook = _named("torch:_C._distributed_c10d._register_comm_hook")  # without a note on the wrapper, which is copied
 C: Any = _named("torch:_C")  # getters and setters of numeric settings, each by name (settings.py)
 
 # -- sharded modules (FSDP2) -------------------------------------------------------------------------
@@ -142,6 +146,12 @@ def places_of_weights(unit: Any) -> list[tuple[Any, str]]:
     infos = [p._module_info for p in unit.fsdp_params]
     shared = (zip(i.shared_modules, i.shared_param_names, strict=True) for i in infos)
     return [*((i.module, i.param_name) for i in infos), *(place for places in shared for place in places)]
+
+
+def sharded_parameters(unit: Any) -> list[tuple[Any, Any, Any]]:
+    """(parameter of the optimizer, parameter that its module has now, gathered weight or None) of each weight of a unit."""
+    infos = ((p, p._module_info) for p in unit.fsdp_params)
+    return [(p.sharded_param, i.module._parameters[i.param_name], unsharded_parameter(p)) for p, i in infos]
 
 
 def in_pipeline(model: Any) -> bool:

@@ -27,7 +27,7 @@ from lightning_memopt.config import MemOptConfig, config_of, disabled
 from lightning_memopt.errors import ConfigError, InfeasibleError, UnsupportedError
 from lightning_memopt.integrations import accelerate as front
 from lightning_memopt.integrations import accelerate_private as private
-from lightning_memopt.runtime.early_updates import several_processes
+from lightning_memopt.ranks import several_processes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_memopt.config import MemOptConfig, Options, config_of
@@ -26,6 +27,7 @@ from lightning_memopt.session import RunStatus, Session
 from lightning_memopt.session.naming import naming
 from lightning_memopt.telemetry import Meter
 from lightning_memopt.telemetry.meter import MeterOptions
+from lightning_memopt.torch_private import fsdp_units
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -189,7 +191,8 @@ def _reasons_against_early_updates(model: nn.Module, optimizers: list[torch.opti
     """Reasons why the parameters of this model must not be updated in backward; an empty list if there are none."""
     reasons = []
     for module in model.modules():
-        if type(module).__module__.startswith(("torch.nn.parallel", "torch.distributed")):
+        own = isinstance(module, DistributedDataParallel) or fsdp_units(module)  # session/processes.py has their reasons
+        if not own and type(module).__module__.startswith(("torch.nn.parallel", "torch.distributed")):
             reasons.append(Reason(f"{type(module).__name__} reduces gradients after they are final here", "Train without it"))
     if any(o._optimizer_step_pre_hooks for o in optimizers):
         reasons.append(Reason("a step pre-hook of the optimizer would see no gradients", "Remove it"))

@@ -73,3 +73,15 @@ def buckets_nbytes(model: nn.Module) -> int:
     sizes: dict[str, Any] = wrapper._get_ddp_logging_data()
     views = wrapper.gradient_as_bucket_view and any(p.grad is not None for p in wrapper.parameters())
     return 0 if views else sum(int(nbytes) for nbytes in str(sizes.get("bucket_sizes", "")).split(",") if nbytes.strip())
+
+
+def rebuild_buckets(model: nn.Module) -> bool:
+    """Before a forward: let DistributedDataParallel make its buckets anew where that forward would begin with it.
+    Returns whether it did.
+
+    It does so once, in the order in which the first gradients came. No later step has these ops, so no observed step should.
+    """
+    wrapper = wrapper_of(model) if several_processes() else None
+    if wrapper is None or joins(model):  # in `Join`, another collective comes first
+        return False
+    return bool(wrapper.reducer._rebuild_buckets())

@@ -21,10 +21,13 @@ import torch
 from torch import optim
 
 from lightning_memopt.errors import UpdatesInBackwardError
-from lightning_memopt.ranks import several_processes
 from lightning_memopt.record import uncompiled
 from lightning_memopt.runtime.gradients import Told, reads_of_gradients
+from lightning_memopt.runtime.reduced import Reduced
 from lightning_memopt.torch_private import backward_keeps_graph
+
+Completed = Callable[[torch.Tensor], contextlib.AbstractContextManager[None] | None]
+"""Called with a parameter whose gradient is complete: the context of its update, or None."""
 
 ALLOWED: tuple[type[optim.Optimizer], ...] = (
     optim.SGD,
@@ -49,9 +52,6 @@ class Reason(NamedTuple):
 
     what: str
     fix: str
-
-
-REDUCED = Reason("gradients are reduced over several processes after the hooks", "Train in one process")
 
 
 def refusal(reason: Reason) -> UpdatesInBackwardError:
@@ -94,7 +94,7 @@ def _same(a: tuple[Any, int], b: tuple[Any, int]) -> bool:
 
 
 def of_optimizers(optimizers: Sequence[optim.Optimizer]) -> list[Reason]:
-    """The reasons, in the optimizers and the processes, why no parameter can be updated early."""
+    """The reasons, in the optimizers, why no parameter can be updated early."""
     if len(optimizers) != 1:
         return [Reason(f"there are {len(optimizers)} optimizers, and one is stepped in backward", "Use one optimizer")]
     (optimizer,) = optimizers
@@ -115,10 +115,6 @@ def of_optimizers(optimizers: Sequence[optim.Optimizer]) -> list[Reason]:
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if len({id(p) for p in params}) < len(params):
         reasons.append(Reason("a parameter is in its group twice, and stepped twice", "Give each parameter once"))
-    if any(type(p.data).__name__ == "DTensor" for p in params):
-        reasons.append(Reason("parameters are distributed tensors", "Train on one device"))
-    if several_processes():
-        reasons.append(REDUCED)
     return reasons
 
 
@@ -140,29 +136,38 @@ class EarlyUpdates:
         self._handles: list[Any] = []
         self._groups: dict[int, dict[str, Any]] = {}
         self._options: Options = []
-        self._final: Callable[[torch.Tensor], contextlib.AbstractContextManager[None] | None] | None = None
+        self._final: Completed | None = None
+        self._reduced: frozenset[int] = frozenset()
+        self._complete: set[int] = set()
+        self._laid_out: dict[int, bool] = {}
+        self._in_buckets: list[torch.Tensor] = []
         self._reading = contextlib.ExitStack()
 
     @contextlib.contextmanager
     def backward(
-        self, final: Callable[[torch.Tensor], contextlib.AbstractContextManager[None] | None], read: Told
+        self, final: Completed, read: Told, buckets: Reduced | None = None, reduced: Callable[[], None] | None = None
     ) -> Iterator[None]:
         """The last backward before the optimizer's step runs within.
 
         `final(p)` is called when the gradient of `p` is complete. If it returns a context, `p` is updated within that context;
         if it returns None, `p` is not updated. `read(p)` is called when somebody reads the gradient of a `p` that was not
-        updated, after this backward and before the step. Raises UpdatesInBackwardError to a reader of the gradient of a
-        parameter that was updated, and where an updated parameter gets another gradient.
+        updated, after this backward and before the step. `buckets`: where gradients are reduced over processes; they are
+        complete then. `reduced()` is called when all buckets are.
+
+        Raises UpdatesInBackwardError to a reader of the gradient of a parameter that was updated, and where an updated
+        parameter gets another gradient.
         """
         self.step_ended()
+        self._final, self._complete = final, set()
         self._groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
         self._options = _options_of(self.optimizer)
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
         # in every step: so these hooks run after the user's, which see the gradient, and no copy of the model gets them
         self._handles = [p.register_post_accumulate_grad_hook(self._hook) for p in params if p.requires_grad and p.is_leaf]
-        self._final = final
         try:
-            yield
+            with contextlib.nullcontext() if buckets is None else buckets.told(self.full, reduced):
+                self._reduced = frozenset() if buckets is None else buckets.parameters()
+                yield
         except BaseException:
             if self.updated:
                 warnings.warn(
@@ -173,7 +178,9 @@ class EarlyUpdates:
             self.given_up()
             raise
         finally:
-            self._final = None
+            self._final, self._reduced = None, frozenset()
+            while self._in_buckets:  # when the wrapper has copied all buckets back: it would copy into a new gradient
+                self._in_buckets.pop().grad = None
         self._reading.enter_context(reads_of_gradients(partial(self._read, read)))
 
     def _read(self, read: Told, p: torch.Tensor) -> None:
@@ -226,12 +233,36 @@ class EarlyUpdates:
                     "backward before optimizer.step(), and use checkpoint(use_reentrant=False) around tied weights; or set "
                     "optimizer_in_backward='never'."
                 )
-            context = self._final(p) if self._final is not None else None
             may_follow = torch.is_grad_enabled() or backward_keeps_graph()  # another backward, by create_graph or retain_graph
+            if id(p) in self._reduced:
+                if not may_follow:
+                    self._complete.add(id(p))
+                return
+            context = self._final(p) if self._final is not None else None
             if context is None or may_follow or p.grad is None:  # no gradient: a hook of the user took it
                 return
             with context:
                 self._update(p)
+                p.grad = None
+
+    def full(self, p: torch.Tensor, view: torch.Tensor) -> Callable[[], None] | None:
+        """As `Listener.full`. A parameter without a gradient of its own may have one on another rank: its update is usual."""
+        if id(p) not in self._complete or self._final is None or p.grad is None:
+            return None
+        if id(p) not in self._laid_out:  # the strides of a parameter may have changed since it was wrapped
+            self._laid_out[id(p)] = torch.allclose(view, p.grad, rtol=0.0, atol=0.0, equal_nan=True)
+        if not self._laid_out[id(p)]:
+            return None
+        context = self._final(p)
+        if context is None:
+            return None
+        p.grad = view  # frees its own gradient
+        self._in_buckets.append(p)
+        return partial(self._update_in, context, p)
+
+    def _update_in(self, context: contextlib.AbstractContextManager[None], p: torch.Tensor) -> None:
+        with self._lock, context:
+            self._update(p)
 
     def _update(self, p: torch.Tensor) -> None:
         optimizer, groups, version = self.optimizer, self.optimizer.param_groups, p._version
@@ -243,4 +274,3 @@ class EarlyUpdates:
             optimizer.param_groups = groups
         if p._version == version:  # a fused kernel: it counts no versions, by which readers of saved tensors see the change
             torch.autograd.graph.increment_version(p)
-        p.grad = None

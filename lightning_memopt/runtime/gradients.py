@@ -7,6 +7,7 @@ are not seen.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -43,11 +44,13 @@ _SEAM = property(_read, _write, _delete)
 
 
 def _settle() -> None:
+    tensor = sys.modules.get("torch.distributed.tensor")  # not imported: there are no sharded parameters
     with _lock:
-        if _listeners:
-            nn.Parameter.grad = _SEAM  # type: ignore[assignment]
-        elif vars(nn.Parameter).get("grad") is _SEAM:
-            del nn.Parameter.grad
+        for cls in (nn.Parameter, getattr(tensor, "DTensor", nn.Parameter)):  # a sharded parameter is no instance of the first
+            if _listeners:
+                cls.grad = _SEAM
+            elif vars(cls).get("grad") is _SEAM:
+                del cls.grad
 
 
 @contextlib.contextmanager

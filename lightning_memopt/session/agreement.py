@@ -4,7 +4,8 @@ An infeasible budget of one rank is infeasible on all of them: a rank that raise
 collective, after they had updated. So the ranks meet through the process group's store (ranks/):
 
     before the first forward    the bytes that are resident anyway
-    before the first updates    a plan for the first step (foresight.py); whether the next plan is made after this step
+    before the first updates    a plan for the first step (foresight.py); whether the next plan is made after this step;
+                                which parameters are updated in backward: those that all ranks can
     when the plan is made       ranks with the same graph share a plan (shared_plan.py); else each makes its own, and all
                                 hear whether every budget is kept
 
@@ -16,13 +17,13 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
 
 from lightning_memopt.config import MemOptConfig
-from lightning_memopt.errors import InfeasibleError, RankFailedError
+from lightning_memopt.errors import InfeasibleError, RankFailedError, UpdatesInBackwardError
 from lightning_memopt.graph import Graph
 from lightning_memopt.ranks import Ranks, joins, ranks_of
 from lightning_memopt.session import shared_plan, solving
@@ -37,13 +38,19 @@ _FORWARD_SECONDS, _UPDATE_SECONDS, _PLAN_SECONDS = 20.0, 120.0, 600.0
 
 
 class Agreement:
-    """The meetings of one session (see the module). Without other ranks, it does nothing. `enabled`: the session is."""
+    """The meetings of one session (see the module). Without other ranks, it does nothing. `enabled`: the session is.
+
+    early: after a meeting before an update, names of the parameters that all ranks can update early; None where the step
+        showed it on no rank, or there was no meeting.
+    """
 
     def __init__(self, model: nn.Module, config: MemOptConfig, enabled: bool) -> None:
         self._model, self._config, self._enabled = model, config, enabled
         self._updates = 0
         self._all_plan = self._plans_now = self._step_ends = False
         self._open = self._begun = False
+        self.early: frozenset[str] | None = None
+        self._early: list[str] | None = None
         self._ranks: Ranks | None = ranks_of(model) if enabled else None
 
     def first_rank_says(self, say: Say) -> Say:
@@ -75,13 +82,15 @@ class Agreement:
             self._ranks.begin()
 
     @contextlib.contextmanager
-    def update(self, plans: bool) -> Iterator[None]:
-        """Around the look ahead before an update. `plans`: this rank makes its first plan when this step is over.
+    def update(self, plans: bool, early: Iterable[str] | None = None) -> Iterator[None]:
+        """Around the look ahead before an update. `plans`: this rank makes its first plan when this step is over, unless
+        the step only shows which parameters can be updated early. `early`: their names; None where the step does not show it.
 
-        Raises InfeasibleError on all ranks where it is raised inside of the context on any.
+        Raises InfeasibleError or UpdatesInBackwardError on all ranks where it is raised inside of the context on any.
         """
         self._updates += 1
         self._plans_now = plans
+        self._early, self.early = None if early is None else sorted(early), None
         if self._open and self._updates > self._config.profile_steps + _MORE_STEPS:
             self._settled()
         with self._together(f"update {self._updates}", _UPDATE_SECONDS):
@@ -92,20 +101,25 @@ class Agreement:
         if not self._open or self._ranks is None or joins(self._model):
             yield
             return
-        refusal: InfeasibleError | None = None
+        refusal: InfeasibleError | UpdatesInBackwardError | None = None
         try:
             yield
-        except InfeasibleError as error:
+        except (InfeasibleError, UpdatesInBackwardError) as error:
             refusal = error
-        decisions = self._ranks.meet(about, {"plans": self._plans_now, **_as_decision(refusal)}, seconds)
+        decision = {"plans": self._plans_now, "early": self._early, **_as_decision(refusal)}
+        decisions = self._ranks.meet(about, decision, seconds)
         if decisions is None:
             if self._updates:  # a rank that is late for its first forward still comes to the first update
                 self._alone(about)
             if refusal is not None:
                 raise refusal
             return
-        self._all_plan = all(decision["plans"] for decision in decisions)
+        _raise_late(decisions, self._ranks, refusal)
         _raise_infeasible(decisions, self._ranks, refusal)
+        early = [decision["early"] for decision in decisions]
+        if any(names is not None for names in early):
+            self.early = frozenset.intersection(*(frozenset(names or ()) for names in early))
+        self._all_plan = all(decision["plans"] for decision in decisions) and not self.early
 
     def _alone(self, about: str) -> None:
         assert self._ranks is not None
@@ -183,13 +197,22 @@ class Agreement:
             self._ranks.leave()
 
 
-def _as_decision(refusal: InfeasibleError | None) -> dict[str, Any]:
+def _as_decision(refusal: InfeasibleError | UpdatesInBackwardError | None) -> dict[str, Any]:
     if refusal is None:
         return {}
+    if isinstance(refusal, UpdatesInBackwardError):
+        return {"late": str(refusal)}
     return {"refused": str(refusal), "smallest_nbytes": refusal.smallest_nbytes, "budget_nbytes": refusal.budget_nbytes}
 
 
-def _raise_infeasible(decisions: list[dict[str, Any]], ranks: Ranks, own: InfeasibleError | None) -> None:
+def _raise_late(decisions: list[dict[str, Any]], ranks: Ranks, own: BaseException | None) -> None:
+    """Raise UpdatesInBackwardError where it was raised on any rank."""
+    for rank, decision in enumerate(decisions):
+        if "late" in decision:
+            raise UpdatesInBackwardError(f"Rank {ranks.names[rank]} says: {decision['late']}") from own
+
+
+def _raise_infeasible(decisions: list[dict[str, Any]], ranks: Ranks, own: BaseException | None) -> None:
     """Raise InfeasibleError where any rank's budget is infeasible, naming the ranks and the budget that is enough for all."""
     refused = {rank: decision for rank, decision in enumerate(decisions) if "refused" in decision}
     if not refused:

@@ -21,11 +21,15 @@ from torch.utils.weak import TensorWeakRef
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import UpdatesInBackwardError
 from lightning_memopt.graph import Graph
+from lightning_memopt.ranks import wrapper_of
 from lightning_memopt.record import is_plain
 from lightning_memopt.runtime.early_updates import EarlyUpdates, Reason, of_optimizers, refusal
+from lightning_memopt.runtime.reduced import reduced_by
 from lightning_memopt.session.final_gradients import early_in, late
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.peak_meter import in_compiled_code
+from lightning_memopt.session.processes import names_of, of_processes
+from lightning_memopt.torch_private import local_tensor
 
 _UNMARKED = Reason(
     "the loop does not say which backward is the last one before optimizer.step()",
@@ -43,6 +47,8 @@ _SCHEDULED = Reason(
     "learning rates, or other options of the optimizer, are set between backward and optimizer.step()",
     "Set them before backward(), or after the step",
 )
+_GIVEN = Reason("the given plan does not say which parameters are updated early", "Leave plan out")
+_OTHER_RANK = Reason("another rank does so", "Set optimizer_in_backward alike on all ranks, and read gradients on none")
 _COMPILED = Reason("the optimizer's step is compiled, and rounds otherwise", "Step without torch.compile")
 
 
@@ -60,7 +66,7 @@ def wanted(
     if config.optimizer_in_backward == "never":
         return None
     always = config.optimizer_in_backward == "always"
-    for reason in [*reasons(), *of_optimizers(optimizers)]:
+    for reason in [*reasons(), *of_optimizers(optimizers), *of_processes(model, always)]:
         if always:
             raise refusal(reason)
         say(f"MemOpt: parameters are updated after backward, as usual: {reason.what}. {reason.fix}.")
@@ -91,7 +97,7 @@ class EarlyUpdating:
         self.learnt: set[str] = set()
         self.late: set[str] = set()
         self._names: dict[int, str] = {}
-        self._marked = False
+        self._marked = self._keeps = False
         self._said: set[Reason] = set()
         self._gradients: dict[str, TensorWeakRef] = {}
         self._read_names: set[str] = set()
@@ -99,6 +105,8 @@ class EarlyUpdating:
     def adopt(self, graph: Graph) -> None:
         """A plan was given: its graph shows which parameters may be updated early."""
         self.learnt |= early_in(graph)
+        if not self.learnt:
+            self._refuse(_GIVEN)
 
     @contextlib.contextmanager
     def last_backward(self, observation: Observation | None, armed: bool) -> Iterator[None]:
@@ -114,13 +122,31 @@ class EarlyUpdating:
                 "backward only when the step is certain to follow it, or set optimizer_in_backward='never'."
             )
         self._marked = True
-        self._names = {id(p): name for name, p in self.model.named_parameters()}
+        self._names = names_of(self.model)
         armed = armed and self._possible()
         if observation is None and not armed:
             yield
             return
-        with self.updates.backward(partial(self._final, observation, armed), self._read):
+        wrapper = wrapper_of(self.model)
+        self._keeps = wrapper is not None and wrapper.gradient_as_bucket_view
+        reasons = of_processes(self.model, self.always)
+        if reasons:  # they came since the run began (`Join`): gradients are not complete where hooks are called
+            self._refuse(reasons[0])
             yield
+            return
+        buckets = None if wrapper is None else reduced_by(wrapper)
+        reduced = None if observation is None else observation.reduced
+        with self.updates.backward(partial(self._final, observation, armed), self._read, buckets, reduced):
+            yield
+        if observation is not None:
+            observation.copied_back()
+
+    def shown(self, observation: Observation | None) -> tuple[set[str] | None, UpdatesInBackwardError | None]:
+        """As `learn`, but returns the names of the parameters that can be updated early, and the error, unraised."""
+        try:
+            return (self.early if self.learn(observation) else None), None
+        except UpdatesInBackwardError as error:
+            return None, error
 
     def _read(self, p: torch.Tensor) -> None:
         """Code reads the gradient of `p` before the optimizer's step: later steps must not free it early."""
@@ -172,7 +198,7 @@ class EarlyUpdating:
             self._refuse(reason)
             return False
         names = [f.name for f in finals]
-        readers = {f.name: late(graph, f) for f in finals}
+        readers = {f.name: late(graph, f, observation.copies) for f in finals}
         early = {n for n, reader in readers.items() if reader is None and names.count(n) == 1 and n not in self._read_names}
         self.learnt |= early
         self.late |= set(names) - early
@@ -197,6 +223,16 @@ class EarlyUpdating:
         }
         return True
 
+    def agreed(self, names: frozenset[str] | None) -> bool:
+        """All ranks can update the parameters with these names early; None: this rank decides by itself. Returns whether any
+        are left. Raises UpdatesInBackwardError with "always" where none is.
+        """
+        if names is not None:
+            self.late |= self.learnt - names
+            if not names:
+                return self._refuse(_OTHER_RANK)
+        return True
+
     def refuse_closure(self) -> None:
         """The optimizer's step got a closure: nothing can be updated early. Raises UpdatesInBackwardError with "always"."""
         self._refuse(_CLOSURE)
@@ -215,14 +251,14 @@ class EarlyUpdating:
     ) -> contextlib.AbstractContextManager[None] | None:
         """The gradient of `p` is final: the context of its early update; None where it is not updated now."""
         name = self._names.get(id(p))
-        if name is not None and not (is_plain(p) and p.grad is not None and is_plain(p.grad)):
+        if name is not None and (p.grad is None or not all(is_plain(local_tensor(t)) for t in (p, p.grad))):
             self.late.add(name)  # ops that read a sparse gradient are not seen
             return None
         early = armed and name in self.learnt and name not in self.late
         if name is None or observation is None:
             return contextlib.nullcontext() if early else None
         if early or not armed:
-            observation.final(p, name)
+            observation.final(p, name, early, freed=not self._keeps)
         return observation.updating(p) if early else None
 
     def _possible(self) -> bool:
@@ -230,7 +266,8 @@ class EarlyUpdating:
         kinds = {p.device.type for p in self.model.parameters()}
         if torch.is_anomaly_enabled():
             return self._refuse(_ANOMALY)
-        reasons = [*self._reasons(), *of_optimizers([self.updates.optimizer])]  # they may have changed since the run began
+        # they may have changed since the run began
+        reasons = [*self._reasons(), *of_optimizers([self.updates.optimizer]), *of_processes(self.model, self.always)]
         if reasons:
             return self._refuse(reasons[0])
         if any(torch.is_autocast_enabled(kind) for kind in kinds):

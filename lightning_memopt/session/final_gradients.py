@@ -19,21 +19,27 @@ class Final(NamedTuple):
     parameter: id of the parameter's tensor.
     gradient: id of the gradient's tensor.
     point: the gradient was final after this point.
+    weight: id of the gathered weight of a sharded parameter.
     """
 
     name: str
     parameter: int
     gradient: int
     point: int
+    weight: int = NEVER
 
 
-def late(graph: Graph, final: Final) -> str | None:
-    """Name of the first op between this point and the optimizer's step that reads the parameter or its gradient; else None."""
+def late(graph: Graph, final: Final, copies: range = range(0)) -> str | None:
+    """Name of the first op between this point and the optimizer's step that reads the parameter or its gradient; else None.
+    Ops at the points `copies`, which copy reduced gradients back, do not count. Gathering reads a sharded parameter.
+    """
     tensors = {final.parameter, final.gradient}
     for op in graph.ops:
-        if op.at > final.point and op.phase == "backward" and not tensors.isdisjoint(op.inputs):
+        after = op.at > final.point and op.at not in copies
+        if after and op.phase == "backward" and not tensors.isdisjoint(op.inputs):
             return op.name
-    return None
+    windows = graph.tensors[final.weight].windows if final.weight != NEVER else ()
+    return "all-gather" if any(first > final.point for first, _ in windows) else None
 
 
 def outdating(graph: Graph, updated: Mapping[int, int]) -> frozenset[int]:

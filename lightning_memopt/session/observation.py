@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +22,7 @@ from lightning_memopt.session.final_gradients import NEVER, Final, freed_early, 
 from lightning_memopt.session.gathering import Watched
 from lightning_memopt.session.recording import Recording, hooks_allowed
 from lightning_memopt.session.resident import resident_tensors
-from lightning_memopt.torch_private import current_mode, current_modes, local_tensor
+from lightning_memopt.torch_private import current_mode, current_modes, local_tensor, sharded_parameters
 from lightning_memopt.trace import AllocatorEvents, Ledger, Scopes, Tracer, adopt_all, metered_cpu, others_nbytes
 
 _ROOM = 4
@@ -40,6 +41,7 @@ class Observation:
     opaque_ops: names of ops that gave other bits when they ran again. This step adds those that it sees.
     recompute: ops may run again. Otherwise nothing is evicted or verified, and no op of the graph is recomputable.
     finals: where gradients became final; tensors are storage versions of the tape.
+    copies: the points at which DistributedDataParallel copied reduced gradients back.
     events: the allocator's events in this round; None where it is not metered.
     peak_nbytes: the most live bytes at a check against the limit.
     """
@@ -59,6 +61,7 @@ class Observation:
         self.model, self.optimizers, self.device = model, optimizers, device
         self.limit_nbytes, self.verify, self.meter = limit_nbytes, verify, meter
         self.fixed, self.finals, self.recompute = fixed, list[Final](), recompute
+        self.copies = range(0)
         self.scopes = Scopes(model)
         self.events: AllocatorEvents | None = None
         self.peak_nbytes = 0
@@ -88,7 +91,7 @@ class Observation:
         recorder.writes = self._writes
         engine.starts.lost = self._lost
         self._engines = [*(ref for ref in self._engines if ref() is not None), weakref.ref(engine)]
-        self.finals = []
+        self.finals, self.copies = [], range(0)
         counts = counter() if self.meter and self.device.type == "cpu" else None
         if counts is not None:
             tracer.ledger = Ledger(counts)
@@ -170,14 +173,44 @@ class Observation:
         if self._round is not None and self._round[0].phase == "update":
             self._round[0].phase = "backward"
 
-    def final(self, p: torch.Tensor, name: str) -> None:
-        """The gradient of a parameter has been accumulated."""
+    def final(self, p: torch.Tensor, name: str, early: bool, freed: bool = True) -> None:
+        """The gradient of a parameter is complete. `early`: the parameter is updated now. `freed`: an early update frees the
+        memory of the gradient.
+        """
         if self._round is None:
             return
         tracer, _, recorder = self._round
         assert p.grad is not None
         # an op that reads the gradient later reads this version, whichever op made it
-        self.finals.append(Final(name, recorder.adopt(p).id, recorder.adopt(p.grad).id, len(tracer.points) - 1))
+        gradient = recorder.adopt(local_tensor(p.grad))
+        weight = self._weights.get(id(p))
+        if weight is not None and not early:
+            tracer.made_unseen(gradient, f"{name}.grad")
+        self.finals.append(
+            Final(
+                name,
+                recorder.adopt(local_tensor(p)).id,
+                gradient.id if freed else NEVER,
+                len(tracer.points) - 1,
+                NEVER if weight is None else recorder.adopt(weight).id,
+            )
+        )
+
+    def reduced(self) -> None:
+        """All gradients of this backward are reduced over processes, and are about to be copied back."""
+        if self._round is not None:
+            self.copies = range(len(self._round[0].points), sys.maxsize)
+
+    def copied_back(self) -> None:
+        """The backward is over, and with it the copies."""
+        if self._round is not None and self.copies:
+            self.copies = range(self.copies.start, len(self._round[0].points))
+
+    @property
+    def _weights(self) -> dict[int, torch.Tensor]:
+        """The gathered weights of sharded parameters, by the identities of the parameters."""
+        parts = (part for unit in units_of(self.model) for part in sharded_parameters(unit))
+        return {id(p): weight for p, _, weight in parts if weight is not None}
 
     @contextlib.contextmanager
     def updating(self, p: torch.Tensor) -> Iterator[None]:
@@ -197,7 +230,13 @@ class Observation:
         """`finals` with the ids that tensors have in the graph."""
         assert self._round is not None
         ids = {version: i for i, version in enumerate(sorted(self._round[0].tensors))}
-        return [f._replace(parameter=ids.get(f.parameter, NEVER), gradient=ids.get(f.gradient, NEVER)) for f in self.finals]
+
+        def in_graph(f: Final) -> Final:
+            return f._replace(
+                parameter=ids.get(f.parameter, NEVER), gradient=ids.get(f.gradient, NEVER), weight=ids.get(f.weight, NEVER)
+            )
+
+        return [in_graph(f) for f in self.finals]
 
     def _pressure(self) -> int:
         """Bytes by which live memory exceeds the limit less some room: for gradients to come, and for `_ROOM` of the largest

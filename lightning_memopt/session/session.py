@@ -1,15 +1,8 @@
-"""A session: one model, its optimizers, one budget. Each input signature has a state.
-
-    Observing   `profile_steps` real steps are recorded; near the budget, saved tensors are evicted
-    Running     a plan is in force; the first planned step is measured and compared with the prediction
-    Failed      a warning has given the reason; the model trains without a plan
-    Waiting     there are many signatures, and no plan is made for this one now
+"""A session: one model, its optimizers, one budget. Each input signature has a state (states.py).
 
 An adapter (strategy, `optimize`) delimits steps: `round(batch)` around every forward, `update_begins` and `update_ended`
 around every optimizer's update. A step ends when all optimizers of this model have updated, or when the next forward begins
-(`ends.py`).
-
-`states.py` decides which state comes next, `round.py` where a forward begins and ends, `agreement.py` what all ranks decide.
+(`ends.py`). `round.py` decides where a forward begins and ends, `agreement.py` what all ranks decide.
 """
 
 from __future__ import annotations
@@ -26,6 +19,7 @@ from lightning_memopt.config import MemOptConfig, disabled
 from lightning_memopt.errors import RankFailedError
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Plan
+from lightning_memopt.ranks import rebuild_buckets
 from lightning_memopt.runtime import Engine, PlannedEngine
 from lightning_memopt.runtime.early_updates import Reason, count_versions
 from lightning_memopt.session.agreement import Agreement
@@ -158,23 +152,28 @@ class Session:
             return
         if self._early is not None:
             self._early.update_begins()
-            found_early = isinstance(self._current, Observing | Waiting) and self._early.learn(observation)
-            if found_early and isinstance(self._current, Observing):
-                self._current.observe_early()
         self._look_ahead(observation)
         if observation is not None:
             observation.update_begins()
 
     def closure_ran(self) -> None:
-        """The forward and backward inside of an optimizer's step are over. Raises as `update_begins` does."""
+        """The forward and backward inside of a step are over. Raises as `update_begins` does."""
         self._look_ahead(self._observed_step.now)
 
     def _look_ahead(self, observation: Observation | None) -> None:
-        plans = observation is not None and isinstance(self._current, Observing) and self._current.plans_next
+        state, early = self._current, self._early
         others = self._attachment.others() if self._attachment is not None else []
         try:
-            with self._agreement.update(plans):
+            learns = early is not None and isinstance(state, Observing | Waiting)
+            names, refusal = early.shown(observation) if early is not None and learns else (None, None)
+            shown = names if isinstance(state, Observing) and not state.early_known else None
+            plans = observation is not None and isinstance(state, Observing) and state.plans_next
+            with self._agreement.update(plans, shown):
+                if refusal is not None:
+                    raise refusal
                 self.foresight.look(observation, self.budget_nbytes, self._offloading, self.say, others)
+            if early is not None and isinstance(state, Observing) and shown is not None:
+                state.for_early = early.agreed(self._agreement.early)
         except BaseException:
             self._observed_step.abandon()
             raise
@@ -297,6 +296,9 @@ class Session:
 
     def _begin_round(self, batch: Any, part: int) -> Recording | None:
         self._settle()
+        if rebuild_buckets(self.model) and self._early is not None and self.plan is not None:
+            self.say("MemOpt: DistributedDataParallel has made its buckets anew; observing again")
+            self._plan_cache.clear()
         if self._early is not None:
             self._early.updates.stop_reading()
         self._same_device()
@@ -364,8 +366,6 @@ class Session:
     @property
     def _limit_nbytes(self) -> int | None:
         return None if self.budget_nbytes is None else self.budget_nbytes - self.config.headroom
-
-    # -- steps -------------------------------------------------------------------------------------
 
     def _end_observed(self, state: Observing | Waiting) -> None:
         graph = self._observed_step.finish()

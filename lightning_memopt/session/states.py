@@ -96,18 +96,14 @@ class Observing:
 
     @property
     def plans_next(self) -> bool:
-        """Whether a plan is made of the step that is being observed."""
-        return len(self.graphs) + 1 == self.steps and not self.for_early
+        """Whether a plan is made of the step that is being observed, unless it only shows when gradients are final."""
+        return len(self.graphs) + 1 == self.steps
 
     def announce(self, device: torch.device, budget_nbytes: int | None, say: Say) -> None:
         """Say how many steps are observed."""
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
         within = f" within {format_nbytes(budget_nbytes)}" if budget_nbytes else ""
         say(f"MemOpt: observing {steps} on {device}{within}")
-
-    def observe_early(self) -> None:
-        """The step being observed updates every parameter at its end, and only shows when gradients are final."""
-        self.for_early = not self.early_known
 
     def early_observed(self, graph: Graph) -> None:
         """The step that shows when gradients are final is over."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
-from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_memopt.runtime.early_updates import Reason
@@ -19,6 +19,8 @@ _READERS = ("on_before_zero_grad", "on_after_backward", "on_before_optimizer_ste
 """Hooks of modules and callbacks whose purpose is to read gradients."""
 _PRECISIONS = (Precision, DoublePrecision, HalfPrecision, MixedPrecision)
 """The only precision plugins that are allowed (subclasses are not), and only without a GradScaler."""
+_PARALLEL = (DDPStrategy, lightning_private.ShardedStrategy)
+"""Strategies for several devices whose models say themselves what is against early updates (session/processes.py)."""
 
 
 def of_trainer(trainer: Any) -> list[Reason]:
@@ -48,7 +50,7 @@ def of_trainer(trainer: Any) -> list[Reason]:
             if is_overridden(hook, owner):
                 why = f"{_name(owner)}.{hook} is overridden, and would see no gradients"
                 reasons.append(Reason(why, "Read gradients in hooks of tensors (`p.register_hook`)"))
-    if trainer.world_size > 1 or isinstance(trainer.strategy, ParallelStrategy):
+    if isinstance(trainer.strategy, ParallelStrategy) and not isinstance(trainer.strategy, _PARALLEL):
         reasons.append(Reason(f"{_name(trainer.strategy)} reduces gradients over processes", "Train on one device"))
     return reasons
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lightning_memopt.graph.model import BEFORE, Kind
+from lightning_memopt.graph.model import BEFORE, Kind, Tensor
 from lightning_memopt.torch_private import storage_use_count
 
 
@@ -47,6 +47,14 @@ class SeenTensor:
         if self.open_at is None or self.open_at > end:
             return tuple(self.windows)
         return *self.windows, (self.open_at, end if self.freed_at is None else self.freed_at)
+
+    def tensor(self, id: int, storage: int, end: int, held_until: int) -> Tensor:
+        """The tensor of the graph, with the ids there. `end`: the last point; `held_until`: the last at which autograd holds it."""
+        freed_at = end if self.freed_at is None else max(self.freed_at, held_until)
+        return Tensor(
+            id=id, name=self.name, nbytes=self.nbytes, kind=self.kind, storage=storage, born_at=self.born_at,
+            freed_at=freed_at, dtype=self.dtype, size=self.size, windows=self.intervals(end),
+        )  # fmt: skip
 
 
 @dataclass(slots=True)

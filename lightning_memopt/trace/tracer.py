@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from lightning_memopt.graph import BEFORE, Graph, Op, Point, Save, Tensor
+from lightning_memopt.graph import BEFORE, Graph, Op, Point, Save
 from lightning_memopt.graph.model import Kind, Phase
 from lightning_memopt.record import OpRecord, Recorder, StorageVersion, fills, storage_id, uncompiled, written_by
 from lightning_memopt.torch_private import OpOverload, backward_task, storage_use_count
@@ -159,7 +159,9 @@ class Tracer:
             unseen = self.tensors.get(_UNSEEN) if version.weak not in self._bystanders else None
             self.adopt(version, "input" if self.phase == "forward" else "temporary")
             if unseen is not None and self.ledger is not None:
-                unseen.nbytes -= self.ledger.identified(version.id)
+                nbytes = self.ledger.identified(version.id)
+                unseen.nbytes -= nbytes
+                self.live_nbytes -= nbytes
         return version.id
 
     def _writes_parameter(self, record: OpRecord, args: tuple, kwargs: dict) -> bool:
@@ -172,6 +174,11 @@ class Tracer:
         self._end_bystander(self._bystanders.pop(version.weak, _UNSEEN))
         self._adopted.setdefault(version.weak, version.id)
         self._birth(version, name or kind, BEFORE, kind=kind)
+
+    def made_unseen(self, version: StorageVersion, name: str) -> None:
+        """Add a gradient that the present hook of a sharded module has made, unless it is known."""
+        if version.id not in self.tensors:
+            self._birth(version, name, len(self.points), kind="gradient")
 
     def adopt_unseen(self, nbytes: int) -> None:
         """Add bytes on the device that belong to no tensor of this step: a library's workspace, another model."""
@@ -346,21 +353,7 @@ class Tracer:
                 recomputable=op["recomputable"] and not lost,
             )
             ops.append(Op(id=i, **fields))
-        tensors = tuple(
-            Tensor(
-                id=ids[id],
-                name=t.name,
-                nbytes=t.nbytes,
-                kind=t.kind,
-                storage=ids[t.storage],
-                born_at=t.born_at,
-                freed_at=end if t.freed_at is None else max(t.freed_at, kept.get(id, -1)),
-                dtype=t.dtype,
-                size=t.size,
-                windows=t.intervals(end),
-            )
-            for id, t in sorted(known.items())
-        )
+        tensors = tuple(t.tensor(ids[id], ids[t.storage], end, kept.get(id, -1)) for id, t in sorted(known.items()))
 
         def read(save: SeenSave) -> int:
             """The version of the saved tensor that autograd reads: that of the time when it first needs the save."""

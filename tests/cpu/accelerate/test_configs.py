@@ -40,9 +40,7 @@ def test_two_processes() -> None:
 def test_two_processes_with_sharded_weights() -> None:
     """Accelerate is made to shard on the CPU; the loss is that of the plain run, printed to its last digit."""
     command = [*OURS, *config("accelerate_fsdp2.yaml"), *port(), "-m", "tests.cpu.lib.fsdp_on_cpu", EXAMPLE]
-    planned, plain = (
-        ran(*command, timeout=300, ACCELERATE_USE_CPU="true", MEMOPT_DISABLE=disabled) for disabled in ("", "1")
-    )
+    planned, plain = (ran(*command, timeout=300, ACCELERATE_USE_CPU="true", MEMOPT_DISABLE=disabled) for disabled in ("", "1"))
     assert planned.returncode == plain.returncode == 0, planned.stderr + plain.stderr
     assert loss(planned.stdout) == loss(plain.stdout) and len(loss(plain.stdout)) == 1
     assert planned.stdout.count("measured peak") == 1 and "ops run again" in planned.stdout

@@ -27,32 +27,32 @@ def test_f4_the_wrapped_model_trains_exactly(ranks: list[dict[str, Any]], wrappe
         assert plain["alike"]
         for other in others:
             assert other["state"] == plain["state"] and other["alike"]
-            assert other["planned"] > 0 and other["updates"] == 0
+            assert other["planned"] > 0
+        assert all(other["updates"] == 0 for other in others if other is not others[1])
     never, auto, within = (ranks[0]["in_loops"][wrapper][how]["said"] for how in ("never", "auto", "within"))
     assert "updated after backward, as usual" not in never
-    assert auto.count("updated after backward, as usual") == within.count("updated after backward, as usual") == 1
-    assert "DistributedDataParallel reduces gradients" in auto and "reduced over several processes" in within
+    assert within.count("updated after backward, as usual") == 1 and "reduced over several processes" in within
+    assert auto.count("updated after backward, as usual") == (wrapper == "views")
     assert not ranks[1]["in_loops"][wrapper]["never"]["said"], "one rank is enough to say it"
 
 
 def test_f4_always_is_refused(ranks: list[dict[str, Any]]) -> None:
-    """REFUSE: whether the wrapper is given or what is in it, and where ranks come after the run began."""
+    """REFUSE: a model that is given without its wrapper, also where ranks come after the run began."""
     for found in ranks:
         wrapper, within = found["in_loops"]["refused"]
-        assert wrapper[0] == within[0] == "UpdatesInBackwardError"
-        assert "DistributedDataParallel reduces" in wrapper[1] and "over several processes" in within[1]
+        assert wrapper[0] == "nothing" and within[0] == "UpdatesInBackwardError" and "over several processes" in within[1]
         assert found["begun_before"]["auto"] == ["nothing", "", True]
         name, message, alike = found["begun_before"]["always"]
         assert name == "UpdatesInBackwardError" and "over several processes" in message and alike
 
 
 def test_f4_trainers(ranks: list[dict[str, Any]]) -> None:
-    """EXACT: every way to a budget on two devices trains as DDP does. REFUSE: "always"."""
+    """EXACT: every way to a budget on two devices trains as DDP does, with updates in backward, too."""
     for number, outcomes in enumerate(ranks):
         trainers = outcomes["in_trainers"]
         plain = trainers["plain"]
-        assert trainers["always"][0] == "UpdatesInBackwardError" and "Parallel reduces gradients" in trainers["always"][1]
-        assert trainers["auto"]["state"] == plain["state"] and trainers["auto"]["updates"] == 0
+        assert trainers["always"] == ["nothing", ""]
+        assert trainers["auto"]["state"] == plain["state"] and trainers["auto"]["updates"] > 0
         for name, fitted in trainers["ours"].items():
             assert fitted["state"] == plain["state"], (number, name)
             assert fitted["planned"][0] > 0 and fitted["updates"] == 0

@@ -200,7 +200,9 @@ def train(case: Case, planned: bool, states: Any = None, steps: range = range(ST
                     model.skipped = (1,) if case.skips and i == 2 else ()  # type: ignore[assignment]
                     words = data(i, part)
                     loss = functional.cross_entropy(model(words).flatten(0, 1).float(), words.flatten())
-                    loss.backward()
+                    last = run is not None and part == case.parts - 1
+                    with run.last_backward() if run is not None and last else contextlib.nullcontext():
+                        loss.backward()
                     losses.append(loss.item())
                 if case.clip:
                     nn.utils.clip_grad_norm_(model.parameters(), 0.1)

@@ -103,7 +103,7 @@ def test_a_rebuild_outside_of_a_window_is_an_error(ranks: list[dict[str, Any]]) 
         ("both", "UnsupportedError", "more than one dimension"),
         ("pipeline", "UnsupportedError", "stage of a pipeline"),
         ("offload", "UnsupportedError", "offload='disk'"),
-        ("updates", "UpdatesInBackwardError", "FSDPSequential reduces gradients"),
+        ("updates", "entered", ""),
         ("meta", "entered", ""),
     ],
 )
