@@ -17,7 +17,7 @@ from tests.cpu.lib.accelerate_scripts import NAMES, TOGETHER, both
 from tests.cpu.lib.launched import OURS, SCRIPTS, port, ran, same
 
 SAME_SHAPES = ("cv_example", "gradient_accumulation", "checkpointing", "early_stopping", "multi_process_metrics", "local_sgd")
-"""Scripts whose ranks keep the smallest plan's budget exactly. Scripts with texts of many lengths were above it by up to 0.6 %."""
+"""Scripts whose ranks keep the smallest plan's budget exactly. Texts of many lengths were above it by up to 0.6 %."""
 
 
 def ends(folder: Path, name: str, rank: int = 0) -> list[object]:
