@@ -32,6 +32,8 @@ _ROOM = 4
 class Observation:
     """One observed step. Call `begin_round` at every forward, then `update_begins`; `finish` gives the graph of the last round.
 
+    Many methods: sessions, early updates and fronts tell it of each event of a step by a method of its own.
+
     The dispatch mode stays entered from the first forward to `finish`, because backward and the update are observed too.
 
     limit_nbytes: live bytes above which saved tensors are evicted; None: nothing is evicted.
