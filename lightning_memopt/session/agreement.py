@@ -209,7 +209,9 @@ def _raise_late(decisions: list[dict[str, Any]], ranks: Ranks, own: BaseExceptio
     """Raise UpdatesInBackwardError where it was raised on any rank."""
     for rank, decision in enumerate(decisions):
         if "late" in decision:
-            raise UpdatesInBackwardError(f"Rank {ranks.names[rank]} says: {decision['late']}") from own
+            raise UpdatesInBackwardError(
+                f"Updates in backward are refused on one rank, and so on all. Check rank {ranks.names[rank]}: {decision['late']}"
+            ) from own
 
 
 def _raise_infeasible(decisions: list[dict[str, Any]], ranks: Ranks, own: BaseException | None) -> None:

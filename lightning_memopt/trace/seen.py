@@ -49,7 +49,7 @@ class SeenTensor:
         return *self.windows, (self.open_at, end if self.freed_at is None else self.freed_at)
 
     def tensor(self, id: int, storage: int, end: int, held_until: int) -> Tensor:
-        """The tensor of the graph, with the ids there. `end`: the last point; `held_until`: the last at which autograd holds it."""
+        """The tensor of the graph, with its ids. `end`: the last point; `held_until`: the last at which autograd holds it."""
         freed_at = end if self.freed_at is None else max(self.freed_at, held_until)
         return Tensor(
             id=id, name=self.name, nbytes=self.nbytes, kind=self.kind, storage=storage, born_at=self.born_at,

@@ -1,7 +1,8 @@
 """Observe one real step, op by op, into a `Graph`.
 
-The recorder tells of ops, the engine of what autograd packs, asks for and releases. When a storage is freed is observed: by a
-weak reference on it. Storages that only the engine still holds are found by polling their use count at every op.
+The recorder tells the tracer when ops begin and end; the engine tells it what autograd packs, asks for and releases. When a
+storage is freed is observed, never inferred: by a weak reference on every new storage. Storages that only the engine still
+holds are found by polling their use count at every op; this shows how long *user code* held them.
 """
 
 from __future__ import annotations
@@ -151,6 +152,7 @@ class Tracer:
             self.ledger.ran(now)
 
     def _reads(self, version: StorageVersion) -> int:
+        """The id of the tensor that an op reads in a version; running statistics that backward reads are the adopted buffer."""
         if version.id not in self.tensors:
             if version.weak in self._adopted and self.phase != "forward":
                 return self._storages[self._adopted[version.weak]][-1]
@@ -163,6 +165,7 @@ class Tracer:
         return version.id
 
     def _writes_parameter(self, record: OpRecord, args: tuple, kwargs: dict) -> bool:
+        """Whether an op overwrites memory of a parameter: an update without an optimizer (`p.data.add_`)."""
         versions = (self._adopted.get(storage_id(t)) for t in written_by(record.func, record.rule, args, kwargs))
         return any(id is not None and self.tensors[id].kind == "parameter" for id in versions)
 
@@ -172,7 +175,8 @@ class Tracer:
         self._adopted.setdefault(version.weak, version.id)
         self._birth(version, name or kind, BEFORE, kind=kind)
 
-    def made_unseen(self, version: StorageVersion, name: str) -> None:  # a gradient, by the present hook of a sharded module
+    def made_unseen(self, version: StorageVersion, name: str) -> None:
+        """Add a gradient that the present hook of a sharded module has made, unless it is known."""
         if version.id not in self.tensors:
             self._birth(version, name, len(self.points), kind="gradient")
 
@@ -191,11 +195,13 @@ class Tracer:
         self.counts(id, storage)
 
     def _end_bystander(self, id: int) -> None:
+        """Forget a bystander that the step uses after all. (If it was freed, another storage has its address now.)"""
         if id in self._alive:
             self._death(id)
             del self.tensors[id], self._storages[id]
 
     def counts(self, key: int, storage: torch.UntypedStorage) -> None:
+        """Count a storage as live until it is freed."""
         self.live_nbytes += self.tensors[key].nbytes
         if self.ledger is not None:
             self.ledger.born(key, storage)
@@ -224,6 +230,7 @@ class Tracer:
                 self.counts(storage, alive)
 
     def _rounded(self, nbytes: int) -> int:
+        """Bytes that the device's allocator gives for a request."""
         return round_up(nbytes, _CUDA_ROUND_NBYTES) if self.device.type == "cuda" else nbytes
 
     @uncompiled
@@ -260,6 +267,7 @@ class Tracer:
         self._lingering.poll(now, self._is_held)
 
     def _is_held(self, version: StorageVersion) -> bool:
+        """Whether anything but the engine, which may hold overwritten versions of it, too, holds a version's memory."""
         value, storage = version.holding.value, self.tensors[version.id].storage
         if value is None:
             return version.alive() is not None
@@ -375,6 +383,7 @@ class Tracer:
         )
 
     def _unrecorded(self) -> dict[int, SeenTensor]:
+        """Tensors for the bytes that code which the recorder does not see allocated or held during the step."""
         first = max(self.tensors, default=0) + 1
         made = self.ledger.unseen() if self.ledger is not None else ()
         seen = [*((_UNRECORDED, u) for u in made), *((_LINGERS, u) for u in self._lingering.seen())]

@@ -27,7 +27,7 @@ from lightning_memopt.integrations import accelerate as front
 from lightning_memopt.trace import count_all
 from tests.cpu.lib.fsdp_on_cpu import shard_on_cpu
 from tests.cpu.lib.prepared import run_of
-from tests.cpu.lib.sharded import Language, data, digest, peak
+from tests.cpu.lib.sharded import Language, bits_of, data, peak
 
 WORLD, STEPS = 2, 5
 
@@ -111,7 +111,7 @@ def trained(case: Case, **options: Any) -> dict[str, Any]:
                     optimizer.zero_grad()
                     losses.append(loss.item())
                     del loss
-    found: dict[str, Any] = {"state": digest(model, optimizer.optimizer, losses), "peak": peaks[0] if peaks else None}
+    found: dict[str, Any] = {"state": bits_of(model, optimizer.optimizer, losses), "peak": peaks[0] if peaks else None}
     if options:
         run = run_of(accelerator, model)
         status = None if run is None else run.status()

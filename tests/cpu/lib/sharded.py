@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 import io
 import itertools
 import json
@@ -37,6 +36,7 @@ from lightning_memopt import MemOptModelParallelStrategy, optimize
 from lightning_memopt.errors import MemOptError
 from lightning_memopt.native import counter
 from lightning_memopt.trace import count_all
+from tests.cpu.lib.process import digest
 from tests.cpu.lib.settled import settles
 
 WIDTH, LENGTH, BATCH, WORDS, STEPS = 32, 24, 8, 64, 4
@@ -149,13 +149,11 @@ def local(t: Any) -> Any:
     return t.to_local() if isinstance(t, DTensor) else t
 
 
-def digest(model: nn.Module, optimizer: torch.optim.Optimizer, losses: list[float]) -> str:
+def bits_of(model: nn.Module, optimizer: torch.optim.Optimizer, losses: list[float]) -> str:
     """A hash of this rank's bits of parameters, optimizer state, losses and generator."""
-    found = hashlib.sha256(repr(losses).encode())
     states = [local(t) for p in model.parameters() for t in (p, *optimizer.state.get(p, {}).values())]
-    for t in [*(t for t in states if isinstance(t, torch.Tensor)), torch.get_rng_state()]:
-        found.update(t.detach().contiguous().view(torch.uint8).numpy().tobytes() if t.dim() else repr(t.item()).encode())
-    return found.hexdigest()[:16]
+    tensors = (t.detach().contiguous() for t in states if isinstance(t, torch.Tensor))
+    return digest(losses, [t.view(torch.uint8) if t.dim() else t for t in tensors])
 
 
 @contextlib.contextmanager
@@ -211,7 +209,7 @@ def train(case: Case, planned: bool, states: Any = None, steps: range = range(ST
                 del loss
         status = run.status() if run is not None else None
     found: dict[str, Any] = {
-        "state": digest(model, optimizer, losses),
+        "state": bits_of(model, optimizer, losses),
         "states": (model.state_dict(), optimizer.state_dict(), torch.get_rng_state()),
         "peak": peaks[0] if peaks else None,
         "said": said.getvalue() + "".join(str(w.message) for w in warned),
@@ -273,7 +271,7 @@ def out_of_window() -> dict[str, Any]:
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        found["planned" if planned else "plain"] = digest(model, optimizer, [])
+        found["planned" if planned else "plain"] = bits_of(model, optimizer, [])
     return found
 
 
@@ -344,7 +342,7 @@ def fitted(strategy: Any) -> dict[str, Any]:
     task = Task()
     with contextlib.redirect_stdout(io.StringIO()):
         trainer.fit(task, DataLoader(TensorDataset(words), BATCH))
-    found = {"state": digest(task, trainer.optimizers[0], []), "steps": trainer.global_step}
+    found = {"state": bits_of(task, trainer.optimizers[0], []), "steps": trainer.global_step}
     if hasattr(trainer.strategy, "status"):
         status = trainer.strategy.status()
         found["rebuilt"] = status.plan.predicted.rebuilt_ops
