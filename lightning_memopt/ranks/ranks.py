@@ -100,12 +100,22 @@ class Ranks:
             silent_seconds = pulse.silent_seconds()
             if pulse.began and silent_seconds > SILENT_SECONDS:
                 self._gone.add(rank)
-                raise RankFailedError(
+                why = (
                     f"Rank {self.names[rank]} has been silent for {silent_seconds:.0f} s while rank {self.name} waited for its "
                     f"decision ({about}): its process has ended or hangs. Run all ranks again."
                 )
+                self._relay(why)
+                raise RankFailedError(why)
             if now - began > seconds if pulse.began else silent_seconds > SILENT_SECONDS:
                 return None
+
+    def _relay(self, why: str) -> None:
+        """Tell the ranks that wait for this one what ends it. The store may end with this process, so they get time to read."""
+        if not self._ended:
+            self._ended = True
+            words = {"order": self._board.count("errors"), "collective": False, "error": why, "relayed": True}
+            self._board.post("error", json.dumps(words))
+            time.sleep(2 * _CHECK_SECONDS)
 
     def _ask(self, question: Callable[[], Any]) -> Any:
         try:
@@ -120,9 +130,10 @@ class Ranks:
 
     def ended_by(self, error: BaseException) -> RankFailedError | None:
         """This rank's run ends with an error. Tells the others, and returns an error that names the rank that failed first;
-        None where this rank is the first. Waits a few seconds where a collective failed and the others have not said why.
+        None where this rank is the first, or has left. Waits a few seconds where a collective failed and the others have not
+        said why.
         """
-        if self._ended or isinstance(error, RankFailedError):
+        if self._ended or self._left or isinstance(error, RankFailedError):
             return None
         self._ended = True
         collective = of_collective(error)
@@ -187,6 +198,8 @@ class Ranks:
                 f"A collective failed, and rank {', '.join(str(self.names[rank]) for rank in sorted(silent))} did not say why: "
                 "its process has ended (killed, or out of memory). Check its log, and run all ranks again."
             )
+        if "relayed" in words_of[first]:
+            return RankFailedError(words_of[first]["error"])
         return RankFailedError(
             f"Rank {self.names[first]} failed, so all ranks end: {words_of[first]['error']}. Fix that, and run all ranks again."
         )

@@ -210,7 +210,7 @@ def _raise_late(decisions: list[dict[str, Any]], ranks: Ranks, own: BaseExceptio
     for rank, decision in enumerate(decisions):
         if "late" in decision:
             raise UpdatesInBackwardError(
-                f"Updates in backward are refused on one rank, and so on all. Check rank {ranks.names[rank]}: {decision['late']}"
+                f"Updates in backward are refused on a rank, and so on all. Check rank {ranks.names[rank]}: {decision['late']}"
             ) from own
 
 

@@ -98,6 +98,19 @@ def test_a_rank_whose_heartbeat_stops_is_named(store: distributed.Store) -> None
         rank.leave()
 
 
+def test_a_silent_rank_is_named_to_those_who_wait_for_another(store: distributed.Store) -> None:
+    """One rank waits for the silent one and ends; a third rank waits for the second, and does not take that one for the cause."""
+    members = group(store)
+    for rank in members:
+        rank.begin()
+    members[2]._heartbeat.stop()
+    waits = (lambda: members[0].hear("sizes", 2, 30.0), lambda: members[1].hear("shared plan", 0, 30.0))
+    for outcome in each([*waits]):
+        assert isinstance(outcome, RankFailedError) and str(outcome).startswith("Rank 6 has been silent")
+    for rank in members:
+        rank.leave()
+
+
 def test_a_rank_that_fails_ends_a_meeting(store: distributed.Store) -> None:
     members = group(store)
     for rank in members:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from benchmarks.robustness.front_loops import Case, transformers
+from benchmarks.robustness.front_case import Case
+from benchmarks.robustness.front_trainers import transformers
 from lightning_memopt import MemOptTrainerCallback
 from tests.cpu.lib.harness import same_bits
 from tests.cpu.lib.trainers import agrees, assert_same, callback, kept, train
