@@ -43,6 +43,10 @@ _CLOSURE = Reason("optimizer.step(closure) runs backward inside of the step", "C
 _ZEROED = Reason(
     "gradients are kept from one step to the next, or set to zero in place", "Use optimizer.zero_grad(set_to_none=True)"
 )
+_BEFORE_FORWARD = Reason(
+    "run.last_backward() is entered before the forward",
+    "Enter it after the forward, around backward() alone",
+)
 _SCHEDULED = Reason(
     "learning rates, or other options of the optimizer, are set between backward and optimizer.step()",
     "Set them before backward(), or after the step",
@@ -97,7 +101,7 @@ class EarlyUpdating:
         self.learnt: set[str] = set()
         self.late: set[str] = set()
         self._names: dict[int, str] = {}
-        self._marked = self._keeps = False
+        self._marked = self._before_forward = self._keeps = False
         self._said: set[Reason] = set()
         self._gradients: dict[str, TensorWeakRef] = {}
         self._read_names: set[str] = set()
@@ -121,7 +125,7 @@ class EarlyUpdating:
                 f"No optimizer.step() came after run.last_backward(), which had updated {count} parameters already. Mark a "
                 "backward only when the step is certain to follow it, or set optimizer_in_backward='never'."
             )
-        self._marked = True
+        self._marked, self._before_forward = True, observation is None
         self._names = names_of(self.model)
         armed = armed and self._possible()
         if observation is None and not armed:
@@ -183,6 +187,9 @@ class EarlyUpdating:
             return False
         if not self._marked:
             self._refuse(_UNMARKED)
+            return False
+        if self._before_forward:
+            self._refuse(_BEFORE_FORWARD)
             return False
         graph, finals = observation.so_far(), observation.finals_seen()
         if not finals:

@@ -16,8 +16,9 @@ from lightning_memopt.integrations import accelerate as front
 from tests.cpu.lib.accelerate_scripts import NAMES, TOGETHER, both
 from tests.cpu.lib.launched import OURS, SCRIPTS, port, ran, same
 
-SAME_SHAPES = ("cv_example", "gradient_accumulation", "checkpointing", "early_stopping", "multi_process_metrics", "local_sgd")
-"""Scripts whose ranks keep the smallest plan's budget exactly. Texts of many lengths were above it by up to 0.6 %."""
+STEADY = ("cv_example", "gradient_accumulation", "checkpointing", "early_stopping", "multi_process_metrics", "local_sgd")
+"""Scripts that hold no more in later steps than when the plan was made. Others hold the last batch of an evaluation while they
+train on, which the budget of the smallest plan does not count."""
 
 
 def ends(folder: Path, name: str, rank: int = 0) -> list[object]:
@@ -49,10 +50,11 @@ def test_two_processes(tmp_path: Path) -> None:
             assert same(plain, planned), (name, rank)
             assert max(facts[name]["plans"]) > 0, (name, facts[name])
             assert (facts[name]["tables"] > 0) == (rank == 0)
-            peaks = [peak for peak in facts[name]["peaks"] if peak is not None and name in SAME_SHAPES]
-            assert peaks or name not in SAME_SHAPES
+            peaks = [peak for peak in facts[name]["peaks"] if peak is not None]
+            assert peaks
             for measured, predicted, budget in peaks:
-                assert measured <= budget and measured == pytest.approx(predicted, rel=0.01), (name, rank, peaks)
+                assert measured == pytest.approx(predicted, rel=0.01), (name, rank, peaks)
+                assert measured <= budget or name not in STEADY, (name, rank, peaks)
 
 
 @pytest.mark.skipif(not distributed.is_gloo_available() or sys.platform == "win32", reason="no gloo")

@@ -88,6 +88,14 @@ def unmarked(model: nn.Module, run: Run | None, optimizer: torch.optim.Optimizer
     plain(model, None, optimizer, data)
 
 
+def before_the_forward(model: nn.Module, run: Run | None, optimizer: torch.optim.Optimizer, data: list[Any]) -> None:
+    for batch in data:
+        with run.last_backward() if run is not None else contextlib.nullcontext():
+            squares(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def autocast(*args: Any) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         plain(*args)
@@ -104,6 +112,7 @@ LOOPS = {
     "f2 by value": (looking(lambda m: torch.nn.utils.clip_grad_value_(m.parameters(), 0.1)), "_foreach_clamp"),
     "f3": (scaled, "_amp_foreach_non_finite_check"),
     "f6": (unmarked, "which backward is the last"),
+    "f6 before": (before_the_forward, "before the forward"),
     "f8": (in_place, "set to zero in place"),
     "f8 norms": (looking(norms), LOOKS),
     "f9": (autocast, "autocast"),

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_memopt import optimize
@@ -183,6 +184,38 @@ def within(steps: range) -> None:
         pass
 
 
+def joined() -> list[Any]:
+    """A run inside of `Join`, and `Join` inside of a run: what a plain loop, "auto" and "always" end with."""
+
+    def loop(mode: str | None, outermost: bool) -> str:
+        net, number = Net(), distributed.get_rank()
+        wrapped = DistributedDataParallel(net, bucket_cap_mb=0.03)
+        optimizer = torch.optim.AdamW(wrapped.parameters(), 1e-2)
+        torch.manual_seed(5 + number)
+        with contextlib.ExitStack() as stack:
+            if outermost:
+                stack.enter_context(Join([wrapped]))
+            run: Any = None
+            if mode is not None:
+                memopt: Any = dict(budget="min", profile_steps=1, solver_seconds=0.3, verbose=False)
+                run = stack.enter_context(optimize(wrapped, optimizer, optimizer_in_backward=mode, **memopt))
+            if not outermost:
+                stack.enter_context(Join([wrapped]))
+            for i in range(4 + 2 * number):
+                x = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(100 * i + number))
+                loss = wrapped(x).square().mean()
+                with contextlib.nullcontext() if run is None else run.last_backward():
+                    loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return digest(wrapped.state_dict(), optimizer.state_dict(), torch.get_rng_state())
+
+    return [
+        [loop(None, outermost), loop("auto", outermost), raised(lambda o=outermost: loop("always", o))]  # type: ignore[misc]
+        for outermost in (True, False)
+    ]
+
+
 def clips_on_one() -> list[str]:
     """One rank reads gradients, so no rank updates early: all raise before anything is updated."""
     return raised(lambda: train("always", range(4), clips=distributed.get_rank() == 1))
@@ -220,6 +253,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "auto and never": lambda: one_rank("auto", "never"),
     "refused": refused,
     "clips on one": clips_on_one,
+    "joined": joined,
     "sharded": lambda: of_sharded("blocks"),
     "nested": lambda: of_sharded("nested"),
     "keeps weights": lambda: of_sharded("keeps weights"),

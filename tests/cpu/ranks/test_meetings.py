@@ -99,7 +99,7 @@ def test_a_rank_whose_heartbeat_stops_is_named(store: distributed.Store) -> None
 
 
 def test_a_silent_rank_is_named_to_those_who_wait_for_another(store: distributed.Store) -> None:
-    """One rank waits for the silent one and ends; a third rank waits for the second, and does not take that one for the cause."""
+    """One rank waits for the silent one and ends; a third waits for the second, and does not name that one."""
     members = group(store)
     for rank in members:
         rank.begin()
