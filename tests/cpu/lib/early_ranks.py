@@ -11,22 +11,27 @@ import copy
 import io
 import json
 import multiprocessing
+import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memopt import optimize
+from lightning_memopt import MemOptDDPStrategy, MemOptModelParallelStrategy, optimize
 from lightning_memopt.errors import MemOptError
 from lightning_memopt.runtime.early_updates import EarlyUpdates
 from lightning_memopt.trace import count_all
-from tests.cpu.lib import sharded
+from tests.cpu.lib import fits, sharded
+from tests.cpu.lib.loops import batches
 from tests.cpu.lib.process import digest
 from tests.cpu.lib.sharded import peak
 
@@ -241,6 +246,39 @@ def sharded_budget() -> dict[str, Any]:
     return of_sharded("blocks", budget=budget) | {"budget": budget}
 
 
+def in_lightning(
+    plain: Callable[..., Any], ours: Callable[..., Any], task: Callable[[], Any], *data: torch.Tensor
+) -> dict[str, Any]:
+    """A fit with Lightning's strategy, and one with ours that updates early."""
+    memopt: Any = dict(budget="min", profile_steps=1, solver_seconds=0.3, optimizer_in_backward="always", verbose=False)
+    os.environ |= {"NODE_RANK": "0", "LOCAL_RANK": str(distributed.get_rank())}
+    ends = {}
+    for how, strategy in (("plain", plain()), ("early", ours(**memopt))):
+        torch.manual_seed(0)
+        model = task()
+        torch.manual_seed(5)
+        trainer = fits.trainer_of(strategy, devices=2, max_epochs=-1, max_steps=6)
+        with counted() as updates:
+            trainer.fit(model, DataLoader(TensorDataset(*data), 16))
+        ends[how] = {"state": sharded.bits_of(model, trainer.optimizers[0], []), "updates": len(updates)}
+    status = trainer.strategy.status()
+    ends["early"] |= {"predicted": status.plan.predicted.needed_nbytes, "measured": status.measured_peak_nbytes}
+    return ends
+
+
+def in_ddp() -> dict[str, Any]:
+    gloo: Any = {"process_group_backend": "gloo"}
+    data = batches(1, 192)[0]
+    return in_lightning(partial(DDPStrategy, **gloo), partial(MemOptDDPStrategy, **gloo), fits.Task, *data)
+
+
+def in_model_parallel() -> dict[str, Any]:
+    sizes: Any = {"data_parallel_size": 2, "tensor_parallel_size": 1, "process_group_backend": "gloo"}
+    words = torch.randint(0, sharded.WORDS, (192, sharded.LENGTH), generator=torch.Generator().manual_seed(1))
+    plain, ours = partial(ModelParallelStrategy, **sizes), partial(MemOptModelParallelStrategy, **sizes)
+    return in_lightning(plain, ours, sharded.Task, words)
+
+
 CASES: dict[str, Callable[[], Any]] = {
     "default": pair,
     "views": lambda: pair(steps=range(8), gradient_as_bucket_view=True),
@@ -254,6 +292,8 @@ CASES: dict[str, Callable[[], Any]] = {
     "refused": refused,
     "clips on one": clips_on_one,
     "joined": joined,
+    "lightning, DDP": in_ddp,
+    "lightning, FSDP2": in_model_parallel,
     "sharded": lambda: of_sharded("blocks"),
     "nested": lambda: of_sharded("nested"),
     "keeps weights": lambda: of_sharded("keeps weights"),

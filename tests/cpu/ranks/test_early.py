@@ -15,6 +15,7 @@ from tests.cpu.lib.written import needs_gloo, of_ranks
 
 pytestmark = needs_gloo
 DDP, SHARDED = ("default", "static", "unused"), ("sharded", "holds sync", "sharded budget")
+LIGHTNING = ("lightning, DDP", "lightning, FSDP2")
 OTHERS = ("views", "joined", "resumed", "auto and never", "refused", "clips on one")
 
 
@@ -25,7 +26,7 @@ def run(folder: Path, world: int, *cases: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run(tmp_path_factory.mktemp("ranks"), 2, *DDP, *SHARDED, *OTHERS)
+    return run(tmp_path_factory.mktemp("ranks"), 2, *DDP, *SHARDED, *LIGHTNING, *OTHERS)
 
 
 def same(case: dict[str, Any]) -> None:
@@ -61,6 +62,15 @@ def test_f4_f5_peaks_are_predicted(ranks: list[dict[str, Any]], name: str) -> No
             assert peak == pytest.approx(early["predicted"], rel=0.01)
         if name == "sharded budget":
             assert early["peak"] <= found[name]["budget"]
+
+
+@pytest.mark.parametrize("name", LIGHTNING)
+def test_f4_f5_in_lightning(ranks: list[dict[str, Any]], name: str) -> None:
+    """EXACT under `MemOptDDPStrategy` and `MemOptModelParallelStrategy`, with the peak as predicted."""
+    for found in ranks:
+        same(found[name])
+        if install() is not None:
+            assert found[name]["early"]["measured"] == pytest.approx(found[name]["early"]["predicted"], rel=0.01)
 
 
 def test_f4_resume(ranks: list[dict[str, Any]]) -> None:
