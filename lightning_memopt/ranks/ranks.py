@@ -40,6 +40,7 @@ class Ranks:
         self._words_of: dict[int, dict[str, Any]] = {}  # what ended other ranks, by rank
         self._ended = self._left = self._alone = False
         self._gone: set[int] = set()  # ranks whose process has ended, as far as this rank knows
+        self._alive: set[int] = set()  # ranks whose heartbeat went on while this rank waited for last words
 
     @property
     def name(self) -> int:
@@ -100,12 +101,12 @@ class Ranks:
             silent_seconds = pulse.silent_seconds()
             if pulse.began and silent_seconds > SILENT_SECONDS:
                 self._gone.add(rank)
-                why = (
+                error = RankFailedError(
                     f"Rank {self.names[rank]} has been silent for {silent_seconds:.0f} s while rank {self.name} waited for its "
                     f"decision ({about}): its process has ended or hangs. Run all ranks again."
                 )
-                self._relay(why)
-                raise RankFailedError(why)
+                self._relay(str(error))
+                raise error
             if now - began > seconds if pulse.began else silent_seconds > SILENT_SECONDS:
                 return None
 
@@ -143,12 +144,12 @@ class Ranks:
             self._board.post("error", json.dumps(words))
             if not collective:
                 return None
-            alive = self._await_last_words()
+            self._await_last_words()
         except distributed.DistError:
             if not collective:
                 return None
             if self._words_of:  # they were heard before the process that holds the store ended, too
-                return self._failed(self._words_of)
+                return self._failed(self._words_of, self._alive)
             return RankFailedError(
                 f"A collective failed on rank {self.name}, and the store of the process group is gone: the process "
                 f"that holds it, usually rank {self.names[0]}, has ended. Run all ranks again."
@@ -156,10 +157,10 @@ class Ranks:
         words_of = self._words_of
         if len(words_of) == self.size - 1 and all(words["collective"] for words in words_of.values()):
             return None  # all ranks say that the collective failed: the network, or the user's own use of it
-        return self._failed(words_of, alive)
+        return self._failed(words_of, self._alive)
 
-    def _await_last_words(self) -> set[int]:
-        """Wait until the other ranks have said what happened to them, or one of them is the first cause. Returns the ranks that
+    def _await_last_words(self) -> None:
+        """Wait until the other ranks have said what happened to them, or one of them is the first cause. Notes the ranks that
         are alive by their heartbeat: some wait in a collective for ranks that wait here.
         """
         pulses = {rank: Pulse(self._board, rank) for rank in range(self.size) if rank != self.rank}
@@ -168,11 +169,11 @@ class Ranks:
             words_of = self._last_words()
             seconds = {rank: pulse.silent_seconds() for rank, pulse in pulses.items()}
             told = len(words_of) == self.size - 1 or any(not said["collective"] for said in words_of.values())
+            began = {rank for rank in pulses if pulses[rank].began}
+            self._alive = {rank for rank in began if seconds[rank] < 2 * board.BEAT_SECONDS}
             if told or time.monotonic() > until:
-                alive = {rank for rank in pulses if seconds[rank] < 2 * board.BEAT_SECONDS}
-                began = {rank for rank in pulses if pulses[rank].began}
-                self._gone |= set() if told else began - alive - set(words_of)
-                return began & alive
+                self._gone |= set() if told else began - self._alive - set(words_of)
+                return
             time.sleep(_POLL_SECONDS[1])
 
     def _last_words(self) -> dict[int, dict[str, Any]]:

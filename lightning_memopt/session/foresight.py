@@ -78,15 +78,15 @@ class Foresight:
         if not finals:  # optimizers that stepped earlier in this step (a GAN) have their state when the next step begins
             graph = self._with_gradients(graph)
             return with_update(with_state(graph, state_made(graph, self.optimizers, observation.device)), self.update)
-        return with_early_updates(with_state(graph, self.update.state_nbytes), self._early(observation, finals))
+        graph = with_early_updates(with_state(graph, self.update.state_nbytes), self._early(observation, finals))
+        return with_earlier_rounds(graph)
 
     def complete(self, graph: Graph, device: torch.device, early: bool) -> Graph:
         """The graph of an observed step, with the state that its update made, and with the bytes of later updates, which may
         differ from the first one. `early`: parameters are updated early, so the step has shown the updates already.
         """
         made = state_made(graph, self.optimizers, device)
-        if not early:
-            graph = self._with_gradients(graph)
+        graph = with_earlier_rounds(graph) if early else self._with_gradients(graph)
         if self.update is None or early:
             return with_state(graph, made)
         growing = [o for o in self.optimizers if type(o) is torch.optim.LBFGS]
@@ -177,6 +177,28 @@ def with_early_updates(graph: Graph, updates: Sequence[tuple[int, int]]) -> Grap
         tensors.append(
             Tensor(id=id, name="in update", nbytes=nbytes, kind="temporary", storage=id, born_at=point, freed_at=point)
         )
+    return dataclasses.replace(graph, tensors=tuple(tensors))
+
+
+def with_earlier_rounds(graph: Graph) -> Graph:
+    """The graph of the last of several rounds, with early updates, and with the bytes that the rounds before take beyond it:
+    they free no gradient, so each gradient that this round frees early is there until the end of backward.
+    """
+    last = max((op.at for op in graph.ops if op.phase == "backward"), default=BEFORE)
+    accumulated = {t.storage: t.nbytes for t in graph.tensors if t.kind == "gradient" and t.born_at == BEFORE}
+    freed_at: dict[int, int] = {}
+    for t in graph.tensors:
+        freed_at[t.storage] = max(t.freed_at, freed_at.get(t.storage, BEFORE))
+    tensors = list(graph.tensors)
+    for storage, nbytes in accumulated.items():
+        if nbytes and freed_at[storage] < last:
+            id = len(tensors)
+            tensors.append(
+                Tensor(
+                    id=id, name="gradient, of the round before", nbytes=nbytes, kind="gradient", storage=id,
+                    born_at=freed_at[storage] + 1, freed_at=last,
+                )
+            )  # fmt: skip
     return dataclasses.replace(graph, tensors=tuple(tensors))
 
 

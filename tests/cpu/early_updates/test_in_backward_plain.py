@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,32 @@ def test_gradients_end_early_and_peak_is_predicted() -> None:
     weights = 6 * 128 * 128 * 4
     for budget in ("1GiB", "min"):
         assert peaks["always", budget] < peaks["never", budget] - 0.7 * weights
+
+
+@pytest.mark.parametrize("backwards", [2, 3])
+@pytest.mark.parametrize("budget", ["1GiB", "min"])
+def test_backwards_before_the_last_one_are_predicted(budget: str, backwards: int) -> None:
+    """They free no gradient. With the smallest plan, the step has its peak at their end, where most is rebuilt. Before a second
+    and last backward, the gradients that are still to come are predicted, too: here, that of one layer.
+    """
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(128, 128)
+            self.layers = nn.Sequential(*(m for _ in range(6) for m in (nn.Linear(128, 128), nn.Tanh())))
+
+        def forward(self, x: Tensor) -> Tensor:
+            wide = self.first(x).repeat(64, 1).sin().exp()
+            return self.layers(wide.unflatten(0, (64, -1)).mean(0))
+
+    loop = partial(plain, backwards=backwards)
+    run = same_as_plain(Deep, OPTIMIZERS["adam"], [data(4, 128, seed=s) for s in range(6)], loop, budget=budget)
+    state = state_of(run)
+    assert state.measured_nbytes is not None and not state.deviated
+    beyond = state.plan.predicted.needed_nbytes - state.measured_nbytes
+    assert abs(beyond - (128 * 129 * 4 if backwards == 2 else 0)) < 0.01 * state.measured_nbytes
+    assert state.measured_nbytes <= state.plan.budget_nbytes
 
 
 def test_gradients_of_the_lesson_are_not_there_later() -> None:

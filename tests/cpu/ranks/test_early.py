@@ -14,7 +14,7 @@ from lightning_memopt.native import install
 from tests.cpu.lib.written import needs_gloo, of_ranks
 
 pytestmark = needs_gloo
-DDP, SHARDED = ("default", "static", "unused"), ("sharded", "holds sync", "sharded budget")
+DDP, SHARDED = ("default", "static", "unused", "accumulates"), ("sharded", "holds sync", "sharded budget")
 LIGHTNING = ("lightning, DDP", "lightning, FSDP2")
 OTHERS = ("views", "joined", "resumed", "auto and never", "refused", "clips on one")
 
