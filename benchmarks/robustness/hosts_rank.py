@@ -68,19 +68,23 @@ class Case:
     sharded: by FSDP2; else DDP.
     parts: batches before an update; gradients are reduced in the backward of the last one only.
     uneven: later ranks have more batches than earlier ones, inside `Join`.
+    early: within a plan, parameters are updated in backward.
     """
 
     sharded: bool = False
     parts: int = 1
     uneven: bool = False
+    early: bool = False
 
 
 CASES = {
     "ddp": Case(),
     "ddp, accumulation": Case(parts=2),
     "ddp, uneven": Case(uneven=True),
+    "ddp, early updates": Case(early=True),
     "fsdp2": Case(sharded=True),
     "fsdp2, accumulation": Case(sharded=True, parts=2),
+    "fsdp2, early updates": Case(sharded=True, early=True),
 }
 RESUMED = {"ddp, resumed": Case(), "fsdp2, resumed": Case(sharded=True)}
 """The unmodified run's checkpoint goes on within a plan, and the planned run's checkpoint goes on without one."""
@@ -146,7 +150,8 @@ def train(
         torch.set_rng_state(states[2])
     losses = []
     with contextlib.ExitStack() as stack:
-        run = None if budget is None else stack.enter_context(optimize(model, optimizer, budget=budget, **OPTIONS))
+        options = OPTIONS | ({"optimizer_in_backward": "always"} if case.early else {})
+        run = None if budget is None else stack.enter_context(optimize(model, optimizer, budget=budget, **options))
         if case.uneven:
             stack.enter_context(Join([model]))  # type: ignore[list-item]
             steps = range(steps.stop + rank)
@@ -157,7 +162,8 @@ def train(
                 words = torch.randint(0, WORDS, (BATCH, LENGTH), generator=generator)
                 with reducing(model, part == case.parts - 1):
                     loss = functional.cross_entropy(model(words).flatten(0, 1), words.flatten())
-                    loss.backward()
+                    with run.last_backward() if run is not None and case.early else contextlib.nullcontext():
+                        loss.backward()
                 losses.append(loss.item())
                 del loss
             optimizer.step()

@@ -74,8 +74,7 @@ class Session:
             self.given = read_given(config.plan, self.device, self.budget_nbytes, config)
         self._rounds = Rounds()
         self._observed_step = ObservedStep(model, self.optimizers, config)
-        self._metering = Metering()
-        self._step = Step()
+        self._metering, self._step = Metering(), Step()
         self._slowed = False  # the last step was observed, or measured by a profiler
         self.foresight = Foresight(self.optimizers)
         self._ends = Ends(model, self.optimizers)
@@ -175,7 +174,8 @@ class Session:
             if early is not None and isinstance(state, Observing) and shown is not None:
                 state.for_early = early.agreed(self._agreement.early)
         except BaseException:
-            self._observed_step.abandon()
+            if not in_compiled_code():  # see `update_ended`; the end of the run leaves it
+                self._observed_step.abandon()
             raise
 
     def update_ended(self, optimizer: torch.optim.Optimizer) -> None:

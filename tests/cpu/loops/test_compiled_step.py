@@ -46,3 +46,4 @@ def test_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not updates, "a compiled step rounds otherwise than one parameter's"
     with pytest.raises(UpdatesInBackwardError, match="compiled"):
         trained("always")
+    assert torch.empty(1).shape == (1,), "no dispatch key of an observed step is left"
