@@ -13,7 +13,7 @@ from torch import distributed
 pytest.importorskip("accelerate")
 
 from lightning_memopt.integrations import accelerate as front
-from tests.cpu.lib.accelerate_scripts import NAMES, TOGETHER, both
+from tests.cpu.lib.accelerate_scripts import EARLY, NAMES, TOGETHER, both
 from tests.cpu.lib.launched import OURS, SCRIPTS, port, ran, same
 
 STEADY = ("cv_example", "gradient_accumulation", "checkpointing", "early_stopping", "multi_process_metrics", "local_sgd")
@@ -50,6 +50,7 @@ def test_two_processes(tmp_path: Path) -> None:
             assert same(plain, planned), (name, rank)
             assert max(facts[name]["plans"]) > 0, (name, facts[name])
             assert (facts[name]["tables"] > 0) == (rank == 0)
+            assert name not in EARLY or min(facts[name]["early"]) > 0, "no parameter is updated in backward"
             peaks = [peak for peak in facts[name]["peaks"] if peak is not None]
             assert peaks
             for measured, predicted, budget in peaks if name in STEADY else ():

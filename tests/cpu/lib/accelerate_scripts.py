@@ -33,6 +33,8 @@ _LOOPS = ("gradient_accumulation", "checkpointing", "early_stopping", "multi_pro
 _WORDS = "gradient_accumulation_for_autoregressive_models"
 _MODELS = ("nlp_example", "run_clm_no_trainer", "run_translation_no_trainer") if find_spec("transformers") else ()
 TOGETHER = ("cv_example", *_MODELS, *_LOOPS, "local_sgd", _WORDS, "ddp_comm_hook", "profiler", "tracking")
+EARLY = ("early_stopping", "multi_process_metrics")
+"""Scripts that update parameters in backward, in several processes."""
 NAMES = (*TOGETHER, "memory", "automatic_gradient_accumulation")
 
 
@@ -94,9 +96,12 @@ def main(folder: Path) -> None:
         with patch.object(distributed, "destroy_process_group"):
             result(name, folder / f"{name}.plain")
         with patch.object(distributed, "destroy_process_group") if name != TOGETHER[-1] else contextlib.nullcontext():
-            runs, printed = result(name, folder / f"{name}.planned", budget="min", profile_steps=1)
+            mode = "auto" if name in EARLY else "never"
+            options: Any = {"budget": "min", "profile_steps": 1, "optimizer_in_backward": mode}
+            runs, printed = result(name, folder / f"{name}.planned", **options)
         plans = [r.plan.predicted.rebuilt_ops if r.plan is not None else -1 for r in runs]
         facts[name] = {"plans": plans, "tables": printed.count("measured peak"), "peaks": [_peaks(r) for r in runs]}
+        facts[name]["early"] = [len(r.session._early.early) for r in runs if r.session._early is not None]
     (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(facts))
 
 
