@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+import lightning_memopt.clocks  # noqa: F401 - before a script replaces a clock of `time`
+
 if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` imports a name when it is first used
     from lightning_memopt.callbacks import MemOptBatchScaler, MemOptCallback, MemOptMonitor
     from lightning_memopt.config import MemOptConfig

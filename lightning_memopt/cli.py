@@ -1,6 +1,6 @@
-"""The command line `memopt`: demo, plan, explain, breakdown, chain.
+"""The command line `memopt`: demo, plan, explain, breakdown, chain, place.
 
-Exit codes: 0 done, 1 a demo whose losses differ, 2 bad input, 3 no plan fits the budget.
+Exit codes: 0 done, 1 a demo whose losses differ, 2 bad input, 3 no plan fits the budget, or no placement the capacity.
 """
 
 from __future__ import annotations
@@ -170,6 +170,41 @@ def _chain(args: argparse.Namespace) -> int:
     return 0
 
 
+def _capacity(text: str) -> int:
+    """The bytes that the text means. Raises ConfigError for a share: there is no device whose share it could be."""
+    nbytes = parse_budget(text, _NO_DEVICE)
+    if nbytes != parse_budget(text, 2 * _NO_DEVICE):
+        raise ConfigError(f"--capacity {text} is a share of a device. Give bytes: 1048576, 11GiB")
+    return nbytes
+
+
+def _place(args: argparse.Namespace) -> int:
+    from lightning_memopt.buffer_files import check_target, read_buffers, write_placed
+    from lightning_memopt.solvers.placement import native, place
+
+    capacity = None if args.capacity is None else _capacity(args.capacity)
+    buffers = read_buffers(args.buffers)
+    check_target(args.output)
+    if not native.available():
+        print("memopt: the search runs in Python, which is slower: install a C++ compiler", file=sys.stderr)
+    placement = place(buffers, capacity, args.seconds)
+    height, bound = placement.height_nbytes, placement.bound_nbytes
+    if capacity is not None and height > capacity:
+        longer = "" if capacity < bound else ", or more --seconds"
+        raise InfeasibleError(
+            f"{args.buffers}: no placement within {capacity} bytes after {placement.seconds:.1f} seconds. {bound} bytes are "
+            f"alive at one moment. The best height reached is {height}: use --capacity {height}{longer}.",
+            smallest_nbytes=height,
+            budget_nbytes=capacity,
+        )
+    write_placed(args.output, buffers, placement.offsets)
+    print(
+        f"{args.output}: {len(buffers)} buffers in {height} bytes, {100 * placement.fragmentation:.4f} % above the "
+        f"{bound} bytes that are alive at one moment, in {placement.seconds:.1f} seconds"
+    )
+    return 0
+
+
 def parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
     top = argparse.ArgumentParser(prog="memopt", description="Keep PyTorch training within a memory budget.")
@@ -211,6 +246,12 @@ def parser() -> argparse.ArgumentParser:
     chain.add_argument("--bucket", default=None, help="granularity of memory, e.g. 1MiB (default: a 512th of the budget)")
     chain.add_argument("-o", "--output", default=None, help="write the schedule here")
     chain.set_defaults(run=_chain)
+    place = commands.add_parser("place", help="addresses for buffers with known lifetimes and sizes")
+    place.add_argument("buffers", help="CSV: id,lower,upper,size; lifetimes are half-open")
+    place.add_argument("--capacity", default=None, help="bytes, 11GiB, ... (default: as few as possible)")
+    place.add_argument("--seconds", type=float, default=60.0, help="limit of the search (default: 60)")
+    place.add_argument("-o", "--output", default="placed.csv", help="CSV: id,lower,upper,size,offset (default: placed.csv)")
+    place.set_defaults(run=_place)
     return top
 
 

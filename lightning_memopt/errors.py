@@ -49,6 +49,10 @@ class ModifiedError(MemOptError, RuntimeError):
     """A tensor that backward needs was modified in place after it was saved."""
 
 
+class PlacementError(MemOptError, ValueError):
+    """Buffers that are to be placed, their file, or the request to place them are not valid."""
+
+
 class ConfigError(MemOptError, ValueError):
     """An option has a value that is not accepted, or that contradicts another option."""
 

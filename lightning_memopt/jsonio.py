@@ -116,12 +116,13 @@ def write(
     data = text.encode("ascii") + b"\n"
     parse(data, name=f"what would be written to {name}", max_nbytes=max_nbytes)
     try:
-        _replace(Path(path), data)
+        replace_file(Path(path), data)
     except (OSError, ValueError, TypeError) as error:
         raise PlanFileError(f"{name} cannot be written: {_reason(error)}; check the path") from error
 
 
-def _replace(path: Path, data: bytes) -> None:
+def replace_file(path: Path, data: bytes) -> None:
+    """Put `data` at `path` completely or not at all, for the owner only. Raises OSError; `path` is unchanged then."""
     # in the same directory, so that the replacement is one rename; with a random name, so that nobody can put a link there
     temporary = path.parent / f".memopt-{secrets.token_hex(8)}.tmp"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)

@@ -84,6 +84,8 @@ without_functorch = _named("torch._functorch.pyfunctorch:temporarily_clear_inter
 
 # -- compilers, profilers, settings ------------------------------------------------------------------
 
+MUTATED_INPUT = "mutated_input"  # attribute of the description of a joint graph's result: into which input it is copied
+PARTITIONER_TAG = "partitioner_tag"  # key in the meta of a joint graph's node: is it of the forward or the backward
 EVAL_FRAME = _named("torch:_C._dynamo.eval_frame")  # marks on code objects that keep dynamo away (uncompiled.py)
 COMPILED_FRAME = ("compile_wrapper", "torch._dynamo.eval_frame")  # function and module below which compiled code runs
 KINETO_PROFILE = _named("torch.profiler.profiler:_KinetoProfile")  # torch.profiler.profile, and what is derived from it
@@ -175,6 +177,67 @@ def unsharded_parameter(parameter: Any) -> Any:
 def local_tensor(t: Any) -> Any:
     """The part of a distributed tensor in this process; a tensor that is not distributed itself."""
     return getattr(t, "_local_tensor", t)
+
+
+# -- compiled regions --------------------------------------------------------------------------------
+# Imported when something was compiled, not before: the compilers take seconds to import.
+
+
+def inductor_config() -> Any:
+    """Settings of Inductor: `custom_partitioner_fn` splits a joint graph into forward and backward."""
+    return _named("torch._inductor:config")
+
+
+def autograd_config() -> Any:
+    """Settings of AOT autograd: `enable_autograd_cache`, with which it does not ask how to split a graph it knows."""
+    return _named("torch._functorch:config")
+
+
+def partitioner_class() -> Any:
+    """What a `custom_partitioner_fn` must be an instance of."""
+    return _named("torch._inductor.custom_graph_pass:CustomPartitionerFn")
+
+
+INDUCTOR = "torch._inductor.compile_fx"
+INDUCTOR_CODE = "torch._inductor.output_code"
+
+
+def generated_code_class() -> Any:
+    """What Inductor makes of a graph; calling it runs the code (compiled_code.py)."""
+    return _named(f"{INDUCTOR_CODE}:CompiledFxGraph")
+
+
+def split_by_cut(*arguments: Any, **options: Any) -> Any:
+    """The partitioner that Inductor has by default."""
+    return _named("functorch.compile:min_cut_rematerialization_partition")(*arguments, **options)
+
+
+def split_in_place(*arguments: Any, **options: Any) -> Any:
+    """The partitioner that leaves each op where it stands."""
+    return _named("functorch.compile:default_partition")(*arguments, **options)
+
+
+def told_of_code(hook: Callable[[Any, Any], None]) -> Any:
+    """Call `hook(code, compiled code)` when dynamo has compiled a frame. The handle's `remove()` ends that."""
+    return _named("torch._dynamo.convert_frame:register_bytecode_hook")(hook)
+
+
+def compiled_codes() -> list[Any]:
+    """The code objects that dynamo has compiled, as far as they live."""
+    codes = (weak() for weak in _named("torch._dynamo.convert_frame:input_codes").seen)
+    return [code for code in codes if code is not None]
+
+
+def compile_again(code: Any) -> None:
+    """Dynamo compiles a frame of this code anew when it runs next."""
+    _named("torch._dynamo.eval_frame:reset_code")(code)
+
+
+def unique_nodes(module: Any) -> None:
+    """Of nodes of a joint graph that compute the same, leave one, as torch's partitioner does first."""
+    module.graph.eliminate_dead_code()
+    module.graph = _named("torch._functorch.compile_utils:fx_graph_cse")(module.graph)
+    module.recompile()
 
 
 ATTRIBUTES: tuple[tuple[Any, str], ...] = (

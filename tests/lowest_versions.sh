@@ -21,10 +21,19 @@ CODE
 }
 
 install() { "$python" -m pip -q install "torch==${TORCH:-2.13.0}" "$@"; }
-run() { (cd "$root" && PYTHONPATH="$root" OMP_NUM_THREADS=1 "$python" -m pytest -q "$@"); }
+
+# Each room in a process of its own. All run; the script fails if one failed.
+failed=0
+run() {
+  local room
+  for room in "$@"; do
+    echo "== $room"
+    (cd "$root" && PYTHONPATH="$root" OMP_NUM_THREADS=1 "$python" -m pytest -q "$room") || failed=1
+  done
+}
 
 python3 -m venv "$folder/venv"
-install numpy ortools rich pytest hypothesis scikit-learn matplotlib 'jsonargparse[signatures]' setuptools
+install numpy ortools rich pytest hypothesis scikit-learn matplotlib 'jsonargparse[signatures]' setuptools click
 # Tests of Accelerate train models of transformers, whose Trainer needs a newer Accelerate than ours does.
 # shellcheck disable=SC2046
 install $(lowest lightning) $(lowest transformers | grep transformers) $(lowest accelerate) peft
@@ -32,3 +41,4 @@ run tests/cpu/lightning tests/cpu/fabric tests/cpu/ranks tests/cpu/sharded tests
 # shellcheck disable=SC2046
 install $(lowest transformers) peft
 run tests/cpu/transformers
+exit "$failed"

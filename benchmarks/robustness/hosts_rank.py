@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
+import gc
 import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.lib.digests import hashed
 from lightning_memopt import optimize
 from lightning_memopt.session import shared_plan, solving
 from lightning_memopt.trace import count_all
@@ -113,19 +114,6 @@ def reducing(model: nn.Module, last: bool) -> Any:
         yield
 
 
-def digest(tensors: Iterable[Any]) -> str:
-    """A hash of bits."""
-    bits = hashlib.sha256()
-    for t in tensors:
-        whole = t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if torch.is_tensor(t) else None
-        bits.update(repr(t).encode() if whole is None else whole)
-    return bits.hexdigest()[:16]
-
-
-def local(t: Any) -> Any:
-    return t.to_local() if isinstance(t, DTensor) else t
-
-
 def train(
     case: Case,
     budget: int | str | None,
@@ -140,6 +128,7 @@ def train(
         states: those of a checkpoint from which it goes on.
         before: called with the number of the step before each.
     """
+    gc.collect()  # a sharded model is in reference cycles: the one before may go in the middle of this training
     rank = distributed.get_rank()
     model = made(case)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
@@ -171,8 +160,8 @@ def train(
         status = None if run is None else run.status()
     optimized = [t for p in model.parameters() for t in optimizer.state[p].values()]
     result: dict[str, Any] = {
-        "state": digest([*map(local, [*model.parameters(), *optimized]), torch.get_rng_state(), losses]),
-        "weights": digest(p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()),
+        "state": hashed([*model.parameters(), *optimized, torch.get_rng_state(), torch.tensor(losses, dtype=torch.float64)]),
+        "weights": hashed(p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()),
         "states": (model.state_dict(), optimizer.state_dict(), torch.get_rng_state()),
     }
     if status is not None and status.plan is not None:
@@ -248,4 +237,3 @@ def main(arguments: list[str]) -> None:
     else:
         trains(folder, arguments[1:])
     distributed.destroy_process_group()
-

@@ -9,12 +9,12 @@ the whole device, other programs on it included.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from lightning_memopt.clocks import perf_counter
 from lightning_memopt.errors import ConfigError, EnergyUnavailableError
 from lightning_memopt.telemetry import EnergyMeter, Meter, nvml_source
 from lightning_memopt.telemetry.sources import Clock
@@ -98,7 +98,7 @@ def fitted(small: MeasuredEnergy | None, large: MeasuredEnergy, approximate: boo
 class StepEnergy:
     """Measures the energy of steps on one device. Its constructor raises ConfigError if that energy cannot be read."""
 
-    def __init__(self, device: torch.device, clock: Clock = time.perf_counter) -> None:
+    def __init__(self, device: torch.device, clock: Clock = perf_counter) -> None:
         try:
             source = nvml_source(device, clock)
         except EnergyUnavailableError as error:

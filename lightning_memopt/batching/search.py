@@ -8,7 +8,6 @@ Where several ranks train the model, all of them search, for one size that fits 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from lightning_memopt.batching.result import BatchSizeResult
 from lightning_memopt.batching.together import TrialsOfRanks
 from lightning_memopt.batching.trials import BatchSource, Step, Trial, Trials
 from lightning_memopt.batching.untouched import untouched
+from lightning_memopt.clocks import perf_counter
 from lightning_memopt.config import MemOptConfig, disabled
 from lightning_memopt.errors import ConfigError, InfeasibleError, UnsupportedError
 from lightning_memopt.graph import Graph
@@ -79,7 +79,7 @@ class Search:
     spare_nbytes: int = 0
     max_size: int | None = None
     watts: float | None = None
-    clock: Clock = time.perf_counter
+    clock: Clock = perf_counter
 
     def find(self) -> BatchSizeResult:
         """Run the search. Raises InfeasibleError if no permitted size fits, ConfigError for options that are not accepted,

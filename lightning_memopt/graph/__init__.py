@@ -3,10 +3,11 @@
 from lightning_memopt.graph.fingerprint import fingerprint, first_difference
 from lightning_memopt.graph.json_io import graph_from_json, graph_to_json
 from lightning_memopt.graph.liveness import Levels, base_levels, resident_nbytes, unmodified_levels, workspaces
-from lightning_memopt.graph.model import BEFORE, HOOK, LATE_HOOK, Graph, Op, Point, Save, Tensor
+from lightning_memopt.graph.model import BEFORE, COMPILED, HOOK, LATE_HOOK, Graph, Op, Point, Save, Tensor
 
 __all__ = [
     "BEFORE",
+    "COMPILED",
     "HOOK",
     "LATE_HOOK",
     "Graph",

@@ -21,6 +21,8 @@ BEFORE = -1
 
 HOOK = "fsdp::"
 """The name of an op that stands for a hook of a sharded module, with its collectives, begins with this."""
+COMPILED = "compiled::code"
+"""The name of an op that stands for a run of code that a compiler generated, forward or backward: its ops are not seen."""
 LATE_HOOK = f"{HOOK}late"
 """The name of such an op where the buffers of its collectives may be freed after it."""
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from lightning_memopt.native.build import BuildError, library
+from lightning_memopt.cxx import BuildError
+from lightning_memopt.native.build import library
 
 _SIGNATURES: dict[str, tuple[type[ctypes._SimpleCData] | None, tuple[type[ctypes._SimpleCData], ...]]] = {
     "installed": (ctypes.c_int, ()),

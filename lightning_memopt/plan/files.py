@@ -162,7 +162,7 @@ def write_plan(path: str | os.PathLike[str], plan: Plan, graph: Graph) -> None:
         data = (_lines(plan_to_json(plan, graph)) + "\n").encode("ascii")
         plan_from_json(jsonio.parse(data, name="what would be written"))
         # not `jsonio.write`, which writes one number per line or everything on one line
-        jsonio._replace(Path(path), data)
+        jsonio.replace_file(Path(path), data)
     except (OSError, TypeError, ValueError) as error:  # PlanFileError is a ValueError
         raise PlanFileError(f"{name} cannot be written: {error}; check the path") from error
 

@@ -6,10 +6,11 @@ A store needs no collective. So posts do not mix with the collectives of the tra
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
 from torch import distributed
+
+from lightning_memopt.clocks import monotonic
 
 BEAT_SECONDS = 3.0
 """A rank with a run posts a heartbeat so often."""
@@ -94,7 +95,7 @@ class Pulse:
     def __init__(self, board: Board, rank: int) -> None:
         self._board, self._rank = board, rank
         self._beat: str | None = None
-        self._heard = time.monotonic()
+        self._heard = monotonic()
 
     @property
     def began(self) -> bool:
@@ -103,7 +104,7 @@ class Pulse:
 
     def silent_seconds(self) -> float:
         """Seconds since the last new heartbeat."""
-        beat, now = self._board.read("beat", self._rank), time.monotonic()
+        beat, now = self._board.read("beat", self._rank), monotonic()
         if beat != self._beat:
             self._beat, self._heard = beat, now
         return now - self._heard

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import distributed
 
+from lightning_memopt.clocks import monotonic
 from lightning_memopt.errors import RankFailedError
 from lightning_memopt.ranks import board
 from lightning_memopt.ranks.board import Board, Heartbeat, Pulse
@@ -84,14 +85,14 @@ class Ranks:
 
     def _await(self, about: str, rank: int, seconds: float) -> str | None:
         pulse, pause = Pulse(self._board, rank), _POLL_SECONDS[0]
-        began = checked = time.monotonic()
+        began = checked = monotonic()
         while True:
             text = self._board.read(about, rank)
             if text is not None:
                 return text
             time.sleep(pause)
             pause = min(2 * pause, _POLL_SECONDS[1])
-            now = time.monotonic()
+            now = monotonic()
             if now - checked < _CHECK_SECONDS:
                 continue
             checked = now
@@ -164,14 +165,14 @@ class Ranks:
         are alive by their heartbeat: some wait in a collective for ranks that wait here.
         """
         pulses = {rank: Pulse(self._board, rank) for rank in range(self.size) if rank != self.rank}
-        until = time.monotonic() + LAST_WORDS_SECONDS
+        until = monotonic() + LAST_WORDS_SECONDS
         while True:
             words_of = self._last_words()
             seconds = {rank: pulse.silent_seconds() for rank, pulse in pulses.items()}
             told = len(words_of) == self.size - 1 or any(not said["collective"] for said in words_of.values())
             began = {rank for rank in pulses if pulses[rank].began}
             self._alive = {rank for rank in began if seconds[rank] < 2 * board.BEAT_SECONDS}
-            if told or time.monotonic() > until:
+            if told or monotonic() > until:
                 self._gone |= set() if told else began - self._alive - set(words_of)
                 return
             time.sleep(_POLL_SECONDS[1])

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 
+from lightning_memopt.clocks import perf_counter
 from lightning_memopt.torch_private import GLOO_THREADS
 
 _TASKS = "/proc/self/task"
@@ -34,12 +34,12 @@ def settle() -> None:
     """Return when no thread of gloo has work, or after `_MOST_SECONDS`. Where the threads cannot be seen, return at once."""
     if not can_settle():
         return
-    until = time.perf_counter() + _MOST_SECONDS
+    until = perf_counter() + _MOST_SECONDS
     asleep = 0
     while asleep < 2:  # twice: a thread may wait for the lock of another one, which has just let go of its work
         asleep = 0 if _runnable() else asleep + 1
         if not asleep:
-            if time.perf_counter() > until:
+            if perf_counter() > until:
                 return
             os.sched_yield()
 

@@ -246,7 +246,7 @@ class EarlyUpdates:
                 p.grad = None
 
     def full(self, p: torch.Tensor, view: torch.Tensor) -> Callable[[], None] | None:
-        """As `Listener.full`. A parameter without a gradient of its own may have one on another rank: its update is usual."""
+        """As `reduced.Full`. A parameter without a gradient of its own may have one on another rank: its update is usual."""
         if id(p) not in self._complete or self._final is None or p.grad is None:
             return None
         if id(p) not in self._laid_out:  # the strides of a parameter may have changed since it was wrapped

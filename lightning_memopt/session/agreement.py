@@ -53,6 +53,11 @@ class Agreement:
         self._early: list[str] | None = None
         self._ranks: Ranks | None = ranks_of(model) if enabled else None
 
+    @property
+    def alone(self) -> bool:
+        """Whether no other rank is known: it decides by itself."""
+        return self._ranks is None
+
     def first_rank_says(self, say: Say) -> Say:
         """`say` on the first rank of the group; on the others, a function that prints nothing."""
 

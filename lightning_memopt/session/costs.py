@@ -8,7 +8,6 @@ the host takes longer than the device are lost.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from lightning_memopt.clocks import perf_counter
 from lightning_memopt.plan import Rebuild
 from lightning_memopt.runtime import Learned, PlannedEngine, Program
 from lightning_memopt.session import times
@@ -93,10 +93,10 @@ def _medians(runs: dict[str, Callable[[], Any]], device: torch.device) -> dict[s
     for _ in range(_ROUNDS):
         for name, run in runs.items():
             synchronize()
-            began = time.perf_counter()
+            began = perf_counter()
             run()
             synchronize()
-            seconds[name].append(time.perf_counter() - began)
+            seconds[name].append(perf_counter() - began)
     return {name: statistics.median(s) for name, s in seconds.items()}
 
 

@@ -240,9 +240,13 @@ class EarlyUpdating:
                 return self._refuse(_OTHER_RANK)
         return True
 
-    def refuse_closure(self) -> None:
-        """The optimizer's step got a closure: nothing can be updated early. Raises UpdatesInBackwardError with "always"."""
-        self._refuse(_CLOSURE)
+    def step_begins(self, closure: bool) -> None:
+        """An optimizer's step begins, which reads gradients. Where it got a closure, nothing can be updated early: raises
+        UpdatesInBackwardError with "always".
+        """
+        self.updates.stop_reading()
+        if closure:
+            self._refuse(_CLOSURE)
 
     @property
     def early(self) -> set[str]:

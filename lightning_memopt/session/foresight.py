@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import time
 from collections.abc import Callable, Sequence
 
 import torch
 
+from lightning_memopt.clocks import thread_time
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import BEFORE, Graph, Op, Point, Tensor, resident_nbytes, unmodified_levels
 from lightning_memopt.native import counter
@@ -53,10 +53,11 @@ class Foresight:
         budget_nbytes: int | None,
         offloading: Offloading,
         say: Say,
-        others: Sequence[torch.optim.Optimizer] = (),
+        others: Sequence[torch.optim.Optimizer],
+        savable: Callable[[], int],
     ) -> None:
         """Before the first update of an observed step: rehearse it. Does nothing before later ones. `others`: optimizers of
-        other sessions.
+        other sessions. `savable`: bytes that compiled code could save if it were compiled otherwise.
 
         Raises InfeasibleError where no plan of the steps that come keeps the budget.
         """
@@ -69,7 +70,7 @@ class Foresight:
             waiting = [o for o in self.optimizers if not any(params for _, params in with_gradients(o))]
             device = observation.device
             later = sum(still_to_make(o, device, _rounded(device)) for o in (*waiting, *others))
-            refuse_infeasible(self.to_come(observation), budget_nbytes, offloading, say, self.update.known, later)
+            refuse_infeasible(self.to_come(observation), budget_nbytes, offloading, say, self.update.known, later, savable)
 
     def to_come(self, observation: Observation) -> Graph:
         """The graph of the steps that come, made of the part of this step that was observed before its update."""
@@ -238,7 +239,13 @@ def unmodified_peak(graph: Graph) -> int:
 
 
 def refuse_infeasible(
-    graph: Graph, budget_nbytes: int, offloading: Offloading, say: Say, known: bool, later_nbytes: int
+    graph: Graph,
+    budget_nbytes: int,
+    offloading: Offloading,
+    say: Say,
+    known: bool,
+    later_nbytes: int,
+    savable: Callable[[], int],
 ) -> None:
     """Before the first update: raise InfeasibleError where no plan of the steps that come keeps the budget.
 
@@ -246,12 +253,13 @@ def refuse_infeasible(
 
     known: the graph has all bytes that updates take.
     later_nbytes: bytes of gradients and state that other optimizers may still make.
+    savable: bytes that compiled code could save if it were compiled otherwise; asked only where the step does not fit.
     """
     headroom = offloading.config.headroom
     if unmodified_peak(graph) <= budget_nbytes - headroom:
         return
     say("MemOpt: the step does not fit as it is; looking for a plan before anything is updated")
-    needed = _smallest_nbytes(graph, offloading) + headroom
+    needed = _smallest_nbytes(graph, offloading) + headroom - savable()
     if needed <= budget_nbytes:
         return
     enough = max(needed, _smallest_nbytes(at_worst(graph), offloading) + headroom) + later_nbytes + planner.UNSEEN_NBYTES
@@ -270,6 +278,6 @@ def refuse_infeasible(
 def _smallest_nbytes(graph: Graph, offloading: Offloading) -> int:
     if not offloading.wanted:
         return planner.smallest_nbytes(graph)
-    clock = times.current.solver_clock(time.thread_time)
+    clock = times.current.solver_clock(thread_time)
     solved = planner.solve(smoothed([graph]), limit_seconds=offloading.config.solver_seconds, clock=clock)
     return offloading.frontier(solved).smallest_nbytes

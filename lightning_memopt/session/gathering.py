@@ -1,4 +1,7 @@
-"""Tell recorder, tracer and engine when the weights of sharded modules come and go (record/gathered.py)."""
+"""What recorder, tracer and engine are told of things that the recorder does not see.
+
+The weights of sharded modules come and go (record/gathered.py); code that a compiler generated runs (record/compiled_code.py).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from lightning_memopt.record.gathered import Event, is_there, unseen_by, weights
 from lightning_memopt.record.settling import can_settle
 from lightning_memopt.runtime.engine.units import Units
 from lightning_memopt.torch_private import keeps_weights
-from lightning_memopt.trace import Gathered, Tracer
+from lightning_memopt.trace import Gathered, Tracer, generated_code
 
 
 class Hidden:
@@ -24,6 +27,13 @@ class Hidden:
     def __call__(self, unit: Any, event: Event) -> Iterator[None]:
         with unseen_by(self.recorder) if event == "hook" else contextlib.nullcontext():
             yield
+
+
+@contextlib.contextmanager
+def compiled_code(recorder: Recorder, tracer: Tracer | None = None) -> Iterator[None]:
+    """Around a run of generated code: its ops are hidden from the recorder. `tracer`: of an observed step."""
+    with unseen_by(recorder), generated_code(tracer) if tracer is not None else contextlib.nullcontext():
+        yield
 
 
 class Watched(Hidden):

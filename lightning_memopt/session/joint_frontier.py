@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -11,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from lightning_memopt.clocks import perf_counter, process_time
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph, fingerprint
@@ -119,7 +119,7 @@ class JointFrontier(Frontier):
         workspaces of codecs nor reserved bytes. So it gets smaller targets until its plan fits. The bound of the largest target
         holds for all plans.
         """
-        limit, began, bound = budget_nbytes - UNSEEN_NBYTES, time.perf_counter(), math.inf
+        limit, began, bound = budget_nbytes - UNSEEN_NBYTES, perf_counter(), math.inf
         target = limit
         for _ in range(_TRIES):
             solved = joint.solve_joint(
@@ -130,7 +130,7 @@ class JointFrontier(Frontier):
                 plans=[(c.solver, c.lives) for c in self.candidates],
                 limit_seconds=self.offloading.config.solver_seconds,
                 overhead=self.overhead,
-                clock=times.current.solver_clock(time.process_time),
+                clock=times.current.solver_clock(process_time),
             )
             if solved is None:
                 break
@@ -145,7 +145,7 @@ class JointFrontier(Frontier):
         predicted = self._predicted(self.least, replace(predicted, overhead_seconds=self.overhead(self.least)))
         if predicted.needed_nbytes > limit:
             return None
-        return joint.Joint(self.least, predicted, "smallest", 0.0, time.perf_counter() - began)
+        return joint.Joint(self.least, predicted, "smallest", 0.0, perf_counter() - began)
 
     def _predicted(self, lives: tuple[Life, ...], predicted: Prediction) -> Prediction:
         """The prediction with the workspaces of codecs and the bytes that the device's allocator reserves."""

@@ -14,12 +14,12 @@ from torch import nn
 
 from lightning_memopt.graph import Graph, Op
 from lightning_memopt.native import counter
-from lightning_memopt.record import Recorder, around_dual_levels, watching_sizes
+from lightning_memopt.record import Recorder, around_compiled, around_dual_levels, watching_sizes
 from lightning_memopt.record.gathered import around_units, units_of
 from lightning_memopt.runtime import ObservingEngine
 from lightning_memopt.runtime.engine.units import Units
 from lightning_memopt.session.final_gradients import NEVER, Final, freed_early, kept, settled
-from lightning_memopt.session.gathering import Watched
+from lightning_memopt.session.gathering import Watched, compiled_code
 from lightning_memopt.session.recording import Recording, hooks_allowed
 from lightning_memopt.session.resident import resident_tensors
 from lightning_memopt.torch_private import current_mode, current_modes, local_tensor, sharded_parameters
@@ -64,6 +64,7 @@ class Observation:
         self.limit_nbytes, self.verify, self.meter = limit_nbytes, verify, meter
         self.fixed, self.finals, self.recompute = fixed, list[Final](), recompute
         self.copies = range(0)
+        self._weights: dict[int, torch.Tensor] | None = None  # of this round: id of a sharded parameter -> its gathered weight
         self.scopes = Scopes(model)
         self.events: AllocatorEvents | None = None
         self.peak_nbytes = 0
@@ -93,7 +94,7 @@ class Observation:
         recorder.writes = self._writes
         engine.starts.lost = self._lost
         self._engines = [*(ref for ref in self._engines if ref() is not None), weakref.ref(engine)]
-        self.finals, self.copies = [], range(0)
+        self.finals, self.copies, self._weights = [], range(0), None
         counts = counter() if self.meter and self.device.type == "cpu" else None
         if counts is not None:
             tracer.ledger = Ledger(counts)
@@ -115,6 +116,7 @@ class Observation:
         self._contexts.enter_context(self.scopes.tracking())
         self._contexts.enter_context(watching_sizes(recorder.resizing, recorder.resized))
         recorder.enter_in(self._contexts, beneath=True)
+        self._contexts.enter_context(around_compiled(lambda: compiled_code(recorder, tracer)))
         if units:
             engine.units = Units()
             recorder.meets = engine.meets
@@ -185,6 +187,9 @@ class Observation:
         assert p.grad is not None
         # an op that reads the gradient later reads this version, whichever op made it
         gradient = recorder.adopt(local_tensor(p.grad))
+        if self._weights is None:  # no unit is gathered for the first time when a gradient is complete
+            parts = (part for unit in units_of(self.model) for part in sharded_parameters(unit))
+            self._weights = {id(sharded): gathered for sharded, _, gathered in parts if gathered is not None}
         weight = self._weights.get(id(p))
         if weight is not None and not early:
             tracer.made_unseen(gradient, f"{name}.grad")
@@ -207,12 +212,6 @@ class Observation:
         """The backward is over, and with it the copies."""
         if self._round is not None and self.copies:
             self.copies = range(self.copies.start, len(self._round[0].points))
-
-    @property
-    def _weights(self) -> dict[int, torch.Tensor]:
-        """The gathered weights of sharded parameters, by the identities of the parameters."""
-        parts = (part for unit in units_of(self.model) for part in sharded_parameters(unit))
-        return {id(p): weight for p, _, weight in parts if weight is not None}
 
     @contextlib.contextmanager
     def updating(self, p: torch.Tensor) -> Iterator[None]:

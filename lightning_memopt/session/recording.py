@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_memopt.graph import COMPILED
 from lightning_memopt.record import (
     Recorder,
     around_calls,
+    around_compiled,
     around_dual_levels,
     in_dual_level,
     in_transform,
@@ -24,7 +27,7 @@ from lightning_memopt.record import (
 from lightning_memopt.record.gathered import around_units
 from lightning_memopt.runtime import Engine, PlannedEngine
 from lightning_memopt.runtime.engine.matching import Matcher
-from lightning_memopt.session.gathering import Hidden
+from lightning_memopt.session.gathering import Hidden, compiled_code
 from lightning_memopt.torch_private import current_mode, hooks_are_enabled, innermost_hooks
 
 
@@ -131,7 +134,17 @@ class PlannedRecording(Recording):
             self._stack.enter_context(around_calls(quiet, self._module_begins, self._module_ends))
         if self.engine.program.graph.windowed:
             self._stack.enter_context(around_units(Hidden(self.recorder)))
+        self._stack.enter_context(around_compiled(self._compiled))
         super()._watch()
+
+    @contextlib.contextmanager
+    def _compiled(self) -> Iterator[None]:
+        """Around a run of generated code: an op of the plan that the recorder does not see."""
+        with compiled_code(self.recorder):
+            yield
+        cursor, names = self.engine.cursor, self.engine.program.names
+        if threading.get_ident() == self._thread and names[cursor.position : cursor.position + 1] == [COMPILED]:
+            cursor.advance()
 
     def _module_begins(self, module: nn.Module) -> None:
         if self._outside is not None:

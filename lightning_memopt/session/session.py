@@ -25,6 +25,7 @@ from lightning_memopt.runtime.early_updates import Reason, count_versions
 from lightning_memopt.session.agreement import Agreement
 from lightning_memopt.session.attachment import Attachment
 from lightning_memopt.session.budget import Neighbours, budget_on, device_of
+from lightning_memopt.session.compiled_regions import CompiledRegions
 from lightning_memopt.session.early_updates import EarlyUpdating, wanted
 from lightning_memopt.session.ends import Ends
 from lightning_memopt.session.foresight import Foresight
@@ -67,20 +68,19 @@ class Session:
         self._agreement = Agreement(model, config, self.enabled)
         self.say = self._agreement.first_rank_says((say or print) if config.verbose else (lambda _: None))
         self.budget_nbytes = budget_on(self.device, config) if self.enabled else None
-        self._plan_cache = PlanCache()
+        self._rounds, self._plan_cache = Rounds(), PlanCache()
         self._current: State | None = None
         self.given: tuple[Plan, Graph] | None = None
         if config.plan is not None and self.enabled:
             self.given = read_given(config.plan, self.device, self.budget_nbytes, config)
-        self._rounds = Rounds()
         self._observed_step = ObservedStep(model, self.optimizers, config)
         self._metering, self._step = Metering(), Step()
         self._slowed = False  # the last step was observed, or measured by a profiler
-        self.foresight = Foresight(self.optimizers)
-        self._ends = Ends(model, self.optimizers)
+        self.foresight, self._ends = Foresight(self.optimizers), Ends(model, self.optimizers)
         self.silence = Silence(config.profile_steps)
         self._neighbours = Neighbours(self.device, self.budget_nbytes)
         self._offloading = Offloading(self.device, config)
+        self._compiled = CompiledRegions(model, config, self.enabled, self._agreement)
         self._early: EarlyUpdating | None = None
         self._attachment: Attachment | None = None
         if self.enabled:
@@ -101,7 +101,7 @@ class Session:
             return
         self._observed_step.trains()
         try:
-            with self._rounds.around(partial(self._begin_round, batch), self._round_ended):
+            with self._compiled.listening(), self._rounds.around(partial(self._begin_round, batch), self._round_ended):
                 yield
         except BaseException:
             self._observed_step.abandon(self.silence)
@@ -142,9 +142,7 @@ class Session:
         """
         observation = self._observed_step.now
         if self._early is not None:
-            self._early.updates.stop_reading()
-            if closure:
-                self._early.refuse_closure()
+            self._early.step_begins(closure)
         self._metering.span_begins(optimizer, observation)
         if not self._ends.owns(optimizer):
             self._observed_step.update_begins()
@@ -160,7 +158,7 @@ class Session:
         self._look_ahead(self._observed_step.now)
 
     def _look_ahead(self, observation: Observation | None) -> None:
-        state, early = self._current, self._early
+        state, early, savable = self._current, self._early, self._compiled.savable_nbytes
         others = self._attachment.others() if self._attachment is not None else []
         try:
             learns = early is not None and isinstance(state, Observing | Waiting)
@@ -170,7 +168,7 @@ class Session:
             with self._agreement.update(plans, shown):
                 if refusal is not None:
                     raise refusal
-                self.foresight.look(observation, self.budget_nbytes, self._offloading, self.say, others)
+                self.foresight.look(observation, self.budget_nbytes, self._offloading, self.say, others, savable)
             if early is not None and isinstance(state, Observing) and shown is not None:
                 state.for_early = early.agreed(self._agreement.early)
         except BaseException:
@@ -200,7 +198,7 @@ class Session:
             self._early.step_ended()
         self._slowed = self._metering.profiling or self._observed_step.now is not None
         measured = self._metering.close(self._observed_step.now)
-        peak_nbytes = measured.peak_nbytes if measured is not None else None
+        peak_nbytes = None if measured is None else measured.peak_nbytes
         if step.plans:
             self._neighbours.step()
         before = self._current
@@ -236,8 +234,8 @@ class Session:
         self._step.plans.clear()
         if self._early is not None:
             self._early.updates.given_up()
-        self._metering.close()
-        self._offloading.close()
+        for part in (self._metering, self._offloading, self._compiled):
+            part.close()
         if self._attachment is not None:
             self._attachment.leave()
 
@@ -354,6 +352,7 @@ class Session:
             self._current.compare(engine, self.config.plan)
 
     def _state_of(self, signature: Signature, batch: Any) -> State:
+        self._compiled.runs(signature)
         if signature not in self._plan_cache:
             if self.given is not None and not self._plan_cache:
                 self._plan_cache[signature] = given = Running(*self.given, None)
@@ -379,14 +378,15 @@ class Session:
             state.early_observed(graph)
             return
         graph = self.foresight.complete(graph, self.device, early=self._early is not None)
+        again = self._compiled.compiled_again(graph, self._limit_nbytes, self.say)
         solve = partial(self._agreement.solved, limit_nbytes=self._limit_nbytes, offloading=self._offloading, say=self.say)
-        self._become(state, self._plan_cache.observed(state, graph, self.say, solve))
+        self._become(state, state.afresh() if again else self._plan_cache.observed(state, graph, self.say, solve))
 
     def _become(self, old: State, new: State) -> None:
         if new is not old:
             self._plan_cache.replace(old, new)
             if isinstance(new, Running):
-                self.silence.planned(self.model)
+                self.silence.planned(self.model, self._compiled)
             self._current = new if self._current is old else self._current
 
     def _same_device(self) -> None:

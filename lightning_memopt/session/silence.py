@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_memopt.record import compiled_modules
 from lightning_memopt.runtime.early_updates import Reason
+from lightning_memopt.session.compiled_regions import CompiledRegions
 from lightning_memopt.session.recording import hooks_allowed, others_hooks
 
 WAITING = 4
@@ -77,7 +78,7 @@ class Silence:
 
     paused: steps are not counted.
     reason: why there is no plan; None where that is not known.
-    compiled: the warning about compiled code in this model; None where there is no such code.
+    compiled: what is planned in the compiled code of this model, or a warning; None where there is no such code.
     """
 
     def __init__(self, profile_steps: int) -> None:
@@ -133,8 +134,11 @@ class Silence:
         if self._steps >= self._most_steps:
             self._say(self._most or (_NO_BACKWARD if self._forwards else _UNCALLED))
 
-    def planned(self, model: nn.Module) -> None:
-        """A plan is in force: warn about the compiled modules that it cannot reach."""
+    def planned(self, model: nn.Module, regions: CompiledRegions) -> None:
+        """A plan is in force: tell of compiled regions, and warn once about compiled modules that no plan can reach."""
+        if regions.said is not None:
+            self.compiled = regions.said
+            return
         compiled = compiled_modules(model)
         if not compiled or self.compiled is not None:
             return
@@ -145,6 +149,10 @@ class Silence:
             named = [names[id(m)] for m in compiled[:3]]
             part = ", ".join([*named, "..."] if len(compiled) > 3 else named)
             fix = "Leave those layers eager where their memory is to be lowered"
+        if regions.opaque:
+            part += f": {regions.opaque}"
+        elif regions.enabled:
+            fix += ", or compile with the backend 'inductor'"
         self.compiled = f"nothing can be rebuilt inside of compiled code ({part}): the plan leaves its memory as it is. {fix}."
         warnings.warn(f"MemOpt: {self.compiled}", stacklevel=2)
 

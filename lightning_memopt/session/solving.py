@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from lightning_memopt.clocks import thread_time
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph
@@ -50,7 +50,7 @@ def frontier_of(graph: Graph, offloading: Offloading, say: Say) -> planner.Front
             limit_seconds=offloading.config.solver_seconds,
             say=lambda s: say(f"MemOpt:   {s}"),
             overhead=lambda lives: costs.measured(graph.device).of(Program(graph, lives)),
-            clock=times.current.solver_clock(time.thread_time),
+            clock=times.current.solver_clock(thread_time),
         )
     )
 

@@ -111,6 +111,10 @@ class Observing:
         self.fixed = frozenset(op.id for op in graph.forward if not op.recomputable)
         self.steps = max(1, self.steps - 1)
 
+    def afresh(self) -> Observing:
+        """The state in which a step is observed again: code of the model was compiled, or is to be compiled again."""
+        return Observing(1, again=self.again, early_known=self.early_known)
+
     def observed(self, graph: Graph, say: Say, solve: Solve) -> State:
         """Take a recorded step. The last one leads to the state of the plan that `solve` makes. Raises what `solve` raises."""
         self.graphs.append(graph)

@@ -7,10 +7,10 @@ the times that were observed and measured on this machine. Set `current` to anot
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from lightning_memopt.clocks import monotonic
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan.rates import MachineRates
 
@@ -22,7 +22,7 @@ class Times:
 
     def now(self) -> float:
         """Seconds of a clock that never goes back."""
-        return time.monotonic()
+        return monotonic()
 
     def solver_clock(self, clock: Callable[[], float]) -> Callable[[], float]:
         """The clock, in seconds, of the time limits of solvers. `clock`: the one that a solver uses on this machine."""

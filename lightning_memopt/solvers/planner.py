@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from lightning_memopt.clocks import perf_counter, thread_time
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import LATE_HOOK, Graph, Op, fingerprint, resident_nbytes, unmodified_levels
 from lightning_memopt.plan import Life, LoweringError, Plan, Prediction, reserved_nbytes_of, simulate
@@ -276,14 +276,14 @@ def solve(
     limit_seconds: float = 30.0,
     say: Progress = lambda _: None,
     overhead: Callable[[tuple[Life, ...]], float] = lambda _: 0.0,
-    clock: Callable[[], float] = time.thread_time,
+    clock: Callable[[], float] = thread_time,
 ) -> Frontier:
     """The frontier of a graph. Past the time limit it is made of the plans found so far, keep-all among them.
 
     `overhead`: seconds that recording and rebuilding take by themselves, for the lives of a plan. `clock`: what the limit is
     counted by: this thread's seconds of CPU, for a busy machine would have other plans, and could keep fewer budgets.
     """
-    began, began_clock = time.perf_counter(), clock()
+    began, began_clock = perf_counter(), clock()
     unmodified = max(unmodified_levels(graph), default=0)
     pool: list[Candidate] = []
     late = _late_nbytes(graph)
@@ -324,7 +324,7 @@ def solve(
         smallest_nbytes=_needs(smallest),
         unmodified_peak_nbytes=unmodified,
         moments=tuple(moments),
-        seconds=time.perf_counter() - began,
+        seconds=perf_counter() - began,
         reserve=reserve,
         smallest=smallest if reserve is not None else None,
     )

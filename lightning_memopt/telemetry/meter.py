@@ -13,13 +13,13 @@ first end of a stretch that comes `MIN_SECONDS` or more after the last reading.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypedDict
 
 import torch
 
+from lightning_memopt.clocks import perf_counter
 from lightning_memopt.telemetry.energy import EnergyMeter
 from lightning_memopt.telemetry.nvml import nvml_source
 from lightning_memopt.telemetry.rapl import rapl_sources
@@ -68,7 +68,7 @@ class Meter:
         warmup: int = 3,
         steady: Callable[[], bool] = lambda: True,
         before: Throughput | None = None,
-        clock: Clock = time.perf_counter,
+        clock: Clock = perf_counter,
         energies: Mapping[str, EnergyMeter] | None = None,
     ) -> None:
         self.device = torch.device(device)

@@ -8,11 +8,11 @@ Needs the module `pynvml` of the package `nvidia-ml-py`.
 from __future__ import annotations
 
 import importlib
-import time
 from typing import Any
 
 import torch
 
+from lightning_memopt.clocks import perf_counter
 from lightning_memopt.errors import EnergyUnavailableError
 from lightning_memopt.telemetry.sources import Clock, EnergyCounter, EnergySource, PowerSampler
 
@@ -30,7 +30,7 @@ def uuid_of(device: torch.device) -> str:
     return uuid.removeprefix("GPU-").removeprefix("MIG-")
 
 
-def nvml_source(device: torch.device, clock: Clock = time.perf_counter) -> EnergySource:
+def nvml_source(device: torch.device, clock: Clock = perf_counter) -> EnergySource:
     """The energy source of a CUDA device. Raises EnergyUnavailableError, which says why, if it cannot be read."""
     if device.type != "cuda" or torch.version.hip is not None:
         raise EnergyUnavailableError(

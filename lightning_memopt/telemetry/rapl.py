@@ -6,10 +6,10 @@ Linux shows the counters in files below /sys/class/powercap, which most systems 
 from __future__ import annotations
 
 import os
-import time
 from functools import partial
 from pathlib import Path
 
+from lightning_memopt.clocks import perf_counter
 from lightning_memopt.errors import EnergyUnavailableError
 from lightning_memopt.telemetry.sources import Clock, EnergyCounter, EnergySource
 
@@ -19,7 +19,7 @@ _MOST_WATTS = 1500.0
 """More power than a package takes; packages of 2026 take up to 500 W."""
 
 
-def rapl_sources(directory: str | os.PathLike[str] = DIRECTORY, clock: Clock = time.perf_counter) -> list[EnergySource]:
+def rapl_sources(directory: str | os.PathLike[str] = DIRECTORY, clock: Clock = perf_counter) -> list[EnergySource]:
     """One counter for each package. Raises EnergyUnavailableError if there is none, or if it cannot be read."""
     try:
         # the other zones are parts of a package (core, dram), or contain it (psys)

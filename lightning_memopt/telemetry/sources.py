@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from typing import Protocol
 
+from lightning_memopt.clocks import perf_counter
 from lightning_memopt.errors import EnergyUnavailableError
 
 Clock = Callable[[], float]
@@ -54,7 +54,7 @@ class EnergyCounter:
         unit_joules: float,
         wraps: tuple[int, ...],
         most_watts: float,
-        clock: Clock = time.perf_counter,
+        clock: Clock = perf_counter,
         finish: Callable[[], object] = lambda: None,
     ) -> None:
         self.key = key
@@ -97,7 +97,7 @@ class PowerSampler:
         self,
         key: str,
         watts: Callable[[], float],
-        clock: Clock = time.perf_counter,
+        clock: Clock = perf_counter,
         period: float = 0.1,
         finish: Callable[[], object] = lambda: None,
     ) -> None:

@@ -7,6 +7,7 @@ from lightning_memopt.trace.memory import AllocatorEvents, metered_cpu
 from lightning_memopt.trace.resident import adopt_all, others_nbytes
 from lightning_memopt.trace.scopes import Scopes
 from lightning_memopt.trace.tracer import Tracer, backward_runs
+from lightning_memopt.trace.unrecorded import generated_code
 
 __all__ = [
     "AllocatorEvents",
@@ -16,6 +17,7 @@ __all__ = [
     "Tracer",
     "backward_runs",
     "count_all",
+    "generated_code",
     "metered_cpu",
     "others_nbytes",
     "adopt_all",

@@ -69,6 +69,10 @@ class Ledger:
         self._base_nbytes -= nbytes
         return nbytes
 
+    def came(self, nbytes: int) -> bool:
+        """Whether a storage that is known only now may be among the bytes that came in this step: generated code made it."""
+        return 0 < nbytes <= sum(unseen.nbytes for unseen in self._open)
+
     def ran(self, now: int) -> None:
         """The op at the point `now` has ended and its known outputs were added; new bytes beyond them are unseen ones."""
         change = self._difference_nbytes - sum(unseen.nbytes for unseen in self._open)

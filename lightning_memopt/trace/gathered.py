@@ -9,12 +9,12 @@ peak belongs to the workspace of the op before it.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 
-from lightning_memopt.graph import HOOK, LATE_HOOK, Point
+from lightning_memopt.graph import HOOK, LATE_HOOK
 from lightning_memopt.record import StorageVersion
 from lightning_memopt.trace.tracer import Tracer, backward_runs
+from lightning_memopt.trace.unrecorded import unrecorded_op
 
 
 class Gathered:
@@ -51,30 +51,5 @@ class Gathered:
             yield
             return
         tracer.backward_begins()
-        index, workspace_nbytes = len(tracer.ops), 0
-        began = time.perf_counter()
-        if tracer.cuda is not None:
-            tracer.cuda.begin(index)
-        with contextlib.nullcontext() if tracer.marks is None else tracer.marks(index, True):
+        with unrecorded_op(tracer, f"{HOOK}unit" if settles else LATE_HOOK, frees=True):
             yield
-        if tracer.cuda is not None:
-            tracer.cuda.end()
-            workspace_nbytes = tracer.cuda.beyond_left_nbytes
-        now = len(tracer.points)
-        if tracer.ledger is not None:
-            tracer.ledger.note(now - 1)
-        tracer.points.append(Point("op", index))
-        tracer.ops.append(
-            dict(
-                name=f"{HOOK}unit" if settles else LATE_HOOK,
-                phase=tracer.phase,
-                inputs=(),
-                outputs=(),
-                mutates=(),
-                seconds=time.perf_counter() - began,
-                workspace_nbytes=workspace_nbytes,
-                recomputable=False,
-                state_nbytes=0,
-                at=now,
-            )
-        )

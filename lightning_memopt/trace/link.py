@@ -7,7 +7,6 @@ bytes are those of the decoded tensor.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from statistics import median
 from typing import Protocol
@@ -15,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lightning_memopt.clocks import perf_counter
 from lightning_memopt.plan.rates import Coding, Link, MachineRates
 
 SMALL_NBYTES = 256 << 10
@@ -56,7 +56,7 @@ def measure(
     codecs: Iterable[_Codec] = (),
     *,
     seconds: float = 0.8,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Callable[[], float] = perf_counter,
 ) -> MachineRates:
     """The rates of these tiers and codecs on this machine, measured for about `seconds` altogether.
 

@@ -8,7 +8,6 @@ holds are found by polling their use count at every op; this shows how long *use
 from __future__ import annotations
 
 import itertools
-import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from lightning_memopt.clocks import perf_counter
 from lightning_memopt.graph import BEFORE, Graph, Op, Point, Save
 from lightning_memopt.graph.model import Kind, Phase
 from lightning_memopt.record import OpRecord, Recorder, StorageVersion, fills, storage_id, uncompiled, written_by
@@ -52,13 +52,14 @@ class Tracer:
     backward_ran: autograd ran an op after the forward, maybe for another model (a GAN's discriminator).
     asked: autograd asked for a save of this forward.
     written: a later op wrote to a parameter, outside of any optimizer's step.
+    generated: code ran that a compiler generated; the recorder does not see which memory it makes.
     """
 
     def __init__(self, device: torch.device, scope: Callable[[], str] = lambda: "") -> None:
         self.device = device
         self.scope = scope
         self.phase: Phase = "forward"
-        self.forward_over = self.backward_ran = self.asked = self.written = False
+        self.forward_over = self.backward_ran = self.asked = self.written = self.generated = False
         self.largest_nbytes = self.live_nbytes = 0
         self.points: list[Point] = []
         self.ops: list[dict[str, Any]] = []
@@ -72,6 +73,7 @@ class Tracer:
         self._storages: dict[int, list[int]] = {}
         self._adopted, self._bystanders = dict[int, int](), dict[int, int]()
         self._held_by_user: dict[int, StorageVersion] = {}
+        self._counted_elsewhere: set[int] = set()
         self._versions: dict[int, list[StorageVersion]] = {}
         self.cuda = CudaOps(device) if device.type == "cuda" else None
         self.ledger: Ledger | None = None
@@ -93,10 +95,10 @@ class Tracer:
         if self.marks is not None:
             self._open = self.marks(index)
             self._open.__enter__()
-        self._began = time.perf_counter()
+        self._began = perf_counter()
 
     def ran(self) -> None:
-        self._seconds = time.perf_counter() - self._began
+        self._seconds = perf_counter() - self._began
         if self.cuda is not None:
             self.cuda.end()
         mark, self._open = self._open, None
@@ -156,9 +158,12 @@ class Tracer:
         if version.id not in self.tensors:
             if version.weak in self._adopted and self.phase != "forward":
                 return self._storages[self._adopted[version.weak]][-1]
-            unseen = self.tensors.get(_UNSEEN) if version.weak not in self._bystanders else None
+            new = version.weak not in self._bystanders
+            if came := new and self.generated and self.ledger is not None and self.ledger.came(version.nbytes):
+                self._counted_elsewhere.add(version.id)  # as bytes that no recorded op allocated
+            unseen = self.tensors.get(_UNSEEN) if new else None
             self.adopt(version, "input" if self.phase == "forward" else "temporary")
-            if unseen is not None and self.ledger is not None:
+            if unseen is not None and self.ledger is not None and not came:
                 nbytes = self.ledger.identified(version.id)
                 unseen.nbytes -= nbytes
                 self.live_nbytes -= nbytes
@@ -203,7 +208,7 @@ class Tracer:
     def counts(self, key: int, storage: torch.UntypedStorage) -> None:
         """Count a storage as live until it is freed."""
         self.live_nbytes += self.tensors[key].nbytes
-        if self.ledger is not None:
+        if self.ledger is not None and key not in self._counted_elsewhere:
             self.ledger.born(key, storage)
         self._alive[key] = weakref.ref(storage, partial(self._death, key))
 
@@ -216,6 +221,8 @@ class Tracer:
             before = self.tensors[version_of.id]
             storage = before.storage
             kind = kind or before.kind
+        if storage in self._counted_elsewhere:
+            nbytes = 0
         self.tensors[version.id] = SeenTensor(name, nbytes, kind or _KIND[self.phase], storage, at)
         self._storages.setdefault(storage, []).append(version.id)
         if self.phase == "forward":

@@ -95,6 +95,21 @@ def test_no_module_imports_itself_by_a_circle() -> None:
     assert not circle, "modules on circles, and those that import them"
 
 
+CLOCKS = {"monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "process_time", "thread_time"}
+
+
+def test_clocks_come_from_one_module() -> None:
+    """A module that reads a clock of `time` by name takes a reading of a script that has replaced the clock."""
+    reads = set()
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr in CLOCKS and ast.unparse(node.value) == "time":
+                reads.add(path.name)
+            if isinstance(node, ast.ImportFrom) and node.module == "time":
+                reads.add(path.name)
+    assert reads == {"clocks.py"}
+
+
 ALLOWED_IMPORTS = {
     "__init__.py",  # a constant
     "_registration.py",  # by a constant, as all that have no other remark

@@ -5,7 +5,7 @@
 """
 
 from lightning_memopt.plan.allocator.model import Allocator, ExhaustedError
-from lightning_memopt.plan.allocator.reserved import Reserved, reserved, reserved_nbytes_of
+from lightning_memopt.plan.allocator.reserved import Reserved, requests, reserved, reserved_nbytes_of
 from lightning_memopt.plan.allocator.settings import Settings
 from lightning_memopt.plan.allocator.trace import Comparison, compare
 
@@ -16,6 +16,7 @@ __all__ = [
     "Reserved",
     "Settings",
     "compare",
+    "requests",
     "reserved",
     "reserved_nbytes_of",
 ]

@@ -191,15 +191,31 @@ def _unmodified(graph: Graph) -> _Step:
     return _Step(graph, {t: graph.saved_until(t) for t in graph.saves_of}, _NO_SCHEDULE)
 
 
+def _planned(graph: Graph, lives: tuple[Life, ...], schedule: Schedule) -> _Step:
+    return _Step(graph, {life.tensor: life.freed_at for life in lives if life.how == "original"}, schedule, lives)
+
+
+def requests(graph: Graph, lives: Iterable[Life] | None = None) -> list[Action]:
+    """The allocations and frees of one step, in order: of the unmodified step, or of one planned by `lives`.
+
+    Tensors that are there before and after the step are not among them. Those that only the beginning of the step has (old
+    gradients) come first; those that the step leaves are not freed.
+    """
+    if lives is None:
+        step = _unmodified(graph)
+    else:
+        lives = tuple(lives)
+        step = _planned(graph, lives, lower(graph, lives))
+    return [(span.name, span.nbytes) for span in step.before] + step.actions
+
+
 def reserved(
     graph: Graph, lives: Iterable[Life], settings: Settings | None = None, schedule: Schedule | None = None
 ) -> Reserved:
     """Carry out the history and planned steps of `lives`; the peaks are those of the planned steps."""
     lives = tuple(lives)
-    schedule = schedule or lower(graph, lives)
-    until = {life.tensor: life.freed_at for life in lives if life.how == "original"}
     allocator = Allocator(settings)
-    observed, planned = _unmodified(graph), _Step(graph, until, schedule, lives)
+    observed, planned = _unmodified(graph), _planned(graph, lives, schedule or lower(graph, lives))
     kinds = {span.name: graph.tensors[span.name].kind for span in planned.resident}
     made = [span for span in planned.resident if kinds[span.name] == "optimizer_state"]
     for span in planned.resident:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
+
+from lightning_memopt.clocks import perf_counter
 
 _PENDING = 64
 """Pairs of events that may wait to be read."""
@@ -25,7 +26,7 @@ class Stopwatch:
     on: whether blocks are timed.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter, event: Callable[[], Any] | None = None) -> None:
+    def __init__(self, clock: Callable[[], float] = perf_counter, event: Callable[[], Any] | None = None) -> None:
         self.on = True
         self._clock = clock
         self._event = event or partial(torch.cuda.Event, enable_timing=True)

@@ -18,12 +18,12 @@ last stage's backward, although a framework makes that gradient later. The chain
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from lightning_memopt.clocks import perf_counter
 from lightning_memopt.errors import ChainError, InfeasibleError
 from lightning_memopt.solvers.chain import (
     Chain,
@@ -137,11 +137,11 @@ def solve_sequence(data: Mapping[str, Any], budget_nbytes: int, bucket_nbytes: i
     for key, value, least in (("budget_nbytes", budget_nbytes, 0), ("bucket_nbytes", bucket_nbytes, 1)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
             raise ChainError(f"{key} is {value!r}: give an int of at least {least}")
-    start = time.perf_counter()
+    start = perf_counter()
     chain = chain_from_dict(data)
     smallest = minimum_budget(chain)
     if budget_nbytes < smallest:
-        spent = time.perf_counter() - start
+        spent = perf_counter() - start
         bucket = bucket_nbytes or _first_bucket(chain, budget_nbytes)
         return SequenceResult(Status.INFEASIBLE, math.inf, 0, bucket, spent, smallest, None, ())
 
@@ -154,7 +154,7 @@ def solve_sequence(data: Mapping[str, Any], budget_nbytes: int, bucket_nbytes: i
         total_seconds=base_seconds(data) + extra_seconds,
         peak_nbytes=peak_nbytes,
         bucket_nbytes=table.grid.bucket_nbytes,
-        solve_seconds=time.perf_counter() - start,
+        solve_seconds=perf_counter() - start,
         smallest_budget_nbytes=smallest,
         tree=tree,
         operations=sequence_operations(tree),

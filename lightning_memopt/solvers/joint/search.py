@@ -12,11 +12,11 @@ best plan is polished (`polish`).
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from lightning_memopt.clocks import process_time
 from lightning_memopt.graph import Graph, unmodified_levels
 from lightning_memopt.plan import Life, LoweringError, Prediction, Rebuild, Timeline, lower, simulate
 from lightning_memopt.plan.clocks import TransferRates
@@ -335,7 +335,7 @@ def solve_joint(
     plans: Iterable[tuple[str, Lives]] = (),
     recompute: bool = True,
     limit_seconds: float = 30.0,
-    clock: Callable[[], float] = time.process_time,
+    clock: Callable[[], float] = process_time,
     overhead: Callable[[Lives], float] = lambda _: 0.0,
 ) -> Joint | None:
     """The fastest plan found within the budget; None where none fits. `plans`: those that only recompute, by peaks rising.

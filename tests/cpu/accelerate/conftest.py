@@ -10,7 +10,7 @@ from tests.cpu.lib.loops import installed
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
+def no_run_is_open() -> Iterator[None]:
     pytest.importorskip("accelerate")
     from lightning_memopt.integrations import accelerate as front
 

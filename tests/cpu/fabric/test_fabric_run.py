@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("lightning.fabric")
 pytest.importorskip("click")
 
-from tests.cpu.lib.group import free_port
+from tests.cpu.lib.launched import free_port
 
 SCRIPT = """
 import sys, torch

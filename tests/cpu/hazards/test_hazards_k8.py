@@ -97,8 +97,8 @@ def test_k9_k10_p31_nothing_asks_the_driver() -> None:
     for path in package.rglob("*.py"):
         if path.parent.name in ("telemetry", "callbacks") or path == package / "batching" / "energy.py":
             continue
-        if path == package / "native" / "build.py":
-            continue  # it asks a compiler
+        if path in (package / "native" / "build.py", package / "cxx.py"):
+            continue  # they ask a compiler
         source = path.read_text(encoding="utf-8")
         text = source.lower()
         assert "pynvml" not in text and "nvidia-smi" not in text and "nvml_source" not in text, path

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import multiprocessing
 import os
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from torch.nn import functional
 from lightning_memopt.errors import MemOptError
 from lightning_memopt.integrations import accelerate as front
 from lightning_memopt.trace import count_all
+from tests.cpu.lib.forked import failed, forked
 from tests.cpu.lib.fsdp_on_cpu import shard_on_cpu
 from tests.cpu.lib.prepared import run_of
 from tests.cpu.lib.sharded import Language, bits_of, data, peak
@@ -168,10 +168,4 @@ def rank(number: int, folder: Path, cases: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=rank, args=(number, Path(sys.argv[1]), sys.argv[2:])) for number in range(WORLD)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    sys.exit(any(process.exitcode for process in ranks))
+    sys.exit(failed(forked(rank, [(number, Path(sys.argv[1]), sys.argv[2:]) for number in range(WORLD)])))

@@ -10,7 +10,6 @@ import contextlib
 import copy
 import io
 import json
-import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -29,11 +28,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_memopt import MemOptDDPStrategy, MemOptModelParallelStrategy, optimize
 from lightning_memopt.errors import MemOptError
 from lightning_memopt.runtime.early_updates import EarlyUpdates
+from lightning_memopt.session import times
 from lightning_memopt.trace import count_all
 from tests.cpu.lib import fits, sharded
+from tests.cpu.lib.forked import failed, forked
 from tests.cpu.lib.loops import batches
 from tests.cpu.lib.process import digest
 from tests.cpu.lib.sharded import peak
+from tests.cpu.lib.times import Known
 
 STEPS = 20
 
@@ -311,23 +313,17 @@ def rank(number: int, world: int, folder: Path, names: list[str]) -> None:
     store = distributed.FileStore(str(folder / "store"), world)
     distributed.init_process_group("gloo", store=store, rank=number, world_size=world)
     count_all(print)
-    found = {}
+    times.current = Known()  # the same plans in every run
+    results = {}
     for name in names:
-        found[name] = CASES[name]()
+        results[name] = CASES[name]()
         distributed.barrier()  # nobody is left waiting in a collective of the case before
-    (folder / f"{number}.json").write_text(json.dumps(found))
+    (folder / f"{number}.json").write_text(json.dumps(results))
     distributed.barrier()
     distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    context = multiprocessing.get_context("fork")
     size = int(sys.argv[2])
     arguments = [(number, size, Path(sys.argv[1]), sys.argv[3:] or list(CASES)) for number in range(size)]
-    ranks = [context.Process(target=rank, args=args) for args in arguments]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(400)
-        process.kill()
-    sys.exit(any(process.exitcode for process in ranks))
+    sys.exit(failed(forked(rank, arguments, seconds=400)))

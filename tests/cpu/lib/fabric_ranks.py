@@ -5,7 +5,6 @@ to into FOLDER/r.json.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memopt import MemOptFabricDDPStrategy
 from tests.cpu.lib.fabrics import QUIET, fabric_of, within
+from tests.cpu.lib.forked import failed, forked
 from tests.cpu.lib.loops import batches, small
 from tests.cpu.lib.process import digest
 from tests.cpu.lib.ranks import WORLD, alike
@@ -86,10 +86,4 @@ def rank(number: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=rank, args=(number, Path(sys.argv[1])), daemon=True) for number in range(WORLD)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(150)  # daemons end with this process
-    sys.exit(any(process.exitcode != 0 for process in ranks))
+    sys.exit(failed(forked(rank, [(number, Path(sys.argv[1])) for number in range(WORLD)], seconds=150)))

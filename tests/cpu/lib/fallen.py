@@ -10,7 +10,6 @@ import contextlib
 import gc
 import io
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -32,8 +31,9 @@ from lightning_memopt import MemOptDDPStrategy, MemOptModelParallelStrategy, opt
 from lightning_memopt.ranks import board, ranks
 from lightning_memopt.session import shared_plan, solving
 from tests.cpu.lib import fits, sharded
-from tests.cpu.lib.group import PATIENT_SECONDS, free_port
-from tests.cpu.lib.launched import SCRIPTS
+from tests.cpu.lib.forked import forked
+from tests.cpu.lib.group import PATIENT_SECONDS
+from tests.cpu.lib.launched import SCRIPTS, free_port
 from tests.cpu.lib.loops import batches, installed
 
 STEPS, OBSERVED = 4, 2
@@ -162,24 +162,15 @@ def member(case: str, rank: int, folder: Path, port: int) -> None:
 
 def main(folder: Path, cases: list[str]) -> int:
     """Returns how many processes hung, and were killed."""
-    context = multiprocessing.get_context("fork")
     gc.freeze()  # each session collects garbage: not of all that was imported
     hung = 0
     while cases:
         now, cases = cases[:TOGETHER], cases[TOGETHER:]
-        processes = []
         for case in now:
             (folder / case).mkdir()
-            port = free_port()
-            processes += [context.Process(target=member, args=(case, rank, folder, port)) for rank in range(2)]
-        for process in processes:
-            process.start()
-        until = time.monotonic() + 120
-        for process in processes:
-            process.join(max(0.1, until - time.monotonic()))
-            if process.is_alive():
-                hung += 1
-                process.kill()
+        ports = {case: free_port() for case in now}
+        members = [(case, rank, folder, ports[case]) for case in now for rank in range(2)]
+        hung += forked(member, members, seconds=120).count(None)
     return hung
 
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -29,6 +27,8 @@ from lightning_memopt import optimize
 from lightning_memopt.ranks import board, ranks
 from lightning_memopt.session import shared_plan, solving
 from lightning_memopt.trace import count_all
+from tests.cpu.lib.forked import forked
+from tests.cpu.lib.launched import free_port
 from tests.cpu.lib.process import digest
 
 STEPS = 8
@@ -204,26 +204,11 @@ def _left(store: Any, size: int) -> list[str]:
     return keys + [thread.name for thread in threading.enumerate() if "memopt" in thread.name]
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 def main(folder: Path, names: list[str]) -> int:
-    context = multiprocessing.get_context("fork")
     hung = 0
     for name in names or CASES:
         port = free_port()
-        processes = [context.Process(target=member, args=(name, r, folder, port)) for r in range(CASES[name][0])]
-        for process in processes:
-            process.start()
-        until = time.monotonic() + 90
-        for process in processes:
-            process.join(max(0.1, until - time.monotonic()))
-            if process.is_alive():
-                hung += 1
-                process.kill()
+        hung += forked(member, [(name, r, folder, port) for r in range(CASES[name][0])], seconds=90).count(None)
     return hung
 
 

@@ -22,11 +22,15 @@ STOCK = ("accelerate.commands.accelerate_cli", "launch")
 OURS = ("lightning_memopt.integrations.accelerate_cli", "launch")
 
 
-def port() -> list[str]:
-    """Flags with a free port. Accelerate 1.0 does not look for one by itself."""
+def free_port() -> int:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
-        return ["--main_process_port", str(server.getsockname()[1])]
+        return int(server.getsockname()[1])
+
+
+def port() -> list[str]:
+    """Flags with a free port. Accelerate 1.0 does not look for one by itself."""
+    return ["--main_process_port", str(free_port())]
 
 
 def ran(*command: str, timeout: int = 120, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:

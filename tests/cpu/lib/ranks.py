@@ -10,7 +10,6 @@ import contextlib
 import gc
 import io
 import json
-import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -35,6 +34,7 @@ from lightning_memopt import (
 from lightning_memopt.runtime.early_updates import EarlyUpdates
 from lightning_memopt.strategies import MemOptMixin
 from tests.cpu.lib.fits import Task, trainer_of
+from tests.cpu.lib.forked import failed, forked
 from tests.cpu.lib.loops import batches
 from tests.cpu.lib.process import digest, model_of
 from tests.cpu.lib.ranks_sizes import searches
@@ -242,10 +242,4 @@ def rank(number: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=rank, args=(number, Path(sys.argv[1]))) for number in range(WORLD)]
-    for one in ranks:
-        one.start()
-    for one in ranks:
-        one.join()
-    sys.exit(any(one.exitcode for one in ranks))
+    sys.exit(failed(forked(rank, [(number, Path(sys.argv[1])) for number in range(WORLD)])))

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memopt import optimize
+from lightning_memopt import cxx, optimize
 from lightning_memopt.native import Counter, build, counter, install
 from lightning_memopt.native.counting import process
 from lightning_memopt.session.observation import Observation
@@ -56,7 +56,7 @@ def test_equal_to_an_independent_count_to_the_byte(tmp_path: Path) -> None:
     if sys.platform != "linux":
         pytest.skip("LD_PRELOAD")
     library = tmp_path / "interposed.so"
-    compiler = build._compiler()
+    compiler = cxx.compiler_path()
     subprocess.run([compiler, "-std=c++17", "-O1", "-fPIC", "-shared", str(INTERPOSED), "-o", str(library), "-ldl"], check=True)  # fmt: skip # noqa: E501
     done = python("from tests.cpu.lib.interposed import main; main()", LD_PRELOAD=str(library))
     assert done.stdout.splitlines() == ["compared 10"], done.stdout + done.stderr
@@ -141,7 +141,7 @@ def test_another_allocator_after_ours_is_noticed(tmp_path: Path) -> None:
         'extern "C" void other() { c10::SetAllocator(c10::kCPU, c10::GetDefaultCPUAllocator(), 255); }\n'
     )
     home = Path(torch.__file__).parent
-    subprocess.run([build._compiler(), "-std=c++20", "-w", "-fPIC", "-shared", f"-I{home / 'include'}", str(source), "-o", str(library), f"-L{home / 'lib'}", "-lc10"], check=True)  # fmt: skip # noqa: E501
+    subprocess.run([cxx.compiler_path(), "-std=c++20", "-w", "-fPIC", "-shared", f"-I{home / 'include'}", str(source), "-o", str(library), f"-L{home / 'lib'}", "-lc10"], check=True)  # fmt: skip # noqa: E501
     code = f"""
 import ctypes, torch
 from lightning_memopt.native import install, counter
@@ -217,7 +217,7 @@ def test_a_cache_that_others_may_write_to_is_not_used(tmp_path: Path, monkeypatc
     (tmp_path / "lightning_memopt").mkdir(mode=0o777)
     (tmp_path / "lightning_memopt").chmod(0o777)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = build._cache()
+    folder = cxx.cache()
     try:
         assert folder != tmp_path / "lightning_memopt" and not folder.stat().st_mode & 0o077
     finally:

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from torch import distributed
-
-import lightning_memopt
 
 pytest.importorskip("lightning")
 pytest.importorskip("accelerate")
 from tests.cpu.lib.fallen import CASES, KILLS
+from tests.cpu.lib.launched import ROOT, ran
+from tests.cpu.lib.written import needs_gloo
 
-ROOT = Path(lightning_memopt.__file__).parents[1]
-pytestmark = pytest.mark.skipif(
-    not distributed.is_available() or not distributed.is_gloo_available() or sys.platform == "win32", reason="no gloo"
-)
+pytestmark = needs_gloo
 BOUND_SECONDS = 60.0
 SHARED = Path("/dev/shm")
 
@@ -29,9 +22,7 @@ SHARED = Path("/dev/shm")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where each rank of each case wrote what it ended with. No process hung."""
     folder = tmp_path_factory.mktemp("fallen")
-    env = {k: v for k, v in os.environ.items() if k != "MEMOPT_DISABLE"} | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.cpu.lib.fallen", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=900)
+    done = ran("tests.cpu.lib.fallen", str(folder), timeout=900, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-5000:]
     return folder
 

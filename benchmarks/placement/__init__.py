@@ -1,0 +1,1 @@
+"""Addresses for buffers: instances with a known perfect packing, and recorded steps."""

@@ -1,0 +1,121 @@
+"""Addresses: perfect packings that are found, and fragmentation of recorded steps: `python -m benchmarks placement [steps]`.
+
+    python -m benchmarks placement                       # instances of full load: 60 s each
+    python -m benchmarks placement --families guillotine --counts 100 --seeds 1
+    python -m benchmarks placement steps                 # recorded steps and their plans: 5 s each
+
+Writes benchmarks/results/placement.json; rows of what was not run stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterator
+
+from benchmarks.lib.paths import RESULTS
+from benchmarks.lib.tables import print_table
+from benchmarks.placement.instances import perfect
+from lightning_memopt import jsonio
+from lightning_memopt.solvers.placement import Buffer, best_fit, buffers_of, faults, place
+from lightning_memopt.solvers.placement.buffers import Problem
+from lightning_memopt.solvers.placement.mobility import one_ended
+from lightning_memopt.solvers.placement.pyramid import pyramid
+
+FAMILIES: dict[str, dict[str, object]] = {
+    "guillotine": {},
+    "guillotine, 256 sizes": {"unit": 4096},
+    "pinwheels": {"pinwheels": True},
+    "pinwheels, 256 sizes": {"pinwheels": True, "unit": 4096},
+    "pinwheels, 60 moments": {"pinwheels": True, "length": 60},
+    "guillotine, 30 % left out": {"holes": 0.3},
+    "pinwheels, 10 % left out": {"pinwheels": True, "holes": 0.1},
+}
+STEPS = ("gpt2", "llama", "resnet50", "t5", "bert", "vit")
+SHARES = (0.7, 0.4, 0.0)
+"""Budgets of plans: how far from the smallest plan to the unmodified step."""
+FILE = RESULTS / "placement.json"
+
+
+def instances(families: list[str], counts: list[int], seeds: int, seconds: float) -> Iterator[dict[str, object]]:
+    """Place instances of each family and number of buffers. Every placement is checked."""
+    for family in families:
+        for count in counts:
+            times, fitted, heights = [], 0, [1.0]
+            for seed in range(seeds):
+                buffers, offsets, capacity = perfect(count, seed, **FAMILIES[family])  # type: ignore[arg-type]
+                assert not faults(buffers, offsets, capacity), "the known packing is perfect"
+                placement = place(buffers, capacity, seconds)
+                assert not faults(buffers, placement.offsets, placement.height_nbytes)
+                fitted += placement.fits
+                times.append(placement.seconds)
+                heights.append(placement.height_nbytes / capacity)
+            row = {"family": family, "buffers": count, "placed": fitted, "of": seeds}
+            row |= {"median_seconds": round(statistics.median(times), 2), "worst_height": round(max(heights), 3)}
+            yield row
+
+
+def steps(names: list[str], seconds: float) -> Iterator[dict[str, object]]:
+    """Place the buffers of real steps, and of plans for them; fragmentation in per cent."""
+    for label, buffers in _recorded(names):
+        problem = Problem.of(buffers, alignment=64)
+        placement = place(buffers, seconds=seconds, alignment=64)
+        assert not faults(buffers, placement.offsets, placement.height_nbytes, 64)
+        heights = {
+            "best_fit": min(problem.height_nbytes(best_fit.best_fit(problem, o)) for o in best_fit.orders(problem).values()),
+            "pyramid": problem.height_nbytes(pyramid(problem)),
+            "as_they_come": one_ended(problem).pool_nbytes,
+        }
+        row: dict[str, object] = {
+            "step": label,
+            "buffers": len(buffers),
+            "max_live_MiB": round(placement.bound_nbytes / 2**20, 2),
+        }
+        row |= {name: round(100 * (height / placement.bound_nbytes - 1), 3) for name, height in heights.items()}
+        row |= {"placed": round(100 * placement.fragmentation, 4), "seconds": round(placement.seconds, 2)}
+        yield row
+
+
+def _recorded(names: list[str]) -> Iterator[tuple[str, list[Buffer]]]:
+    from benchmarks.lib.bench import Bench
+    from lightning_memopt.solvers import planner
+
+    for name in names:
+        graph = Bench(name).observe()
+        yield name, buffers_of(graph)
+        frontier = planner.solve(graph, limit_seconds=10)
+        least, most = frontier.smallest_nbytes, frontier.plan(1 << 62).unmodified_peak_nbytes
+        for share in SHARES:
+            plan = frontier.plan(int(least + share * (most - least)))
+            yield f"{name}, {share:.0%}", buffers_of(graph, plan.lives)
+
+
+def _key(row: dict[str, object]) -> tuple[object, object]:
+    return (row["family"], row["buffers"]) if "family" in row else (row["step"], None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", nargs="?", choices=["instances", "steps"], default="instances")
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--counts", nargs="+", type=int, default=[100, 250, 500])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--models", nargs="+", default=list(STEPS))
+    parser.add_argument("--seconds", type=float, default=None, help="for each placement (60; steps: 5)")
+    args = parser.parse_args()
+    if args.part == "steps":
+        produced = steps(args.models, args.seconds or 5.0)
+    else:
+        produced = instances(args.families, args.counts, args.seeds, args.seconds or 60.0)
+    before = jsonio.read(FILE) if FILE.exists() else {}
+    rows: list[dict[str, object]] = []
+    for row in produced:
+        print(row, flush=True)
+        rows.append(row)  # written at once: what was measured stays, if the rest is interrupted
+        stay = [old for old in before.get(args.part, []) if all(_key(old) != _key(new) for new in rows)]
+        jsonio.write(FILE, {**before, args.part: [*stay, *rows]}, indent=1)
+    print_table(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""The memory of a region that was split into a compiled forward and a compiled backward, by the FX graphs of both."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True)
+class Halves:
+    """Bytes of a region, without what exists before it: its weights and inputs.
+
+    saved_nbytes: what the forward leaves for the backward.
+    peak_nbytes: the most at once, in forward or backward.
+    """
+
+    saved_nbytes: int
+    peak_nbytes: int
+
+
+def halves_of(forward: fx.GraphModule, backward: fx.GraphModule) -> Halves:
+    """The bytes of a region, if each op's memory were its own: code that fuses ops takes fewer, or reuses them."""
+    saved = {
+        node.name
+        for node in backward.graph.nodes
+        if node.op == "placeholder" and not node.name.startswith(("primals", "tangents")) and _storages(node)
+    }
+    kept = [node for node in forward.graph.nodes if node.name in saved]
+    saved_nbytes = sum({key: nbytes for node in kept for key, nbytes in _storages(node)}.values())
+    levels = [*_levels(forward, ()), *_levels(backward, saved)]
+    return Halves(saved_nbytes, max(levels, default=0))
+
+
+def _storages(node: fx.Node) -> list[tuple[int, int]]:
+    """(identity, bytes) of the memory that a node shows."""
+    values = [v for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
+    return [(v.untyped_storage()._cdata, int(v.untyped_storage().nbytes())) for v in values]
+
+
+def _levels(module: fx.GraphModule, counted: Iterable[str]) -> list[int]:
+    """Bytes after each op. `counted`: names of inputs that count, until their last reader has run."""
+    nodes = list(module.graph.nodes)
+    last: dict[int, int] = {}
+    for i, node in enumerate(nodes):
+        for read in (node, *node.all_input_nodes):
+            for key, _ in _storages(read):
+                last[key] = i
+    free = {key for n in nodes if n.op == "placeholder" and n.name not in counted for key, _ in _storages(n)}
+    alive: dict[int, int] = {}
+    levels = []
+    for i, node in enumerate(nodes):
+        for key, nbytes in _storages(node):
+            if key not in free and node.target is not operator.getitem:
+                alive.setdefault(key, nbytes)
+        levels.append(sum(alive.values()))
+        for read in (node, *node.all_input_nodes):
+            for key, _ in _storages(read):
+                if last[key] == i:
+                    alive.pop(key, None)
+    return levels

@@ -1,0 +1,271 @@
+"""The joint graph of a compiled region, forward and backward in one FX graph, as a `Graph`.
+
+Nodes that make memory are ops. A view is no op: who reads it reads the memory behind it, and a plan that makes the memory again
+makes the view again. Each forward result that a backward node reads is unpacked right before that node, and released right
+after it: the compiled backward frees a tensor after its last reader, whatever autograd would have done.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
+
+from lightning_memopt.errors import UnsupportedError
+from lightning_memopt.graph import BEFORE, Graph, Op, Point, Save, Tensor
+from lightning_memopt.record import rule_of
+from lightning_memopt.record.rules import may_run_again
+from lightning_memopt.torch_private import MUTATED_INPUT, PARTITIONER_TAG, HigherOrderOperator, OpOverload, inductor_config
+
+_FLOPS_PER_SECOND, _BYTES_PER_SECOND = 8e9, 1e9
+"""An assumed machine. Only the ratio matters: plans of a region are compared by FLOPs first."""
+_SEEDED = ("inductor_lookup_seed", "inductor_random", "inductor_randint")
+"""Inductor's random ops: they give the same bits for the same seed, and seeds are kept."""
+
+
+class UnreadableError(UnsupportedError):
+    """The region cannot be planned; the text says why."""
+
+
+@dataclass
+class _Reading:
+    """What is known of the nodes while they are read, in their order.
+
+    tensor_of: storage of a fake tensor -> tensor id.
+    of_node: node with a tensor -> id of the tensor whose memory it shows.
+    makers: tensor id -> the node that gives it: an op, or the `getitem` of an op with several results.
+    nbytes: tensor id -> bytes.
+    views: nodes that show the memory of other nodes.
+    reads, made: op -> tensor ids.
+    alive: fake tensors, so that no storage gets the identity of another one.
+    """
+
+    tensor_of: dict[int, int] = field(default_factory=dict)
+    of_node: dict[fx.Node, int] = field(default_factory=dict)
+    makers: list[fx.Node] = field(default_factory=list)
+    nbytes: list[int] = field(default_factory=list)
+    views: set[fx.Node] = field(default_factory=set)
+    reads: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
+    made: dict[fx.Node, list[int]] = field(default_factory=dict)
+    alive: list[torch.Tensor] = field(default_factory=list)
+
+    def tensor(self, value: torch.Tensor) -> int | None:
+        return self.tensor_of.get(value.untyped_storage()._cdata)
+
+    def new(self, node: fx.Node, value: torch.Tensor) -> int:
+        id = len(self.nbytes)
+        self.tensor_of[value.untyped_storage()._cdata] = id
+        self.alive.append(value)
+        self.nbytes.append(int(value.untyped_storage().nbytes()))
+        self.makers.append(node)
+        return id
+
+
+class Joint:
+    """A region's joint graph that was read.
+
+    module: the FX graph. It is changed only by `rewriting`.
+    graph: the same as data.
+    ops: op id -> its node.
+    makers: tensor id -> the node that gives the tensor.
+    of_node: node -> id of the tensor whose memory it shows.
+    views: nodes that show the memory of other nodes.
+    made: op -> ids of the tensors that it makes.
+    unpacks: backward op -> (point, tensor) of each forward result that it reads.
+    backward: the nodes behind the last one of the forward.
+    """
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.module = module
+        nodes = list(module.graph.nodes)
+        _refuse(nodes)
+        first = _begin_of_backward(nodes)
+        self.backward = frozenset(nodes[first:])
+        reading = _Reading()
+        for node in nodes:
+            _read(reading, node)
+        self.views, self.makers, self.made, self.of_node = reading.views, reading.makers, reading.made, reading.of_node
+        self.ops = sorted(reading.reads, key=lambda node: node in self.backward)
+        self.unpacks: dict[fx.Node, list[tuple[int, int]]] = {}
+        self.graph = self._graph(reading, nodes)
+
+    def _graph(self, reading: _Reading, nodes: Sequence[fx.Node]) -> Graph:
+        forward = [node for node in self.ops if node not in self.backward]
+        written = _written(reading, self.ops) | _written_afterwards(reading, nodes)
+        forward_made = {t for node in forward for t in reading.made[node]}
+        points: list[Point] = []
+        saves: list[Save] = []
+        at: dict[fx.Node, int] = {}
+        for i, node in enumerate(self.ops):
+            unpacked = [t for t in reading.reads[node] if t in forward_made] if node in self.backward else []
+            first_save = len(saves)
+            self.unpacks[node] = [(len(points) + k, t) for k, t in enumerate(unpacked)]
+            points += [Point("unpack", first_save + k) for k in range(len(unpacked))]
+            at[node] = len(points)
+            points.append(Point("op", i))
+            for k, (point, t) in enumerate(self.unpacks[node]):
+                released_at = len(points) + k
+                saves.append(Save(id=first_save + k, tensor=t, op=len(forward), unpacked_at=(point,), released_at=released_at))
+            points += [Point("release", first_save + k) for k in range(len(unpacked))]
+        ops = tuple(self._op(reading, i, node, at[node], written) for i, node in enumerate(self.ops))
+        return Graph(
+            ops=ops,
+            tensors=tuple(self._tensors(reading, nodes, forward_made, at, len(points) - 1)),
+            saves=tuple(saves),
+            points=tuple(points),
+            device=_device(nodes),
+            step_seconds=sum(op.seconds for op in ops),
+        )
+
+    def _tensors(
+        self, reading: _Reading, nodes: Sequence[fx.Node], forward_made: set[int], at: dict[fx.Node, int], last: int
+    ) -> Iterable[Tensor]:
+        output = nodes[-1]
+        returned = {self.of_node[node] for node in output.all_input_nodes if node in self.of_node}
+        born = {t: at[node] for node in self.ops for t in reading.made[node]}
+        read: dict[int, int] = {}
+        for node in self.ops:
+            for t in reading.reads[node]:
+                if not (t in forward_made and node in self.backward):  # those are saves
+                    read[t] = at[node]
+        for t, nbytes in enumerate(reading.nbytes):
+            born_at = born.get(t, BEFORE)
+            stays = born_at == BEFORE or t in returned
+            kind = "parameter" if born_at == BEFORE else "activation" if t in forward_made else "gradient"
+            freed_at = last if stays else max(read.get(t, born_at), born_at)
+            name = reading.makers[t].name
+            yield Tensor(id=t, name=name, nbytes=nbytes, kind=kind, storage=t, born_at=born_at, freed_at=freed_at)  # type: ignore[arg-type]
+
+    def _op(self, reading: _Reading, id: int, node: fx.Node, at: int, written: set[int]) -> Op:
+        flops, backward = _flops(node), node in self.backward
+        moved_nbytes = sum(reading.nbytes[t] for t in (*reading.reads[node], *reading.made[node]))
+        return Op(
+            id=id,
+            name=str(node.target),
+            phase="backward" if backward else "forward",
+            inputs=reading.reads[node],
+            outputs=tuple(reading.made[node]),
+            seconds=moved_nbytes / _BYTES_PER_SECOND + flops / _FLOPS_PER_SECOND,
+            flops=flops,
+            heavy=flops > 0,
+            recomputable=not backward and _may_run_again(node) and written.isdisjoint(reading.reads[node]),
+            at=at,
+        )
+
+
+def _refuse(nodes: Iterable[fx.Node]) -> None:
+    if inductor_config().triton.cudagraphs:
+        raise UnreadableError("it runs as a CUDA graph (mode='reduce-overhead')")
+    for node in nodes:
+        value = node.meta.get("val")
+        if any(isinstance(v, torch.SymInt | torch.SymFloat | torch.SymBool) for v in _sizes(value)):
+            raise UnreadableError("its sizes change (dynamic shapes)")
+        if node.op in ("call_module", "call_method") or isinstance(node.target, HigherOrderOperator):
+            raise UnreadableError(f"it calls {node.target}, an operator with a graph of its own")
+        if node.meta.get("recompute") is not None:
+            raise UnreadableError("it has checkpointing of its own")
+        if str(node.target).startswith(("_c10d_functional", "c10d_functional")):
+            raise UnreadableError("it has collectives")
+
+
+def _sizes(value: Any) -> list[Any]:
+    leaves = pytree.tree_leaves(value)
+    return leaves + [size for v in leaves if isinstance(v, torch.Tensor) for size in (*v.shape, *v.stride())]
+
+
+def _begin_of_backward(nodes: Sequence[fx.Node]) -> int:
+    """The index behind the last node of the forward: torch's default partitioner cuts there, too."""
+    lasts = [i for i, node in enumerate(nodes) if node.meta.get(PARTITIONER_TAG) == "is_forward" or _is_primal(node)]
+    if not lasts:
+        raise UnreadableError("it has no forward")
+    return lasts[-1] + 1
+
+
+def _is_primal(node: fx.Node) -> bool:
+    return node.op == "placeholder" and "tangents" not in str(node.target)
+
+
+def _read(reading: _Reading, node: fx.Node) -> None:
+    value = node.meta.get("val")
+    if node.op in ("placeholder", "get_attr"):
+        if isinstance(value, torch.Tensor):
+            known = reading.tensor(value)
+            reading.of_node[node] = reading.new(node, value) if known is None else known
+        return
+    if node.op != "call_function":
+        return
+    inputs = {reading.of_node[n] for n in node.all_input_nodes if n in reading.of_node}
+    if node.target is operator.getitem:
+        source = node.args[0]
+        if source in reading.views:
+            reading.views.add(node)
+        if isinstance(value, torch.Tensor):
+            tensor = reading.tensor(value)
+            assert tensor is not None
+            if reading.makers[tensor] is source:
+                reading.makers[tensor] = node
+            elif source not in reading.views:  # another result of the same op in the same memory
+                raise UnreadableError(f"results of {source} share their memory")
+            reading.of_node[node] = tensor
+        return
+    values = [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
+    shown = [reading.tensor(v) for v in values]
+    if values and not _mutates(node) and all(t in inputs for t in shown):
+        reading.views.add(node)
+        reading.alive += values
+        reading.of_node[node] = shown[0]  # type: ignore[assignment]
+        return
+    reading.reads[node], reading.made[node] = tuple(sorted(inputs)), []
+    for v in values:
+        tensor = reading.tensor(v)
+        if tensor is None:
+            tensor = reading.new(node, v)
+            reading.made[node].append(tensor)
+        if isinstance(value, torch.Tensor):
+            reading.of_node[node] = tensor
+
+
+def _mutates(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+def _written(reading: _Reading, ops: Iterable[fx.Node]) -> set[int]:
+    """The memory that an op of the region writes to (running statistics). An op that reads it may not run again."""
+    return {reading.of_node[n] for op in ops if _mutates(op) for n in op.all_input_nodes[:1] if n in reading.of_node}
+
+
+def _written_afterwards(reading: _Reading, nodes: Sequence[fx.Node]) -> set[int]:
+    """Inputs into which the runtime copies a result of the forward when its code has run."""
+    descriptions = pytree.tree_leaves(nodes[-1].meta.get("desc"), is_leaf=lambda d: hasattr(d, MUTATED_INPUT))
+    written = [getattr(d, MUTATED_INPUT) for d in descriptions if hasattr(d, MUTATED_INPUT)]
+    inputs = [node for node in nodes if node.op == "placeholder" and node in reading.of_node]
+    return {reading.of_node[node] for node in inputs if node.meta.get("desc") in written}
+
+
+def _may_run_again(node: fx.Node) -> bool:
+    func = node.target
+    if not isinstance(func, OpOverload) or _mutates(node):
+        return False
+    if func._schema.name.partition("::")[2] in _SEEDED:
+        return True
+    device = next((v.device.type for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)), "cpu")
+    return func.namespace in ("aten", "prims") and rule_of(func).handling == "pure" and may_run_again(func, device)
+
+
+def _flops(node: fx.Node) -> int:
+    formula = flop_registry.get(getattr(node.target, "_overloadpacket", None))
+    if formula is None:
+        return 0
+    args, kwargs = pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], (node.args, dict(node.kwargs)))
+    return int(formula(*args, **kwargs, out_val=node.meta["val"]))
+
+
+def _device(nodes: Iterable[fx.Node]) -> str:
+    values = (v for node in nodes for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor))
+    return "cuda" if any(v.device.type == "cuda" for v in values) else "cpu"

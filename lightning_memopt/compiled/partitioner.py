@@ -1,0 +1,193 @@
+"""Where torch.compile asks how to split a region into forward and backward, and our answer.
+
+Inductor's setting `custom_partitioner_fn` is the door. It is ours during a forward of a watched model only. A region without a
+plan is split as torch does it by itself, and its joint graph is read. A region with a plan is rewritten before the split.
+
+What was compiled before cannot be asked: `forget` makes dynamo compile it again at its next call. AOT autograd's own cache is
+off meanwhile, because it answers without asking. Inductor's cache of generated code stays on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
+from types import CodeType
+from typing import Any
+
+from torch import fx
+
+from lightning_memopt.compiled.halves import Halves, halves_of
+from lightning_memopt.compiled.joint import Joint, UnreadableError
+from lightning_memopt.compiled.rewriting import rewrite
+from lightning_memopt.graph import Graph
+from lightning_memopt.plan import Life
+from lightning_memopt.torch_private import (
+    INDUCTOR,
+    autograd_config,
+    compile_again,
+    compiled_codes,
+    inductor_config,
+    partitioner_class,
+    split_by_cut,
+    split_in_place,
+    told_of_code,
+    unique_nodes,
+)
+
+Split = tuple[fx.GraphModule, fx.GraphModule]
+Splitter = Callable[..., Split]
+
+
+def compiles() -> bool:
+    """Whether Inductor may compile in this process: `torch.compile` imports it, which takes seconds."""
+    return INDUCTOR in sys.modules
+
+
+def key_of(graph: Graph) -> str:
+    """Identifies a region: forward and backward, and all sizes."""
+    digest = hashlib.sha256(graph.device.encode())
+    for op in graph.ops:
+        sizes = [graph.tensors[t].nbytes for t in op.outputs]
+        digest.update(f"{op.phase} {op.name}{op.inputs}->{op.outputs}:{sizes}".encode())
+    return digest.hexdigest()[:32]
+
+
+def as_torch_does(module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Split:
+    """Torch's own split of a joint graph, which may run cheap ops again."""
+    return split_by_cut(module, inputs, **options)
+
+
+def as_written(module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Split:
+    """The split in which each op runs where it stands: the backward saves what it reads of the forward."""
+    options.pop("compiler", None)
+    return split_in_place(module, inputs, **options)
+
+
+@cache
+def _partitioner() -> Any:
+    class Partitioner(partitioner_class()):  # type: ignore[misc]
+        """Inductor copies and pickles its settings, and asks for an identity: answers follow from the graphs alone."""
+
+        def __init__(self, answer: Splitter, default: Splitter, thread: int) -> None:
+            self._answer, self._default, self._thread = answer, default, thread
+
+        def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **options: Any) -> Split:
+            asked = threading.get_ident() == self._thread
+            return (self._answer if asked else self._default)(gm, joint_inputs, **options)
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            return self
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return str, (self.uuid(),)
+
+        def uuid(self) -> str:
+            return "lightning_memopt"
+
+    return Partitioner
+
+
+def _set(stack: contextlib.ExitStack, config: Any, name: str, value: Any) -> None:
+    """Change a setting until the stack is closed. (`config.patch` makes a class each time: garbage in a cycle.)"""
+    stack.callback(setattr, config, name, getattr(config, name))
+    setattr(config, name, value)
+
+
+class Region:
+    """A compiled region: a graph, however many pieces of code have it.
+
+    graph: its joint graph as data.
+    lives: its plan; None where it runs as torch splits it.
+    unplanned: bytes without a plan, as torch splits it; None where it was never split so.
+    codes: the code that was compiled to it.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.lives: tuple[Life, ...] | None = None
+        self.unplanned: Halves | None = None
+        self.codes: set[CodeType] = set()
+
+
+class Regions:
+    """The regions of a model, as they are compiled.
+
+    by_key: those that can be planned.
+    opaque: why others cannot; each reason once.
+    splits: how many joint graphs were split.
+    seen: the regions that were split, until somebody takes them.
+    """
+
+    def __init__(self) -> None:
+        self.by_key: dict[str, Region] = {}
+        self.opaque: dict[str, None] = {}
+        self.splits = 0
+        self.seen: list[Region] = []
+        self._split: list[Region] = []
+        self._own_order = contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Within, regions that are compiled are read, and split by their plans."""
+        if not compiles():
+            yield
+            return
+        told = told_of_code(self._compiled)
+        with contextlib.ExitStack() as stack:
+            stack.callback(told.remove)
+            stack.callback(self._own_order.close)
+            default = inductor_config().custom_partitioner_fn or as_torch_does  # it may be the user's
+            ours = _partitioner()(partial(self._answer, default), default, threading.get_ident())
+            _set(stack, inductor_config(), "custom_partitioner_fn", ours)
+            _set(stack, autograd_config(), "enable_autograd_cache", False)
+            yield
+
+    def forget_all(self) -> None:
+        """All code that was compiled before is compiled again when it runs next: nobody asked how to split it."""
+        if compiles():
+            for code in compiled_codes():
+                compile_again(code)
+
+    def forget(self, regions: Iterable[Region]) -> None:
+        """The code of these regions is compiled again when it runs next."""
+        for region in regions:
+            for code in region.codes:
+                compile_again(code)
+            region.codes.clear()
+
+    def _answer(self, default: Splitter, module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Split:
+        self.splits += 1
+        unique_nodes(module)
+        copied = fx.GraphModule(module, copy.deepcopy(module.graph))
+        try:
+            region = self._region_of(Joint(copied))
+        except Exception as error:  # whatever a joint graph has: the user's code is compiled as without us
+            self.opaque[str(error) if isinstance(error, UnreadableError) else f"{type(error).__name__}: {error}"] = None
+            return default(module, inputs, **options)
+        self._split.append(region)
+        self.seen.append(region)
+        if region.lives is None:
+            region.unplanned = halves_of(*(halves := default(module, inputs, **options)))
+            return halves
+        # Inductor's own order would undo the plan's: it lowered no peak where it was tried, and raised some
+        _set(self._own_order, inductor_config(), "reorder_for_peak_memory", False)
+        return as_written(copied, inputs, **options)
+
+    def _region_of(self, joint: Joint) -> Region:
+        """The region with this graph; its plan, if it has one, is written into the graph."""
+        region = self.by_key.setdefault(key_of(joint.graph), Region(joint.graph))
+        if region.lives is not None:
+            rewrite(joint, region.lives)
+        return region
+
+    def _compiled(self, code: CodeType, _: CodeType) -> None:
+        """Dynamo has compiled this code: the regions that were split meanwhile belong to it."""
+        for region in self._split:
+            region.codes.add(code)
+        self._split.clear()
+        self._own_order.close()

@@ -1,0 +1,115 @@
+"""Buffers that need addresses: lifetimes, sizes, the lower bound, and the parts that do not concern each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_memopt.errors import PlacementError
+from lightning_memopt.units import round_up
+
+Ints = npt.NDArray[np.int64]
+
+MOST_NBYTES = 1 << 62
+"""Sizes, together with their sum, and times are below this, so that sums of two of them fit 64 bits."""
+
+
+class Buffer(NamedTuple):
+    """One interval of time that needs bytes at consecutive addresses.
+
+    id: its name.
+    lower: the time at which it comes.
+    upper: the time at which it has gone: it may share bytes with a buffer that comes then.
+    size: bytes.
+    """
+
+    id: str
+    lower: int
+    upper: int
+    size: int
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Buffers as arrays of shape (n,), in the order in which they were given.
+
+    lower, upper: half-open lifetimes.
+    size: bytes, all positive.
+    """
+
+    lower: Ints
+    upper: Ints
+    size: Ints
+
+    @classmethod
+    def of(cls, buffers: Sequence[Buffer], alignment: int = 1) -> Problem:
+        """The problem of these buffers, with sizes rounded up to multiples of `alignment` bytes.
+
+        Raises PlacementError if a lifetime is empty, a size is not positive, or a number needs more than 62 bits.
+        """
+        total = 0
+        for buffer in buffers:
+            if buffer.upper <= buffer.lower:
+                raise PlacementError(
+                    f"buffer {buffer.id}: its upper {buffer.upper} is not above its lower {buffer.lower}; give one that is"
+                )
+            if buffer.size <= 0:
+                raise PlacementError(f"buffer {buffer.id}: its size {buffer.size} is not positive; leave it out")
+            total += round_up(buffer.size, alignment)
+            if max(total, abs(buffer.lower), abs(buffer.upper)) >= MOST_NBYTES:
+                raise PlacementError(f"buffer {buffer.id}: times, and sizes together, are too large; give numbers below 2^62")
+        columns = [(b.lower, b.upper, round_up(b.size, alignment)) for b in buffers]
+        return cls(*np.array(columns, dtype=np.int64).reshape(-1, 3).T.copy())
+
+    def __len__(self) -> int:
+        return len(self.size)
+
+    @cached_property
+    def times(self) -> Ints:
+        """The moments at which a buffer comes or goes, ascending. Section `k` is from `times[k]` to `times[k + 1]`."""
+        return np.unique(np.concatenate([self.lower, self.upper]))
+
+    @cached_property
+    def first(self) -> Ints:
+        """The first section of every buffer."""
+        return np.searchsorted(self.times, self.lower)
+
+    @cached_property
+    def last(self) -> Ints:
+        """The section behind the last one of every buffer."""
+        return np.searchsorted(self.times, self.upper)
+
+    @cached_property
+    def load_nbytes(self) -> Ints:
+        """Bytes that are alive in every section."""
+        steps = np.zeros(max(len(self.times), 1), dtype=np.int64)
+        np.add.at(steps, self.first, self.size)
+        np.subtract.at(steps, self.last, self.size)
+        return np.cumsum(steps)[:-1]
+
+    @cached_property
+    def bound_nbytes(self) -> int:
+        """The most bytes that are alive at one moment (max-live): no placement is lower."""
+        return int(self.load_nbytes.max(initial=0))
+
+    def part(self, indices: Ints) -> Problem:
+        """The problem of some of the buffers."""
+        return Problem(self.lower[indices], self.upper[indices], self.size[indices])
+
+    def components(self) -> list[Ints]:
+        """Indices of the buffers between moments at which no buffer is alive, in order of time: each part is placed alone."""
+        if not len(self):
+            return []
+        order = np.argsort(self.lower, kind="stable")
+        ends = np.maximum.accumulate(self.upper[order])
+        cuts = np.flatnonzero(self.lower[order][1:] >= ends[:-1]) + 1
+        return np.split(order, cuts)
+
+    def height_nbytes(self, offsets: Ints) -> int:
+        """The bytes that a placement needs: the highest end of a buffer."""
+        return int((offsets + self.size).max(initial=0))

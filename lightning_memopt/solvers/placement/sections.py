@@ -1,0 +1,53 @@
+"""The time axis cut into sections: moments of which each has a set of buffers that no other moment's set contains.
+
+Two buffers share a moment if and only if they share a section. So the search looks at sections only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_memopt.solvers.placement.buffers import Ints, Problem
+
+Indices = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class Sections:
+    """Buffers over sections. Arrays over buffers have shape (n,), those over sections shape (m,).
+
+    first, last: half-open range of sections of every buffer.
+    size: bytes of every buffer.
+    twin: the buffer before this one, in their order, that has the same sections and size; -1 if there is none.
+    load_nbytes: bytes that are alive in every section.
+    """
+
+    first: Indices
+    last: Indices
+    size: Ints
+    twin: Indices
+    load_nbytes: Ints
+
+    @classmethod
+    def of(cls, problem: Problem) -> Sections:
+        """The sections of a problem of at least one buffer."""
+        count = len(problem.times) - 1
+        comes, goes = np.zeros(count + 1, dtype=bool), np.zeros(count + 1, dtype=bool)
+        comes[problem.first], goes[problem.last] = True, True
+        kept, grew = [], False
+        for moment in range(count):
+            grew |= bool(comes[moment])
+            if goes[moment + 1] and grew:  # the set grew before, and shrinks now
+                kept.append(moment)
+                grew = False
+        first = np.searchsorted(kept, problem.first).astype(np.int32)
+        last = np.searchsorted(kept, problem.last).astype(np.int32)
+        twin = np.full(len(problem), -1, dtype=np.int32)
+        seen: dict[tuple[int, int, int], int] = {}
+        for index, key in enumerate(zip(first.tolist(), last.tolist(), problem.size.tolist(), strict=True)):
+            twin[index] = seen.get(key, -1)
+            seen[key] = index
+        return cls(first, last, problem.size.copy(), twin, problem.load_nbytes[kept])

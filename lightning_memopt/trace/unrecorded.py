@@ -1,0 +1,65 @@
+"""Put into the graph of a step what the recorder does not see: hooks of sharded modules, and code that Inductor generated.
+
+Each is an op without tensors. Only the allocator's counter knows what it takes, and what it leaves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from lightning_memopt.clocks import perf_counter
+from lightning_memopt.graph import COMPILED, Point
+from lightning_memopt.trace.tracer import Tracer, backward_runs
+
+
+@contextlib.contextmanager
+def unrecorded_op(tracer: Tracer, name: str, frees: bool = False) -> Iterator[None]:
+    """Around code that the recorder does not see. `frees`: what it frees does not count as there at its point."""
+    index, workspace_nbytes = len(tracer.ops), 0
+    if not frees:
+        at = len(tracer.points)
+        tracer.points.append(Point("op", index))
+    began = perf_counter()
+    if tracer.cuda is not None:
+        tracer.cuda.begin(index)
+    with contextlib.nullcontext() if tracer.marks is None else tracer.marks(index, frees):
+        yield
+    if tracer.cuda is not None:
+        tracer.cuda.end()
+        workspace_nbytes = tracer.cuda.beyond_left_nbytes
+    if frees:
+        if tracer.ledger is not None:
+            tracer.ledger.note(len(tracer.points) - 1)
+        at = len(tracer.points)
+        tracer.points.append(Point("op", index))
+    elif tracer.ledger is not None:
+        tracer.ledger.ran(at)
+    tracer.ops.append(
+        dict(
+            name=name,
+            phase=tracer.phase,
+            inputs=(),
+            outputs=(),
+            mutates=(),
+            seconds=perf_counter() - began,
+            workspace_nbytes=workspace_nbytes,
+            recomputable=False,
+            state_nbytes=0,
+            at=at,
+        )
+    )
+
+
+@contextlib.contextmanager
+def generated_code(tracer: Tracer) -> Iterator[None]:
+    """Around a run of code that Inductor generated, forward or backward."""
+    tracer.poll()
+    tracer.generated = True
+    if tracer.ledger is not None:
+        tracer.ledger.note(len(tracer.points) - 1)
+    if tracer.forward_over and backward_runs():
+        tracer.backward_ran = True
+        tracer.backward_begins()
+    with unrecorded_op(tracer, COMPILED):
+        yield

@@ -1,0 +1,1 @@
+"""Models that their user compiles (lightning_memopt/compiled)."""

@@ -1,0 +1,112 @@
+"""A model that its user compiles with Inductor, within budgets: kept, predicted, and with the bits of other splits."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from lightning_memopt import optimize
+from lightning_memopt.native import counter
+from lightning_memopt.session import compiled_regions
+from lightning_memopt.trace import count_all
+
+STEPS = 9
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + functional.dropout(functional.gelu(layer(x)), 0.1, self.training)
+        return x.square().mean()
+
+
+@pytest.fixture(autouse=True)
+def counted() -> None:
+    count_all(lambda _: None)
+    if counter() is None:
+        pytest.skip("bytes of compiled code are counted by the native counter, which needs a C++ compiler, as Inductor does")
+
+
+def train(budget: str | int, part: bool = False) -> dict[str, Any]:
+    """`part`: the first half of the layers runs eagerly."""
+    torch._dynamo.reset()
+    net = Net()
+    model: nn.Module = nn.Sequential(Net().layers[0], nn.GELU(), nn.Linear(48, 48), nn.GELU(), net) if part else net
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    if part:
+        net.compile()
+    call = model if part else torch.compile(model)
+    torch.manual_seed(1)
+    losses = []
+    with optimize(model, optimizer, budget=budget, profile_steps=1, solver_seconds=2, verbose=False) as run:
+        for _ in range(STEPS):
+            loss = call(torch.randn(512, 48))
+            loss.backward()
+            losses.append(loss.item())
+            del loss
+            optimizer.step()
+            optimizer.zero_grad()
+        status = run.status()
+        unmodified = max(m.peak_nbytes for m in run.session._compiled._now.measured)
+    assert status.plan is not None, status
+    return {
+        "losses": losses,
+        "state": [p.detach().clone() for p in model.parameters()],
+        "status": status,
+        "unmodified": unmodified,
+        "predicted": status.plan.predicted.peak_nbytes,
+        "measured": status.measured_peak_nbytes,
+    }
+
+
+def test_budgets_of_a_compiled_model_are_kept_and_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="MemOpt")
+        smallest = train("min")
+        with monkeypatch.context() as patched:  # keep-all: no op runs again, and all is saved
+            patched.setattr(compiled_regions, "_cheapest", lambda step, stages, target: [0] * len(stages))
+            keeps = train("min")
+        budget = (smallest["measured"] + keeps["measured"]) // 2
+        middle = train(budget)
+    for run in (smallest, middle):
+        assert run["losses"] == keeps["losses"]
+        assert all(torch.equal(a, b) for a, b in zip(run["state"], keeps["state"], strict=True))
+    for run in (smallest, middle, keeps):
+        assert abs(run["predicted"] - run["measured"]) <= 0.01 * run["measured"]
+    assert smallest["measured"] < middle["measured"] <= budget < keeps["measured"]
+    assert "1 of 1 compiled regions run ops again" in smallest["status"].compiled
+
+
+def test_a_model_that_is_compiled_in_part_keeps_one_budget() -> None:
+    within = train(1_500_000, part=True)
+    assert within["measured"] <= 1_500_000 < within["unmodified"]
+    assert abs(within["predicted"] - within["measured"]) <= 0.01 * within["measured"]
+    assert within["status"].plan.predicted.rebuilt_ops or "1 of 1" in within["status"].compiled
+
+
+def test_settings_of_the_compiler_are_as_before_and_regions_are_the_users_again() -> None:
+    config, cached = torch._inductor.config, torch._functorch.config.enable_autograd_cache
+    before = (config.custom_partitioner_fn, config.reorder_for_peak_memory)
+    net = Net()
+    compiled = torch.compile(net)
+    with optimize(net, torch.optim.SGD(net.parameters(), 0.0), budget="min", profile_steps=1, verbose=False) as run:
+        optimizer = run.session.optimizers[0]
+        for _ in range(5):
+            compiled(torch.ones(512, 48)).backward()
+            optimizer.step()
+        assert "1 of 1" in (run.status().compiled or "")
+    assert (config.custom_partitioner_fn, config.reorder_for_peak_memory) == before
+    assert torch._functorch.config.enable_autograd_cache == cached
+    count = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    compiled(torch.ones(512, 48)).backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == count + 1

@@ -1,0 +1,65 @@
+"""Which options regions get: a choice that is expected to fit is found wherever one of all choices does."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_memopt.compiled import Halves
+from lightning_memopt.session.compiled_regions import Option, _cheapest, _Measured, _modelled, _Step
+
+
+def stages(rng: random.Random) -> list[Any]:
+    """Regions with options whose bytes fall while their FLOPs rise."""
+    regions = []
+    for _ in range(rng.randint(1, 3)):
+        saved, flops, options = 1000, 0, []
+        for _ in range(rng.randint(1, 5)):
+            options.append(Option((), Halves(saved, saved + rng.randint(10, 60)), flops, flops))
+            saved, flops = saved - rng.randint(1, 200), flops + rng.randint(0, 50)
+        regions.append(SimpleNamespace(options=options))
+    return regions
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_a_choice_fits_where_any_does_and_costs_little_more_than_the_best(seed: int) -> None:
+    rng = random.Random(seed)
+    regions = stages(rng)
+    choices = list(itertools.product(*(range(len(r.options)) for r in regions)))
+
+    def modelled(choice: Any) -> int:
+        return _modelled([r.options[i].halves for r, i in zip(regions, choice, strict=True)])
+
+    def flops(choice: Any) -> int:
+        return sum(r.options[i].extra_flops for r, i in zip(regions, choice, strict=True))
+
+    target = rng.randint(min(map(modelled, choices)), max(map(modelled, choices)))
+    step = _Step(measured=[_Measured(0, 0, [])], tries=1)
+    chosen = _cheapest(step, regions, target)
+    fitting = [choice for choice in choices if modelled(choice) <= target]
+    smallest = tuple(len(r.options) - 1 for r in regions)
+    if smallest in fitting:  # the greatest saving of each region alone
+        assert modelled(chosen) <= target
+        pairs = [pair for r in regions for pair in itertools.pairwise([*r.options, r.options[-1]])]
+        dearest_step = max(b.extra_flops - a.extra_flops for a, b in pairs)
+        assert flops(chosen) <= min(map(flops, fitting)) + len(regions) * dearest_step
+    else:
+        assert tuple(chosen) == smallest or modelled(chosen) <= target
+
+
+def test_without_a_target_all_regions_get_their_smallest_option() -> None:
+    regions = stages(random.Random(0))
+    assert _cheapest(_Step(measured=[_Measured(0, 0, [])]), regions, None) == [len(r.options) - 1 for r in regions]
+
+
+def test_measured_steps_correct_the_model() -> None:
+    step = _Step(measured=[_Measured(1000, 5000, [None])])
+    assert step.expected(600) == pytest.approx(1.015 * 4600)  # the model, and a little more
+    step.tries = 1
+    step.measured.append(_Measured(600, 4800, [1]))  # twice as little came off as modelled
+    assert step.expected(400) == pytest.approx(4700)
+    assert step.expected(1000) == 5000
