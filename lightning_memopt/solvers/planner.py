@@ -23,6 +23,7 @@ from lightning_memopt.plan.model import Objective
 from lightning_memopt.solvers import chain as dp
 from lightning_memopt.solvers.recompute import bound, stage_chain
 from lightning_memopt.solvers.recompute.baselines import per_unit
+from lightning_memopt.solvers.recompute.between import mixed, moments_between
 from lightning_memopt.solvers.recompute.echo import echo
 from lightning_memopt.solvers.recompute.stages import COARSE, FINE, cut, given_tensors
 from lightning_memopt.solvers.recompute.windows import fenced
@@ -34,6 +35,11 @@ _LEVELS = 160
 
 _HORIZONS = (0.3, 0.1)
 """A single-level plan keeps rebuilt tensors for these shares of backward; another variant keeps them until its end."""
+
+_GAP = 0.02
+"""Neighbours on the frontier that are further apart, as a share of the bytes of the larger one, get plans between them."""
+_GAPS, _PARTS = 48, 4
+"""The most gaps that are filled, and in how many parts one is cut."""
 
 UNSEEN_NBYTES = 4096
 """Bytes left free in every budget, for scalars that no op makes (a loss read by Python, a counter)."""
@@ -269,6 +275,26 @@ def _pareto(pool: Iterable[Candidate], objective: Objective) -> list[Candidate]:
     return best
 
 
+def _between(graph: Graph, pool: list[Candidate], objective: Objective) -> Iterator[tuple[str, tuple[Life, ...]]]:
+    """Plans between neighbours of the frontier that are far apart, the widest gap first. What was made goes into the pool."""
+    filled: set[tuple[int, int]] = set()
+    for _ in range(_GAPS):
+        pairs = itertools.pairwise(_pareto(pool, objective))
+        gaps = [
+            (_needs(large) - _needs(small), small, large)
+            for small, large in pairs
+            if _needs(large) - _needs(small) > _GAP * _needs(large) and (id(small), id(large)) not in filled
+        ]
+        if not gaps:
+            return
+        _, small, large = max(gaps, key=lambda gap: gap[0])
+        filled.add((id(small), id(large)))
+        for moment in moments_between(graph, small.lives, large.lives, _PARTS):
+            for early, late in ((small, large), (large, small)):
+                with contextlib.suppress(LoweringError):
+                    yield "mixed", mixed(graph, early.lives, late.lives, moment)
+
+
 def solve(
     graph: Graph,
     *,
@@ -309,6 +335,7 @@ def solve(
         for moment in moments if priced is graph else bound.moments(priced):
             yield from _whole_graph(moment)
         yield from _chain(priced, unmodified, say)
+        yield from _between(graph, pool, objective)
 
     saves = any(s.unpacked_at and s.tensor in graph.producers for s in graph.saves)
     searched = fenced(graph)

@@ -9,9 +9,10 @@ import pytest
 from graphs import lstm_steps, random_steps, step, training_step
 
 from lightning_memopt.errors import InfeasibleError
-from lightning_memopt.graph import Graph
-from lightning_memopt.plan import lower, simulate, validate
+from lightning_memopt.graph import BEFORE, Graph
+from lightning_memopt.plan import LoweringError, lower, simulate, validate
 from lightning_memopt.solvers import planner
+from lightning_memopt.solvers.recompute.between import mixed, moments_between
 from lightning_memopt.solvers.rollout import Rollout
 
 
@@ -39,6 +40,7 @@ def test_the_smallest_budget_does_not_depend_on_measured_times() -> None:
 
 def test_fewest_flops() -> None:
     """The other objective: fewer FLOPs than the fastest plans take, and never below their lower bound of time."""
+    flops = {"fastest": 0, "cheapest": 0}
     for graph in map(random_graph, range(3)):
         rng = random.Random(5)
         graph = replace(graph, ops=tuple(replace(op, flops=rng.choice((0, 10**6, 10**8))) for op in graph.ops))
@@ -46,10 +48,47 @@ def test_fewest_flops() -> None:
         most = int(fastest.unmodified_peak_nbytes * 0.9)
         least = int(fastest.smallest_nbytes * 1.05)  # at the smallest budget there is no choice
         plans = [(fastest.plan(b), cheapest.plan(b)) for b in range(least, most, (most >> 4) + 1)]
-        assert sum(c.predicted.extra_flops for _, c in plans) < 0.9 * sum(f.predicted.extra_flops for f, _ in plans)
+        flops["fastest"] += sum(f.predicted.extra_flops for f, _ in plans)
+        flops["cheapest"] += sum(c.predicted.extra_flops for _, c in plans)
         for plan in (plan for pair in plans for plan in pair):
             assert plan.predicted_peak_nbytes <= plan.budget_nbytes
             assert plan.predicted.seconds >= plan.lower_bound_seconds
+    assert flops["cheapest"] < 0.8 * flops["fastest"]
+
+
+def test_plans_between_others_use_what_a_budget_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"with": 0.0, "without": 0.0}
+    for graph in map(random_graph, range(6)):
+        frontiers = {"with": planner.solve(graph)}
+        with monkeypatch.context() as patched:
+            patched.setattr(planner, "_GAPS", 0)
+            frontiers["without"] = planner.solve(graph)
+        least, most = frontiers["with"].smallest_nbytes, frontiers["with"].unmodified_peak_nbytes
+        for budget in range(least, most, (most - least) // 16 + 1):
+            plans = {name: frontier.plan(budget) for name, frontier in frontiers.items()}
+            assert plans["with"].predicted.seconds <= plans["without"].predicted.seconds
+            for name, plan in plans.items():
+                seconds[name] += plan.predicted.seconds
+    assert seconds["with"] < 0.97 * seconds["without"]
+
+
+def test_plans_between_two_plans_are_plans() -> None:
+    """Valid, priced between the two, and where all tensors live as in one of them, that one."""
+    made = 0
+    for graph in map(random_graph, range(4)):
+        candidates = planner.solve(graph).candidates
+        small, large = candidates[0].lives, candidates[-1].lives
+        assert simulate(graph, mixed(graph, small, large, BEFORE)).predicted == simulate(graph, large).predicted
+        assert simulate(graph, mixed(graph, small, large, len(graph.points))).predicted == simulate(graph, small).predicted
+        for moment in moments_between(graph, small, large, 5):
+            for early, late in ((small, large), (large, small)):
+                try:
+                    lives = mixed(graph, early, late, moment)
+                except LoweringError:  # the late half may start from what only its own early half holds
+                    continue
+                assert validate(graph, lives, lower(graph, lives)).ok
+                made += lives not in (small, large)
+    assert made > 8
 
 
 def test_a_budget_is_refused_with_one_that_works() -> None:
