@@ -240,6 +240,20 @@ def unique_nodes(module: Any) -> None:
     module.recompile()
 
 
+@cache
+def _symbolic_shapes() -> Any:
+    return importlib.import_module("torch.fx.experimental.symbolic_shapes")
+
+
+def hint_of(size: torch.SymInt) -> int | None:
+    """The value of a symbolic size for the batch that is compiled for, without a guard; None where it depends on values."""
+    if not size.node.has_hint():
+        return None
+    shapes = _symbolic_shapes()
+    hint = getattr(shapes, "optimization_hint", None) or shapes.size_hint  # torch < 2.13
+    return int(hint(size))
+
+
 ATTRIBUTES: tuple[tuple[Any, str], ...] = (
     (torch.UntypedStorage, "_cdata"),  # the address of a storage
     (torch.UntypedStorage, "_weak_ref"),  # a weak reference that keeps the address from being used again

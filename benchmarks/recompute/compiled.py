@@ -1,137 +1,107 @@
-"""A GPT-2 that its user compiles, within budgets: peaks beside their predictions, FLOPs that run again, and bits.
+"""Models that their user compiles, within budgets: peaks, FLOPs that run again, and bits, beside torch's own memory budget.
 
-    python -m benchmarks compiled            # writes results/compiled.json, a case at a time
-    python -m benchmarks compiled --cases 0.5
-    python -m benchmarks compiled --table    # what is recorded, as Markdown
+    python -m benchmarks compiled [MODEL ...]            # writes results/compiled.json, a case at a time
+    python -m benchmarks compiled gpt2 --cases 0.5 min
+    python -m benchmarks compiled --table                # what is recorded, as Markdown
 
-8 layers, width 256, batch 8, 256 tokens, dropout 0.1, AdamW, `torch.compile` with Inductor on the CPU, one thread. A case is a
-budget: this share of what torch's own split takes above the smallest plan. `keep all` saves everything and runs nothing again;
-`min` is the smallest plan; `torch` trains without us. Hashes are of all parameters and losses after the last step.
+`torch.compile` with Inductor on the CPU, AdamW, one thread, dropout on where the model has it. A case is a budget: this share
+of the bytes that the step of `torch 1.0` needs above those between steps. `torch 0.5`: trained without us, with
+`activation_memory_budget=0.5`. `keep all` saves everything and runs nothing again; `min` is the smallest plan. Hashes are of
+all parameters, buffers and losses after the last step.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import gc
 import json
-import statistics
 import sys
-import time
-from typing import Any
-from unittest import mock
 
 import torch
-from torch import nn
-from torch.nn import functional
 
-from benchmarks.lib.bench import held_nbytes
-from benchmarks.lib.digests import hashed
+from benchmarks.lib.compiled_steps import Row, as_torch, keep_all, planned
 from benchmarks.lib.paths import RESULTS
-from benchmarks.models.registry import MODELS
-from lightning_memopt import optimize
-from lightning_memopt.session import compiled_regions
-from lightning_memopt.trace import count_all, metered_cpu
+from lightning_memopt.trace import count_all
 
 FILE = RESULTS / "compiled.json"
-SHARES = ("0.75", "0.5", "0.25")
-CASES = ("torch", "keep all", *SHARES, "min")
-KEYS = ("budget_nbytes", "peak_nbytes", "predicted_nbytes")
-STEPS = 12
+COMPILED = ("gpt2", "llama", "bert", "vit", "resnet50", "t5")
+SHARES = ("0.8", "0.6", "0.4", "0.25", "0.15")
+TORCH = ("torch 1.0", "torch 0.75", "torch 0.5", "torch 0.25", "torch 0.1")
+CASES = (*TORCH, "keep all", *SHARES, "min")
 
 
-class Trained(nn.Module):
-    """Logits and loss in one graph: the loss function of transformers would break it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        logits = self.model(input_ids=words).logits
-        return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), words[:, 1:].flatten())
-
-
-def train(budget: str | int | None) -> dict[str, Any]:
-    """What a training comes to. `budget`: None trains without us."""
-    torch._dynamo.reset()
-    gc.collect()
-    torch.manual_seed(0)
-    model, batch, _ = MODELS["gpt2"]()
-    trained = Trained(model)
-    optimizer = torch.optim.AdamW(trained.parameters(), 1e-3)
-    call = torch.compile(trained)
-    generator = torch.Generator().manual_seed(1)
-    torch.manual_seed(2)
-    losses, seconds, peaks = [], [], []
-    with contextlib.ExitStack() as stack:
-        options: dict[str, Any] = {"profile_steps": 1, "solver_seconds": 10, "verbose": False}
-        run = None if budget is None else stack.enter_context(optimize(trained, optimizer, budget=budget, **options))
-        for _ in range(STEPS):
-            words = torch.randint(0, 1024, batch["input_ids"].shape, generator=generator)
-            held = held_nbytes()
-            with metered_cpu() if run is None else contextlib.nullcontext() as events:
-                began = time.perf_counter()
-                loss = call(words)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                seconds.append(time.perf_counter() - began)
-            peaks.append(held + events.peak_nbytes if events is not None else 0)
-            losses.append(loss.item())
-            del loss
-        status = None if run is None else run.status()
-    row: dict[str, Any] = {
-        "peak_nbytes": peaks[-1],
-        "hash": hashed([*trained.parameters(), torch.tensor(losses, dtype=torch.float64)]),
-        "step_seconds": statistics.median(seconds[-3:]),
-    }
-    if status is not None:
-        assert status.plan is not None
-        row |= {
-            "peak_nbytes": status.measured_peak_nbytes,
-            "budget_nbytes": status.plan.budget_nbytes,
-            "predicted_nbytes": status.plan.predicted.peak_nbytes,
-            "said": status.compiled,
-        }
-    return row
+def case(model: str, name: str, recorded: dict[str, Row]) -> Row:
+    """A case. A share needs the row "torch 1.0"."""
+    if name in TORCH:
+        return as_torch(model, float(name.removeprefix("torch ")))
+    if name == "keep all":
+        return keep_all(model)
+    if name == "min":
+        return planned(model, "min")
+    whole = recorded["torch 1.0"]
+    resident = whole["resident_nbytes"]
+    return planned(model, int(resident + float(name) * (whole["peak_nbytes"] - resident)))
 
 
-def case(name: str, results: dict[str, Any]) -> dict[str, Any]:
-    """A case. A share of the bytes above the smallest plan needs the rows "torch" and "min"."""
-    if name in SHARES:
-        least, most = results["min"]["peak_nbytes"], results["torch"]["peak_nbytes"]
-        return train(int(least + float(name) * (most - least)))
-    if name != "keep all":
-        return train({"torch": None}.get(name, name))
-    with mock.patch.object(compiled_regions, "_cheapest", lambda step, stages, target: [0] * len(stages)):
-        return train("min")
+def table(results: dict[str, dict[str, Row]]) -> str:
+    """A row for each case; bytes are above those between steps."""
+    lines = [
+        "| model | case | budget, MiB | peak, MiB | predicted | extra FLOPs | step time | bits of *keep all* |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for model, cases in results.items():
+        resident, seconds = cases["torch 1.0"]["resident_nbytes"], cases["torch 1.0"]["step_seconds"]
+        for name in (name for name in CASES if name in cases):
+            row = cases[name]
+            if "hash" not in row:
+                least = (row["smallest_nbytes"] - resident) / 2**20
+                lines.append(f"| {model} | {name} | no plan: {least:.2f} is the least | | | | | |")
+                continue
+            above = {key: f"{(row[key] - resident) / 2**20:.2f}" for key in ("budget_nbytes", "peak_nbytes") if key in row}
+            off = f"{100 * (row['predicted_nbytes'] / row['peak_nbytes'] - 1):+.2f} %" if "predicted_nbytes" in row else ""
+            same = "yes" if row["hash"] == cases.get("keep all", row)["hash"] else "no"
+            budget = above.get("budget_nbytes", "") if name in SHARES else ""
+            if name in SHARES and row["peak_nbytes"] > row["budget_nbytes"]:
+                budget += ", not kept"
+            flops, time = f"{100 * row['extra_flops']:+.1f} %", f"x {row['step_seconds'] / seconds:.2f}"
+            lines.append(f"| {model} | {name} | {budget} | {above['peak_nbytes']} | {off} | {flops} | {time} | {same} |")
+    return "\n".join(lines)
 
 
-def table(results: dict[str, Any]) -> str:
-    """A row for each case."""
-    lines = ["| case | budget | peak | predicted | bits of *keep all* | compiled code |", "|---|---|---|---|---|---|"]
-    for name in (name for name in CASES if name in results):
-        row = results[name]
-        same = "yes" if row["hash"] == results.get("keep all", row)["hash"] else "no"
-        nbytes = [f"{row[key] / 2**20:.2f} MiB" if key in row else "" for key in KEYS]
-        lines.append(f"| {name} | {' | '.join(nbytes)} | {same} | {row.get('said', 'as torch splits it')} |")
+def below(results: dict[str, dict[str, Row]]) -> str:
+    """For each point of torch's budget: the lowest peak of ours that runs no more FLOPs again."""
+    lines = ["| model | torch's budget | extra FLOPs | peak, MiB | ours | extra FLOPs |", "|---|---|---|---|---|---|"]
+    for model, cases in results.items():
+        ours = [cases[name] for name in ("keep all", *SHARES, "min") if "hash" in cases.get(name, {})]
+        for name in (name for name in TORCH if name in cases):
+            theirs, resident = cases[name], cases["torch 1.0"]["resident_nbytes"]
+            no_more = [row for row in ours if row["extra_flops"] <= theirs["extra_flops"] + 1e-4]
+            best = min(no_more, key=lambda row: row["peak_nbytes"], default=None)
+            pair = [f"{100 * theirs['extra_flops']:+.1f} %", f"{(theirs['peak_nbytes'] - resident) / 2**20:.2f}", "", ""]
+            if best is not None:
+                pair[2:] = f"{(best['peak_nbytes'] - resident) / 2**20:.2f}", f"{100 * best['extra_flops']:+.1f} %"
+            lines.append(f"| {model} | {name.removeprefix('torch ')} | {' | '.join(pair)} |")
     return "\n".join(lines)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"default: {', '.join(COMPILED)}")
     parser.add_argument("--cases", nargs="*", choices=CASES, default=CASES, help="default: all")
     parser.add_argument("--table", action="store_true", help="print what is recorded")
     args = parser.parse_args()
-    results = json.loads(FILE.read_text()) if FILE.exists() else {}
+    results: dict[str, dict[str, Row]] = json.loads(FILE.read_text()) if FILE.exists() else {}
     if not args.table:
         torch.set_num_threads(1)
         count_all(print)
-        for name in sorted(args.cases, key=lambda name: name in SHARES):
-            results[name] = case(name, results)
-            FILE.write_text(json.dumps(results, indent=1) + "\n")
+        for model in args.models or COMPILED:
+            for name in args.cases:
+                recorded = results.setdefault(model, {})
+                recorded[name] = case(model, name, recorded)
+                print(model, name, json.dumps(recorded[name]), flush=True)
+                FILE.write_text(json.dumps(results, indent=1) + "\n")
     print(table(results))
+    print()
+    print(below(results))
     return 0
 
 

@@ -6,9 +6,9 @@ import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
 from torch import fx
-from torch.utils import _pytree as pytree
+
+from lightning_memopt.compiled.sizes import nbytes_of, tensors_of
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,7 @@ def halves_of(forward: fx.GraphModule, backward: fx.GraphModule) -> Halves:
 
 def _storages(node: fx.Node) -> list[tuple[int, int]]:
     """(identity, bytes) of the memory that a node shows."""
-    values = [v for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
-    return [(v.untyped_storage()._cdata, int(v.untyped_storage().nbytes())) for v in values]
+    return [(t.untyped_storage()._cdata, nbytes_of(t)) for t in tensors_of(node.meta.get("val"))]
 
 
 def _levels(module: fx.GraphModule, counted: Iterable[str]) -> list[int]:

@@ -10,14 +10,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-from lightning_memopt.errors import UnsupportedError
+from lightning_memopt.compiled.sizes import UnreadableError, nbytes_of, symbols_of, tensors_of, with_numbers
 from lightning_memopt.graph import BEFORE, Graph, Op, Point, Save, Tensor
 from lightning_memopt.record import rule_of
 from lightning_memopt.record.rules import may_run_again
@@ -27,10 +26,6 @@ _FLOPS_PER_SECOND, _BYTES_PER_SECOND = 8e9, 1e9
 """An assumed machine. Only the ratio matters: plans of a region are compared by FLOPs first."""
 _SEEDED = ("inductor_lookup_seed", "inductor_random", "inductor_randint")
 """Inductor's random ops: they give the same bits for the same seed, and seeds are kept."""
-
-
-class UnreadableError(UnsupportedError):
-    """The region cannot be planned; the text says why."""
 
 
 @dataclass
@@ -62,7 +57,7 @@ class _Reading:
         id = len(self.nbytes)
         self.tensor_of[value.untyped_storage()._cdata] = id
         self.alive.append(value)
-        self.nbytes.append(int(value.untyped_storage().nbytes()))
+        self.nbytes.append(nbytes_of(value))
         self.makers.append(node)
         return id
 
@@ -79,6 +74,7 @@ class Joint:
     made: op -> ids of the tensors that it makes.
     unpacks: backward op -> (point, tensor) of each forward result that it reads.
     backward: the nodes behind the last one of the forward.
+    dynamic: whether the code serves batches of other sizes, too. The graph has those of the batch it was compiled for.
     """
 
     def __init__(self, module: fx.GraphModule) -> None:
@@ -87,6 +83,7 @@ class Joint:
         _refuse(nodes)
         first = _begin_of_backward(nodes)
         self.backward = frozenset(nodes[first:])
+        self.dynamic = any(symbols_of(node.meta.get("val")) for node in nodes)
         reading = _Reading()
         for node in nodes:
             _read(reading, node)
@@ -163,20 +160,12 @@ def _refuse(nodes: Iterable[fx.Node]) -> None:
     if inductor_config().triton.cudagraphs:
         raise UnreadableError("it runs as a CUDA graph (mode='reduce-overhead')")
     for node in nodes:
-        value = node.meta.get("val")
-        if any(isinstance(v, torch.SymInt | torch.SymFloat | torch.SymBool) for v in _sizes(value)):
-            raise UnreadableError("its sizes change (dynamic shapes)")
         if node.op in ("call_module", "call_method") or isinstance(node.target, HigherOrderOperator):
             raise UnreadableError(f"it calls {node.target}, an operator with a graph of its own")
         if node.meta.get("recompute") is not None:
             raise UnreadableError("it has checkpointing of its own")
         if str(node.target).startswith(("_c10d_functional", "c10d_functional")):
             raise UnreadableError("it has collectives")
-
-
-def _sizes(value: Any) -> list[Any]:
-    leaves = pytree.tree_leaves(value)
-    return leaves + [size for v in leaves if isinstance(v, torch.Tensor) for size in (*v.shape, *v.stride())]
 
 
 def _begin_of_backward(nodes: Sequence[fx.Node]) -> int:
@@ -198,8 +187,8 @@ def _read(reading: _Reading, node: fx.Node) -> None:
             known = reading.tensor(value)
             reading.of_node[node] = reading.new(node, value) if known is None else known
         return
-    if node.op != "call_function":
-        return
+    if node.op != "call_function" or isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return  # sizes are computed in no time, and are not memory
     inputs = {reading.of_node[n] for n in node.all_input_nodes if n in reading.of_node}
     if node.target is operator.getitem:
         source = node.args[0]
@@ -214,7 +203,7 @@ def _read(reading: _Reading, node: fx.Node) -> None:
                 raise UnreadableError(f"results of {source} share their memory")
             reading.of_node[node] = tensor
         return
-    values = [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
+    values = tensors_of(value)
     shown = [reading.tensor(v) for v in values]
     if values and not _mutates(node) and all(t in inputs for t in shown):
         reading.views.add(node)
@@ -262,8 +251,9 @@ def _flops(node: fx.Node) -> int:
     formula = flop_registry.get(getattr(node.target, "_overloadpacket", None))
     if formula is None:
         return 0
-    args, kwargs = pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], (node.args, dict(node.kwargs)))
-    return int(formula(*args, **kwargs, out_val=node.meta["val"]))
+    arguments = pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], (node.args, dict(node.kwargs), node))
+    args, kwargs, made = with_numbers(arguments)
+    return int(formula(*args, **kwargs, out_val=made))
 
 
 def _device(nodes: Iterable[fx.Node]) -> str:

@@ -22,8 +22,9 @@ from typing import Any
 from torch import fx
 
 from lightning_memopt.compiled.halves import Halves, halves_of
-from lightning_memopt.compiled.joint import Joint, UnreadableError
+from lightning_memopt.compiled.joint import Joint
 from lightning_memopt.compiled.rewriting import rewrite
+from lightning_memopt.compiled.sizes import Signature, UnreadableError
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life
 from lightning_memopt.torch_private import (
@@ -48,12 +49,12 @@ def compiles() -> bool:
     return INDUCTOR in sys.modules
 
 
-def key_of(graph: Graph) -> str:
-    """Identifies a region: forward and backward, and all sizes."""
-    digest = hashlib.sha256(graph.device.encode())
-    for op in graph.ops:
-        sizes = [graph.tensors[t].nbytes for t in op.outputs]
-        digest.update(f"{op.phase} {op.name}{op.inputs}->{op.outputs}:{sizes}".encode())
+def key_of(joint: Joint) -> str:
+    """Identifies a region: forward and backward, and all sizes. It is the same when the region is compiled again."""
+    digest = hashlib.sha256(joint.graph.device.encode())
+    signature = Signature()
+    for op, node in zip(joint.graph.ops, joint.ops, strict=True):
+        digest.update(f"{op.phase} {op.name}{op.inputs}->{op.outputs}:{signature.of(node)}".encode())
     return digest.hexdigest()[:32]
 
 
@@ -101,17 +102,20 @@ def _set(stack: contextlib.ExitStack, config: Any, name: str, value: Any) -> Non
 class Region:
     """A compiled region: a graph, however many pieces of code have it.
 
-    graph: its joint graph as data.
+    graph: its joint graph as data, with the sizes of the batch that it was compiled for first.
+    dynamic: whether its code serves batches of other sizes, too.
     lives: its plan; None where it runs as torch splits it.
     unplanned: bytes without a plan, as torch splits it; None where it was never split so.
     codes: the code that was compiled to it.
+    forgotten: whether its code is compiled anew when it runs next, maybe to another region.
     """
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, dynamic: bool) -> None:
+        self.graph, self.dynamic = graph, dynamic
         self.lives: tuple[Life, ...] | None = None
         self.unplanned: Halves | None = None
         self.codes: set[CodeType] = set()
+        self.forgotten = False
 
 
 class Regions:
@@ -155,10 +159,13 @@ class Regions:
 
     def forget(self, regions: Iterable[Region]) -> None:
         """The code of these regions is compiled again when it runs next."""
-        for region in regions:
-            for code in region.codes:
-                compile_again(code)
-            region.codes.clear()
+        codes = {code for region in regions for code in region.codes}
+        for code in codes:
+            compile_again(code)
+        for region in self.by_key.values():  # code that serves several sizes may have become several regions
+            if region.codes & codes:
+                region.codes -= codes
+                region.forgotten = not region.codes
 
     def _answer(self, default: Splitter, module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Split:
         self.splits += 1
@@ -169,6 +176,7 @@ class Regions:
         except Exception as error:  # whatever a joint graph has: the user's code is compiled as without us
             self.opaque[str(error) if isinstance(error, UnreadableError) else f"{type(error).__name__}: {error}"] = None
             return default(module, inputs, **options)
+        region.forgotten = False
         self._split.append(region)
         self.seen.append(region)
         if region.lives is None:
@@ -180,7 +188,7 @@ class Regions:
 
     def _region_of(self, joint: Joint) -> Region:
         """The region with this graph; its plan, if it has one, is written into the graph."""
-        region = self.by_key.setdefault(key_of(joint.graph), Region(joint.graph))
+        region = self.by_key.setdefault(key_of(joint), Region(joint.graph, joint.dynamic))
         if region.lives is not None:
             rewrite(joint, region.lives)
         return region

@@ -31,7 +31,7 @@ from lightning_memopt.record.tensors import (
 from lightning_memopt.record.uncompiled import uncompiled
 from lightning_memopt.torch_private import HigherOrderOperator, OpOverload, storage_id
 
-_DETACH = torch.ops.aten.detach.default
+_DETACH, _UNSAFE_VIEW = torch.ops.aten.detach.default, torch.ops.aten._unsafe_view.default
 _EMPTY_STRIDED = torch.ops.aten.empty_strided.default
 
 
@@ -47,13 +47,11 @@ class Recorder(Outside):
         self.owner = owner
         self.holdings = owner.holdings
         self.observer = observer
-        self.writes: Callable[[torch.Tensor], None] | None = None
-        """Called with a tensor whose memory an op is about to write, during and after the forward."""
+        self.writes: Callable[[torch.Tensor], None] | None = None  # called before an op writes memory, also later
         self.meets: Callable[[StorageVersion, torch.Tensor], None] | None = None  # called before an op reads a version
         self.capturing = True
         self.elsewhere = False
-        self.fixed: frozenset[int] = frozenset()
-        """Numbers of ops that never run again: the bytes that they read are overwritten before a rebuild may need them."""
+        self.fixed: frozenset[int] = frozenset()  # ops that never run again: what they read is overwritten before a rebuild
         self.hidden: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         """Context around allocations that the step alone, without rebuilds, would not make."""
         self.op = 0
@@ -175,6 +173,8 @@ class Recorder(Outside):
             return run(*args, **kwargs)
         if func is _DETACH:
             return self._detach(*args)
+        if func is _UNSAFE_VIEW and storage_id(args[0]) not in self.of_storage:
+            return run(*args)  # AOT autograd so returns what generated code made: no op of the user, who may drop it unread
         op = self._number()
         reads: list[StorageVersion] = []
         plain = [True]

@@ -5,6 +5,9 @@ observed as it was compiled. Where it is above the budget, regions get cheaper o
 fits: what all regions save, and the most that one of them takes beyond it while it runs. These regions are compiled again, and
 the step is observed again. So a plan is put in force for a step that was measured with the code that will run.
 
+With dynamic shapes the same code serves batches of many shapes. Then a shape may only lower what the code takes, because others
+count on it. When code is compiled again, all other shapes are observed again.
+
 The compiler fuses ops and reuses memory, so the model of a region is off by some per cent. Each measured step corrects it.
 Eager code around the regions is planned afterwards, as always. It takes a share of the bytes that are too many, in proportion
 to what it could save.
@@ -67,11 +70,13 @@ class _Stage:
     """A region with its options.
 
     chosen: index of the option that it is compiled with; None: as torch splits it.
+    wanted: for each signature whose step it is part of, the option that this step needs.
     """
 
     region: Region
     seconds: float
     chosen: int | None = None
+    wanted: dict[object, int] = field(default_factory=dict)
 
     @cached_property
     def options(self) -> list[Option]:
@@ -88,6 +93,10 @@ class _Stage:
             )
             for c in reversed(frontier.candidates)
         ]
+
+    def wanted_by_others(self, signature: object) -> int:
+        """The option with most bytes that keeps the budget of other signatures, which run the same code."""
+        return max((i for other, i in self.wanted.items() if other != signature), default=0)
 
     @property
     def halves(self) -> Halves:
@@ -114,11 +123,15 @@ class _Measured(NamedTuple):
     modelled_nbytes: what its regions are modelled to take.
     peak_nbytes: its peak.
     chosen: for each region, as `_Stage.chosen`.
+    least_nbytes: its peak with the smallest plan of the eager code around the regions.
+    fits: whether it is within the limit, or can be by a plan of the eager code. (Before the first try the regions help.)
     """
 
     modelled_nbytes: int
     peak_nbytes: int
     chosen: list[int | None]
+    least_nbytes: int
+    fits: bool
 
 
 @dataclass(eq=False)
@@ -126,6 +139,7 @@ class _Step:
     """The regions of one input signature's step.
 
     stages: id of a region -> the region with its options.
+    signature: that of the step.
     measured: the observed step of each way in which it was compiled.
     tries: how often it was compiled again.
     splits: how many graphs had been split when its last observed step was over.
@@ -133,6 +147,7 @@ class _Step:
     """
 
     stages: dict[int, _Stage] = field(default_factory=dict)
+    signature: object = None
     measured: list[_Measured] = field(default_factory=list)
     tries: int = 0
     splits: int = 0
@@ -157,7 +172,10 @@ class _Step:
 
 
 class CompiledRegions:
-    """The compiled regions of a session's model."""
+    """The compiled regions of a session's model.
+
+    changed: whether regions were given other options after the last observed step.
+    """
 
     def __init__(self, model: nn.Module, config: MemOptConfig, enabled: bool, agreement: Agreement) -> None:
         self._enabled, self._agreement = enabled and config.recompute, agreement
@@ -165,9 +183,10 @@ class CompiledRegions:
         self._begun = False
         self._seconds = config.solver_seconds
         self._regions = Regions()
+        self._stages: dict[int, _Stage] = {}
         self._steps: dict[object, _Step] = {}
         self._now = _Step()
-        self._signature: object = None
+        self.changed = False
 
     @property
     def enabled(self) -> bool:
@@ -201,12 +220,11 @@ class CompiledRegions:
 
     def runs(self, signature: object) -> None:
         """A forward of this signature begins."""
-        self._signature = signature
-        self._now = self._steps.get(signature) or _Step(splits=self._regions.splits)
+        self._now = self._steps.get(signature) or _Step(signature=signature, splits=self._regions.splits)
 
     def _keep(self) -> None:
         """Remember the step of this signature, of which something is known. A run with many shapes has many signatures."""
-        self._steps[self._signature] = self._now
+        self._steps[self._now.signature] = self._now
         if len(self._steps) > _REMEMBERED:
             del self._steps[next(iter(self._steps))]
 
@@ -215,12 +233,23 @@ class CompiledRegions:
         while self._regions.seen:
             region = self._regions.seen.pop(0)
             self._keep()
-            self._now.stages.setdefault(id(region), _Stage(region, self._seconds))
+            self._add(region)
+
+    def _add(self, region: Region) -> None:
+        """The region is a stage of the current step."""
+        self._now.stages[id(region)] = self._stages.setdefault(id(region), _Stage(region, self._seconds))
+
+    def _stages_of_step(self) -> list[_Stage]:
+        """The stages of the current step, as they are compiled now."""
+        for region in self._regions.by_key.values():
+            if region.dynamic and region.codes and id(region) not in self._now.stages:
+                self._add(region)  # compiled when a batch of another shape ran
+        return [stage for stage in self._now.stages.values() if not stage.region.forgotten]
 
     @property
     def said(self) -> str | None:
         """What became of the regions, for the report; None where none could be planned."""
-        stages = {id(s.region): s for step in self._steps.values() for s in step.stages.values()}.values()
+        stages = [stage for stage in self._stages.values() if not stage.region.forgotten]
         if not stages:
             return None
         planned = [s.options[s.chosen] for s in stages if s.chosen is not None]
@@ -239,7 +268,7 @@ class CompiledRegions:
 
     def savable_nbytes(self) -> int:
         """Bytes by which another way to compile the regions could lower the peak, as modelled."""
-        stages = list(self._now.stages.values())
+        stages = self._stages_of_step()
         if not stages or self._now.tries >= _TRIES:
             return 0
         least = _modelled([s.options[-1].halves for s in stages])
@@ -249,7 +278,8 @@ class CompiledRegions:
         """After an observed step: whether it is to be observed again, because regions were given other options, or because
         code was compiled in it, which takes memory of its own.
         """
-        step, stages = self._now, list(self._now.stages.values())
+        step, stages = self._now, self._stages_of_step()
+        self.changed = False
         compiled_now, step.splits = step.splits != self._regions.splits, self._regions.splits
         if compiled_now and step.discarded < _DISCARDED:
             step.discarded += 1
@@ -257,12 +287,24 @@ class CompiledRegions:
             return True
         if not (stages and self.enabled):
             return False
+        self._keep()
         now: list[int | None] = [s.chosen for s in stages]
         modelled, peak = _modelled([s.halves for s in stages]), unmodified_peak(graph)
-        step.measured.append(_Measured(modelled, peak, now))
-        chosen = self._better(step, stages, graph, limit_nbytes)
-        if chosen is None or chosen == now:
+        if step.measured and len(step.measured[-1].chosen) != len(now):
+            step.measured.clear()  # it has other regions now
+        over = limit_nbytes is not None and peak > limit_nbytes
+        least = planner.smallest_nbytes(graph) if over else peak
+        fits = not over or (step.tries > 0 and least <= (limit_nbytes or 0))
+        step.measured.append(_Measured(modelled, peak, now, least, fits))
+        chosen = self._better(step, stages, limit_nbytes)
+        if chosen is None:
             return False
+        for stage, i in zip(stages, chosen, strict=True):
+            if i is not None and stage.region.dynamic:
+                stage.wanted[step.signature] = i
+        if chosen == now:
+            return False
+        self.changed = True
         changed = [s.region for s, i in zip(stages, chosen, strict=True) if s.chosen != i]
         for stage, i in zip(stages, chosen, strict=True):
             stage.chosen, stage.region.lives = i, None if i is None else stage.options[i].lives
@@ -276,38 +318,39 @@ class CompiledRegions:
         )
         return True
 
-    def _better(self, step: _Step, stages: list[_Stage], graph: Graph, limit_nbytes: int | None) -> Sequence[int | None] | None:
+    def _better(self, step: _Step, stages: list[_Stage], limit_nbytes: int | None) -> Sequence[int | None] | None:
         """A better choice of options than the one that was measured last; None where that one is to stay."""
         if limit_nbytes is None:
             return _cheapest(step, stages, None) if step.tries < _TRIES else None
-        peak = step.measured[-1].peak_nbytes
-        least = peak if peak <= limit_nbytes else planner.smallest_nbytes(graph)  # with the eager code planned
-        fits = peak <= limit_nbytes or (step.tries and least <= limit_nbytes)
-        if fits and (step.tries >= _TRIES or not self._wasteful(stages, peak, limit_nbytes)):
+        last, kept = step.measured[-1], [m for m in step.measured if m.fits]
+        if kept and not last.fits:  # with more bytes it was too much
+            return _not_above(step, stages, max(kept, key=lambda m: m.peak_nbytes).chosen)
+        overshot = kept and not all(m.fits for m in step.measured[step.measured.index(kept[0]) :])
+        if step.tries >= _TRIES or overshot or (kept and not self._wasteful(stages, last.peak_nbytes, limit_nbytes)):
             return None
-        if step.tries >= _TRIES:  # nothing is tried any more: back to the largest that was measured within the limit
-            kept = [m for m in step.measured if m.peak_nbytes <= limit_nbytes]
-            return max(kept, key=lambda m: m.peak_nbytes).chosen if kept else None
-        target = limit_nbytes + self._eager_share(least, peak, limit_nbytes)
-        chosen = _cheapest(step, stages, target)
-        known = any(m.chosen == chosen and m.peak_nbytes > target for m in step.measured)
-        return None if known and fits else chosen
+        return _cheapest(step, stages, limit_nbytes + self._eager_share(last, limit_nbytes))
 
     def _wasteful(self, stages: list[_Stage], peak: int, limit_nbytes: int) -> bool:
         """Whether the regions run ops again although much of the budget is unused."""
         runs_again = any(s.chosen is not None and s.options[s.chosen].extra_flops for s in stages)
         return runs_again and limit_nbytes - peak > _UNUSED * limit_nbytes
 
-    def _eager_share(self, least: int, peak: int, limit_nbytes: int) -> int:
-        """How many bytes too many are left to eager code around the regions, whose smallest plan peaks at `least`."""
-        eager = max(0, peak - least)
-        regions = self.savable_nbytes()
-        return int(max(0, peak - limit_nbytes) * eager / (eager + regions)) if eager else 0
+    def _eager_share(self, measured: _Measured, limit_nbytes: int) -> int:
+        """How many bytes too many are left to eager code around the regions."""
+        eager = max(0, measured.peak_nbytes - measured.least_nbytes)
+        too_many = max(0, measured.peak_nbytes - limit_nbytes)
+        return int(too_many * eager / (eager + self.savable_nbytes())) if eager else 0
 
     def close(self) -> None:
         """The run is over: the regions are as their user compiles them, when they run next."""
         if not in_compiled_code():
             self._regions.forget(region for region in self._regions.by_key.values() if region.lives is not None)
+
+
+def _not_above(step: _Step, stages: list[_Stage], chosen: Sequence[int | None]) -> list[int | None]:
+    """These options, or those with fewer bytes that other signatures need."""
+    needed = [s.wanted_by_others(step.signature) for s in stages]
+    return [i if i is None and not n else max(i or 0, n) for i, n in zip(chosen, needed, strict=True)]
 
 
 def _cheapest(step: _Step, stages: list[_Stage], target: int | None) -> list[int]:
@@ -317,7 +360,7 @@ def _cheapest(step: _Step, stages: list[_Stage], target: int | None) -> list[int
     """
     if target is None:
         return [len(s.options) - 1 for s in stages]
-    indices = [0] * len(stages)
+    indices = [s.wanted_by_others(step.signature) for s in stages]
 
     def modelled(indices: list[int]) -> int:
         return _modelled([s.options[i].halves for s, i in zip(stages, indices, strict=True)])

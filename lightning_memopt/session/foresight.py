@@ -259,10 +259,11 @@ def refuse_infeasible(
     if unmodified_peak(graph) <= budget_nbytes - headroom:
         return
     say("MemOpt: the step does not fit as it is; looking for a plan before anything is updated")
-    needed = _smallest_nbytes(graph, offloading) + headroom - savable()
+    unsaved = headroom - savable()
+    needed = _smallest_nbytes(graph, offloading) + unsaved
     if needed <= budget_nbytes:
         return
-    enough = max(needed, _smallest_nbytes(at_worst(graph), offloading) + headroom) + later_nbytes + planner.UNSEEN_NBYTES
+    enough = max(needed, _smallest_nbytes(at_worst(graph), offloading) + unsaved) + later_nbytes + planner.UNSEEN_NBYTES
     unknown = "" if known else " What the update takes is not known before one has run, and comes on top."
     raise InfeasibleError(
         f"No plan of this model fits {budget_nbytes} bytes ({format_nbytes(budget_nbytes)}): the smallest one needs "

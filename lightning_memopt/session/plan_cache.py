@@ -79,6 +79,13 @@ class PlanCache(dict[Signature, State]):
             elif isinstance(state, Running) and state.lender is old:
                 del self[signature]
 
+    def afresh(self, state: Observing, changed: bool) -> State:
+        """This state, observed again from its first step. `changed`: so has the code that the steps of all states run."""
+        for signature, other in list(self.items()):
+            if changed and other is not state:
+                del self[signature]
+        return state.afresh()
+
     def observed(self, state: Observing, graph: Graph, say: Say, solve: Solve) -> State:
         """As `state.observed`; counts the seconds of a solve."""
         signature, began = self._of(state), times.current.now()

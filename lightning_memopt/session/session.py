@@ -159,7 +159,7 @@ class Session:
 
     def _look_ahead(self, observation: Observation | None) -> None:
         state, early, savable = self._current, self._early, self._compiled.savable_nbytes
-        others = self._attachment.others() if self._attachment is not None else []
+        others = [] if self._attachment is None else self._attachment.others()
         try:
             learns = early is not None and isinstance(state, Observing | Waiting)
             names, refusal = early.shown(observation) if early is not None and learns else (None, None)
@@ -378,9 +378,10 @@ class Session:
             state.early_observed(graph)
             return
         graph = self.foresight.complete(graph, self.device, early=self._early is not None)
-        again = self._compiled.compiled_again(graph, self._limit_nbytes, self.say)
+        cache, regions = self._plan_cache, self._compiled
+        again = regions.compiled_again(graph, self._limit_nbytes, self.say)
         solve = partial(self._agreement.solved, limit_nbytes=self._limit_nbytes, offloading=self._offloading, say=self.say)
-        self._become(state, state.afresh() if again else self._plan_cache.observed(state, graph, self.say, solve))
+        self._become(state, cache.afresh(state, regions.changed) if again else cache.observed(state, graph, self.say, solve))
 
     def _become(self, old: State, new: State) -> None:
         if new is not old:

@@ -116,3 +116,65 @@ def test_settings_of_the_compiler_are_as_before_and_regions_are_the_users_again(
     count = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     compiled(torch.ones(512, 48)).backward()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == count + 1
+
+
+class Lengths(nn.Module):
+    """Sequences of any length; it gives results that nobody reads beside the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(48, 192), nn.GELU(), nn.Linear(192, 48)) for _ in range(2))
+        self.head = nn.Linear(48, 480)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`x` [batch, length, 48]."""
+        for layer in self.layers:
+            x = x + functional.dropout(layer(x), 0.1, self.training)
+        logits = self.head(x)
+        return logits.square().mean(), logits
+
+
+def train_lengths(budget: str | int, lengths: list[int]) -> tuple[list[float], list[torch.Tensor], Any, list[int]]:
+    """Losses, weights, the status, and the peaks of all steps."""
+    torch._dynamo.reset()
+    gc.collect()
+    net = Lengths()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    call = torch.compile(net, dynamic=True)
+    torch.manual_seed(1)
+    losses, peaks = [], []
+    native = counter()
+    assert native is not None
+    window = native.window()
+    assert window is not None
+    with optimize(net, optimizer, budget=budget, profile_steps=1, solver_seconds=2, verbose=False) as run:
+        for length in lengths:
+            x = torch.randn(16, length, 48)
+            window.reset()
+            loss = call(x)[0]
+            loss.backward()
+            losses.append(loss.item())
+            del loss
+            optimizer.step()
+            optimizer.zero_grad()
+            peaks.append(window.peak_nbytes)
+        status = run.status()
+    window.close()
+    return losses, [p.detach().clone() for p in net.parameters()], status, peaks
+
+
+def test_lengths_that_change_keep_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`dynamic=True`: one region serves all lengths. Once all are planned, no step is above the budget."""
+    lengths = [40, 96, 72, 96, 96, 40, 96, 72, 96, 96, 40, 72, 96, 96, 72, 40, 96, 96, 72, 40, 96, 72, 96, 40]
+    with monkeypatch.context() as patched:
+        patched.setattr(compiled_regions, "_cheapest", lambda step, stages, target: [0] * len(stages))
+        losses, state, _, plain = train_lengths("min", lengths)
+    budget = int(0.75 * max(plain))
+    within = train_lengths(budget, lengths)
+    assert within[0] == losses
+    assert all(torch.equal(a, b) for a, b in zip(within[1], state, strict=True))
+    status, last = within[2], within[3][-8:]
+    assert "1 of 1 compiled regions run ops again" in status.compiled
+    assert max(last) <= budget
+    assert abs(status.plan.predicted.peak_nbytes - status.measured_peak_nbytes) <= 0.01 * status.measured_peak_nbytes

@@ -14,8 +14,10 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch.nn import functional
 
-from lightning_memopt.compiled.joint import Joint, UnreadableError
+from lightning_memopt.compiled.joint import Joint
+from lightning_memopt.compiled.partitioner import key_of
 from lightning_memopt.compiled.rewriting import rewrite
+from lightning_memopt.compiled.sizes import UnreadableError
 from lightning_memopt.graph import graph_from_json, graph_to_json, resident_nbytes, unmodified_levels
 from lightning_memopt.plan import lower, validate
 from lightning_memopt.solvers import planner
@@ -131,7 +133,34 @@ def test_a_plan_in_a_joint_graph_gives_the_same_bits_within_its_peak(name: str, 
         assert abs(measured - seen["predicted"]) <= 0.002 * measured, (measured, seen)
 
 
-def test_a_region_whose_sizes_change_is_refused_by_name() -> None:
+def test_a_plan_of_a_region_whose_sizes_change_serves_all_sizes() -> None:
+    """Planned for the sizes of its first batch. No guard is added: one compilation serves both sizes."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model, _ = blocks()
+    batches = [torch.randn(8, 40, 32), torch.randn(12, 60, 32), torch.randn(3, 5, 32)]
+    plain = [step(model, model, batch) for batch in batches]
+    seen: list[tuple[int, int]] = []
+
+    def plan(module: Any) -> None:
+        joint = Joint(module)
+        assert joint.dynamic
+        frontier = planner.solve(joint.graph, objective="flops", limit_seconds=5)
+        best = frontier.candidates[0]
+        assert not validate(joint.graph, best.lives, lower(joint.graph, best.lives)).problems
+        seen.append((rewrite(joint, best.lives), best.predicted.peak_nbytes - resident_nbytes(joint.graph)))
+
+    compiled = torch.compile(model, backend=splitting(plan), fullgraph=True, dynamic=True)
+    measured = [peak_nbytes(model, compiled, batch) for batch in batches]
+    for batch, expected in zip(batches, plain, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(expected, step(model, compiled, batch), strict=True))
+    ((ops, predicted),) = seen
+    assert ops > 0
+    assert abs(measured[0] - predicted) <= 0.01 * measured[0], (measured, predicted)
+    assert 2 * measured[0] < measured[1]
+
+
+def test_a_region_whose_sizes_depend_on_values_is_refused_by_name() -> None:
     torch._dynamo.reset()
     reasons: list[str] = []
 
@@ -141,6 +170,24 @@ def test_a_region_whose_sizes_change_is_refused_by_name() -> None:
         except UnreadableError as error:
             reasons.append(str(error))
 
-    model, x = blocks()
-    torch.compile(model, backend=splitting(read), dynamic=True)(x).sum().backward()
-    assert reasons == ["its sizes change (dynamic shapes)"]
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return x[x > 0].square()
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        torch.compile(call, backend=splitting(read), fullgraph=True)(torch.randn(64, requires_grad=True)).sum().backward()
+    assert reasons == ["its sizes depend on values (nonzero, masks as indices)"]
+
+
+def test_a_region_is_recognised_when_its_symbols_have_other_names() -> None:
+    keys: list[str] = []
+
+    def read(module: Any) -> None:
+        keys.append(key_of(Joint(module)))
+
+    for batch, length in ((8, 40), (6, 20)):
+        torch._dynamo.reset()
+        model, _ = blocks()
+        torch.compile(model, backend=splitting(read), dynamic=True)(torch.randn(batch, length, 32)).sum().backward()
+    torch._dynamo.reset()
+    torch.compile(model, backend=splitting(read))(torch.randn(6, 20, 32)).sum().backward()
+    assert keys[0] == keys[1] != keys[2]

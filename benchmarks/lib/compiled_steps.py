@@ -1,0 +1,157 @@
+"""Trainings of a model that its user compiles with Inductor: as torch splits forward and backward, and with plans."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx, nn
+from torch.utils.flop_counter import flop_registry
+
+from benchmarks.lib.bench import held_nbytes
+from benchmarks.lib.digests import hashed
+from benchmarks.models.registry import MODELS
+from lightning_memopt import InfeasibleError, optimize
+from lightning_memopt.session import compiled_regions
+from lightning_memopt.trace import metered_cpu
+
+STEPS = 14
+"""A region is compiled up to six times, and a step in which code is compiled is not planned from."""
+TIMED = 3
+"""So many last steps are timed."""
+
+Row = dict[str, Any]
+
+
+def _flops(module: fx.GraphModule) -> int:
+    total = 0
+    for node in module.graph.nodes:
+        formula = flop_registry.get(getattr(node.target, "_overloadpacket", None))
+        if formula is not None:
+            args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+            total += int(formula(*args, **kwargs, out_val=node.meta["val"]))
+    return total
+
+
+@contextlib.contextmanager
+def torch_splits(memory_budget: float) -> Iterator[dict[str, int]]:
+    """Regions are split as torch does with this `activation_memory_budget`. FLOPs of a step: in all, and those of the joint
+    graphs, in which nothing runs again.
+    """
+    import torch._functorch.config
+    import torch._inductor.config
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    flops = {"all": 0, "joint": 0}
+
+    class Counting(CustomPartitionerFn):
+        def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
+            flops["joint"] += _flops(gm)
+            halves = min_cut_rematerialization_partition(gm, joint_inputs, **options)
+            flops["all"] += sum(map(_flops, halves))
+            return halves
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            return self
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return str, (self.uuid(),)
+
+        def uuid(self) -> str:
+            return "torch's own split, counted"
+
+    functorch = torch._functorch.config.patch(activation_memory_budget=memory_budget, enable_autograd_cache=False)
+    with functorch, torch._inductor.config.patch(custom_partitioner_fn=Counting()):
+        yield flops
+
+
+class Training:
+    """A model of the registry with AdamW, compiled whole."""
+
+    def __init__(self, name: str) -> None:
+        torch._dynamo.reset()
+        gc.collect()
+        torch.manual_seed(0)
+        self.model, self.batch, _ = MODELS[name]()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-3)
+        self.call: Any = torch.compile(self.model)
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+        torch.manual_seed(2)
+
+    def step(self) -> None:
+        began = time.perf_counter()
+        loss = self.call(**self.batch).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.seconds.append(time.perf_counter() - began)
+        self.losses.append(loss.item())
+
+    def row(self) -> Row:
+        tensors: list[torch.Tensor] = [*self.model.parameters(), *self.model.buffers()]
+        state = [*tensors, torch.tensor(self.losses, dtype=torch.float64)]
+        return {"hash": hashed(state), "step_seconds": statistics.median(self.seconds[-TIMED:])}
+
+
+def as_torch(name: str, memory_budget: float = 1.0) -> Row:
+    """Trained without us. `resident_nbytes`: what is there between steps."""
+    with torch_splits(memory_budget) as flops:
+        training = Training(name)
+        for _ in range(STEPS):
+            held = held_nbytes()
+            with metered_cpu() as events:
+                training.step()
+    extra = flops["all"] / flops["joint"] - 1
+    return training.row() | {"peak_nbytes": held + events.peak_nbytes, "resident_nbytes": held, "extra_flops": extra}
+
+
+def planned(name: str, budget: str | int) -> Row:
+    """Trained within a budget; a row with `smallest_nbytes` alone where no plan fits."""
+    training = Training(name)
+    try:
+        with optimize(
+            training.model, training.optimizer, budget=budget, profile_steps=1, solver_seconds=10, verbose=False
+        ) as run:
+            for _ in range(STEPS):
+                training.step()
+            status, stages = run.status(), list(run.session._compiled._now.stages.values())
+    except InfeasibleError as error:
+        return {"smallest_nbytes": error.smallest_nbytes}
+    assert status.plan is not None
+    joint = sum(op.flops for stage in stages for op in stage.region.graph.ops)
+    again = sum(stage.options[stage.chosen].extra_flops for stage in stages if stage.chosen is not None)
+    return training.row() | {
+        "peak_nbytes": status.measured_peak_nbytes,
+        "budget_nbytes": status.plan.budget_nbytes,
+        "predicted_nbytes": status.plan.predicted.peak_nbytes,
+        "extra_flops": (again + status.plan.predicted.extra_flops) / max(1, joint),
+        "regions": len(stages),
+        "said": status.compiled,
+    }
+
+
+def keep_all(name: str) -> Row:
+    """Everything is saved, nothing runs again."""
+    keeping: Callable[..., list[int]] = lambda step, stages, target: [0] * len(stages)  # noqa: E731
+    with mock.patch.object(compiled_regions, "_cheapest", keeping):
+        return planned(name, "min")
+
+
+def gradients(name: str, call: Callable[[nn.Module], Any]) -> list[torch.Tensor]:
+    """Gradients of the first step, without dropout. `call`: model -> what is called in its place."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, batch, _ = MODELS[name]()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    call(model)(**batch).loss.backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
