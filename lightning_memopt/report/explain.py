@@ -10,6 +10,7 @@ from collections import Counter
 from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.plan import Plan, lower
 from lightning_memopt.report.text import Table, render
+from lightning_memopt.solvers.ordering import savings
 from lightning_memopt.units import format_nbytes
 
 
@@ -83,3 +84,15 @@ def explain(plan: Plan, graph: Graph) -> str:
             fate += f" (kept: {_operator(op.name)} is not run again)"
         table.add_row(str(tensor), _operator(op.name), op.scope or "-", format_nbytes(t.nbytes), fate)
     return render(table, 140)
+
+
+def another_order(graph: Graph) -> str:
+    """One line: what another order of the ops of the unmodified step could save at most, and what early updates are of it."""
+    worth = savings(graph)
+    if worth is None or not worth.most_nbytes:
+        return "No other order of ops needs less memory."
+    most, early = worth.most_nbytes, worth.given_nbytes - worth.early_nbytes
+    line = f"Another order of ops could save at most {most / worth.given_nbytes:.1%} ({format_nbytes(most)})"
+    if 2 * early >= most:
+        return f"{line}, {format_nbytes(early)} of it by updates in backward (`optimizer_in_backward`)."
+    return f"{line}; eager code runs in its own order."
