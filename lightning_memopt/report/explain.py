@@ -87,12 +87,19 @@ def explain(plan: Plan, graph: Graph) -> str:
 
 
 def another_order(graph: Graph) -> str:
-    """One line: what another order of the ops of the unmodified step could save at most, and what early updates are of it."""
+    """One line: what another order of the ops of the unmodified step could save at most, and what updates in backward save."""
     worth = savings(graph)
-    if worth is None or not worth.most_nbytes:
-        return "No other order of ops needs less memory."
-    most, early = worth.most_nbytes, worth.given_nbytes - worth.early_nbytes
-    line = f"Another order of ops could save at most {most / worth.given_nbytes:.1%} ({format_nbytes(most)})"
-    if 2 * early >= most:
+    if worth is None:
+        return "There is no op whose order could be another one."
+    given, most = worth.given_nbytes, worth.most_nbytes
+    early, apart = given - worth.early_nbytes, given - worth.apart_nbytes
+
+    def share(nbytes: int) -> str:
+        return f"{nbytes / given:.1%} ({format_nbytes(nbytes)})"
+
+    line = f"Another order of ops could save at most {share(most)}" if most else "No other order of ops needs less memory"
+    if most and 2 * early >= most:
         return f"{line}, {format_nbytes(early)} of it by updates in backward (`optimizer_in_backward`)."
-    return f"{line}; eager code runs in its own order."
+    if apart > most:  # one op updates all parameters
+        return f"{line}; updates of single parameters in backward (`optimizer_in_backward`) at most {share(apart)}."
+    return f"{line}; eager code runs in its own order." if most else f"{line}."

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_memopt.graph import Graph
+from lightning_memopt.solvers.ordering.problem import BEFORE, Problem
 from lightning_memopt.solvers.ordering.solve import order
 from lightning_memopt.solvers.ordering.steps import step_of
 
@@ -17,12 +18,15 @@ class Savings:
     early_nbytes: in that order, with updates as early as possible.
     best_nbytes: in the best order that was reached.
     bound_nbytes: no order needs fewer.
+    apart_nbytes: in the given order, if each gradient were freed once it is complete. Early updates of single parameters come
+        near it, also where the step updates all parameters in one op, which needs all gradients in every order.
     """
 
     given_nbytes: int
     early_nbytes: int
     best_nbytes: int
     bound_nbytes: int
+    apart_nbytes: int
 
     @property
     def most_nbytes(self) -> int:
@@ -37,5 +41,22 @@ def savings(graph: Graph, seconds: float = 1.0) -> Savings | None:
     """
     if not graph.ops:
         return None
-    result = order(step_of(graph).problem, seconds)
-    return Savings(result.given_nbytes, result.early_nbytes, result.peak_nbytes, result.bound_nbytes)
+    problem = step_of(graph).problem
+    result = order(problem, seconds)
+    apart = _without_updates(problem).peak_nbytes(range(len(problem)))
+    return Savings(result.given_nbytes, result.early_nbytes, result.peak_nbytes, result.bound_nbytes, apart)
+
+
+def _without_updates(problem: Problem) -> Problem:
+    """The problem in which updates need no gradients and make nothing; they run all the same."""
+    updates = problem.updates
+    made_before = [maker not in updates for maker in problem.makers]
+    return replace(
+        problem,
+        users=tuple(
+            tuple(u for u in users if u not in updates) if maker != BEFORE and before else users
+            for maker, users, before in zip(problem.makers, problem.users, made_before, strict=True)
+        ),
+        nbytes=tuple(n if before else 0 for n, before in zip(problem.nbytes, made_before, strict=True)),
+        workspace=tuple(0 if op in updates else n for op, n in enumerate(problem.workspace)),
+    )

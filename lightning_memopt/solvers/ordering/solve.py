@@ -28,6 +28,8 @@ _WIDTH = 40
 _WORKERS = 2
 _MOST_RUNS = 1_000_000
 """Of one exact search: a few seconds."""
+_CONTROL_SECONDS = 5.0
+"""Control edges are tried where so many seconds are left: with thousands of updates they take one or two."""
 _MOST_FAILURES = 6
 _EXCERPT_SECONDS = 4.0
 
@@ -125,7 +127,7 @@ class _Solving:
 
     def controlled(self) -> None:
         """List scheduling once more, with control edges, where updates cannot run late."""
-        if self.problem.updates and not self.done():
+        if self.problem.updates and not self.done() and self.until - clocks.monotonic() > _CONTROL_SECONDS:
             self._listed(with_control_edges(self.problem), range(len(self.problem)), ", control edges")
 
     def _listed(self, problem: Problem, start: Sequence[int], words: str) -> None:
