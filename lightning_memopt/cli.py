@@ -106,11 +106,12 @@ def _plan(args: argparse.Namespace) -> int:
 def _explain(args: argparse.Namespace) -> int:
     from lightning_memopt.plan import read_plan
     from lightning_memopt.report import breakdown
-    from lightning_memopt.report.explain import explain
+    from lightning_memopt.report.explain import another_order, explain
 
     plan, graph = read_plan(args.plan)
     print(explain(plan, graph))
     print(breakdown.line(breakdown.at_peak(graph, plan.lives)))
+    print(another_order(graph))
     return 0
 
 

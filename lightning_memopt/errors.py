@@ -53,6 +53,10 @@ class PlacementError(MemOptError, ValueError):
     """Buffers that are to be placed, their file, or the request to place them are not valid."""
 
 
+class OrderingError(MemOptError, ValueError):
+    """Ops that are to be put in order, or the request to order them, are not valid."""
+
+
 class ConfigError(MemOptError, ValueError):
     """An option has a value that is not accepted, or that contradicts another option."""
 

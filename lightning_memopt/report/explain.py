@@ -10,6 +10,7 @@ from collections import Counter
 from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.plan import Plan, lower
 from lightning_memopt.report.text import Table, render
+from lightning_memopt.solvers.ordering import savings
 from lightning_memopt.units import format_nbytes
 
 
@@ -83,3 +84,22 @@ def explain(plan: Plan, graph: Graph) -> str:
             fate += f" (kept: {_operator(op.name)} is not run again)"
         table.add_row(str(tensor), _operator(op.name), op.scope or "-", format_nbytes(t.nbytes), fate)
     return render(table, 140)
+
+
+def another_order(graph: Graph) -> str:
+    """One line: what another order of the ops of the unmodified step could save at most, and what updates in backward save."""
+    worth = savings(graph)
+    if worth is None:
+        return "There is no op whose order could be another one."
+    given, most = worth.given_nbytes, worth.most_nbytes
+    early, apart = given - worth.early_nbytes, given - worth.apart_nbytes
+
+    def share(nbytes: int) -> str:
+        return f"{nbytes / given:.1%} ({format_nbytes(nbytes)})"
+
+    line = f"Another order of ops could save at most {share(most)}" if most else "No other order of ops needs less memory"
+    if most and 2 * early >= most:
+        return f"{line}, {format_nbytes(early)} of it by updates in backward (`optimizer_in_backward`)."
+    if apart > most:  # one op updates all parameters
+        return f"{line}; updates of single parameters in backward (`optimizer_in_backward`) at most {share(apart)}."
+    return f"{line}; eager code runs in its own order." if most else f"{line}."

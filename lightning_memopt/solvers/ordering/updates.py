@@ -1,0 +1,97 @@
+"""Updates as early as possible (OLLA, section 4.3): an update frees its gradient, and nothing is gained by waiting.
+
+`early` moves each update right behind the last op that it must wait for. `control_edges` are
+OLLA's Functions 3 and 4: for each update an *anchor* that runs soon after, found near the update's inputs; an edge of no bytes
+from the update to the anchor narrows the span in which the update may run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lightning_memopt.solvers.ordering.problem import Problem
+
+
+def early(problem: Problem, sequence: Sequence[int]) -> list[int]:
+    """The sequence with every update right behind the last op that it must wait for."""
+    place = {op: position for position, op in enumerate(sequence)}
+    at: dict[int, tuple[int, int]] = {}
+    for op in sequence:  # an update may wait for another one, which has moved
+        if op in problem.updates:
+            at[op] = max((at[o] for o in problem.before[op]), default=(-1, 0))[0], place[op]
+        else:
+            at[op] = place[op], -1
+    return sorted(sequence, key=at.__getitem__)
+
+
+def control_edges(problem: Problem) -> list[tuple[int, int]]:
+    """(update, anchor) for each update that has an anchor: Functions 3 and 4 of the paper."""
+    n = len(problem)
+    forward, backward = [0] * n, [0] * n
+    for op in range(n):
+        forward[op] = max((forward[o] + 1 for o in problem.before[op]), default=0)
+    for op in range(n - 1, -1, -1):
+        backward[op] = max((backward[o] + 1 for o in problem.after[op]), default=0)
+    return [(op, anchor) for op in sorted(problem.updates) if (anchor := _anchor(problem, op, forward, backward)) is not None]
+
+
+def _anchor(problem: Problem, update: int, forward: list[int], backward: list[int]) -> int | None:
+    """Function 3, for one update: the search begins at the ops right before it, and widens until there is a candidate."""
+    seen: dict[int, tuple[int | None, int]] = {}
+    starts, visited = {update}, {update}
+    while starts:
+        starts = {other for op in starts for other in problem.before[op]} - visited
+        visited |= starts
+        best: tuple[int, int] | None = None
+        for op in sorted(starts):
+            anchor, level = _candidate(problem, op, forward, backward, forward[update], seen)
+            if anchor is not None and anchor != update and (best is None or level > best[0]):
+                best = level, anchor
+        if best is not None:
+            return best[1]
+    return None
+
+
+def _candidate(
+    problem: Problem,
+    start: int,
+    forward: list[int],
+    backward: list[int],
+    least_level: int,
+    seen: dict[int, tuple[int | None, int]],
+) -> tuple[int | None, int]:
+    """Function 4: below `start`, the op above the level of the update from which the way to the end is longest.
+
+    Updates are no anchors: they may run at any time. The paper's recursion, as a stack.
+    """
+    stack = [start]
+    while stack:
+        op = stack[-1]
+        if op in seen:
+            stack.pop()
+            continue
+        low = [o for o in problem.after[op] if forward[o] <= least_level and o not in problem.updates]
+        waiting = [o for o in low if o not in seen]
+        if waiting:
+            stack += waiting
+            continue
+        candidates = [seen[o] for o in low]
+        candidates += [
+            (o, backward[o]) for o in problem.after[op] if forward[o] > least_level and o not in problem.updates
+        ]
+        seen[op] = max(candidates, key=lambda c: c[1], default=(None, -1))
+        stack.pop()
+    return seen[start]
+
+
+def with_control_edges(problem: Problem) -> Problem:
+    """The problem with its control edges, in which updates cannot run late. Its sequences are valid for the problem, too.
+
+    Ops are numbered as before, so an edge to an op with a smaller number, which the given order does not allow, is left out.
+    """
+    before = [set(ops) for ops in problem.before]
+    for update, anchor in control_edges(problem):
+        if update < anchor:
+            before[anchor].add(update)
+    return replace(problem, before=tuple(tuple(sorted(ops)) for ops in before))
