@@ -378,9 +378,9 @@ class Session:
             state.early_observed(graph)
             return
         graph = self.foresight.complete(graph, self.device, early=self._early is not None)
-        cache, regions = self._plan_cache, self._compiled
-        again = regions.compiled_again(graph, self._limit_nbytes, self.say)
-        solve = partial(self._agreement.solved, limit_nbytes=self._limit_nbytes, offloading=self._offloading, say=self.say)
+        cache, regions, limit = self._plan_cache, self._compiled, self._limit_nbytes
+        again = regions.compiled_again(graph, limit, self.say)
+        solve = partial(self._agreement.solved, limit_nbytes=limit, offloading=self._offloading, say=self.say)
         self._become(state, cache.afresh(state, regions.changed) if again else cache.observed(state, graph, self.say, solve))
 
     def _become(self, old: State, new: State) -> None:
@@ -391,8 +391,7 @@ class Session:
             self._current = new if self._current is old else self._current
 
     def _same_device(self) -> None:
-        device = device_of(self.model)
-        if device != self.device:
+        if (device := device_of(self.model)) != self.device:
             self.device = device
             self.budget_nbytes = budget_on(device, self.config)
             self._neighbours = Neighbours(device, self.budget_nbytes)
