@@ -21,6 +21,7 @@
 namespace {
 
 constexpr std::align_val_t kPage{4096};
+constexpr size_t kLongest = 1 << 20;  // of a log: a loop may go on for long without another step
 constexpr int64_t kTail = 16;    // so many unexpected requests at the end of a step are taken for the next step's batch
 constexpr int64_t kExtra = 8;    // so many unexpected requests may be extra ones
 constexpr int64_t kAway = 256;   // an unexpected request is compared with planned ones that are no further from the expected one
@@ -212,7 +213,7 @@ void give_back(void* context) {
 
 void requested(void* context, size_t nbytes) {
   const Locked locked;
-  if (!logging || my_window != window || context == nullptr || nbytes == 0) return;
+  if (!logging || my_window != window || context == nullptr || nbytes == 0 || requests.size() >= kLongest) return;
   logged[context] = requests.size();
   requests.push_back({static_cast<int64_t>(nbytes), -1});
 }

@@ -34,8 +34,10 @@ class Pooling:
         self._windows: PoolWindows | None = None
         self._reason: str | None = None
 
-    def forward_begins(self, state: State, budget_nbytes: int | None, first: bool) -> None:
-        """A forward of training begins, in this state of its signature. `first`: it is the first one of its step."""
+    def forward_begins(self, state: State, limit_nbytes: int | None, first: bool) -> None:
+        """A forward of training begins, in this state of its signature. `limit_nbytes`: the budget without the headroom; None
+        for "min". `first`: it is the first forward of its step.
+        """
         if self._config.pool is None or not first:
             return
         if self._windows is None and self._reason is None:
@@ -44,7 +46,7 @@ class Pooling:
             return
         checked = self._config.verify and isinstance(state, Running) and state.verifies  # it requests more than later steps
         if isinstance(state, Running) and not checked:
-            self._windows.begins(state, state.plan.budget_nbytes if budget_nbytes is None else budget_nbytes)
+            self._windows.begins(state, state.plan.budget_nbytes if limit_nbytes is None else limit_nbytes)
         else:
             self._windows.rests()
 

@@ -309,7 +309,7 @@ class Session:
             else:
                 self._observed_step.abandon()
         self._current = state
-        self.pool.forward_begins(state, self.budget_nbytes, first=not self._step.began)
+        self.pool.forward_begins(state, self._limit_nbytes, first=not self._step.began)
         self._step.began = True
         if isinstance(state, Observing | Waiting):
             backward = self._observed_step.has_backward

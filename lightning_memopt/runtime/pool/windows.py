@@ -95,15 +95,18 @@ class PoolWindows:
     solve: the addresses for a logged step within so many bytes, or the reason why there are none.
     """
 
+    _ended: PoolStatus | None = PoolStatus()
+    """The status when the run was closed. A class attribute, because `__del__` also runs after an interrupted constructor."""
+
     def __init__(self, native: Pool, solve: Solve, say: Callable[[str], None]) -> None:
         self._native, self._solve, self._say = native, solve, say
         self._signatures: weakref.WeakKeyDictionary[object, _Signature] = weakref.WeakKeyDictionary()
         self._current: _Signature | None = None  # the one whose plan is in force
         self._log: _Log | None = None
-        self._ended: PoolStatus | None = None  # the status when the run was closed
         self._beside = native.outside_window()
         self._steps = self._deviating = self._reserved_nbytes = self._budget_nbytes = 0
         self._last = self._total = Counts()
+        self._ended = None
 
     def begins(self, key: object, budget_nbytes: int) -> None:
         """A step of a signature begins in this thread. `key`: an object that lives as long as the signature does.
@@ -146,6 +149,9 @@ class PoolWindows:
         self._signatures.clear()
         if self._beside is not None:
             self._beside.close()
+
+    def __del__(self) -> None:
+        self.close()  # a log or a window that nobody ends would go on
 
     def status(self) -> PoolStatus:
         """The pool so far; the step that is running does not count."""

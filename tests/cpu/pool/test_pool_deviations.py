@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memopt.integrations.plain import Run
-from lightning_memopt.native import counter, install
+from lightning_memopt.native import counter, install, pool
 from lightning_memopt.report.table import pool_text
-from lightning_memopt.runtime.pool import PoolStatus
+from lightning_memopt.runtime.pool import PoolStatus, PoolWindows
 from tests.cpu.lib.pooled import ROWS, WIDTH, F, arenas_nbytes, batch, both, classifier, plain_step, training
 
 pytestmark = pytest.mark.skipif(install() is None, reason="no C++ compiler")
@@ -309,6 +309,20 @@ def test_a_second_run_trains_without_it() -> None:
         for i in range(8):
             plain_step(model, optimizer, i)
         assert status_of(third).addresses is not None, "the pool of a run that ended is there for the next one"
+
+
+def test_a_session_that_nobody_closed_leaves_no_window() -> None:
+    native = pool()
+    assert native is not None
+    windows = PoolWindows(native, lambda step, limit: "", print)
+    signature = nn.Module()  # any object that lives as long
+    windows.begins(signature, 1)
+    torch.empty(100)
+    assert native.logged == 1
+    del windows
+    gc.collect()
+    torch.empty(100)
+    assert native.logged == 1
 
 
 def test_an_arena_above_the_budget_is_refused() -> None:
