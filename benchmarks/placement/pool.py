@@ -2,6 +2,7 @@
 
     python -m benchmarks pool [NAME...] [--rounds N]     # writes benchmarks/results/pool.json
     python -m benchmarks pool --long                     # 500 steps: does memory grow?
+    python -m benchmarks pool --process [NAME...]        # the resident memory of the process, with and without (Linux)
     python -m benchmarks pool --table                    # what is recorded, as Markdown
 
 Two copies of a model train within the same budget, with the same plan and the same seeds: one in the planned pool, one with the
@@ -11,10 +12,12 @@ ordinary allocator. After every step their losses, and at the end their weights 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -36,6 +39,7 @@ SHARE = 0.5
 """The budget: so far from the smallest plan to the unmodified step."""
 STEPS = 4
 """Steps of a round that are timed. One more, before them, makes the arena and is not."""
+KINDS = ("pool", "ordinary", "trimmed")
 MIB = 2**20
 FILE = RESULTS / "pool.json"
 
@@ -193,6 +197,39 @@ def long(name: str = "inception", steps: int = 500) -> dict[str, Any]:
     return {"model": name, "seen": seen, "fallen": status.total.fallen, "steps": status.steps}
 
 
+def resident(name: str, kind: str) -> float:
+    """MiB by which the resident memory of this process rises in four steps above what it was before the model was built."""
+    count_all(print)
+    before = _of_process("VmRSS")
+    with tempfile.TemporaryDirectory() as folder:
+        training = Training(name, "100%", planned(name, folder)[0], kind == "pool")
+    gc.collect()
+    for _ in range(6):
+        training.step()
+    if kind == "trimmed":
+        ctypes.CDLL(None).malloc_trim(0)  # as the pool does when it makes its arena
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    for _ in range(4):
+        training.step()
+    assert kind != "pool" or training.pool().last.served, training.pool().reason
+    return _of_process("VmHWM") - before
+
+
+def _of_process(figure: str) -> float:
+    """A figure of this process, in MiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(figure))
+
+
+def processes(name: str) -> dict[str, Any]:
+    """A row: `resident` in a process with the pool, in one without, and in one without that gives back what it does not use."""
+    row: dict[str, Any] = {"model": name}
+    for kind in KINDS:
+        child = [sys.executable, "-m", "benchmarks.placement.pool", "--child", kind, name]
+        row[kind] = round(float(subprocess.run(child, check=True, capture_output=True, text=True).stdout.split()[-1]), 1)
+    return row
+
+
 def table(results: dict[str, Any]) -> str:
     """The rows as Markdown."""
     head = ("model", "requests", "with an address", "arena, MiB", "max-live", "fragmentation, %", "outside, MiB")
@@ -205,6 +242,9 @@ def table(results: dict[str, Any]) -> str:
             "equal" if row["equal_bits"] else "DIFFER", f"x{row['time_ratio']:.3f}", f"x{row['cpu_ratio']:.3f}",
         ]  # fmt: skip
         lines.append(f"| {' | '.join(map(str, cells))} |")
+    lines += ["", "| model | in the pool, MiB | without | without, trimmed |", "|---|---|---|---|"]
+    for row in results.get("processes", {}).values():
+        lines.append(f"| {row['model']} | {' | '.join(str(row[kind]) for kind in KINDS)} |")
     return "\n".join(lines)
 
 
@@ -213,11 +253,20 @@ def main() -> int:
     parser.add_argument("models", nargs="*", help="default: ten of them")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--long", action="store_true", help="500 steps of one model")
+    parser.add_argument("--process", action="store_true", help="resident memory of processes with and without the pool")
+    parser.add_argument("--child", choices=KINDS, help=argparse.SUPPRESS)
     parser.add_argument("--table", action="store_true", help="print what is recorded")
     args = parser.parse_args()
     results = json.loads(FILE.read_text()) if FILE.exists() else {"models": {}}
     torch.set_num_threads(1)
-    if args.long:
+    if args.child:
+        print(resident(args.models[0], args.child))
+        return 0
+    if args.process:
+        for name in args.models or ("whisper", "bert", "resnet50", "nmt"):
+            results.setdefault("processes", {})[name] = row = processes(name)
+            print(row, flush=True)
+    elif args.long:
         results["long"] = long()
         print(results["long"])
     elif not args.table:

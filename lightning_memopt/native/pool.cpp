@@ -9,6 +9,10 @@
 // memory may be freed while the process ends.
 #include "pool.h"
 
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
+
 #include <atomic>
 #include <cstdint>
 #include <map>
@@ -300,6 +304,9 @@ int64_t memopt_pool_begin(int64_t number, int64_t nbytes) {
   for (Arena* old : arenas)  // buffers that outlived a step keep it; it need not be made a second time
     if (arena == nullptr && old->nbytes >= nbytes) arena = old;
   if (arena == nullptr) {
+#ifdef __GLIBC__
+    malloc_trim(0);  // the ordinary allocator keeps what steps without the arena needed
+#endif
     auto* const base = static_cast<char*>(::operator new(nbytes, kPage, std::nothrow));
     if (base == nullptr) return 0;
     arena = new Arena{base, nbytes, {}};
