@@ -3,6 +3,7 @@
     python -m benchmarks pool [NAME...] [--rounds N]     # writes benchmarks/results/pool.json
     python -m benchmarks pool --long                     # 500 steps: does memory grow?
     python -m benchmarks pool --process [NAME...]        # the resident memory of the process, with and without (Linux)
+    python -m benchmarks pool --crossing [NAME...]       # gradients live through the next forward, as in Lightning
     python -m benchmarks pool --table                    # what is recorded, as Markdown
 
 Two copies of a model train within the same budget, with the same plan and the same seeds: one in the planned pool, one with the
@@ -45,9 +46,12 @@ FILE = RESULTS / "pool.json"
 
 
 class Training:
-    """A model that trains on one batch. `plan`: a file; None: the step is observed and planned."""
+    """A model that trains on one batch. `plan`: a file; None: the step is observed and planned. `crossing`: gradients are freed
+    between the next forward and its backward, not after the update.
+    """
 
-    def __init__(self, name: str, budget: int | str, plan: str | None, in_pool: bool) -> None:
+    def __init__(self, name: str, budget: int | str, plan: str | None, in_pool: bool, crossing: bool = False) -> None:
+        self.crossing = crossing
         torch.manual_seed(0)
         self.model, self.batch, _ = MODELS[name]()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
@@ -61,9 +65,12 @@ class Training:
         torch.manual_seed(self.steps)
         self.steps += 1
         loss: torch.Tensor = self.model(**self.batch).loss
+        if self.crossing:
+            self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
-        self.optimizer.zero_grad()
+        if not self.crossing:
+            self.optimizer.zero_grad()
         return loss.detach().clone()
 
     def timed(self, steps: int) -> tuple[float, float]:
@@ -92,9 +99,9 @@ class Training:
         self._opened.__exit__(None, None, None)
 
 
-def planned(name: str, folder: str) -> tuple[str, int, int]:
+def planned(name: str, folder: str, crossing: bool = False) -> tuple[str, int, int]:
     """A plan file for the budget; the budget and the unmodified peak in bytes."""
-    training = Training(name, "100%", None, in_pool=False)
+    training = Training(name, "100%", None, False, crossing)
     while training.run.plan is None:
         training.step()
     frontier, plan = training.run.status().frontier, training.run.plan
@@ -103,7 +110,7 @@ def planned(name: str, folder: str) -> tuple[str, int, int]:
     training.close()
     budget = int(least + SHARE * (most - least))
     held = counter().live_nbytes  # type: ignore[union-attr]
-    training = Training(name, budget, None, in_pool=False)
+    training = Training(name, budget, None, False, crossing)
     while training.run.plan is None:
         training.step()
     path = os.path.join(folder, f"{name}.json")
@@ -181,6 +188,31 @@ def _outside(training: Training) -> int:
     return max(rises)
 
 
+def crossing(name: str) -> dict[str, Any]:
+    """A row: the arena where gradients live through the next forward, and all memory of the process beside the budget."""
+    count_all(print)
+    with tempfile.TemporaryDirectory() as folder:
+        path, budget, _ = planned(name, folder, crossing=True)
+        gc.collect()
+        training = Training(name, budget, path, True, crossing=True)
+    for _ in range(10):
+        training.step()
+    status = training.pool()
+    training.close()
+    if status.addresses is None:
+        raise SystemExit(f"{name}: no planned pool: {status.reason}")
+    return {
+        "model": name,
+        "with_address": status.addresses.planned,
+        "arena_MiB": round(status.addresses.arena_nbytes / MIB, 3),
+        "fragmentation_percent": round(100 * status.addresses.fragmentation, 4),
+        "fallen": status.total.fallen,
+        "steps": status.steps,
+        "reserved_MiB": round(status.reserved_nbytes / MIB, 2),
+        "budget_MiB": round(budget / MIB, 2),
+    }
+
+
 def long(name: str = "inception", steps: int = 500) -> dict[str, Any]:
     """Live bytes, bytes in arenas and resident pages of the process, early and late."""
     count_all(print)
@@ -253,6 +285,7 @@ def main() -> int:
     parser.add_argument("models", nargs="*", help="default: ten of them")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--long", action="store_true", help="500 steps of one model")
+    parser.add_argument("--crossing", action="store_true", help="gradients live through the next forward")
     parser.add_argument("--process", action="store_true", help="resident memory of processes with and without the pool")
     parser.add_argument("--child", choices=KINDS, help=argparse.SUPPRESS)
     parser.add_argument("--table", action="store_true", help="print what is recorded")
@@ -262,7 +295,11 @@ def main() -> int:
     if args.child:
         print(resident(args.models[0], args.child))
         return 0
-    if args.process:
+    if args.crossing:
+        for name in args.models or ("bert", "resnet50"):
+            results.setdefault("crossing", {})[name] = row = crossing(name)
+            print(row, flush=True)
+    elif args.process:
         for name in args.models or ("whisper", "bert", "resnet50", "nmt"):
             results.setdefault("processes", {})[name] = row = processes(name)
             print(row, flush=True)

@@ -136,11 +136,11 @@ int64_t place_of(int64_t nbytes) {
   return at;
 }
 
-void drop(Arena* one) {
+void drop(Arena* empty) {
   for (size_t i = 0; i < arenas.size(); ++i)
-    if (arenas[i] == one) arenas.erase(arenas.begin() + i);
-  ::operator delete(one->base, kPage);
-  delete one;
+    if (arenas[i] == empty) arenas.erase(arenas.begin() + i);
+  ::operator delete(empty->base, kPage);
+  delete empty;
 }
 
 // From now on the arena is not in use; it is freed with its last buffer.
@@ -207,10 +207,10 @@ void* take(size_t n) {
 void give_back(void* context) {
   char* const at = static_cast<char*>(context);
   const Locked locked;
-  for (Arena* one : arenas)
-    if (at >= one->base && at < one->base + one->nbytes) {
-      one->live.erase(at - one->base);
-      if (one != arena && one->live.empty()) drop(one);
+  for (Arena* owner : arenas)
+    if (at >= owner->base && at < owner->base + owner->nbytes) {
+      owner->live.erase(at - owner->base);
+      if (owner != arena && owner->live.empty()) drop(owner);
       return;
     }
 }
@@ -335,9 +335,9 @@ void memopt_pool_counts(int64_t* to) {
 void memopt_pool_arenas(int64_t* to) {
   const Locked locked;
   to[0] = to[1] = 0;
-  for (const Arena* one : arenas) {
-    to[0] += one->nbytes;
-    for (const auto& [begin, end] : one->live) to[1] += end - begin;
+  for (const Arena* each : arenas) {
+    to[0] += each->nbytes;
+    for (const auto& [begin, end] : each->live) to[1] += end - begin;
   }
 }
 

@@ -16,11 +16,11 @@ pytestmark = pytest.mark.skipif(install() is None, reason="no C++ compiler")
 
 @pytest.fixture
 def native() -> Iterator[Pool]:
-    found = pool()
-    assert found is not None
-    yield found
-    found.end(free=True)
-    assert found.arenas_nbytes() == (0, 0)
+    native = pool()
+    assert native is not None
+    yield native
+    native.end(free=True)
+    assert native.arenas_nbytes() == (0, 0)
 
 
 def stacked(sizes: list[int]) -> list[int | None]:
