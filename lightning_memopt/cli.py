@@ -117,7 +117,7 @@ def _explain(args: argparse.Namespace) -> int:
 
 def _breakdown(args: argparse.Namespace) -> int:
     from lightning_memopt.plan import read_plan
-    from lightning_memopt.report import breakdown
+    from lightning_memopt.report import arena, breakdown
     from lightning_memopt.solvers.recompute.baselines import mirror, unmodified
     from lightning_memopt.solvers.recompute.echo import echo
 
@@ -129,6 +129,7 @@ def _breakdown(args: argparse.Namespace) -> int:
     saved = {name: breakdown.saved(graph, lives) for name, lives in policies.items()}
     print(breakdown.compared(saved, 1, "What autograd saves, by what becomes of it"))
     print(breakdown.compared({"all": saved["plan"]}, 0, "What autograd saves, by layer", args.layers))
+    print(arena.picture(graph, plan.lives))
     if args.png:
         breakdown.plot(peaks, args.png, args.plan)
     return 0

@@ -50,6 +50,9 @@ class MemOptConfig:
             `"replan"` (put a smaller plan in force), `"warn"` or `"raise"`. Unless it is `"raise"`, the smallest plan is in
             force if none keeps the budget.
         plan: path of a plan file, which is in force from the first step: nothing is observed or solved.
+        pool: `"planned"`: tensors of a planned step get addresses in one arena, which are planned from the requests of the step
+            before (CPU only; elsewhere one line says so). What differs from them is served by the ordinary allocator, and
+            counted. None: the ordinary allocator serves all.
         verify: compare rebuilt tensors bit by bit with the originals in observed steps, and by checksum in the first planned
             step.
         verbose: print progress, and the table at the end.
@@ -66,6 +69,7 @@ class MemOptConfig:
     headroom: int = 0
     on_exceed: OnExceed = "replan"
     plan: str | os.PathLike[str] | None = None
+    pool: str | None = None
     verify: bool = True
     verbose: bool = True
 
@@ -93,6 +97,8 @@ class MemOptConfig:
             raise ConfigError(
                 f"optimizer_in_backward is {self.optimizer_in_backward!r}; use {', '.join(map(repr, get_args(EarlyUpdating)))}."
             )
+        if self.pool not in (None, "planned"):
+            raise ConfigError(f"pool is {self.pool!r}; use 'planned' or None.")
         if self.objective == "flops" and (self.offload, self.compress) != ("none", "none"):
             raise ConfigError(
                 "objective='flops' counts neither copies nor codecs; leave offload and compress out, or objective."
@@ -132,6 +138,7 @@ class PlanOptions(TypedDict, total=False):
     headroom: int
     on_exceed: OnExceed
     plan: str | os.PathLike[str] | None
+    pool: str | None
     verify: bool
     verbose: bool
 

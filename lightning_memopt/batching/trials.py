@@ -179,7 +179,8 @@ class Trials:
 
     def _planned(self, size: int, config: MemOptConfig, measure_energy: bool) -> None:
         """Measure an observed step and a planned one."""
-        quiet = dataclasses.replace(config, profile_steps=1, plan=None, on_exceed="warn", verify=False, verbose=False)
+        quiet = dataclasses.replace(config, profile_steps=1, plan=None, pool=None, on_exceed="warn")
+        quiet = dataclasses.replace(quiet, verify=False, verbose=False)
         with self._running("trial", size) as trial, self._session(quiet) as session, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for _ in range(2):

@@ -108,6 +108,7 @@ class Run:
         before = self._paused
         self._paused = True
         self.session.silence.paused = True
+        self.session.pool.rests()
         try:
             yield
         finally:

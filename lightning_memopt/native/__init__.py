@@ -1,9 +1,11 @@
 """A small native allocator around torch's CPU allocator that counts every byte: built on first use, cached, never unloaded.
 
 `install` puts it in place. `counter()` returns it then, and None if it is not in place: there is no compiler, or another
-allocator was installed later. torch's profiler measures instead in that case (trace/memory.py).
+allocator was installed later. torch's profiler measures instead in that case (trace/memory.py). `pool()` is the planned pool,
+which is a part of the same allocator.
 """
 
 from lightning_memopt.native.counting import Counter, Window, counter, install
+from lightning_memopt.native.pooling import Counts, Pool, pool
 
-__all__ = ["Counter", "Window", "counter", "install"]
+__all__ = ["Counter", "Counts", "Pool", "Window", "counter", "install", "pool"]

@@ -16,7 +16,7 @@ import torch
 from lightning_memopt import cxx
 from lightning_memopt.torch_private import CXX11_ABI
 
-_SOURCE = Path(__file__).with_name("counter.cpp")
+_SOURCES = [Path(__file__).with_name(name) for name in ("counter.cpp", "pool.cpp", "pool.h")]
 
 
 def library(say: Callable[[str], None]) -> Path:
@@ -35,7 +35,7 @@ def _parts() -> tuple[str, ...]:
         str(Path(torch.__file__).parent),
         sys.platform,
         platform.machine(),
-        hashlib.sha256(_SOURCE.read_bytes()).hexdigest(),
+        hashlib.sha256(b"".join(source.read_bytes() for source in _SOURCES)).hexdigest(),
     )
 
 
@@ -46,7 +46,7 @@ def _compile(compiler: str, target: Path) -> None:
         *("-std=c++20", "-O2", "-fPIC", "-shared", "-w"),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(CXX11_ABI)}",
         f"-I{home / 'include'}",
-        str(_SOURCE),
+        *(str(source) for source in _SOURCES if source.suffix == ".cpp"),
         *("-o", str(target)),
         *(f"-L{home / 'lib'}", "-lc10", f"-Wl,-rpath,{home / 'lib'}"),
     ]

@@ -1,6 +1,7 @@
-// An allocator around torch's CPU allocator that counts live bytes, and their peak in each of a few windows.
+// An allocator around torch's CPU allocator that counts live bytes, and their peak in each of a few windows. Requests that the
+// planned pool (pool.cpp) has an address for get that address; all others get memory of the inner allocator.
 //
-// It returns the memory of the inner allocator, with its address and its context; only the deleter is replaced. Sizes are in a
+// Memory of the inner allocator keeps its address and its context; only the deleter is replaced. Sizes are in a
 // table by context, never beside the bytes. So memory from before the installation, and memory that another allocator frees
 // later, is freed as without this allocator. No object here is ever destroyed, because memory may be freed while the process
 // ends.
@@ -12,6 +13,8 @@
 #include <cstdlib>
 #include <thread>
 
+#include "pool.h"
+
 #ifndef _WIN32
 #include <pthread.h>
 #endif
@@ -19,6 +22,7 @@
 namespace {
 
 constexpr int kWindows = 32;
+enum Kind { kAll, kPlain, kOutside, kKinds };  // all bytes; those not allocated while hidden; those outside of the planned pool
 constexpr int64_t kNone = INT64_MAX;  // the peak of a window that is not open: no count exceeds it
 
 class Spin {
@@ -97,9 +101,9 @@ class Table {
 
 Spin guard;  // protects everything below
 Table& table = *new Table;
-int64_t live[2] = {0, 0};            // all bytes; bytes that were not allocated while hidden
-int64_t lowest[2] = {kNone, kNone};  // lowest peak of the open windows: most allocations compare only with it
-int64_t peaks[2][kWindows];
+int64_t live[kKinds];    // bytes
+int64_t lowest[kKinds];  // lowest peak of the open windows: most allocations compare only with it
+int64_t peaks[kKinds][kWindows];
 thread_local int hidden = 0;
 c10::Allocator* inner = nullptr;
 
@@ -116,22 +120,31 @@ void raise(int kind) {
   }
 }
 
+void pooled(void* at) {  // the deleter of memory in the planned pool
+  c10::profiledCPUMemoryReporter().Delete(at);
+  memopt_pool::give_back(at);
+}
+
+bool counts_in(const Entry& entry, int kind) {
+  return kind == kAll || (kind == kPlain ? !entry.own : entry.deleter != &pooled);
+}
+
 void subtract(Entry* entry) {
-  live[0] -= entry->nbytes;
-  if (!entry->own) live[1] -= entry->nbytes;
+  for (int kind = 0; kind < kKinds; ++kind)
+    if (counts_in(*entry, kind)) live[kind] -= entry->nbytes;
   table.remove(entry);
 }
 
 bool add(void* context, int64_t nbytes, c10::DeleterFnPtr deleter) {
   const Locked locked;
   if (Entry* before = table.find(context)) subtract(before);  // it was freed without this allocator's deleter
-  const bool own = hidden > 0;
-  if (!table.add({context, nbytes, deleter, own})) return false;
-  live[0] += nbytes;
-  if (live[0] > lowest[0]) raise(0);
-  if (own) return true;
-  live[1] += nbytes;
-  if (live[1] > lowest[1]) raise(1);
+  const Entry entry{context, nbytes, deleter, hidden > 0};
+  if (!table.add(entry)) return false;
+  for (int kind = 0; kind < kKinds; ++kind)
+    if (counts_in(entry, kind)) {
+      live[kind] += nbytes;
+      if (live[kind] > lowest[kind]) raise(kind);
+    }
   return true;
 }
 
@@ -144,6 +157,7 @@ void release(void* context) {
       subtract(entry);
     }
   }
+  if (memopt_pool::is_logging()) memopt_pool::freed(context);
   if (deleter == nullptr) deleter = inner->raw_deleter();  // memory from before the installation, freed by `raw_deallocate`
   if (deleter != nullptr) deleter(context);
 }
@@ -151,11 +165,20 @@ void release(void* context) {
 class Counting final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t n) override {
+    if (memopt_pool::in_window())
+      if (void* const at = memopt_pool::take(n)) {
+        if (add(at, static_cast<int64_t>(n), &pooled)) {
+          c10::profiledCPUMemoryReporter().New(at, n);
+          return {at, at, &release, c10::Device(c10::DeviceType::CPU)};
+        }
+        memopt_pool::give_back(at);
+      }
     c10::DataPtr made = inner->allocate(n);
     void* const context = made.get_context();
     const c10::DeleterFnPtr deleter = made.get_deleter();
     if (context == nullptr || add(context, static_cast<int64_t>(n), deleter))
       (void)made.compare_exchange_deleter(deleter, &release);
+    if (memopt_pool::is_logging()) memopt_pool::requested(context, n);
     return made;
   }
   bool is_simple_data_ptr(const c10::DataPtr& p) const override { return inner->is_simple_data_ptr(p); }
@@ -175,18 +198,23 @@ int memopt_installed() { return inner != nullptr && c10::GetAllocator(c10::kCPU)
 // Installs the allocator around the current one, with the lowest sufficient priority, so that others can still set theirs.
 int memopt_install() {
   if (inner != nullptr) return memopt_installed();
-  for (auto& kind : peaks)
-    for (int64_t& peak : kind) peak = kNone;
+  for (int kind = 0; kind < kKinds; ++kind) {
+    lowest[kind] = kNone;
+    for (int64_t& peak : peaks[kind]) peak = kNone;
+  }
   inner = c10::GetAllocator(c10::kCPU);
   for (int priority = 0; priority < 256 && !memopt_installed(); ++priority)
     c10::SetAllocator(c10::kCPU, &counting, static_cast<uint8_t>(priority));
 #ifndef _WIN32
-  pthread_atfork([] { guard.lock(); }, [] { guard.unlock(); }, [] { guard.unlock(); });
+  pthread_atfork(
+      [] { guard.lock(), memopt_pool::before_fork(); },
+      [] { memopt_pool::after_fork(false), guard.unlock(); },
+      [] { memopt_pool::after_fork(true), guard.unlock(); });
 #endif
   return memopt_installed();
 }
 
-// Live bytes. `kind` 0: all bytes; 1: bytes that were not allocated while hidden.
+// Live bytes of a kind (`Kind`).
 int64_t memopt_live(int kind) {
   const Locked locked;
   return live[kind];

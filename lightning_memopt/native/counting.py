@@ -29,7 +29,7 @@ _SIGNATURES: dict[str, tuple[type[ctypes._SimpleCData] | None, tuple[type[ctypes
 """Name of an exported function, without its prefix `memopt_` -> (type of its result, types of its arguments)."""
 
 
-_ALL, _PLAIN = 0, 1
+_ALL, _PLAIN, _OUTSIDE = 0, 1, 2
 _TRIES = 20
 """Most attempts of the check, which fails when another thread allocates at the same time."""
 
@@ -69,11 +69,12 @@ class Window:
 class Counter:
     """Counts the requested bytes of torch's CPU allocator, in all threads.
 
-    Its functions are those of the library, see counter.cpp.
+    Its functions are those of the library, see counter.cpp. library: the library itself.
     """
 
     def __init__(self, path: str) -> None:
         loaded = ctypes.PyDLL(path)  # keeps the interpreter's lock: releasing it would take longer than the calls
+        self.library = loaded
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(loaded, f"memopt_{name}")
             function.restype, function.argtypes = result, arguments
@@ -108,9 +109,16 @@ class Counter:
         """
         return bool(self.adopt(storage._cdata))
 
-    def window(self, plain: bool = False) -> Window | None:
-        """A new window; None if too many are open. `plain`: bytes that were allocated while `hidden` do not count."""
-        window = Window(self, _PLAIN if plain else _ALL)
+    @property
+    def outside_nbytes(self) -> int:
+        """Those of `live_nbytes` that are outside of the planned pool."""
+        return int(self.live(_OUTSIDE))
+
+    def window(self, plain: bool = False, outside: bool = False) -> Window | None:
+        """A new window; None if too many are open. `plain`: bytes that were allocated while `hidden` do not count. `outside`:
+        bytes in the planned pool do not count.
+        """
+        window = Window(self, _OUTSIDE if outside else _PLAIN if plain else _ALL)
         return window if window.opened() else None
 
     @contextlib.contextmanager

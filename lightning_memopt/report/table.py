@@ -7,6 +7,7 @@ from lightning_memopt.plan import LoweringError, Plan, reserved_nbytes_of, simul
 from lightning_memopt.plan.forms import codec_of
 from lightning_memopt.report.explain import items, kept, rebuilt
 from lightning_memopt.report.text import Table, render
+from lightning_memopt.runtime.pool import PoolStatus
 from lightning_memopt.session import RunStatus, Transfers
 from lightning_memopt.solvers.recompute.baselines import per_layer
 from lightning_memopt.telemetry import Meter, Throughput
@@ -55,6 +56,22 @@ def checkpointing_text(graph: Graph, plan: Plan, layers: tuple[str, ...]) -> str
         f"of {len(layers)} layers, replaced by the plan. It took, predicted: peak {format_nbytes(peak)}, "
         f"{1e3 * cost.extra_seconds:.1f} ms and {cost.extra_flops / 1e9:.3g} GFLOP extra a step. This plan: "
         f"{1e3 * plan.predicted.extra_seconds:.1f} ms and {plan.predicted.extra_flops / 1e9:.3g} GFLOP"
+    )
+
+
+def pool_text(pool: PoolStatus) -> str:
+    """One line about the planned pool: its arena, and how many requests it has served."""
+    if pool.reason is not None:
+        return f"none: {pool.reason}"
+    if pool.addresses is None:
+        return "none yet: the requests of a step are being logged"
+    a, last = pool.addresses, pool.last
+    return (
+        f"arena {format_nbytes(a.arena_nbytes)}, max-live {format_nbytes(a.max_live_nbytes)}, fragmentation "
+        f"{100 * a.fragmentation:.2f} %; {a.planned} of {len(a.nbytes)} requests of a step have an address; in the last of "
+        f"{pool.steps} steps {last.served} were served from the arena, {last.fallen} fell through "
+        f"({format_nbytes(last.fallen_nbytes)}); {pool.deviating} steps differed; the arena and all beside it took at most "
+        f"{format_nbytes(pool.reserved_nbytes)}"
     )
 
 
@@ -129,6 +146,8 @@ def summary(status: RunStatus, meter: Meter | None = None, transfers: Transfers 
         table.add_row("parked", parked_text(plan, transfers))
     if status.checkpointed:
         table.add_row("gradient checkpointing", checkpointing_text(graph, plan, status.checkpointed))
+    if status.pool is not None:
+        table.add_row("planned pool", pool_text(status.pool))
     table.add_row("rebuilt", items(rebuilt(graph, plan)))
     table.add_row("kept", items(kept(graph, plan)))
     if meter is not None:

@@ -35,6 +35,7 @@ from lightning_memopt.session.observed_step import ObservedStep
 from lightning_memopt.session.offloading import Offloading
 from lightning_memopt.session.peak_meter import Metering, in_compiled_code
 from lightning_memopt.session.plan_cache import PlanCache
+from lightning_memopt.session.pooling import Pooling
 from lightning_memopt.session.recording import PlannedRecording, Recording
 from lightning_memopt.session.refusals import refuse_hopeless, refuse_sharded
 from lightning_memopt.session.resident import resident_tensors
@@ -81,14 +82,13 @@ class Session:
         self._neighbours = Neighbours(self.device, self.budget_nbytes)
         self._offloading = Offloading(self.device, config)
         self._compiled = CompiledRegions(model, config, self.enabled, self._agreement)
+        self.pool = Pooling(config, self.device, self.say)
         self._early: EarlyUpdating | None = None
         self._attachment: Attachment | None = None
         if self.enabled:
             refuse_sharded(model, self.device, self.budget_nbytes, config, self.say)
             self._offloading.check()
             self._attachment = Attachment(model, self.optimizers, self.device, self.say)  # last: only `close` ends it
-
-    # -- what adapters call ------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def round(self, batch: Any) -> Iterator[None]:
@@ -222,6 +222,7 @@ class Session:
         self._settle()
         self._observed_step.abandon(self.silence)
         self._metering.close()
+        self.pool.rests()
 
     def close(self) -> None:
         """Leave every context that is still entered, and let go of what the session holds."""
@@ -234,7 +235,7 @@ class Session:
         self._step.plans.clear()
         if self._early is not None:
             self._early.updates.given_up()
-        for part in (self._metering, self._offloading, self._compiled):
+        for part in (self._metering, self._offloading, self._compiled, self.pool):
             part.close()
         if self._attachment is not None:
             self._attachment.leave()
@@ -243,11 +244,10 @@ class Session:
         """An error ends the run. Returns the error to raise instead, where another rank failed first (`Ranks.ended_by`)."""
         return self._agreement.ended_by(error)
 
-    # -- results -----------------------------------------------------------------------------------
-
     def status(self) -> RunStatus:
         """The status of the run so far; where batches differ in shape, that of the batch whose step needs most bytes."""
-        return status_of(self._plan_cache.main, self.budget_nbytes, self.silence) if self.enabled else RunStatus(phase="off")
+        status = status_of(self._plan_cache.main, self.budget_nbytes, self.silence, self.pool)
+        return status if self.enabled else RunStatus(phase="off")
 
     def transfers(self) -> Transfers | None:
         """The transfers of the plan in force so far; None where it moves nothing. Waits for copies on a device to end."""
@@ -277,8 +277,6 @@ class Session:
         """Write the plan in force, with its graph, as JSON. Raises ConfigError where there is none."""
         write_status(path, self.status())
 
-    # -- rounds ------------------------------------------------------------------------------------
-
     def _applies(self) -> bool:
         trains = torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not torch.compiler.is_compiling()
         if not (self.enabled and trains) or self._rounds.inside:
@@ -291,6 +289,7 @@ class Session:
             self.step_ended()
         if not trains(self.model):
             self._observed_step.evaluates(self.silence)
+            self.pool.evaluates(within_step=self._step.began)
 
     def _begin_round(self, batch: Any, part: int) -> Recording | None:
         self._settle()
@@ -310,6 +309,7 @@ class Session:
             else:
                 self._observed_step.abandon()
         self._current = state
+        self.pool.forward_begins(state, self._limit_nbytes, first=not self._step.began)
         self._step.began = True
         if isinstance(state, Observing | Waiting):
             backward = self._observed_step.has_backward

@@ -8,7 +8,9 @@ from typing import Literal
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Plan
 from lightning_memopt.runtime.parked import Depot
+from lightning_memopt.runtime.pool import PoolStatus
 from lightning_memopt.session.failed import Failed
+from lightning_memopt.session.pooling import Pooling
 from lightning_memopt.session.silence import Silence
 from lightning_memopt.session.states import Observing, Running, State, Waiting
 from lightning_memopt.solvers.planner import Frontier
@@ -69,6 +71,7 @@ class RunStatus:
         deviates: whether a forward deviated from the plan. Tensors that did not match were kept.
         compiled: which modules run in compiled code, and the effect on the plan; None where there are none.
         checkpointed: names of the layers whose gradient checkpointing the plan replaces.
+        pool: the planned pool: its arena, and what became of the requests; None where none was asked for.
     """
 
     phase: Phase
@@ -85,6 +88,7 @@ class RunStatus:
     deviates: bool = False
     compiled: str | None = None
     checkpointed: tuple[str, ...] = ()
+    pool: PoolStatus | None = None
 
     @property
     def predicted_peak_nbytes(self) -> int | None:
@@ -97,7 +101,7 @@ class RunStatus:
         return self.plan.unmodified_peak_nbytes if self.plan is not None else None
 
 
-def status_of(state: State | None, budget_nbytes: int | None, silence: Silence) -> RunStatus:
+def status_of(state: State | None, budget_nbytes: int | None, silence: Silence, pool: Pooling) -> RunStatus:
     """The status of an enabled session with this main state."""
     if isinstance(state, Running):
         return RunStatus(
@@ -110,6 +114,7 @@ def status_of(state: State | None, budget_nbytes: int | None, silence: Silence) 
             replans=state.replanned + state.regrown,
             deviates=state.deviated,
             compiled=silence.compiled,
+            pool=pool.status(),
         )
     if isinstance(state, Failed):
         return RunStatus(phase="unplanned", reason=state.reason, budget_nbytes=budget_nbytes)

@@ -26,6 +26,7 @@ class MemOptOptions(MemOptMixin):
         headroom: int = 0,
         on_exceed: OnExceed = "replan",
         plan: str | os.PathLike[str] | None = None,
+        pool: str | None = None,
         verify: bool = True,
         verbose: bool = True,
         config: MemOptConfig | None = None,
@@ -44,6 +45,7 @@ class MemOptOptions(MemOptMixin):
             headroom=headroom,
             on_exceed=on_exceed,
             plan=plan,
+            pool=pool,
             verify=verify,
             verbose=verbose,
         )

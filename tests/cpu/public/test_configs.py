@@ -115,6 +115,7 @@ VALUES = {
     "headroom": ("4096", 4096),
     "on_exceed": ("raise", "raise"),
     "plan": ("plan.json", "plan.json"),
+    "pool": ("planned", "planned"),
     "verify": ("false", False),
     "verbose": ("false", False),
 }

@@ -1,0 +1,155 @@
+"""The Python side of the planned pool; pool.cpp says what it promises."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from lightning_memopt.native.counting import Counter, Window, counter
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What became of the requests of a window; bytes are those of all of them, live or not.
+
+    served: requests that got their planned address.
+    outside: requests that the plan leaves to the ordinary allocator, and up to 16 at the end of the step that the plan does not
+        have: the next step's batch, of another shape.
+    differs: requests that the plan does not have at this place: of another size, or extra ones.
+    occupied: requests whose planned range had a live buffer.
+    skipped: planned requests that did not come.
+    other_threads: requests of threads that did not begin the window.
+    """
+
+    served: int = 0
+    served_nbytes: int = 0
+    outside: int = 0
+    outside_nbytes: int = 0
+    differs: int = 0
+    differs_nbytes: int = 0
+    occupied: int = 0
+    occupied_nbytes: int = 0
+    skipped: int = 0
+    other_threads: int = 0
+    other_threads_nbytes: int = 0
+
+    @property
+    def fallen(self) -> int:
+        """Requests that fell through to the ordinary allocator although the plan has no request like them, or an address."""
+        return self.differs + self.occupied
+
+    @property
+    def fallen_nbytes(self) -> int:
+        return self.differs_nbytes + self.occupied_nbytes
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+
+_INTEGER, _POINTER = ctypes.c_int64, ctypes.POINTER(ctypes.c_int64)
+_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "log": (None, ()),
+    "log_ends": (None, ()),
+    "logged": (_INTEGER, ()),
+    "read": (None, (_INTEGER, _POINTER)),
+    "add": (_INTEGER, (_INTEGER, _POINTER, _POINTER)),
+    "remove": (None, (_INTEGER,)),
+    "begin": (_INTEGER, (_INTEGER, _INTEGER)),
+    "end": (None, (ctypes.c_int,)),
+    "counts": (None, (_POINTER,)),
+    "arenas": (None, (_POINTER,)),
+    "take": (ctypes.c_void_p, (_INTEGER,)),
+    "give_back": (None, (ctypes.c_void_p,)),
+}
+"""Name of an exported function, without its prefix `memopt_pool_` -> (type of its result, types of its arguments)."""
+
+
+class Pool:
+    """The planned pool of the process. All its windows belong to the thread that begins them."""
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+        self._call: dict[str, Any] = {}
+        for name, (result, arguments) in _SIGNATURES.items():
+            self._call[name] = function = getattr(counter.library, f"memopt_pool_{name}")
+            function.restype, function.argtypes = result, arguments
+
+    def log(self) -> None:
+        """Begin a log, and a window of this thread in which requests are logged. What was logged before is forgotten."""
+        self._call["log"]()
+
+    def log_ends(self) -> None:
+        """End the log and its window. What was logged can still be read."""
+        self._call["log_ends"]()
+
+    @property
+    def logged(self) -> int:
+        """How many requests were logged so far."""
+        return int(self._call["logged"]())
+
+    def requests(self) -> list[tuple[int, int | None]]:
+        """Of each logged request: its bytes, and the number of the request that came next when it was freed (None: live)."""
+        count = self.logged
+        pairs = (_INTEGER * (2 * count))()
+        self._call["read"](count, pairs)
+        return [(pairs[i], pairs[i + 1] if pairs[i + 1] >= 0 else None) for i in range(0, 2 * count, 2)]
+
+    def add(self, nbytes: Sequence[int], offsets: Sequence[int | None]) -> int:
+        """Add the plan of a step: bytes and offset of each request (None: the ordinary allocator serves it).
+
+        Returns the plan's number, for `begin` and `remove`.
+        """
+        row = _INTEGER * len(nbytes)
+        return int(self._call["add"](len(nbytes), row(*nbytes), row(*(-1 if offset is None else offset for offset in offsets))))
+
+    def remove(self, plan: int) -> None:
+        """Forget a plan. A window under it ends."""
+        self._call["remove"](plan)
+
+    def begin(self, plan: int, arena_nbytes: int) -> bool:
+        """Begin a window of this thread under a plan, in an arena of at least so many bytes. Returns whether there is memory
+        for the arena.
+        """
+        return bool(self._call["begin"](plan, arena_nbytes))
+
+    def end(self, free: bool) -> None:
+        """End the window, if there is one. `free`: free the arena, as soon as no buffer is in it."""
+        self._call["end"](free)
+
+    def counts(self) -> Counts:
+        """The counts of the window that is open, or else of the last one."""
+        values = (_INTEGER * len(fields(Counts)))()
+        self._call["counts"](values)
+        return Counts(*values)
+
+    def arenas_nbytes(self) -> tuple[int, int]:
+        """(bytes of all arenas that are not freed, bytes of the live buffers in them)."""
+        values = (_INTEGER * 2)()
+        self._call["arenas"](values)
+        return values[0], values[1]
+
+    def take(self, nbytes: int) -> int | None:
+        """As an allocator: the address of the next request, or None where the ordinary allocator would serve it. For tests."""
+        at: int | None = self._call["take"](nbytes)
+        return at
+
+    def give_back(self, address: int) -> None:
+        """As an allocator: free what `take` returned. For tests."""
+        self._call["give_back"](address)
+
+    @property
+    def live_nbytes(self) -> int:
+        """All counted bytes of the process that are live now."""
+        return self._counter.live_nbytes
+
+    def outside_window(self) -> Window | None:
+        """A new window that measures the peak of all bytes outside of the arenas; None if too many are open."""
+        return self._counter.window(outside=True)
+
+
+def pool() -> Pool | None:
+    """The planned pool of the process; None where the native counter, of which it is a part, is not in place."""
+    counts = counter()
+    return None if counts is None else Pool(counts)

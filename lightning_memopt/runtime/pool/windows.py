@@ -1,0 +1,231 @@
+"""Which window of the native pool is open: the steps of an input signature are logged, then planned.
+
+    state of a signature   its next steps are                         next state
+    new                    logged: one step, and the next one to      planned, or given up where `solve` gives no addresses
+                           see how long its buffers live
+    planned                served from the arena                      new, when steps in a row differ from the planned one
+    given up               served by the ordinary allocator           none
+
+All signatures share one arena, as large as the largest of them needs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from lightning_memopt.native import Counts, Pool
+from lightning_memopt.runtime.pool.steps import Addresses, LoggedStep
+from lightning_memopt.units import format_nbytes
+
+Solve = Callable[[LoggedStep, int], Addresses | str]
+_IN_A_ROW = 3
+"""After so many steps in a row with requests that fell through, a step is logged again."""
+_AGAIN = 3
+"""How often a signature is logged again."""
+
+
+@dataclass(frozen=True)
+class PoolStatus:
+    """The planned pool at one moment.
+
+    reason: why no step is served from an arena; None where steps are, or will be.
+    addresses: those of the signature with the largest arena; None while steps are logged.
+    steps: how many steps were served from the arena.
+    deviating: how many of them had requests that fell through to the ordinary allocator.
+    reserved_nbytes: the arena, and the most bytes beside it, in the last of these steps.
+    last: what became of the requests of the last of these steps.
+    total: the same for all of them.
+    """
+
+    reason: str | None = None
+    addresses: Addresses | None = None
+    steps: int = 0
+    deviating: int = 0
+    reserved_nbytes: int = 0
+    last: Counts = field(default_factory=Counts)
+    total: Counts = field(default_factory=Counts)
+
+
+class _Plan:
+    """Addresses that the native pool knows until this object dies.
+
+    number: that of the plan in the native pool.
+    """
+
+    def __init__(self, native: Pool, addresses: Addresses) -> None:
+        self.addresses, self._native = addresses, native
+        self.number = native.add(addresses.nbytes, addresses.offsets)
+
+    def __del__(self) -> None:
+        self._native.remove(self.number)
+
+
+@dataclass
+class _Signature:
+    """What is known of a signature's steps.
+
+    plan: the plan of their addresses; None while there is none.
+    reason: why its steps are neither logged nor planned.
+    deviating: steps in a row with requests that fell through.
+    again: how often it was logged again.
+    said: it was said that requests fall through.
+    """
+
+    plan: _Plan | None = None
+    reason: str | None = None
+    deviating: int = 0
+    again: int = 0
+    said: bool = False
+
+
+@dataclass
+class _Log:
+    """A log: of which signature, and, once its step is over, what it showed then."""
+
+    key: weakref.ref[object]
+    ended: tuple[Sequence[tuple[int, int | None]], int] | None = field(default=None)
+    """(the log, live bytes of the process) when the step ended."""
+
+
+class PoolWindows:
+    """The windows of one run. `begins` is called when a step begins, `rests` where steps without a window follow.
+
+    solve: the addresses for a logged step within so many bytes, or the reason why there are none.
+    """
+
+    _ended: PoolStatus | None = PoolStatus()
+    """The status when the run was closed. A class attribute, because `__del__` also runs after an interrupted constructor."""
+
+    def __init__(self, native: Pool, solve: Solve, say: Callable[[str], None]) -> None:
+        self._native, self._solve, self._say = native, solve, say
+        self._signatures: weakref.WeakKeyDictionary[object, _Signature] = weakref.WeakKeyDictionary()
+        self._current: _Signature | None = None  # the one whose plan is in force
+        self._log: _Log | None = None
+        self._beside = native.outside_window()
+        self._steps = self._deviating = self._reserved_nbytes = self._budget_nbytes = 0
+        self._last = self._total = Counts()
+        self._ended = None
+
+    def begins(self, key: object, budget_nbytes: int) -> None:
+        """A step of a signature begins in this thread. `key`: an object that lives as long as the signature does.
+        `budget_nbytes`: what the arena, and all bytes of the process beside it, are kept within.
+        """
+        if self._ended is not None:
+            return
+        self._judge()
+        if self._log is not None and self._goes_on(self._log, key, budget_nbytes):
+            return
+        signature = self._signatures.setdefault(key, _Signature())
+        if signature.plan is not None and not self._native.begin(signature.plan.number, self._arena_nbytes):
+            self._give_up(signature, f"there is no memory for an arena of {format_nbytes(self._arena_nbytes)}")
+        if signature.plan is not None:
+            self._current, self._budget_nbytes = signature, budget_nbytes
+            if self._beside is not None:
+                self._beside.reset()
+            return
+        self._native.end(free=True)
+        if signature.reason is None:
+            self._native.log()
+            self._log = _Log(weakref.ref(key))
+
+    def rests(self) -> None:
+        """Until the next step begins, the ordinary allocator serves all. The arena is freed with its last buffer."""
+        if self._ended is not None:
+            return
+        self._judge()
+        log, self._log = self._log, None
+        if log is not None:
+            self._native.log_ends()
+        self._native.end(free=True)
+
+    def close(self) -> None:
+        """The run is over; may be called again. Buffers that are still in the arena keep it until they are freed."""
+        if self._ended is not None:
+            return
+        self.rests()
+        self._ended = self.status()
+        self._signatures.clear()
+        if self._beside is not None:
+            self._beside.close()
+
+    def __del__(self) -> None:
+        self.close()  # a log or a window that nobody ends would go on
+
+    def status(self) -> PoolStatus:
+        """The pool so far; the step that is running does not count."""
+        if self._ended is not None:
+            return self._ended
+        signatures = list(self._signatures.values())
+        known = [s.plan.addresses for s in signatures if s.plan is not None]
+        largest = max(known, key=lambda addresses: addresses.arena_nbytes, default=None)
+        reasons = [s.reason for s in signatures if s.reason is not None]
+        reason = reasons[0] if reasons and len(reasons) == len(signatures) else None
+        return PoolStatus(reason, largest, self._steps, self._deviating, self._reserved_nbytes, self._last, self._total)
+
+    @property
+    def _arena_nbytes(self) -> int:
+        return max((s.plan.addresses.arena_nbytes for s in self._signatures.values() if s.plan is not None), default=0)
+
+    def _goes_on(self, log: _Log, key: object, budget_nbytes: int) -> bool:
+        """A step begins while a log is written. Returns whether the log goes on in it; else addresses are solved."""
+        logged = log.key()
+        requests = self._native.requests()
+        if log.ended is None:
+            log.ended = requests, self._native.live_nbytes
+            if logged is key:
+                return True
+        self._native.log_ends()
+        self._log = None
+        if logged is not None:
+            at_end, live_nbytes = log.ended
+            step = LoggedStep.of(requests, len(at_end), live_nbytes, at_end)
+            self._planned(self._signatures[logged], step, budget_nbytes)
+        return False
+
+    def _planned(self, signature: _Signature, step: LoggedStep, budget_nbytes: int) -> None:
+        """The addresses for a logged step are put in force, if there are any."""
+        addresses = self._solve(step, budget_nbytes) if step.requests else "its steps free nothing of what they request"
+        if isinstance(addresses, str):
+            self._give_up(signature, addresses)
+        else:
+            signature.plan = _Plan(self._native, addresses)
+
+    def _give_up(self, signature: _Signature, reason: str) -> None:
+        signature.plan, signature.reason = None, reason
+        self._say(f"MemOpt: no planned pool for this batch: {reason}. Training goes on with the ordinary allocator.")
+
+    def _judge(self) -> None:
+        """The step under a plan is over, if there was one: did its requests come as planned?"""
+        signature, self._current = self._current, None
+        if signature is None or signature.plan is None:
+            return
+        self._native.end(free=False)
+        self._reserved_nbytes = self._native.arenas_nbytes()[0] + (0 if self._beside is None else self._beside.peak_nbytes)
+        self._last = counts = self._native.counts()
+        self._total += counts
+        self._steps += 1
+        if not counts.fallen:
+            signature.deviating = 0
+            return
+        self._deviating += 1
+        signature.deviating += 1
+        if not signature.said:
+            signature.said = True
+            self._say(
+                f"MemOpt: a step differs from its planned pool: {counts.fallen} of its requests "
+                f"({format_nbytes(counts.fallen_nbytes)}) went to the ordinary allocator. Results do not change."
+            )
+        if self._reserved_nbytes > self._budget_nbytes:
+            what = f"the arena, and what fell through, took {format_nbytes(self._reserved_nbytes)}, above the budget"
+            self._give_up(signature, f"{what} of {format_nbytes(self._budget_nbytes)}")
+            return
+        if signature.deviating < _IN_A_ROW:
+            return
+        if signature.again < _AGAIN:
+            self._say(f"MemOpt: {signature.deviating} steps in a row differ from their planned pool; logging one again")
+            signature.plan, signature.deviating = None, 0
+            signature.again += 1
+        elif counts.fallen_nbytes > counts.served_nbytes:
+            self._give_up(signature, "the requests of its steps differ too much")

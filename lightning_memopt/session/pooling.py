@@ -1,0 +1,116 @@
+"""The planned pool of a session: which steps are logged or served from the arena, and the addresses that are solved."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from lightning_memopt import native
+from lightning_memopt.config import MemOptConfig
+from lightning_memopt.runtime.pool import ALIGNMENT, Addresses, LoggedStep, PoolStatus, PoolWindows
+from lightning_memopt.session.states import Running, State
+from lightning_memopt.solvers.placement import Buffer, place_cyclic
+from lightning_memopt.units import format_nbytes
+
+Say = Callable[[str], None]
+_SECONDS = 5.0
+_LEAST_SECONDS = 0.1
+"""The most and the least seconds that addresses of one step are searched for."""
+_open: weakref.WeakSet[Pooling] = weakref.WeakSet()
+"""The session that has the pool of the process; none or one."""
+
+
+class Pooling:
+    """The planned pool of one session, where `pool="planned"` asks for one and it is possible; else nothing happens.
+
+    A step begins with its first forward and ends where the next step begins. So what is freed after the update, or at the
+    beginning of the next step (gradients, the loop's loss), has an address, too.
+    """
+
+    def __init__(self, config: MemOptConfig, device: torch.device, say: Say) -> None:
+        self._config, self._device, self._say = config, device, say
+        self._windows: PoolWindows | None = None
+        self._reason: str | None = None
+
+    def forward_begins(self, state: State, limit_nbytes: int | None, first: bool) -> None:
+        """A forward of training begins, in this state of its signature. `limit_nbytes`: the budget without the headroom; None
+        for "min". `first`: it is the first forward of its step.
+        """
+        if self._config.pool is None or not first:
+            return
+        if self._windows is None and self._reason is None:
+            self._opens()
+        if self._windows is None:
+            return
+        checked = self._config.verify and isinstance(state, Running) and state.verifies  # it requests more than later steps
+        if isinstance(state, Running) and not checked:
+            self._windows.begins(state, state.plan.budget_nbytes if limit_nbytes is None else limit_nbytes)
+        else:
+            self._windows.rests()
+
+    def evaluates(self, within_step: bool) -> None:
+        """A forward of evaluation begins. Within a step, its requests fall through, and the step goes on."""
+        if not within_step:
+            self.rests()
+
+    def rests(self) -> None:
+        """No training step runs until the next one begins."""
+        if self._windows is not None:
+            self._windows.rests()
+
+    def _opens(self) -> None:
+        pool = native.pool()
+        if self._device.type != "cpu":
+            self._reason = f"it serves the CPU's allocator only, and the model is on {self._device}"
+        elif pool is None:
+            self._reason = "the native allocator, of which it is a part, is not in place"
+        elif _open:
+            self._reason = "another run has it"
+        else:
+            self._windows = PoolWindows(pool, _Solver(self._config, self._say), self._say)
+            _open.add(self)
+            return
+        self._say(f"MemOpt: no planned pool: {self._reason}. Training goes on with the ordinary allocator.")
+
+    def close(self) -> None:
+        if self._windows is not None:
+            self._windows.close()
+        _open.discard(self)
+
+    def status(self) -> PoolStatus | None:
+        """None where no pool was asked for."""
+        if self._windows is None:
+            return None if self._reason is None else PoolStatus(reason=self._reason)
+        return self._windows.status()
+
+
+class _Solver:
+    """Addresses for logged steps. All searches of a run together take at most `solver_seconds`."""
+
+    def __init__(self, config: MemOptConfig, say: Say) -> None:
+        self._left_seconds, self._say = config.solver_seconds, say
+
+    def __call__(self, step: LoggedStep, budget_nbytes: int) -> Addresses | str:
+        """Addresses for a step; the reason, where the arena would break the budget."""
+        buffers = [Buffer(str(number), number, until, nbytes) for number, until, nbytes in step.requests]
+        seconds = max(_LEAST_SECONDS, min(_SECONDS, self._left_seconds / 2))
+        placement = place_cyclic(buffers, step.period, seconds, ALIGNMENT)
+        self._left_seconds -= placement.seconds
+        offsets: list[int | None] = [None] * step.period
+        for request, offset in zip(step.requests, placement.offsets, strict=True):
+            offsets[request.number] = offset
+        addresses = Addresses(step.nbytes, tuple(offsets), placement.height_nbytes, placement.bound_nbytes)
+        needed = addresses.arena_nbytes + step.beside_nbytes - step.rounding_nbytes
+        if needed > budget_nbytes:
+            return (
+                f"an arena of {format_nbytes(addresses.arena_nbytes)} beside {format_nbytes(step.beside_nbytes)} of other "
+                f"memory is above the budget of {format_nbytes(budget_nbytes)} (budget={needed} has room for it)"
+            )
+        self._say(
+            f"MemOpt: planned pool in force: {addresses.planned} of {step.period} requests of a step have an address, arena "
+            f"{format_nbytes(addresses.arena_nbytes)}, max-live {format_nbytes(addresses.max_live_nbytes)}, fragmentation "
+            f"{100 * addresses.fragmentation:.2f} %; solved in {placement.seconds:.1f} s"
+        )
+        return addresses
