@@ -41,8 +41,8 @@ WAITS = Reason(
 )
 _UNCALLED = Reason(
     "the optimizer steps and the model itself is never called",
-    "Write model(x) instead of model.forward(x), or give optimize() the module that is called; where a module of torch.nn itself "
-    "is compiled, write model.compile() instead of torch.compile(model)",
+    "Write model(x) instead of model.forward(x), or give optimize() the module that is called; a compiled module of torch.nn "
+    "itself is called by model(x) after model.compile()",
 )
 _NO_BACKWARD = Reason(
     "no backward was seen of its forwards",
