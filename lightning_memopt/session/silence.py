@@ -41,8 +41,8 @@ WAITS = Reason(
 )
 _UNCALLED = Reason(
     "the optimizer steps and the model itself is never called",
-    "Write model(x) instead of model.forward(x), or give optimize() the module that is called; a module of torch.nn itself that "
-    "is compiled is seen within a module of your own",
+    "Write model(x) instead of model.forward(x), or give optimize() the module that is called; put a compiled module of "
+    "torch.nn itself into a module of your own",
 )
 _NO_BACKWARD = Reason(
     "no backward was seen of its forwards",
