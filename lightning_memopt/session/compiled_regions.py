@@ -82,7 +82,7 @@ class _Stage:
     def options(self) -> list[Option]:
         """From the one with most bytes and fewest FLOPs to the smallest."""
         graph = self.region.graph
-        frontier = planner.solve(graph, objective="flops", limit_seconds=self.seconds)
+        frontier = planner.solve(graph, objective="flops", limit_seconds=self.seconds, dense=True)
         resident = resident_nbytes(graph)
         return [
             Option(

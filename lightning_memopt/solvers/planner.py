@@ -300,13 +300,15 @@ def solve(
     *,
     objective: Objective = "throughput",
     limit_seconds: float = 30.0,
+    dense: bool = False,
     say: Progress = lambda _: None,
     overhead: Callable[[tuple[Life, ...]], float] = lambda _: 0.0,
     clock: Callable[[], float] = thread_time,
 ) -> Frontier:
     """The frontier of a graph. Past the time limit it is made of the plans found so far, keep-all among them.
 
-    `overhead`: seconds that recording and rebuilding take by themselves, for the lives of a plan. `clock`: what the limit is
+    `dense`: with plans between neighbours that are far apart. `overhead`: seconds that recording and rebuilding take by
+    themselves, for the lives of a plan. `clock`: what the limit is
     counted by: this thread's seconds of CPU, for a busy machine would have other plans, and could keep fewer budgets.
     """
     began, began_clock = perf_counter(), clock()
@@ -335,7 +337,8 @@ def solve(
         for moment in moments if priced is graph else bound.moments(priced):
             yield from _whole_graph(moment)
         yield from _chain(priced, unmodified, say)
-        yield from _between(graph, pool, objective)
+        if dense:
+            yield from _between(graph, pool, objective)
 
     saves = any(s.unpacked_at and s.tensor in graph.producers for s in graph.saves)
     searched = fenced(graph)
