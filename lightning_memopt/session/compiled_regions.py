@@ -40,6 +40,8 @@ _TRIES = 5
 """How often regions of a step are compiled again, at most. Each time costs as much as the user's own compilation."""
 _DISCARDED = 10
 """So many steps in which code is compiled are not planned from; after them, a step that compiles each time is."""
+_OVERSHOOTS = 2
+"""So often a step that fits is tried with more bytes and is too large then."""
 _REMEMBERED = 64
 """The most signatures whose regions are known."""
 _UNSURE = 0.015
@@ -323,12 +325,17 @@ class CompiledRegions:
         if limit_nbytes is None:
             return _cheapest(step, stages, None) if step.tries < _TRIES else None
         last, kept = step.measured[-1], [m for m in step.measured if m.fits]
-        if kept and not last.fits:  # with more bytes it was too much
-            return _not_above(step, stages, max(kept, key=lambda m: m.peak_nbytes).chosen)
-        overshot = kept and not all(m.fits for m in step.measured[step.measured.index(kept[0]) :])
-        if step.tries >= _TRIES or overshot or (kept and not self._wasteful(stages, last.peak_nbytes, limit_nbytes)):
+        overshot = [] if not kept else [m.chosen for m in step.measured[step.measured.index(kept[0]) :] if not m.fits]
+        tries_left = step.tries < _TRIES and len(overshot) < _OVERSHOOTS
+        target = limit_nbytes + self._eager_share(last, limit_nbytes)
+        if kept and not last.fits:  # with more bytes it was too much: between the two, or back
+            chosen = _cheapest(step, stages, target) if tries_left else []
+            best = _not_above(step, stages, max(kept, key=lambda m: m.peak_nbytes).chosen)
+            return best if not chosen or any(m.chosen == chosen for m in step.measured) else chosen
+        if not tries_left or (kept and not self._wasteful(stages, last.peak_nbytes, limit_nbytes)):
             return None
-        return _cheapest(step, stages, limit_nbytes + self._eager_share(last, limit_nbytes))
+        chosen = _cheapest(step, stages, target)
+        return None if chosen in overshot else chosen
 
     def _wasteful(self, stages: list[_Stage], peak: int, limit_nbytes: int) -> bool:
         """Whether the regions run ops again although much of the budget is unused."""

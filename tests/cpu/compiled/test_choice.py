@@ -95,16 +95,30 @@ def regions() -> CompiledRegions:
     return CompiledRegions(nn.Linear(1, 1), MemOptConfig(), True, alone)
 
 
-def test_a_step_that_fits_is_tried_with_more_bytes_once_and_keeps_what_fitted() -> None:
-    """2,000 unplanned; 900 with option 3, which is wasteful in 1,500; 1,600 with option 1: back to 3, and no more."""
+def test_a_step_that_fits_is_tried_with_more_bytes_and_keeps_what_fitted() -> None:
+    """2,000 unplanned; 900 with option 3, which is wasteful in 1,500; 1,600 with option 2: back to 3, and no more."""
     one, step = stage(options(1000, 800, 400, 100)), _Step(tries=1)
     step.measured += [measured(1000, 2000, [None]), measured(100, 900, [3], fits=True)]
     one.chosen = 3
     assert regions()._better(step, [one], 1500) == [2]
-    one.chosen = 1
-    step.measured.append(measured(800, 1600, [1]))
+    one.chosen = 2
+    step.measured.append(measured(400, 1600, [2]))
     assert regions()._better(step, [one], 1500) == [3]
     one.chosen = 3
+    step.measured.append(measured(100, 900, [3], fits=True))
+    assert regions()._better(step, [one], 1500) in (None, [3])
+
+
+def test_between_what_fits_and_what_is_too_large_another_option_is_tried_once() -> None:
+    """As above, with option 1 too large: option 2 lies between. Where that is too large, too, the one that fits stays."""
+    one, step = stage(options(1000, 800, 400, 100)), _Step(tries=2)
+    step.measured += [measured(1000, 2000, [None]), measured(100, 900, [3], fits=True), measured(800, 1600, [1])]
+    one.chosen = 1
+    assert regions()._better(step, [one], 1500) == [2]
+    one.chosen, step.tries = 2, 3
+    step.measured.append(measured(400, 1550, [2]))
+    assert regions()._better(step, [one], 1500) == [3]
+    one.chosen, step.tries = 3, 4
     step.measured.append(measured(100, 900, [3], fits=True))
     assert regions()._better(step, [one], 1500) is None
 
