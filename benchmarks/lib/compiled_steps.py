@@ -11,13 +11,14 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import fx, nn
-from torch.utils.flop_counter import flop_registry
+from torch import fx
 
 from benchmarks.lib.bench import held_nbytes
 from benchmarks.lib.digests import hashed
 from benchmarks.models.registry import MODELS
 from lightning_memopt import InfeasibleError, optimize
+from lightning_memopt.compiled.joint import flops_of
+from lightning_memopt.compiled.partitioner import as_torch_does, asked_by_this_thread
 from lightning_memopt.session import compiled_regions
 from lightning_memopt.trace import metered_cpu
 
@@ -30,13 +31,7 @@ Row = dict[str, Any]
 
 
 def _flops(module: fx.GraphModule) -> int:
-    total = 0
-    for node in module.graph.nodes:
-        formula = flop_registry.get(getattr(node.target, "_overloadpacket", None))
-        if formula is not None:
-            args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
-            total += int(formula(*args, **kwargs, out_val=node.meta["val"]))
-    return total
+    return sum(map(flops_of, module.graph.nodes))
 
 
 @contextlib.contextmanager
@@ -46,29 +41,17 @@ def torch_splits(memory_budget: float) -> Iterator[dict[str, int]]:
     """
     import torch._functorch.config
     import torch._inductor.config
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-    from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     flops = {"all": 0, "joint": 0}
 
-    class Counting(CustomPartitionerFn):
-        def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
-            flops["joint"] += _flops(gm)
-            halves = min_cut_rematerialization_partition(gm, joint_inputs, **options)
-            flops["all"] += sum(map(_flops, halves))
-            return halves
-
-        def __deepcopy__(self, memo: Any) -> Any:
-            return self
-
-        def __reduce__(self) -> tuple[Any, ...]:
-            return str, (self.uuid(),)
-
-        def uuid(self) -> str:
-            return "torch's own split, counted"
+    def counting(gm: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
+        flops["joint"] += _flops(gm)
+        halves = as_torch_does(gm, joint_inputs, **options)
+        flops["all"] += sum(map(_flops, halves))
+        return halves
 
     functorch = torch._functorch.config.patch(activation_memory_budget=memory_budget, enable_autograd_cache=False)
-    with functorch, torch._inductor.config.patch(custom_partitioner_fn=Counting()):
+    with functorch, torch._inductor.config.patch(custom_partitioner_fn=asked_by_this_thread(counting, as_torch_does)):
         yield flops
 
 
@@ -143,15 +126,3 @@ def keep_all(name: str) -> Row:
     keeping: Callable[..., list[int]] = lambda step, stages, target: [0] * len(stages)  # noqa: E731
     with mock.patch.object(compiled_regions, "_cheapest", keeping):
         return planned(name, "min")
-
-
-def gradients(name: str, call: Callable[[nn.Module], Any]) -> list[torch.Tensor]:
-    """Gradients of the first step, without dropout. `call`: model -> what is called in its place."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model, batch, _ = MODELS[name]()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    call(model)(**batch).loss.backward()
-    return [p.grad for p in model.parameters() if p.grad is not None]

@@ -49,30 +49,30 @@ _KINDS = {"addmm": "linear", "_log_softmax": "softmax", "native_dropout": "dropo
 
 def groups(graph: Graph) -> dict[int, Mobility]:
     """Tensor -> its group, by the readers in the phase that makes it: the next op of that phase is the next layer."""
-    found: dict[int, Mobility] = {}
+    classes: dict[int, Mobility] = {}
     for op in graph.ops:
         following = op.id + 1
         kind = _KINDS.get(op.name.partition("::")[2].partition(".")[0].removesuffix("_backward"), "other")
         for t in op.outputs:
             readers = [reader.id for reader in graph.consumers.get(t, ()) if reader.phase == op.phase]
-            found[t] = mobility(kind, max(len(readers), 1), not readers or following in readers)
-    return found
+            classes[t] = mobility(kind, max(len(readers), 1), not readers or following in readers)
+    return classes
 
 
 def requested(graph: Graph, lives: tuple[Life, ...] | None) -> tuple[list[Buffer], list[Mobility]]:
     """The buffers of a step, and their groups. A map that is fetched is read at once: movable, as the paper has it (3.3.2)."""
     of_tensor = groups(graph)
     began: dict[object, tuple[int, int]] = {}
-    found: list[tuple[int, int, int, Mobility]] = []
+    rows: list[tuple[int, int, int, Mobility]] = []
     actions = requests(graph, lives)
     for moment, (name, nbytes) in enumerate([*actions, *((name, -1) for name in _left(actions))]):
         if nbytes >= 0:
             began[name] = moment, nbytes
             continue
         lower, size = began.pop(name)
-        found.append((lower, moment, size, of_tensor.get(name, "movable") if isinstance(name, int) else "movable"))
-    found = sorted(f for f in found if f[2])
-    return [Buffer(str(f[0]), *f[:3]) for f in found], [f[3] for f in found]
+        rows.append((lower, moment, size, of_tensor.get(name, "movable") if isinstance(name, int) else "movable"))
+    rows = sorted(row for row in rows if row[2])
+    return [Buffer(str(row[0]), *row[:3]) for row in rows], [row[3] for row in rows]
 
 
 def _left(actions: list[Any]) -> list[object]:

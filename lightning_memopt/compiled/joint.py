@@ -140,7 +140,7 @@ class Joint:
             yield Tensor(id=t, name=name, nbytes=nbytes, kind=kind, storage=t, born_at=born_at, freed_at=freed_at)  # type: ignore[arg-type]
 
     def _op(self, reading: _Reading, id: int, node: fx.Node, at: int, written: set[int]) -> Op:
-        flops, backward = _flops(node), node in self.backward
+        flops, backward = flops_of(node), node in self.backward
         moved_nbytes = sum(reading.nbytes[t] for t in (*reading.reads[node], *reading.made[node]))
         return Op(
             id=id,
@@ -243,11 +243,12 @@ def _may_run_again(node: fx.Node) -> bool:
         return False
     if func._schema.name.partition("::")[2] in _SEEDED:
         return True
-    device = next((v.device.type for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)), "cpu")
+    device = next((t.device.type for t in tensors_of(node.meta.get("val"))), "cpu")
     return func.namespace in ("aten", "prims") and rule_of(func).handling == "pure" and may_run_again(func, device)
 
 
-def _flops(node: fx.Node) -> int:
+def flops_of(node: fx.Node) -> int:
+    """FLOPs of a node; 0 where torch has no formula for its op."""
     formula = flop_registry.get(getattr(node.target, "_overloadpacket", None))
     if formula is None:
         return 0
@@ -257,5 +258,4 @@ def _flops(node: fx.Node) -> int:
 
 
 def _device(nodes: Iterable[fx.Node]) -> str:
-    values = (v for node in nodes for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor))
-    return "cuda" if any(v.device.type == "cuda" for v in values) else "cpu"
+    return "cuda" if any(t.device.type == "cuda" for node in nodes for t in tensors_of(node.meta.get("val"))) else "cpu"

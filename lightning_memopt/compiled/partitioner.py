@@ -93,6 +93,11 @@ def _partitioner() -> Any:
     return Partitioner
 
 
+def asked_by_this_thread(answer: Splitter, default: Splitter) -> Any:
+    """A value for `custom_partitioner_fn`: `answer` splits what this thread compiles, `default` what others do."""
+    return _partitioner()(answer, default, threading.get_ident())
+
+
 def _set(stack: contextlib.ExitStack, config: Any, name: str, value: Any) -> None:
     """Change a setting until the stack is closed. (`config.patch` makes a class each time: garbage in a cycle.)"""
     stack.callback(setattr, config, name, getattr(config, name))
@@ -146,7 +151,7 @@ class Regions:
             stack.callback(told.remove)
             stack.callback(self._own_order.close)
             default = inductor_config().custom_partitioner_fn or as_torch_does  # it may be the user's
-            ours = _partitioner()(partial(self._answer, default), default, threading.get_ident())
+            ours = asked_by_this_thread(partial(self._answer, default), default)
             _set(stack, inductor_config(), "custom_partitioner_fn", ours)
             _set(stack, autograd_config(), "enable_autograd_cache", False)
             yield

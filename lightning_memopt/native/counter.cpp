@@ -11,9 +11,9 @@
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
-#include <thread>
 
 #include "pool.h"
+#include "spin.h"
 
 #ifndef _WIN32
 #include <pthread.h>
@@ -21,21 +21,11 @@
 
 namespace {
 
+using memopt::Spin;
+
 constexpr int kWindows = 32;
 enum Kind { kAll, kPlain, kOutside, kKinds };  // all bytes; those not allocated while hidden; those outside of the planned pool
 constexpr int64_t kNone = INT64_MAX;  // the peak of a window that is not open: no count exceeds it
-
-class Spin {
- public:
-  void lock() {
-    for (int turns = 0; taken_.exchange(true, std::memory_order_acquire); ++turns)
-      if (turns > 64) std::this_thread::yield();
-  }
-  void unlock() { taken_.store(false, std::memory_order_release); }
-
- private:
-  std::atomic<bool> taken_{false};
-};
 
 struct Entry {
   void* context;

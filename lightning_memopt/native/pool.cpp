@@ -8,6 +8,7 @@
 // No torch here: an allocator calls the functions of pool.h, Python those at the end. No object is ever destroyed, because
 // memory may be freed while the process ends.
 #include "pool.h"
+#include "spin.h"
 
 #ifdef __GLIBC__
 #include <malloc.h>
@@ -17,12 +18,13 @@
 #include <cstdint>
 #include <map>
 #include <new>
-#include <thread>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
 namespace {
+
+using memopt::Spin;
 
 constexpr std::align_val_t kPage{4096};
 constexpr size_t kLongest = 1 << 20;  // of a log: a loop may go on for long without another step
@@ -65,18 +67,6 @@ struct Arena {
     if (next != live.end() && next->first < end) return false;
     return next == live.begin() || std::prev(next)->second <= begin;
   }
-};
-
-class Spin {
- public:
-  void lock() {
-    for (int turns = 0; taken_.exchange(true, std::memory_order_acquire); ++turns)
-      if (turns > 64) std::this_thread::yield();
-  }
-  void unlock() { taken_.store(false, std::memory_order_release); }
-
- private:
-  std::atomic<bool> taken_{false};
 };
 
 Spin guard;  // protects everything below, but what is atomic

@@ -16,6 +16,7 @@ to what it could save.
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -294,9 +295,9 @@ class CompiledRegions:
         modelled, peak = _modelled([s.halves for s in stages]), unmodified_peak(graph)
         if step.measured and len(step.measured[-1].chosen) != len(now):
             step.measured.clear()  # it has other regions now
-        over = limit_nbytes is not None and peak > limit_nbytes
-        least = planner.smallest_nbytes(graph) if over else peak
-        fits = not over or (step.tries > 0 and least <= (limit_nbytes or 0))
+        limit = math.inf if limit_nbytes is None else limit_nbytes
+        least = planner.smallest_nbytes(graph) if peak > limit else peak
+        fits = peak <= limit or (step.tries > 0 and least <= limit)
         step.measured.append(_Measured(modelled, peak, now, least, fits))
         chosen = self._better(step, stages, limit_nbytes)
         if chosen is None:
