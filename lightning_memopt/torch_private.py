@@ -198,6 +198,8 @@ def partitioner_class() -> Any:
     return _named("torch._inductor.custom_graph_pass:CustomPartitionerFn")
 
 
+AOT_BACKENDS, AOT_ENTRY = "torch._dynamo.backends.common", "aot_module_simplified"
+"""The module with the function by which backends reach AOT autograd; replaced in compiled/backends.py."""
 INDUCTOR = "torch._inductor.compile_fx"
 INDUCTOR_CODE = "torch._inductor.output_code"
 

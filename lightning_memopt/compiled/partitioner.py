@@ -1,7 +1,8 @@
 """Where torch.compile asks how to split a region into forward and backward, and our answer.
 
-Inductor's setting `custom_partitioner_fn` is the door. It is ours during a forward of a watched model only. A region without a
-plan is split as torch does it by itself, and its joint graph is read. A region with a plan is rewritten before the split.
+Inductor's setting `custom_partitioner_fn` is the door, and backends.py has one for other backends. They are ours during a
+forward of a watched model only. A region without a plan is split as torch does it by itself, and its joint graph is read. A
+region with a plan is rewritten before the split.
 
 What was compiled before cannot be asked: `forget` makes dynamo compile it again at its next call. AOT autograd's own cache is
 off meanwhile, because it answers without asking. Inductor's cache of generated code stays on.
@@ -14,13 +15,14 @@ import copy
 import hashlib
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, partial
 from types import CodeType
 from typing import Any
 
 from torch import fx
 
+from lightning_memopt.compiled.backends import Split, Splitter, asking_backends, backends
 from lightning_memopt.compiled.halves import Halves, halves_of
 from lightning_memopt.compiled.joint import Joint
 from lightning_memopt.compiled.rewriting import rewrite
@@ -28,6 +30,7 @@ from lightning_memopt.compiled.sizes import Signature, UnreadableError
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life
 from lightning_memopt.torch_private import (
+    AOT_ENTRY,
     INDUCTOR,
     autograd_config,
     compile_again,
@@ -40,13 +43,10 @@ from lightning_memopt.torch_private import (
     unique_nodes,
 )
 
-Split = tuple[fx.GraphModule, fx.GraphModule]
-Splitter = Callable[..., Split]
-
 
 def compiles() -> bool:
-    """Whether Inductor may compile in this process: `torch.compile` imports it, which takes seconds."""
-    return INDUCTOR in sys.modules
+    """Whether a region may be compiled in this process: `torch.compile` imports the backend, which takes seconds."""
+    return INDUCTOR in sys.modules or backends() is not None
 
 
 def key_of(joint: Joint) -> str:
@@ -150,11 +150,16 @@ class Regions:
         with contextlib.ExitStack() as stack:
             stack.callback(told.remove)
             stack.callback(self._own_order.close)
-            default = inductor_config().custom_partitioner_fn or as_torch_does  # it may be the user's
-            ours = asked_by_this_thread(partial(self._answer, default), default)
-            _set(stack, inductor_config(), "custom_partitioner_fn", ours)
             _set(stack, autograd_config(), "enable_autograd_cache", False)
+            if INDUCTOR in sys.modules:
+                default = inductor_config().custom_partitioner_fn or as_torch_does  # it may be the user's
+                _set(stack, inductor_config(), "custom_partitioner_fn", self._asked(default))
+            if backends() is not None:
+                _set(stack, backends(), AOT_ENTRY, asking_backends(self._asked))
             yield
+
+    def _asked(self, default: Splitter) -> Any:
+        return asked_by_this_thread(partial(self._answer, default), default)
 
     def forget_all(self) -> None:
         """All code that was compiled before is compiled again when it runs next: nobody asked how to split it."""

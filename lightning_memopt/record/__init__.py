@@ -39,7 +39,7 @@ from lightning_memopt.record.calls import (
     keep_seams,
     unwatched_call,
 )
-from lightning_memopt.record.compiled_code import around_compiled
+from lightning_memopt.record.compiled_code import around_compiled, telling
 from lightning_memopt.record.exposure import unwatched, watching, watching_sizes
 from lightning_memopt.record.levels import around_dual_levels, in_dual_level, in_transform
 from lightning_memopt.record.protocols import Observer, OpRecord, Owner
@@ -86,6 +86,7 @@ __all__ = [
     "set_numeric_flags",
     "storage_id",
     "tensors_in",
+    "telling",
     "uncompiled",
     "uncompiled_itself",
     "unwatched",

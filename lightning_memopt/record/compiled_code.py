@@ -1,14 +1,15 @@
-"""Learn of runs of the code that Inductor generated: a region's forward, or its backward.
+"""Learn of runs of the code that a compiler generated: a region's forward, or its backward.
 
-Most of that code is no op at all. The rest calls ops on buffers of its own, which come and go unseen. A recorder that saw these
-ops would hold the buffers, and the step would take more memory than without it. So they are hidden from the recorder.
+Most of Inductor's code is no op at all. The rest, and code of other backends, calls ops on buffers of its own. These come and
+go unseen. A recorder that saw these ops would hold the buffers, and the step would take more memory than without it.
+So they are hidden from the recorder.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -20,24 +21,34 @@ Listener = Callable[[], contextlib.AbstractContextManager[None]]
 """`listener()` is a context around a run of generated code."""
 
 
-def around_compiled(listener: Listener) -> contextlib.AbstractContextManager[None]:
-    """Within, `listener` is told of generated code. What is compiled first within is not seen before the next time."""
-    if INDUCTOR_CODE not in sys.modules:  # nothing was generated yet in this process, and importing it takes seconds
-        return contextlib.nullcontext()
-    return _seams().listening(listener)
+_LISTENERS: Seams[Listener] = Seams()
+"""Who is told: by code that was compiled to tell (`telling`), and by Inductor's, whose calls are a seam."""
+
+
+@contextlib.contextmanager
+def around_compiled(listener: Listener) -> Iterator[None]:
+    """Within, `listener` is told of generated code. What Inductor compiles first within is not seen before the next time."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_LISTENERS.listening(listener))
+        if INDUCTOR_CODE in sys.modules:  # else nothing was generated yet in this process, and importing it takes seconds
+            stack.enter_context(_seams().listening(listener))
+        yield
 
 
 @cache
 def _seams() -> Seams[Listener]:
-    return Seams((generated_code_class(), "__call__", _telling))
+    return Seams((generated_code_class(), "__call__", telling))
 
 
-def _telling(original: Any) -> Any:
+def telling(code: Callable[..., Any]) -> Callable[..., Any]:
+    """Code that tells the listeners when it runs."""
+
     @uncompiled
-    def call(code: Any, inputs: Any) -> Any:
+    def run(*args: Any) -> Any:
         with contextlib.ExitStack() as stack:
-            for listener in tuple(_seams().listeners):
+            for listener in tuple(_LISTENERS.listeners):
                 stack.enter_context(listener())
-            return original(code, inputs)
+            return code(*args)
 
-    return call
+    run._boxed_call = getattr(code, "_boxed_call", False)  # type: ignore[attr-defined]  # as AOT autograd marks it
+    return run

@@ -8,7 +8,8 @@ from lightning_memopt.runtime.engine import (
     ObservingEngine,
     PlannedEngine,
     Program,
+    let_go,
     sized_by_data,
 )
 
-__all__ = ["Engine", "Handle", "Kept", "Learned", "ObservingEngine", "PlannedEngine", "Program", "sized_by_data"]
+__all__ = ["Engine", "Handle", "Kept", "Learned", "ObservingEngine", "PlannedEngine", "Program", "let_go", "sized_by_data"]

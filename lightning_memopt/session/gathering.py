@@ -12,9 +12,10 @@ from typing import Any
 from lightning_memopt.record import Recorder, storage_id
 from lightning_memopt.record.gathered import Event, is_there, unseen_by, weights_of
 from lightning_memopt.record.settling import can_settle
+from lightning_memopt.runtime import ObservingEngine, let_go
 from lightning_memopt.runtime.engine.units import Units
 from lightning_memopt.torch_private import keeps_weights
-from lightning_memopt.trace import Gathered, Tracer, generated_code
+from lightning_memopt.trace import Gathered, Tracer, backward_runs, generated_code
 
 
 class Hidden:
@@ -30,9 +31,11 @@ class Hidden:
 
 
 @contextlib.contextmanager
-def compiled_code(recorder: Recorder, tracer: Tracer | None = None) -> Iterator[None]:
-    """Around a run of generated code: its ops are hidden from the recorder. `tracer`: of an observed step."""
-    with unseen_by(recorder), generated_code(tracer) if tracer is not None else contextlib.nullcontext():
+def observed_code(recorder: Recorder, tracer: Tracer, engine: ObservingEngine) -> Iterator[None]:
+    """Around a run of generated code in an observed step: its ops are hidden from the recorder."""
+    if backward_runs():
+        let_go(engine)
+    with unseen_by(recorder), generated_code(tracer):
         yield
 
 

@@ -19,7 +19,7 @@ from lightning_memopt.record.gathered import around_units, units_of
 from lightning_memopt.runtime import ObservingEngine
 from lightning_memopt.runtime.engine.units import Units
 from lightning_memopt.session.final_gradients import NEVER, Final, freed_early, kept, settled
-from lightning_memopt.session.gathering import Watched, compiled_code
+from lightning_memopt.session.gathering import Watched, observed_code
 from lightning_memopt.session.recording import Recording, hooks_allowed
 from lightning_memopt.session.resident import resident_tensors
 from lightning_memopt.torch_private import current_mode, current_modes, local_tensor, sharded_parameters
@@ -116,7 +116,7 @@ class Observation:
         self._contexts.enter_context(self.scopes.tracking())
         self._contexts.enter_context(watching_sizes(recorder.resizing, recorder.resized))
         recorder.enter_in(self._contexts, beneath=True)
-        self._contexts.enter_context(around_compiled(lambda: compiled_code(recorder, tracer)))
+        self._contexts.enter_context(around_compiled(lambda: observed_code(recorder, tracer, engine)))
         if units:
             engine.units = Units()
             recorder.meets = engine.meets

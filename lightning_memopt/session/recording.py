@@ -24,10 +24,10 @@ from lightning_memopt.record import (
     watching,
     watching_sizes,
 )
-from lightning_memopt.record.gathered import around_units
+from lightning_memopt.record.gathered import around_units, unseen_by
 from lightning_memopt.runtime import Engine, PlannedEngine
 from lightning_memopt.runtime.engine.matching import Matcher
-from lightning_memopt.session.gathering import Hidden, compiled_code
+from lightning_memopt.session.gathering import Hidden
 from lightning_memopt.torch_private import current_mode, hooks_are_enabled, innermost_hooks
 
 
@@ -140,7 +140,7 @@ class PlannedRecording(Recording):
     @contextlib.contextmanager
     def _compiled(self) -> Iterator[None]:
         """Around a run of generated code: an op of the plan that the recorder does not see."""
-        with compiled_code(self.recorder):
+        with unseen_by(self.recorder):
             yield
         cursor, names = self.engine.cursor, self.engine.program.names
         if threading.get_ident() == self._thread and names[cursor.position : cursor.position + 1] == [COMPILED]:

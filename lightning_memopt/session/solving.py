@@ -8,7 +8,7 @@ from typing import NamedTuple
 from lightning_memopt.clocks import thread_time
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import InfeasibleError
-from lightning_memopt.graph import Graph
+from lightning_memopt.graph import COMPILED, Graph
 from lightning_memopt.plan import Plan
 from lightning_memopt.runtime import Program
 from lightning_memopt.session import costs, times
@@ -72,9 +72,11 @@ def chosen(
             raise
         above, limit = error, error.smallest_nbytes
         plan = frontier.plan(limit)
+    compiled = any(op.name == COMPILED for op in graph.ops)
+    before = "as compiled" if compiled else "unmodified"
     say(
         f"MemOpt: plan in force ({plan.solver}): predicted peak {format_nbytes(plan.predicted.needed_nbytes)} of "
-        f"{format_nbytes(limit)}, unmodified {format_nbytes(plan.unmodified_peak_nbytes)}; extra "
+        f"{format_nbytes(limit)}, {before} {format_nbytes(plan.unmodified_peak_nbytes)}; extra "
         f"{1e3 * plan.predicted.seconds:.1f} ms a step, no plan below {1e3 * plan.lower_bound_seconds:.1f} ms; "
         f"solved in {frontier.seconds:.1f} s"
     )
@@ -84,5 +86,6 @@ def chosen(
             f"budget={limit + config.headroom} or more. {advice(graph, plan.lives, config)}"
         )
     if frontier.smallest_nbytes >= unmodified_peak(graph):
-        say(f"MemOpt: no plan is smaller than the unmodified step. {advice(graph, plan.lives, config)}")
+        step = "step as it is compiled now" if compiled else "unmodified step"
+        say(f"MemOpt: no plan is smaller than the {step}. {advice(graph, plan.lives, config)}")
     return plan, None

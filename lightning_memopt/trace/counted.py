@@ -7,7 +7,7 @@ the op after which it was first seen to the op before which it was freed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import NamedTuple
 
 import torch
@@ -69,9 +69,15 @@ class Ledger:
         self._base_nbytes -= nbytes
         return nbytes
 
-    def came(self, nbytes: int) -> bool:
-        """Whether a storage that is known only now may be among the bytes that came in this step: generated code made it."""
-        return 0 < nbytes <= sum(unseen.nbytes for unseen in self._open)
+    def taken(self, nbytes: int, points: Container[int]) -> int | None:
+        """A storage is known only now: it leaves the unseen bytes, if so many of them came at one of these points. Returns the
+        latest such point, or None.
+        """
+        for i, unseen in reversed(list(enumerate(self._open))):
+            if unseen.born_at in points and 0 < nbytes <= unseen.nbytes:
+                self._open[i] = unseen._replace(nbytes=unseen.nbytes - nbytes)
+                return unseen.born_at
+        return None
 
     def ran(self, now: int) -> None:
         """The op at the point `now` has ended and its known outputs were added; new bytes beyond them are unseen ones."""

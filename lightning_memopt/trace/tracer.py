@@ -52,14 +52,15 @@ class Tracer:
     backward_ran: autograd ran an op after the forward, maybe for another model (a GAN's discriminator).
     asked: autograd asked for a save of this forward.
     written: a later op wrote to a parameter, outside of any optimizer's step.
-    generated: code ran that a compiler generated; the recorder does not see which memory it makes.
+    generated: point at which code ran that a compiler generated -> its op. What it made is known when a recorded op reads it.
     """
 
     def __init__(self, device: torch.device, scope: Callable[[], str] = lambda: "") -> None:
         self.device = device
         self.scope = scope
         self.phase: Phase = "forward"
-        self.forward_over = self.backward_ran = self.asked = self.written = self.generated = False
+        self.forward_over = self.backward_ran = self.asked = self.written = False
+        self.generated: dict[int, int] = {}
         self.largest_nbytes = self.live_nbytes = 0
         self.points: list[Point] = []
         self.ops: list[dict[str, Any]] = []
@@ -73,7 +74,6 @@ class Tracer:
         self._storages: dict[int, list[int]] = {}
         self._adopted, self._bystanders = dict[int, int](), dict[int, int]()
         self._held_by_user: dict[int, StorageVersion] = {}
-        self._counted_elsewhere: set[int] = set()
         self._versions: dict[int, list[StorageVersion]] = {}
         self.cuda = CudaOps(device) if device.type == "cuda" else None
         self.ledger: Ledger | None = None
@@ -159,11 +159,13 @@ class Tracer:
             if version.weak in self._adopted and self.phase != "forward":
                 return self._storages[self._adopted[version.weak]][-1]
             new = version.weak not in self._bystanders
-            if came := new and self.generated and self.ledger is not None and self.ledger.came(version.nbytes):
-                self._counted_elsewhere.add(version.id)  # as bytes that no recorded op allocated
+            if new and self.ledger and (made_at := self.ledger.taken(version.nbytes, self.generated)) is not None:
+                self.ops[self.generated[made_at]]["outputs"] += (version.id,)
+                self._birth(version, "made by compiled code", made_at)
+                return version.id
             unseen = self.tensors.get(_UNSEEN) if new else None
             self.adopt(version, "input" if self.phase == "forward" else "temporary")
-            if unseen is not None and self.ledger is not None and not came:
+            if unseen is not None and self.ledger is not None:
                 nbytes = self.ledger.identified(version.id)
                 unseen.nbytes -= nbytes
                 self.live_nbytes -= nbytes
@@ -208,7 +210,7 @@ class Tracer:
     def counts(self, key: int, storage: torch.UntypedStorage) -> None:
         """Count a storage as live until it is freed."""
         self.live_nbytes += self.tensors[key].nbytes
-        if self.ledger is not None and key not in self._counted_elsewhere:
+        if self.ledger is not None:
             self.ledger.born(key, storage)
         self._alive[key] = weakref.ref(storage, partial(self._death, key))
 
@@ -221,8 +223,6 @@ class Tracer:
             before = self.tensors[version_of.id]
             storage = before.storage
             kind = kind or before.kind
-        if storage in self._counted_elsewhere:
-            nbytes = 0
         self.tensors[version.id] = SeenTensor(name, nbytes, kind or _KIND[self.phase], storage, at)
         self._storages.setdefault(storage, []).append(version.id)
         if self.phase == "forward":

@@ -55,11 +55,14 @@ def unrecorded_op(tracer: Tracer, name: str, frees: bool = False) -> Iterator[No
 def generated_code(tracer: Tracer) -> Iterator[None]:
     """Around a run of code that Inductor generated, forward or backward."""
     tracer.poll()
-    tracer.generated = True
     if tracer.ledger is not None:
         tracer.ledger.note(len(tracer.points) - 1)
-    if tracer.forward_over and backward_runs():
+    backward = tracer.forward_over and backward_runs()
+    if backward:
         tracer.backward_ran = True
         tracer.backward_begins()
-    with unrecorded_op(tracer, COMPILED):
+    with unrecorded_op(tracer, COMPILED, frees=backward):  # a backward frees what its forward has saved
         yield
+        if backward:
+            tracer.poll()
+    tracer.generated[tracer.ops[-1]["at"]] = len(tracer.ops) - 1

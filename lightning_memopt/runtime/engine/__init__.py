@@ -19,8 +19,8 @@ How its files depend on each other, from the bottom up:
 from lightning_memopt.runtime.engine.base import Engine
 from lightning_memopt.runtime.engine.handles import Handle, Kept
 from lightning_memopt.runtime.engine.learned import Learned
-from lightning_memopt.runtime.engine.observing import ObservingEngine
+from lightning_memopt.runtime.engine.observing import ObservingEngine, let_go
 from lightning_memopt.runtime.engine.planned import PlannedEngine
 from lightning_memopt.runtime.engine.program import Program, sized_by_data
 
-__all__ = ["Engine", "Handle", "Kept", "Learned", "ObservingEngine", "PlannedEngine", "Program", "sized_by_data"]
+__all__ = ["Engine", "Handle", "Kept", "Learned", "ObservingEngine", "PlannedEngine", "Program", "let_go", "sized_by_data"]

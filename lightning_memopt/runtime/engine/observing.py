@@ -22,7 +22,7 @@ from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.tensors import bytes_of
 from lightning_memopt.runtime.engine.base import Engine
 from lightning_memopt.runtime.engine.handles import Handle, Kept
-from lightning_memopt.runtime.engine.holding import Version, rebuildable
+from lightning_memopt.runtime.engine.holding import Claim, Version, rebuildable
 from lightning_memopt.runtime.engine.naming import Names
 from lightning_memopt.runtime.engine.rebuild import checksum, closure, compare, flags_of, run
 from lightning_memopt.runtime.engine.starts import Starts
@@ -334,3 +334,22 @@ class ObservingEngine(Engine):
                     version.holding.drop()
             if self.events is not None:
                 self.events.released(handle.save)
+
+
+def let_go(engine: ObservingEngine) -> None:
+    """Drop the values that autograd has released and that no rebuild of a saved tensor starts from. Generated code, which is
+    about to run, frees them at their last use.
+    """
+    with engine.lock:
+        versions = engine.tape.versions
+        wanted = [version for version in versions.values() if version.holding.handles > 0]
+        needed = {version.id for version in wanted}
+        while wanted:
+            version = wanted.pop()
+            reads = (*(version.call.reads if version.call is not None else ()), version.next)
+            sources = [versions[id] for id in reads if id is not None and id not in needed]
+            needed.update(source.id for source in sources)
+            wanted += sources
+        for version in versions.values():
+            if version.id not in needed and version.holding.claim is Claim.NONE:
+                version.holding.drop()

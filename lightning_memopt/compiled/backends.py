@@ -1,0 +1,52 @@
+"""Backends of torch.compile other than Inductor that use AOT autograd: `aot_eager`, and users' own by `aot_autograd(...)`.
+
+They have no setting that asks how to split a region. So the function by which all of them reach AOT autograd is replaced while
+a watched model runs: it passes on another partitioner, and compilers whose code tells when it runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
+
+from torch import fx
+
+from lightning_memopt.record import telling
+from lightning_memopt.torch_private import AOT_BACKENDS, AOT_ENTRY, INDUCTOR, split_in_place
+
+Split = tuple[fx.GraphModule, fx.GraphModule]
+Splitter = Callable[..., Split]
+Asking = Callable[[Splitter], Splitter]
+"""`asking(partitioner)` is the partitioner to use instead of the backend's."""
+
+_COMPILERS = ("fw_compiler", "bw_compiler", "inference_compiler")
+
+
+def backends() -> Any:
+    """The module by which backends reach AOT autograd; None where no such backend was used in this process."""
+    return sys.modules.get(AOT_BACKENDS)
+
+
+def asking_backends(asking: Asking) -> Any:
+    """What stands in place of `AOT_ENTRY` in `backends()`."""
+    return partial(_entry, getattr(backends(), AOT_ENTRY), asking)
+
+
+def _entry(original: Callable[..., Any], asking: Asking, *args: Any, **options: Any) -> Any:
+    partitioner = options.get("partition_fn", split_in_place)
+    if getattr(partitioner, "__module__", None) != INDUCTOR:  # Inductor asks by its setting, and tells of its code
+        options["partition_fn"] = asking(partitioner)
+        options.update({name: _telling(options[name]) for name in _COMPILERS if options.get(name) is not None})
+    return original(*args, **options)
+
+
+def _telling(compiler: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiler whose code tells when it runs."""
+
+    @wraps(compiler, updated=())
+    def compile(module: fx.GraphModule, inputs: Any) -> Any:
+        return telling(compiler(module, inputs))
+
+    return compile

@@ -1,0 +1,105 @@
+"""Backends other than Inductor: their regions are planned, too, and their ops stay the eager ones, bit by bit."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.nn import functional
+
+from lightning_memopt import optimize
+from lightning_memopt.compiled import backends
+from lightning_memopt.native import counter
+from lightning_memopt.torch_private import AOT_ENTRY
+from lightning_memopt.trace import count_all
+
+STEPS = 9
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(6))
+        self.norm = nn.BatchNorm1d(48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + functional.dropout(functional.gelu(layer(x)), 0.1, self.training)
+        return self.norm(x).square().mean()
+
+
+def as_it_stands(module: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+    return module.forward
+
+
+@pytest.fixture(autouse=True)
+def counted() -> None:
+    count_all(lambda _: None)
+    if counter() is None:
+        pytest.skip("bytes of compiled code are counted by the native counter, which needs a C++ compiler")
+
+
+def train(backend: Any, budget: str | int | None) -> tuple[list[float], list[torch.Tensor], Any]:
+    """Losses, parameters and buffers, and the status. `backend` None: eager. `budget` None: without us."""
+    torch._dynamo.reset()
+    gc.collect()
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+    call = net if backend is None else torch.compile(net, backend=backend)
+    torch.manual_seed(1)
+    losses, status = [], None
+    with contextlib.ExitStack() as stack:
+        if budget is not None:
+            run = stack.enter_context(
+                optimize(net, optimizer, budget=budget, profile_steps=1, solver_seconds=2, verbose=False)
+            )
+        for _ in range(STEPS):
+            loss = call(torch.randn(512, 48))
+            loss.backward()
+            losses.append(loss.item())
+            del loss
+            optimizer.step()
+            optimizer.zero_grad()
+        if budget is not None:
+            status = run.status()
+    return losses, [t.detach().clone() for t in (*net.parameters(), *net.buffers())], status
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_default_partitioner", aot_autograd(fw_compiler=as_it_stands)])
+def test_budgets_are_kept_exactly_with_the_bits_of_the_eager_model(backend: Any) -> None:
+    losses, state, _ = train(None, None)
+    smallest = train(backend, "min")
+    unplanned = train(backend, "50%")
+    least, most = smallest[2].measured_peak_nbytes, unplanned[2].measured_peak_nbytes
+    assert least < 0.8 * most
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="MemOpt")
+        middle = train(backend, (least + most) // 2)
+    assert middle[2].measured_peak_nbytes <= (least + most) // 2
+    assert "1 of 1 compiled regions run ops again" in smallest[2].compiled
+    for run_losses, run_state, status in (smallest, unplanned, middle):
+        assert run_losses == losses
+        assert all(torch.equal(a, b) for a, b in zip(run_state, state, strict=True))
+        assert abs(status.plan.predicted.peak_nbytes - status.measured_peak_nbytes) <= 0.001 * status.measured_peak_nbytes
+
+
+def test_the_way_to_the_backend_is_torchs_own_outside_of_a_forward() -> None:
+    train("aot_eager", "min")
+    entry = getattr(backends.backends(), AOT_ENTRY)
+    assert (entry.__module__, entry.__name__) == ("torch._functorch.aot_autograd", AOT_ENTRY)
+
+
+def test_an_error_of_the_compiler_is_the_users() -> None:
+    def fails(module: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        raise ZeroDivisionError("of the user")
+
+    with pytest.raises(Exception, match="of the user"):
+        train(aot_autograd(fw_compiler=fails), "min")
