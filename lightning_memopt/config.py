@@ -53,6 +53,8 @@ class MemOptConfig:
         pool: `"planned"`: tensors of a planned step get addresses in one arena, which are planned from the requests of the step
             before (CPU only; elsewhere one line says so). What differs from them is served by the ordinary allocator, and
             counted. None: the ordinary allocator serves all.
+        compile: compile the model's repeated blocks with `torch.compile` (Inductor) while the run lasts, or the whole model if
+            it has none; a model that is compiled already stays as it is. Compiled code rounds otherwise than eager code.
         verify: compare rebuilt tensors bit by bit with the originals in observed steps, and by checksum in the first planned
             step.
         verbose: print progress, and the table at the end.
@@ -70,6 +72,7 @@ class MemOptConfig:
     on_exceed: OnExceed = "replan"
     plan: str | os.PathLike[str] | None = None
     pool: str | None = None
+    compile: bool = False
     verify: bool = True
     verbose: bool = True
 
@@ -139,6 +142,7 @@ class PlanOptions(TypedDict, total=False):
     on_exceed: OnExceed
     plan: str | os.PathLike[str] | None
     pool: str | None
+    compile: bool
     verify: bool
     verbose: bool
 

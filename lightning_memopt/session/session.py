@@ -26,6 +26,7 @@ from lightning_memopt.session.agreement import Agreement
 from lightning_memopt.session.attachment import Attachment
 from lightning_memopt.session.budget import Neighbours, budget_on, device_of
 from lightning_memopt.session.compiled_regions import CompiledRegions
+from lightning_memopt.session.compiling import CompiledBlocks
 from lightning_memopt.session.early_updates import EarlyUpdating, wanted
 from lightning_memopt.session.ends import Ends
 from lightning_memopt.session.foresight import Foresight
@@ -75,20 +76,19 @@ class Session:
         if config.plan is not None and self.enabled:
             self.given = read_given(config.plan, self.device, self.budget_nbytes, config)
         self._observed_step = ObservedStep(model, self.optimizers, config)
-        self._metering, self._step = Metering(), Step()
-        self._slowed = False  # the last step was observed, or measured by a profiler
+        self._metering, self._step, self._slowed = Metering(), Step(), False  # slowed: observed, or measured by a profiler
         self.foresight, self._ends = Foresight(self.optimizers), Ends(model, self.optimizers)
-        self.silence = Silence(config.profile_steps)
         self._neighbours = Neighbours(self.device, self.budget_nbytes)
-        self._offloading = Offloading(self.device, config)
+        self.silence, self._offloading = Silence(config.profile_steps), Offloading(self.device, config)
         self._compiled = CompiledRegions(model, config, self.enabled, self._agreement)
-        self.pool = Pooling(config, self.device, self.say)
+        self.pool, self._blocks = Pooling(config, self.device, self.say), CompiledBlocks(model, config, self.say)
         self._early: EarlyUpdating | None = None
         self._attachment: Attachment | None = None
         if self.enabled:
             refuse_sharded(model, self.device, self.budget_nbytes, config, self.say)
             self._offloading.check()
-            self._attachment = Attachment(model, self.optimizers, self.device, self.say)  # last: only `close` ends it
+            self._attachment = Attachment(model, self.optimizers, self.device, self.say)
+            self._blocks.compile()  # last, as what is attached: only `close` ends it
 
     @contextlib.contextmanager
     def round(self, batch: Any) -> Iterator[None]:
@@ -235,7 +235,7 @@ class Session:
         self._step.plans.clear()
         if self._early is not None:
             self._early.updates.given_up()
-        for part in (self._metering, self._offloading, self._compiled, self.pool):
+        for part in (self._metering, self._offloading, self._compiled, self.pool, self._blocks):
             part.close()
         if self._attachment is not None:
             self._attachment.leave()

@@ -27,6 +27,7 @@ class MemOptOptions(MemOptMixin):
         on_exceed: OnExceed = "replan",
         plan: str | os.PathLike[str] | None = None,
         pool: str | None = None,
+        compile: bool = False,
         verify: bool = True,
         verbose: bool = True,
         config: MemOptConfig | None = None,
@@ -46,6 +47,7 @@ class MemOptOptions(MemOptMixin):
             on_exceed=on_exceed,
             plan=plan,
             pool=pool,
+            compile=compile,
             verify=verify,
             verbose=verbose,
         )

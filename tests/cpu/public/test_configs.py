@@ -116,6 +116,7 @@ VALUES = {
     "on_exceed": ("raise", "raise"),
     "plan": ("plan.json", "plan.json"),
     "pool": ("planned", "planned"),
+    "compile": ("true", True),
     "verify": ("false", False),
     "verbose": ("false", False),
 }
