@@ -200,8 +200,19 @@ def partitioner_class() -> Any:
 
 AOT_BACKENDS, AOT_ENTRY = "torch._dynamo.backends.common", "aot_module_simplified"
 """The module with the function by which backends reach AOT autograd; replaced in compiled/backends.py."""
+DYNAMO = "torch._dynamo.eval_frame"
 INDUCTOR = "torch._inductor.compile_fx"
 INDUCTOR_CODE = "torch._inductor.output_code"
+
+
+def wrapper_class() -> Any:
+    """What `torch.compile(module)` returns; None where dynamo was not imported."""
+    return _named(f"{DYNAMO}:OptimizedModule") if DYNAMO in sys.modules else None
+
+
+def inlining_code() -> Any:
+    """The code that dynamo compiles where it compiles the whole call of a module of torch.nn itself: one for all of them."""
+    return _named("torch._dynamo.external_utils:wrap_inline")(lambda: None).__code__
 
 
 def generated_code_class() -> Any:

@@ -34,7 +34,7 @@ from lightning_memopt.session.agreement import Agreement
 from lightning_memopt.session.foresight import unmodified_peak
 from lightning_memopt.session.peak_meter import in_compiled_code
 from lightning_memopt.solvers import planner
-from lightning_memopt.torch_private import compiled_codes
+from lightning_memopt.torch_private import compiled_codes, inlining_code
 from lightning_memopt.units import format_nbytes
 
 _TRIES = 5
@@ -218,8 +218,8 @@ class CompiledRegions:
         codes = compiled_codes() if compiles() else []
         if model is None or not codes:
             return False
-        forwards = (getattr(type(module).forward, "__code__", None) for module in model.modules())
-        return bool(compiled_modules(model)) or any(code in codes for code in forwards)
+        forwards = [getattr(type(module).forward, "__code__", None) for module in model.modules()]
+        return bool(compiled_modules(model)) or any(code in codes for code in [*forwards, inlining_code()])
 
     def runs(self, signature: object) -> None:
         """A forward of this signature begins."""

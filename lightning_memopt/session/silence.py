@@ -41,8 +41,7 @@ WAITS = Reason(
 )
 _UNCALLED = Reason(
     "the optimizer steps and the model itself is never called",
-    "Write model(x) instead of model.forward(x), or give optimize() the module that is called; put a compiled module of "
-    "torch.nn itself into a module of your own",
+    "Write model(x) instead of model.forward(x), or give optimize() the module that is called",
 )
 _NO_BACKWARD = Reason(
     "no backward was seen of its forwards",
