@@ -84,6 +84,7 @@ without_functorch = _named("torch._functorch.pyfunctorch:temporarily_clear_inter
 
 # -- compilers, profilers, settings ------------------------------------------------------------------
 
+CHECKPOINT_TAG = "recompute"  # key in the meta of a joint graph's node: what the user's checkpointing says of it
 MUTATED_INPUT = "mutated_input"  # attribute of the description of a joint graph's result: into which input it is copied
 PARTITIONER_TAG = "partitioner_tag"  # key in the meta of a joint graph's node: is it of the forward or the backward
 EVAL_FRAME = _named("torch:_C._dynamo.eval_frame")  # marks on code objects that keep dynamo away (uncompiled.py)

@@ -20,7 +20,14 @@ from lightning_memopt.compiled.sizes import UnreadableError, nbytes_of, symbols_
 from lightning_memopt.graph import BEFORE, Graph, Op, Point, Save, Tensor
 from lightning_memopt.record import rule_of
 from lightning_memopt.record.rules import may_run_again
-from lightning_memopt.torch_private import MUTATED_INPUT, PARTITIONER_TAG, HigherOrderOperator, OpOverload, inductor_config
+from lightning_memopt.torch_private import (
+    CHECKPOINT_TAG,
+    MUTATED_INPUT,
+    PARTITIONER_TAG,
+    HigherOrderOperator,
+    OpOverload,
+    inductor_config,
+)
 
 _FLOPS_PER_SECOND, _BYTES_PER_SECOND = 8e9, 1e9
 """An assumed machine. Only the ratio matters: plans of a region are compared by FLOPs first."""
@@ -75,6 +82,7 @@ class Joint:
     unpacks: backward op -> (point, tensor) of each forward result that it reads.
     backward: the nodes behind the last one of the forward.
     dynamic: whether the code serves batches of other sizes, too. The graph has those of the batch it was compiled for.
+    checkpointed: whether the user's checkpointing marks what torch's split runs again. The graph has each op once all the same.
     """
 
     def __init__(self, module: fx.GraphModule) -> None:
@@ -84,6 +92,7 @@ class Joint:
         first = _begin_of_backward(nodes)
         self.backward = frozenset(nodes[first:])
         self.dynamic = any(symbols_of(node.meta.get("val")) for node in nodes)
+        self.checkpointed = any(node.meta.get(CHECKPOINT_TAG) is not None for node in nodes)
         reading = _Reading()
         for node in nodes:
             _read(reading, node)
@@ -162,8 +171,6 @@ def _refuse(nodes: Iterable[fx.Node]) -> None:
     for node in nodes:
         if node.op in ("call_module", "call_method") or isinstance(node.target, HigherOrderOperator):
             raise UnreadableError(f"it calls {node.target}, an operator with a graph of its own")
-        if node.meta.get("recompute") is not None:
-            raise UnreadableError("it has checkpointing of its own")
         if str(node.target).startswith(("_c10d_functional", "c10d_functional")):
             raise UnreadableError("it has collectives")
 

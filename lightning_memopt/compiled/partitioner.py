@@ -27,7 +27,6 @@ from lightning_memopt.compiled.halves import Halves, halves_of
 from lightning_memopt.compiled.joint import Joint
 from lightning_memopt.compiled.rewriting import rewrite
 from lightning_memopt.compiled.sizes import Signature, UnreadableError
-from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life
 from lightning_memopt.torch_private import (
     AOT_ENTRY,
@@ -51,7 +50,7 @@ def compiles() -> bool:
 
 def key_of(joint: Joint) -> str:
     """Identifies a region: forward and backward, and all sizes. It is the same when the region is compiled again."""
-    digest = hashlib.sha256(joint.graph.device.encode())
+    digest = hashlib.sha256(f"{joint.graph.device} {joint.checkpointed}".encode())
     signature = Signature()
     for op, node in zip(joint.graph.ops, joint.ops, strict=True):
         digest.update(f"{op.phase} {op.name}{op.inputs}->{op.outputs}:{signature.of(node)}".encode())
@@ -109,14 +108,15 @@ class Region:
 
     graph: its joint graph as data, with the sizes of the batch that it was compiled for first.
     dynamic: whether its code serves batches of other sizes, too.
+    checkpointed: whether its user checkpoints parts of it, as long as it has no plan.
     lives: its plan; None where it runs as torch splits it.
     unplanned: bytes without a plan, as torch splits it; None where it was never split so.
     codes: the code that was compiled to it.
     forgotten: whether its code is compiled anew when it runs next, maybe to another region.
     """
 
-    def __init__(self, graph: Graph, dynamic: bool) -> None:
-        self.graph, self.dynamic = graph, dynamic
+    def __init__(self, joint: Joint) -> None:
+        self.graph, self.dynamic, self.checkpointed = joint.graph, joint.dynamic, joint.checkpointed
         self.lives: tuple[Life, ...] | None = None
         self.unplanned: Halves | None = None
         self.codes: set[CodeType] = set()
@@ -198,7 +198,7 @@ class Regions:
 
     def _region_of(self, joint: Joint) -> Region:
         """The region with this graph; its plan, if it has one, is written into the graph."""
-        region = self.by_key.setdefault(key_of(joint), Region(joint.graph, joint.dynamic))
+        region = self.by_key.setdefault(key_of(joint), Region(joint))
         if region.lives is not None:
             rewrite(joint, region.lives)
         return region

@@ -47,6 +47,8 @@ _REMEMBERED = 64
 """The most signatures whose regions are known."""
 _UNSURE = 0.015
 """The first guess allows for so much more: torch splits a region otherwise, and fuses other ops."""
+_OFF = 0.07
+"""By this share the smallest step may be lower than it is modelled to be, as long as none was measured. See ADR 15."""
 _LEAST_SLOPE = 0.25
 """Fewer bytes in the model lower the peak by this share of them, at least."""
 _UNUSED = 0.05
@@ -270,12 +272,13 @@ class CompiledRegions:
         return "; ".join([*others, *self._regions.opaque])
 
     def savable_nbytes(self) -> int:
-        """Bytes by which another way to compile the regions could lower the peak, as modelled."""
+        """Bytes by which another way to compile the regions could lower the peak, at most."""
         stages = self._stages_of_step()
         if not stages or self._now.tries >= _TRIES:
             return 0
         least = _modelled([s.options[-1].halves for s in stages])
-        return max(0, _modelled([s.halves for s in stages]) - least)
+        unsure = 0 if self._now.tries else int(_OFF * least)
+        return max(0, _modelled([s.halves for s in stages]) - least + unsure)
 
     def compiled_again(self, graph: Graph, limit_nbytes: int | None, say: Callable[[str], None]) -> bool:
         """After an observed step: whether it is to be observed again, because regions were given other options, or because
@@ -340,7 +343,7 @@ class CompiledRegions:
 
     def _wasteful(self, stages: list[_Stage], peak: int, limit_nbytes: int) -> bool:
         """Whether the regions run ops again although much of the budget is unused."""
-        runs_again = any(s.chosen is not None and s.options[s.chosen].extra_flops for s in stages)
+        runs_again = any(s.region.checkpointed if s.chosen is None else s.options[s.chosen].extra_flops for s in stages)
         return runs_again and limit_nbytes - peak > _UNUSED * limit_nbytes
 
     def _eager_share(self, measured: _Measured, limit_nbytes: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,20 +21,20 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Trained(NamedTuple):
-    """A training run.
+    """A training run. (It holds no tensor: all bytes of the process count in the next run.)
 
     losses: of each step.
-    state: the weights after the last step.
+    state: a digest of the weights after the last step.
     status: that of the run after its last step.
-    unmodified_nbytes: the highest peak of an observed step.
-    regions: what the run knows of the compiled regions.
+    unmodified_nbytes: the peak of the first observed step that counts: regions are as their user compiled them.
+    options: for each region, the number of plans of which one was chosen.
     """
 
     losses: list[float]
-    state: list[torch.Tensor]
+    state: str
     status: RunStatus
     unmodified_nbytes: int
-    regions: Any
+    options: list[int]
 
     @property
     def nbytes(self) -> int:
@@ -46,9 +47,20 @@ class Trained(NamedTuple):
         assert self.status.plan is not None, self.status
         return self.status.plan.predicted.peak_nbytes
 
+    @property
+    def text(self) -> str:
+        """What the report says of compiled regions."""
+        return self.status.compiled or ""
+
     def has_bits_of(self, other: Trained) -> bool:
-        same = all(torch.equal(a, b) for a, b in zip(self.state, other.state, strict=True))
-        return same and self.losses == other.losses
+        return (self.state, self.losses) == (other.state, other.losses)
+
+
+def _digest(model: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def counted() -> None:
@@ -87,8 +99,9 @@ def train(
                 optimizer.step()
                 optimizer.zero_grad()
             status, regions = run.status(), run.session._compiled
-            unmodified = max((m.peak_nbytes for m in regions._now.measured), default=0)
-    return Trained(losses, [p.detach().clone() for p in model.parameters()], status, unmodified, regions)
+            unmodified = next((m.peak_nbytes for m in regions._now.measured), 0)
+            options = [len(stage.options) for stage in regions._stages_of_step()]
+    return Trained(losses, _digest(model), status, unmodified, options)
 
 
 def keeping_all(made: Callable[[], tuple[nn.Module, Forward]], **options: Any) -> Trained:
