@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, partial
@@ -30,10 +29,10 @@ from lightning_memopt.compiled.sizes import Signature, UnreadableError
 from lightning_memopt.plan import Life
 from lightning_memopt.torch_private import (
     AOT_ENTRY,
-    INDUCTOR,
     autograd_config,
     compile_again,
     compiled_codes,
+    inductor_compiles,
     inductor_config,
     partitioner_class,
     split_by_cut,
@@ -44,8 +43,8 @@ from lightning_memopt.torch_private import (
 
 
 def compiles() -> bool:
-    """Whether a region may be compiled in this process: `torch.compile` imports the backend, which takes seconds."""
-    return INDUCTOR in sys.modules or backends() is not None
+    """Whether a region may be compiled in this process."""
+    return inductor_compiles() or backends() is not None
 
 
 def key_of(joint: Joint) -> str:
@@ -151,7 +150,7 @@ class Regions:
             stack.callback(told.remove)
             stack.callback(self._own_order.close)
             _set(stack, autograd_config(), "enable_autograd_cache", False)
-            if INDUCTOR in sys.modules:
+            if inductor_compiles():
                 default = inductor_config().custom_partitioner_fn or as_torch_does  # it may be the user's
                 _set(stack, inductor_config(), "custom_partitioner_fn", self._asked(default))
             if backends() is not None:
@@ -184,7 +183,7 @@ class Regions:
         try:
             region = self._region_of(Joint(copied))
         except Exception as error:  # whatever a joint graph has: the user's code is compiled as without us
-            self.opaque[str(error) if isinstance(error, UnreadableError) else f"{type(error).__name__}: {error}"] = None
+            self._cannot_plan(error)
             return default(module, inputs, **options)
         region.forgotten = False
         self._split.append(region)
@@ -194,7 +193,16 @@ class Regions:
             return halves
         # Inductor's own order would undo the plan's: it lowered no peak where it was tried, and raised some
         _set(self._own_order, inductor_config(), "reorder_for_peak_memory", False)
-        return as_written(copied, inputs, **options)
+        try:
+            return as_written(copied, inputs, **options)
+        except Exception as error:
+            self._cannot_plan(error)
+            region.forgotten = True  # it is no stage of a step any more
+            self._own_order.close()
+            return default(module, inputs, **options)
+
+    def _cannot_plan(self, error: Exception) -> None:
+        self.opaque[str(error) if isinstance(error, UnreadableError) else f"{type(error).__name__}: {error}"] = None
 
     def _region_of(self, joint: Joint) -> Region:
         """The region with this graph; its plan, if it has one, is written into the graph."""

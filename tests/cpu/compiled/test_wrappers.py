@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_memopt.record import instead_of_calls
+from lightning_memopt.torch_private import INDUCTOR, inductor_compiles
 from tests.cpu.compiled.training import Forward, keeping_all, train
 
 
@@ -91,3 +93,12 @@ def test_a_watched_wrapper_is_compiled_once() -> None:
             compiled(torch.ones(2, 48))
         compiled(torch.ones(2, 48))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_that_something_will_be_compiled_is_known_before_inductor_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `fullgraph=True` only the first call imports it. Nobody listened to that call, so its region was never planned."""
+    torch._dynamo.reset()
+    monkeypatch.delitem(sys.modules, INDUCTOR, raising=False)
+    assert not inductor_compiles()
+    torch.compile(nn.Linear(2, 2), fullgraph=True)
+    assert inductor_compiles()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -75,10 +77,11 @@ def train(
     budget: str | int,
     shape: tuple[int, ...] = (512, 48),
     steps: int = 9,
+    warned: str | None = None,
 ) -> Trained:
     """`made()`: the model, and the function that is called with a batch of `shape` and gives a loss.
 
-    A warning of ours fails the run.
+    A warning of ours fails the run. `warned`: the text of the one that is expected.
     """
     counted()
     torch._dynamo.reset()
@@ -88,8 +91,11 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     torch.manual_seed(1)
     losses = []
-    with warnings.catch_warnings():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("error", message="MemOpt")
+        if warned is not None:
+            stack.enter_context(pytest.warns(UserWarning, match=re.escape(warned)))
         with optimize(model, optimizer, budget=budget, profile_steps=1, solver_seconds=2, verbose=False) as run:
             for _ in range(steps):
                 loss = call(torch.randn(shape))
