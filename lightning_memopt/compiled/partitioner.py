@@ -27,6 +27,7 @@ from lightning_memopt.compiled.joint import Joint
 from lightning_memopt.compiled.rewriting import rewrite
 from lightning_memopt.compiled.sizes import Signature, UnreadableError
 from lightning_memopt.plan import Life
+from lightning_memopt.record import around_compiled
 from lightning_memopt.torch_private import (
     AOT_ENTRY,
     autograd_config,
@@ -129,12 +130,13 @@ class Regions:
     opaque: why others cannot; each reason once.
     splits: how many joint graphs were split.
     seen: the regions that were split, until somebody takes them.
+    runs: how often generated code ran in the forward that was listened to last. (Inductor's does not count in the first one.)
     """
 
     def __init__(self) -> None:
         self.by_key: dict[str, Region] = {}
         self.opaque: dict[str, None] = {}
-        self.splits = 0
+        self.splits = self.runs = 0
         self.seen: list[Region] = []
         self._split: list[Region] = []
         self._own_order = contextlib.ExitStack()
@@ -146,6 +148,7 @@ class Regions:
             yield
             return
         told = told_of_code(self._compiled)
+        self.runs = 0
         with contextlib.ExitStack() as stack:
             stack.callback(told.remove)
             stack.callback(self._own_order.close)
@@ -155,7 +158,13 @@ class Regions:
                 _set(stack, inductor_config(), "custom_partitioner_fn", self._asked(default))
             if backends() is not None:
                 _set(stack, backends(), AOT_ENTRY, asking_backends(self._asked))
-            yield
+            with around_compiled(self._code_runs):
+                yield
+
+    @contextlib.contextmanager
+    def _code_runs(self) -> Iterator[None]:
+        self.runs += 1
+        yield
 
     def _asked(self, default: Splitter) -> Any:
         return asked_by_this_thread(partial(self._answer, default), default)
