@@ -84,8 +84,10 @@ without_functorch = _named("torch._functorch.pyfunctorch:temporarily_clear_inter
 
 # -- compilers, profilers, settings ------------------------------------------------------------------
 
+CHECKPOINT_TAG = "recompute"  # key in the meta of a joint graph's node: what the user's checkpointing says of it
 MUTATED_INPUT = "mutated_input"  # attribute of the description of a joint graph's result: into which input it is copied
 PARTITIONER_TAG = "partitioner_tag"  # key in the meta of a joint graph's node: is it of the forward or the backward
+WRITES_INPUT = "must_be_in_forward"  # its value for a node at the end that writes a result of the forward to an input
 EVAL_FRAME = _named("torch:_C._dynamo.eval_frame")  # marks on code objects that keep dynamo away (uncompiled.py)
 COMPILED_FRAME = ("compile_wrapper", "torch._dynamo.eval_frame")  # function and module below which compiled code runs
 KINETO_PROFILE = _named("torch.profiler.profiler:_KinetoProfile")  # torch.profiler.profile, and what is derived from it
@@ -200,8 +202,29 @@ def partitioner_class() -> Any:
 
 AOT_BACKENDS, AOT_ENTRY = "torch._dynamo.backends.common", "aot_module_simplified"
 """The module with the function by which backends reach AOT autograd; replaced in compiled/backends.py."""
+DYNAMO = "torch._dynamo.eval_frame"
 INDUCTOR = "torch._inductor.compile_fx"
 INDUCTOR_CODE = "torch._inductor.output_code"
+
+
+def wrapper_class() -> Any:
+    """What `torch.compile(module)` returns; None where dynamo was not imported."""
+    return _named(f"{DYNAMO}:OptimizedModule") if DYNAMO in sys.modules else None
+
+
+@cache
+def _backends() -> Any:
+    return _named(f"{DYNAMO}:cached_backends")
+
+
+def inductor_compiles() -> bool:
+    """Whether Inductor may compile in this process: it is imported, or will be by the first call of something compiled."""
+    return INDUCTOR in sys.modules or (DYNAMO in sys.modules and bool(_backends()))
+
+
+def inlining_code() -> Any:
+    """The code that dynamo compiles where it compiles the whole call of a module of torch.nn itself: one for all of them."""
+    return _named("torch._dynamo.external_utils:wrap_inline")(lambda: None).__code__
 
 
 def generated_code_class() -> Any:

@@ -20,12 +20,24 @@ from lightning_memopt.compiled.sizes import UnreadableError, nbytes_of, symbols_
 from lightning_memopt.graph import BEFORE, Graph, Op, Point, Save, Tensor
 from lightning_memopt.record import rule_of
 from lightning_memopt.record.rules import may_run_again
-from lightning_memopt.torch_private import MUTATED_INPUT, PARTITIONER_TAG, HigherOrderOperator, OpOverload, inductor_config
+from lightning_memopt.torch_private import (
+    CHECKPOINT_TAG,
+    MUTATED_INPUT,
+    PARTITIONER_TAG,
+    WRITES_INPUT,
+    HigherOrderOperator,
+    OpOverload,
+    inductor_config,
+)
 
 _FLOPS_PER_SECOND, _BYTES_PER_SECOND = 8e9, 1e9
 """An assumed machine. Only the ratio matters: plans of a region are compared by FLOPs first."""
 _SEEDED = ("inductor_lookup_seed", "inductor_random", "inductor_randint")
 """Inductor's random ops: they give the same bits for the same seed, and seeds are kept."""
+_NESTED = "invoke_subgraph"
+"""What `nested_compile_region` becomes. All its calls have the same fake results, which do not say what shares memory."""
+_EFFECTS = ("with_effects", "triton_kernel_wrapper_mutation", "call_torchbind", "print")
+"""Operators with a graph or a function of their own that do more than to give results."""
 
 
 @dataclass
@@ -75,6 +87,7 @@ class Joint:
     unpacks: backward op -> (point, tensor) of each forward result that it reads.
     backward: the nodes behind the last one of the forward.
     dynamic: whether the code serves batches of other sizes, too. The graph has those of the batch it was compiled for.
+    checkpointed: whether the user's checkpointing marks what torch's split runs again. The graph has each op once all the same.
     """
 
     def __init__(self, module: fx.GraphModule) -> None:
@@ -82,8 +95,9 @@ class Joint:
         nodes = list(module.graph.nodes)
         _refuse(nodes)
         first = _begin_of_backward(nodes)
-        self.backward = frozenset(nodes[first:])
+        self.backward = frozenset(node for node in nodes[first:] if node.meta.get(PARTITIONER_TAG) != WRITES_INPUT)
         self.dynamic = any(symbols_of(node.meta.get("val")) for node in nodes)
+        self.checkpointed = any(node.meta.get(CHECKPOINT_TAG) is not None for node in nodes)
         reading = _Reading()
         for node in nodes:
             _read(reading, node)
@@ -160,10 +174,12 @@ def _refuse(nodes: Iterable[fx.Node]) -> None:
     if inductor_config().triton.cudagraphs:
         raise UnreadableError("it runs as a CUDA graph (mode='reduce-overhead')")
     for node in nodes:
-        if node.op in ("call_module", "call_method") or isinstance(node.target, HigherOrderOperator):
-            raise UnreadableError(f"it calls {node.target}, an operator with a graph of its own")
-        if node.meta.get("recompute") is not None:
-            raise UnreadableError("it has checkpointing of its own")
+        if node.op in ("call_module", "call_method"):
+            raise UnreadableError(f"it calls {node.target}, which is no operator")
+        if _has_graph(node) and str(node.target) == _NESTED:
+            raise UnreadableError("it calls nested regions (nested_compile_region), which are planned by themselves")
+        if _has_graph(node) and str(node.target) in _EFFECTS:
+            raise UnreadableError(f"it has an operator with effects ({node.target}). Call it outside of compiled code")
         if str(node.target).startswith(("_c10d_functional", "c10d_functional")):
             raise UnreadableError("it has collectives")
 
@@ -174,6 +190,14 @@ def _begin_of_backward(nodes: Sequence[fx.Node]) -> int:
     if not lasts:
         raise UnreadableError("it has no forward")
     return lasts[-1] + 1
+
+
+def _has_graph(node: fx.Node) -> bool:
+    """Whether the node's operator has a graph or a function of its own (`cond`, `flex_attention`, a custom op that writes).
+
+    Such an operator never runs again. Its results count. What it takes while it runs is known only when a step is measured.
+    """
+    return isinstance(node.target, HigherOrderOperator)
 
 
 def _is_primal(node: fx.Node) -> bool:
@@ -191,7 +215,7 @@ def _read(reading: _Reading, node: fx.Node) -> None:
         return  # sizes are computed in no time, and are not memory
     inputs = {reading.of_node[n] for n in node.all_input_nodes if n in reading.of_node}
     if node.target is operator.getitem:
-        source = node.args[0]
+        source = _giver(node)
         if source in reading.views:
             reading.views.add(node)
         if isinstance(value, torch.Tensor):
@@ -200,11 +224,13 @@ def _read(reading: _Reading, node: fx.Node) -> None:
             if reading.makers[tensor] is source:
                 reading.makers[tensor] = node
             elif source not in reading.views:  # another result of the same op in the same memory
-                raise UnreadableError(f"results of {source} share their memory")
+                raise UnreadableError(f"results of {source.target} share their memory. Let it return copies (clone)")
             reading.of_node[node] = tensor
         return
     values = tensors_of(value)
     shown = [reading.tensor(v) for v in values]
+    if _has_graph(node) and not inputs.isdisjoint(shown):
+        raise UnreadableError(f"a result of {node.target} is a view of what it reads. Let it return a copy (clone)")
     if values and not _mutates(node) and all(t in inputs for t in shown):
         reading.views.add(node)
         reading.alive += values
@@ -218,6 +244,14 @@ def _read(reading: _Reading, node: fx.Node) -> None:
             reading.made[node].append(tensor)
         if isinstance(value, torch.Tensor):
             reading.of_node[node] = tensor
+
+
+def _giver(item: fx.Node) -> fx.Node:
+    """The node of whose results this is one, or one of a result that has results itself."""
+    source = item.args[0]
+    assert isinstance(source, fx.Node)
+    nested = source.target is operator.getitem and not isinstance(source.meta.get("val"), torch.Tensor)
+    return _giver(source) if nested else source
 
 
 def _mutates(node: fx.Node) -> bool:

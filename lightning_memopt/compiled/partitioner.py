@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, partial
@@ -27,14 +26,14 @@ from lightning_memopt.compiled.halves import Halves, halves_of
 from lightning_memopt.compiled.joint import Joint
 from lightning_memopt.compiled.rewriting import rewrite
 from lightning_memopt.compiled.sizes import Signature, UnreadableError
-from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life
+from lightning_memopt.record import around_compiled
 from lightning_memopt.torch_private import (
     AOT_ENTRY,
-    INDUCTOR,
     autograd_config,
     compile_again,
     compiled_codes,
+    inductor_compiles,
     inductor_config,
     partitioner_class,
     split_by_cut,
@@ -45,13 +44,13 @@ from lightning_memopt.torch_private import (
 
 
 def compiles() -> bool:
-    """Whether a region may be compiled in this process: `torch.compile` imports the backend, which takes seconds."""
-    return INDUCTOR in sys.modules or backends() is not None
+    """Whether a region may be compiled in this process."""
+    return inductor_compiles() or backends() is not None
 
 
 def key_of(joint: Joint) -> str:
     """Identifies a region: forward and backward, and all sizes. It is the same when the region is compiled again."""
-    digest = hashlib.sha256(joint.graph.device.encode())
+    digest = hashlib.sha256(f"{joint.graph.device} {joint.checkpointed}".encode())
     signature = Signature()
     for op, node in zip(joint.graph.ops, joint.ops, strict=True):
         digest.update(f"{op.phase} {op.name}{op.inputs}->{op.outputs}:{signature.of(node)}".encode())
@@ -109,14 +108,15 @@ class Region:
 
     graph: its joint graph as data, with the sizes of the batch that it was compiled for first.
     dynamic: whether its code serves batches of other sizes, too.
+    checkpointed: whether its user checkpoints parts of it, as long as it has no plan.
     lives: its plan; None where it runs as torch splits it.
     unplanned: bytes without a plan, as torch splits it; None where it was never split so.
     codes: the code that was compiled to it.
     forgotten: whether its code is compiled anew when it runs next, maybe to another region.
     """
 
-    def __init__(self, graph: Graph, dynamic: bool) -> None:
-        self.graph, self.dynamic = graph, dynamic
+    def __init__(self, joint: Joint) -> None:
+        self.graph, self.dynamic, self.checkpointed = joint.graph, joint.dynamic, joint.checkpointed
         self.lives: tuple[Life, ...] | None = None
         self.unplanned: Halves | None = None
         self.codes: set[CodeType] = set()
@@ -130,12 +130,13 @@ class Regions:
     opaque: why others cannot; each reason once.
     splits: how many joint graphs were split.
     seen: the regions that were split, until somebody takes them.
+    runs: how often generated code ran in the forward that was listened to last. (Inductor's does not count in the first one.)
     """
 
     def __init__(self) -> None:
         self.by_key: dict[str, Region] = {}
         self.opaque: dict[str, None] = {}
-        self.splits = 0
+        self.splits = self.runs = 0
         self.seen: list[Region] = []
         self._split: list[Region] = []
         self._own_order = contextlib.ExitStack()
@@ -147,16 +148,23 @@ class Regions:
             yield
             return
         told = told_of_code(self._compiled)
+        self.runs = 0
         with contextlib.ExitStack() as stack:
             stack.callback(told.remove)
             stack.callback(self._own_order.close)
             _set(stack, autograd_config(), "enable_autograd_cache", False)
-            if INDUCTOR in sys.modules:
+            if inductor_compiles():
                 default = inductor_config().custom_partitioner_fn or as_torch_does  # it may be the user's
                 _set(stack, inductor_config(), "custom_partitioner_fn", self._asked(default))
             if backends() is not None:
                 _set(stack, backends(), AOT_ENTRY, asking_backends(self._asked))
-            yield
+            with around_compiled(self._code_runs):
+                yield
+
+    @contextlib.contextmanager
+    def _code_runs(self) -> Iterator[None]:
+        self.runs += 1
+        yield
 
     def _asked(self, default: Splitter) -> Any:
         return asked_by_this_thread(partial(self._answer, default), default)
@@ -184,7 +192,7 @@ class Regions:
         try:
             region = self._region_of(Joint(copied))
         except Exception as error:  # whatever a joint graph has: the user's code is compiled as without us
-            self.opaque[str(error) if isinstance(error, UnreadableError) else f"{type(error).__name__}: {error}"] = None
+            self._cannot_plan(error)
             return default(module, inputs, **options)
         region.forgotten = False
         self._split.append(region)
@@ -194,11 +202,20 @@ class Regions:
             return halves
         # Inductor's own order would undo the plan's: it lowered no peak where it was tried, and raised some
         _set(self._own_order, inductor_config(), "reorder_for_peak_memory", False)
-        return as_written(copied, inputs, **options)
+        try:
+            return as_written(copied, inputs, **options)
+        except Exception as error:
+            self._cannot_plan(error)
+            region.forgotten = True  # it is no stage of a step any more
+            self._own_order.close()
+            return default(module, inputs, **options)
+
+    def _cannot_plan(self, error: Exception) -> None:
+        self.opaque[str(error) if isinstance(error, UnreadableError) else f"{type(error).__name__}: {error}"] = None
 
     def _region_of(self, joint: Joint) -> Region:
         """The region with this graph; its plan, if it has one, is written into the graph."""
-        region = self.by_key.setdefault(key_of(joint), Region(joint.graph, joint.dynamic))
+        region = self.by_key.setdefault(key_of(joint), Region(joint))
         if region.lives is not None:
             rewrite(joint, region.lives)
         return region

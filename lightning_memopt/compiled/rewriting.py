@@ -1,7 +1,8 @@
 """Write the lives of a plan into a joint graph: ops that run again are nodes of the backward.
 
 A plan's rebuild at an unpack point becomes copies of forward nodes right before the backward node that reads. What the
-backward then still reads of the forward is what the compiled code saves.
+backward then still reads of the forward is what the compiled code saves. The user's checkpointing, which is a mark on nodes, is
+taken off: the plan decides.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import fx
 
 from lightning_memopt.compiled.joint import Joint
 from lightning_memopt.plan import Life, Rebuild, lower
-from lightning_memopt.torch_private import PARTITIONER_TAG
+from lightning_memopt.torch_private import CHECKPOINT_TAG, PARTITIONER_TAG
 
 
 class _Copies:
@@ -86,6 +87,8 @@ def _of_backward(node: fx.Node, meta: dict[str, Any]) -> fx.Node:
 
 def rewrite(joint: Joint, lives: Iterable[Life]) -> int:
     """Change the joint graph so that its backward runs ops again as the lives say. Returns how many. Raises LoweringError."""
+    for node in joint.module.graph.nodes:
+        node.meta.pop(CHECKPOINT_TAG, None)
     lives = tuple(lives)
     schedule = lower(joint.graph, lives)
     born: dict[int, list[int]] = {}

@@ -29,7 +29,7 @@ def number(size: int | torch.SymInt) -> int:
         return int(size)
     hint = hint_of(size)
     if hint is None:
-        raise UnreadableError("its sizes depend on values (nonzero, masks as indices)")
+        raise UnreadableError("its sizes depend on values (nonzero, masks as indices, while_loop)")
     return hint
 
 

@@ -7,6 +7,9 @@ ops again under the same generator states. With `use_reentrant=True` this is not
 that several layers share are added up in another order, and those of keyword arguments may be missing. So such layers are left
 as they are.
 
+In code that the user compiles, checkpointing stays: it is a mark on ops, and the plan of a compiled region takes the marks off
+(compiled/rewriting.py). Without such a plan the region runs as its user compiled it.
+
 All fronts do so, for models of any library that checkpoints as transformers does. Input: the model of a run, before its first
 step. `LayerCheckpointing` needs no transformers: it looks for attributes.
 """
@@ -17,22 +20,31 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_memopt.integrations import transformers_private
 from lightning_memopt.record import compiled_modules
 from lightning_memopt.session import RunStatus
 
+_IN_COMPILED_CODE = "MemOpt: gradient checkpointing in compiled code stays until the plan of a compiled region replaces it."
+
 
 class _Called:
-    """Stands in the place of a function that checkpoints, and calls the forward. A copy or pickle is that function."""
+    """Stands in the place of a function that checkpoints, and calls the forward. A copy or pickle is that function.
 
-    __slots__ = ("checkpoint",)
+    ran: whether it was called outside of compiled code, where it is that function.
+    """
+
+    __slots__ = ("checkpoint", "ran")
 
     def __init__(self, checkpoint: Callable[..., Any]) -> None:
-        self.checkpoint = checkpoint
+        self.checkpoint, self.ran = checkpoint, False
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.checkpoint(forward, *args, **kwargs)
+        self.ran = True
         return forward(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -46,7 +58,8 @@ def _same(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
 class LayerCheckpointing:
     """The checkpointing of a model's layers, replaced from the construction of this object until `restore`.
 
-    layers: names of the layers that ran under it; empty where nothing was replaced, or a model of old style does not say which.
+    layers: names of the layers that ran under it; empty where nothing was replaced, a model of old style does not say which, or
+        all of them run in compiled code.
     """
 
     def __init__(self, model: nn.Module, say: Callable[[str], None]) -> None:
@@ -60,7 +73,9 @@ class LayerCheckpointing:
             and not isinstance(function, _Called)
         }
         why = _why_not(model, [function for _, function in functions.values()])
-        if why is not None:
+        if functions and model in compiled_modules(model):
+            say(_IN_COMPILED_CODE)
+        elif why is not None:
             say(f"MemOpt: gradient checkpointing stays as it is, and a plan is made beside it: {why}.")
         elif functions:
             for module, function in functions.values():
@@ -74,6 +89,9 @@ class LayerCheckpointing:
         """Between two steps: let the layers be checkpointed again where it turned out that there will be no plan."""
         if not self._replaced:
             return
+        if self.layers and not any(called.ran for _, called in self._replaced):
+            self.layers = ()
+            self._say(_IN_COMPILED_CODE)
         now = status()
         if now.phase != "planned" and now.reason is not None:
             self.restore()
@@ -95,6 +113,6 @@ def _why_not(model: nn.Module, functions: list[Callable[..., Any]]) -> str | Non
             "with use_reentrant=True its gradients may be added up in another order than without it. Set "
             "gradient_checkpointing_kwargs={'use_reentrant': False} to have it replaced"
         )
-    if compiled_modules(model):
-        return "nothing is rebuilt inside of compiled code. Train without torch.compile to have it replaced"
+    if any(module is not model for module in compiled_modules(model)):
+        return "it runs around layers that are compiled by themselves. Compile the whole model, or nothing, to have it replaced"
     return None

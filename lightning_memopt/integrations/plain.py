@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from lightning_memopt.config import MemOptConfig, Options, config_of
 from lightning_memopt.integrations.checkpointing import LayerCheckpointing
 from lightning_memopt.plan import Plan
-from lightning_memopt.record import instead_of_calls, uncompiled, uncompiled_itself, unwatched_call
+from lightning_memopt.record import instead_of_calls, uncompiled, uncompiled_itself
 from lightning_memopt.report.frontier import Row, rows
 from lightning_memopt.report.table import summary
 from lightning_memopt.runtime.early_updates import Reason
@@ -157,9 +157,9 @@ def attach(stack: contextlib.ExitStack, run: Run, model: nn.Module, optimizers: 
     session = run.session
 
     @uncompiled_itself
-    def call_in_round(*args: Any, **kwargs: Any) -> Any:
+    def call_in_round(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with _Call(run, (args, kwargs)):
-            return unwatched_call(model)(*args, **kwargs)
+            return original(*args, **kwargs)
 
     def before_update(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if not any(optimizer is o for o in optimizers):

@@ -37,7 +37,6 @@ from lightning_memopt.record.calls import (
     eager_modules,
     instead_of_calls,
     keep_seams,
-    unwatched_call,
 )
 from lightning_memopt.record.compiled_code import around_compiled, telling
 from lightning_memopt.record.exposure import unwatched, watching, watching_sizes
@@ -90,7 +89,6 @@ __all__ = [
     "uncompiled",
     "uncompiled_itself",
     "unwatched",
-    "unwatched_call",
     "watching",
     "watching_sizes",
     "written_by",

@@ -8,6 +8,9 @@ it.
 The modules themselves stay as they are. Some classes copy `module.__dict__` in a way of their own (`nn.RNNBase.__getstate__`,
 parametrized modules, `__dict__.copy()` of replicas), and with an attribute of ours a copy would run the original. So the
 attribute is on the class, and looks up in a table whether this very module has a substitute for its call.
+
+`torch.compile(module)` returns a wrapper. Of a module of torch.nn itself it compiles the whole call, and in compiled code no
+seam is read. So a call of the wrapper counts as a call of the module that it wraps.
 """
 
 from __future__ import annotations
@@ -17,17 +20,32 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from lightning_memopt.record.uncompiled import uncompiled, uncompiled_itself
+from lightning_memopt.torch_private import wrapper_class
 
 CALL = "_compiled_call_impl"
 Told = Callable[[nn.Module], None]
+
+
+class _Watched(NamedTuple):
+    """A module whose calls are seen.
+
+    call: what a call of it runs.
+    instead: as `instead_of_calls`; None where only calls of the module itself are seen.
+    """
+
+    module: nn.Module
+    call: Callable[..., Any]
+    instead: Callable[..., Any] | None
+
+
 _lock = threading.RLock()
-_watched: dict[int, tuple[nn.Module, Callable[..., Any]]] = {}
-"""Identity of a module -> the module, and the function that a call of it runs."""
+_watched: dict[int, _Watched] = {}
+"""Identity of a module -> the module."""
 _seams: dict[type[nn.Module], bool] = {}
 """The classes with a seam, and whether they had an attribute of that name before (only `nn.Module` itself has)."""
 _keepers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -42,7 +60,7 @@ class _Seam:
         if module is None:
             return None
         entry = _watched.get(id(module))
-        return module.__dict__.get(CALL) if entry is None else entry[1]
+        return module.__dict__.get(CALL) if entry is None else entry.call
 
     def __set__(self, module: nn.Module, value: Any) -> None:
         module.__dict__[CALL] = value
@@ -56,7 +74,19 @@ class _Seam:
         return type(None), ()  # where a class is pickled by value: None, as on `nn.Module`
 
 
-_SEAM = _Seam()
+class _SeamOfWrappers(_Seam):
+    """Stands on the class of what `torch.compile(module)` returns."""
+
+    @uncompiled
+    def __get__(self, module: nn.Module | None, owner: type) -> Any:
+        if module is not None and id(module) not in _watched:
+            wrapped = _watched.get(id(module.__dict__.get("_modules", {}).get("_orig_mod")))
+            if wrapped is not None and wrapped.instead is not None:
+                return partial(wrapped.instead, unwatched_call(module))
+        return super().__get__(module, owner)
+
+
+_SEAM, _SEAM_OF_WRAPPERS = _Seam(), _SeamOfWrappers()
 
 
 @uncompiled
@@ -66,13 +96,16 @@ def unwatched_call(module: nn.Module) -> Callable[..., Any]:
     return module._call_impl if own is None else own
 
 
-def _watch(module: nn.Module, call: Callable[..., Any]) -> None:
-    cls = type(module)
+def _watch(watched: _Watched) -> None:
+    cls, wrappers = type(watched.module), wrapper_class()
     with _lock:
+        if wrappers is not None and wrappers not in _seams and (watched.instead is not None or cls is wrappers):
+            _seams[wrappers] = CALL in vars(wrappers)
+            setattr(wrappers, CALL, _SEAM_OF_WRAPPERS)
         if not any(base in _seams for base in cls.__mro__):
             _seams[cls] = CALL in vars(cls)
             setattr(cls, CALL, _SEAM)
-        _watched[id(module)] = module, call
+        _watched[id(watched.module)] = watched
 
 
 def _sweep() -> None:
@@ -80,7 +113,7 @@ def _sweep() -> None:
     with _lock:
         while _seams and not _watched and not _keepers:
             cls, own = next(iter(_seams.items()))
-            if vars(cls).get(CALL) is _SEAM:
+            if isinstance(vars(cls).get(CALL), _Seam):
                 if own:
                     setattr(cls, CALL, None)
                 else:
@@ -146,13 +179,13 @@ def _leave(entered: list[nn.Module]) -> None:
 
 
 @contextlib.contextmanager
-def _watching(calls: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+def _watching(calls: Iterable[_Watched]) -> Iterator[None]:
     entered: list[nn.Module] = []
     try:
-        for module, call in calls:
-            if id(module) not in _watched:
-                entered.append(module)
-                _watch(module, call)
+        for watched in calls:
+            if id(watched.module) not in _watched:
+                entered.append(watched.module)
+                _watch(watched)
         yield
     finally:
         try:
@@ -161,9 +194,18 @@ def _watching(calls: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator
             _leave(entered)  # does nothing, unless the first call was interrupted
 
 
+@uncompiled_itself
+def _instead(module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return call(unwatched_call(module), *args, **kwargs)
+
+
 def instead_of_calls(module: nn.Module, call: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
-    """Within, run `call(*args, **kwargs)` in place of every call of the module, compiled or not."""
-    return _watching([(module, call)])
+    """Within, run `call(original, *args, **kwargs)` in place of every call of the module, compiled or not.
+
+    original: the function that the call would have run. Where `torch.compile(module)` is called, it is that of the wrapper; in
+        it, the module itself may be called once more.
+    """
+    return _watching([_Watched(module, partial(_instead, module, call), call)])
 
 
 def around_calls(modules: Iterable[nn.Module], before: Told, after: Told) -> contextlib.AbstractContextManager[None]:
@@ -171,4 +213,5 @@ def around_calls(modules: Iterable[nn.Module], before: Told, after: Told) -> con
 
     Modules that are compiled, or that somebody listens to already, are left alone.
     """
-    return _watching((m, partial(_call, m, before, after)) for m in modules if m.__dict__.get(CALL) is None)
+    eager = (m for m in modules if m.__dict__.get(CALL) is None)
+    return _watching(_Watched(m, partial(_call, m, before, after), None) for m in eager)

@@ -34,7 +34,7 @@ from lightning_memopt.session.agreement import Agreement
 from lightning_memopt.session.foresight import unmodified_peak
 from lightning_memopt.session.peak_meter import in_compiled_code
 from lightning_memopt.solvers import planner
-from lightning_memopt.torch_private import compiled_codes
+from lightning_memopt.torch_private import compiled_codes, inlining_code
 from lightning_memopt.units import format_nbytes
 
 _TRIES = 5
@@ -47,6 +47,8 @@ _REMEMBERED = 64
 """The most signatures whose regions are known."""
 _UNSURE = 0.015
 """The first guess allows for so much more: torch splits a region otherwise, and fuses other ops."""
+_OFF = 0.07
+"""By this share the smallest step may be lower than modelled, as long as none was measured (ADR 15)."""
 _LEAST_SLOPE = 0.25
 """Fewer bytes in the model lower the peak by this share of them, at least."""
 _UNUSED = 0.05
@@ -115,9 +117,9 @@ def _saved_nbytes(graph: Graph, lives: tuple[Life, ...]) -> int:
     return sum(graph.tensors[life.tensor].nbytes for life in lives if life.how == "original" and life.freed_at >= begins)
 
 
-def _modelled(halves: list[Halves]) -> int:
-    """Bytes of all regions at the peak of a step: what they save, and what one of them takes beyond that while it runs."""
-    return sum(h.saved_nbytes for h in halves) + max(h.peak_nbytes - h.saved_nbytes for h in halves)
+def _modelled(halves: list[Halves], calls: float = 1) -> int:
+    """Bytes of all regions at the peak of a step: what they save in all calls, and what one takes beyond that while it runs."""
+    return int(calls * sum(h.saved_nbytes for h in halves)) + max(h.peak_nbytes - h.saved_nbytes for h in halves)
 
 
 class _Measured(NamedTuple):
@@ -147,6 +149,7 @@ class _Step:
     tries: how often it was compiled again.
     splits: how many graphs had been split when its last observed step was over.
     discarded: how many observed steps were discarded because code was compiled in them.
+    calls: how often a region was called in the last forward, on average. Layers may share one.
     """
 
     stages: dict[int, _Stage] = field(default_factory=dict)
@@ -155,6 +158,7 @@ class _Step:
     tries: int = 0
     splits: int = 0
     discarded: int = 0
+    calls: float = 1
 
     def expected(self, modelled: int) -> float:
         """The peak of the step where its regions are modelled to take so many bytes: that of the nearest measured step, and
@@ -211,15 +215,21 @@ class CompiledRegions:
                 yield
         finally:
             self._take_seen()
+            self._now.calls = self._calls(self._stages_of_step())
+
+    def _calls(self, stages: Sequence[_Stage]) -> float:
+        """As `_Step.calls`. The first forward does not show runs of code: then modules with the code of a region count."""
+        codes, model = {code for stage in stages for code in stage.region.codes}, self._model() or nn.Module()
+        runs = self._regions.runs or sum(getattr(type(m).forward, "__code__", None) in codes for m in model.modules())
+        return max(1, runs / max(1, len(stages)))
 
     def _was_compiled(self) -> bool:
         """Whether the model ran compiled before: nobody asked then how its regions are to be split."""
-        model = self._model()
-        codes = compiled_codes() if compiles() else []
+        model, codes = self._model(), compiled_codes() if compiles() else []
         if model is None or not codes:
             return False
-        forwards = (getattr(type(module).forward, "__code__", None) for module in model.modules())
-        return bool(compiled_modules(model)) or any(code in codes for code in forwards)
+        forwards = {getattr(type(module).forward, "__code__", None) for module in model.modules()}
+        return bool(compiled_modules(model)) or any(code in codes for code in {*forwards, inlining_code()})
 
     def runs(self, signature: object) -> None:
         """A forward of this signature begins."""
@@ -269,13 +279,14 @@ class CompiledRegions:
         others = [] if self._agreement.alone else ["several processes train together"]
         return "; ".join([*others, *self._regions.opaque])
 
-    def savable_nbytes(self) -> int:
-        """Bytes by which another way to compile the regions could lower the peak, as modelled."""
+    def savable_nbytes(self, surely: bool) -> int:
+        """Bytes by which another way to compile the regions could lower the peak: as modelled (`surely`), or at most."""
         stages = self._stages_of_step()
         if not stages or self._now.tries >= _TRIES:
             return 0
-        least = _modelled([s.options[-1].halves for s in stages])
-        return max(0, _modelled([s.halves for s in stages]) - least)
+        both = [s.halves for s in stages], [s.options[-1].halves for s in stages]
+        now, least = (_modelled(halves, self._now.calls) for halves in both)
+        return max(0, now - least + (0 if surely or self._now.tries else int(_OFF * least)))
 
     def compiled_again(self, graph: Graph, limit_nbytes: int | None, say: Callable[[str], None]) -> bool:
         """After an observed step: whether it is to be observed again, because regions were given other options, or because
@@ -292,7 +303,7 @@ class CompiledRegions:
             return False
         self._keep()
         now: list[int | None] = [s.chosen for s in stages]
-        modelled, peak = _modelled([s.halves for s in stages]), unmodified_peak(graph)
+        modelled, peak = _modelled([s.halves for s in stages], step.calls), unmodified_peak(graph)
         if step.measured and len(step.measured[-1].chosen) != len(now):
             step.measured.clear()  # it has other regions now
         limit = math.inf if limit_nbytes is None else limit_nbytes
@@ -307,13 +318,12 @@ class CompiledRegions:
                 stage.wanted[step.signature] = i
         if chosen == now:
             return False
-        self.changed = True
-        changed = [s.region for s, i in zip(stages, chosen, strict=True) if s.chosen != i]
+        self.changed, changed = True, [s.region for s, i in zip(stages, chosen, strict=True) if s.chosen != i]
         for stage, i in zip(stages, chosen, strict=True):
             stage.chosen, stage.region.lives = i, None if i is None else stage.options[i].lives
         self._regions.forget(changed)
         ops = sum(0 if s.chosen is None else s.options[s.chosen].rebuilt_ops for s in stages)
-        expected = format_nbytes(int(step.expected(_modelled([s.halves for s in stages]))))
+        expected = format_nbytes(int(step.expected(_modelled([s.halves for s in stages], step.calls))))
         step.tries += 1
         say(
             f"MemOpt: compiling {len(changed)} of {len(stages)} compiled regions again, to run {ops} ops again: the step took "
@@ -340,14 +350,14 @@ class CompiledRegions:
 
     def _wasteful(self, stages: list[_Stage], peak: int, limit_nbytes: int) -> bool:
         """Whether the regions run ops again although much of the budget is unused."""
-        runs_again = any(s.chosen is not None and s.options[s.chosen].extra_flops for s in stages)
+        runs_again = any(s.region.checkpointed if s.chosen is None else s.options[s.chosen].extra_flops for s in stages)
         return runs_again and limit_nbytes - peak > _UNUSED * limit_nbytes
 
     def _eager_share(self, measured: _Measured, limit_nbytes: int) -> int:
         """How many bytes too many are left to eager code around the regions."""
         eager = max(0, measured.peak_nbytes - measured.least_nbytes)
         too_many = max(0, measured.peak_nbytes - limit_nbytes)
-        return int(too_many * eager / (eager + self.savable_nbytes())) if eager else 0
+        return int(too_many * eager / (eager + self.savable_nbytes(True))) if eager else 0
 
     def close(self) -> None:
         """The run is over: the regions are as their user compiles them, when they run next."""
@@ -371,7 +381,7 @@ def _cheapest(step: _Step, stages: list[_Stage], target: int | None) -> list[int
     indices = [s.wanted_by_others(step.signature) for s in stages]
 
     def modelled(indices: list[int]) -> int:
-        return _modelled([s.options[i].halves for s, i in zip(stages, indices, strict=True)])
+        return _modelled([s.options[i].halves for s, i in zip(stages, indices, strict=True)], step.calls)
 
     while step.expected(modelled(indices)) > target:
         now = modelled(indices)

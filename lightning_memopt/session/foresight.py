@@ -54,10 +54,10 @@ class Foresight:
         offloading: Offloading,
         say: Say,
         others: Sequence[torch.optim.Optimizer],
-        savable: Callable[[], int],
+        savable: Callable[[bool], int],
     ) -> None:
         """Before the first update of an observed step: rehearse it. Does nothing before later ones. `others`: optimizers of
-        other sessions. `savable`: bytes that compiled code could save if it were compiled otherwise.
+        other sessions. `savable`: as for `refuse_infeasible`.
 
         Raises InfeasibleError where no plan of the steps that come keeps the budget.
         """
@@ -245,7 +245,7 @@ def refuse_infeasible(
     say: Say,
     known: bool,
     later_nbytes: int,
-    savable: Callable[[], int],
+    savable: Callable[[bool], int],
 ) -> None:
     """Before the first update: raise InfeasibleError where no plan of the steps that come keeps the budget.
 
@@ -253,17 +253,18 @@ def refuse_infeasible(
 
     known: the graph has all bytes that updates take.
     later_nbytes: bytes of gradients and state that other optimizers may still make.
-    savable: bytes that compiled code could save if it were compiled otherwise; asked only where the step does not fit.
+    savable: `savable(surely)` are the bytes that compiled code could save if it were compiled otherwise, at most or surely.
+        It is asked only where the step does not fit.
     """
     headroom = offloading.config.headroom
     if unmodified_peak(graph) <= budget_nbytes - headroom:
         return
     say("MemOpt: the step does not fit as it is; looking for a plan before anything is updated")
-    unsaved = headroom - savable()
-    needed = _smallest_nbytes(graph, offloading) + unsaved
+    needed = _smallest_nbytes(graph, offloading) + headroom - savable(False)
     if needed <= budget_nbytes:
         return
-    enough = max(needed, _smallest_nbytes(at_worst(graph), offloading) + unsaved) + later_nbytes + planner.UNSEEN_NBYTES
+    at_worst_nbytes = _smallest_nbytes(at_worst(graph), offloading) + headroom - savable(True)
+    enough = max(needed, at_worst_nbytes) + later_nbytes + planner.UNSEEN_NBYTES
     unknown = "" if known else " What the update takes is not known before one has run, and comes on top."
     raise InfeasibleError(
         f"No plan of this model fits {budget_nbytes} bytes ({format_nbytes(budget_nbytes)}): the smallest one needs "

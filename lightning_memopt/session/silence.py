@@ -41,8 +41,7 @@ WAITS = Reason(
 )
 _UNCALLED = Reason(
     "the optimizer steps and the model itself is never called",
-    "Write model(x) instead of model.forward(x), or give optimize() the module that is called; put a compiled module of "
-    "torch.nn itself into a module of your own",
+    "Write model(x) instead of model.forward(x), or give optimize() the module that is called",
 )
 _NO_BACKWARD = Reason(
     "no backward was seen of its forwards",
@@ -141,9 +140,10 @@ class Silence:
             self.compiled = regions.said
             return
         compiled = compiled_modules(model)
-        if not compiled or self.compiled is not None:
+        inside_wrapper = regions.enabled and bool(regions.opaque)  # which is no module of the model
+        if self.compiled is not None or not (compiled or inside_wrapper):
             return
-        if model in compiled:
+        if model in compiled or not compiled:
             part, fix = "this model", "Train it without torch.compile, or compile some of its layers only"
         else:
             names = {id(m): name for name, m in model.named_modules()}

@@ -24,7 +24,7 @@ from lightning_memopt.session.compiled_regions import (
 
 
 def stage(options: list[Option], dynamic: bool = False) -> Any:
-    region: Any = SimpleNamespace(dynamic=dynamic)
+    region: Any = SimpleNamespace(dynamic=dynamic, checkpointed=False)
     made = _Stage(region, 0.0)
     made.__dict__["options"] = options
     return made

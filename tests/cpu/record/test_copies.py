@@ -141,9 +141,9 @@ def _taken(way: str, module: nn.Module) -> Any:
 
 
 def _told(calls: list[Any], module: nn.Module) -> Any:
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(original: Any, *args: Any, **kwargs: Any) -> Any:
         calls.append(module)
-        return module._call_impl(*args, **kwargs)
+        return original(*args, **kwargs)
 
     return call
 

@@ -7,12 +7,16 @@ import pickle
 from typing import Any
 
 import pytest
+import torch
+from functorch.compile import default_partition
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from benchmarks.robustness.front_models import built
+from benchmarks.robustness.front_models import Samples, built, collated
 from lightning_memopt.integrations import transformers_private
 from lightning_memopt.integrations.checkpointing import LayerCheckpointing
 from lightning_memopt.native import counter
@@ -80,7 +84,36 @@ def test_compiled_layers_stay() -> None:
     before, said = functions(model), list[str]()
     model.transformer.h[1].compile(backend="eager")
     LayerCheckpointing(model, said.append)
-    assert functions(model) == before and "torch.compile" in said[0]
+    assert functions(model) == before and "compiled by themselves" in said[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
+@pytest.mark.parametrize("way", ["wrapper", "method"])
+def test_in_compiled_code_it_stays_until_a_region_has_a_plan(way: str) -> None:
+    """Traced code has the user's checkpointing, as marks on ops: without a plan its regions are split as without us."""
+    model = built("gpt2")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    marks: list[bool] = []
+
+    def split(module: Any, inputs: Any, **options: Any) -> Any:
+        marks.append(any("recompute" in node.meta for node in module.graph.nodes))
+        options.pop("compiler", None)
+        return default_partition(module, inputs, **options)
+
+    backend: Any = aot_autograd(fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=split)
+    if way == "method":
+        model.compile(backend=backend)
+    call: Any = model if way == "method" else torch.compile(model, backend=backend)
+    said: list[str] = []
+    replaced = LayerCheckpointing(model.train(), said.append)
+    batch = collated([Samples("gpt2", 2)[i] for i in range(2)])
+    call(**batch).loss.backward()
+    replaced.look(lambda: RunStatus(phase="observing"))
+    replaced.restore()
+    torch._dynamo.reset()
+    assert any(marks)
+    assert replaced.layers == ()
+    assert "stays until" in said[-1]
 
 
 def test_nothing_to_replace() -> None:
