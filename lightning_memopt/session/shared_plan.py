@@ -118,7 +118,7 @@ def _answer(outcome: Solved, graph: Graph) -> dict[str, Any]:
         "seconds": frontier.seconds,
         "smallest": frontier.smallest_nbytes,
         "unmodified": frontier.unmodified_peak_nbytes,
-        "late": frontier.candidates[last].late_nbytes,
+        "late": frontier.candidates[last].beside_nbytes,
         "candidates": [
             fields_of(dataclasses.replace(plan, lives=c.lives, predicted=c.predicted, solver=c.solver)) for c in candidates
         ],

@@ -58,13 +58,13 @@ class Candidate:
     lives: its lives.
     predicted: their price.
     solver: name of the solver that made it.
-    late_nbytes: see `_late_nbytes`, of the graph.
+    beside_nbytes: bytes that a budget must have beside the prediction: `_late_nbytes`, and those that `solve` was told of.
     """
 
     lives: tuple[Life, ...]
     predicted: Prediction
     solver: str
-    late_nbytes: int = 0
+    beside_nbytes: int = 0
 
 
 def _late_nbytes(graph: Graph) -> int:
@@ -78,7 +78,7 @@ def _late_nbytes(graph: Graph) -> int:
 def _needs(candidate: Candidate) -> int:
     """The smallest budget for a plan; one that rebuilds nothing needs no room for what is unseen."""
     unseen = UNSEEN_NBYTES if candidate.predicted.rebuilt_ops else 0
-    return candidate.predicted.needed_nbytes + candidate.late_nbytes + unseen
+    return candidate.predicted.needed_nbytes + candidate.beside_nbytes + unseen
 
 
 def _with_reserved(candidate: Candidate, reserve: Callable[[tuple[Life, ...]], int] | None) -> Candidate:
@@ -303,13 +303,15 @@ def solve(
     dense: bool = False,
     say: Progress = lambda _: None,
     overhead: Callable[[tuple[Life, ...]], float] = lambda _: 0.0,
+    beside: Callable[[tuple[Life, ...]], int] = lambda _: 0,
     clock: Callable[[], float] = thread_time,
 ) -> Frontier:
     """The frontier of a graph. Past the time limit it is made of the plans found so far, keep-all among them.
 
     `dense`: with plans between neighbours that are far apart. `overhead`: seconds that recording and rebuilding take by
-    themselves, for the lives of a plan. `clock`: what the limit is
-    counted by: this thread's seconds of CPU, for a busy machine would have other plans, and could keep fewer budgets.
+    themselves, for the lives of a plan. `beside`: bytes that a plan needs in other steps or calls at the same time. `clock`:
+    what the limit is counted by: this thread's seconds of CPU, for a busy machine would have other plans, and could keep fewer
+    budgets.
     """
     began, began_clock = perf_counter(), clock()
     unmodified = max(unmodified_levels(graph), default=0)
@@ -321,7 +323,7 @@ def solve(
         """Price plans into the pool; whether there was time for all."""
         for solver, lives in plans:
             try:
-                pool.append(Candidate(lives, simulate(graph, lives).predicted, solver, late))
+                pool.append(Candidate(lives, simulate(graph, lives).predicted, solver, late + beside(lives)))
             except LoweringError:
                 if not graph.windowed:  # a chain that crosses units asks for weights that are away
                     say(f"a plan of {solver} asks for what cannot be made; left out")
