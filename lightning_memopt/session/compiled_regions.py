@@ -14,6 +14,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import nn
 
@@ -21,10 +22,13 @@ from lightning_memopt.compiled import Region, Regions, compiles
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.graph import Graph
 from lightning_memopt.record import compiled_modules
+from lightning_memopt.record.gathered import units_of
+from lightning_memopt.session import shared_regions
 from lightning_memopt.session.agreement import Agreement
 from lightning_memopt.session.foresight import unmodified_peak
 from lightning_memopt.session.peak_meter import in_compiled_code
 from lightning_memopt.session.region_choice import Choice, Stage, modelled
+from lightning_memopt.session.shared_regions import Shown
 from lightning_memopt.solvers import planner
 from lightning_memopt.torch_private import compiled_codes
 from lightning_memopt.units import format_nbytes
@@ -33,6 +37,7 @@ _DISCARDED = 10
 """So many steps in which code is compiled are not planned from; after them, a step that compiles each time is."""
 _REMEMBERED = 64
 """The most signatures whose regions are known."""
+_SHARDED = "its weights are sharded over several processes"
 
 
 @dataclass(eq=False)
@@ -58,7 +63,8 @@ class CompiledRegions:
     """
 
     def __init__(self, model: nn.Module, config: MemOptConfig, enabled: bool, agreement: Agreement) -> None:
-        self._enabled, self._agreement = enabled and config.recompute, agreement
+        sharded = not agreement.alone and bool(units_of(model))
+        self._enabled, self._agreement = enabled and config.recompute and not sharded, agreement
         self._model = weakref.ref(model)
         self._begun = False
         self._seconds = config.solver_seconds
@@ -66,12 +72,13 @@ class CompiledRegions:
         self._stages: dict[int, Stage] = {}
         self._steps: dict[object, _Step] = {}
         self._now = _Step()
+        self._unshared = _SHARDED if sharded else ""  # why ranks that train together leave their regions as they are
         self.changed = False
 
     @property
     def enabled(self) -> bool:
-        """Whether they may be planned. (Ranks would have to agree on how often a step is observed.)"""
-        return self._enabled and self._agreement.alone
+        """Whether they may be planned."""
+        return self._enabled
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -88,6 +95,8 @@ class CompiledRegions:
                 yield
         finally:
             self._take_seen()
+            if self._regions.splits:
+                self._agreement.compiles()
 
     def _was_compiled(self) -> bool:
         """Whether the model ran compiled before: nobody asked then how its regions are to be split."""
@@ -124,7 +133,12 @@ class CompiledRegions:
         for region in self._regions.by_key.values():
             if region.dynamic and region.codes and id(region) not in self._now.stages:
                 self._add(region)  # compiled when a batch of another shape ran
-        return [stage for stage in self._now.stages.values() if not stage.region.forgotten]
+        keys = self._keys()
+        stages = [stage for stage in self._now.stages.values() if not stage.region.forgotten]
+        return sorted(stages, key=lambda stage: keys[id(stage.region)])  # an order that all ranks share
+
+    def _keys(self) -> dict[int, str]:
+        return {id(region): key for key, region in self._regions.by_key.items()}
 
     @property
     def said(self) -> str | None:
@@ -143,49 +157,73 @@ class CompiledRegions:
     @property
     def opaque(self) -> str:
         """Why regions could not be planned; empty where all could."""
-        others = [] if self._agreement.alone else ["several processes train together"]
-        return "; ".join([*others, *self._regions.opaque])
+        return "; ".join([*([self._unshared] if self._unshared else []), *self._regions.opaque])
 
     def savable_nbytes(self) -> int:
         """Bytes by which another way to compile the regions could lower the peak, as modelled."""
+        if self._agreement.over:
+            return 0  # ranks do not choose any more
         return self._now.choice.savable_nbytes(self._stages_of_step())
 
     def compiled_again(self, graph: Graph, limit_nbytes: int | None, say: Callable[[str], None]) -> bool:
         """After an observed step: whether it is to be observed again, because regions were given other options, or because
-        code was compiled in it, which takes memory of its own.
+        code was compiled in it, which takes memory of its own. Where ranks train together, they all get the same answer.
         """
         step, stages = self._now, self._stages_of_step()
         self.changed = False
-        compiled_now, step.splits = step.splits != self._regions.splits, self._regions.splits
-        if compiled_now and step.discarded < _DISCARDED:
-            step.discarded += 1
+        own = self._shown(graph, limit_nbytes, stages)
+        step.splits = self._regions.splits
+        seen = self._agreement.seen(own)
+        shown = own if seen is None else seen
+        if shown.compiled and shown.discarded < _DISCARDED:
+            step.discarded, again = shown.discarded + 1, True
             self._keep()
-            return True
-        if not (stages and self.enabled):
-            return False
-        self._keep()
-        choice, peak = step.choice, unmodified_peak(graph)
+        else:
+            shared = seen is not None and shown.alike
+            again = shared and bool(stages) and self._recompiled(shown, stages, say)
+            if shown.too_large and not shared and (stages or not shown.alike):
+                self._leave(shared_regions.APART if shown.alike else shared_regions.DIFFER, say)
+        if again and seen is not None:
+            self._agreement.observes_again()
+        return again
+
+    def _leave(self, why: str, say: Callable[[str], None]) -> None:
+        """The step is too large, and ranks that train together leave their regions as they are."""
+        final = why == shared_regions.DIFFER or self._agreement.over  # else they may still meet
+        if final and why != self._unshared:
+            say(f"MemOpt: compiled regions stay as they are, because {why}")
+        self._unshared = why
+
+    def _shown(self, graph: Graph, limit_nbytes: int | None, stages: list[Stage]) -> Shown:
+        """What this rank saw of its regions in an observed step."""
+        step = self._now
+        if step.splits != self._regions.splits and step.discarded < _DISCARDED:
+            return Shown(True, step.discarded)
+        keys = self._keys()
+        peak = unmodified_peak(graph) if stages else 0
         least = planner.smallest_nbytes(graph) if limit_nbytes is not None and peak > limit_nbytes else peak
-        choice.was_measured(stages, peak, least, limit_nbytes)
-        chosen = choice.better(stages, limit_nbytes)
-        if chosen is None:
-            return False
-        for stage, i in zip(stages, chosen, strict=True):
-            if i is not None and stage.region.dynamic:
-                stage.wanted[choice.signature] = i
-        changed = [s for s, i in zip(stages, chosen, strict=True) if s.chosen != i]
+        return Shown(False, step.discarded, tuple(keys[id(s.region)] for s in stages), peak, least, limit_nbytes)
+
+    def _recompiled(self, shown: Shown, stages: list[Stage], say: Callable[[str], None]) -> bool:
+        """Whether regions are compiled again, with other options, because of a step that was observed."""
+        self._keep()
+        self._unshared = ""
+        choice, limit = self._now.choice, shown.limit_nbytes
+        choice.was_measured(stages, shown.peak_nbytes, shown.least_nbytes, limit)
+        options = self._agreement.options(partial(choice.options, stages, limit), self._seconds * len(stages))
+        changed = [] if options is None else [(s, o) for s, o in zip(stages, options, strict=True) if s.option != o]
         if not changed:
             return False
         self.changed = True
-        for stage, i in zip(stages, chosen, strict=True):
-            stage.choose(i)
-        self._regions.forget(stage.region for stage in changed)
+        for stage, option in changed:
+            stage.compile_with(option)
+        self._regions.forget([stage.region for stage, _ in changed])
         ops = sum(stage.option.rebuilt_ops for stage in stages if stage.option is not None)
         expected = format_nbytes(int(choice.expected(modelled([s.halves for s in stages]))))
         choice.tries += 1
         say(
             f"MemOpt: compiling {len(changed)} of {len(stages)} compiled regions again, to run {ops} ops again: the step took "
-            f"{format_nbytes(peak)}, {expected} are expected"
+            f"{format_nbytes(shown.peak_nbytes)}, {expected} are expected"
         )
         return True
 

@@ -53,12 +53,14 @@ class Stage:
 
     region: the region.
     seconds: the time to solve for its options.
-    chosen: index of the option that it is compiled with; None: as torch splits it.
+    option: the option that it is compiled with; None: as torch splits it.
+    chosen: its index, where this rank chose it.
     wanted: for each signature whose step it is part of, the option that this step needs.
     """
 
     region: Region
     seconds: float
+    option: Option | None = None
     chosen: int | None = None
     wanted: dict[object, int] = field(default_factory=dict)
 
@@ -83,11 +85,6 @@ class Stage:
         return max((i for other, i in self.wanted.items() if other != signature), default=0)
 
     @property
-    def option(self) -> Option | None:
-        """The option that it is compiled with; None: as torch splits it."""
-        return None if self.chosen is None else self.options[self.chosen]
-
-    @property
     def halves(self) -> Halves:
         """Its bytes as it is compiled now."""
         if self.option is None:
@@ -95,10 +92,18 @@ class Stage:
             return self.region.unplanned
         return self.option.halves
 
-    def choose(self, chosen: int | None) -> None:
-        """It is to be compiled with this option."""
+    def choose(self, chosen: int | None, signature: object) -> Option | None:
+        """Its option of this index, for the step of this signature."""
         self.chosen = chosen
-        self.region.lives = None if self.option is None else self.option.lives
+        if chosen is None:
+            return None
+        if self.region.dynamic:
+            self.wanted[signature] = chosen
+        return self.options[chosen]
+
+    def compile_with(self, option: Option | None) -> None:
+        """It is to be compiled with this option."""
+        self.option, self.region.lives = option, None if option is None else option.lives
 
 
 def _saved_nbytes(graph: Graph, lives: tuple[Life, ...]) -> int:
@@ -172,6 +177,11 @@ class Choice:
             return 0
         least = modelled([s.options[-1].halves for s in stages])
         return max(0, modelled([s.halves for s in stages]) - least)
+
+    def options(self, stages: Sequence[Stage], limit_nbytes: int | None) -> list[Option | None] | None:
+        """The options that the regions are to be compiled with; None where those that were measured last are to stay."""
+        chosen = self.better(stages, limit_nbytes)
+        return None if chosen is None else [s.choose(i, self.signature) for s, i in zip(stages, chosen, strict=True)]
 
     def better(self, stages: Sequence[Stage], limit_nbytes: int | None) -> Sequence[int | None] | None:
         """A better choice of options than the one that was measured last; None where that one is to stay."""

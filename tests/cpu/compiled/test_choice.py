@@ -80,17 +80,20 @@ def options(*saved_nbytes: int) -> list[Option]:
     return [Option((), Halves(nbytes, nbytes), i, i) for i, nbytes in enumerate(saved_nbytes)]
 
 
+def compiled_with(one: Any, i: int) -> None:
+    one.compile_with(one.choose(i, "signature"))
+
 
 def test_a_step_that_fits_is_tried_with_more_bytes_and_keeps_what_fitted() -> None:
     """2,000 unplanned; 900 with option 3, which is wasteful in 1,500; 1,600 with option 2: back to 3, and no more."""
     one, step = stage(options(1000, 800, 400, 100)), Choice(tries=1)
     step.measured += [measured(1000, 2000, [None]), measured(100, 900, [3], fits=True)]
-    one.chosen = 3
+    compiled_with(one, 3)
     assert step.better([one], 1500) == [2]
-    one.chosen = 2
+    compiled_with(one, 2)
     step.measured.append(measured(400, 1600, [2]))
     assert step.better([one], 1500) == [3]
-    one.chosen = 3
+    compiled_with(one, 3)
     step.measured.append(measured(100, 900, [3], fits=True))
     assert step.better([one], 1500) in (None, [3])
 
@@ -99,12 +102,14 @@ def test_between_what_fits_and_what_is_too_large_another_option_is_tried_once() 
     """As above, with option 1 too large: option 2 lies between. Where that is too large, too, the one that fits stays."""
     one, step = stage(options(1000, 800, 400, 100)), Choice(tries=2)
     step.measured += [measured(1000, 2000, [None]), measured(100, 900, [3], fits=True), measured(800, 1600, [1])]
-    one.chosen = 1
+    compiled_with(one, 1)
     assert step.better([one], 1500) == [2]
-    one.chosen, step.tries = 2, 3
+    compiled_with(one, 2)
+    step.tries = 3
     step.measured.append(measured(400, 1550, [2]))
     assert step.better([one], 1500) == [3]
-    one.chosen, step.tries = 3, 4
+    compiled_with(one, 3)
+    step.tries = 4
     step.measured.append(measured(100, 900, [3], fits=True))
     assert step.better([one], 1500) is None
 
