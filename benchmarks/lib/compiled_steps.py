@@ -19,7 +19,7 @@ from benchmarks.models.registry import MODELS
 from lightning_memopt import InfeasibleError, optimize
 from lightning_memopt.compiled.joint import flops_of
 from lightning_memopt.compiled.partitioner import as_torch_does, asked_by_this_thread
-from lightning_memopt.session import compiled_regions
+from lightning_memopt.session import region_choice
 from lightning_memopt.trace import metered_cpu
 
 STEPS = 14
@@ -110,7 +110,7 @@ def planned(name: str, budget: str | int) -> Row:
         return {"smallest_nbytes": error.smallest_nbytes}
     assert status.plan is not None
     joint = sum(op.flops for stage in stages for op in stage.region.graph.ops)
-    again = sum(stage.options[stage.chosen].extra_flops for stage in stages if stage.chosen is not None)
+    again = sum(stage.option.extra_flops for stage in stages if stage.option is not None)
     return training.row() | {
         "peak_nbytes": status.measured_peak_nbytes,
         "budget_nbytes": status.plan.budget_nbytes,
@@ -123,6 +123,6 @@ def planned(name: str, budget: str | int) -> Row:
 
 def keep_all(name: str) -> Row:
     """Everything is saved, nothing runs again."""
-    keeping: Callable[..., list[int]] = lambda step, stages, target: [0] * len(stages)  # noqa: E731
-    with mock.patch.object(compiled_regions, "_cheapest", keeping):
+    keeping: Callable[..., list[int]] = lambda choice, stages, target: [0] * len(stages)  # noqa: E731
+    with mock.patch.object(region_choice, "cheapest", keeping):
         return planned(name, "min")

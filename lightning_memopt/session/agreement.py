@@ -6,7 +6,8 @@ collective, after they had updated. So the ranks meet through the process group'
     before the first forward    the bytes that are resident anyway
     before the first updates    a plan for the first step (foresight.py); whether the next plan is made after this step;
                                 which parameters are updated in backward: those that all ranks can
-    when the plan is made       ranks with the same graph share a plan (shared_plan.py); else each makes its own, and all
+    when the plan is made       what is chosen for the compiled regions (shared_regions.py), and so whether all observe again;
+                                ranks with the same graph share a plan (shared_plan.py); else each makes its own, and all
                                 hear whether every budget is kept
 
 Later plans are for batches that may come on one rank alone. There is no meeting then, and each rank decides by itself. A
@@ -26,8 +27,10 @@ from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import InfeasibleError, RankFailedError, UpdatesInBackwardError
 from lightning_memopt.graph import Graph
 from lightning_memopt.ranks import Ranks, joins, ranks_of
-from lightning_memopt.session import shared_plan, solving
+from lightning_memopt.session import shared_plan, shared_regions, solving
 from lightning_memopt.session.offloading import Offloading
+from lightning_memopt.session.region_choice import Option
+from lightning_memopt.session.shared_regions import Shown
 from lightning_memopt.session.solving import Say, Solved
 from lightning_memopt.units import format_nbytes
 
@@ -46,8 +49,9 @@ class Agreement:
 
     def __init__(self, model: nn.Module, config: MemOptConfig, enabled: bool) -> None:
         self._model, self._config, self._enabled = model, config, enabled
-        self._updates = 0
+        self._updates = self._last_again = 0
         self._all_plan = self._plans_now = self._step_ends = False
+        self._compiles = self._any_compiles = self._again = False
         self._open = self._begun = False
         self.early: frozenset[str] | None = None
         self._early: list[str] | None = None
@@ -57,6 +61,11 @@ class Agreement:
     def alone(self) -> bool:
         """Whether no other rank is known: it decides by itself."""
         return self._ranks is None
+
+    @property
+    def over(self) -> bool:
+        """Whether there are other ranks, and no meeting comes any more."""
+        return self._ranks is not None and self._begun and (not self._open or joins(self._model))
 
     def first_rank_says(self, say: Say) -> Say:
         """`say` on the first rank of the group; on the others, a function that prints nothing."""
@@ -96,7 +105,7 @@ class Agreement:
         self._updates += 1
         self._plans_now = plans
         self._early, self.early = None if early is None else sorted(early), None
-        if self._open and self._updates > self._config.profile_steps + _MORE_STEPS:
+        if self._open and self._updates - self._last_again > self._config.profile_steps + _MORE_STEPS:
             self._settled()
         with self._together(f"update {self._updates}", _UPDATE_SECONDS):
             yield
@@ -111,7 +120,7 @@ class Agreement:
             yield
         except (InfeasibleError, UpdatesInBackwardError) as error:
             refusal = error
-        decision = {"plans": self._plans_now, "early": self._early, **_as_decision(refusal)}
+        decision = {"plans": self._plans_now, "early": self._early, "compiles": self._compiles, **_as_decision(refusal)}
         decisions = self._ranks.meet(about, decision, seconds)
         if decisions is None:
             if self._updates:  # a rank that is late for its first forward still comes to the first update
@@ -125,6 +134,7 @@ class Agreement:
         if any(names is not None for names in early):
             self.early = frozenset.intersection(*(frozenset(names or ()) for names in early))
         self._all_plan = all(decision["plans"] for decision in decisions) and not self.early
+        self._any_compiles = any(decision["compiles"] for decision in decisions)
 
     def _alone(self, about: str) -> None:
         assert self._ranks is not None
@@ -148,7 +158,12 @@ class Agreement:
             self._step_ends = False
         if self._ranks is None or not self._open:
             return
+        if self._again:
+            self._again = self._all_plan = False
+            self._last_again = self._updates
         if self._all_plan:
+            if self._any_compiles:
+                self._ranks.tell(self._regions, {})
             self._ranks.tell("the plan", shared_plan.NOTHING)
             self._ranks.tell("the plans of all ranks", {})
             self._settled()
@@ -188,6 +203,50 @@ class Agreement:
     def _settled(self) -> None:
         """No meeting comes any more."""
         self._open = self._all_plan = False
+
+    # -- compiled regions --------------------------------------------------------------------------
+
+    def compiles(self) -> None:
+        """This rank runs compiled regions: before the ranks make their first plan, they meet about these."""
+        self._compiles = True
+
+    @property
+    def _regions(self) -> str:
+        return f"the compiled regions of step {self._updates}"
+
+    def seen(self, shown: Shown) -> Shown | None:
+        """What all ranks saw of their regions in an observed step, if this one saw `shown`; None where they do not meet now."""
+        if self._ranks is None:
+            return shown
+        if not (self._open and self._all_plan and self._step_ends and self._any_compiles):
+            return None
+        self._any_compiles = False
+        posts = self._ranks.meet(self._regions, shown.fields(), _PLAN_SECONDS)
+        if posts is None:
+            self._alone(self._regions)
+            return None
+        return shared_regions.together(posts)
+
+    def options(self, choose: Callable[[], list[Option | None] | None], seconds: float) -> list[Option | None] | None:
+        """The options that the first rank chooses after the ranks met (`seen`); None where what is compiled is to stay.
+        `seconds`: the longest time that solving takes.
+        """
+        if self._ranks is None:
+            return choose()
+        about = f"the plans of {self._regions}"
+        if self._ranks.rank == 0:
+            chosen = choose()
+            self._ranks.tell(about, shared_regions.post_of(chosen))
+            return chosen
+        post = self._ranks.hear(about, 0, _PLAN_SECONDS + seconds)
+        if post is None:
+            self._alone(about)
+            return None
+        return shared_regions.options_of(post)
+
+    def observes_again(self) -> None:
+        """After the ranks met (`seen`), all of them observe a step again before they plan."""
+        self._again = True
 
     # -- the end -----------------------------------------------------------------------------------
 

@@ -1,142 +1,44 @@
-"""Which compiled regions run ops again, so that a step keeps its budget.
+"""The compiled regions of a session's model: when they are read, and when they are compiled again.
 
-A compiled region is one stage of a step. Its plans, from keeping all to the smallest, are its options (planner.py). The step is
-observed as it was compiled. Where it is above the budget, regions get cheaper options until a model of the step says that it
-fits: what all regions save, and the most that one of them takes beyond it while it runs. These regions are compiled again, and
-the step is observed again. So a plan is put in force for a step that was measured with the code that will run.
+A compiled region is one stage of a step, with plans to choose from (region_choice.py). The step is observed as it was compiled.
+Where it is above the budget, regions get cheaper plans until a model of the step says that it fits. These regions are compiled
+again, and the step is observed again. So a plan is put in force for a step that was measured with the code that will run.
 
 With dynamic shapes the same code serves batches of many shapes. Then a shape may only lower what the code takes, because others
 count on it. When code is compiled again, all other shapes are observed again.
-
-The compiler fuses ops and reuses memory, so the model of a region is off by some per cent. Each measured step corrects it.
-Eager code around the regions is planned afterwards, as always. It takes a share of the bytes that are too many, in proportion
-to what it could save.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import NamedTuple
+from functools import partial
 
 from torch import nn
 
-from lightning_memopt.compiled import Halves, Region, Regions, compiles
+from lightning_memopt.compiled import Region, Regions, compiles
 from lightning_memopt.config import MemOptConfig
-from lightning_memopt.graph import Graph, resident_nbytes
-from lightning_memopt.plan import Life
+from lightning_memopt.graph import Graph
 from lightning_memopt.record import compiled_modules
+from lightning_memopt.record.gathered import units_of
+from lightning_memopt.session import shared_regions
 from lightning_memopt.session.agreement import Agreement
 from lightning_memopt.session.foresight import unmodified_peak
 from lightning_memopt.session.peak_meter import in_compiled_code
+from lightning_memopt.session.region_choice import Choice, Stage, modelled
+from lightning_memopt.session.shared_regions import Shown
 from lightning_memopt.solvers import planner
 from lightning_memopt.torch_private import compiled_codes, inlining_code
 from lightning_memopt.units import format_nbytes
 
-_TRIES = 5
-"""How often regions of a step are compiled again, at most. Each time costs as much as the user's own compilation."""
 _DISCARDED = 10
 """So many steps in which code is compiled are not planned from; after them, a step that compiles each time is."""
-_OVERSHOOTS = 2
-"""So often a step that fits is tried with more bytes and is too large then."""
 _REMEMBERED = 64
 """The most signatures whose regions are known."""
-_UNSURE = 0.015
-"""The first guess allows for so much more: torch splits a region otherwise, and fuses other ops."""
-_OFF = 0.07
-"""By this share the smallest step may be lower than modelled, as long as none was measured (ADR 15)."""
-_LEAST_SLOPE = 0.25
-"""Fewer bytes in the model lower the peak by this share of them, at least."""
-_UNUSED = 0.05
-"""A step that leaves this share of its budget unused may be compiled again with fewer rebuilds."""
-
-
-class Option(NamedTuple):
-    """A plan of a region.
-
-    lives: the plan.
-    halves: the bytes that it takes.
-    extra_flops: FLOPs that run again.
-    rebuilt_ops: ops that run again.
-    """
-
-    lives: tuple[Life, ...]
-    halves: Halves
-    extra_flops: int
-    rebuilt_ops: int
-
-
-@dataclass(eq=False)
-class _Stage:
-    """A region with its options.
-
-    chosen: index of the option that it is compiled with; None: as torch splits it.
-    wanted: for each signature whose step it is part of, the option that this step needs.
-    """
-
-    region: Region
-    seconds: float
-    chosen: int | None = None
-    wanted: dict[object, int] = field(default_factory=dict)
-
-    @cached_property
-    def options(self) -> list[Option]:
-        """From the one with most bytes and fewest FLOPs to the smallest."""
-        graph = self.region.graph
-        frontier = planner.solve(graph, objective="flops", limit_seconds=self.seconds, dense=True)
-        resident = resident_nbytes(graph)
-        return [
-            Option(
-                c.lives,
-                Halves(_saved_nbytes(graph, c.lives), c.predicted.peak_nbytes - resident),
-                c.predicted.extra_flops,
-                c.predicted.rebuilt_ops,
-            )
-            for c in reversed(frontier.candidates)
-        ]
-
-    def wanted_by_others(self, signature: object) -> int:
-        """The option with most bytes that keeps the budget of other signatures, which run the same code."""
-        return max((i for other, i in self.wanted.items() if other != signature), default=0)
-
-    @property
-    def halves(self) -> Halves:
-        """Its bytes as it is compiled now."""
-        if self.chosen is None:
-            assert self.region.unplanned is not None
-            return self.region.unplanned
-        return self.options[self.chosen].halves
-
-
-def _saved_nbytes(graph: Graph, lives: tuple[Life, ...]) -> int:
-    begins = graph.backward_begins
-    return sum(graph.tensors[life.tensor].nbytes for life in lives if life.how == "original" and life.freed_at >= begins)
-
-
-def _modelled(halves: list[Halves], calls: float = 1) -> int:
-    """Bytes of all regions at the peak of a step: what they save in all calls, and what one takes beyond that while it runs."""
-    return int(calls * sum(h.saved_nbytes for h in halves)) + max(h.peak_nbytes - h.saved_nbytes for h in halves)
-
-
-class _Measured(NamedTuple):
-    """An observed step.
-
-    modelled_nbytes: what its regions are modelled to take.
-    peak_nbytes: its peak.
-    chosen: for each region, as `_Stage.chosen`.
-    least_nbytes: its peak with the smallest plan of the eager code around the regions.
-    fits: whether it is within the limit, or can be by a plan of the eager code. (Before the first try the regions help.)
-    """
-
-    modelled_nbytes: int
-    peak_nbytes: int
-    chosen: list[int | None]
-    least_nbytes: int
-    fits: bool
+_SHARDED = "its weights are sharded over several processes"
 
 
 @dataclass(eq=False)
@@ -144,38 +46,15 @@ class _Step:
     """The regions of one input signature's step.
 
     stages: id of a region -> the region with its options.
-    signature: that of the step.
-    measured: the observed step of each way in which it was compiled.
-    tries: how often it was compiled again.
+    choice: chooses among them.
     splits: how many graphs had been split when its last observed step was over.
     discarded: how many observed steps were discarded because code was compiled in them.
-    calls: how often a region was called in the last forward, on average. Layers may share one.
     """
 
-    stages: dict[int, _Stage] = field(default_factory=dict)
-    signature: object = None
-    measured: list[_Measured] = field(default_factory=list)
-    tries: int = 0
+    stages: dict[int, Stage] = field(default_factory=dict)
+    choice: Choice = field(default_factory=Choice)
     splits: int = 0
     discarded: int = 0
-    calls: float = 1
-
-    def expected(self, modelled: int) -> float:
-        """The peak of the step where its regions are modelled to take so many bytes: that of the nearest measured step, and
-        the difference, which weighs as much as it did between measured steps. A little more before one was measured as split
-        here.
-        """
-        first = self.measured[0]
-        if not self.tries:
-            return (1 + _UNSURE) * (first.peak_nbytes + modelled - first.modelled_nbytes)
-        near = min(self.measured, key=lambda m: abs(m.modelled_nbytes - modelled))
-        others = [m for m in self.measured if m.modelled_nbytes != near.modelled_nbytes]
-        slope = 1.0
-        if others:
-            other = min(others, key=lambda m: abs(m.modelled_nbytes - modelled))
-            rise = other.peak_nbytes - near.peak_nbytes
-            slope = max(_LEAST_SLOPE, rise / (other.modelled_nbytes - near.modelled_nbytes))
-        return near.peak_nbytes + slope * (modelled - near.modelled_nbytes)
 
 
 class CompiledRegions:
@@ -185,20 +64,22 @@ class CompiledRegions:
     """
 
     def __init__(self, model: nn.Module, config: MemOptConfig, enabled: bool, agreement: Agreement) -> None:
-        self._enabled, self._agreement = enabled and config.recompute, agreement
+        sharded = not agreement.alone and bool(units_of(model))
+        self._enabled, self._agreement = enabled and config.recompute and not sharded, agreement
         self._model = weakref.ref(model)
         self._begun = False
         self._seconds = config.solver_seconds
         self._regions = Regions()
-        self._stages: dict[int, _Stage] = {}
+        self._stages: dict[int, Stage] = {}
         self._steps: dict[object, _Step] = {}
         self._now = _Step()
+        self._unshared = _SHARDED if sharded else ""  # why ranks that train together leave their regions as they are
         self.changed = False
 
     @property
     def enabled(self) -> bool:
-        """Whether they may be planned. (Ranks would have to agree on how often a step is observed.)"""
-        return self._enabled and self._agreement.alone
+        """Whether they may be planned."""
+        return self._enabled
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -215,29 +96,37 @@ class CompiledRegions:
                 yield
         finally:
             self._take_seen()
-            self._now.calls = self._calls(self._stages_of_step())
+            if self._now.stages and not self._now.choice.measured:
+                self._count_calls(self._stages_of_step())
+            if self._regions.splits:
+                self._agreement.compiles()
 
-    def _calls(self, stages: Sequence[_Stage]) -> float:
-        """As `_Step.calls`. The first forward does not show runs of code: then modules with the code of a region count."""
-        codes, model = {code for stage in stages for code in stage.region.codes}, self._model() or nn.Module()
-        runs = self._regions.runs or sum(getattr(type(m).forward, "__code__", None) in codes for m in model.modules())
-        return max(1, runs / max(1, len(stages)))
+    def _count_calls(self, stages: list[Stage]) -> None:
+        """Layers that are compiled one by one share a region: it is called for each module with its code. Where more code ran
+        than that, in the last forward, layers are called several times.
+        """
+        model = self._model()
+        modules = Counter(_forward_code(module) for module in model.modules()) if model is not None else Counter()
+        for stage in stages:
+            stage.calls = max([1, *(modules[code] for code in stage.region.codes)])
+        times = self._regions.runs / max(1, sum(stage.calls for stage in stages))
+        for stage in stages:
+            stage.calls *= max(1, times)
 
     def _was_compiled(self) -> bool:
         """Whether the model ran compiled before: nobody asked then how its regions are to be split."""
         model, codes = self._model(), compiled_codes() if compiles() else []
         if model is None or not codes:
             return False
-        forwards = {getattr(type(module).forward, "__code__", None) for module in model.modules()}
-        return bool(compiled_modules(model)) or any(code in codes for code in {*forwards, inlining_code()})
+        return bool(compiled_modules(model)) or any(c in codes for c in {inlining_code(), *map(_forward_code, model.modules())})
 
     def runs(self, signature: object) -> None:
         """A forward of this signature begins."""
-        self._now = self._steps.get(signature) or _Step(signature=signature, splits=self._regions.splits)
+        self._now = self._steps.get(signature) or _Step(choice=Choice(signature), splits=self._regions.splits)
 
     def _keep(self) -> None:
         """Remember the step of this signature, of which something is known. A run with many shapes has many signatures."""
-        self._steps[self._now.signature] = self._now
+        self._steps[self._now.choice.signature] = self._now
         if len(self._steps) > _REMEMBERED:
             del self._steps[next(iter(self._steps))]
 
@@ -250,14 +139,19 @@ class CompiledRegions:
 
     def _add(self, region: Region) -> None:
         """The region is a stage of the current step."""
-        self._now.stages[id(region)] = self._stages.setdefault(id(region), _Stage(region, self._seconds))
+        self._now.stages[id(region)] = self._stages.setdefault(id(region), Stage(region, self._seconds))
 
-    def _stages_of_step(self) -> list[_Stage]:
+    def _stages_of_step(self) -> list[Stage]:
         """The stages of the current step, as they are compiled now."""
         for region in self._regions.by_key.values():
             if region.dynamic and region.codes and id(region) not in self._now.stages:
                 self._add(region)  # compiled when a batch of another shape ran
-        return [stage for stage in self._now.stages.values() if not stage.region.forgotten]
+        keys = self._keys()
+        stages = [stage for stage in self._now.stages.values() if not stage.region.forgotten]
+        return sorted(stages, key=lambda stage: keys[id(stage.region)])  # an order that all ranks share
+
+    def _keys(self) -> dict[int, str]:
+        return {id(region): key for key, region in self._regions.by_key.items()}
 
     @property
     def said(self) -> str | None:
@@ -265,7 +159,7 @@ class CompiledRegions:
         stages = [stage for stage in self._stages.values() if not stage.region.forgotten]
         if not stages:
             return None
-        planned = [s.options[s.chosen] for s in stages if s.chosen is not None]
+        planned = [stage.option for stage in stages if stage.option is not None]
         text = f"{len(planned)} of {len(stages)} compiled regions run ops again"
         if planned:
             flops = sum(op.flops for s in stages for op in s.region.graph.ops) or 1
@@ -276,88 +170,75 @@ class CompiledRegions:
     @property
     def opaque(self) -> str:
         """Why regions could not be planned; empty where all could."""
-        others = [] if self._agreement.alone else ["several processes train together"]
-        return "; ".join([*others, *self._regions.opaque])
+        return "; ".join([*([self._unshared] if self._unshared else []), *self._regions.opaque])
 
     def savable_nbytes(self, surely: bool) -> int:
         """Bytes by which another way to compile the regions could lower the peak: as modelled (`surely`), or at most."""
-        stages = self._stages_of_step()
-        if not stages or self._now.tries >= _TRIES:
-            return 0
-        both = [s.halves for s in stages], [s.options[-1].halves for s in stages]
-        now, least = (_modelled(halves, self._now.calls) for halves in both)
-        return max(0, now - least + (0 if surely or self._now.tries else int(_OFF * least)))
+        if self._agreement.over:
+            return 0  # ranks do not choose any more
+        return self._now.choice.savable_nbytes(self._stages_of_step(), surely)
 
     def compiled_again(self, graph: Graph, limit_nbytes: int | None, say: Callable[[str], None]) -> bool:
         """After an observed step: whether it is to be observed again, because regions were given other options, or because
-        code was compiled in it, which takes memory of its own.
+        code was compiled in it, which takes memory of its own. Where ranks train together, they all get the same answer.
         """
         step, stages = self._now, self._stages_of_step()
         self.changed = False
-        compiled_now, step.splits = step.splits != self._regions.splits, self._regions.splits
-        if compiled_now and step.discarded < _DISCARDED:
-            step.discarded += 1
+        own = self._shown(graph, limit_nbytes, stages)
+        step.splits = self._regions.splits
+        seen = self._agreement.seen(own)
+        shown = own if seen is None else seen
+        if shown.compiled and shown.discarded < _DISCARDED:
+            step.discarded, again = shown.discarded + 1, True
             self._keep()
-            return True
-        if not (stages and self.enabled):
-            return False
+        else:
+            shared = seen is not None and shown.alike
+            again = shared and bool(stages) and self._recompiled(shown, stages, say)
+            if shown.too_large and not shared and (stages or not shown.alike):
+                self._leave(shared_regions.APART if shown.alike else shared_regions.DIFFER, say)
+        if again and seen is not None:
+            self._agreement.observes_again()
+        return again
+
+    def _leave(self, why: str, say: Callable[[str], None]) -> None:
+        """The step is too large, and ranks that train together leave their regions as they are."""
+        final = why == shared_regions.DIFFER or self._agreement.over  # else they may still meet
+        if final and why != self._unshared:
+            say(f"MemOpt: compiled regions stay as they are, because {why}")
+        self._unshared = why
+
+    def _shown(self, graph: Graph, limit_nbytes: int | None, stages: list[Stage]) -> Shown:
+        """What this rank saw of its regions in an observed step."""
+        step = self._now
+        if step.splits != self._regions.splits and step.discarded < _DISCARDED:
+            return Shown(True, step.discarded)
+        keys = self._keys()
+        peak = unmodified_peak(graph) if stages else 0
+        least = planner.smallest_nbytes(graph) if limit_nbytes is not None and peak > limit_nbytes else peak
+        return Shown(False, step.discarded, tuple(keys[id(s.region)] for s in stages), peak, least, limit_nbytes)
+
+    def _recompiled(self, shown: Shown, stages: list[Stage], say: Callable[[str], None]) -> bool:
+        """Whether regions are compiled again, with other options, because of a step that was observed."""
         self._keep()
-        now: list[int | None] = [s.chosen for s in stages]
-        modelled, peak = _modelled([s.halves for s in stages], step.calls), unmodified_peak(graph)
-        if step.measured and len(step.measured[-1].chosen) != len(now):
-            step.measured.clear()  # it has other regions now
-        limit = math.inf if limit_nbytes is None else limit_nbytes
-        least = planner.smallest_nbytes(graph) if peak > limit else peak
-        fits = peak <= limit or (step.tries > 0 and least <= limit)
-        step.measured.append(_Measured(modelled, peak, now, least, fits))
-        chosen = self._better(step, stages, limit_nbytes)
-        if chosen is None:
+        self._unshared = ""
+        choice, limit = self._now.choice, shown.limit_nbytes
+        choice.was_measured(stages, shown.peak_nbytes, shown.least_nbytes, limit)
+        options = self._agreement.options(partial(choice.options, stages, limit), self._seconds * len(stages))
+        changed = [] if options is None else [(s, o) for s, o in zip(stages, options, strict=True) if s.option != o]
+        if not changed:
             return False
-        for stage, i in zip(stages, chosen, strict=True):
-            if i is not None and stage.region.dynamic:
-                stage.wanted[step.signature] = i
-        if chosen == now:
-            return False
-        self.changed, changed = True, [s.region for s, i in zip(stages, chosen, strict=True) if s.chosen != i]
-        for stage, i in zip(stages, chosen, strict=True):
-            stage.chosen, stage.region.lives = i, None if i is None else stage.options[i].lives
-        self._regions.forget(changed)
-        ops = sum(0 if s.chosen is None else s.options[s.chosen].rebuilt_ops for s in stages)
-        expected = format_nbytes(int(step.expected(_modelled([s.halves for s in stages], step.calls))))
-        step.tries += 1
+        self.changed = True
+        for stage, option in changed:
+            stage.compile_with(option)
+        self._regions.forget([stage.region for stage, _ in changed])
+        ops = sum(stage.option.rebuilt_ops for stage in stages if stage.option is not None)
+        expected = format_nbytes(int(choice.expected(modelled([s.halves for s in stages]))))
+        choice.tries += 1
         say(
             f"MemOpt: compiling {len(changed)} of {len(stages)} compiled regions again, to run {ops} ops again: the step took "
-            f"{format_nbytes(peak)}, {expected} are expected"
+            f"{format_nbytes(shown.peak_nbytes)}, {expected} are expected"
         )
         return True
-
-    def _better(self, step: _Step, stages: list[_Stage], limit_nbytes: int | None) -> Sequence[int | None] | None:
-        """A better choice of options than the one that was measured last; None where that one is to stay."""
-        if limit_nbytes is None:
-            return _cheapest(step, stages, None) if step.tries < _TRIES else None
-        last, kept = step.measured[-1], [m for m in step.measured if m.fits]
-        overshot = [] if not kept else [m.chosen for m in step.measured[step.measured.index(kept[0]) :] if not m.fits]
-        tries_left = step.tries < _TRIES and len(overshot) < _OVERSHOOTS
-        target = limit_nbytes + self._eager_share(last, limit_nbytes)
-        if kept and not last.fits:  # with more bytes it was too much: between the two, or back
-            chosen = _cheapest(step, stages, target) if tries_left else []
-            best = _not_above(step, stages, max(kept, key=lambda m: m.peak_nbytes).chosen)
-            return best if not chosen or any(m.chosen == chosen for m in step.measured) else chosen
-        if not tries_left or (kept and not self._wasteful(stages, last.peak_nbytes, limit_nbytes)):
-            return None
-        chosen = _cheapest(step, stages, target)
-        return None if chosen in overshot else chosen
-
-    def _wasteful(self, stages: list[_Stage], peak: int, limit_nbytes: int) -> bool:
-        """Whether the regions run ops again although much of the budget is unused."""
-        runs_again = any(s.region.checkpointed if s.chosen is None else s.options[s.chosen].extra_flops for s in stages)
-        return runs_again and limit_nbytes - peak > _UNUSED * limit_nbytes
-
-    def _eager_share(self, measured: _Measured, limit_nbytes: int) -> int:
-        """How many bytes too many are left to eager code around the regions."""
-        eager = max(0, measured.peak_nbytes - measured.least_nbytes)
-        too_many = max(0, measured.peak_nbytes - limit_nbytes)
-        return int(too_many * eager / (eager + self.savable_nbytes(True))) if eager else 0
 
     def close(self) -> None:
         """The run is over: the regions are as their user compiles them, when they run next."""
@@ -365,36 +246,5 @@ class CompiledRegions:
             self._regions.forget(region for region in self._regions.by_key.values() if region.lives is not None)
 
 
-def _not_above(step: _Step, stages: list[_Stage], chosen: Sequence[int | None]) -> list[int | None]:
-    """These options, or those with fewer bytes that other signatures need."""
-    needed = [s.wanted_by_others(step.signature) for s in stages]
-    return [i if i is None and not n else max(i or 0, n) for i, n in zip(chosen, needed, strict=True)]
-
-
-def _cheapest(step: _Step, stages: list[_Stage], target: int | None) -> list[int]:
-    """Indices of options with few FLOPs whose step is expected within the target (None: the smallest ones).
-
-    Begins with the most bytes. As long as it is too much, the region moves to its next option that gives most bytes for a FLOP.
-    """
-    if target is None:
-        return [len(s.options) - 1 for s in stages]
-    indices = [s.wanted_by_others(step.signature) for s in stages]
-
-    def modelled(indices: list[int]) -> int:
-        return _modelled([s.options[i].halves for s, i in zip(stages, indices, strict=True)], step.calls)
-
-    while step.expected(modelled(indices)) > target:
-        now = modelled(indices)
-        moves = []
-        for k, stage in enumerate(stages):
-            for i in range(indices[k] + 1, len(stage.options)):
-                saved = now - modelled([*indices[:k], i, *indices[k + 1 :]])
-                flops = stage.options[i].extra_flops - stage.options[indices[k]].extra_flops
-                if saved > 0:
-                    moves.append(((flops + 1) / saved, i - indices[k], k, i))
-                    break
-        if not moves:
-            return [len(s.options) - 1 for s in stages]
-        _, _, k, i = min(moves)
-        indices[k] = i
-    return indices
+def _forward_code(module: nn.Module) -> object:
+    return getattr(type(module).forward, "__code__", None)

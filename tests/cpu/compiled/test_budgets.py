@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from lightning_memopt import optimize
 from lightning_memopt.native import counter
-from lightning_memopt.session import compiled_regions
+from lightning_memopt.session import region_choice
 from lightning_memopt.trace import count_all
 
 STEPS = 9
@@ -59,7 +59,7 @@ def train(budget: str | int, part: bool = False) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
         status = run.status()
-        unmodified = max(m.peak_nbytes for m in run.session._compiled._now.measured)
+        unmodified = max(m.peak_nbytes for m in run.session._compiled._now.choice.measured)
     assert status.plan is not None, status
     return {
         "losses": losses,
@@ -76,7 +76,7 @@ def test_budgets_of_a_compiled_model_are_kept_and_give_the_same_bits(monkeypatch
         warnings.filterwarnings("error", message="MemOpt")
         smallest = train("min")
         with monkeypatch.context() as patched:  # keep-all: no op runs again, and all is saved
-            patched.setattr(compiled_regions, "_cheapest", lambda step, stages, target: [0] * len(stages))
+            patched.setattr(region_choice, "cheapest", lambda choice, stages, target: [0] * len(stages))
             keeps = train("min")
         budget = (smallest["measured"] + keeps["measured"]) // 2
         middle = train(budget)
@@ -168,7 +168,7 @@ def test_lengths_that_change_keep_one_budget(monkeypatch: pytest.MonkeyPatch) ->
     """`dynamic=True`: one region serves all lengths. Once all are planned, no step is above the budget."""
     lengths = [40, 96, 72, 96, 96, 40, 96, 72, 96, 96, 40, 72, 96, 96, 72, 40, 96, 96, 72, 40, 96, 72, 96, 40]
     with monkeypatch.context() as patched:
-        patched.setattr(compiled_regions, "_cheapest", lambda step, stages, target: [0] * len(stages))
+        patched.setattr(region_choice, "cheapest", lambda choice, stages, target: [0] * len(stages))
         losses, state, _, plain = train_lengths("min", lengths)
     budget = int(0.75 * max(plain))
     within = train_lengths(budget, lengths)

@@ -8,30 +8,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch import nn
 
 from lightning_memopt.compiled import Halves
-from lightning_memopt.config import MemOptConfig
-from lightning_memopt.session.compiled_regions import (
-    CompiledRegions,
-    Option,
-    _cheapest,
-    _Measured,
-    _modelled,
-    _Stage,
-    _Step,
-)
+from lightning_memopt.session.region_choice import Choice, Measured, Option, Stage, cheapest, modelled
 
 
 def stage(options: list[Option], dynamic: bool = False) -> Any:
     region: Any = SimpleNamespace(dynamic=dynamic, checkpointed=False)
-    made = _Stage(region, 0.0)
+    made = Stage(region, 0.0)
     made.__dict__["options"] = options
     return made
 
 
-def measured(modelled: int, peak: int, chosen: list[int | None], fits: bool = False) -> _Measured:
-    return _Measured(modelled, peak, chosen, least_nbytes=peak, fits=fits)
+def measured(modelled: int, peak: int, chosen: list[int | None], fits: bool = False) -> Measured:
+    return Measured(modelled, peak, chosen, least_nbytes=peak, fits=fits)
 
 
 def stages(rng: random.Random) -> list[Any]:
@@ -52,33 +42,33 @@ def test_a_choice_fits_where_any_does_and_costs_little_more_than_the_best(seed: 
     regions = stages(rng)
     choices = list(itertools.product(*(range(len(r.options)) for r in regions)))
 
-    def modelled(choice: Any) -> int:
-        return _modelled([r.options[i].halves for r, i in zip(regions, choice, strict=True)])
+    def nbytes(choice: Any) -> int:
+        return modelled([r.options[i].halves for r, i in zip(regions, choice, strict=True)])
 
     def flops(choice: Any) -> int:
         return sum(r.options[i].extra_flops for r, i in zip(regions, choice, strict=True))
 
-    target = rng.randint(min(map(modelled, choices)), max(map(modelled, choices)))
-    step = _Step(measured=[measured(0, 0, [])], tries=1)
-    chosen = _cheapest(step, regions, target)
-    fitting = [choice for choice in choices if modelled(choice) <= target]
+    target = rng.randint(min(map(nbytes, choices)), max(map(nbytes, choices)))
+    step = Choice(measured=[measured(0, 0, [])], tries=1)
+    chosen = cheapest(step, regions, target)
+    fitting = [choice for choice in choices if nbytes(choice) <= target]
     smallest = tuple(len(r.options) - 1 for r in regions)
     if smallest in fitting:  # the greatest saving of each region alone
-        assert modelled(chosen) <= target
+        assert nbytes(chosen) <= target
         pairs = [pair for r in regions for pair in itertools.pairwise([*r.options, r.options[-1]])]
         dearest_step = max(b.extra_flops - a.extra_flops for a, b in pairs)
         assert flops(chosen) <= min(map(flops, fitting)) + len(regions) * dearest_step
     else:
-        assert tuple(chosen) == smallest or modelled(chosen) <= target
+        assert tuple(chosen) == smallest or nbytes(chosen) <= target
 
 
 def test_without_a_target_all_regions_get_their_smallest_option() -> None:
     regions = stages(random.Random(0))
-    assert _cheapest(_Step(measured=[measured(0, 0, [])]), regions, None) == [len(r.options) - 1 for r in regions]
+    assert cheapest(Choice(measured=[measured(0, 0, [])]), regions, None) == [len(r.options) - 1 for r in regions]
 
 
 def test_measured_steps_correct_the_model() -> None:
-    step = _Step(measured=[measured(1000, 5000, [None])])
+    step = Choice(measured=[measured(1000, 5000, [None])])
     assert step.expected(600) == pytest.approx(1.015 * 4600)  # the model, and a little more
     step.tries = 1
     step.measured.append(measured(600, 4800, [1]))  # twice as little came off as modelled
@@ -90,43 +80,44 @@ def options(*saved_nbytes: int) -> list[Option]:
     return [Option((), Halves(nbytes, nbytes), i, i) for i, nbytes in enumerate(saved_nbytes)]
 
 
-def regions() -> CompiledRegions:
-    alone: Any = SimpleNamespace(alone=True)
-    return CompiledRegions(nn.Linear(1, 1), MemOptConfig(), True, alone)
+def compiled_with(one: Any, i: int) -> None:
+    one.compile_with(one.choose(i, "signature"))
 
 
 def test_a_step_that_fits_is_tried_with_more_bytes_and_keeps_what_fitted() -> None:
     """2,000 unplanned; 900 with option 3, which is wasteful in 1,500; 1,600 with option 2: back to 3, and no more."""
-    one, step = stage(options(1000, 800, 400, 100)), _Step(tries=1)
+    one, step = stage(options(1000, 800, 400, 100)), Choice(tries=1)
     step.measured += [measured(1000, 2000, [None]), measured(100, 900, [3], fits=True)]
-    one.chosen = 3
-    assert regions()._better(step, [one], 1500) == [2]
-    one.chosen = 2
+    compiled_with(one, 3)
+    assert step.better([one], 1500) == [2]
+    compiled_with(one, 2)
     step.measured.append(measured(400, 1600, [2]))
-    assert regions()._better(step, [one], 1500) == [3]
-    one.chosen = 3
+    assert step.better([one], 1500) == [3]
+    compiled_with(one, 3)
     step.measured.append(measured(100, 900, [3], fits=True))
-    assert regions()._better(step, [one], 1500) in (None, [3])
+    assert step.better([one], 1500) in (None, [3])
 
 
 def test_between_what_fits_and_what_is_too_large_another_option_is_tried_once() -> None:
     """As above, with option 1 too large: option 2 lies between. Where that is too large, too, the one that fits stays."""
-    one, step = stage(options(1000, 800, 400, 100)), _Step(tries=2)
+    one, step = stage(options(1000, 800, 400, 100)), Choice(tries=2)
     step.measured += [measured(1000, 2000, [None]), measured(100, 900, [3], fits=True), measured(800, 1600, [1])]
-    one.chosen = 1
-    assert regions()._better(step, [one], 1500) == [2]
-    one.chosen, step.tries = 2, 3
+    compiled_with(one, 1)
+    assert step.better([one], 1500) == [2]
+    compiled_with(one, 2)
+    step.tries = 3
     step.measured.append(measured(400, 1550, [2]))
-    assert regions()._better(step, [one], 1500) == [3]
-    one.chosen, step.tries = 3, 4
+    assert step.better([one], 1500) == [3]
+    compiled_with(one, 3)
+    step.tries = 4
     step.measured.append(measured(100, 900, [3], fits=True))
-    assert regions()._better(step, [one], 1500) is None
+    assert step.better([one], 1500) is None
 
 
 def test_a_shape_only_lowers_what_code_takes_that_serves_other_shapes() -> None:
     """The large batch needs option 2. The small one would be content with keeping all, and gets option 2."""
     one = stage(options(1000, 800, 400, 100), dynamic=True)
     one.wanted["large"] = 2
-    small = _Step(signature="small", tries=1, measured=[measured(1000, 500, [None])])
-    assert _cheapest(small, [one], 10_000) == [2]
-    assert _cheapest(_Step(signature="large", tries=1, measured=[measured(1000, 500, [None])]), [one], 10_000) == [0]
+    small = Choice(signature="small", tries=1, measured=[measured(1000, 500, [None])])
+    assert cheapest(small, [one], 10_000) == [2]
+    assert cheapest(Choice(signature="large", tries=1, measured=[measured(1000, 500, [None])]), [one], 10_000) == [0]

@@ -1,0 +1,90 @@
+"""Models that their user compiles, in DistributedDataParallel, in real processes (tests/cpu/lib/compiled_ranks.py)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_memopt.native import counter
+from lightning_memopt.trace import count_all
+from tests.cpu.lib.compiled_ranks import WORLD
+from tests.cpu.lib.written import needs_gloo, of_ranks
+
+pytestmark = needs_gloo
+Outcome = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def counted() -> None:
+    count_all(lambda _: None)
+    if counter() is None:
+        pytest.skip("bytes of compiled code are counted by the native counter, which needs a C++ compiler, as Inductor does")
+
+
+def outcomes(folder: Path, case: str) -> list[Outcome]:
+    """What each rank wrote. No rank hung."""
+    return of_ranks(WORLD, "compiled_ranks", folder, case, timeout=300)
+
+
+def one_decision(ranks: list[Outcome], regions: int) -> None:
+    """All ranks have the same plan of each region, observed as many steps, and have the same weights."""
+    assert all(rank["planned"] == rank["regions"] == regions for rank in ranks)
+    for what in ("lives", "observed", "weights"):
+        assert ranks[0][what] == ranks[1][what]
+
+
+@pytest.mark.parametrize("case", ["around", "within"])
+def test_n4_all_ranks_keep_the_budget_with_one_plan_and_the_same_bits(tmp_path: Path, case: str) -> None:
+    """The wrapper is compiled, or the model in it. Dynamo's DDPOptimizer makes two regions of two buckets."""
+    ranks = outcomes(tmp_path, case)
+    for run in ("keeps", "smallest", "middle"):
+        one_decision([rank[run] for rank in ranks], regions=2)
+    for rank in ranks:
+        keeps, smallest, middle = rank["keeps"], rank["smallest"], rank["middle"]
+        assert smallest["state"] == middle["state"] == keeps["state"]
+        assert smallest["peak"] < middle["peak"] <= rank["budget"] < middle["unmodified"] < keeps["peak"]
+        for run in (smallest, middle, keeps):
+            assert run["predicted"] == pytest.approx(run["peak"], rel=0.01)
+            assert run["measured"] == pytest.approx(run["peak"], rel=0.01)
+
+
+def test_n4_ranks_with_other_shapes_leave_their_regions_as_they_are(tmp_path: Path) -> None:
+    """With the bits of a run without us. One line says why."""
+    for rank in outcomes(tmp_path, "other_shapes"):
+        planned = rank["planned"]
+        assert planned["state"] == rank["plain"]["state"] and planned["weights"] == rank["plain"]["weights"]
+        assert planned["planned"] == 0 and planned["regions"] == 2
+        assert len(planned["said"]) == 1 and "batches of other shapes" in planned["said"][0]
+        assert "0 of 2 compiled regions run ops again; not planned: the compiled regions of the" in planned["compiled"]
+
+
+def test_code_that_serves_all_sizes_has_one_plan_for_ranks_with_other_sizes(tmp_path: Path) -> None:
+    """The plan is made for the rank with most bytes."""
+    ranks = outcomes(tmp_path, "other_lengths_of_one_code")
+    one_decision([rank["planned"] for rank in ranks], regions=1)
+    for rank in ranks:
+        assert rank["planned"]["state"] == rank["keeps"]["state"]
+        assert rank["planned"]["peak"] < 0.7 * rank["keeps"]["peak"]
+    assert ranks[1]["planned"]["peak"] < ranks[0]["planned"]["peak"] == ranks[0]["planned"]["predicted"]
+
+
+def test_a_step_in_which_one_rank_compiles_is_discarded_by_all(tmp_path: Path) -> None:
+    ranks = outcomes(tmp_path, "compiles_on_one")
+    one_decision([rank["planned"] for rank in ranks], regions=2)
+    for rank in ranks:
+        assert rank["planned"]["observed"] == rank["keeps"]["observed"] + 1
+        assert rank["planned"]["state"] == rank["keeps"]["state"]
+
+
+def test_lives_are_sent_because_solvers_may_have_other_options(tmp_path: Path) -> None:
+    one_decision(outcomes(tmp_path, "other_options"), regions=2)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_n6_a_rank_that_fails_while_regions_are_chosen_ends_all_by_name(tmp_path: Path, failing: int) -> None:
+    ranks = outcomes(tmp_path, f"raises_on_{failing}")
+    assert ranks[failing]["error"] == "ValueError: the solver is broken"
+    assert ranks[1 - failing]["error"].startswith(f"RankFailedError: Rank {failing} failed, so all ranks end: ValueError")
+    assert all(rank["seconds"] < 60 for rank in ranks)
