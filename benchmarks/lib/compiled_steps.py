@@ -123,6 +123,6 @@ def planned(name: str, budget: str | int) -> Row:
 
 def keep_all(name: str) -> Row:
     """Everything is saved, nothing runs again."""
-    keeping: Callable[..., list[int]] = lambda choice, stages, target: [0] * len(stages)  # noqa: E731
-    with mock.patch.object(region_choice, "cheapest", keeping):
+    keeping: Callable[..., list[int]] = lambda choice, stages, limit: [0] * len(stages)  # noqa: E731
+    with mock.patch.object(region_choice.Choice, "better", keeping):
         return planned(name, "min")

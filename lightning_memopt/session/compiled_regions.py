@@ -102,13 +102,14 @@ class CompiledRegions:
                 self._agreement.compiles()
 
     def _count_calls(self, stages: list[Stage]) -> None:
-        """Layers that are compiled one by one share a region: it is called for each module with its code. Where more code ran
-        than that, in the last forward, layers are called several times.
+        """Layers that are compiled one by one share regions: these are called for each module with their code. Where more code
+        ran than that, in the last forward, layers are called several times.
         """
         model = self._model()
         modules = Counter(_forward_code(module) for module in model.modules()) if model is not None else Counter()
+        regions = Counter(code for stage in stages for code in stage.region.codes)
         for stage in stages:
-            stage.calls = max([1, *(modules[code] for code in stage.region.codes)])
+            stage.calls = max([1.0, *(modules[code] / regions[code] for code in stage.region.codes)])
         times = self._regions.runs / max(1, sum(stage.calls for stage in stages))
         for stage in stages:
             stage.calls *= max(1, times)

@@ -200,7 +200,10 @@ class Choice:
     def better(self, stages: Sequence[Stage], limit_nbytes: int | None) -> Sequence[int | None] | None:
         """A better choice of options than the one that was measured last; None where that one is to stay."""
         if limit_nbytes is None:
-            return cheapest(self, stages, None) if self.tries < _TRIES else None
+            smallest = cheapest(self, stages, None)
+            if self.tries < _TRIES and all(m.chosen != smallest for m in self.measured):
+                return smallest
+            return self._not_above(stages, min(self.measured, key=lambda m: m.peak_nbytes).chosen)
         last, kept = self.measured[-1], [m for m in self.measured if m.fits]
         overshot = [] if not kept else [m.chosen for m in self.measured[self.measured.index(kept[0]) :] if not m.fits]
         tries_left = self.tries < _TRIES and len(overshot) < _OVERSHOOTS

@@ -76,7 +76,7 @@ def test_budgets_of_a_compiled_model_are_kept_and_give_the_same_bits(monkeypatch
         warnings.filterwarnings("error", message="MemOpt")
         smallest = train("min")
         with monkeypatch.context() as patched:  # keep-all: no op runs again, and all is saved
-            patched.setattr(region_choice, "cheapest", lambda choice, stages, target: [0] * len(stages))
+            patched.setattr(region_choice.Choice, "better", lambda choice, stages, limit: [0] * len(stages))
             keeps = train("min")
         budget = (smallest["measured"] + keeps["measured"]) // 2
         middle = train(budget)
@@ -168,7 +168,7 @@ def test_lengths_that_change_keep_one_budget(monkeypatch: pytest.MonkeyPatch) ->
     """`dynamic=True`: one region serves all lengths. Once all are planned, no step is above the budget."""
     lengths = [40, 96, 72, 96, 96, 40, 96, 72, 96, 96, 40, 72, 96, 96, 72, 40, 96, 96, 72, 40, 96, 72, 96, 40]
     with monkeypatch.context() as patched:
-        patched.setattr(region_choice, "cheapest", lambda choice, stages, target: [0] * len(stages))
+        patched.setattr(region_choice.Choice, "better", lambda choice, stages, limit: [0] * len(stages))
         losses, state, _, plain = train_lengths("min", lengths)
     budget = int(0.75 * max(plain))
     within = train_lengths(budget, lengths)

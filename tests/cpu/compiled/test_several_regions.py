@@ -64,7 +64,7 @@ def test_a_region_that_is_called_for_each_layer_counts_for_each_call(monkeypatch
 
     def spied(self: CompiledRegions, *args: Any) -> bool:
         again = whole(self, *args)
-        seen[:] = [(m.modelled_nbytes, m.peak_nbytes) for m in self._now.measured]
+        seen[:] = [(m.modelled_nbytes, m.peak_nbytes) for m in self._now.choice.measured]
         return again
 
     monkeypatch.setattr(CompiledRegions, "compiled_again", spied)

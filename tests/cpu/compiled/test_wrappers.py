@@ -83,6 +83,16 @@ def test_a_call_of_the_wrapper_is_a_call_of_the_module_within_only(module: nn.Mo
         assert all("_compiled_call_impl" not in vars(c) for c in cls.__mro__ if c is not nn.Module)
 
 
+def test_a_wrapper_itself_may_be_the_model_of_a_run() -> None:
+    """Of a module without a length: the wrapper's `len` raises, so its truth must not be asked for."""
+
+    def wrapped() -> tuple[nn.Module, Forward]:
+        model: Any = torch.compile(Own(48, 48))
+        return model, lambda x: model(x).square().mean()
+
+    assert train(wrapped, "min", steps=7).status.phase == "planned"
+
+
 def test_a_watched_wrapper_is_compiled_once() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_memopt import optimize
 from lightning_memopt.native import counter
-from lightning_memopt.session import RunStatus, compiled_regions
+from lightning_memopt.session import RunStatus, region_choice
 from lightning_memopt.trace import count_all
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
@@ -105,7 +105,7 @@ def train(
                 optimizer.step()
                 optimizer.zero_grad()
             status, regions = run.status(), run.session._compiled
-            unmodified = next((m.peak_nbytes for m in regions._now.measured), 0)
+            unmodified = next((m.peak_nbytes for m in regions._now.choice.measured), 0)
             options = [len(stage.options) for stage in regions._stages_of_step()]
     return Trained(losses, _digest(model), status, unmodified, options)
 
@@ -113,5 +113,5 @@ def train(
 def keeping_all(made: Callable[[], tuple[nn.Module, Forward]], **options: Any) -> Trained:
     """As `train`, and regions are compiled so that all is saved and no op runs again."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(compiled_regions, "_cheapest", lambda step, stages, target: [0] * len(stages))
+        patched.setattr(region_choice.Choice, "better", lambda choice, stages, limit: [0] * len(stages))
         return train(made, "min", **options)
