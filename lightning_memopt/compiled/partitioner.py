@@ -14,7 +14,7 @@ import contextlib
 import copy
 import hashlib
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from types import CodeType
 from typing import Any
@@ -26,7 +26,7 @@ from lightning_memopt.compiled.halves import Halves, halves_of
 from lightning_memopt.compiled.joint import Joint
 from lightning_memopt.compiled.rewriting import rewrite
 from lightning_memopt.compiled.sizes import Signature, UnreadableError
-from lightning_memopt.plan import Life
+from lightning_memopt.plan import Life, LoweringError
 from lightning_memopt.record import around_compiled
 from lightning_memopt.torch_private import (
     AOT_ENTRY,
@@ -133,7 +133,9 @@ class Regions:
     runs: how often generated code ran in the forward that was listened to last. (Inductor's does not count in the first one.)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, recall: Callable[[str], tuple[Life, ...] | None] = lambda _: None) -> None:
+        """`recall`: the plan of an earlier run for the region with this key, or None."""
+        self._recall = recall
         self.by_key: dict[str, Region] = {}
         self.opaque: dict[str, None] = {}
         self.splits = self.runs = 0
@@ -215,8 +217,16 @@ class Regions:
 
     def _region_of(self, joint: Joint) -> Region:
         """The region with this graph; its plan, if it has one, is written into the graph."""
-        region = self.by_key.setdefault(key_of(joint), Region(joint))
-        if region.lives is not None:
+        key = key_of(joint)
+        region = self.by_key.get(key)
+        if region is None:
+            region = self.by_key[key] = Region(joint)
+            recalled = None if region.dynamic else self._recall(key)
+            with contextlib.suppress(LoweringError):  # a file that is no plan of this graph
+                if recalled is not None:
+                    rewrite(joint, recalled)
+                    region.lives = recalled
+        elif region.lives is not None:
             rewrite(joint, region.lives)
         return region
 

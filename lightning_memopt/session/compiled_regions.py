@@ -11,9 +11,10 @@ count on it. When code is compiled again, all other shapes are observed again.
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -22,13 +23,15 @@ from torch import nn
 from lightning_memopt.compiled import Region, Regions, compiles
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.graph import Graph
+from lightning_memopt.plan import Life
 from lightning_memopt.record import compiled_modules
 from lightning_memopt.record.gathered import units_of
 from lightning_memopt.session import shared_regions
 from lightning_memopt.session.agreement import Agreement
 from lightning_memopt.session.foresight import unmodified_peak
 from lightning_memopt.session.peak_meter import in_compiled_code
-from lightning_memopt.session.region_choice import Choice, Stage, modelled
+from lightning_memopt.session.region_choice import Choice, Option, Stage, modelled
+from lightning_memopt.session.remembered import Remembered
 from lightning_memopt.session.shared_regions import Shown
 from lightning_memopt.solvers import planner
 from lightning_memopt.torch_private import compiled_codes, inlining_code
@@ -63,13 +66,17 @@ class CompiledRegions:
     changed: whether regions were given other options after the last observed step.
     """
 
-    def __init__(self, model: nn.Module, config: MemOptConfig, enabled: bool, agreement: Agreement) -> None:
+    def __init__(
+        self, model: nn.Module, config: MemOptConfig, budget_nbytes: int | None, enabled: bool, agreement: Agreement
+    ) -> None:
         sharded = not agreement.alone and bool(units_of(model))
         self._enabled, self._agreement = enabled and config.recompute and not sharded, agreement
         self._model = weakref.ref(model)
         self._begun = False
         self._seconds = config.solver_seconds
-        self._regions = Regions()
+        self._remembered = Remembered(budget_nbytes, config) if agreement.alone else None
+        self._recalled: dict[str, Option] = {}
+        self._regions = Regions(self._recall)
         self._stages: dict[int, Stage] = {}
         self._steps: dict[object, _Step] = {}
         self._now = _Step()
@@ -138,9 +145,20 @@ class CompiledRegions:
             self._keep()
             self._add(region)
 
+    def _recall(self, key: str) -> tuple[Life, ...] | None:
+        """The plan that kept the budget in an earlier run."""
+        option = None if self._remembered is None else self._remembered.option(key)
+        if option is not None:
+            self._recalled[key] = option
+        return None if option is None else option.lives
+
     def _add(self, region: Region) -> None:
         """The region is a stage of the current step."""
-        self._now.stages[id(region)] = self._stages.setdefault(id(region), Stage(region, self._seconds))
+        if id(region) not in self._stages:
+            self._stages[id(region)] = Stage(region, self._seconds)
+            if region.lives is not None:
+                self._stages[id(region)].option = self._recalled[self._keys()[id(region)]]
+        self._now.stages[id(region)] = self._stages[id(region)]
 
     def _stages_of_step(self) -> list[Stage]:
         """The stages of the current step, as they are compiled now."""
@@ -177,6 +195,8 @@ class CompiledRegions:
         """Bytes by which another way to compile the regions could lower the peak: as modelled (`surely`), or at most."""
         if self._agreement.over:
             return 0  # ranks do not choose any more
+        if self._recalled:
+            return sys.maxsize  # the budget was kept in an earlier run
         return self._now.choice.savable_nbytes(self._stages_of_step(), surely)
 
     def compiled_again(self, graph: Graph, limit_nbytes: int | None, say: Callable[[str], None]) -> bool:
@@ -223,23 +243,44 @@ class CompiledRegions:
         self._keep()
         self._unshared = ""
         choice, limit = self._now.choice, shown.limit_nbytes
+        fits = limit is None or shown.least_nbytes <= limit
+        if self._recalled and not choice.tries:
+            said = "have plans of an earlier run" if fits else "do not keep the budget by the plans of an earlier run"
+            say(f"MemOpt: {sum(stage.option is not None for stage in stages)} of {len(stages)} compiled regions {said}")
+            self._recalled.clear()
+            if not fits:
+                self._compile(stages, [None] * len(stages))
+            return not fits
         choice.was_measured(stages, shown.peak_nbytes, shown.least_nbytes, limit)
         options = self._agreement.options(partial(choice.options, stages, limit), self._seconds * len(stages))
-        changed = [] if options is None else [(s, o) for s, o in zip(stages, options, strict=True) if s.option != o]
+        changed = 0 if options is None else self._compile(stages, options)
         if not changed:
+            if fits and choice.tries:
+                self._remember(stages)
             return False
-        self.changed = True
-        for stage, option in changed:
-            stage.compile_with(option)
-        self._regions.forget([stage.region for stage, _ in changed])
         ops = sum(stage.option.rebuilt_ops for stage in stages if stage.option is not None)
         expected = format_nbytes(int(choice.expected(modelled([s.halves for s in stages]))))
         choice.tries += 1
         say(
-            f"MemOpt: compiling {len(changed)} of {len(stages)} compiled regions again, to run {ops} ops again: the step took "
+            f"MemOpt: compiling {changed} of {len(stages)} compiled regions again, to run {ops} ops again: the step took "
             f"{format_nbytes(shown.peak_nbytes)}, {expected} are expected"
         )
         return True
+
+    def _compile(self, stages: Sequence[Stage], options: Sequence[Option | None]) -> int:
+        """Compile regions whose options change again. Returns how many these are."""
+        changed = [(s, o) for s, o in zip(stages, options, strict=True) if s.option != o]
+        for stage, option in changed:
+            stage.compile_with(option)
+        self._regions.forget([stage.region for stage, _ in changed])
+        self.changed = bool(changed)
+        return len(changed)
+
+    def _remember(self, stages: Sequence[Stage]) -> None:
+        keys = self._keys()
+        for stage in stages:
+            if self._remembered is not None and stage.option is not None and not stage.region.dynamic:
+                self._remembered.keep(keys[id(stage.region)], stage.option)
 
     def close(self) -> None:
         """The run is over: the regions are as their user compiles them, when they run next."""

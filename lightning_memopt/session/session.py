@@ -80,7 +80,7 @@ class Session:
         self.foresight, self._ends = Foresight(self.optimizers), Ends(model, self.optimizers)
         self._neighbours = Neighbours(self.device, self.budget_nbytes)
         self.silence, self._offloading = Silence(config.profile_steps), Offloading(self.device, config)
-        self._compiled = CompiledRegions(model, config, self.enabled, self._agreement)
+        self._compiled = CompiledRegions(model, config, self.budget_nbytes, self.enabled, self._agreement)
         self.pool, self._blocks = Pooling(config, self.device, self.say), CompiledBlocks(model, config, self.say)
         self._early: EarlyUpdating | None = None
         self._attachment: Attachment | None = None

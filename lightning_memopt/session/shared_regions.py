@@ -76,23 +76,27 @@ def together(posts: Sequence[dict[str, Any]]) -> Shown | None:
 
 
 def post_of(options: Sequence[Option | None] | None) -> dict[str, Any]:
-    """The options of all regions, in the order of their keys, for a post. Regions park nothing, so lives have no form."""
-    return {"options": None if options is None else [None if option is None else _fields(option) for option in options]}
+    """The options of all regions, in the order of their keys, for a post."""
+    if options is None:
+        return {"options": None}
+    return {"options": [None if option is None else fields_of_option(option) for option in options]}
 
 
 def options_of(post: dict[str, Any]) -> list[Option | None] | None:
     """The options of a post."""
     fields_of_all = post["options"]
-    return None if fields_of_all is None else [None if fields is None else _option(fields) for fields in fields_of_all]
+    return None if fields_of_all is None else [None if fields is None else option_of_fields(fields) for fields in fields_of_all]
 
 
-def _fields(option: Option) -> dict[str, Any]:
+def fields_of_option(option: Option) -> dict[str, Any]:
+    """An option as JSON has it. Regions park nothing, so lives have no form."""
     return option._asdict() | {
         "lives": [(life.tensor, life.born_at, life.freed_at, life.how) for life in option.lives],
         "halves": vars(option.halves),
     }
 
 
-def _option(fields: dict[str, Any]) -> Option:
+def option_of_fields(fields: dict[str, Any]) -> Option:
+    """The option that `fields_of_option` gave. Raises TypeError, KeyError or ValueError for anything else."""
     lives = tuple(Life(tensor=t, born_at=born, freed_at=freed, how=how) for t, born, freed, how in fields["lives"])
     return Option(**(fields | {"lives": lives, "halves": Halves(**fields["halves"])}))

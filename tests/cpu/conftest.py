@@ -7,6 +7,7 @@ process holds from other tests is marked `profiled`.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from lightning_memopt.session import times
 from tests.cpu.lib.loops import without_counter
 from tests.cpu.lib.times import Known, given
 
+os.environ["MEMOPT_CACHE"] = "0"  # no test begins with the plans of another one
 torch.set_num_threads(1)  # more only wait for each other on tensors this small
 
 LEFT_NBYTES = 200_000

@@ -1,0 +1,112 @@
+"""A second run with the same regions and the same budget compiles them once, with the plans of the first run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from lightning_memopt import optimize
+from lightning_memopt.native import counter
+from lightning_memopt.session import remembered
+from lightning_memopt.trace import count_all
+
+STEPS = 9
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + functional.dropout(functional.gelu(layer(x)), 0.1, self.training)
+        return x.square().mean()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    count_all(lambda _: None)
+    if counter() is None:
+        pytest.skip("bytes of compiled code are counted by the native counter, which needs a C++ compiler")
+    monkeypatch.delenv("MEMOPT_CACHE", raising=False)
+    monkeypatch.setattr(remembered, "cache", lambda: tmp_path)
+    return tmp_path / "regions"
+
+
+def train(budget: Any, lines: list[str]) -> tuple[list[float], Any, int, int]:
+    """Losses, the status, the step after which the plan was in force, and how many graphs were compiled."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+    call = torch.compile(net, backend="aot_eager")
+    torch.manual_seed(1)
+    losses, planned_after = [], 0
+    with optimize(net, optimizer, budget=budget, profile_steps=1, solver_seconds=2, verbose=False) as run:
+        run.session.say = lines.append
+        for i in range(STEPS):
+            loss = call(torch.randn(512, 48))
+            loss.backward()
+            losses.append(loss.item())
+            del loss
+            optimizer.step()
+            optimizer.zero_grad()
+            if not planned_after and run.status().phase == "planned":
+                planned_after = i + 1
+        return losses, run.status(), planned_after, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def test_a_second_run_compiles_once(folder: Path) -> None:
+    smallest = train("min", [])[1].measured_peak_nbytes
+    budget, lines = int(1.1 * smallest), []
+    losses, first, after, graphs = train(budget, [])
+    assert graphs > 1
+    again_losses, second, again_after, again_graphs = train(budget, lines)
+    assert again_graphs == 1 and again_after < after
+    assert any("1 of 1 compiled regions have plans of an earlier run" in line for line in lines), lines
+    assert (second.measured_peak_nbytes, second.compiled) == (first.measured_peak_nbytes, first.compiled)
+    assert again_losses == losses
+
+
+def first_run(budget: Any, folder: Path) -> Path:
+    """The file that a first run with this budget writes."""
+    before = set(folder.iterdir()) if folder.exists() else set()
+    train(budget, [])
+    (file,) = set(folder.iterdir()) - before
+    return file
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"lives": [[0, 5, 3, "rebuild"]]}', "lives of nothing"])
+def test_a_file_that_is_no_plan_is_replaced(text: str, folder: Path) -> None:
+    budget = int(1.1 * train("min", [])[1].measured_peak_nbytes)
+    file = first_run(budget, folder)
+    written = file.read_text()
+    file.write_text(json.dumps(json.loads(written) | {"lives": []}) if text == "lives of nothing" else text)
+    status = train(budget, [])[1]
+    assert status.measured_peak_nbytes <= budget and "run ops again" in status.compiled
+    assert json.loads(file.read_text())["lives"]
+
+
+def test_plans_that_are_too_large_are_left(folder: Path) -> None:
+    smallest = train("min", [])[1].measured_peak_nbytes
+    of_large, of_small = (first_run(int(share * smallest), folder) for share in (1.3, 1.05))
+    of_small.write_text(of_large.read_text())
+    lines: list[str] = []
+    status = train(int(1.05 * smallest), lines)[1]
+    assert any("do not keep the budget by the plans of an earlier run" in line for line in lines), lines
+    assert status.measured_peak_nbytes <= int(1.05 * smallest)
+    assert of_small.read_text() != of_large.read_text()
+
+
+def test_it_can_be_switched_off(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMOPT_CACHE", "0")
+    train("min", [])
+    assert not folder.exists()
