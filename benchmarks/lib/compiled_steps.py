@@ -17,9 +17,11 @@ from benchmarks.lib.bench import held_nbytes
 from benchmarks.lib.digests import hashed
 from benchmarks.models.registry import MODELS
 from lightning_memopt import InfeasibleError, optimize
+from lightning_memopt.compiled.backends import asking_backends
 from lightning_memopt.compiled.joint import flops_of
 from lightning_memopt.compiled.partitioner import as_torch_does, asked_by_this_thread
 from lightning_memopt.session import region_choice
+from lightning_memopt.torch_private import AOT_ENTRY
 from lightning_memopt.trace import metered_cpu
 
 STEPS = 14
@@ -39,6 +41,7 @@ def torch_splits(memory_budget: float) -> Iterator[dict[str, int]]:
     """Regions are split as torch does with this `activation_memory_budget`. FLOPs of a step: in all, and those of the joint
     graphs, in which nothing runs again.
     """
+    import torch._dynamo.backends.common
     import torch._functorch.config
     import torch._inductor.config
 
@@ -51,20 +54,24 @@ def torch_splits(memory_budget: float) -> Iterator[dict[str, int]]:
         return halves
 
     functorch = torch._functorch.config.patch(activation_memory_budget=memory_budget, enable_autograd_cache=False)
-    with functorch, torch._inductor.config.patch(custom_partitioner_fn=asked_by_this_thread(counting, as_torch_does)):
+    asked = asked_by_this_thread(counting, as_torch_does)
+    others = mock.patch.object(torch._dynamo.backends.common, AOT_ENTRY, asking_backends(lambda _: asked))
+    with functorch, torch._inductor.config.patch(custom_partitioner_fn=asked), others:
         yield flops
 
 
 class Training:
-    """A model of the registry with AdamW, compiled whole."""
+    """A model of the registry with AdamW, compiled whole: by Inductor, or by the backend behind a `/` (nothing: eager)."""
 
     def __init__(self, name: str) -> None:
         torch._dynamo.reset()
         gc.collect()
         torch.manual_seed(0)
+        name, slash, backend = name.partition("/")
         self.model, self.batch, _ = MODELS[name]()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-3)
-        self.call: Any = torch.compile(self.model)
+        compiles = not slash or backend
+        self.call: Any = torch.compile(self.model, backend=backend or "inductor") if compiles else self.model
         self.losses: list[float] = []
         self.seconds: list[float] = []
         torch.manual_seed(2)
@@ -92,7 +99,7 @@ def as_torch(name: str, memory_budget: float = 1.0) -> Row:
             held = held_nbytes()
             with metered_cpu() as events:
                 training.step()
-    extra = flops["all"] / flops["joint"] - 1
+    extra = flops["all"] / flops["joint"] - 1 if flops["joint"] else 0.0
     return training.row() | {"peak_nbytes": held + events.peak_nbytes, "resident_nbytes": held, "extra_flops": extra}
 
 

@@ -6,8 +6,8 @@
 
 `torch.compile` with Inductor on the CPU, AdamW, one thread, dropout on where the model has it. A case is a budget: this share
 of the bytes that the step of `torch 1.0` needs above those between steps. `torch 0.5`: trained without us, with
-`activation_memory_budget=0.5`. `keep all` saves everything and runs nothing again; `min` is the smallest plan. Hashes are of
-all parameters, buffers and losses after the last step.
+`activation_memory_budget=0.5`. `eager`: not compiled. `keep all` saves everything and runs nothing again; `min` is the smallest
+plan. `gpt2/aot_eager`: compiled by this backend. Hashes are of all parameters, buffers and losses after the last step.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from benchmarks.lib.paths import RESULTS
 from lightning_memopt.trace import count_all
 
 FILE = RESULTS / "compiled.json"
-COMPILED = ("gpt2", "llama", "bert", "vit", "resnet50", "t5")
-SHARES = ("0.8", "0.6", "0.4", "0.25", "0.15")
+COMPILED = ("gpt2", "llama", "bert", "vit", "resnet50", "t5", "gpt2/aot_eager")
+SHARES = ("0.8", "0.7", "0.65", "0.6", "0.4", "0.25", "0.15")
 TORCH = ("torch 1.0", "torch 0.75", "torch 0.5", "torch 0.25", "torch 0.1")
-CASES = (*TORCH, "keep all", *SHARES, "min")
+CASES = ("eager", *TORCH, "keep all", *SHARES, "min")
 
 
 def case(model: str, name: str, recorded: dict[str, Row]) -> Row:
     """A case. A share needs the row "torch 1.0"."""
+    if name == "eager":
+        return as_torch(f"{model.partition('/')[0]}/", 1.0)
     if name in TORCH:
         return as_torch(model, float(name.removeprefix("torch ")))
     if name == "keep all":

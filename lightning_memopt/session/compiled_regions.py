@@ -11,6 +11,7 @@ count on it. When code is compiled again, all other shapes are observed again.
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import weakref
 from collections import Counter
@@ -211,6 +212,7 @@ class CompiledRegions:
         shown = own if seen is None else seen
         if shown.compiled and shown.discarded < _DISCARDED:
             step.discarded, again = shown.discarded + 1, True
+            gc.collect()  # compilers leave cycles with tensors of the batch, which would count in all steps to come
             self._keep()
         else:
             shared = seen is not None and shown.alike
