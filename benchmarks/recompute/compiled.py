@@ -25,7 +25,7 @@ from lightning_memopt.trace import count_all
 
 FILE = RESULTS / "compiled.json"
 COMPILED = ("gpt2", "llama", "bert", "vit", "resnet50", "t5", "gpt2/aot_eager")
-SHARES = ("0.8", "0.7", "0.65", "0.6", "0.4", "0.25", "0.15")
+SHARES = ("0.8", "0.7", "0.67", "0.65", "0.6", "0.4", "0.25", "0.15")
 TORCH = ("torch 1.0", "torch 0.75", "torch 0.5", "torch 0.25", "torch 0.1")
 CASES = ("eager", *TORCH, "keep all", *SHARES, "min")
 

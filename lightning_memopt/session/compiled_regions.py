@@ -246,10 +246,11 @@ class CompiledRegions:
         self._unshared = ""
         choice, limit = self._now.choice, shown.limit_nbytes
         fits = limit is None or shown.least_nbytes <= limit
-        if self._recalled and not choice.tries:
+        recalled = sum(stage.option is not None for stage in stages) if self._recalled and not choice.tries else 0
+        self._recalled.clear()
+        if recalled:
             said = "have plans of an earlier run" if fits else "do not keep the budget by the plans of an earlier run"
-            say(f"MemOpt: {sum(stage.option is not None for stage in stages)} of {len(stages)} compiled regions {said}")
-            self._recalled.clear()
+            say(f"MemOpt: {recalled} of {len(stages)} compiled regions {said}")
             if not fits:
                 self._compile(stages, [None] * len(stages))
             return not fits
