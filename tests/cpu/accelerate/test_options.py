@@ -37,7 +37,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
 
     def launch_command(given: Any) -> None:
         config = yaml.safe_load(Path(given.config_file).read_text()) if given.config_file else None
-        found.append((given, config, {k: v for k, v in os.environ.items() if "MEMOPT" in k}))
+        found.append((given, config, {k: v for k, v in os.environ.items() if k.startswith("ACCELERATE_") and "MEMOPT" in k}))
 
     plain = private.named
 
