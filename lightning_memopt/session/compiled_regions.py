@@ -24,7 +24,6 @@ from torch import nn
 from lightning_memopt.compiled import Region, Regions, compiles
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.graph import Graph
-from lightning_memopt.plan import Life
 from lightning_memopt.record import compiled_modules
 from lightning_memopt.record.gathered import units_of
 from lightning_memopt.session import shared_regions
@@ -75,9 +74,8 @@ class CompiledRegions:
         self._model = weakref.ref(model)
         self._begun = False
         self._seconds = config.solver_seconds
-        self._remembered = Remembered(budget_nbytes, config) if agreement.alone else None
-        self._recalled: dict[str, Option] = {}
-        self._regions = Regions(self._recall)
+        self._remembered = Remembered(budget_nbytes, config, agreement.alone)
+        self._regions = Regions(self._remembered.recall)
         self._stages: dict[int, Stage] = {}
         self._steps: dict[object, _Step] = {}
         self._now = _Step()
@@ -146,19 +144,12 @@ class CompiledRegions:
             self._keep()
             self._add(region)
 
-    def _recall(self, key: str) -> tuple[Life, ...] | None:
-        """The plan that kept the budget in an earlier run."""
-        option = None if self._remembered is None else self._remembered.option(key)
-        if option is not None:
-            self._recalled[key] = option
-        return None if option is None else option.lives
-
     def _add(self, region: Region) -> None:
         """The region is a stage of the current step."""
         if id(region) not in self._stages:
             self._stages[id(region)] = Stage(region, self._seconds)
             if region.lives is not None:
-                self._stages[id(region)].option = self._recalled[self._keys()[id(region)]]
+                self._stages[id(region)].option = self._remembered.recalled[self._keys()[id(region)]]
         self._now.stages[id(region)] = self._stages[id(region)]
 
     def _stages_of_step(self) -> list[Stage]:
@@ -196,7 +187,7 @@ class CompiledRegions:
         """Bytes by which another way to compile the regions could lower the peak: as modelled (`surely`), or at most."""
         if self._agreement.over:
             return 0  # ranks do not choose any more
-        if self._recalled:
+        if self._remembered.recalled:
             return sys.maxsize  # the budget was kept in an earlier run
         return self._now.choice.savable_nbytes(self._stages_of_step(), surely)
 
@@ -246,8 +237,8 @@ class CompiledRegions:
         self._unshared = ""
         choice, limit = self._now.choice, shown.limit_nbytes
         fits = limit is None or shown.least_nbytes <= limit
-        recalled = sum(stage.option is not None for stage in stages) if self._recalled and not choice.tries else 0
-        self._recalled.clear()
+        recalled = sum(stage.option is not None for stage in stages) if self._remembered.recalled and not choice.tries else 0
+        self._remembered.recalled.clear()
         if recalled:
             said = "have plans of an earlier run" if fits else "do not keep the budget by the plans of an earlier run"
             say(f"MemOpt: {recalled} of {len(stages)} compiled regions {said}")
@@ -282,7 +273,7 @@ class CompiledRegions:
     def _remember(self, stages: Sequence[Stage]) -> None:
         keys = self._keys()
         for stage in stages:
-            if self._remembered is not None and stage.option is not None and not stage.region.dynamic:
+            if stage.option is not None and not stage.region.dynamic:
                 self._remembered.keep(keys[id(stage.region)], stage.option)
 
     def close(self) -> None:

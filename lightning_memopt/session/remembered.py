@@ -17,6 +17,7 @@ import torch
 
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.cxx import cache
+from lightning_memopt.plan import Life
 from lightning_memopt.session.region_choice import Option
 from lightning_memopt.session.shared_regions import fields_of_option, option_of_fields
 
@@ -25,36 +26,43 @@ _FORMAT = 1
 
 
 class Remembered:
-    """The options of regions in files. `MEMOPT_CACHE=0` switches it off."""
+    """The options of regions in files. `MEMOPT_CACHE=0` switches it off.
 
-    def __init__(self, budget_nbytes: int | None, config: MemOptConfig) -> None:
+    enabled: whether files are read and written.
+    recalled: key of a region -> its option that was read.
+    """
+
+    def __init__(self, budget_nbytes: int | None, config: MemOptConfig, enabled: bool) -> None:
+        self.enabled = enabled and os.environ.get("MEMOPT_CACHE") != "0"
+        self.recalled: dict[str, Option] = {}
         self._budget = f"{budget_nbytes} {config.headroom}"
 
     @cached_property
-    def _folder(self) -> Path | None:
-        if os.environ.get("MEMOPT_CACHE") == "0":
-            return None
+    def _folder(self) -> Path:
         folder = cache() / "regions"
         folder.mkdir(exist_ok=True)
         return folder
 
-    def _file(self, key: str) -> Path | None:
+    def _file(self, key: str) -> Path:
         text = f"{_FORMAT} {key} {self._budget} {torch.__version__}"
-        return None if self._folder is None else self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+        return self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
-    def option(self, key: str) -> Option | None:
-        """The option of the region with this key, or None."""
+    def recall(self, key: str) -> tuple[Life, ...] | None:
+        """The plan that the region with this key had in an earlier run, or None."""
+        if not self.enabled:
+            return None
         try:
-            file = self._file(key)
-            return None if file is None else option_of_fields(json.loads(file.read_text()))
+            self.recalled[key] = option_of_fields(json.loads(self._file(key).read_text()))
         except (OSError, ValueError, TypeError, KeyError):  # there is none, or it is no plan
             return None
+        return self.recalled[key].lives
 
     def keep(self, key: str, option: Option) -> None:
         """Write it for the next run."""
+        if not self.enabled:
+            return
         with contextlib.suppress(OSError):
             file = self._file(key)
-            if file is not None:
-                written = file.with_suffix(f".{os.getpid()}")
-                written.write_text(json.dumps(fields_of_option(option)))
-                written.replace(file)
+            written = file.with_suffix(f".{os.getpid()}")
+            written.write_text(json.dumps(fields_of_option(option)))
+            written.replace(file)
