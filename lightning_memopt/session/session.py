@@ -87,8 +87,8 @@ class Session:
         if self.enabled:
             refuse_sharded(model, self.device, self.budget_nbytes, config, self.say)
             self._offloading.check()
-            self._attachment = Attachment(model, self.optimizers, self.device, self.say)
-            self._blocks.compile()  # last, as what is attached: only `close` ends it
+            self._blocks.compile()
+            self._attachment = Attachment(model, self.optimizers, self.device, self.say)  # last: only `close` ends it
 
     @contextlib.contextmanager
     def round(self, batch: Any) -> Iterator[None]:
