@@ -85,6 +85,13 @@ class Training:
         self.seconds.append(time.perf_counter() - began)
         self.losses.append(loss.item())
 
+    def metered_step(self) -> tuple[int, int]:
+        """A step without us. Bytes that are there before it, and the most that it takes above these."""
+        held = held_nbytes()
+        with metered_cpu() as events:
+            self.step()
+        return held, events.peak_nbytes
+
     def row(self) -> Row:
         tensors: list[torch.Tensor] = [*self.model.parameters(), *self.model.buffers()]
         state = [*tensors, torch.tensor(self.losses, dtype=torch.float64)]
@@ -96,11 +103,9 @@ def as_torch(name: str, memory_budget: float = 1.0) -> Row:
     with torch_splits(memory_budget) as flops:
         training = Training(name)
         for _ in range(STEPS):
-            held = held_nbytes()
-            with metered_cpu() as events:
-                training.step()
+            held, above = training.metered_step()
     extra = flops["all"] / flops["joint"] - 1 if flops["joint"] else 0.0
-    return training.row() | {"peak_nbytes": held + events.peak_nbytes, "resident_nbytes": held, "extra_flops": extra}
+    return training.row() | {"peak_nbytes": held + above, "resident_nbytes": held, "extra_flops": extra}
 
 
 def planned(name: str, budget: str | int) -> Row:

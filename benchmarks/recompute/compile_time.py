@@ -24,13 +24,12 @@ from unittest import mock
 import torch
 import torch._inductor.config
 
-from benchmarks.lib.bench import held_nbytes
 from benchmarks.lib.compiled_steps import Training
 from benchmarks.lib.paths import RESULTS
 from lightning_memopt import optimize
 from lightning_memopt.session import region_choice, remembered
 from lightning_memopt.solvers import planner
-from lightning_memopt.trace import count_all, metered_cpu
+from lightning_memopt.trace import count_all
 
 FILE = RESULTS / "compile_time.json"
 
@@ -59,10 +58,8 @@ def steps(name: str, budget: int | None, n: int, cached: bool) -> list[float]:
 def budget_of(name: str, share: float) -> int:
     training = Training(name)
     for _ in range(2):
-        held = held_nbytes()
-        with metered_cpu() as events:
-            training.step()
-    return int(held + share * events.peak_nbytes)
+        held, above = training.metered_step()
+    return int(held + share * above)
 
 
 def main() -> int:

@@ -6,7 +6,6 @@ eager, and is planned as eager code.
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable
 
@@ -35,15 +34,13 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 class CompiledBlocks:
     """The modules that a run compiles where its config says so. `close` makes them eager again."""
 
-    def __init__(self, model: nn.Module, config: MemOptConfig, say: Callable[[str], None]) -> None:
-        self._model = weakref.ref(model) if config.compile else lambda: None
-        self._say = say
+    def __init__(self, config: MemOptConfig, say: Callable[[str], None]) -> None:
+        self._wanted, self._say = config.compile, say
         self._compiled: list[nn.Module] = []
 
-    def compile(self) -> None:
+    def compile(self, model: nn.Module) -> None:
         """Compile the repeated blocks, or else the whole model. A model that is compiled already stays as it is."""
-        model = self._model()
-        if model is None:
+        if not self._wanted:
             return
         if compiled_modules(model):
             self._say("MemOpt: the model is compiled already: compile=True compiles nothing more")

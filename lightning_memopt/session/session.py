@@ -81,13 +81,13 @@ class Session:
         self._neighbours = Neighbours(self.device, self.budget_nbytes)
         self.silence, self._offloading = Silence(config.profile_steps), Offloading(self.device, config)
         self._compiled = CompiledRegions(model, config, self.budget_nbytes, self.enabled, self._agreement)
-        self.pool, self._blocks = Pooling(config, self.device, self.say), CompiledBlocks(model, config, self.say)
+        self.pool, self._blocks = Pooling(config, self.device, self.say), CompiledBlocks(config, self.say)
         self._early: EarlyUpdating | None = None
         self._attachment: Attachment | None = None
         if self.enabled:
             refuse_sharded(model, self.device, self.budget_nbytes, config, self.say)
             self._offloading.check()
-            self._blocks.compile()
+            self._blocks.compile(model)
             self._attachment = Attachment(model, self.optimizers, self.device, self.say)  # last: only `close` ends it
 
     @contextlib.contextmanager

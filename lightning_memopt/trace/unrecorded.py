@@ -1,4 +1,4 @@
-"""Put into the graph of a step what the recorder does not see: hooks of sharded modules, and code that Inductor generated.
+"""Put into the graph of a step what the recorder does not see: hooks of sharded modules, and code that a compiler generated.
 
 Each is an op without tensors. Only the allocator's counter knows what it takes, and what it leaves.
 """
@@ -53,7 +53,7 @@ def unrecorded_op(tracer: Tracer, name: str, frees: bool = False) -> Iterator[No
 
 @contextlib.contextmanager
 def generated_code(tracer: Tracer) -> Iterator[None]:
-    """Around a run of code that Inductor generated, forward or backward."""
+    """Around a run of code that a compiler generated, forward or backward."""
     tracer.poll()
     if tracer.ledger is not None:
         tracer.ledger.note(len(tracer.points) - 1)

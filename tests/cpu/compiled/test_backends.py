@@ -16,9 +16,8 @@ from torch.nn import functional
 
 from lightning_memopt import optimize
 from lightning_memopt.compiled import backends
-from lightning_memopt.native import counter
 from lightning_memopt.torch_private import AOT_ENTRY
-from lightning_memopt.trace import count_all
+from tests.cpu.compiled.training import losses_of
 
 STEPS = 9
 
@@ -40,11 +39,7 @@ def as_it_stands(module: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
     return module.forward
 
 
-@pytest.fixture(autouse=True)
-def counted() -> None:
-    count_all(lambda _: None)
-    if counter() is None:
-        pytest.skip("bytes of compiled code are counted by the native counter, which needs a C++ compiler")
+pytestmark = pytest.mark.usefixtures("bytes_are_counted")
 
 
 def train(backend: Any, budget: str | int | None) -> tuple[list[float], list[torch.Tensor], Any]:
@@ -55,19 +50,13 @@ def train(backend: Any, budget: str | int | None) -> tuple[list[float], list[tor
     optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
     call = net if backend is None else torch.compile(net, backend=backend)
     torch.manual_seed(1)
-    losses, status = [], None
+    status = None
     with contextlib.ExitStack() as stack:
         if budget is not None:
             run = stack.enter_context(
                 optimize(net, optimizer, budget=budget, profile_steps=1, solver_seconds=2, verbose=False)
             )
-        for _ in range(STEPS):
-            loss = call(torch.randn(512, 48))
-            loss.backward()
-            losses.append(loss.item())
-            del loss
-            optimizer.step()
-            optimizer.zero_grad()
+        losses = losses_of(call, optimizer, STEPS)
         if budget is not None:
             status = run.status()
     return losses, [t.detach().clone() for t in (*net.parameters(), *net.buffers())], status

@@ -14,50 +14,27 @@ from torch.nn import functional
 from lightning_memopt import optimize
 from lightning_memopt.native import counter
 from lightning_memopt.session import region_choice
-from lightning_memopt.trace import count_all
+from tests.cpu.compiled.training import Residual, losses_of
 
 STEPS = 9
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + functional.dropout(functional.gelu(layer(x)), 0.1, self.training)
-        return x.square().mean()
-
-
-@pytest.fixture(autouse=True)
-def counted() -> None:
-    count_all(lambda _: None)
-    if counter() is None:
-        pytest.skip("bytes of compiled code are counted by the native counter, which needs a C++ compiler, as Inductor does")
+pytestmark = pytest.mark.usefixtures("bytes_are_counted")
 
 
 def train(budget: str | int, part: bool = False) -> dict[str, Any]:
     """`part`: the first half of the layers runs eagerly."""
     torch._dynamo.reset()
     gc.collect()  # what other trainings left in cycles counts as well, until it is collected
-    net = Net()
-    model: nn.Module = nn.Sequential(Net().layers[0], nn.GELU(), nn.Linear(48, 48), nn.GELU(), net) if part else net
+    net = Residual()
+    model: nn.Module = nn.Sequential(Residual().layers[0], nn.GELU(), nn.Linear(48, 48), nn.GELU(), net) if part else net
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     if part:
         net.compile()
     call = model if part else torch.compile(model)
     torch.manual_seed(1)
-    losses = []
     with optimize(model, optimizer, budget=budget, profile_steps=1, solver_seconds=2, verbose=False) as run:
-        for _ in range(STEPS):
-            loss = call(torch.randn(512, 48))
-            loss.backward()
-            losses.append(loss.item())
-            del loss
-            optimizer.step()
-            optimizer.zero_grad()
+        losses = losses_of(call, optimizer, STEPS)
         status = run.status()
         unmodified = max(m.peak_nbytes for m in run.session._compiled._now.choice.measured)
     assert status.plan is not None, status
@@ -103,7 +80,7 @@ def test_a_model_that_is_compiled_in_part_keeps_one_budget() -> None:
 def test_settings_of_the_compiler_are_as_before_and_regions_are_the_users_again() -> None:
     config, cached = torch._inductor.config, torch._functorch.config.enable_autograd_cache
     before = (config.custom_partitioner_fn, config.reorder_for_peak_memory)
-    net = Net()
+    net = Residual()
     compiled = torch.compile(net)
     with optimize(net, torch.optim.SGD(net.parameters(), 0.0), budget="min", profile_steps=1, verbose=False) as run:
         optimizer = run.session.optimizers[0]

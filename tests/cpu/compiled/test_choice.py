@@ -80,44 +80,44 @@ def options(*saved_nbytes: int) -> list[Option]:
     return [Option((), Halves(nbytes, nbytes), i, i) for i, nbytes in enumerate(saved_nbytes)]
 
 
-def compiled_with(one: Any, i: int) -> None:
-    one.compile_with(one.choose(i, "signature"))
+def compiled_with(region: Any, i: int) -> None:
+    region.compile_with(region.choose(i, "signature"))
 
 
 def test_a_step_that_fits_is_tried_with_more_bytes_and_keeps_what_fitted() -> None:
     """2,000 unplanned; 900 with option 3, which is wasteful in 1,500; 1,600 with option 2: back to 3, and no more."""
-    one, step = stage(options(1000, 800, 400, 100)), Choice(tries=1)
-    step.measured += [measured(1000, 2000, [None]), measured(100, 900, [3], fits=True)]
-    compiled_with(one, 3)
-    assert step.better([one], 1500) == [2]
-    compiled_with(one, 2)
-    step.measured.append(measured(400, 1600, [2]))
-    assert step.better([one], 1500) == [3]
-    compiled_with(one, 3)
-    step.measured.append(measured(100, 900, [3], fits=True))
-    assert step.better([one], 1500) in (None, [3])
+    region, choice = stage(options(1000, 800, 400, 100)), Choice(tries=1)
+    choice.measured += [measured(1000, 2000, [None]), measured(100, 900, [3], fits=True)]
+    compiled_with(region, 3)
+    assert choice.better([region], 1500) == [2]
+    compiled_with(region, 2)
+    choice.measured.append(measured(400, 1600, [2]))
+    assert choice.better([region], 1500) == [3]
+    compiled_with(region, 3)
+    choice.measured.append(measured(100, 900, [3], fits=True))
+    assert choice.better([region], 1500) in (None, [3])
 
 
 def test_between_what_fits_and_what_is_too_large_another_option_is_tried_once() -> None:
     """As above, with option 1 too large: option 2 lies between. Where that is too large, too, the one that fits stays."""
-    one, step = stage(options(1000, 800, 400, 100)), Choice(tries=2)
-    step.measured += [measured(1000, 2000, [None]), measured(100, 900, [3], fits=True), measured(800, 1600, [1])]
-    compiled_with(one, 1)
-    assert step.better([one], 1500) == [2]
-    compiled_with(one, 2)
-    step.tries = 3
-    step.measured.append(measured(400, 1550, [2]))
-    assert step.better([one], 1500) == [3]
-    compiled_with(one, 3)
-    step.tries = 4
-    step.measured.append(measured(100, 900, [3], fits=True))
-    assert step.better([one], 1500) is None
+    region, choice = stage(options(1000, 800, 400, 100)), Choice(tries=2)
+    choice.measured += [measured(1000, 2000, [None]), measured(100, 900, [3], fits=True), measured(800, 1600, [1])]
+    compiled_with(region, 1)
+    assert choice.better([region], 1500) == [2]
+    compiled_with(region, 2)
+    choice.tries = 3
+    choice.measured.append(measured(400, 1550, [2]))
+    assert choice.better([region], 1500) == [3]
+    compiled_with(region, 3)
+    choice.tries = 4
+    choice.measured.append(measured(100, 900, [3], fits=True))
+    assert choice.better([region], 1500) is None
 
 
 def test_a_shape_only_lowers_what_code_takes_that_serves_other_shapes() -> None:
     """The large batch needs option 2. The small one would be content with keeping all, and gets option 2."""
-    one = stage(options(1000, 800, 400, 100), dynamic=True)
-    one.wanted["large"] = 2
+    region = stage(options(1000, 800, 400, 100), dynamic=True)
+    region.wanted["large"] = 2
     small = Choice(signature="small", tries=1, measured=[measured(1000, 500, [None])])
-    assert cheapest(small, [one], 10_000) == [2]
-    assert cheapest(Choice(signature="large", tries=1, measured=[measured(1000, 500, [None])]), [one], 10_000) == [0]
+    assert cheapest(small, [region], 10_000) == [2]
+    assert cheapest(Choice(signature="large", tries=1, measured=[measured(1000, 500, [None])]), [region], 10_000) == [0]

@@ -11,9 +11,8 @@ from torch import nn
 from torch.nn import functional
 
 from lightning_memopt import optimize
-from lightning_memopt.native import counter
 from lightning_memopt.session.compiling import repeated_blocks
-from lightning_memopt.trace import count_all
+from tests.cpu.compiled.training import counted, losses_of
 
 
 class Block(nn.Module):
@@ -53,24 +52,15 @@ def train(budget: Any, compile: bool = True, net: nn.Module | None = None, verbo
     net = Net() if net is None else net
     optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
     torch.manual_seed(1)
-    losses = []
     options: Any = {"profile_steps": 1, "solver_seconds": 2, "verbose": verbose, "compile": compile}
     with optimize(net, optimizer, budget=budget, **options) as run:
-        for _ in range(9):
-            loss = net(torch.randn(512, 48))
-            loss.backward()
-            losses.append(loss.item())
-            del loss
-            optimizer.step()
-            optimizer.zero_grad()
+        losses = losses_of(net, optimizer, 9)
         status = run.status()
     return losses, [p.detach().clone() for p in net.parameters()], status, net
 
 
 def test_repeated_blocks_are_compiled_once_and_planned(capsys: pytest.CaptureFixture[str]) -> None:
-    count_all(lambda _: None)
-    if counter() is None:
-        pytest.skip("Inductor needs a C++ compiler, and so does the counter")
+    counted()
     torch._dynamo.utils.counters.clear()
     *least, status, net = train("min", verbose=True)
     assert "MemOpt: compiling 4 Block\n" in capsys.readouterr().out
@@ -85,9 +75,7 @@ def test_repeated_blocks_are_compiled_once_and_planned(capsys: pytest.CaptureFix
 def test_a_model_without_repeated_blocks_is_compiled_whole_and_a_compiled_one_stays(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    count_all(lambda _: None)
-    if counter() is None:
-        pytest.skip("Inductor needs a C++ compiler, and so does the counter")
+    counted()
     train("50%", net=Net(blocks=1), verbose=True)
     assert "compiling the whole model, which has no repeated blocks" in capsys.readouterr().out
     users = Net(blocks=1)

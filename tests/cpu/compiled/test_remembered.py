@@ -8,34 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional
 
 from lightning_memopt import optimize
-from lightning_memopt.native import counter
 from lightning_memopt.session import remembered
-from lightning_memopt.trace import count_all
+from tests.cpu.compiled.training import Residual, counted, losses_of
 
 STEPS = 9
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + functional.dropout(functional.gelu(layer(x)), 0.1, self.training)
-        return x.square().mean()
-
-
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    count_all(lambda _: None)
-    if counter() is None:
-        pytest.skip("bytes of compiled code are counted by the native counter, which needs a C++ compiler")
+    counted()
     monkeypatch.delenv("MEMOPT_CACHE", raising=False)
     monkeypatch.setattr(remembered, "cache", lambda: tmp_path)
     return tmp_path / "regions"
@@ -45,22 +28,15 @@ def train(budget: Any, lines: list[str]) -> tuple[list[float], Any, int, int]:
     """Losses, the status, the step after which the plan was in force, and how many graphs were compiled."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    net = Net()
+    net = Residual()
     optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
     call = torch.compile(net, backend="aot_eager")
     torch.manual_seed(1)
-    losses, planned_after = [], 0
+    phases: list[str] = []
     with optimize(net, optimizer, budget=budget, profile_steps=1, solver_seconds=2, verbose=False) as run:
         run.session.say = lines.append
-        for i in range(STEPS):
-            loss = call(torch.randn(512, 48))
-            loss.backward()
-            losses.append(loss.item())
-            del loss
-            optimizer.step()
-            optimizer.zero_grad()
-            if not planned_after and run.status().phase == "planned":
-                planned_after = i + 1
+        losses = losses_of(call, optimizer, STEPS, after=lambda _: phases.append(run.status().phase))
+        planned_after = phases.index("planned") + 1 if "planned" in phases else 0
         return losses, run.status(), planned_after, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from lightning_memopt import optimize
 from lightning_memopt.native import counter
@@ -20,6 +21,20 @@ from lightning_memopt.session import RunStatus, region_choice
 from lightning_memopt.trace import count_all
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Residual(nn.Module):
+    """Six layers with dropout; the mean square of the last one's result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + functional.dropout(functional.gelu(layer(x)), 0.1, self.training)
+        return x.square().mean()
 
 
 class Trained(NamedTuple):
@@ -72,6 +87,26 @@ def counted() -> None:
         pytest.skip("bytes of compiled code are counted by the native counter, which needs a C++ compiler, as Inductor does")
 
 
+def losses_of(
+    call: Forward,
+    optimizer: torch.optim.Optimizer,
+    steps: int,
+    shape: tuple[int, ...] = (512, 48),
+    after: Callable[[int], None] = lambda step: None,
+) -> list[float]:
+    """The losses of a training loop on random batches of `shape`. It holds nothing from one step to the next."""
+    losses = []
+    for step in range(steps):
+        loss = call(torch.randn(shape))
+        loss.backward()
+        losses.append(loss.item())
+        del loss
+        optimizer.step()
+        optimizer.zero_grad()
+        after(step)
+    return losses
+
+
 def train(
     made: Callable[[], tuple[nn.Module, Forward]],
     budget: str | int,
@@ -90,20 +125,13 @@ def train(
     model, call = made()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     torch.manual_seed(1)
-    losses = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("error", message="MemOpt")
         if warned is not None:
             stack.enter_context(pytest.warns(UserWarning, match=re.escape(warned)))
         with optimize(model, optimizer, budget=budget, profile_steps=1, solver_seconds=2, verbose=False) as run:
-            for _ in range(steps):
-                loss = call(torch.randn(shape))
-                loss.backward()
-                losses.append(loss.item())
-                del loss
-                optimizer.step()
-                optimizer.zero_grad()
+            losses = losses_of(call, optimizer, steps, shape)
             status, regions = run.status(), run.session._compiled
             unmodified = next((m.peak_nbytes for m in regions._now.choice.measured), 0)
             options = [len(stage.options) for stage in regions._stages_of_step()]
