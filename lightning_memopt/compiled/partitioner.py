@@ -221,7 +221,7 @@ class Regions:
         region = self.by_key.get(key)
         if region is None:
             region = self.by_key[key] = Region(joint)
-            recalled = None if region.dynamic else self._recall(key)
+            recalled = self._recall(key)
             with contextlib.suppress(LoweringError):  # a file that is no plan of this graph
                 if recalled is not None:
                     rewrite(joint, recalled)

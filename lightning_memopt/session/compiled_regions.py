@@ -79,6 +79,7 @@ class CompiledRegions:
         self._stages: dict[int, Stage] = {}
         self._steps: dict[object, _Step] = {}
         self._now = _Step()
+        self._said_recalled = False
         self._unshared = _SHARDED if sharded else ""  # why ranks that train together leave their regions as they are
         self.changed = False
 
@@ -147,9 +148,9 @@ class CompiledRegions:
     def _add(self, region: Region) -> None:
         """The region is a stage of the current step."""
         if id(region) not in self._stages:
-            self._stages[id(region)] = Stage(region, self._seconds)
+            self._stages[id(region)] = stage = Stage(region, self._seconds)
             if region.lives is not None:
-                self._stages[id(region)].option = self._remembered.recalled[self._keys()[id(region)]]
+                stage.option, stage.recalled = self._remembered.recalled[self._keys()[id(region)]], True
         self._now.stages[id(region)] = self._stages[id(region)]
 
     def _stages_of_step(self) -> list[Stage]:
@@ -187,9 +188,10 @@ class CompiledRegions:
         """Bytes by which another way to compile the regions could lower the peak: as modelled (`surely`), or at most."""
         if self._agreement.over:
             return 0  # ranks do not choose any more
-        if self._remembered.recalled:
+        stages = self._stages_of_step()
+        if any(stage.recalled for stage in stages):
             return sys.maxsize  # the budget was kept in an earlier run
-        return self._now.choice.savable_nbytes(self._stages_of_step(), surely)
+        return self._now.choice.savable_nbytes(stages, surely)
 
     def compiled_again(self, graph: Graph, limit_nbytes: int | None, say: Callable[[str], None]) -> bool:
         """After an observed step: whether it is to be observed again, because regions were given other options, or because
@@ -237,11 +239,12 @@ class CompiledRegions:
         self._unshared = ""
         choice, limit = self._now.choice, shown.limit_nbytes
         fits = limit is None or shown.least_nbytes <= limit
-        recalled = sum(stage.option is not None for stage in stages) if self._remembered.recalled and not choice.tries else 0
-        self._remembered.recalled.clear()
+        recalled = sum(stage.recalled for stage in stages)
         if recalled:
             said = "have plans of an earlier run" if fits else "do not keep the budget by the plans of an earlier run"
-            say(f"MemOpt: {recalled} of {len(stages)} compiled regions {said}")
+            if not fits or not self._said_recalled:
+                say(f"MemOpt: {recalled} of {len(stages)} compiled regions {said}")
+            self._said_recalled = True
             if not fits:
                 self._compile(stages, [None] * len(stages))
             return not fits
@@ -273,7 +276,7 @@ class CompiledRegions:
     def _remember(self, stages: Sequence[Stage]) -> None:
         keys = self._keys()
         for stage in stages:
-            if stage.option is not None and not stage.region.dynamic:
+            if stage.option is not None:
                 self._remembered.keep(keys[id(stage.region)], stage.option)
 
     def close(self) -> None:

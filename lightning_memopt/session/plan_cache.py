@@ -80,7 +80,11 @@ class PlanCache(dict[Signature, State]):
                 del self[signature]
 
     def afresh(self, state: Observing, changed: bool) -> State:
-        """This state, observed again from its first step. `changed`: so has the code that the steps of all states run."""
+        """This state, observed again from its first step. `changed`: so has the code that the steps of all states run. Then all
+        are observed again, and none has to pay for it: compiling them took longer.
+        """
+        if changed:
+            self.solves = Solves()
         for signature, other in list(self.items()):
             if changed and other is not state:
                 del self[signature]

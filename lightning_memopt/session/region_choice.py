@@ -58,6 +58,7 @@ class Stage:
     calls: how often it is called in a forward: layers may share one.
     option: the option that it is compiled with; None: as torch splits it.
     chosen: its index, where this rank chose it.
+    recalled: whether the option is that of an earlier run.
     wanted: for each signature whose step it is part of, the option that this step needs.
     """
 
@@ -66,6 +67,7 @@ class Stage:
     calls: float = 1
     option: Option | None = None
     chosen: int | None = None
+    recalled: bool = False
     wanted: dict[object, int] = field(default_factory=dict)
 
     @cached_property
@@ -118,6 +120,7 @@ class Stage:
     def compile_with(self, option: Option | None) -> None:
         """It is to be compiled with this option."""
         self.option, self.region.lives = option, None if option is None else option.lives
+        self.recalled = False
 
 
 def _saved_nbytes(graph: Graph, lives: tuple[Life, ...]) -> int:

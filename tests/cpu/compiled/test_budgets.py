@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.nn import functional
 
 from lightning_memopt import optimize
 from lightning_memopt.native import counter
-from lightning_memopt.session import region_choice
+from lightning_memopt.session import region_choice, remembered
 from tests.cpu.compiled.training import Residual, losses_of
 
 STEPS = 9
@@ -141,8 +142,13 @@ def train_lengths(budget: str | int, lengths: list[int]) -> tuple[list[float], l
     return losses, [p.detach().clone() for p in net.parameters()], status, peaks
 
 
-def test_lengths_that_change_keep_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`dynamic=True`: one region serves all lengths. Once all are planned, no step is above the budget."""
+@pytest.mark.filterwarnings("error:MemOpt")
+def test_lengths_that_change_keep_one_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`dynamic=True`: one region serves all lengths. Once all are planned, no step is above the budget. Another run compiles
+    once, with the plan of this one, and keeps the budget from its first step on.
+    """
+    monkeypatch.delenv("MEMOPT_CACHE", raising=False)
+    monkeypatch.setattr(remembered, "cache", lambda: tmp_path)
     lengths = [40, 96, 72, 96, 96, 40, 96, 72, 96, 96, 40, 72, 96, 96, 72, 40, 96, 96, 72, 40, 96, 72, 96, 40]
     with monkeypatch.context() as patched:
         patched.setattr(region_choice.Choice, "better", lambda choice, stages, limit: [0] * len(stages))
@@ -155,3 +161,7 @@ def test_lengths_that_change_keep_one_budget(monkeypatch: pytest.MonkeyPatch) ->
     assert "1 of 1 compiled regions run ops again" in status.compiled
     assert max(last) <= budget
     assert abs(status.plan.predicted.peak_nbytes - status.measured_peak_nbytes) <= 0.01 * status.measured_peak_nbytes
+    torch._dynamo.utils.counters.clear()
+    again = train_lengths(budget, lengths)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert again[0] == losses and max(again[3]) <= budget
