@@ -1,8 +1,9 @@
-"""Cost of recording one op, over eager, beside an empty dispatch mode with detaching hooks. 4 x 4 tensors: pure overhead.
+"""What both engines cost an op over eager, beside an empty dispatch mode with detaching hooks. 4 x 4 tensors: pure overhead.
 
     python -m benchmarks overhead [-o benchmarks/results/overhead.json]
 
-Forward passes only, paired and interleaved; medians. The bar: at most 1.5 x (empty mode + detaching hooks), over eager.
+Paired and interleaved; medians of this thread's CPU time. Forward: for each op. Backward: for each op that runs again, the op
+itself included; `op` is what such an op takes when it runs by itself.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_memopt.runtime import Learned, PlannedEngine, Program
+from lightning_memopt.native import engine as native_engine
+from lightning_memopt.runtime import Learned, PlannedEngine, Program, install_native
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.recording import PlannedRecording
 from lightning_memopt.solvers import planner
@@ -54,6 +57,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    install_native(print)
     model, x = Chain(), torch.randn(4, 4)
     observation = Observation(model, [], torch.device("cpu"), None, verify=True, meter=False)
     with observation.begin_round((x,)):
@@ -64,13 +68,19 @@ def main() -> None:
     assert graph is not None
     keep, drop = planner.solve(graph).candidates[-1], planner.solve(graph).candidates[0]
     ops = 4 * REPEATS
+    rebuilt_ops = {}
 
-    def planned(lives: Any) -> Callable[[], contextlib.AbstractContextManager]:
+    def planned(name: str, lives: Any, native: bool) -> Callable[[], contextlib.AbstractContextManager]:
         learned = Learned(Program(graph, lives))
 
-        def context() -> contextlib.AbstractContextManager:
-            engine = PlannedEngine(learned)
-            return PlannedRecording(engine, model)
+        @contextlib.contextmanager
+        def context():
+            with contextlib.ExitStack() as stack:
+                if not native:
+                    stack.enter_context(mock.patch.object(native_engine, "_module", None))
+                engine = PlannedEngine(learned)
+                rebuilt_ops[name] = engine.rebuilt_ops
+                yield stack.enter_context(PlannedRecording(engine, model))
 
         return context
 
@@ -83,28 +93,48 @@ def main() -> None:
         "eager": contextlib.nullcontext,
         "empty mode": Empty,
         "empty mode + detaching hooks": empty_and_hooks,
-        "planned, nothing dropped": planned(keep.lives),
-        "planned, all dropped": planned(drop.lives),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for who in ("Python", "native"):
+        for what, candidate in (("nothing", keep), ("all", drop)):
+            name = f"{who} engine, {what} dropped"
+            variants[name] = planned(name, candidate.lives, who == "native")
+    forward: dict[str, list[float]] = {name: [] for name in variants}
+    backward: dict[str, list[float]] = {name: [] for name in variants}
+    clock = time.thread_time
     for _ in range(60):
         for name, context in variants.items():
+            gc.collect()
             gc.disable()
-            began = time.perf_counter()
+            began = clock()
             with context():
                 y = model(x)
-            seconds[name].append(time.perf_counter() - began)
+            forward[name].append(clock() - began)
+            loss = y.sum()
+            began = clock()
+            loss.backward()
+            backward[name].append(clock() - began)
             gc.enable()
-            del y
-    eager = statistics.median(seconds["eager"])
-    table = {name: 1e6 * (statistics.median(s) - eager) / ops for name, s in seconds.items()}
-    reference = table["empty mode + detaching hooks"]
+            del y, loss
+    run = torch.ops.aten.tanh.default._op
+    began = clock()
+    for _ in range(10_000):
+        run(x)
+    op = 1e6 * (clock() - began) / 10_000
+    eager = statistics.median(forward["eager"])
+    table = {name: 1e6 * (statistics.median(s) - eager) / ops for name, s in forward.items()}
+    print(f"eager: {1e6 * eager / ops:.2f} us an op; op: {op:.2f} us")
+    rebuilds = {}
     for name, over in table.items():
-        print(
-            f"{name:32} {over:6.2f} us an op over eager ({1e6 * eager / ops:.2f} us)   x{over / reference:.2f} of mode + hooks"
-        )
+        again = len(rebuilt_ops.get(name, ()))
+        line = f"{name:32} {over:6.2f} us an op over eager"
+        if again:
+            more = statistics.median(a - b for a, b in zip(backward[name], backward["eager"], strict=True))
+            rebuilds[name] = 1e6 * more / again
+            line += f"; backward: {rebuilds[name]:.2f} us for each of {again} ops that run again"
+        print(line)
     if options.output is not None:
-        options.output.write_text(json.dumps({"eager_us": 1e6 * eager / ops, "over_eager_us": table}, indent=1) + "\n")
+        figures = {"eager_us": 1e6 * eager / ops, "op_us": op, "over_eager_us": table, "again_us": rebuilds}
+        options.output.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ import torch
 from lightning_memopt import cxx
 from lightning_memopt.torch_private import CXX11_ABI
 
+TORCH = Path(torch.__file__).parent
+"""The folder of torch, with its headers and libraries."""
 _SOURCES = [Path(__file__).with_name(name) for name in ("counter.cpp", "pool.cpp", "pool.h", "spin.h")]
 
 
@@ -28,26 +30,29 @@ def library(say: Callable[[str], None]) -> Path:
 
 def _parts() -> tuple[str, ...]:
     """Everything that the library depends on, besides the compiler."""
+    return (*torch_parts(), hashlib.sha256(b"".join(source.read_bytes() for source in _SOURCES)).hexdigest())
+
+
+def torch_parts() -> tuple[str, ...]:
+    """What every library that is built against torch depends on, besides the compiler and its own sources."""
     return (
         str(torch.__version__),
         str(torch.version.git_version),
         str(CXX11_ABI),
-        str(Path(torch.__file__).parent),
+        str(TORCH),
         sys.platform,
         platform.machine(),
-        hashlib.sha256(b"".join(source.read_bytes() for source in _SOURCES)).hexdigest(),
     )
 
 
 def _compile(compiler: str, target: Path) -> None:
-    home = Path(torch.__file__).parent
     command = [
         compiler,
         *("-std=c++20", "-O2", "-fPIC", "-shared", "-w"),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(CXX11_ABI)}",
-        f"-I{home / 'include'}",
+        f"-I{TORCH / 'include'}",
         *(str(source) for source in _SOURCES if source.suffix == ".cpp"),
         *("-o", str(target)),
-        *(f"-L{home / 'lib'}", "-lc10", f"-Wl,-rpath,{home / 'lib'}"),
+        *(f"-L{TORCH / 'lib'}", "-lc10", f"-Wl,-rpath,{TORCH / 'lib'}"),
     ]
     cxx.run(command)

@@ -168,9 +168,10 @@ class Call:
     made: (position among the results, id of the version) of what it makes.
     mutates: (id overwritten, id made) of what it writes in place.
     repeats: whether it gives the same bits when it runs again. A random op does not, where its state was not recorded.
+    prepared: the native engine's form of it; None where it runs again in Python.
     """
 
-    __slots__ = ("args", "func", "grad", "kwargs", "made", "mutates", "op", "reads", "repeats", "rng")
+    __slots__ = ("args", "func", "grad", "kwargs", "made", "mutates", "op", "prepared", "reads", "repeats", "rng")
 
     def __init__(
         self, op: int, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], reads: tuple[int, ...], grad: bool
@@ -185,6 +186,7 @@ class Call:
         self.made: tuple[tuple[int, int], ...] = ()
         self.mutates: tuple[tuple[int, int], ...] = ()
         self.repeats = True
+        self.prepared: object = None
 
 
 class Tape(Generic[H]):

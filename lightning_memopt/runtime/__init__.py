@@ -8,8 +8,20 @@ from lightning_memopt.runtime.engine import (
     ObservingEngine,
     PlannedEngine,
     Program,
+    install_native,
     let_go,
     sized_by_data,
 )
 
-__all__ = ["Engine", "Handle", "Kept", "Learned", "ObservingEngine", "PlannedEngine", "Program", "let_go", "sized_by_data"]
+__all__ = [
+    "Engine",
+    "Handle",
+    "Kept",
+    "Learned",
+    "ObservingEngine",
+    "PlannedEngine",
+    "Program",
+    "install_native",
+    "let_go",
+    "sized_by_data",
+]

@@ -12,6 +12,7 @@ from torch import nn
 from lightning_memopt.errors import AlreadyAttachedError
 from lightning_memopt.record import drop_seams, interrupts, keep_seams
 from lightning_memopt.record.gathered import settling, units_of
+from lightning_memopt.runtime import install_native
 from lightning_memopt.session.observation import take_off
 from lightning_memopt.trace import count_all
 
@@ -40,6 +41,7 @@ class Attachment:
             self._contexts.enter_context(settling())
         if device.type == "cpu":
             count_all(say)
+        install_native(say)
         interrupts.watch(self)  # last: only `leave` ends it
 
     def others(self) -> list[torch.optim.Optimizer]:

@@ -6,6 +6,7 @@ How its files depend on each other, from the bottom up:
     naming         names of tensors for messages
     handles        the objects that autograd gets in place of saved tensors
     rebuild        runs recorded calls again
+    native         runs them in C++, where that can be built
     program        a plan, indexed by what the engine meets at run time
     templates, learned    what the engine remembers of earlier forwards under the plan
     cursor, turns, guard  how far a step has come in the plan, and what a deviation keeps
@@ -19,8 +20,20 @@ How its files depend on each other, from the bottom up:
 from lightning_memopt.runtime.engine.base import Engine
 from lightning_memopt.runtime.engine.handles import Handle, Kept
 from lightning_memopt.runtime.engine.learned import Learned
+from lightning_memopt.runtime.engine.native import install_native
 from lightning_memopt.runtime.engine.observing import ObservingEngine, let_go
 from lightning_memopt.runtime.engine.planned import PlannedEngine
 from lightning_memopt.runtime.engine.program import Program, sized_by_data
 
-__all__ = ["Engine", "Handle", "Kept", "Learned", "ObservingEngine", "PlannedEngine", "Program", "let_go", "sized_by_data"]
+__all__ = [
+    "Engine",
+    "Handle",
+    "Kept",
+    "Learned",
+    "ObservingEngine",
+    "PlannedEngine",
+    "Program",
+    "install_native",
+    "let_go",
+    "sized_by_data",
+]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from lightning_memopt.errors import ModifiedError, NotGatheredError, RebuildMismatchError, UnsupportedError
+from lightning_memopt.native.engine import loaded
 from lightning_memopt.record import Call, Tape, View, numeric_flags, set_numeric_flags, tensors_in
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.tensors import bytes_of
@@ -196,6 +197,17 @@ def _drawing_from_a_generator(func: OpOverload) -> OpOverload | None:
     return None
 
 
+def prepared(call: Call, random: bool) -> object:
+    """The native engine's form of a call, which runs again in any step; None where it runs in Python. `random`: the call has
+    the state of a generator in each step.
+    """
+    engine = loaded()
+    if engine is None:
+        return None
+    func = (_drawing_from_a_generator(call.func) if random else None) or call.func
+    return engine.prepare(func._schema.name, func._schema.overload_name, call.args, call.kwargs)
+
+
 def _draw(call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Run a random op so that it draws the same numbers as in the forward. The forward's generator, from which other threads
     may draw, keeps its state.
@@ -238,6 +250,8 @@ def run(call: Call, versions: Versions, survives: Callable[[Version], bool]) -> 
 
     `survives` says whether the bytes of a mutated input are still needed: the call then mutates a copy.
     """
+    if call.prepared is not None and loaded().run(call, versions, survives):
+        return
     fresh: dict[int, torch.Tensor] = {}
     for id in call.reads:
         in_order(versions[id].holding)

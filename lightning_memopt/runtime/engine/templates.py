@@ -15,7 +15,7 @@ import torch
 
 from lightning_memopt.record import Call, OpRecord, View, rules_generation
 from lightning_memopt.runtime.engine.holding import Version
-from lightning_memopt.runtime.engine.rebuild import Versions
+from lightning_memopt.runtime.engine.rebuild import Versions, prepared
 from lightning_memopt.torch_private import OpOverload
 
 _COMPARED = (int, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -145,7 +145,7 @@ def _named_call(call: Call, versions: Versions) -> Call:
 def with_state(call: Call, generator: torch.Generator) -> Call:
     """The call for this step, with the present state of the generator."""
     own = Call(call.op, call.func, call.args, call.kwargs, call.reads, call.grad)
-    own.made, own.mutates = call.made, call.mutates
+    own.made, own.mutates, own.prepared = call.made, call.mutates, call.prepared
     own.rng = (generator, generator.get_state())
     return own
 
@@ -225,6 +225,7 @@ def template_of(record: OpRecord, versions: Versions) -> Template | None:
             else:
                 return None
         named = _named_call(call, versions)
+        named.prepared = prepared(named, random=call.rng is not None)
         made = tuple((v.index, _tensor(v.id, versions), v.nbytes) for v, _ in record.made)
         mutates = tuple(
             (next(i for i, view in tensors if view.version == old.holding.tensor), _tensor(new.id, versions))

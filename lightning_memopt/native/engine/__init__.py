@@ -1,0 +1,95 @@
+"""The native engine: parts of the runtime in C++, as a Python module that is built on first use and cached.
+
+It works on the objects of the Python engine, whose slots it reads and writes (objects.h). So state has one owner, and either
+engine can take over at any op. Python stays complete: it is the reference, and what runs where nothing can be built.
+
+`install` builds and loads it, once a process; `MEMOPT_NATIVE=0` switches it off. `loaded()` is the module then, else None.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightning_memopt import cxx
+from lightning_memopt.native.build import TORCH, torch_parts
+from lightning_memopt.torch_private import CXX11_ABI
+
+_SOURCES = sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in (".cpp", ".h"))
+_lock = threading.Lock()
+_tried = False
+_module: Any = None
+
+
+def loaded() -> Any:
+    """The module, where `install` has loaded it; else None. Its functions: module.cpp."""
+    return _module
+
+
+def install(say: Callable[[str], None], prepare: Callable[[Any], None]) -> None:
+    """Build and load the module, once a process, and call `prepare(module)`. If that is impossible, one line says why.
+
+    prepare: tells the module what it needs, and tests it. Raises BuildError if the test fails.
+    """
+    global _module, _tried
+    with _lock:
+        if _tried or os.environ.get("MEMOPT_NATIVE") == "0":
+            return
+        _tried = True
+        try:
+            module = _load(cxx.library("engine", _parts(), _compile, lambda: say(_BUILDING)))
+            prepare(module)
+        except cxx.BuildError as error:
+            say(f"MemOpt: the native engine is not there: {error}. Python runs in its place: slower, with the same results.")
+            return
+        _module = module
+
+
+_BUILDING = "MemOpt: building the native engine (half a minute, once for this torch, Python and compiler)"
+
+
+def _load(path: Path) -> Any:
+    loader = importlib.machinery.ExtensionFileLoader("engine", str(path))
+    spec = importlib.util.spec_from_loader("engine", loader)
+    assert spec is not None
+    try:
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+    except ImportError as error:
+        raise cxx.BuildError(f"{path} cannot be loaded ({error})") from None
+    return module
+
+
+def _parts() -> tuple[str, ...]:
+    """Everything that the module depends on, besides the compiler."""
+    text = b"".join(source.read_bytes() for source in _SOURCES)
+    return (*torch_parts(), sys.version, _headers(), hashlib.sha256(text).hexdigest())
+
+
+def _headers() -> str:
+    """The folder of Python's headers. Raises BuildError if they are not installed."""
+    folder = sysconfig.get_path("include")
+    if not Path(folder, "Python.h").exists():
+        raise cxx.BuildError(f"Python's headers are not in {folder} (install python3-dev)")
+    return folder
+
+
+def _compile(compiler: str, target: Path) -> None:
+    command = [
+        compiler,
+        *("-std=c++20", "-O2", "-fPIC", "-shared", "-w", "-fvisibility=hidden"),
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(CXX11_ABI)}",
+        *(f"-I{folder}" for folder in (TORCH / "include", TORCH / "include/torch/csrc/api/include", _headers())),
+        *(str(source) for source in _SOURCES if source.suffix == ".cpp"),
+        *("-o", str(target)),
+        *(f"-L{TORCH / 'lib'}", "-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{TORCH / 'lib'}"),
+    ]
+    cxx.run(command)

@@ -1,0 +1,43 @@
+// A recorded call whose arguments are torch's own values: what changes from step to step are the tensors.
+#pragma once
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+#include <torch/csrc/python_headers.h>
+
+#include <optional>
+#include <vector>
+
+namespace memopt {
+
+// A window on the bytes of a storage version (`View`).
+struct Window {
+  PyObject* version;  // its id: a key of the tape's versions
+  c10::DimVector size, stride;
+  int64_t offset;
+  caffe2::TypeMeta dtype;
+
+  bool is_all_of(const at::Tensor& base) const;
+  // This window on `base`, without a dispatch.
+  at::Tensor on(const at::Tensor& base) const;
+};
+
+struct Input {
+  size_t argument;
+  int64_t element;  // of a list of tensors; -1: the argument is the tensor
+  Window window;
+};
+
+struct Prepared {
+  c10::OperatorHandle op;
+  std::vector<c10::IValue> stack;  // all arguments; no tensor where one of `inputs` comes
+  std::vector<Input> inputs;
+  int64_t generator = -1;  // the argument that is a generator; -1: there is none
+
+  ~Prepared();
+};
+
+// Prepares a call. Null, without an exception, if there is an argument that is not one of those below: numbers, strings, types,
+// devices, layouts, formats, generators, tensors, and lists of numbers and tensors.
+Prepared* prepare(const char* name, const char* overload, PyObject* args, PyObject* kwargs);
+
+}  // namespace memopt

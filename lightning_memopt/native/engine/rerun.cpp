@@ -1,0 +1,211 @@
+#include "rerun.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/Generator.h>
+#include <torch/csrc/Stream.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/object_ptr.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "objects.h"
+#include "prepared.h"
+
+namespace memopt {
+
+PyObject *in_order, *current_stream;
+
+namespace {
+
+using c10::IValue;
+
+struct Overwritten {
+  PyObject *old_id, *new_id;  // of versions
+  PyObject* old_holding;
+  at::Tensor fresh;  // the memory that the call writes to
+};
+
+// The holding of a version; null if the tape has no version with this id.
+PyObject* holding_of(PyObject* versions, PyObject* id) {
+  PyObject* const version = PyDict_GetItemWithError(versions, id);
+  return version == nullptr ? nullptr : version_slots.holding.get(version);
+}
+
+// Its value, as the class `Holding` has it; null if there is none, or if it is not an ordinary tensor.
+const at::Tensor* value_of(PyObject* holding) {
+  PyObject* const value = holding == nullptr ? nullptr : holding_slots.value.get(holding);
+  if (value == nullptr || !THPVariable_CheckExact(value)) return nullptr;
+  const at::Tensor& t = THPVariable_Unpack(value);
+  const bool plain = t.has_storage() && t.layout() == at::kStrided && !t.is_conj() && !t.is_neg();
+  return plain ? &t : nullptr;
+}
+
+c10::Stream stream_of(c10::Device device) { return c10::impl::VirtualGuardImpl(device.type()).getStream(device); }
+
+bool is(PyObject* stream, const c10::Stream& other) {
+  if (!THPStream_Check(stream)) return false;
+  const auto& seen = *reinterpret_cast<THPStream*>(stream);
+  return seen.stream_id == other.id() && seen.device_index == other.device_index();
+}
+
+// R11: the current stream comes after the value was made.
+bool put_in_order(PyObject* holding, const at::Tensor& value) {
+  if (value.is_cpu() || is(holding_slots.stream.get(holding), stream_of(value.device()))) return true;
+  THPObjectPtr done(PyObject_CallOneArg(in_order, holding));
+  return done.get() != nullptr;
+}
+
+// A copy of the whole storage of a tensor, flat.
+at::Tensor copy_of(const at::Tensor& t) {
+  const auto bytes = t.options().dtype(at::kByte);
+  const int64_t nbytes = static_cast<int64_t>(t.storage().nbytes()), size = nbytes / static_cast<int64_t>(t.element_size());
+  const at::Tensor copied = at::empty({0}, bytes).set_(t.storage(), 0, {nbytes}, {1}).clone();
+  return at::empty({0}, t.options()).set_(copied.storage(), 0, {size}, {1});
+}
+
+// Holds a value that a rebuild made (`Holding.rebuilt`). `stream`: borrowed.
+bool hold(PyObject* holding, const at::Tensor& value, PyObject* stream) {
+  PyObject* const wrapped = THPVariable_Wrap(value);
+  if (wrapped == nullptr) return false;
+  holding_slots.value.set(holding, wrapped);
+  holding_slots.expected.set(holding, PyLong_FromLong(value._version()));
+  holding_slots.stream.set(holding, Py_NewRef(stream));
+  return true;
+}
+
+// A generator of its own with a state.
+at::Generator generator_with(const at::Generator& like, const at::Tensor& state) {
+  const c10::Device device = like.device();
+  at::Generator own = device.is_cpu() ? at::detail::createCPUGenerator()
+                                      : at::globalContext().getAcceleratorHooksInterface(device.type()).getNewGenerator(device.index());
+  own.set_state(state);
+  return own;
+}
+
+// While it lives, a generator has another state.
+class State {
+ public:
+  State(at::Generator generator, const at::Tensor& state) : generator_(std::move(generator)) {
+    const std::lock_guard lock(generator_.mutex());
+    before_ = generator_.get_state();
+    generator_.set_state(state);
+  }
+  ~State() {
+    const std::lock_guard lock(generator_.mutex());
+    generator_.set_state(before_);
+  }
+
+ private:
+  at::Generator generator_;
+  at::Tensor before_;
+};
+
+void call_boxed(const c10::OperatorHandle& op, std::vector<IValue>* stack) {
+  const pybind11::gil_scoped_release released;
+  op.callBoxed(stack);
+}
+
+void run_op(const Prepared& prepared, PyObject* rng, std::vector<IValue>* stack) {
+  if (rng == Py_None) return call_boxed(prepared.op, stack);
+  const at::Generator& generator = reinterpret_cast<THPGenerator*>(PyTuple_GET_ITEM(rng, 0))->cdata;
+  const at::Tensor& state = THPVariable_Unpack(PyTuple_GET_ITEM(rng, 1));
+  if (prepared.generator >= 0) {
+    (*stack)[prepared.generator] = generator_with(generator, state);
+    return call_boxed(prepared.op, stack);
+  }
+  const State recorded(generator, state);
+  call_boxed(prepared.op, stack);
+}
+
+// The results that are tensors, in their order.
+std::vector<at::Tensor> tensors_in(std::vector<IValue> results) {
+  std::vector<at::Tensor> tensors;
+  for (IValue& result : results)
+    if (result.isTensor()) {
+      if (result.toTensor().defined()) tensors.push_back(std::move(result).toTensor());
+    } else if (result.isTensorList()) {
+      for (at::Tensor t : result.toTensorList()) tensors.push_back(std::move(t));
+    }
+  return tensors;
+}
+
+}  // namespace
+
+int rerun(PyObject* call, PyObject* versions, PyObject* survives) {
+  const auto* prepared = static_cast<Prepared*>(PyCapsule_GetPointer(call_slots.prepared.get(call), nullptr));
+  if (prepared == nullptr) return -1;
+  PyObject* const rng = call_slots.rng.get(call);
+  PyObject* const reads = call_slots.reads.get(call);
+  PyObject* const mutates = call_slots.mutates.get(call);
+  PyObject* const made = call_slots.made.get(call);
+  if (!PyDict_CheckExact(versions) || (rng == Py_None && prepared->generator >= 0)) return 0;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(reads); ++i)
+    if (value_of(holding_of(versions, PyTuple_GET_ITEM(reads, i))) == nullptr) return PyErr_Occurred() ? -1 : 0;
+
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(reads); ++i) {
+    PyObject* const holding = holding_of(versions, PyTuple_GET_ITEM(reads, i));
+    if (!put_in_order(holding, *value_of(holding))) return -1;
+  }
+  std::vector<Overwritten> overwritten;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(mutates); ++i) {
+    PyObject* const pair = PyTuple_GET_ITEM(mutates, i);
+    PyObject *const old_id = PyTuple_GET_ITEM(pair, 0), *const new_id = PyTuple_GET_ITEM(pair, 1);
+    PyObject* const old = PyDict_GetItemWithError(versions, old_id);
+    THPObjectPtr answer(PyObject_CallOneArg(survives, old));
+    const int stays = answer.get() == nullptr ? -1 : PyObject_IsTrue(answer.get());
+    if (stays < 0) return -1;
+    const at::Tensor& base = *value_of(version_slots.holding.get(old));
+    overwritten.push_back({old_id, new_id, version_slots.holding.get(old), stays ? copy_of(base) : base});
+  }
+
+  std::vector<IValue> stack = prepared->stack;
+  for (const Input& input : prepared->inputs) {
+    const at::Tensor* base = nullptr;
+    for (const Overwritten& each : overwritten)
+      if (PyObject_RichCompareBool(each.old_id, input.window.version, Py_EQ)) base = &each.fresh;
+    if (base == nullptr) base = value_of(holding_of(versions, input.window.version));
+    if (base == nullptr) return PyErr_Occurred() ? -1 : 0;
+    at::Tensor t = input.window.on(*base);
+    IValue& argument = stack[input.argument];
+    if (input.element < 0) {
+      argument = std::move(t);
+    } else if (argument.isTensorList()) {
+      if (input.element == 0) argument = argument.toTensorList().copy();
+      argument.toTensorList().set(input.element, std::move(t));
+    } else {
+      argument.toOptionalTensorList().set(input.element, std::move(t));
+    }
+  }
+  c10::GradMode::set_enabled(call_slots.grad.get(call) == Py_True);
+  run_op(*prepared, rng, &stack);
+
+  const auto results = tensors_in(std::move(stack));
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(made); ++i) {
+    PyObject* const pair = PyTuple_GET_ITEM(made, i);
+    PyObject* const holding = holding_of(versions, PyTuple_GET_ITEM(pair, 1));
+    if (holding == nullptr || holding_slots.value.get(holding) != Py_None) continue;
+    const at::Tensor& t = results.at(PyLong_AsSize_t(PyTuple_GET_ITEM(pair, 0)));
+    THPObjectPtr stream(Py_NewRef(Py_None));
+    if (!t.is_cpu()) {
+      THPObjectPtr device(THPDevice_New(t.device()));
+      stream = PyObject_CallOneArg(current_stream, device.get());
+    }
+    if (stream.get() == nullptr || !hold(holding, t, stream.get())) return -1;
+  }
+  for (const Overwritten& each : overwritten) {
+    PyObject* const after = holding_of(versions, each.new_id);
+    const bool same = each.fresh.is_same(*value_of(each.old_holding));
+    if (after != nullptr && !hold(after, each.fresh, holding_slots.stream.get(each.old_holding))) return -1;
+    if (same) holding_slots.value.set(each.old_holding, Py_NewRef(Py_None));
+  }
+  return 1;
+}
+
+}  // namespace memopt

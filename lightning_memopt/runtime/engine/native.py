@@ -1,0 +1,68 @@
+"""The native engine gets to know the objects of this one, and is tested before it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lightning_memopt.cxx import BuildError
+from lightning_memopt.native import engine
+from lightning_memopt.record import Call, StorageVersion, Tape, View
+from lightning_memopt.record.below import below_autograd
+from lightning_memopt.runtime.engine.holding import Holding, in_order
+from lightning_memopt.runtime.parked import current_stream
+
+_TESTS: dict[str, tuple[Any, list[Any], dict[str, Any]]] = {
+    "a sum": (torch.ops.aten.add.Tensor, [2.5], {"alpha": 3}),
+    "in place": (torch.ops.aten.mul_.Tensor, [0.1], {}),
+    "random": (torch.ops.aten.native_dropout.default, [0.5, True], {}),
+}
+"""Name -> (overload, arguments behind the first one, arguments by name)."""
+
+
+def install_native(say: Callable[[str], None]) -> None:
+    """Load the native engine, once a process, and build it on first use. Where that is impossible, one line says why."""
+    engine.install(say, _prepare)
+
+
+def _prepare(module: Any) -> None:
+    """Raises BuildError if the module does not know this engine's objects, or gives other bits than torch's own calls."""
+    try:
+        module.know(View, Call, StorageVersion, Holding, in_order, current_stream)
+    except (TypeError, AttributeError) as error:
+        raise BuildError(f"it does not know this engine's objects ({error})") from None
+    for name in _TESTS:
+        if not _gives_equal_bits(module, name):
+            raise BuildError(f"its test fails: {name}")
+
+
+def _gives_equal_bits(module: Any, name: str) -> bool:
+    """Run a call by torch, and again by the module."""
+    x = torch.arange(12.0).view(3, 4).t()
+    state = torch.Generator().manual_seed(1).get_state()
+    func, more, named = _TESTS[name]
+    tape: Tape[Holding] = Tape(Holding)
+    read, made = (StorageVersion(i, torch.empty(12), tape) for i in (0, 1))
+    read.holding.rebuilt(x.clone())
+    call = Call(0, func, [View(0, x), *more], named, (0,), False)
+    if name == "in place":
+        call.mutates = ((0, 1),)
+    else:
+        call.made = ((0, 1),)
+    if name == "random":
+        call.rng = torch.default_generator, state
+    call.prepared = module.prepare(func._schema.name, func._schema.overload_name, call.args, named)
+    before = torch.get_rng_state()
+    with below_autograd():
+        if call.prepared is None or not module.run(call, {0: read, 1: made}, lambda version: True):
+            return False
+        value, source = made.holding.value, read.holding.value
+        if value is None or source is None or not torch.equal(source, x) or not torch.equal(torch.get_rng_state(), before):
+            return False
+        torch.set_rng_state(state)
+        out = func(x.clone(), *more, **named)
+        torch.set_rng_state(before)
+    expected = out[0] if type(out) is tuple else out
+    return torch.equal(value.as_strided(expected.size(), expected.stride()), expected)
