@@ -77,10 +77,11 @@ def gradients(model: str, case: str) -> Gradients:
     better = region_choice.Choice.better if case == "min" else keeping
     with (
         mock.patch.object(region_choice.Choice, "better", better),
-        optimize(training.model, training.optimizer, budget="min", profile_steps=1, solver_seconds=10, verbose=False),
+        optimize(training.model, training.optimizer, budget="min", profile_steps=1, solver_seconds=10, verbose=False) as run,
     ):
         for _ in range(STEPS):
             training.step()
+        assert not (run.status().compiled or "0 of").startswith("0 of"), "regions have plans"
         return training.gradients()
 
 
