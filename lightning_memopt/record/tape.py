@@ -195,24 +195,25 @@ class Tape(Generic[H]):
     versions: its storage versions by id. A version that is matched to a tensor of a plan is there under that tensor's id, too.
     flags: the numeric settings the forward ran under.
     holding: makes the (empty) record of the bytes that the owner holds of a new version.
+    weak_references: to the storages of the versions; they end with the tape.
     """
 
-    __slots__ = ("__weakref__", "_weak", "flags", "holding", "versions")
+    __slots__ = ("__weakref__", "flags", "holding", "versions", "weak_references")
 
     def __init__(self, holding: Callable[[], H]) -> None:
         self.versions: dict[int, StorageVersion[H]] = {}
         self.flags = numeric_flags()
         self.holding = holding
-        self._weak: list[int] = []
+        self.weak_references: list[int] = []
 
     def weak(self, storage: torch.UntypedStorage) -> int:
         """A weak reference to a storage that lasts as long as the tape: its address is not used again before."""
         reference: int = storage._weak_ref()  # type: ignore[assignment]
-        self._weak.append(reference)
+        self.weak_references.append(reference)
         return reference
 
     @uncompiled
     def __del__(self) -> None:
-        weak = getattr(self, "_weak", None)  # None where `__init__` was interrupted
+        weak = getattr(self, "weak_references", None)  # None where `__init__` was interrupted
         while weak:
             free_weak(weak.pop())

@@ -10,6 +10,7 @@ from lightning_memopt.runtime.engine import (
     Program,
     install_native,
     let_go,
+    seeing_ops,
     sized_by_data,
 )
 
@@ -23,5 +24,6 @@ __all__ = [
     "Program",
     "install_native",
     "let_go",
+    "seeing_ops",
     "sized_by_data",
 ]

@@ -25,7 +25,7 @@ from lightning_memopt.record import (
     watching_sizes,
 )
 from lightning_memopt.record.gathered import around_units, unseen_by
-from lightning_memopt.runtime import Engine, PlannedEngine
+from lightning_memopt.runtime import Engine, PlannedEngine, seeing_ops
 from lightning_memopt.runtime.engine.matching import Matcher
 from lightning_memopt.session.gathering import Hidden
 from lightning_memopt.torch_private import current_mode, hooks_are_enabled, innermost_hooks
@@ -135,6 +135,7 @@ class PlannedRecording(Recording):
         if self.engine.program.graph.windowed:
             self._stack.enter_context(around_units(Hidden(self.recorder)))
         self._stack.enter_context(around_compiled(self._compiled))
+        self._stack.enter_context(seeing_ops())
         super()._watch()
 
     @contextlib.contextmanager

@@ -1,54 +1,32 @@
-// The parts of the engine that are native, as a Python module. lightning_memopt/native/engine_module.py builds and loads it.
+// The parts of the engine that are native, as a Python module (__init__.py builds and loads it).
 #include <torch/csrc/Exceptions.h>
-#include <torch/csrc/python_headers.h>
+#include <torch/csrc/utils/pybind.h>
 
-#include <structmember.h>
-
+#include "interpreter.h"
+#include "matching.h"
 #include "objects.h"
 #include "prepared.h"
 #include "rerun.h"
 
 namespace memopt {
-
-ViewSlots view_slots;
-CallSlots call_slots;
-VersionSlots version_slots;
-HoldingSlots holding_slots;
-
-bool Slot::find(PyObject* type, const char* name) {
-  PyObject* const found = PyObject_GetAttrString(type, name);
-  if (found == nullptr) return false;
-  const PyMemberDef* const member =
-      Py_TYPE(found) == &PyMemberDescr_Type ? reinterpret_cast<PyMemberDescrObject*>(found)->d_member : nullptr;
-  if (member != nullptr) offset_ = member->offset;
-  Py_DECREF(found);  // its type has it
-  if (member == nullptr || member->type != T_OBJECT_EX) {
-    PyErr_Format(PyExc_TypeError, "%R has no slot %s", type, name);
-    return false;
-  }
-  return true;
-}
-
 namespace {
 
-// know(View, Call, StorageVersion, Holding, in_order, current_stream): the classes whose slots are read.
-PyObject* know(PyObject*, PyObject* args) {
-  PyObject *view, *call, *version, *holding;
-  if (!PyArg_ParseTuple(args, "OOOOOO", &view, &call, &version, &holding, &in_order, &current_stream)) return nullptr;
-  auto& [type, of, size, stride, offset, dtype, conj, neg] = view_slots;
-  type = view;
-  const bool complete = of.find(view, "version") && size.find(view, "size") && stride.find(view, "stride") &&
-      offset.find(view, "offset") && dtype.find(view, "dtype") && conj.find(view, "conj") && neg.find(view, "neg") &&
-      call_slots.prepared.find(call, "prepared") && call_slots.reads.find(call, "reads") && call_slots.grad.find(call, "grad") &&
-      call_slots.rng.find(call, "rng") && call_slots.made.find(call, "made") && call_slots.mutates.find(call, "mutates") &&
-      version_slots.holding.find(version, "holding") && holding_slots.value.find(holding, "value") &&
-      holding_slots.expected.find(holding, "expected") && holding_slots.stream.find(holding, "stream");
-  if (!complete) return nullptr;
-  for (PyObject* kept : {view, in_order, current_stream}) Py_INCREF(kept);  // as long as the process lives
-  Py_RETURN_NONE;
+template <typename T>
+PyObject* capsule(std::unique_ptr<T> owned) {
+  if (owned == nullptr) Py_RETURN_NONE;
+  const auto forget = [](PyObject* self) { delete static_cast<T*>(PyCapsule_GetPointer(self, nullptr)); };
+  return PyCapsule_New(owned.release(), nullptr, forget);
 }
 
-void forget(PyObject* capsule) { delete static_cast<Prepared*>(PyCapsule_GetPointer(capsule, nullptr)); }
+// know(objects, in_order, current_stream): the classes whose slots are read, constants, and two functions, see rerun.h.
+PyObject* know_objects(PyObject*, PyObject* args) {
+  PyObject* objects;
+  if (!PyArg_ParseTuple(args, "O!OO", &PyDict_Type, &objects, &in_order, &current_stream)) return nullptr;
+  Py_INCREF(in_order);
+  Py_INCREF(current_stream);
+  if (!know(objects)) return nullptr;
+  Py_RETURN_NONE;
+}
 
 // prepare(name, overload, args, kwargs): an object for the slot `prepared` of a call; None if it must run in Python.
 PyObject* prepare_call(PyObject*, PyObject* args) {
@@ -56,15 +34,12 @@ PyObject* prepare_call(PyObject*, PyObject* args) {
   const char *name, *overload;
   PyObject *given, *named;
   if (!PyArg_ParseTuple(args, "ssOO!", &name, &overload, &given, &PyDict_Type, &named)) return nullptr;
-  if (!PyList_Check(given) && !PyTuple_Check(given)) Py_RETURN_NONE;
-  Prepared* const made = prepare(name, overload, given, named);
-  if (made == nullptr) Py_RETURN_NONE;
-  return PyCapsule_New(made, nullptr, &forget);
+  return capsule(std::unique_ptr<Prepared>(prepare(name, overload, given, named)));
   END_HANDLE_TH_ERRORS
 }
 
 // run(call, versions, survives): runs a prepared call again. Returns whether it has; if not, nothing has been done.
-PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t n) {
+PyObject* run_call(PyObject*, PyObject* const* args, Py_ssize_t n) {
   HANDLE_TH_ERRORS
   if (n != 3) return PyErr_Format(PyExc_TypeError, "run takes 3 arguments, got %zd", n);
   const int ran = rerun(args[0], args[1], args[2]);
@@ -72,10 +47,42 @@ PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t n) {
   END_HANDLE_TH_ERRORS
 }
 
+// template(template, args, kwargs): an object for the slot `native` of a template; None if its op must be matched in Python.
+PyObject* make_template(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  PyObject *python, *given, *named;
+  if (!PyArg_ParseTuple(args, "OOO!", &python, &given, &PyDict_Type, &named)) return nullptr;
+  return capsule(template_of(python, given, named));
+  END_HANDLE_TH_ERRORS
+}
+
+// forward(of_storage, versions, weak, cursor, holds, unsaved, active, sized_by_data): an object for the slot `native` of a matcher.
+PyObject* make_forward(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  const auto all = pybind11::reinterpret_borrow<pybind11::tuple>(args);
+  if (all.size() != 8) return PyErr_Format(PyExc_TypeError, "forward takes 8 arguments, got %zd", all.size());
+  return capsule(std::unique_ptr<Forward>(new Forward{all[0], all[1], all[2], all[3], all[4], all[5], all[6], all[7]}));
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* begin(PyObject*, PyObject*) {
+  begin_forward();
+  Py_RETURN_NONE;
+}
+
+PyObject* end(PyObject*, PyObject*) {
+  end_forward();
+  Py_RETURN_NONE;
+}
+
 PyMethodDef methods[] = {
-    {"know", know, METH_VARARGS, nullptr},
+    {"know", know_objects, METH_VARARGS, nullptr},
     {"prepare", prepare_call, METH_VARARGS, nullptr},
-    {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(run)), METH_FASTCALL, nullptr},
+    {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(run_call)), METH_FASTCALL, nullptr},
+    {"template", make_template, METH_VARARGS, nullptr},
+    {"forward", make_forward, METH_VARARGS, nullptr},
+    {"begin", begin, METH_NOARGS, nullptr},
+    {"end", end, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -1,14 +1,16 @@
-// The engine's objects are Python's (record/tape.py, runtime/engine/holding.py): they have one owner, and both engines work on
-// them. Here their fields are read and written where their slots lie, which takes a few nanoseconds.
+// The engine's objects are Python's (record/tape.py, runtime/engine): they have one owner, and both engines work on them. Here
+// their fields are read and written where their slots lie, which takes a few nanoseconds.
 #pragma once
 #include <torch/csrc/python_headers.h>
+
+#include <cstdint>
 
 namespace memopt {
 
 // A field of a Python class that has `__slots__`.
 class Slot {
  public:
-  // Returns whether the class has it.
+  // Returns whether the class has it; if not, with an exception.
   bool find(PyObject* type, const char* name);
   // Borrowed; null if it was never set.
   PyObject* get(PyObject* object) const { return *at(object); }
@@ -29,18 +31,52 @@ struct ViewSlots {
   Slot version, size, stride, offset, dtype, conj, neg;
 };
 struct CallSlots {
+  PyObject* type;
   Slot prepared, reads, grad, rng, made, mutates;
 };
 struct VersionSlots {
-  Slot holding;
+  PyObject* type;
+  Slot id, nbytes, device, weak, origin, call, index, counter, counter_in_op, next, parameter, exposed, read, why, holding;
 };
 struct HoldingSlots {
-  Slot value, expected, stream;
+  PyObject* type;
+  Slot value, expected, stream, parked, reachable, handles, claim, tensor;
+};
+struct TemplateSlots {
+  PyObject* type;
+  Slot native, func, kwargs, grad, call, random, made, mutates, empty, why, writes;
+};
+struct MatcherSlots {
+  PyObject* type;
+  Slot native, templates, capturing;
+};
+struct CursorSlots {
+  PyObject* type;
+  Slot position, lost, fence, deviation;
+};
+struct DeviationSlots {
+  PyObject* type;
+  Slot first;
+};
+// Values that the Python engine gives a meaning to.
+struct Constants {
+  PyObject *recorded, *empty, *external;  // of `Origin`
+  PyObject* no_claim;                     // `Claim.NONE`
+  int64_t unknown;                        // a counter
 };
 
 extern ViewSlots view_slots;
 extern CallSlots call_slots;
 extern VersionSlots version_slots;
 extern HoldingSlots holding_slots;
+extern TemplateSlots template_slots;
+extern MatcherSlots matcher_slots;
+extern CursorSlots cursor_slots;
+extern DeviationSlots deviation_slots;
+extern Constants constants;
+
+// Finds all slots. `objects`: a dictionary with the classes and constants by name. Returns false with an exception if one is
+// missing, or has no such slot.
+bool know(PyObject* objects);
 
 }  // namespace memopt

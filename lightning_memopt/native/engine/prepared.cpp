@@ -6,6 +6,8 @@
 #include <torch/csrc/Layout.h>
 #include <torch/csrc/MemoryFormat.h>
 
+#include <algorithm>
+
 #include "objects.h"
 
 namespace memopt {
@@ -89,6 +91,10 @@ class Reader {
   Reader(Prepared* to, const c10::FunctionSchema& schema) : to_(to), schema_(schema) {}
 
   bool read(size_t at, PyObject* value) {
+    if (value == Py_Ellipsis) {
+      to_->ignored.push_back(at);
+      return true;
+    }
     const auto& argument = schema_.arguments()[at];
     c10::TypePtr type = argument.type();
     if (type->kind() == TypeKind::OptionalType) {
@@ -168,6 +174,10 @@ Prepared::~Prepared() {
   for (const Input& input : inputs) Py_DECREF(input.window.version);
 }
 
+bool Prepared::is_ignored(size_t argument) const {
+  return std::find(ignored.begin(), ignored.end(), argument) != ignored.end();
+}
+
 bool Window::is_all_of(const at::Tensor& base) const {
   const c10::TensorImpl& impl = *base.unsafeGetTensorImpl();
   return impl.sizes() == c10::IntArrayRef(size) && impl.strides() == c10::IntArrayRef(stride) && impl.storage_offset() == offset &&
@@ -183,6 +193,7 @@ at::Tensor Window::on(const at::Tensor& base) const {
 }
 
 Prepared* prepare(const char* name, const char* overload, PyObject* args, PyObject* kwargs) {
+  if (!PyList_Check(args) && !PyTuple_Check(args)) return nullptr;
   const auto op = c10::Dispatcher::singleton().findSchema({name, overload});
   if (!op) return nullptr;
   const c10::FunctionSchema& schema = op->schema();

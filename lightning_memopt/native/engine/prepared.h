@@ -32,8 +32,10 @@ struct Prepared {
   std::vector<c10::IValue> stack;  // all arguments; no tensor where one of `inputs` comes
   std::vector<Input> inputs;
   int64_t generator = -1;  // the argument that is a generator; -1: there is none
+  std::vector<size_t> ignored;  // arguments that may be anything: `...` was given
 
   ~Prepared();
+  bool is_ignored(size_t argument) const;
 };
 
 // Prepares a call. Null, without an exception, if there is an argument that is not one of those below: numbers, strings, types,

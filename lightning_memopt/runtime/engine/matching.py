@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lightning_memopt.native.engine import loaded
 from lightning_memopt.record import (
     UNKNOWN,
     Call,
@@ -50,8 +51,11 @@ class Matcher(Recorder):
     program: the plan.
     cursor: how far the forward has come.
     placing: finds the plan's op for a recorded op.
+    templates: the templates of this forward's ops.
+    native: what the native engine needs of this; None where Python matches all ops.
     """
 
+    __slots__ = ("capturing", "native", "templates")  # read by the native engine; all else is in `__dict__`
     holdings: PlannedHoldings
 
     def __init__(self, owner: Owner, tape: Tape[Holding], holdings: PlannedHoldings, learned: Learned, unproven: bool) -> None:
@@ -60,18 +64,27 @@ class Matcher(Recorder):
         self.cursor = holdings.cursor
         self.placing = Placing(learned, tape, holdings, self.of_storage, unproven)
         self._learned = learned
-        self._templates = learned.templates.current()
+        self.templates = learned.templates.current()
         self.next_id = len(self.program.graph.tensors)  # ids below are the plan's own
         self._unread: list[tuple[Version, weakref.ref[torch.Tensor]]] = []
         self._unknown = False
         self._given: tuple[tuple, dict] = (), {}
+        self.native = self._seen_natively()
+
+    def _seen_natively(self) -> object:
+        engine = loaded()
+        if engine is None:
+            return None
+        tape, program, active = self.tape, self.program, self.holdings.active
+        held = program.holds, program.unsaved, active, program.sized_by_data
+        return engine.forward(self.of_storage, tape.versions, tape.weak_references, self.cursor, *held)
 
     @uncompiled
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         cursor = self.cursor
         if cursor.fence < cursor.position:
             self.holdings.parking.pass_fences()
-        template = self._templates[cursor.position]
+        template = self.templates[cursor.position]
         if template is func and self.capturing and not cursor.lost:
             cursor.advance()
             return func._op(*args, **kwargs) if kwargs else func._op(*args)
@@ -127,8 +140,7 @@ class Matcher(Recorder):
             if version is None:
                 if not is_plain(t):
                     return None
-                version = self.adopt(t)
-                self.placing.meet(version, view.version)
+                version = self.adopts(t, view.version)
             elif version.counter != t._version and version is not self._current(version, t):
                 return None
             holding = version.holding
@@ -174,13 +186,13 @@ class Matcher(Recorder):
             reachable = startable and call is not None and not template.empty
             for index, id, nbytes in template.made:
                 if template.kwargs is None and not (index < len(outs) and is_plain(outs[index])):
-                    cursor.deviate("a result of another kind")
-                    continue  # the arguments were not compared, so any result may come
+                    self.another_result()
+                    continue
                 t = outs[index]
                 version: Version = StorageVersion(id, t, self.tape, origin)
                 address = storage_id(t)
                 if (version.nbytes != nbytes and id not in sized_by_data) or address in of_storage:
-                    self._unforeseen(t)
+                    self.unforeseen(t, id)
                     continue
                 of_storage[address] = self.tape.versions[id] = version
                 version.index = index
@@ -213,7 +225,7 @@ class Matcher(Recorder):
     def settings_changed(self) -> None:
         super().settings_changed()
         templates = self._learned.templates
-        self._templates = templates.none() if self.elsewhere else templates.by_op
+        self.templates = templates.none() if self.elsewhere else templates.by_op
 
     def settle(self) -> bool:
         """Read the counters that autograd has moved since the writes, before ops run unrecorded. Returns whether it could."""
@@ -227,8 +239,28 @@ class Matcher(Recorder):
                 self._current(version, t)
         return True
 
-    def _unforeseen(self, t: torch.Tensor) -> None:
-        """A result differs from the plan, although all arguments of the op are as planned."""
+    # -- called by the native engine, and here where it is not there ----------------------------------
+
+    @uncompiled
+    def adopts(self, t: torch.Tensor, tensor: int) -> Version:
+        """A tensor from outside is read where the plan has this tensor."""
+        version = self.adopt(t)
+        self.placing.meet(version, tensor)
+        return version
+
+    @uncompiled
+    def another_result(self) -> None:
+        """A result is of another kind than the plan's. Its op's arguments were not compared, so any result may come."""
+        self.cursor.deviate("a result of another kind")
+
+    @uncompiled
+    def holds(self, t: torch.Tensor, version: Version) -> None:
+        """The plan holds a result from its birth."""
+        self.holdings.hold(version, t)
+
+    @uncompiled
+    def unforeseen(self, t: torch.Tensor, tensor: int) -> None:
+        """A result differs from the plan's tensor, although all arguments of the op are as planned."""
         if storage_id(t) not in self.of_storage:
             self._new(t).why = "its size changes from step to step"
         self.cursor.deviate("a result of another size")
@@ -243,7 +275,7 @@ class Matcher(Recorder):
     def _recorded(self, record: OpRecord) -> None:
         place = self.placing.place(record, self._given)
         if place is not None and self.placing.reads_as_planned(record, place):
-            self._templates[place.position] = self._template(record, place.position)
+            self.templates[place.position] = self._template(record, place.position)
 
     def _template(self, record: OpRecord, j: int) -> Template | OpOverload | None:
         if self.program.passes(j):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from lightning_memopt.cxx import BuildError
 from lightning_memopt.native import engine
-from lightning_memopt.record import Call, StorageVersion, Tape, View
+from lightning_memopt.record import UNKNOWN, Call, Origin, StorageVersion, Tape, View
 from lightning_memopt.record.below import below_autograd
-from lightning_memopt.runtime.engine.holding import Holding, in_order
+from lightning_memopt.runtime.engine.cursor import Cursor, PlanDeviation
+from lightning_memopt.runtime.engine.holding import Claim, Holding, in_order
+from lightning_memopt.runtime.engine.matching import Matcher
+from lightning_memopt.runtime.engine.templates import Template
 from lightning_memopt.runtime.parked import current_stream
 
 _TESTS: dict[str, tuple[Any, list[Any], dict[str, Any]]] = {
@@ -22,15 +26,38 @@ _TESTS: dict[str, tuple[Any, list[Any], dict[str, Any]]] = {
 """Name -> (overload, arguments behind the first one, arguments by name)."""
 
 
+_OBJECTS = {
+    **{cls.__name__: cls for cls in (View, Call, StorageVersion, Holding, Template, Matcher, Cursor, PlanDeviation)},
+    **{origin.name: origin for origin in Origin},
+    "NO_CLAIM": Claim.NONE,
+    "UNKNOWN": UNKNOWN,
+}
+"""What the module works on: classes whose slots it reads, and values that it compares with."""
+
+
 def install_native(say: Callable[[str], None]) -> None:
     """Load the native engine, once a process, and build it on first use. Where that is impossible, one line says why."""
     engine.install(say, _prepare)
 
 
+@contextlib.contextmanager
+def seeing_ops() -> Iterator[None]:
+    """Around a planned forward: the native engine sees its ops first."""
+    module = engine.loaded()
+    if module is None:
+        yield
+        return
+    module.begin()
+    try:
+        yield
+    finally:
+        module.end()
+
+
 def _prepare(module: Any) -> None:
     """Raises BuildError if the module does not know this engine's objects, or gives other bits than torch's own calls."""
     try:
-        module.know(View, Call, StorageVersion, Holding, in_order, current_stream)
+        module.know(_OBJECTS, in_order, current_stream)
     except (TypeError, AttributeError) as error:
         raise BuildError(f"it does not know this engine's objects ({error})") from None
     for name in _TESTS:

@@ -8,11 +8,12 @@ of the plan. Only the storages of a step are new. An op that differs in anything
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from lightning_memopt.native.engine import loaded
 from lightning_memopt.record import Call, OpRecord, View, rules_generation
 from lightning_memopt.runtime.engine.holding import Version
 from lightning_memopt.runtime.engine.rebuild import Versions, prepared
@@ -64,6 +65,7 @@ class Template:
     why: why the results cannot be rebuilt.
     writes: positions in `args` of memory that the op writes and that is not on the tape; an op that writes to memory on the
         tape there does not match.
+    native: the native engine's form of it; None where the op is compared in Python.
     """
 
     func: OpOverload
@@ -80,6 +82,7 @@ class Template:
     empty: bool
     why: str
     writes: tuple[int, ...] = ()
+    native: object = None
 
 
 class Templates:
@@ -177,7 +180,7 @@ def start_of(record: OpRecord, tracked: frozenset[int]) -> Template | None:
 def _whatever(record: OpRecord, made: tuple[tuple[int, Any, int], ...], mutates: tuple[tuple[int, Any], ...]) -> Template:
     """The template of an op that does not run again: its arguments are not compared."""
     positions = {i for i, _ in mutates}
-    return Template(
+    template = Template(
         func=record.func,
         arity=len(record.args),
         nested=False,
@@ -193,6 +196,7 @@ def _whatever(record: OpRecord, made: tuple[tuple[int, Any, int], ...], mutates:
         why="it is not planned to run again",
         writes=tuple(where for where in record.rule.writes if isinstance(where, int) and where not in positions),
     )
+    return _compared_natively(template, [], {})
 
 
 def template_of(record: OpRecord, versions: Versions) -> Template | None:
@@ -233,7 +237,7 @@ def template_of(record: OpRecord, versions: Versions) -> Template | None:
         )
     except _Unnamed:
         return None
-    return Template(
+    template = Template(
         func=record.func,
         arity=len(values),
         nested=nested,
@@ -249,3 +253,20 @@ def template_of(record: OpRecord, versions: Versions) -> Template | None:
         why=new[0].why if new else "",
         writes=tuple(where for where in rule.writes if isinstance(where, int)) if rule.rewrite is not None else (),
     )
+    given = [_given(value, versions, reads) for value in record.args]
+    return _compared_natively(template, given, record.kwargs)
+
+
+def _given(value: Any, versions: Versions, reads: set[int]) -> Any:
+    """An argument in terms of the plan's tensors; `...` for running statistics, which are not compared."""
+    if type(value) is list:
+        return [_given(v, versions, reads) for v in value]
+    if type(value) is not View:
+        return value
+    return _named(value, versions) if value.version in reads else ...
+
+
+def _compared_natively(template: Template, args: list[Any], kwargs: dict[str, Any]) -> Template:
+    """The template with its native form, where there is one. `args`: in terms of the plan's tensors."""
+    engine = loaded()
+    return template if engine is None else replace(template, native=engine.template(template, args, kwargs))

@@ -222,10 +222,12 @@ def test_a_module_that_gives_other_bits_is_not_used(module: Any, monkeypatch: py
     assert engine.loaded() is None
 
 
-def test_a_module_that_does_not_know_the_objects_is_not_used(module: Any) -> None:
+def test_a_module_that_does_not_know_the_objects_is_not_used(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     class Other:
-        pass
+        version = 1
 
-    with pytest.raises(BuildError, match="does not know"):
-        native._prepare(type("Module", (), {"know": staticmethod(lambda *_: module.know(*[Other] * 6))}))
+    with monkeypatch.context() as patched:
+        patched.setitem(native._OBJECTS, "View", Other)
+        with pytest.raises(BuildError, match=r"does not know this engine's objects .*Other.* has no slot version"):
+            native._prepare(module)
     native._prepare(module)

@@ -1,0 +1,372 @@
+#include "matching.h"
+
+#include <ATen/ScalarOps.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
+#include <torch/csrc/Device.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/utils/torch_dispatch_mode.h>
+
+#include <cstring>
+#include <unordered_map>
+#include <utility>
+
+#include "objects.h"
+
+namespace memopt {
+namespace {
+
+namespace py = pybind11;
+using c10::IValue;
+
+// No Python code may be run while this holds references to entries of a dictionary.
+PyObject* at_address(const Forward& forward, const at::Tensor& t) {
+  const auto address = py::reinterpret_steal<py::object>(PyLong_FromVoidPtr(t.storage().unsafeGetStorageImpl()));
+  return PyDict_GetItemWithError(forward.of_storage.ptr(), address.ptr());
+}
+
+// Whether it is an object of torch's own classes, and strided (`PLAIN` in record/tensors.py).
+bool is_ordinary(const at::Tensor& t) {
+  if (!t.defined() || t.key_set().has(c10::DispatchKey::Python) || t.layout() != at::kStrided || !t.has_storage()) return false;
+  PyObject* const object = t.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj();
+  return object == nullptr || THPVariable_CheckExact(object);
+}
+
+// `is_plain` in record/tensors.py.
+bool is_plain(const at::Tensor& t) {
+  return is_ordinary(t) && !t.is_quantized() && !t.unsafeGetTensorImpl()->is_python_dispatch() && !t.is_nested() &&
+      !t.is_inference() && !t._is_zerotensor() && !t.is_meta();
+}
+
+bool same_bits(const at::Tensor& a, const at::Tensor& b) {
+  return b.defined() && b.dim() == 0 && a.dtype() == b.dtype() && b.is_cpu() && b.unsafeGetTensorImpl()->is_wrapped_number() &&
+      std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.element_size()) == 0;
+}
+
+template <typename List>
+bool same_elements(const List& a, const List& b) {
+  if (a.size() != b.size()) return false;
+  for (size_t i = 0; i < a.size(); ++i)
+    if (a.get(i) != b.get(i)) return false;
+  return true;
+}
+
+// `same_constant` in runtime/engine/templates.py: -0.0 is not 0.0, 1 is not 1.0.
+bool same_constant(const IValue& a, const IValue& b) {
+  if (a.isNone()) return b.isNone() || (b.isTensor() && !b.toTensor().defined());
+  if (a.isTensor()) return b.isTensor() && (a.toTensor().defined() ? same_bits(a.toTensor(), b.toTensor()) : !b.toTensor().defined());
+  if (a.isInt()) return b.isInt() && a.toInt() == b.toInt();
+  if (a.isBool()) return b.isBool() && a.toBool() == b.toBool();
+  if (a.isDouble()) {
+    if (!b.isDouble()) return false;
+    const double x = a.toDouble(), y = b.toDouble();
+    return std::memcmp(&x, &y, sizeof x) == 0;
+  }
+  if (a.isIntList()) return b.isIntList() && same_elements(a.toIntList(), b.toIntList());
+  if (a.isBoolList()) return b.isBoolList() && same_elements(a.toBoolList(), b.toBoolList());
+  if (a.isString()) return b.isString() && a.toStringRef() == b.toStringRef();
+  if (a.isDevice()) return b.isDevice() && a.toDevice() == b.toDevice();
+  return false;
+}
+
+// Calls a method of the matcher as torch does: with the mode off the stack.
+py::object call_method(PyObject* matcher, const char* name, const at::Tensor& t, py::handle more) {
+  const torch::torch_dispatch_mode::StashTorchDispatchModeGuard stashed;
+  return py::handle(matcher).attr(name)(py::reinterpret_steal<py::object>(THPVariable_Wrap(t)), more);
+}
+
+// An alias without history that shares the version counter (`detached` in record/tensors.py).
+PyObject* alias_of(const at::Tensor& t) {
+  c10::TensorImpl& impl = *t.unsafeGetTensorImpl();
+  return THPVariable_Wrap(at::Tensor(impl.shallow_copy_and_detach(impl.version_counter(), impl.allow_tensor_metadata_change())));
+}
+
+void hold(PyObject* holding, const at::Tensor& t) {  // `Holding.hold`
+  holding_slots.value.set(holding, alias_of(t));
+  holding_slots.expected.set(holding, PyLong_FromLong(constants.unknown));
+  holding_slots.stream.set(holding, Py_NewRef(Py_None));
+}
+
+bool is_true(const Slot& slot, PyObject* object) { return slot.get(object) == Py_True; }
+bool is_none(const Slot& slot, PyObject* object) { return slot.get(object) == Py_None; }
+
+bool equals(PyObject* number, int64_t other) { return PyLong_Check(number) && PyLong_AsLongLong(number) == other; }
+
+// Compares the arguments of a call with its template, and adopts storages that come from outside.
+class Comparison {
+ public:
+  Comparison(PyObject* matcher, const Forward& forward, const Template& expected, c10::ArrayRef<IValue> args)
+      : matcher_(matcher), forward_(forward), expected_(expected), args_(args) {}
+
+  bool startable = true;  // whether a rebuild can have all tensors that the op reads
+
+  bool fits() {
+    for (const size_t i : expected_.writes)
+      if (i < args_.size() && is_on_tape(args_[i])) return false;
+    if (!expected_.compared) {
+      startable = false;
+      return true;
+    }
+    const Prepared& given = *expected_.given;
+    if (c10::GradMode::is_enabled() != expected_.grad) return false;
+    size_t next = 0;  // of the inputs
+    for (size_t i = 0; i < args_.size(); ++i) {
+      if (next < given.inputs.size() && given.inputs[next].argument == i) {
+        if (!inputs(i, &next)) return false;
+      } else if (!given.is_ignored(i) && !same_constant(given.stack[i], args_[i])) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+ private:
+  bool is_on_tape(const IValue& value) const {
+    if (value.isTensor()) {
+      const at::Tensor& t = value.toTensor();
+      return t.defined() && (!is_plain(t) || at_address(forward_, t) != nullptr);
+    }
+    if (!value.isList()) return false;
+    for (const IValue& each : value.toListRef())
+      if (is_on_tape(each)) return true;
+    return false;
+  }
+
+  bool inputs(size_t i, size_t* next) {
+    const auto& all = expected_.given->inputs;
+    if (all[*next].element < 0) return args_[i].isTensor() && input(all[(*next)++].window, args_[i].toTensor());
+    if (!args_[i].isList()) return false;
+    const auto values = args_[i].toListRef();
+    if (values.size() != expected_.given->stack[i].toListRef().size()) return false;
+    for (size_t k = 0; k < values.size(); ++k) {
+      const bool is_input = *next < all.size() && all[*next].argument == i && all[*next].element == static_cast<int64_t>(k);
+      const bool defined = values[k].isTensor() && values[k].toTensor().defined();
+      if (is_input != defined || (is_input && !input(all[(*next)++].window, values[k].toTensor()))) return false;
+    }
+    return true;
+  }
+
+  bool input(const Window& window, const at::Tensor& t) {
+    if (!is_ordinary(t) || t.is_conj() || t.is_neg() || !window.is_all_of(t)) return false;
+    py::object version = py::reinterpret_borrow<py::object>(at_address(forward_, t));
+    if (!version) {
+      if (!is_plain(t)) return false;
+      version = call_method(matcher_, "adopts", t, window.version);
+    } else if (!equals(version_slots.counter.get(version.ptr()), t._version())) {
+      return false;
+    }
+    PyObject* const holding = version_slots.holding.get(version.ptr());
+    PyObject* const tensor = holding_slots.tensor.get(holding);
+    const bool same = tensor != Py_None && PyObject_RichCompareBool(tensor, window.version, Py_EQ) == 1;
+    if (!same && PyDict_GetItemWithError(forward_.versions.ptr(), window.version) != version.ptr()) return false;
+    if (expected_.call.is_none()) return true;
+    if (is_true(version_slots.exposed, version.ptr())) return false;
+    version_slots.read.set(version.ptr(), Py_NewRef(Py_True));
+    PyObject* const origin = version_slots.origin.get(version.ptr());
+    if (is_none(holding_slots.value, holding) && origin == constants.external) hold(holding, t);
+    if (!is_true(holding_slots.reachable, holding) && is_none(holding_slots.value, holding) && origin != constants.empty)
+      startable = false;
+    return true;
+  }
+
+  PyObject* matcher_;
+  const Forward& forward_;
+  const Template& expected_;
+  c10::ArrayRef<IValue> args_;
+};
+
+PyObject* device_object(const at::Tensor& t) {
+  static PyObject* const cpu = THPDevice_New(at::Device(at::kCPU));
+  return t.is_cpu() ? Py_NewRef(cpu) : THPDevice_New(t.device());
+}
+
+PyObject* make(PyObject* type) {
+  auto* const kind = reinterpret_cast<PyTypeObject*>(type);
+  PyObject* const made = kind->tp_alloc(kind, 0);
+  if (made == nullptr) throw py::error_already_set();
+  return made;
+}
+
+// A new `Holding`.
+PyObject* holding_for(PyObject* tensor, bool reachable) {
+  PyObject* const made = make(holding_slots.type);
+  holding_slots.value.set(made, Py_NewRef(Py_None));
+  holding_slots.expected.set(made, PyLong_FromLong(constants.unknown));
+  holding_slots.stream.set(made, Py_NewRef(Py_None));
+  holding_slots.parked.set(made, Py_NewRef(Py_None));
+  holding_slots.reachable.set(made, PyBool_FromLong(reachable));
+  holding_slots.handles.set(made, PyLong_FromLong(0));
+  holding_slots.claim.set(made, Py_NewRef(constants.no_claim));
+  holding_slots.tensor.set(made, Py_NewRef(tensor));
+  return made;
+}
+
+// A new `StorageVersion` of the storage of `t`, on the tape.
+py::object version_for(const Forward& forward, const Template& expected, const Template::Made& as, const at::Tensor& t, bool reachable) {
+  auto made = py::reinterpret_steal<py::object>(make(version_slots.type));
+  PyObject* const v = made.ptr();
+  const c10::Storage& storage = t.storage();
+  const auto weak = py::reinterpret_steal<py::object>(
+      PyLong_FromVoidPtr(c10::raw::intrusive_ptr::make_weak(storage.unsafeGetStorageImpl())));
+  PyList_Append(forward.weak.ptr(), weak.ptr());
+  version_slots.id.set(v, Py_NewRef(as.tensor.ptr()));
+  version_slots.nbytes.set(v, PyLong_FromSize_t(storage.nbytes()));
+  version_slots.device.set(v, device_object(t));
+  version_slots.weak.set(v, Py_NewRef(weak.ptr()));
+  version_slots.origin.set(v, Py_NewRef(expected.empty ? constants.empty : constants.recorded));
+  version_slots.call.set(v, Py_NewRef(expected.call.ptr()));
+  version_slots.index.set(v, PyLong_FromSize_t(as.index));
+  version_slots.counter.set(v, PyLong_FromLong(t._version()));
+  version_slots.counter_in_op.set(v, Py_NewRef(Py_None));
+  version_slots.next.set(v, Py_NewRef(Py_None));
+  version_slots.parameter.set(v, Py_NewRef(Py_False));
+  version_slots.exposed.set(v, Py_NewRef(Py_False));
+  version_slots.read.set(v, Py_NewRef(Py_False));
+  version_slots.why.set(v, Py_NewRef(expected.why.ptr()));
+  version_slots.holding.set(v, holding_for(as.tensor.ptr(), reachable));
+  PyDict_SetItem(forward.of_storage.ptr(), weak.ptr(), v);  // the weak reference is the address
+  PyDict_SetItem(forward.versions.ptr(), as.tensor.ptr(), v);
+  return made;
+}
+
+bool contains(const py::object& set, const py::object& tensor) { return PySet_Contains(set.ptr(), tensor.ptr()) == 1; }
+
+// Notes the results of an op that was as its template says.
+void note(PyObject* matcher, const Forward& forward, const Template& expected, const std::vector<at::Tensor>& results, bool startable) {
+  const bool reachable = startable && !expected.call.is_none() && !expected.empty;
+  for (const auto& as : expected.made) {
+    if (as.index >= results.size() || (!expected.compared && !is_plain(results[as.index]))) {
+      py::handle(matcher).attr("another_result")();
+      continue;
+    }
+    const at::Tensor& t = results[as.index];
+    const bool sized = static_cast<int64_t>(t.storage().nbytes()) == as.nbytes || contains(forward.sized_by_data, as.tensor);
+    if (!sized || at_address(forward, t) != nullptr) {
+      call_method(matcher, "unforeseen", t, as.tensor);
+      continue;
+    }
+    const py::object version = version_for(forward, expected, as, t, reachable);
+    if (!contains(forward.holds, as.tensor)) continue;
+    if (expected.empty || contains(forward.unsaved, as.tensor)) {
+      call_method(matcher, "holds", t, version);
+      continue;
+    }
+    PyObject* const holding = version_slots.holding.get(version.ptr());
+    hold(holding, t);  // `PlannedHoldings.hold`
+    if (expected.call.is_none()) holding_slots.reachable.set(holding, Py_NewRef(Py_True));
+    PySet_Add(forward.active.ptr(), as.tensor.ptr());
+  }
+}
+
+std::vector<at::Tensor> results_of(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  std::vector<at::Tensor> tensors;
+  for (const IValue& value : torch::jit::last(stack, op.schema().returns().size()))
+    if (value.isTensor()) {
+      if (value.toTensor().defined()) tensors.push_back(value.toTensor());
+    } else if (value.isTensorList()) {
+      for (const IValue& each : value.toListRef()) tensors.push_back(each.toTensor());
+    }
+  return tensors;
+}
+
+bool has_subclass(c10::ArrayRef<IValue> args) {
+  for (const IValue& value : args) {
+    if (value.isTensor() && value.toTensor().defined() && value.toTensor().key_set().has(c10::DispatchKey::Python)) return true;
+    if (value.isList() && !value.toListRef().empty() && value.toListRef()[0].isTensor() && has_subclass(value.toListRef())) return true;
+  }
+  return false;
+}
+
+void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const py::gil_scoped_release released;
+  const torch::torch_dispatch_mode::StashTorchDispatchModeGuard stashed;
+  op.callBoxed(stack);
+}
+
+// The op of an overload that stands in the place of a template. Overloads live as long as the process.
+const c10::OperatorHandle* op_of(PyObject* overload) {
+  static auto& known = *new std::unordered_map<PyObject*, std::optional<c10::OperatorHandle>>;
+  auto at = known.find(overload);
+  if (at == known.end()) {
+    const py::object schema = py::reinterpret_borrow<py::object>(overload).attr("_schema");
+    const auto name = schema.attr("name").cast<std::string>(), own = schema.attr("overload_name").cast<std::string>();
+    at = known.emplace(Py_NewRef(overload), c10::Dispatcher::singleton().findSchema({name, own})).first;
+  }
+  return at->second ? &*at->second : nullptr;
+}
+
+bool runs_locked(PyObject* matcher, const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& forward = *static_cast<Forward*>(PyCapsule_GetPointer(matcher_slots.native.get(matcher), nullptr));
+  PyObject* const cursor = forward.cursor.ptr();
+  const int64_t position = PyLong_AsLongLong(cursor_slots.position.get(cursor));
+  PyObject* const templates = matcher_slots.templates.get(matcher);
+  if (!is_true(matcher_slots.capturing, matcher) || is_true(cursor_slots.lost, cursor)) return false;
+  if (!is_none(deviation_slots.first, cursor_slots.deviation.get(cursor))) return false;
+  if (PyLong_AsLongLong(cursor_slots.fence.get(cursor)) < position || position >= PyList_GET_SIZE(templates)) return false;
+  PyObject* const entry = PyList_GET_ITEM(templates, position);
+  const auto args = torch::jit::last(*stack, op.schema().arguments().size());
+  if (entry == Py_None || has_subclass(args)) return false;
+  const auto advanced = [&] { cursor_slots.position.set(cursor, PyLong_FromLongLong(position + 1)); };
+  if (Py_TYPE(entry) != reinterpret_cast<PyTypeObject*>(template_slots.type)) {
+    const c10::OperatorHandle* const passing = op_of(entry);
+    if (passing == nullptr || !(*passing == op)) return false;
+    advanced();
+    run(op, stack);
+    return true;
+  }
+  PyObject* const capsule = template_slots.native.get(entry);
+  if (capsule == Py_None || c10::InferenceMode::is_enabled()) return false;
+  const auto owner = py::reinterpret_borrow<py::object>(capsule);  // the list may change while the op runs
+  const auto& expected = *static_cast<Template*>(PyCapsule_GetPointer(capsule, nullptr));
+  if (!(expected.given->op == op)) return false;
+  Comparison comparison(matcher, forward, expected, args);
+  if (!comparison.fits()) return false;
+  run(op, stack);
+  note(matcher, forward, expected, results_of(op, *stack), comparison.startable);
+  advanced();
+  return true;
+}
+
+}  // namespace
+
+std::unique_ptr<Template> template_of(PyObject* python, PyObject* args, PyObject* kwargs) {
+  const auto& slots = template_slots;
+  if (is_true(slots.random, python) || PyTuple_GET_SIZE(slots.mutates.get(python)) != 0) return nullptr;
+  const py::handle func = slots.func.get(python);
+  const auto schema = func.attr("_schema");
+  const auto name = schema.attr("name").cast<std::string>(), overload = schema.attr("overload_name").cast<std::string>();
+  auto made = std::make_unique<Template>();
+  made->compared = !is_none(slots.kwargs, python);
+  made->grad = is_true(slots.grad, python);
+  made->empty = is_true(slots.empty, python);
+  made->call = py::reinterpret_borrow<py::object>(slots.call.get(python));
+  made->why = py::reinterpret_borrow<py::object>(slots.why.get(python));
+  for (const py::handle result : py::reinterpret_borrow<py::tuple>(slots.made.get(python))) {
+    const auto fields = py::reinterpret_borrow<py::tuple>(result);
+    made->made.push_back({fields[0].cast<size_t>(), fields[1], fields[2].cast<int64_t>()});
+  }
+  for (const py::handle at : py::reinterpret_borrow<py::tuple>(slots.writes.get(python))) made->writes.push_back(at.cast<size_t>());
+  if (made->compared) {
+    made->given.reset(prepare(name.c_str(), overload.c_str(), args, kwargs));
+  } else if (const auto op = c10::Dispatcher::singleton().findSchema({name, overload})) {
+    made->given.reset(new Prepared{*op, {}, {}});
+  }
+  return made->given == nullptr || made->given->generator >= 0 ? nullptr : std::move(made);
+}
+
+bool runs(PyObject* matcher, const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const py::gil_scoped_acquire acquired;
+  if (is_none(matcher_slots.native, matcher)) return false;
+  try {
+    return runs_locked(matcher, op, stack);
+  } catch (py::error_already_set& error) {
+    error.restore();
+    python_error raised;
+    raised.persist();
+    throw raised;
+  }
+}
+
+}  // namespace memopt

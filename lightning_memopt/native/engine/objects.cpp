@@ -1,0 +1,91 @@
+#include "objects.h"
+
+#include <structmember.h>
+
+#include <initializer_list>
+
+namespace memopt {
+
+ViewSlots view_slots;
+CallSlots call_slots;
+VersionSlots version_slots;
+HoldingSlots holding_slots;
+TemplateSlots template_slots;
+MatcherSlots matcher_slots;
+CursorSlots cursor_slots;
+DeviationSlots deviation_slots;
+Constants constants;
+
+bool Slot::find(PyObject* type, const char* name) {
+  PyObject* const descriptor = PyObject_GetAttrString(type, name);
+  if (descriptor == nullptr) return false;
+  const PyMemberDef* const member =
+      Py_TYPE(descriptor) == &PyMemberDescr_Type ? reinterpret_cast<PyMemberDescrObject*>(descriptor)->d_member : nullptr;
+  const bool is_slot = member != nullptr && member->type == T_OBJECT_EX;
+  if (is_slot) offset_ = member->offset;
+  Py_DECREF(descriptor);  // its class has it
+  if (!is_slot) PyErr_Format(PyExc_TypeError, "%R has no slot %s", type, name);
+  return is_slot;
+}
+
+namespace {
+
+struct Field {
+  const char* name;
+  Slot* slot;
+};
+
+// An object by its name, which stays as long as the process.
+bool take(PyObject* objects, const char* name, PyObject** to) {
+  *to = PyDict_GetItemString(objects, name);
+  if (*to == nullptr) PyErr_Format(PyExc_TypeError, "%s is missing", name);
+  Py_XINCREF(*to);
+  return *to != nullptr;
+}
+
+bool find(PyObject* objects, const char* name, PyObject** type, std::initializer_list<Field> fields) {
+  if (!take(objects, name, type)) return false;
+  for (const Field& field : fields)
+    if (!field.slot->find(*type, field.name)) return false;
+  return true;
+}
+
+}  // namespace
+
+#define FIELD(slots, name) {#name, &slots.name}
+
+bool know(PyObject* objects) {
+  auto& w = view_slots;
+  auto& c = call_slots;
+  auto& v = version_slots;
+  auto& h = holding_slots;
+  auto& t = template_slots;
+  auto& m = matcher_slots;
+  auto& p = cursor_slots;
+  PyObject* unknown = nullptr;
+  const bool complete =
+      find(objects, "View", &w.type,
+           {FIELD(w, version), FIELD(w, size), FIELD(w, stride), FIELD(w, offset), FIELD(w, dtype), FIELD(w, conj), FIELD(w, neg)}) &&
+      find(objects, "Call", &c.type,
+           {FIELD(c, prepared), FIELD(c, reads), FIELD(c, grad), FIELD(c, rng), FIELD(c, made), FIELD(c, mutates)}) &&
+      find(objects, "StorageVersion", &v.type,
+           {FIELD(v, id), FIELD(v, nbytes), FIELD(v, device), FIELD(v, weak), FIELD(v, origin), FIELD(v, call), FIELD(v, index),
+            FIELD(v, counter), FIELD(v, counter_in_op), FIELD(v, next), FIELD(v, parameter), FIELD(v, exposed), FIELD(v, read),
+            FIELD(v, why), FIELD(v, holding)}) &&
+      find(objects, "Holding", &h.type,
+           {FIELD(h, value), FIELD(h, expected), FIELD(h, stream), FIELD(h, parked), FIELD(h, reachable), FIELD(h, handles),
+            FIELD(h, claim), FIELD(h, tensor)}) &&
+      find(objects, "Template", &t.type,
+           {FIELD(t, native), FIELD(t, func), FIELD(t, kwargs), FIELD(t, grad), FIELD(t, call), FIELD(t, random), FIELD(t, made),
+            FIELD(t, mutates), FIELD(t, empty), FIELD(t, why), FIELD(t, writes)}) &&
+      find(objects, "Matcher", &m.type, {FIELD(m, native), FIELD(m, templates), FIELD(m, capturing)}) &&
+      find(objects, "Cursor", &p.type, {FIELD(p, position), FIELD(p, lost), FIELD(p, fence), FIELD(p, deviation)}) &&
+      find(objects, "PlanDeviation", &deviation_slots.type, {{"first", &deviation_slots.first}}) &&
+      take(objects, "RECORDED", &constants.recorded) && take(objects, "EMPTY", &constants.empty) &&
+      take(objects, "EXTERNAL", &constants.external) && take(objects, "NO_CLAIM", &constants.no_claim) &&
+      take(objects, "UNKNOWN", &unknown);
+  if (complete) constants.unknown = PyLong_AsLongLong(unknown);
+  return complete && !PyErr_Occurred();
+}
+
+}  // namespace memopt
