@@ -16,7 +16,7 @@ import torch
 from lightning_memopt import cxx
 from lightning_memopt.torch_private import CXX11_ABI
 
-_SOURCES = [Path(__file__).with_name(name) for name in ("counter.cpp", "pool.cpp", "pool.h", "spin.h")]
+_SOURCES = [Path(__file__).with_name(name) for name in ("counter.cpp", "pool.cpp", "pool.h", "lane.cpp", "lane.h", "spin.h")]
 
 
 def library(say: Callable[[str], None]) -> Path:
