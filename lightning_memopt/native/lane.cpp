@@ -112,7 +112,7 @@ int64_t Lane::begin(int64_t number) {
   plan_ = &plans_.at(number);
   expected_ = matched_ = unexpected_ = unexpected_nbytes_ = last_nbytes_ = 0;
   begin_window();
-  return arena_->nbytes;
+  return arena_ == nullptr ? 0 : arena_->nbytes;
 }
 
 void Lane::begin_window() {
