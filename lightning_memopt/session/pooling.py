@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from lightning_memopt import native
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.cxx import BuildError
-from lightning_memopt.runtime.pool import ALIGNMENT, Addresses, LoggedStep, PoolStatus, PoolWindows, StreamWindows
+from lightning_memopt.runtime.pool import ALIGNMENT, Addresses, LoggedStep, PoolStatus, PoolWindows, Solve, StreamWindows
 from lightning_memopt.session.states import Running, State
 from lightning_memopt.solvers.placement import Buffer, place_cyclic
 from lightning_memopt.units import format_nbytes
@@ -73,7 +74,7 @@ class Pooling:
             if pool is None:
                 self._reason = "the native allocator, of which it is a part, is not in place"
             else:
-                self._windows = PoolWindows(pool, _Solver(self._config, self._say), self._say)
+                self._windows = PoolWindows(pool, _Solver(self._config).saying(self._say), self._say)
         if self._windows is not None:
             _open.add(self)
         else:
@@ -88,7 +89,7 @@ class Pooling:
         except BuildError as error:
             self._reason = f"the model is on {self._device}, and {error}"
             return
-        solver = _Solver(self._config, self._say, native.CUDA_ALIGNMENT)
+        solver = _Solver(self._config, native.CUDA_ALIGNMENT).saying
         self._windows = StreamWindows(allocator, index, main, solver, self._say)
 
     def close(self) -> None:
@@ -110,10 +111,14 @@ class _Solver:
         up by; torch on CUDA reserves it.
     """
 
-    def __init__(self, config: MemOptConfig, say: Say, alignment: int = ALIGNMENT) -> None:
-        self._left_seconds, self._say, self._alignment = config.solver_seconds, say, alignment
+    def __init__(self, config: MemOptConfig, alignment: int = ALIGNMENT) -> None:
+        self._left_seconds, self._alignment = config.solver_seconds, alignment
 
-    def __call__(self, step: LoggedStep, budget_nbytes: int) -> Addresses | str:
+    def saying(self, say: Say) -> Solve:
+        """`solve`, which says what it solved."""
+        return partial(self.solve, say=say)
+
+    def solve(self, step: LoggedStep, budget_nbytes: int, say: Say) -> Addresses | str:
         """Addresses for a step; the reason, where the arena would break the budget."""
         buffers = [Buffer(str(number), number, until, nbytes) for number, until, nbytes in step.requests]
         seconds = max(_LEAST_SECONDS, min(_SECONDS, self._left_seconds / 2))
@@ -130,7 +135,7 @@ class _Solver:
                 f"an arena of {format_nbytes(addresses.arena_nbytes)} beside {format_nbytes(step.beside_nbytes)} of other "
                 f"memory is above the budget of {format_nbytes(budget_nbytes)} (budget={needed} has room for it)"
             )
-        self._say(
+        say(
             f"MemOpt: planned pool in force: {addresses.planned} of {step.period} requests of a step have an address, arena "
             f"{format_nbytes(addresses.arena_nbytes)}, max-live {format_nbytes(addresses.max_live_nbytes)}, fragmentation "
             f"{100 * addresses.fragmentation:.2f} %; solved in {placement.seconds:.1f} s"

@@ -7,6 +7,6 @@
 
 from lightning_memopt.runtime.pool.steps import ALIGNMENT, Addresses, LoggedStep, Request
 from lightning_memopt.runtime.pool.streams import StreamWindows
-from lightning_memopt.runtime.pool.windows import PoolStatus, PoolWindows
+from lightning_memopt.runtime.pool.windows import PoolStatus, PoolWindows, Solve
 
-__all__ = ["ALIGNMENT", "Addresses", "LoggedStep", "PoolStatus", "PoolWindows", "Request", "StreamWindows"]
+__all__ = ["ALIGNMENT", "Addresses", "LoggedStep", "PoolStatus", "PoolWindows", "Request", "Solve", "StreamWindows"]

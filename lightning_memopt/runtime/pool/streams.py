@@ -11,18 +11,21 @@ from functools import partial
 from lightning_memopt.native import CudaAllocator, StreamPool
 from lightning_memopt.runtime.pool.windows import Counts, PoolStatus, PoolWindows, Solve
 
+Say = Callable[[str], None]
+
 
 class StreamWindows:
     """The windows of one run on a device, with the doors of `PoolWindows`.
 
     main: the pool of the stream in which steps begin.
+    solver: what solves addresses, and says so by the function that it is given.
     """
 
     def __init__(
-        self, allocator: CudaAllocator, device: int, main: StreamPool, solve: Solve, say: Callable[[str], None]
+        self, allocator: CudaAllocator, device: int, main: StreamPool, solver: Callable[[Say], Solve], say: Say
     ) -> None:
-        self._allocator, self._device, self._solve, self._say = allocator, device, solve, say
-        self._windows = {main.number: PoolWindows(main, solve, say)}
+        self._allocator, self._device, self._solver, self._say = allocator, device, solver, say
+        self._windows = {main.number: PoolWindows(main, solver(say), say)}
         self._closed = False
 
     def begins(self, key: object, budget_nbytes: int) -> None:
@@ -31,7 +34,8 @@ class StreamWindows:
             return
         for pool in self._allocator.streams(self._device):
             if pool.number not in self._windows:
-                self._windows[pool.number] = PoolWindows(pool, self._solve, partial(_said, self._say, pool.number))
+                say = partial(_said, self._say, pool.number)
+                self._windows[pool.number] = PoolWindows(pool, self._solver(say), say)
         for windows in self._windows.values():
             windows.begins(key, budget_nbytes)
 
@@ -51,7 +55,7 @@ class StreamWindows:
         return together([windows.status() for windows in self._windows.values()])
 
 
-def _said(say: Callable[[str], None], stream: int, text: str) -> None:
+def _said(say: Say, stream: int, text: str) -> None:
     say(text.replace("MemOpt: ", f"MemOpt: CUDA stream {stream}: ", 1))
 
 

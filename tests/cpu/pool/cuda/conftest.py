@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lightning_memopt.cxx import BuildError
+from tests.cpu.pool.cuda.fake import Fake, fake
+
+
+@pytest.fixture
+def cuda() -> Iterator[Fake]:
+    """The allocator over a CUDA without a device; a test leaves nothing in it."""
+    if torch.cuda.is_available():
+        pytest.skip("this torch has a real CUDA: tests/gpu/test_pool_cuda.py")
+    try:
+        it = fake()
+    except BuildError as error:
+        pytest.skip(str(error))
+    with it.nothing_left():
+        yield it
