@@ -20,6 +20,7 @@ CUDA_ALIGNMENT = 512
 """Bytes: torch's own alignment on CUDA (`kMinBlockSize`). With another one, kernels could take another path, and other bits."""
 
 _MOST_STREAMS = 64
+_TRIES = 3
 
 
 class StreamPool(Lane):
@@ -100,6 +101,15 @@ class CudaAllocator:
         return [StreamPool(self, device, number) for number in numbers[:count]]
 
     def check(self, device: int, handle: int) -> None:
+        """`_check_once`, which fails when another thread allocates at the same time, up to three times."""
+        for attempt in range(_TRIES):
+            try:
+                return self._check_once(device, handle)
+            except BuildError:
+                if attempt == _TRIES - 1:
+                    raise
+
+    def _check_once(self, device: int, handle: int) -> None:
         """Raise BuildError if known requests, through all doors of torch, do not come at their planned addresses, or if torch
         counts other bytes afterwards than before. The device must be the current one, and the stream its current one.
         """

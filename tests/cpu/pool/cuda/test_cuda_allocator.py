@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 from lightning_memopt.native import StreamPool
@@ -211,6 +212,23 @@ def test_memory_of_cuda_graphs_is_left_alone(cuda: Fake) -> None:
     state = cuda.checkpointed()
     assert cuda.has_standard_deleter(state), "torch compares them"
     cuda.delete(state)
+
+
+def test_a_forked_process_frees_nothing_of_the_device(cuda: Fake) -> None:
+    pool = cuda.pool()
+    begun(pool, [100, 100])
+    handle = cuda.allocate(100)
+    cuda.record_stream(handle, 6)
+    child = os.fork()
+    if child == 0:
+        pool.end(free=True)
+        cuda.delete(handle)
+        os._exit(0 if (cuda.blocks(), cuda.events(), pool.arenas_nbytes()) == (1, 0, (0, 0)) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    second = cuda.allocate(100)
+    assert pool.counts().served == 2, "the parent goes on"
+    cuda.delete(second)
+    cuda.delete(handle)
 
 
 def test_without_memory_there_is_no_window(cuda: Fake) -> None:

@@ -16,7 +16,7 @@ ARENA_NBYTES = 210_000
 
 
 class Checker:
-    """No two live buffers share a byte; what is written to one is there when it is freed; and a range of an arena is given again
+    """No two live buffers share a byte; what is written to one is there when it is freed; a range of an arena is given again
     only when its stream waits for all that other streams did with it.
     """
 
