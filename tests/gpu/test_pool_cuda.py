@@ -13,9 +13,9 @@ if not torch.cuda.is_available():
 
 from torch import Tensor, nn
 
-from lightning_memopt import optimize
+from lightning_memopt import cxx, optimize
 from lightning_memopt.cxx import BuildError
-from lightning_memopt.native import CudaAllocator, cuda_allocator
+from lightning_memopt.native import CudaAllocator, build, cuda_allocator
 from lightning_memopt.runtime.pool import PoolStatus
 from tests.cpu.lib.loops import QUIET
 from tests.cpu.lib.pooled import batch, classifier, same
@@ -26,11 +26,13 @@ DEVICE = torch.device("cuda", 0)
 @pytest.fixture
 def allocator() -> Iterator[CudaAllocator]:
     try:
-        yield cuda_allocator(DEVICE, print)
+        build.cuda_headers(), cxx.compiler_path()
     except BuildError as error:
         pytest.skip(str(error))
+    it = cuda_allocator(DEVICE, print)
+    yield it
     gc.collect()
-    assert all(pool.arenas_nbytes() == (0, 0) for pool in cuda_allocator(DEVICE, print).streams(0)), "an arena is left"
+    assert all(pool.arenas_nbytes() == (0, 0) for pool in it.streams(0)), "an arena is left"
 
 
 def convolutions() -> nn.Module:

@@ -41,6 +41,10 @@ bool fails = false;
 thread_local int device = 0;
 thread_local int64_t stream = 0;
 
+// Streams of device 1 have numbers from 1000 on; the default stream is the current device's.
+int device_of(cudaStream_t of) { return reinterpret_cast<intptr_t>(of) / 1000; }
+cudaStream_t resolved(cudaStream_t of) { return of == nullptr ? reinterpret_cast<cudaStream_t>(intptr_t{1000} * device) : of; }
+
 [[noreturn]] void invalid() { TORCH_CHECK(false, "invalid device pointer"); }
 
 void fake_raw_delete(void* at);
@@ -185,16 +189,16 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t on) {
   const std::lock_guard<std::mutex> locked(lock);
   auto* const e = reinterpret_cast<Event*>(event);
-  if (e->device != device) return ++wrong, cudaErrorInvalidResourceHandle;
-  e->stream = on;
-  e->done = given[on];
+  e->stream = resolved(on);
+  if (e->device != device_of(e->stream)) return ++wrong, cudaErrorInvalidResourceHandle;
+  e->done = given[e->stream];
   return cudaSuccess;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t waiting, cudaEvent_t event, unsigned) {
   const std::lock_guard<std::mutex> locked(lock);
   const auto* const e = reinterpret_cast<Event*>(event);
   if (e->done < 0) return ++wrong, cudaErrorInvalidResourceHandle;
-  int64_t& until = waits[waiting][e->stream];
+  int64_t& until = waits[resolved(waiting)][e->stream];
   until = std::max(until, e->done);
   return cudaSuccess;
 }

@@ -152,6 +152,23 @@ def test_an_arena_is_freed_after_its_other_streams(cuda: Fake) -> None:
     assert cuda.blocks() == 0 and cuda.events() == 0 and cuda.waits(0, 8) == cuda.given(8)
 
 
+def test_streams_of_two_devices(cuda: Fake) -> None:
+    """An event must be of its stream's device, and the default stream is that of the current one."""
+    pool = cuda.pool()
+    begun(pool, [100])
+    handle = cuda.allocate(100)
+    cuda.on(1, 0)
+    cuda.record_stream(handle, 1001)
+    cuda.give(1001)
+    cuda.on(0, 0)
+    pool.end(free=True)
+    thread = threading.Thread(target=lambda: (cuda.on(1, 0), cuda.delete(handle)))
+    thread.start()
+    thread.join()
+    assert cuda.wrong() == 0 and cuda.waits(0, 1001) == cuda.given(1001) > 0
+    assert cuda.blocks() == 0
+
+
 def test_without_events_the_host_waits(cuda: Fake) -> None:
     begun(cuda.pool(), [100])
     handle = cuda.allocate(100)

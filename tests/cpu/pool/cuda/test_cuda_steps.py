@@ -156,6 +156,7 @@ def test_a_session_on_cuda_has_the_pool_of_its_device(cuda: Fake, monkeypatch: p
     status, said = session_on(cuda, monkeypatch, lambda device, say: cuda.allocator)
     assert status.reason is None and status.deviating == 0 and status.last.served >= 2 and status.steps >= 4
     assert any("planned pool in force" in line for line in said)
+    assert status.addresses is not None and status.addresses.arena_nbytes == 1024 + 3072, "in multiples of 512 bytes"
 
 
 def test_where_it_cannot_be_built_one_line_says_so(cuda: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
