@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -33,26 +34,47 @@ class StreamPool(Lane):
 
     @property
     def live_nbytes(self) -> int:
-        """All requested bytes of the device, with the arenas."""
-        return int(self._allocator.library.memopt_device_live(self._device))
+        """All requested bytes of the device, without the arenas of other streams."""
+        return self._allocator.live_nbytes(self._device) - sum(pool.arenas_nbytes()[0] for pool in self._others())
+
+    def others_nbytes(self) -> int:
+        """The arenas of the other streams. Of a stream that has none: the most bytes that were live in its log."""
+        return sum(pool.arenas_nbytes()[0] or _most_live(pool.requests()) for pool in self._others())
+
+    def forget(self) -> None:
+        """Forget what was logged: it is not a part of coming steps."""
+        self.log()
+        self.log_ends()
+
+    def _others(self) -> list[StreamPool]:
+        return [pool for pool in self._allocator.streams(self._device) if pool.number != self.number]
 
     def outside_window(self) -> _Beside:
-        return _Beside(self._allocator, self.number, self)
+        return _Beside(self._allocator, self.number)
+
+
+def _most_live(log: Sequence[tuple[int, int | None]]) -> int:
+    change = [0] * (len(log) + 1)
+    for number, (nbytes, until) in enumerate(log):
+        change[number] += nbytes
+        if until is not None:
+            change[until] -= nbytes
+    return max(accumulate(change))
 
 
 class _Beside:
     """The most bytes of the device outside of a stream's arenas since its last planned window began."""
 
-    def __init__(self, allocator: CudaAllocator, number: int, pool: StreamPool) -> None:
-        self._allocator, self._number, self._pool = allocator, number, pool
+    def __init__(self, allocator: CudaAllocator, number: int) -> None:
+        self._allocator, self._number = allocator, number
 
     @property
     def peak_nbytes(self) -> int:
         return int(self._allocator.library.memopt_stream_beside(self._number))
 
     def reset(self) -> int:
-        """Nothing to do: each window begins a new measurement."""
-        return self._pool.live_nbytes - self._pool.arenas_nbytes()[0]
+        """Nothing is done: each window begins a new measurement."""
+        return self.peak_nbytes
 
     def close(self) -> None:
         pass
@@ -99,6 +121,10 @@ class CudaAllocator:
         numbers = (ctypes.c_int32 * _MOST_STREAMS)()
         count = min(self.library.memopt_streams_of(device, _MOST_STREAMS, numbers), _MOST_STREAMS)
         return [StreamPool(self, device, number) for number in numbers[:count]]
+
+    def live_nbytes(self, device: int) -> int:
+        """All requested bytes of a device, with the arenas."""
+        return int(self.library.memopt_device_live(device))
 
     def check(self, device: int, handle: int) -> None:
         """`_check_once`, which fails when another thread allocates at the same time, up to three times."""

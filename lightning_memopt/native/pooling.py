@@ -94,6 +94,10 @@ class Lane(ABC):
     def live_nbytes(self) -> int:
         """All counted bytes that are live now, of the process or of the device."""
 
+    def others_nbytes(self) -> int:
+        """The most bytes that other lanes have live at one moment of a step, and that `live_nbytes` leaves out."""
+        return 0
+
     @abstractmethod
     def outside_window(self) -> Peak | None:
         """A new window that measures the peak of all bytes outside of the arenas; None if too many are open."""

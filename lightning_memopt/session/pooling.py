@@ -89,7 +89,7 @@ class Pooling:
         except BuildError as error:
             self._reason = f"the model is on {self._device}, and {error}"
             return
-        solver = _Solver(self._config, native.CUDA_ALIGNMENT).saying
+        solver = _Solver(self._config, native.CUDA_ALIGNMENT, reserves=True).saying
         self._windows = StreamWindows(allocator, index, main, solver, self._say)
 
     def close(self) -> None:
@@ -107,12 +107,13 @@ class Pooling:
 class _Solver:
     """Addresses for logged steps. All searches of a run together take at most `solver_seconds`.
 
-    alignment: of the addresses, in bytes. The CPU's counter, which the budget is kept by, does not count what sizes are rounded
-        up by; torch on CUDA reserves it.
+    alignment: of the addresses, in bytes.
+    reserves: whether the budget is kept by reserved bytes, as on CUDA. An arena takes all of its bytes at once then, with what
+        sizes are rounded up by, and while buffers from before are still beside it. The CPU's counter counts requests alone.
     """
 
-    def __init__(self, config: MemOptConfig, alignment: int = ALIGNMENT) -> None:
-        self._left_seconds, self._alignment = config.solver_seconds, alignment
+    def __init__(self, config: MemOptConfig, alignment: int = ALIGNMENT, reserves: bool = False) -> None:
+        self._left_seconds, self._alignment, self._reserves = config.solver_seconds, alignment, reserves
 
     def saying(self, say: Say) -> Solve:
         """`solve`, which says what it solved."""
@@ -128,11 +129,11 @@ class _Solver:
         for request, offset in zip(step.requests, placement.offsets, strict=True):
             offsets[request.number] = offset
         addresses = Addresses(step.nbytes, tuple(offsets), placement.height_nbytes, placement.bound_nbytes)
-        rounding_nbytes = step.rounding_nbytes if self._alignment == ALIGNMENT else 0
-        needed = addresses.arena_nbytes + step.beside_nbytes - rounding_nbytes
+        beside_nbytes = step.beside_nbytes + (step.crossing_nbytes if self._reserves else 0)
+        needed = addresses.arena_nbytes + beside_nbytes - (0 if self._reserves else step.rounding_nbytes)
         if needed > budget_nbytes:
             return (
-                f"an arena of {format_nbytes(addresses.arena_nbytes)} beside {format_nbytes(step.beside_nbytes)} of other "
+                f"an arena of {format_nbytes(addresses.arena_nbytes)} beside {format_nbytes(beside_nbytes)} of other "
                 f"memory is above the budget of {format_nbytes(budget_nbytes)} (budget={needed} has room for it)"
             )
         say(

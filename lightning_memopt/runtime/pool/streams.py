@@ -46,9 +46,13 @@ class StreamWindows:
 
     def close(self) -> None:
         """The run is over; may be called again."""
+        if self._closed:
+            return
         self._closed = True
         for windows in self._windows.values():
             windows.close()
+        for pool in self._allocator.streams(self._device):
+            pool.forget()
 
     def status(self) -> PoolStatus:
         """Steps and the reason are those of the main stream, requests those of all streams."""

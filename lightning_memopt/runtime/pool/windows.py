@@ -180,7 +180,7 @@ class PoolWindows:
         self._log = None
         if logged is not None:
             at_end, live_nbytes = log.ended
-            step = LoggedStep.of(requests, len(at_end), live_nbytes, at_end)
+            step = LoggedStep.of(requests, len(at_end), live_nbytes + self._native.others_nbytes(), at_end)
             self._planned(self._signatures[logged], step, budget_nbytes)
         return False
 

@@ -37,6 +37,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "given": (_INTEGER, (_INTEGER,)),
     "waits": (_INTEGER, (_INTEGER, _INTEGER)),
     "live": (_INTEGER, (ctypes.c_int,)),
+    "reset_peak": (_INTEGER, ()),
     "blocks": (_INTEGER, ()),
     "events": (_INTEGER, ()),
     "trims": (_INTEGER, ()),

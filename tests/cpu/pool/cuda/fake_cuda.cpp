@@ -13,6 +13,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <utility>
 
 namespace caching = c10::cuda::CUDACachingAllocator;
 
@@ -35,7 +36,7 @@ std::map<void*, Block>& blocks = *new std::map<void*, Block>;
 std::map<void*, std::set<cudaStream_t>>& recorded = *new std::map<void*, std::set<cudaStream_t>>;
 Streams& given = *new Streams;                                        // what each stream was given to do
 std::map<cudaStream_t, Streams>& waits = *new std::map<cudaStream_t, Streams>;  // what of other streams each waits for
-int64_t events = 0, trims = 0, wrong = 0;
+int64_t events = 0, trims = 0, wrong = 0, peak = 0;
 size_t limit = SIZE_MAX;
 bool fails = false;
 thread_local int device = 0;
@@ -57,6 +58,7 @@ class Inner final : public caching::CUDAAllocator {
     TORCH_CHECK(live(device) + static_cast<int64_t>(n) <= static_cast<int64_t>(std::min<size_t>(limit, INT64_MAX)), "out of memory");
     void* const at = std::aligned_alloc(512, (n + 511) / 512 * 512);
     blocks[at] = {n, device, on};
+    if (device == 0) peak = std::max(peak, live(0));
     return at;
   }
   static int64_t live(int of) {
@@ -267,6 +269,7 @@ int64_t fake_live(int of) {
   const std::lock_guard<std::mutex> locked(lock);
   return Inner::live(of);
 }
+int64_t fake_reset_peak() { return std::exchange(peak, 0); }
 int64_t fake_blocks() { return blocks.size(); }
 int64_t fake_events() { return events; }
 int64_t fake_trims() { return trims; }

@@ -33,7 +33,7 @@ class Steps:
     def __init__(self, cuda: Fake) -> None:
         self.cuda, self.said, self.key = cuda, list[str](), Signature()
         self.held: list[int] = []
-        solver = _Solver(MemOptConfig(budget=BUDGET), CUDA_ALIGNMENT).saying
+        solver = _Solver(MemOptConfig(budget=BUDGET), CUDA_ALIGNMENT, reserves=True).saying
         self.windows = StreamWindows(cuda.allocator, 0, cuda.pool(0), solver, self.said.append)
 
     def step(self, scale: int = 1, budget_nbytes: int = BUDGET) -> None:
@@ -87,6 +87,62 @@ def test_memory_that_outlives_the_run_keeps_the_arena(cuda: Fake) -> None:
     assert cuda.blocks() == 1, "the main stream's arena has a buffer"
     steps.release()
     assert cuda.blocks() == 0
+
+
+def test_the_budget_is_kept_from_the_arenas_first_step(cuda: Fake) -> None:
+    """Of 10 KiB, 8 live into the next step: beside the new arena, those of the logged step are still there. Budgets with room
+    for both have a pool, smaller ones none; all are kept.
+    """
+    planned = list[int]()
+    for budget_nbytes in range(9 * 1024, 22 * 1024, 512):
+        steps = Steps(cuda)
+        cuda.reset_peak()
+        for _ in range(6):
+            steps.windows.begins(steps.key, budget_nbytes)
+            first = cuda.allocate(1024)
+            steps.release()
+            steps.held = [cuda.allocate(8192)]
+            cuda.delete(first)
+        if steps.windows.status().reason is None:
+            planned.append(budget_nbytes)
+        assert cuda.reset_peak() <= budget_nbytes, (budget_nbytes, steps.said)
+        steps.close()
+    assert planned and min(planned) <= 18 * 1024
+
+
+def test_the_budget_counts_the_arenas_of_all_streams(cuda: Fake) -> None:
+    planned = list[int]()
+    for budget_nbytes in range(12 * 1024, 34 * 1024, 1024):
+        steps = Steps(cuda)
+        cuda.reset_peak()
+        for _ in range(9):
+            steps.windows.begins(steps.key, budget_nbytes)
+            first = cuda.allocate(4096)
+            cuda.on(0, SIDE)
+            cuda.delete(cuda.allocate(6144))
+            cuda.on(0, 0)
+            cuda.delete(first)
+            cuda.delete(cuda.allocate(12 * 1024))
+        planned += [budget_nbytes] * sum("in force" in line for line in steps.said)
+        assert cuda.reset_peak() <= budget_nbytes, (budget_nbytes, steps.said)
+        steps.close()
+    assert planned.count(33 * 1024) == 2, "with room for both arenas both are there"
+    assert cuda.pool(0).others_nbytes() == 0, "the next run does not count the streams of this one"
+
+
+def test_a_stream_that_comes_later_has_an_arena_too(cuda: Fake) -> None:
+    """Beside an arena of 12 KiB, in a budget that has no room for two of them."""
+    steps = Steps(cuda)
+    for i in range(14):
+        steps.windows.begins(steps.key, 19 * 1024)
+        cuda.delete(cuda.allocate(12 * 1024))
+        if i > 5:
+            cuda.on(0, SIDE)
+            cuda.delete(cuda.allocate(6144))
+            cuda.on(0, 0)
+    assert cuda.pool(0).counts().served == cuda.pool(SIDE).counts().served == 1, steps.said
+    assert cuda.live(0) == 18 * 1024
+    assert steps.close().deviating == 0
 
 
 def test_a_step_that_differs_falls_through_and_is_said(cuda: Fake) -> None:
