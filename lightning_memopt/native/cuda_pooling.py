@@ -42,9 +42,13 @@ class StreamPool(Lane):
         return sum(pool.arenas_nbytes()[0] or _most_live(pool.requests()) for pool in self._others())
 
     def forget(self) -> None:
-        """Forget what was logged: it is not a part of coming steps."""
-        self.log()
-        self.log_ends()
+        """Forget what was logged and requested: it is not a part of coming steps. Ends the window."""
+        self._allocator.library.memopt_stream_forget(self.number)
+
+    @property
+    def active(self) -> bool:
+        """Whether something was requested on the stream while a window of the device was open."""
+        return bool(self._allocator.library.memopt_stream_active(self.number))
 
     def _others(self) -> list[StreamPool]:
         return [pool for pool in self._allocator.streams(self._device) if pool.number != self.number]
@@ -95,6 +99,8 @@ class CudaAllocator:
                 ("device_live", ctypes.c_int64, (integer,)),
                 ("stream_number", integer, (integer, pointer)),
                 ("streams_of", integer, (integer, integer, ctypes.POINTER(integer))),
+                ("stream_active", integer, (integer,)),
+                ("stream_forget", None, (integer,)),
                 ("stream_beside", ctypes.c_int64, (integer,)),
             ):
                 function = getattr(self.library, f"memopt_{name}")
@@ -117,7 +123,7 @@ class CudaAllocator:
         return StreamPool(self, device, number)
 
     def streams(self, device: int) -> list[StreamPool]:
-        """The pools of all streams of a device on which something was requested while a window was open."""
+        """The pools of all known streams of a device."""
         numbers = (ctypes.c_int32 * _MOST_STREAMS)()
         count = min(self.library.memopt_streams_of(device, _MOST_STREAMS, numbers), _MOST_STREAMS)
         return [StreamPool(self, device, number) for number in numbers[:count]]

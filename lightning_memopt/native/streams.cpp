@@ -34,6 +34,7 @@ struct Stream {
   explicit Stream(Place at) : place(at) {}
   Place place;
   Lane lane;
+  bool active = false;      // something was requested while a window of the device was open, and that is not forgotten
   int64_t beside_peak = 0;  // bytes of the device outside of this lane's arenas: the most in the planned window
   std::map<const char*, std::vector<Place>> users;  // of live buffers that other streams use
   std::vector<Fence> fences;
@@ -148,6 +149,7 @@ void* take(Place place, size_t n) {
     if (captures[place.device] > 0 || !watched(place.device)) return nullptr;
     Stream* const stream = stream_at(place);
     if (stream == nullptr) return nullptr;
+    stream->active = true;
     at = static_cast<char*>(stream->lane.take(nbytes));
     if (at != nullptr && !stream->fences.empty()) fences = fences_in(stream, at, at + nbytes);
   }
@@ -264,6 +266,19 @@ int32_t memopt_streams_of(int32_t device, int32_t most, int32_t* to) {
 void memopt_stream_log(int32_t number) {
   const Locked locked;
   streams[number]->lane.log();
+}
+
+int32_t memopt_stream_active(int32_t number) {
+  const Locked locked;
+  return streams[number]->active;
+}
+
+// Forgets what was logged and requested: it is not a part of coming steps.
+void memopt_stream_forget(int32_t number) {
+  const Locked locked;
+  streams[number]->lane.log();
+  streams[number]->lane.log_ends();
+  streams[number]->active = false;
 }
 
 void memopt_stream_log_ends(int32_t number) {

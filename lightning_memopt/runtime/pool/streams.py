@@ -33,7 +33,7 @@ class StreamWindows:
         if self._closed:
             return
         for pool in self._allocator.streams(self._device):
-            if pool.number not in self._windows:
+            if pool.active and pool.number not in self._windows:
                 say = partial(_said, self._say, pool.number)
                 self._windows[pool.number] = PoolWindows(pool, self._solver(say), say)
         for windows in self._windows.values():

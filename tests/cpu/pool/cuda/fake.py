@@ -76,7 +76,7 @@ class Fake:
             self.on(0, 0)
         for pool in self.allocator.streams(0) + self.allocator.streams(1):
             pool.end(free=True)
-            pool.log_ends()
+            pool.forget()
         assert (self.blocks(), self.live(0), self.live(1)) == before
         assert self.events() == 0 and self.wrong() == 0
         assert all(pool.arenas_nbytes() == (0, 0) for pool in self.allocator.streams(0))

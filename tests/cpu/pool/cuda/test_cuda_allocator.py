@@ -100,8 +100,10 @@ def test_a_stream_that_nobody_named_is_noticed(cuda: Fake) -> None:
     cuda.on(0, 77)
     handle = cuda.allocate(100)
     assert cuda.pool().counts().served == 0
-    number = cuda.pool(77).number
-    assert number in [pool.number for pool in cuda.allocator.streams(0)]
+    pool = cuda.pool(77)
+    assert pool.active and pool.number in [known.number for known in cuda.allocator.streams(0)]
+    pool.forget()
+    assert not pool.active
     cuda.delete(handle)
 
 
