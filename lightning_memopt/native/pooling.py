@@ -1,11 +1,13 @@
-"""The Python side of the planned pool; pool.cpp says what it promises."""
+"""The Python side of the planned pool; lane.h says what it promises."""
 
 from __future__ import annotations
 
 import ctypes
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 from lightning_memopt.native.counting import Counter, Window, counter
 
@@ -49,7 +51,7 @@ class Counts:
 
 
 _INTEGER, _POINTER = ctypes.c_int64, ctypes.POINTER(ctypes.c_int64)
-_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "log": (None, ()),
     "log_ends": (None, ()),
     "logged": (_INTEGER, ()),
@@ -60,24 +62,48 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "end": (None, (ctypes.c_int,)),
     "counts": (None, (_POINTER,)),
     "arenas": (None, (_POINTER,)),
-    "take": (ctypes.c_void_p, (_INTEGER,)),
-    "give_back": (None, (ctypes.c_void_p,)),
 }
-"""Name of an exported function, without its prefix `memopt_pool_` -> (type of its result, types of its arguments)."""
+"""Name of an exported function, without its prefix -> (type of its result, types of its arguments)."""
 
 
-class Pool:
-    """The planned pool of the process. All its windows belong to the thread that begins them."""
+class Peak(Protocol):
+    """The most bytes outside of the arenas; a window of the allocator's counter."""
 
-    def __init__(self, counter: Counter) -> None:
-        self._counter = counter
+    @property
+    def peak_nbytes(self) -> int: ...
+    def reset(self) -> int: ...
+    def close(self) -> None: ...
+
+
+class Lane(ABC):
+    """One sequence of requests, its log and its planned windows: the functions of lane.h.
+
+    library, prefix: where its exported functions are, and how their names begin.
+    leading: the first arguments of each.
+    """
+
+    def __init__(self, library: ctypes.CDLL, prefix: str, leading: tuple[int, ...] = ()) -> None:
         self._call: dict[str, Any] = {}
-        for name, (result, arguments) in _SIGNATURES.items():
-            self._call[name] = function = getattr(counter.library, f"memopt_pool_{name}")
-            function.restype, function.argtypes = result, arguments
+        for name, (result, arguments) in SIGNATURES.items():
+            function = getattr(library, f"{prefix}_{name}")
+            function.restype, function.argtypes = result, (*(ctypes.c_int32 for _ in leading), *arguments)
+            self._call[name] = partial(function, *leading)
+
+    @property
+    @abstractmethod
+    def live_nbytes(self) -> int:
+        """All counted bytes that are live now, of the process or of the device."""
+
+    def others_nbytes(self) -> int:
+        """The most bytes that other lanes have live at one moment of a step, and that `live_nbytes` leaves out."""
+        return 0
+
+    @abstractmethod
+    def outside_window(self) -> Peak | None:
+        """A new window that measures the peak of all bytes outside of the arenas; None if too many are open."""
 
     def log(self) -> None:
-        """Begin a log, and a window of this thread in which requests are logged. What was logged before is forgotten."""
+        """Begin a log, and a window in which requests are logged. What was logged before is forgotten."""
         self._call["log"]()
 
     def log_ends(self) -> None:
@@ -109,7 +135,7 @@ class Pool:
         self._call["remove"](plan)
 
     def begin(self, plan: int, arena_nbytes: int) -> bool:
-        """Begin a window of this thread under a plan, in an arena of at least so many bytes. Returns whether there is memory
+        """Begin a window under a plan, in an arena of at least so many bytes. Returns whether there is memory
         for the arena.
         """
         return bool(self._call["begin"](plan, arena_nbytes))
@@ -130,26 +156,35 @@ class Pool:
         self._call["arenas"](values)
         return values[0], values[1]
 
+
+class Pool(Lane):
+    """The planned pool of the CPU. All its windows belong to the thread that begins them."""
+
+    def __init__(self, counter: Counter) -> None:
+        super().__init__(counter.library, "memopt_pool")
+        self._counter = counter
+        self._take, self._give_back = counter.library.memopt_pool_take, counter.library.memopt_pool_give_back
+        self._take.restype, self._take.argtypes = ctypes.c_void_p, (_INTEGER,)
+        self._give_back.restype, self._give_back.argtypes = None, (ctypes.c_void_p,)
+
     def take(self, nbytes: int) -> int | None:
         """As an allocator: the address of the next request, or None where the ordinary allocator would serve it. For tests."""
-        at: int | None = self._call["take"](nbytes)
+        at: int | None = self._take(nbytes)
         return at
 
     def give_back(self, address: int) -> None:
         """As an allocator: free what `take` returned. For tests."""
-        self._call["give_back"](address)
+        self._give_back(address)
 
     @property
     def live_nbytes(self) -> int:
-        """All counted bytes of the process that are live now."""
         return self._counter.live_nbytes
 
     def outside_window(self) -> Window | None:
-        """A new window that measures the peak of all bytes outside of the arenas; None if too many are open."""
         return self._counter.window(outside=True)
 
 
 def pool() -> Pool | None:
-    """The planned pool of the process; None where the native counter, of which it is a part, is not in place."""
+    """The planned pool of the CPU; None where the native counter, of which it is a part, is not in place."""
     counts = counter()
     return None if counts is None else Pool(counts)

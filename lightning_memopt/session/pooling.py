@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from lightning_memopt import native
 from lightning_memopt.config import MemOptConfig
-from lightning_memopt.runtime.pool import ALIGNMENT, Addresses, LoggedStep, PoolStatus, PoolWindows
+from lightning_memopt.cxx import BuildError
+from lightning_memopt.runtime.pool import ALIGNMENT, Addresses, LoggedStep, PoolStatus, PoolWindows, Solve, StreamWindows
 from lightning_memopt.session.states import Running, State
 from lightning_memopt.solvers.placement import Buffer, place_cyclic
 from lightning_memopt.units import format_nbytes
@@ -31,7 +33,7 @@ class Pooling:
 
     def __init__(self, config: MemOptConfig, device: torch.device, say: Say) -> None:
         self._config, self._device, self._say = config, device, say
-        self._windows: PoolWindows | None = None
+        self._windows: PoolWindows | StreamWindows | None = None
         self._reason: str | None = None
 
     def forward_begins(self, state: State, limit_nbytes: int | None, first: bool) -> None:
@@ -61,18 +63,34 @@ class Pooling:
             self._windows.rests()
 
     def _opens(self) -> None:
-        pool = native.pool()
-        if self._device.type != "cpu":
-            self._reason = f"it serves the CPU's allocator only, and the model is on {self._device}"
-        elif pool is None:
-            self._reason = "the native allocator, of which it is a part, is not in place"
-        elif _open:
+        if _open:
             self._reason = "another run has it"
+        elif self._device.type == "cuda":
+            self._opens_cuda()
+        elif self._device.type != "cpu":
+            self._reason = f"the model is on {self._device}, and it serves the CPU and CUDA"
         else:
-            self._windows = PoolWindows(pool, _Solver(self._config, self._say), self._say)
+            pool = native.pool()
+            if pool is None:
+                self._reason = "the native allocator, of which it is a part, is not in place"
+            else:
+                self._windows = PoolWindows(pool, _Solver(self._config).saying(self._say), self._say)
+        if self._windows is not None:
             _open.add(self)
+        else:
+            self._say(f"MemOpt: no planned pool: {self._reason}. Training goes on with the ordinary allocator.")
+
+    def _opens_cuda(self) -> None:
+        try:
+            allocator = native.cuda_allocator(self._device, self._say)
+            stream = torch.cuda.current_stream(self._device)
+            index = stream.device.index
+            main = allocator.stream(index, stream.cuda_stream)
+        except BuildError as error:
+            self._reason = f"the model is on {self._device}, and {error}"
             return
-        self._say(f"MemOpt: no planned pool: {self._reason}. Training goes on with the ordinary allocator.")
+        solver = _Solver(self._config, native.CUDA_ALIGNMENT, reserves=True).saying
+        self._windows = StreamWindows(allocator, index, main, solver, self._say)
 
     def close(self) -> None:
         if self._windows is not None:
@@ -87,28 +105,38 @@ class Pooling:
 
 
 class _Solver:
-    """Addresses for logged steps. All searches of a run together take at most `solver_seconds`."""
+    """Addresses for logged steps. All searches of a run together take at most `solver_seconds`.
 
-    def __init__(self, config: MemOptConfig, say: Say) -> None:
-        self._left_seconds, self._say = config.solver_seconds, say
+    alignment: of the addresses, in bytes.
+    reserves: whether the budget is kept by reserved bytes, as on CUDA. An arena takes all of its bytes at once then, with what
+        sizes are rounded up by, and while buffers from before are still beside it. The CPU's counter counts requests alone.
+    """
 
-    def __call__(self, step: LoggedStep, budget_nbytes: int) -> Addresses | str:
+    def __init__(self, config: MemOptConfig, alignment: int = ALIGNMENT, reserves: bool = False) -> None:
+        self._left_seconds, self._alignment, self._reserves = config.solver_seconds, alignment, reserves
+
+    def saying(self, say: Say) -> Solve:
+        """`solve`, which says what it solved."""
+        return partial(self.solve, say=say)
+
+    def solve(self, step: LoggedStep, budget_nbytes: int, say: Say) -> Addresses | str:
         """Addresses for a step; the reason, where the arena would break the budget."""
         buffers = [Buffer(str(number), number, until, nbytes) for number, until, nbytes in step.requests]
         seconds = max(_LEAST_SECONDS, min(_SECONDS, self._left_seconds / 2))
-        placement = place_cyclic(buffers, step.period, seconds, ALIGNMENT)
+        placement = place_cyclic(buffers, step.period, seconds, self._alignment)
         self._left_seconds -= placement.seconds
         offsets: list[int | None] = [None] * step.period
         for request, offset in zip(step.requests, placement.offsets, strict=True):
             offsets[request.number] = offset
         addresses = Addresses(step.nbytes, tuple(offsets), placement.height_nbytes, placement.bound_nbytes)
-        needed = addresses.arena_nbytes + step.beside_nbytes - step.rounding_nbytes
+        beside_nbytes = step.beside_nbytes + (step.crossing_nbytes if self._reserves else 0)
+        needed = addresses.arena_nbytes + beside_nbytes - (0 if self._reserves else step.rounding_nbytes)
         if needed > budget_nbytes:
             return (
-                f"an arena of {format_nbytes(addresses.arena_nbytes)} beside {format_nbytes(step.beside_nbytes)} of other "
+                f"an arena of {format_nbytes(addresses.arena_nbytes)} beside {format_nbytes(beside_nbytes)} of other "
                 f"memory is above the budget of {format_nbytes(budget_nbytes)} (budget={needed} has room for it)"
             )
-        self._say(
+        say(
             f"MemOpt: planned pool in force: {addresses.planned} of {step.period} requests of a step have an address, arena "
             f"{format_nbytes(addresses.arena_nbytes)}, max-live {format_nbytes(addresses.max_live_nbytes)}, fragmentation "
             f"{100 * addresses.fragmentation:.2f} %; solved in {placement.seconds:.1f} s"

@@ -8,7 +8,6 @@ engine can take over at any op. Python stays complete: it is the reference, and 
 
 from __future__ import annotations
 
-import hashlib
 import importlib.machinery
 import importlib.util
 import os
@@ -20,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_memopt import cxx
-from lightning_memopt.native.build import TORCH, torch_parts
-from lightning_memopt.torch_private import CXX11_ABI
+from lightning_memopt.native.build import TORCH, command, parts
 
 _SOURCES = sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in (".cpp", ".h"))
 _lock = threading.Lock()
@@ -70,8 +68,7 @@ def _load(path: Path) -> Any:
 
 def _parts() -> tuple[str, ...]:
     """Everything that the module depends on, besides the compiler."""
-    text = b"".join(source.read_bytes() for source in _SOURCES)
-    return (*torch_parts(), sys.version, _headers(), hashlib.sha256(text).hexdigest())
+    return (*parts(_SOURCES), sys.version, _headers())
 
 
 def _headers() -> str:
@@ -83,13 +80,6 @@ def _headers() -> str:
 
 
 def _compile(compiler: str, target: Path) -> None:
-    command = [
-        compiler,
-        *("-std=c++20", "-O2", "-fPIC", "-shared", "-w", "-fvisibility=hidden"),
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(CXX11_ABI)}",
-        *(f"-I{folder}" for folder in (TORCH / "include", TORCH / "include/torch/csrc/api/include", _headers())),
-        *(str(source) for source in _SOURCES if source.suffix == ".cpp"),
-        *("-o", str(target)),
-        *(f"-L{TORCH / 'lib'}", "-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{TORCH / 'lib'}"),
-    ]
-    cxx.run(command)
+    folders = TORCH / "include/torch/csrc/api/include", _headers()
+    linked = "-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"
+    cxx.run(command(compiler, _SOURCES, linked, target, ["-fvisibility=hidden", *(f"-I{folder}" for folder in folders)]))

@@ -33,11 +33,14 @@ class LoggedStep:
     requests: those that can be planned. The others were not freed by the end of the next step (optimizer state that the step
         made, outputs that the user keeps), or live longer than a step.
     beside_nbytes: the most bytes of the process that were live at one moment besides the requests that can be planned.
+    crossing_nbytes: bytes of those that can be planned and were live when the step ended. In an arena's first step they are
+        beside it.
     """
 
     nbytes: tuple[int, ...]
     requests: tuple[Request, ...]
     beside_nbytes: int
+    crossing_nbytes: int = 0
 
     @classmethod
     def of(
@@ -66,7 +69,7 @@ class LoggedStep:
             if number not in planned
         ]
         beside = max_live_nbytes(others, count)
-        return cls(tuple(nbytes for nbytes, _ in log[:count]), tuple(requests), live_nbytes - crossing + beside)
+        return cls(tuple(nbytes for nbytes, _ in log[:count]), tuple(requests), live_nbytes - crossing + beside, crossing)
 
     @property
     def period(self) -> int:

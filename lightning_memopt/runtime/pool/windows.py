@@ -1,4 +1,4 @@
-"""Which window of the native pool is open: the steps of an input signature are logged, then planned.
+"""Which window of a native pool is open: the steps of an input signature are logged, then planned.
 
     state of a signature   its next steps are                         next state
     new                    logged: one step, and the next one to      planned, or given up where `solve` gives no addresses
@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from lightning_memopt.native import Counts, Pool
+from lightning_memopt.native import Counts, Lane
 from lightning_memopt.runtime.pool.steps import Addresses, LoggedStep
 from lightning_memopt.units import format_nbytes
 
@@ -54,7 +54,7 @@ class _Plan:
     number: that of the plan in the native pool.
     """
 
-    def __init__(self, native: Pool, addresses: Addresses) -> None:
+    def __init__(self, native: Lane, addresses: Addresses) -> None:
         self.addresses, self._native = addresses, native
         self.number = native.add(addresses.nbytes, addresses.offsets)
 
@@ -98,7 +98,7 @@ class PoolWindows:
     _ended: PoolStatus | None = PoolStatus()
     """The status when the run was closed. A class attribute, because `__del__` also runs after an interrupted constructor."""
 
-    def __init__(self, native: Pool, solve: Solve, say: Callable[[str], None]) -> None:
+    def __init__(self, native: Lane, solve: Solve, say: Callable[[str], None]) -> None:
         self._native, self._solve, self._say = native, solve, say
         self._signatures: weakref.WeakKeyDictionary[object, _Signature] = weakref.WeakKeyDictionary()
         self._current: _Signature | None = None  # the one whose plan is in force
@@ -180,7 +180,7 @@ class PoolWindows:
         self._log = None
         if logged is not None:
             at_end, live_nbytes = log.ended
-            step = LoggedStep.of(requests, len(at_end), live_nbytes, at_end)
+            step = LoggedStep.of(requests, len(at_end), live_nbytes + self._native.others_nbytes(), at_end)
             self._planned(self._signatures[logged], step, budget_nbytes)
         return False
 

@@ -1,0 +1,49 @@
+#include "fences.h"
+
+namespace memopt {
+
+namespace {
+
+// The default stream has no handle of its own: calls for it go to the current device.
+struct OnDevice {
+  explicit OnDevice(int device) : changed_(cudaGetDevice(&before_) == cudaSuccess && before_ != device) {
+    if (changed_) (void)cudaSetDevice(device);
+  }
+  ~OnDevice() {
+    if (changed_) (void)cudaSetDevice(before_);
+  }
+  int before_ = 0;
+  bool changed_;
+};
+
+}  // namespace
+
+cudaEvent_t event_of(Place place) {
+  const OnDevice here(place.device);
+  cudaEvent_t event = nullptr;
+  if (cudaEventCreateWithFlags(&event, cudaEventDisableTiming) == cudaSuccess) {
+    if (cudaEventRecord(event, place.stream) == cudaSuccess) return event;
+    (void)cudaEventDestroy(event);
+  }
+  (void)cudaGetLastError();
+  (void)cudaStreamSynchronize(place.stream);
+  return nullptr;
+}
+
+void wait_for(Place place, std::vector<Fence>& fences) {
+  for (Fence& fence : fences) {
+    for (const Place user : fence.late) fence.events.push_back(event_of(user));
+    const OnDevice here(place.device);
+    for (const cudaEvent_t event : fence.events) {
+      if (event == nullptr) continue;
+      if (cudaStreamWaitEvent(place.stream, event, 0) != cudaSuccess) {
+        (void)cudaGetLastError();
+        (void)cudaEventSynchronize(event);
+      }
+      (void)cudaEventDestroy(event);
+    }
+  }
+  fences.clear();
+}
+
+}  // namespace memopt

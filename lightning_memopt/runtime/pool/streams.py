@@ -1,0 +1,78 @@
+"""The windows of a CUDA device: each stream has its own, with its own log, addresses and arena.
+
+A stream is known from its first request while a window of the device is open. It is logged in the step after that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from lightning_memopt.native import CudaAllocator, StreamPool
+from lightning_memopt.runtime.pool.windows import Counts, PoolStatus, PoolWindows, Solve
+
+Say = Callable[[str], None]
+
+
+class StreamWindows:
+    """The windows of one run on a device, with the doors of `PoolWindows`.
+
+    main: the pool of the stream in which steps begin.
+    solver: what solves addresses, and says so by the function that it is given.
+    """
+
+    def __init__(
+        self, allocator: CudaAllocator, device: int, main: StreamPool, solver: Callable[[Say], Solve], say: Say
+    ) -> None:
+        self._allocator, self._device, self._solver, self._say = allocator, device, solver, say
+        self._windows = {main.number: PoolWindows(main, solver(say), say)}
+        self._closed = False
+
+    def begins(self, key: object, budget_nbytes: int) -> None:
+        """A step of a signature begins, on all streams."""
+        if self._closed:
+            return
+        for pool in self._allocator.streams(self._device):
+            if pool.active and pool.number not in self._windows:
+                say = partial(_said, self._say, pool.number)
+                self._windows[pool.number] = PoolWindows(pool, self._solver(say), say)
+        for windows in self._windows.values():
+            windows.begins(key, budget_nbytes)
+
+    def rests(self) -> None:
+        """Until the next step begins, the ordinary allocator serves all."""
+        for windows in self._windows.values():
+            windows.rests()
+
+    def close(self) -> None:
+        """The run is over; may be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        for windows in self._windows.values():
+            windows.close()
+        for pool in self._allocator.streams(self._device):
+            pool.forget()
+
+    def status(self) -> PoolStatus:
+        """Steps and the reason are those of the main stream, requests those of all streams."""
+        return together([windows.status() for windows in self._windows.values()])
+
+
+def _said(say: Say, stream: int, text: str) -> None:
+    say(text.replace("MemOpt: ", f"MemOpt: CUDA stream {stream}: ", 1))
+
+
+def together(each: Sequence[PoolStatus]) -> PoolStatus:
+    """The status of several streams, of which the first is the main one. `addresses`: those with the largest arena."""
+    main = each[0]
+    known = [status.addresses for status in each if status.addresses is not None]
+    return PoolStatus(
+        reason=main.reason,
+        addresses=max(known, key=lambda addresses: addresses.arena_nbytes, default=None),
+        steps=main.steps,
+        deviating=main.deviating,
+        reserved_nbytes=max(status.reserved_nbytes for status in each),
+        last=sum((status.last for status in each), Counts()),
+        total=sum((status.total for status in each), Counts()),
+    )
