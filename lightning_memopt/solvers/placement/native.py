@@ -16,7 +16,9 @@ from lightning_memopt import cxx
 from lightning_memopt.solvers.placement.buffers import Ints, Problem
 from lightning_memopt.solvers.placement.sections import Sections
 
-_SOURCE = Path(__file__).parents[2] / "native" / "placement.cpp"
+_FOLDER = Path(__file__).parents[2] / "native"
+_SOURCE = _FOLDER / "placement.cpp"
+_HEADER = _FOLDER / "placement_state.h"
 _lock = threading.Lock()
 
 
@@ -28,7 +30,7 @@ def available() -> bool:
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    parts = (sys.platform, platform.machine(), hashlib.sha256(_SOURCE.read_bytes()).hexdigest())
+    parts = (sys.platform, platform.machine(), hashlib.sha256(_SOURCE.read_bytes() + _HEADER.read_bytes()).hexdigest())
     try:
         return ctypes.CDLL(str(cxx.library("placement", parts, _compile, lambda: None)))
     except (cxx.BuildError, OSError):
