@@ -190,14 +190,18 @@ class Search : public State {
 
 extern "C" {
 
-void memopt_best_fit(int32_t n, const int64_t* lower, const int64_t* upper, const int64_t* size, const int64_t* order,
-                     int64_t* offsets) {
+// Buffers whose offset is not negative were placed before; `order` has the `count` others.
+void memopt_best_fit(int32_t n, int32_t count, const int64_t* lower, const int64_t* upper, const int64_t* size,
+                     const int64_t* order, int64_t* offsets) {
   struct Placed {
     int64_t bottom, top, lower, upper;
   };
   std::vector<Placed> placed;
   placed.reserve(n);
-  for (int32_t i = 0; i < n; ++i) {
+  for (int32_t k = 0; k < n; ++k)
+    if (offsets[k] >= 0) placed.push_back({offsets[k], offsets[k] + size[k], lower[k], upper[k]});
+  std::stable_sort(placed.begin(), placed.end(), [](const Placed& a, const Placed& b) { return a.bottom < b.bottom; });
+  for (int32_t i = 0; i < count; ++i) {
     const int64_t k = order[i], lo = lower[k], up = upper[k], need = size[k];
     int64_t floor = 0, smallest = std::numeric_limits<int64_t>::max(), at = -1;
     for (const Placed& p : placed) {

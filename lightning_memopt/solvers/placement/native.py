@@ -46,14 +46,13 @@ def _of(array: np.ndarray) -> ctypes.c_void_p:
     return array.ctypes.data_as(ctypes.c_void_p)
 
 
-def best_fit(problem: Problem, order: Ints) -> Ints:
+def best_fit(problem: Problem, order: Ints, fixed: Ints | None = None) -> Ints:
     """As `best_fit.best_fit`. The library is available."""
     library = _library()
     assert library is not None
-    n = len(problem)
     arrays = [np.ascontiguousarray(a, dtype=np.int64) for a in (problem.lower, problem.upper, problem.size, order)]
-    offsets = np.zeros(n, dtype=np.int64)
-    library.memopt_best_fit(ctypes.c_int32(n), *map(_of, arrays), _of(offsets))
+    offsets = np.full(len(problem), -1, dtype=np.int64) if fixed is None else fixed.astype(np.int64)
+    library.memopt_best_fit(ctypes.c_int32(len(problem)), ctypes.c_int32(len(order)), *map(_of, arrays), _of(offsets))
     return offsets
 
 
