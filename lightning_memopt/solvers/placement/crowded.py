@@ -23,7 +23,7 @@ from lightning_memopt.solvers.placement.sections import Sections
 
 _CROWDED = 0.998
 """The first sections have at least this share of the highest load."""
-_GROWTHS = (1, 16)
+_GROWTHS = (1, 4, 16)
 """Sections that are added at once; the seed chooses. One keeps the search small, many need fewer searches."""
 _ORDERS = ("area", "lifetime")
 """The first orders of best-fit for the rest."""

@@ -67,10 +67,6 @@ class Portfolio:
     def done(self) -> bool:
         return self.height_nbytes <= self.target_nbytes
 
-    def between(self, nbytes: int) -> int:
-        """Half way from these bytes to the height, a multiple of the sizes' greatest common divisor above them."""
-        return nbytes + (self.height_nbytes - nbytes) // 2 // self._unit_nbytes * self._unit_nbytes
-
     def run(self, until: float) -> None:
         """Lower the offsets until they reach the target, the target is proven to be out of reach, or it is `until`.
 
@@ -126,7 +122,7 @@ class Portfolio:
             yield
         for turn in itertools.count():  # nothing to merge
             # every fourth turn aims higher, because a lower placement is of use, too
-            aim = self.between(self.target_nbytes) if turn % 4 == 3 else self.target_nbytes
+            aim = self._half_way() if turn % 4 == 3 else self.target_nbytes
             if self._on_demand(aim, self._until, _PATIENCE_SECONDS * luby(turn // 2 + 1), turn):
                 return
             yield
@@ -151,6 +147,10 @@ class Portfolio:
                 offsets, proven = self._searched(self._sections, self.target_nbytes, self._slice(seconds), turn)
                 searching = not self._ended(offsets, proven, self.target_nbytes)
                 yield
+
+    def _half_way(self) -> int:
+        """Bytes half way from the target to the height, in steps of the sizes' greatest common divisor."""
+        return self.target_nbytes + (self.height_nbytes - self.target_nbytes) // 2 // self._unit_nbytes * self._unit_nbytes
 
     def _on_demand(self, aim_nbytes: int, until: float, patience_seconds: float, seed: int) -> bool:
         """Search sections on demand for a placement within the aim. Returns whether it is proven that there is none."""
