@@ -55,9 +55,9 @@ def instances(families: list[str], counts: list[int], seeds: int, seconds: float
             yield row
 
 
-def steps(names: list[str], seconds: float) -> Iterator[dict[str, object]]:
+def steps(names: list[str], shares: list[float], seconds: float) -> Iterator[dict[str, object]]:
     """Place the buffers of real steps, and of plans for them; fragmentation in per cent."""
-    for label, buffers in _recorded(names):
+    for label, buffers in _recorded(names, shares):
         problem = Problem.of(buffers, alignment=64)
         placement = place(buffers, seconds=seconds, alignment=64)
         assert not faults(buffers, placement.offsets, placement.height_nbytes, 64)
@@ -76,7 +76,7 @@ def steps(names: list[str], seconds: float) -> Iterator[dict[str, object]]:
         yield row
 
 
-def _recorded(names: list[str]) -> Iterator[tuple[str, list[Buffer]]]:
+def _recorded(names: list[str], shares: list[float]) -> Iterator[tuple[str, list[Buffer]]]:
     from benchmarks.lib.bench import Bench
     from lightning_memopt.solvers import planner
 
@@ -85,7 +85,7 @@ def _recorded(names: list[str]) -> Iterator[tuple[str, list[Buffer]]]:
         yield name, buffers_of(graph)
         frontier = planner.solve(graph, limit_seconds=10)
         least, most = frontier.smallest_nbytes, frontier.plan(1 << 62).unmodified_peak_nbytes
-        for share in SHARES:
+        for share in shares:
             plan = frontier.plan(int(least + share * (most - least)))
             yield f"{name}, {share:.0%}", buffers_of(graph, plan.lives)
 
@@ -101,10 +101,11 @@ def main() -> None:
     parser.add_argument("--counts", nargs="+", type=int, default=[100, 250, 500])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--models", nargs="+", default=list(STEPS))
+    parser.add_argument("--shares", nargs="+", type=float, default=list(SHARES), help="budgets of plans; see SHARES")
     parser.add_argument("--seconds", type=float, default=None, help="for each placement (60; steps: 5)")
     args = parser.parse_args()
     if args.part == "steps":
-        produced = steps(args.models, args.seconds or 5.0)
+        produced = steps(args.models, args.shares, args.seconds or 5.0)
     else:
         produced = instances(args.families, args.counts, args.seeds, args.seconds or 60.0)
     before = jsonio.read(FILE) if FILE.exists() else {}

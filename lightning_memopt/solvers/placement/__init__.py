@@ -8,6 +8,7 @@ placement with code of its own. The rooms behind them:
     promotion  best-fit again and again: what ended too high is placed earlier
     merging    buffers that tile a rectangle, where all bytes are in use, become one
     search     the exact search within a capacity, section by section (`sections`, `sequences`)
+    crowded    the search for the most crowded sections, best-fit for the rest; more sections on demand
     native     best-fit and the search in C++, where a compiler is there
     portfolio  which of them are run, in which order, for how long
     solve      the door: each part of a problem by a portfolio

@@ -16,7 +16,9 @@ from lightning_memopt import cxx
 from lightning_memopt.solvers.placement.buffers import Ints, Problem
 from lightning_memopt.solvers.placement.sections import Sections
 
-_SOURCE = Path(__file__).parents[2] / "native" / "placement.cpp"
+_FOLDER = Path(__file__).parents[2] / "native"
+_SOURCE = _FOLDER / "placement.cpp"
+_HEADER = _FOLDER / "placement_state.h"
 _lock = threading.Lock()
 
 
@@ -28,7 +30,7 @@ def available() -> bool:
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    parts = (sys.platform, platform.machine(), hashlib.sha256(_SOURCE.read_bytes()).hexdigest())
+    parts = (sys.platform, platform.machine(), hashlib.sha256(_SOURCE.read_bytes() + _HEADER.read_bytes()).hexdigest())
     try:
         return ctypes.CDLL(str(cxx.library("placement", parts, _compile, lambda: None)))
     except (cxx.BuildError, OSError):
@@ -44,14 +46,13 @@ def _of(array: np.ndarray) -> ctypes.c_void_p:
     return array.ctypes.data_as(ctypes.c_void_p)
 
 
-def best_fit(problem: Problem, order: Ints) -> Ints:
+def best_fit(problem: Problem, order: Ints, fixed: Ints | None = None) -> Ints:
     """As `best_fit.best_fit`. The library is available."""
     library = _library()
     assert library is not None
-    n = len(problem)
     arrays = [np.ascontiguousarray(a, dtype=np.int64) for a in (problem.lower, problem.upper, problem.size, order)]
-    offsets = np.zeros(n, dtype=np.int64)
-    library.memopt_best_fit(ctypes.c_int32(n), *map(_of, arrays), _of(offsets))
+    offsets = np.full(len(problem), -1, dtype=np.int64) if fixed is None else fixed.astype(np.int64)
+    library.memopt_best_fit(ctypes.c_int32(len(problem)), ctypes.c_int32(len(order)), *map(_of, arrays), _of(offsets))
     return offsets
 
 
