@@ -1,11 +1,8 @@
 #include "matching.h"
 
-#include <ATen/ScalarOps.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
-#include <torch/csrc/Device.h>
 #include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/utils/torch_dispatch_mode.h>
 
@@ -13,9 +10,14 @@
 #include <unordered_map>
 #include <utility>
 
+#include "making.h"
 #include "objects.h"
+#include "tensors.h"
 
 namespace memopt {
+
+int64_t native_ops = 0, python_ops = 0;
+
 namespace {
 
 namespace py = pybind11;
@@ -25,19 +27,6 @@ using c10::IValue;
 PyObject* at_address(const Forward& forward, const at::Tensor& t) {
   const auto address = py::reinterpret_steal<py::object>(PyLong_FromVoidPtr(t.storage().unsafeGetStorageImpl()));
   return PyDict_GetItemWithError(forward.of_storage.ptr(), address.ptr());
-}
-
-// Whether it is an object of torch's own classes, and strided (`PLAIN` in record/tensors.py).
-bool is_ordinary(const at::Tensor& t) {
-  if (!t.defined() || t.key_set().has(c10::DispatchKey::Python) || t.layout() != at::kStrided || !t.has_storage()) return false;
-  PyObject* const object = t.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj();
-  return object == nullptr || THPVariable_CheckExact(object);
-}
-
-// `is_plain` in record/tensors.py.
-bool is_plain(const at::Tensor& t) {
-  return is_ordinary(t) && !t.is_quantized() && !t.unsafeGetTensorImpl()->is_python_dispatch() && !t.is_nested() &&
-      !t.is_inference() && !t._is_zerotensor() && !t.is_meta();
 }
 
 bool same_bits(const at::Tensor& a, const at::Tensor& b) {
@@ -72,27 +61,14 @@ bool same_constant(const IValue& a, const IValue& b) {
 }
 
 // Calls a method of the matcher as torch does: with the mode off the stack.
-py::object call_method(PyObject* matcher, const char* name, const at::Tensor& t, py::handle more) {
+template <typename... Args>
+py::object call_method(PyObject* matcher, const char* name, const Args&... args) {
   const torch::torch_dispatch_mode::StashTorchDispatchModeGuard stashed;
-  return py::handle(matcher).attr(name)(py::reinterpret_steal<py::object>(THPVariable_Wrap(t)), more);
-}
-
-// An alias without history that shares the version counter (`detached` in record/tensors.py).
-PyObject* alias_of(const at::Tensor& t) {
-  c10::TensorImpl& impl = *t.unsafeGetTensorImpl();
-  return THPVariable_Wrap(at::Tensor(impl.shallow_copy_and_detach(impl.version_counter(), impl.allow_tensor_metadata_change())));
-}
-
-void hold(PyObject* holding, const at::Tensor& t) {  // `Holding.hold`
-  holding_slots.value.set(holding, alias_of(t));
-  holding_slots.expected.set(holding, PyLong_FromLong(constants.unknown));
-  holding_slots.stream.set(holding, Py_NewRef(Py_None));
+  return py::handle(matcher).attr(name)(args...);
 }
 
 bool is_true(const Slot& slot, PyObject* object) { return slot.get(object) == Py_True; }
 bool is_none(const Slot& slot, PyObject* object) { return slot.get(object) == Py_None; }
-
-bool equals(PyObject* number, int64_t other) { return PyLong_Check(number) && PyLong_AsLongLong(number) == other; }
 
 // Compares the arguments of a call with its template, and adopts storages that come from outside.
 class Comparison {
@@ -107,6 +83,8 @@ class Comparison {
       if (i < args_.size() && is_on_tape(args_[i])) return false;
     if (!expected_.compared) {
       startable = false;
+      for (const auto& [i, tensor] : expected_.mutates)
+        if (i >= args_.size() || !args_[i].isTensor() || at_address(forward_, args_[i].toTensor()) == nullptr) return false;
       return true;
     }
     const Prepared& given = *expected_.given;
@@ -153,8 +131,8 @@ class Comparison {
     py::object version = py::reinterpret_borrow<py::object>(at_address(forward_, t));
     if (!version) {
       if (!is_plain(t)) return false;
-      version = call_method(matcher_, "adopts", t, window.version);
-    } else if (!equals(version_slots.counter.get(version.ptr()), t._version())) {
+      version = call_method(matcher_, "adopts", wrapped(t), py::handle(window.version));
+    } else if (!is_current(version.ptr(), t)) {
       return false;
     }
     PyObject* const holding = version_slots.holding.get(version.ptr());
@@ -177,85 +155,36 @@ class Comparison {
   c10::ArrayRef<IValue> args_;
 };
 
-PyObject* device_object(const at::Tensor& t) {
-  static PyObject* const cpu = THPDevice_New(at::Device(at::kCPU));
-  return t.is_cpu() ? Py_NewRef(cpu) : THPDevice_New(t.device());
-}
-
-PyObject* make(PyObject* type) {
-  auto* const kind = reinterpret_cast<PyTypeObject*>(type);
-  PyObject* const made = kind->tp_alloc(kind, 0);
-  if (made == nullptr) throw py::error_already_set();
-  return made;
-}
-
-// A new `Holding`.
-PyObject* holding_for(PyObject* tensor, bool reachable) {
-  PyObject* const made = make(holding_slots.type);
-  holding_slots.value.set(made, Py_NewRef(Py_None));
-  holding_slots.expected.set(made, PyLong_FromLong(constants.unknown));
-  holding_slots.stream.set(made, Py_NewRef(Py_None));
-  holding_slots.parked.set(made, Py_NewRef(Py_None));
-  holding_slots.reachable.set(made, PyBool_FromLong(reachable));
-  holding_slots.handles.set(made, PyLong_FromLong(0));
-  holding_slots.claim.set(made, Py_NewRef(constants.no_claim));
-  holding_slots.tensor.set(made, Py_NewRef(tensor));
-  return made;
-}
-
-// A new `StorageVersion` of the storage of `t`, on the tape.
-py::object version_for(const Forward& forward, const Template& expected, const Template::Made& as, const at::Tensor& t, bool reachable) {
-  auto made = py::reinterpret_steal<py::object>(make(version_slots.type));
-  PyObject* const v = made.ptr();
-  const c10::Storage& storage = t.storage();
-  const auto weak = py::reinterpret_steal<py::object>(
-      PyLong_FromVoidPtr(c10::raw::intrusive_ptr::make_weak(storage.unsafeGetStorageImpl())));
-  PyList_Append(forward.weak.ptr(), weak.ptr());
-  version_slots.id.set(v, Py_NewRef(as.tensor.ptr()));
-  version_slots.nbytes.set(v, PyLong_FromSize_t(storage.nbytes()));
-  version_slots.device.set(v, device_object(t));
-  version_slots.weak.set(v, Py_NewRef(weak.ptr()));
-  version_slots.origin.set(v, Py_NewRef(expected.empty ? constants.empty : constants.recorded));
-  version_slots.call.set(v, Py_NewRef(expected.call.ptr()));
-  version_slots.index.set(v, PyLong_FromSize_t(as.index));
-  version_slots.counter.set(v, PyLong_FromLong(t._version()));
-  version_slots.counter_in_op.set(v, Py_NewRef(Py_None));
-  version_slots.next.set(v, Py_NewRef(Py_None));
-  version_slots.parameter.set(v, Py_NewRef(Py_False));
-  version_slots.exposed.set(v, Py_NewRef(Py_False));
-  version_slots.read.set(v, Py_NewRef(Py_False));
-  version_slots.why.set(v, Py_NewRef(expected.why.ptr()));
-  version_slots.holding.set(v, holding_for(as.tensor.ptr(), reachable));
-  PyDict_SetItem(forward.of_storage.ptr(), weak.ptr(), v);  // the weak reference is the address
-  PyDict_SetItem(forward.versions.ptr(), as.tensor.ptr(), v);
-  return made;
-}
-
 bool contains(const py::object& set, const py::object& tensor) { return PySet_Contains(set.ptr(), tensor.ptr()) == 1; }
 
 // Notes the results of an op that was as its template says.
-void note(PyObject* matcher, const Forward& forward, const Template& expected, const std::vector<at::Tensor>& results, bool startable) {
-  const bool reachable = startable && !expected.call.is_none() && !expected.empty;
+void note(
+    PyObject* matcher, const Forward& forward, const Template& expected, const py::object& call,
+    const std::vector<at::Tensor>& results, bool startable) {
+  const bool reachable = startable && !call.is_none() && !expected.empty;
   for (const auto& as : expected.made) {
     if (as.index >= results.size() || (!expected.compared && !is_plain(results[as.index]))) {
-      py::handle(matcher).attr("another_result")();
+      call_method(matcher, "another_result");
       continue;
     }
     const at::Tensor& t = results[as.index];
     const bool sized = static_cast<int64_t>(t.storage().nbytes()) == as.nbytes || contains(forward.sized_by_data, as.tensor);
     if (!sized || at_address(forward, t) != nullptr) {
-      call_method(matcher, "unforeseen", t, as.tensor);
+      call_method(matcher, "unforeseen", wrapped(t), as.tensor);
       continue;
     }
-    const py::object version = version_for(forward, expected, as, t, reachable);
+    PyObject* const origin = expected.empty ? constants.empty : constants.recorded;
+    const py::object version = version_of(t, {as.tensor, as.index, call, origin, expected.why, reachable}, forward.weak);
+    PyDict_SetItem(forward.of_storage.ptr(), version_slots.weak.get(version.ptr()), version.ptr());  // the reference is the address
+    PyDict_SetItem(forward.versions.ptr(), as.tensor.ptr(), version.ptr());
     if (!contains(forward.holds, as.tensor)) continue;
     if (expected.empty || contains(forward.unsaved, as.tensor)) {
-      call_method(matcher, "holds", t, version);
+      call_method(matcher, "holds", wrapped(t), version);
       continue;
     }
     PyObject* const holding = version_slots.holding.get(version.ptr());
     hold(holding, t);  // `PlannedHoldings.hold`
-    if (expected.call.is_none()) holding_slots.reachable.set(holding, Py_NewRef(Py_True));
+    if (call.is_none()) holding_slots.reachable.set(holding, Py_NewRef(Py_True));
     PySet_Add(forward.active.ptr(), as.tensor.ptr());
   }
 }
@@ -297,6 +226,14 @@ const c10::OperatorHandle* op_of(PyObject* overload) {
   return at->second ? &*at->second : nullptr;
 }
 
+// The call of this step, with the state of the generator from which the op is about to draw.
+py::object with_state(PyObject* matcher, const Template& expected, c10::ArrayRef<IValue> args) {
+  at::Device device = at::kCPU;
+  for (const IValue& value : args)
+    if (device.is_cpu() && value.isTensor() && value.toTensor().defined()) device = value.toTensor().device();
+  return call_method(matcher, "drawn", expected.call, wrapped(device));
+}
+
 bool runs_locked(PyObject* matcher, const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& forward = *static_cast<Forward*>(PyCapsule_GetPointer(matcher_slots.native.get(matcher), nullptr));
   PyObject* const cursor = forward.cursor.ptr();
@@ -323,8 +260,16 @@ bool runs_locked(PyObject* matcher, const c10::OperatorHandle& op, torch::jit::S
   if (!(expected.given->op == op)) return false;
   Comparison comparison(matcher, forward, expected, args);
   if (!comparison.fits()) return false;
+  const py::object call = expected.random ? with_state(matcher, expected, args) : expected.call;
+  std::vector<py::object> targets;
+  for (const auto& written : expected.mutates) {
+    targets.push_back(wrapped(args[written.argument].toTensor()));
+    call_method(matcher, "overwrites", targets.back());
+  }
   run(op, stack);
-  note(matcher, forward, expected, results_of(op, *stack), comparison.startable);
+  note(matcher, forward, expected, call, results_of(op, *stack), comparison.startable);
+  for (size_t i = 0; i < targets.size(); ++i)
+    call_method(matcher, "overwritten", targets[i], call, py::bool_(comparison.startable), expected.mutates[i].tensor);
   advanced();
   return true;
 }
@@ -333,7 +278,6 @@ bool runs_locked(PyObject* matcher, const c10::OperatorHandle& op, torch::jit::S
 
 std::unique_ptr<Template> template_of(PyObject* python, PyObject* args, PyObject* kwargs) {
   const auto& slots = template_slots;
-  if (is_true(slots.random, python) || PyTuple_GET_SIZE(slots.mutates.get(python)) != 0) return nullptr;
   const py::handle func = slots.func.get(python);
   const auto schema = func.attr("_schema");
   const auto name = schema.attr("name").cast<std::string>(), overload = schema.attr("overload_name").cast<std::string>();
@@ -341,11 +285,18 @@ std::unique_ptr<Template> template_of(PyObject* python, PyObject* args, PyObject
   made->compared = !is_none(slots.kwargs, python);
   made->grad = is_true(slots.grad, python);
   made->empty = is_true(slots.empty, python);
+  made->random = is_true(slots.random, python);
   made->call = py::reinterpret_borrow<py::object>(slots.call.get(python));
   made->why = py::reinterpret_borrow<py::object>(slots.why.get(python));
   for (const py::handle result : py::reinterpret_borrow<py::tuple>(slots.made.get(python))) {
     const auto fields = py::reinterpret_borrow<py::tuple>(result);
     made->made.push_back({fields[0].cast<size_t>(), fields[1], fields[2].cast<int64_t>()});
+  }
+  const auto mutates = py::reinterpret_borrow<py::tuple>(slots.mutates.get(python));
+  if (mutates.size() > 0 && is_true(slots.nested, python)) return nullptr;  // positions are those in a flat list
+  for (const py::handle written : mutates) {
+    const auto fields = py::reinterpret_borrow<py::tuple>(written);
+    made->mutates.push_back({fields[0].cast<size_t>(), fields[1]});
   }
   for (const py::handle at : py::reinterpret_borrow<py::tuple>(slots.writes.get(python))) made->writes.push_back(at.cast<size_t>());
   if (made->compared) {
@@ -353,14 +304,17 @@ std::unique_ptr<Template> template_of(PyObject* python, PyObject* args, PyObject
   } else if (const auto op = c10::Dispatcher::singleton().findSchema({name, overload})) {
     made->given.reset(new Prepared{*op, {}, {}});
   }
-  return made->given == nullptr || made->given->generator >= 0 ? nullptr : std::move(made);
+  const bool draws_of_no_tensor = made->random && (made->given == nullptr || made->given->inputs.empty());
+  return made->given == nullptr || draws_of_no_tensor ? nullptr : std::move(made);
 }
 
 bool runs(PyObject* matcher, const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const py::gil_scoped_acquire acquired;
   if (is_none(matcher_slots.native, matcher)) return false;
   try {
-    return runs_locked(matcher, op, stack);
+    const bool ran = runs_locked(matcher, op, stack);
+    ++(ran ? native_ops : python_ops);
+    return ran;
   } catch (py::error_already_set& error) {
     error.restore();
     python_error raised;

@@ -18,11 +18,16 @@ struct Template {
     pybind11::object tensor;  // of the plan
     int64_t nbytes;
   };
+  struct Written {
+    size_t argument;
+    pybind11::object tensor;  // of the plan: what the op makes of the argument
+  };
   std::unique_ptr<Prepared> given;  // the arguments
   bool compared;                    // whether the arguments matter
-  bool grad, empty;
+  bool grad, empty, random;
   pybind11::object call, why;
   std::vector<Made> made;
+  std::vector<Written> mutates;
   std::vector<size_t> writes;  // arguments with memory that the op writes, and that is not on the tape
 };
 
@@ -35,6 +40,9 @@ struct Forward {
   pybind11::list weak;  // the tape's weak references to storages
   pybind11::object cursor, holds, unsaved, active, sized_by_data;
 };
+
+// How many ops of planned forwards were run here, and how many were left to Python, in this process.
+extern int64_t native_ops, python_ops;
 
 // Runs the op if it is the op at the cursor, called as its template says, and notes what it made. Returns whether it did; if not,
 // it must be dispatched to the matcher, a Python object. Call it without the interpreter's lock.

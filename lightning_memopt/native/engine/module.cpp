@@ -1,10 +1,12 @@
 // The parts of the engine that are native, as a Python module (__init__.py builds and loads it).
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "interpreter.h"
 #include "matching.h"
 #include "objects.h"
+#include "packing.h"
 #include "prepared.h"
 #include "rerun.h"
 
@@ -65,6 +67,25 @@ PyObject* make_forward(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
+// packing(of_storage, cursor, names, tracked, parked, outdated, unkept, packs, packs_here, labels, stands, packed): for `pack`.
+PyObject* make_packing(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  const auto all = pybind11::reinterpret_borrow<pybind11::tuple>(args);
+  if (all.size() != 12) return PyErr_Format(PyExc_TypeError, "packing takes 12 arguments, got %zd", all.size());
+  return capsule(std::unique_ptr<Packing>(new Packing{
+      all[0], all[1], all[2], all[3], all[4], all[5], all[6], all[7], all[8], all[9], all[10], all[11]}));
+  END_HANDLE_TH_ERRORS
+}
+
+// pack(packing, engine, tensor): what autograd holds in place of the tensor; None if it must be packed in Python.
+PyObject* pack_tensor(PyObject*, PyObject* const* args, Py_ssize_t n) {
+  HANDLE_TH_ERRORS
+  if (n != 3 || !THPVariable_Check(args[2])) return PyErr_Format(PyExc_TypeError, "pack takes a packing, an engine and a tensor");
+  const auto* packing = static_cast<Packing*>(PyCapsule_GetPointer(args[0], nullptr));
+  return packing == nullptr ? nullptr : pack(*packing, args[1], THPVariable_Unpack(args[2])).release().ptr();
+  END_HANDLE_TH_ERRORS
+}
+
 PyObject* begin(PyObject*, PyObject*) {
   begin_forward();
   Py_RETURN_NONE;
@@ -75,14 +96,20 @@ PyObject* end(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
+// counts(): how many ops of planned forwards were run natively, and how many in Python, so far.
+PyObject* counts(PyObject*, PyObject*) { return Py_BuildValue("LL", native_ops, python_ops); }
+
 PyMethodDef methods[] = {
     {"know", know_objects, METH_VARARGS, nullptr},
     {"prepare", prepare_call, METH_VARARGS, nullptr},
     {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(run_call)), METH_FASTCALL, nullptr},
     {"template", make_template, METH_VARARGS, nullptr},
     {"forward", make_forward, METH_VARARGS, nullptr},
+    {"packing", make_packing, METH_VARARGS, nullptr},
+    {"pack", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(pack_tensor)), METH_FASTCALL, nullptr},
     {"begin", begin, METH_NOARGS, nullptr},
     {"end", end, METH_NOARGS, nullptr},
+    {"counts", counts, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

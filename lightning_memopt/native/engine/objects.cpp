@@ -10,6 +10,8 @@ ViewSlots view_slots;
 CallSlots call_slots;
 VersionSlots version_slots;
 HoldingSlots holding_slots;
+KeptSlots kept_slots;
+HandleSlots handle_slots;
 TemplateSlots template_slots;
 MatcherSlots matcher_slots;
 CursorSlots cursor_slots;
@@ -59,6 +61,8 @@ bool know(PyObject* objects) {
   auto& c = call_slots;
   auto& v = version_slots;
   auto& h = holding_slots;
+  auto& k = kept_slots;
+  auto& a = handle_slots;
   auto& t = template_slots;
   auto& m = matcher_slots;
   auto& p = cursor_slots;
@@ -75,8 +79,12 @@ bool know(PyObject* objects) {
       find(objects, "Holding", &h.type,
            {FIELD(h, value), FIELD(h, expected), FIELD(h, stream), FIELD(h, parked), FIELD(h, reachable), FIELD(h, handles),
             FIELD(h, claim), FIELD(h, tensor)}) &&
+      find(objects, "Kept", &k.type, {FIELD(k, about), FIELD(k, t), FIELD(k, counter)}) &&
+      find(objects, "Handle", &a.type,
+           {FIELD(a, save), FIELD(a, version), FIELD(a, view), FIELD(a, guard), FIELD(a, counter), FIELD(a, times),
+            FIELD(a, engine)}) &&
       find(objects, "Template", &t.type,
-           {FIELD(t, native), FIELD(t, func), FIELD(t, kwargs), FIELD(t, grad), FIELD(t, call), FIELD(t, random), FIELD(t, made),
+           {FIELD(t, native), FIELD(t, func), FIELD(t, nested), FIELD(t, kwargs), FIELD(t, grad), FIELD(t, call), FIELD(t, random), FIELD(t, made),
             FIELD(t, mutates), FIELD(t, empty), FIELD(t, why), FIELD(t, writes)}) &&
       find(objects, "Matcher", &m.type, {FIELD(m, native), FIELD(m, templates), FIELD(m, capturing)}) &&
       find(objects, "Cursor", &p.type, {FIELD(p, position), FIELD(p, lost), FIELD(p, fence), FIELD(p, deviation)}) &&

@@ -42,9 +42,17 @@ struct HoldingSlots {
   PyObject* type;
   Slot value, expected, stream, parked, reachable, handles, claim, tensor;
 };
+struct KeptSlots {
+  PyObject* type;
+  Slot about, t, counter;
+};
+struct HandleSlots {
+  PyObject* type;
+  Slot save, version, view, guard, counter, times, engine;
+};
 struct TemplateSlots {
   PyObject* type;
-  Slot native, func, kwargs, grad, call, random, made, mutates, empty, why, writes;
+  Slot native, func, nested, kwargs, grad, call, random, made, mutates, empty, why, writes;
 };
 struct MatcherSlots {
   PyObject* type;
@@ -69,6 +77,8 @@ extern ViewSlots view_slots;
 extern CallSlots call_slots;
 extern VersionSlots version_slots;
 extern HoldingSlots holding_slots;
+extern KeptSlots kept_slots;
+extern HandleSlots handle_slots;
 extern TemplateSlots template_slots;
 extern MatcherSlots matcher_slots;
 extern CursorSlots cursor_slots;

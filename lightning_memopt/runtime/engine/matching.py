@@ -174,11 +174,9 @@ class Matcher(Recorder):
         call = template.call
         if template.random:
             assert call is not None
-            device = device_of((t.device for t in values if isinstance(t, torch.Tensor)), kwargs or {})
-            generator = generator_of(device)
-            call = None if generator is None else with_state(call, generator)
+            call = self.drawn(call, device_of((t.device for t in values if isinstance(t, torch.Tensor)), kwargs or {}))
         for i, _ in template.mutates:
-            self._overwrites(of_storage[storage_id(values[i])])
+            self.overwrites(values[i])
         out = template.func._op(*args, **kwargs) if kwargs else template.func._op(*args)
         if template.made:
             outs = (out,) if type(out) is torch.Tensor else tensors_in(out)
@@ -204,12 +202,7 @@ class Matcher(Recorder):
                 if id in holds:
                     self.holdings.hold(version, t)
         for i, id in template.mutates:
-            t = values[i]
-            old = of_storage[storage_id(t)]
-            new = self._overwritten(old, t, call, startable, id)
-            new.holding.tensor = id
-            if id in holds:
-                self.holdings.hold(new, t)
+            self.overwritten(values[i], call, startable, id)
         cursor.advance()
         return out
 
@@ -247,6 +240,25 @@ class Matcher(Recorder):
         version = self.adopt(t)
         self.placing.meet(version, tensor)
         return version
+
+    @uncompiled
+    def drawn(self, call: Call, device: torch.device) -> Call | None:
+        """A random op is about to run: its call with the generator's present state."""
+        generator = generator_of(device)
+        return None if generator is None else with_state(call, generator)
+
+    @uncompiled
+    def overwrites(self, t: torch.Tensor) -> None:
+        """An op is about to write to `t`."""
+        self._overwrites(self.of_storage[storage_id(t)])
+
+    @uncompiled
+    def overwritten(self, t: torch.Tensor, call: Call | None, startable: bool, id: int) -> None:
+        """An op has written to `t`, and made this tensor of the plan. `startable`: a rebuild can have all that the op reads."""
+        new = self._overwritten(self.of_storage[storage_id(t)], t, call, startable, id)
+        new.holding.tensor = id
+        if id in self.program.holds:
+            self.holdings.hold(new, t)
 
     @uncompiled
     def another_result(self) -> None:

@@ -13,6 +13,7 @@ from lightning_memopt.native import engine
 from lightning_memopt.record import UNKNOWN, Call, Origin, StorageVersion, Tape, View
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.runtime.engine.cursor import Cursor, PlanDeviation
+from lightning_memopt.runtime.engine.handles import Handle, Kept
 from lightning_memopt.runtime.engine.holding import Claim, Holding, in_order
 from lightning_memopt.runtime.engine.matching import Matcher
 from lightning_memopt.runtime.engine.templates import Template
@@ -26,8 +27,9 @@ _TESTS: dict[str, tuple[Any, list[Any], dict[str, Any]]] = {
 """Name -> (overload, arguments behind the first one, arguments by name)."""
 
 
+_CLASSES = View, Call, StorageVersion, Holding, Kept, Handle, Template, Matcher, Cursor, PlanDeviation
 _OBJECTS = {
-    **{cls.__name__: cls for cls in (View, Call, StorageVersion, Holding, Template, Matcher, Cursor, PlanDeviation)},
+    **{cls.__name__: cls for cls in _CLASSES},
     **{origin.name: origin for origin in Origin},
     "NO_CLAIM": Claim.NONE,
     "UNKNOWN": UNKNOWN,

@@ -9,8 +9,9 @@ import torch
 
 from lightning_memopt.errors import ModifiedError, NotGatheredError, OffloadError
 from lightning_memopt.graph import BEFORE
+from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import Fetch, Free, Segment
-from lightning_memopt.record import Origin
+from lightning_memopt.record import Origin, Recorder, in_transform
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.runtime.engine.base import Engine
 from lightning_memopt.runtime.engine.checks import Checks
@@ -69,6 +70,8 @@ class PlannedEngine(Engine):
         """Saves of the plan that autograd made in this step, whether it got a handle or keeps the tensor itself."""
         self._due: list[int] = []
         """Tensors that the plan frees at events that were passed over, and that cannot be rebuilt."""
+        self._packing: object = None
+        """What the native engine packs with; None where Python packs all tensors."""
 
     @property
     def names(self) -> Names:
@@ -90,12 +93,26 @@ class PlannedEngine(Engine):
     def end_forward(self) -> None:
         if self.recorder is not None and self.cursor.past_fence:
             self.parking.pass_fences()
+        self._packing = None
         super().end_forward()
 
     def wants_state(self) -> bool:
         return self.cursor.lost or self.cursor.position in self.program.random
 
+    def begin_forward(self, recorder: Recorder) -> None:
+        super().begin_forward(recorder)
+        native = loaded()
+        if native is not None and not self.checks.on:
+            program, guard = self.program, self.guard
+            plan = program.tracked, program.parked, program.outdated, program.unkept, program.packs, program.packs_here
+            step = self._labels, guard.stands, self.turns.packed
+            self._packing = native.packing(recorder.of_storage, self.cursor, self._names, *plan, *step)
+
     def pack(self, t: torch.Tensor) -> Kept | Handle:
+        if self._packing is not None and not in_transform():
+            done: Kept | Handle | None = loaded().pack(self._packing, self, t)
+            if done is not None:
+                return done
         packed = super().pack(t)
         if type(packed) is Handle:
             self.turns.packed.add(packed.save)
@@ -110,11 +127,13 @@ class PlannedEngine(Engine):
             return BEFORE
         position, packs, labels = self.cursor.position, self.program.packs, self._labels
         tensors = (tensor, *self.guard.stands.get(version.id, ()))
-        distances = [(abs(op - position), save) for t in tensors for op, save in packs.get(t, ()) if save not in labels]
-        if not distances:
-            return BEFORE
-        _, save = min(distances)
-        labels.add(save)
+        here = self.program.packs_here  # a tensor may be saved by hundreds of ops: all of them are looked at only if need be
+        save = min((s for t in tensors for s in here.get((t, position), ()) if s not in labels), default=BEFORE)
+        if save == BEFORE:
+            distances = ((abs(op - position), s) for t in tensors for op, s in packs.get(t, ()) if s not in labels)
+            _, save = min(distances, default=(0, BEFORE))
+        if save != BEFORE:
+            labels.add(save)
         return save
 
     def left_out_nbytes(self) -> int:

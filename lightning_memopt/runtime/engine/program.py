@@ -249,6 +249,15 @@ class Program:
         return packs
 
     @cached_property
+    def packs_here(self) -> dict[tuple[int, int], list[int]]:
+        """(tensor packed, position) -> saves, of `packs`."""
+        here: dict[tuple[int, int], list[int]] = {}
+        for tensor, saves in self.packs.items():
+            for position, save in saves:
+                here.setdefault((tensor, position), []).append(save)
+        return here
+
+    @cached_property
     def _packed(self) -> list[tuple[int, int]]:
         """(tensor packed, tensor read in its place), of every save."""
         return [(self.graph.packed(save), save.tensor) for save in self.graph.saves]

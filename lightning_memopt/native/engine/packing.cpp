@@ -1,0 +1,72 @@
+#include "packing.h"
+
+#include <torch/csrc/utils/pybind.h>
+
+#include "making.h"
+#include "objects.h"
+#include "tensors.h"
+
+namespace memopt {
+namespace {
+
+namespace py = pybind11;
+
+constexpr int64_t kBefore = -1;  // `BEFORE` in graph: the save is none of the plan's
+
+bool has(const py::object& set, PyObject* tensor) {
+  const int answer = PySequence_Contains(set.ptr(), tensor);
+  if (answer < 0) throw py::error_already_set();
+  return answer == 1;
+}
+
+// `save_of` in planned.py, for a version that stands in for no other tensor.
+int64_t save_of(const Packing& packing, py::handle engine, PyObject* version, PyObject* tensor, PyObject* position) {
+  const auto here = py::reinterpret_steal<py::object>(PyTuple_Pack(2, tensor, position));
+  PyObject* const saves = PyDict_GetItemWithError(packing.packs_here.ptr(), here.ptr());
+  int64_t first = kBefore;
+  for (Py_ssize_t i = 0; saves != nullptr && i < PyList_GET_SIZE(saves); ++i) {
+    PyObject* const save = PyList_GET_ITEM(saves, i);
+    const int64_t number = PyLong_AsLongLong(save);
+    if ((first == kBefore || number < first) && !has(packing.labels, save)) first = number;
+  }
+  if (first != kBefore) {
+    PySet_Add(packing.labels.ptr(), py::int_(first).ptr());
+    return first;
+  }
+  if (!has(packing.packs, tensor)) return kBefore;
+  return engine.attr("save_of")(py::handle(version)).cast<int64_t>();
+}
+
+}  // namespace
+
+py::object pack(const Packing& packing, py::handle engine, const at::Tensor& t) {
+  const py::object python = py::none();
+  if (t.is_inference()) return python;
+  PyObject* const position = cursor_slots.position.get(packing.cursor.ptr());
+  const auto keep = [&] {
+    return kept(t, py::reinterpret_steal<py::object>(PyTuple_Pack(2, packing.names.ptr(), position)));
+  };
+  if (!is_ordinary(t)) return keep();
+  const auto address = py::reinterpret_steal<py::object>(PyLong_FromVoidPtr(t.storage().unsafeGetStorageImpl()));
+  const auto version = py::reinterpret_borrow<py::object>(PyDict_GetItemWithError(packing.of_storage.ptr(), address.ptr()));
+  if (!version) return keep();
+  PyObject* const v = version.ptr();
+  PyObject* const holding = version_slots.holding.get(v);
+  PyObject* const tensor = holding_slots.tensor.get(holding);
+  const bool external = version_slots.origin.get(v) == constants.external;
+  if (PyDict_GET_SIZE(packing.stands.ptr()) > 0 || !is_current(v, t)) return python;
+  if (tensor == Py_None) return external ? keep() : python;
+  if (has(packing.parked, tensor) || has(packing.outdated, tensor)) return python;
+
+  const int64_t save = save_of(packing, engine, v, tensor, position);
+  const bool is_parked = holding_slots.parked.get(holding) != Py_None;
+  if (external || version_slots.next.get(v) != Py_None || !has(packing.tracked, tensor)) return keep();
+  if (save == kBefore && !is_parked) return keep();
+  const bool can_be_rebuilt = version_slots.call.get(v) != Py_None && holding_slots.reachable.get(holding) == Py_True;
+  if (holding_slots.value.get(holding) == Py_None && !is_parked && !(can_be_rebuilt && has(packing.unkept, tensor))) return keep();
+  py::object made = handle(t, engine, save, v);
+  PySet_Add(packing.packed.ptr(), py::int_(save).ptr());
+  return made;
+}
+
+}  // namespace memopt

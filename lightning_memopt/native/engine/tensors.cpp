@@ -1,0 +1,50 @@
+#include "tensors.h"
+
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/Device.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <utility>
+
+namespace memopt {
+namespace {
+
+constexpr c10::DispatchKeySet kModes{c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot};
+
+}  // namespace
+
+bool is_ordinary(const at::Tensor& t) {
+  if (!t.defined() || t.key_set().has(c10::DispatchKey::Python) || t.layout() != at::kStrided || !t.has_storage()) return false;
+  PyObject* const object = t.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj();
+  return object == nullptr || THPVariable_CheckExact(object);
+}
+
+bool is_plain(const at::Tensor& t) {
+  return is_ordinary(t) && !t.is_quantized() && !t.is_nested() && !t.is_inference() && !t._is_zerotensor() && !t.is_meta();
+}
+
+pybind11::object wrapped(const at::Tensor& t) { return pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(t)); }
+
+pybind11::object wrapped(c10::Device device) {
+  static PyObject* const cpu = THPDevice_New(at::Device(at::kCPU));
+  if (device == at::Device(at::kCPU)) return pybind11::reinterpret_borrow<pybind11::object>(cpu);
+  return pybind11::reinterpret_steal<pybind11::object>(THPDevice_New(device));
+}
+
+at::Tensor alias_of(const at::Tensor& t) {
+  const c10::impl::ExcludeDispatchKeyGuard unseen(kModes);  // a mode would see it as an op
+  const c10::TensorImpl& impl = *t.unsafeGetTensorImpl();
+  return at::Tensor(impl.shallow_copy_and_detach(impl.version_counter(), impl.allow_tensor_metadata_change()));
+}
+
+at::Tensor guard_of(const at::Tensor& t) {
+  using c10::StorageImpl;
+  auto storage = c10::make_intrusive<StorageImpl>(
+      StorageImpl::use_byte_size_t(), 0, c10::DataPtr(nullptr, t.device()), /*allocator=*/nullptr, /*resizable=*/false);
+  auto made = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(std::move(storage)), t.key_set(), t.dtype());
+  made.unsafeGetTensorImpl()->set_sizes_contiguous({0});
+  made.unsafeGetTensorImpl()->set_version_counter(t.unsafeGetTensorImpl()->version_counter());
+  return made;
+}
+
+}  // namespace memopt

@@ -1,0 +1,20 @@
+// Which tensors the engine handles (record/tensors.py), and Python objects for tensors.
+#pragma once
+#include <ATen/core/Tensor.h>
+#include <pybind11/pybind11.h>
+
+namespace memopt {
+
+// Whether it is an object of torch's own classes, and strided (`PLAIN` in record/tensors.py).
+bool is_ordinary(const at::Tensor& t);
+// `is_plain` in record/tensors.py.
+bool is_plain(const at::Tensor& t);
+
+pybind11::object wrapped(const at::Tensor& t);
+pybind11::object wrapped(c10::Device device);
+// An alias without history that shares the version counter (`detached` in record/tensors.py).
+at::Tensor alias_of(const at::Tensor& t);
+// A tensor without memory that shares the version counter of `t` (`version_guard` in runtime/engine/handles.py).
+at::Tensor guard_of(const at::Tensor& t);
+
+}  // namespace memopt
