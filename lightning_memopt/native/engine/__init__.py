@@ -82,4 +82,5 @@ def _headers() -> str:
 def _compile(compiler: str, target: Path) -> None:
     folders = TORCH / "include/torch/csrc/api/include", _headers()
     linked = "-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"
-    cxx.run(command(compiler, _SOURCES, linked, target, ["-fvisibility=hidden", *(f"-I{folder}" for folder in folders)]))
+    whole = [source for source in _SOURCES if source.name == "all.cpp"]
+    cxx.run(command(compiler, whole, linked, target, ["-fvisibility=hidden", *(f"-I{folder}" for folder in folders)]))

@@ -29,11 +29,6 @@ PyObject* at_address(const Forward& forward, const at::Tensor& t) {
   return PyDict_GetItemWithError(forward.of_storage.ptr(), address.ptr());
 }
 
-bool same_bits(const at::Tensor& a, const at::Tensor& b) {
-  return b.defined() && b.dim() == 0 && a.dtype() == b.dtype() && b.is_cpu() && b.unsafeGetTensorImpl()->is_wrapped_number() &&
-      std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.element_size()) == 0;
-}
-
 template <typename List>
 bool same_elements(const List& a, const List& b) {
   if (a.size() != b.size()) return false;
@@ -45,7 +40,6 @@ bool same_elements(const List& a, const List& b) {
 // `same_constant` in runtime/engine/templates.py: -0.0 is not 0.0, 1 is not 1.0.
 bool same_constant(const IValue& a, const IValue& b) {
   if (a.isNone()) return b.isNone() || (b.isTensor() && !b.toTensor().defined());
-  if (a.isTensor()) return b.isTensor() && (a.toTensor().defined() ? same_bits(a.toTensor(), b.toTensor()) : !b.toTensor().defined());
   if (a.isInt()) return b.isInt() && a.toInt() == b.toInt();
   if (a.isBool()) return b.isBool() && a.toBool() == b.toBool();
   if (a.isDouble()) {
@@ -93,6 +87,8 @@ class Comparison {
     for (size_t i = 0; i < args_.size(); ++i) {
       if (next < given.inputs.size() && given.inputs[next].argument == i) {
         if (!inputs(i, &next)) return false;
+      } else if (const Number* const number = given.number_at(i)) {
+        if (!args_[i].isTensor() || !number->is(args_[i].toTensor())) return false;
       } else if (!given.is_ignored(i) && !same_constant(given.stack[i], args_[i])) {
         return false;
       }

@@ -41,7 +41,7 @@ int64_t save_of(const Packing& packing, py::handle engine, PyObject* version, Py
 
 py::object pack(const Packing& packing, py::handle engine, const at::Tensor& t) {
   const py::object python = py::none();
-  if (t.is_inference()) return python;
+  if (t.is_inference() || t.is_nested()) return python;
   PyObject* const position = cursor_slots.position.get(packing.cursor.ptr());
   const auto keep = [&] {
     return kept(t, py::reinterpret_steal<py::object>(PyTuple_Pack(2, packing.names.ptr(), position)));

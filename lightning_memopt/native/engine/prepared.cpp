@@ -7,6 +7,7 @@
 #include <torch/csrc/MemoryFormat.h>
 
 #include <algorithm>
+#include <cstring>
 
 #include "objects.h"
 
@@ -70,15 +71,6 @@ std::optional<IValue> numbers(PyObject* list, TypeKind kind, T (*read)(const IVa
   return IValue(std::move(made));
 }
 
-// A number in the place of a tensor, as torch passes it on.
-std::optional<IValue> number_as_tensor(PyObject* value) {
-  const auto read = number(value, TypeKind::NumberType);
-  if (!read) return std::nullopt;
-  at::Tensor made = c10::scalar_to_tensor(read->toScalar());
-  made.unsafeGetTensorImpl()->set_wrapped_number(true);
-  return IValue(std::move(made));
-}
-
 bool is_generator(const c10::Type& type) {
   return type.kind() == TypeKind::OptionalType
       ? is_generator(*type.expectRef<c10::OptionalType>().getElementType())
@@ -104,7 +96,7 @@ class Reader {
     switch (type->kind()) {
       case TypeKind::TensorType:
         if (value == Py_None) return put(at, IValue());
-        if (PyFloat_Check(value) || PyLong_Check(value)) return put(at, number_as_tensor(value));
+        if (PyFloat_Check(value) || PyLong_Check(value)) return number_for_tensor(at, value);
         return tensor(at, -1, value) && put(at, IValue(at::Tensor()));
       case TypeKind::ListType:
         return (PyList_Check(value) || PyTuple_Check(value)) && put(at, list(at, value, *type->expectRef<c10::ListType>().getElementType()));
@@ -132,6 +124,12 @@ class Reader {
     if (!value) return false;
     to_->stack[at] = std::move(*value);
     return true;
+  }
+
+  bool number_for_tensor(size_t at, PyObject* value) {
+    const auto read = number(value, TypeKind::NumberType);
+    if (read) to_->numbers.push_back({at, read->toScalar()});
+    return read.has_value();
   }
 
   bool tensor(size_t at, int64_t element, PyObject* value) {
@@ -176,6 +174,27 @@ Prepared::~Prepared() {
 
 bool Prepared::is_ignored(size_t argument) const {
   return std::find(ignored.begin(), ignored.end(), argument) != ignored.end();
+}
+
+const Number* Prepared::number_at(size_t argument) const {
+  for (const Number& number : numbers)
+    if (number.argument == argument) return &number;
+  return nullptr;
+}
+
+at::Tensor Number::tensor() const {
+  at::Tensor made = c10::scalar_to_tensor(value);
+  made.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return made;
+}
+
+bool Number::is(const at::Tensor& t) const {
+  if (!t.defined() || t.dim() != 0 || !t.is_cpu() || !t.unsafeGetTensorImpl()->is_wrapped_number()) return false;
+  const void* const bits = t.const_data_ptr();
+  if (value.isBoolean()) return t.scalar_type() == at::kBool && *static_cast<const bool*>(bits) == value.toBool();
+  if (value.isIntegral(false)) return t.scalar_type() == at::kLong && *static_cast<const int64_t*>(bits) == value.toLong();
+  const double own = value.toDouble();
+  return t.scalar_type() == at::kDouble && std::memcmp(bits, &own, sizeof own) == 0;
 }
 
 bool Window::is_all_of(const at::Tensor& base) const {

@@ -27,15 +27,26 @@ struct Input {
   Window window;
 };
 
+// A number in the place of a tensor. The tensor is made when the op runs: between, it would count as memory of the run.
+struct Number {
+  size_t argument;
+  at::Scalar value;
+
+  at::Tensor tensor() const;
+  bool is(const at::Tensor& t) const;
+};
+
 struct Prepared {
   c10::OperatorHandle op;
   std::vector<c10::IValue> stack;  // all arguments; no tensor where one of `inputs` comes
   std::vector<Input> inputs;
+  std::vector<Number> numbers;
   int64_t generator = -1;  // the argument that is a generator; -1: there is none
   std::vector<size_t> ignored;  // arguments that may be anything: `...` was given
 
   ~Prepared();
   bool is_ignored(size_t argument) const;
+  const Number* number_at(size_t argument) const;
 };
 
 // Prepares a call. Null, without an exception, if there is an argument that is not one of those below: numbers, strings, types,

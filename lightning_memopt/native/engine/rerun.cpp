@@ -183,6 +183,7 @@ int rerun(PyObject* call, PyObject* versions, PyObject* survives) {
       argument.toOptionalTensorList().set(input.element, std::move(t));
     }
   }
+  for (const Number& number : prepared->numbers) stack[number.argument] = number.tensor();
   c10::GradMode::set_enabled(call_slots.grad.get(call) == Py_True);
   run_op(*prepared, rng, &stack);
 

@@ -14,13 +14,14 @@ constexpr c10::DispatchKeySet kModes{c10::DispatchKey::Python, c10::DispatchKey:
 }  // namespace
 
 bool is_ordinary(const at::Tensor& t) {
-  if (!t.defined() || t.key_set().has(c10::DispatchKey::Python) || t.layout() != at::kStrided || !t.has_storage()) return false;
+  if (!t.defined() || t.key_set().has(c10::DispatchKey::Python) || t.is_nested()) return false;
+  if (t.layout() != at::kStrided || !t.has_storage()) return false;
   PyObject* const object = t.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj();
   return object == nullptr || THPVariable_CheckExact(object);
 }
 
 bool is_plain(const at::Tensor& t) {
-  return is_ordinary(t) && !t.is_quantized() && !t.is_nested() && !t.is_inference() && !t._is_zerotensor() && !t.is_meta();
+  return is_ordinary(t) && !t.is_quantized() && !t.is_inference() && !t._is_zerotensor() && !t.is_meta();
 }
 
 pybind11::object wrapped(const at::Tensor& t) { return pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(t)); }

@@ -5,7 +5,7 @@
 
 namespace memopt {
 
-// Whether it is an object of torch's own classes, and strided (`PLAIN` in record/tensors.py).
+// Whether it is an object of torch's own classes, strided and not nested (`PLAIN` in record/tensors.py).
 bool is_ordinary(const at::Tensor& t);
 // `is_plain` in record/tensors.py.
 bool is_plain(const at::Tensor& t);

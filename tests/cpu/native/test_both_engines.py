@@ -116,3 +116,75 @@ def test_planned_steps_are_the_same(observed: tuple[Graph, list[tuple[Life, ...]
             assert ours._replace(native_ops=0) == reference
     assert native[0].native_ops == 0, "templates are learned in the first step"
     assert native[-1].native_ops >= 0.7 * len(graph.forward)
+
+
+class Squares(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = (x * 2.0).sin().tanh()
+        y = y.to_padded_tensor(0.0) if y.is_nested else y
+        return (y.as_subclass(torch.Tensor) * self.weight).square().sum()
+
+
+class Named(torch.Tensor):
+    """A subclass without a dispatch of its own."""
+
+
+class Counted(torch.Tensor):
+    """A wrapper with a dispatch of its own, which counts the ops that it sees."""
+
+    seen: list[str] = []
+
+    @staticmethod
+    def __new__(cls, t: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, t.size(), strides=t.stride(), dtype=t.dtype)
+
+    def __init__(self, t: torch.Tensor) -> None:
+        self.t = t
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> torch.Tensor:
+        cls.seen.append(func._name)
+        return func(*(a.t if isinstance(a, Counted) else a for a in args), **(kwargs or {}))
+
+
+ODD = {
+    "nested": lambda x: torch.nested.nested_tensor([x[0], x[1, :1]]),
+    "subclass": lambda x: x.as_subclass(Named),
+    "wrapper": Counted,
+    "conjugate": lambda x: torch.complex(x, x).conj().imag,
+    "another type": lambda x: x.double(),
+    "transposed": lambda x: x.mT.contiguous().mT,
+    "expanded": lambda x: x[:1].expand_as(x),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_batch_that_is_not_as_the_templates_say(name: str) -> None:
+    """Steps with such a batch, between ordinary ones: what the plain model gives."""
+    torch.manual_seed(0)
+    model, x = Squares(), torch.randn(2, 3, 4)
+    observation = Observation(model, [], torch.device("cpu"), None, verify=True, meter=False)
+    with observation.begin_round((x,)):
+        loss = model(x)
+    observation.forward_ended()
+    loss.backward()
+    graph = observation.finish()
+    assert graph is not None
+    learned = Learned(Program(graph, planner.solve(graph).candidates[0].lives))
+    for batch in (x, x, ODD[name](x), x):
+        model.zero_grad()
+        plain = model(batch)
+        plain.backward()
+        expected = model.weight.grad.clone()
+        seen, Counted.seen = Counted.seen, []
+        model.zero_grad()
+        with PlannedRecording(PlannedEngine(learned), model):
+            loss = model(batch)
+        loss.backward()
+        assert torch.equal(loss, plain) and torch.equal(model.weight.grad, expected)
+        assert not seen or Counted.seen == seen
+        Counted.seen = []

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from lightning_memopt.cxx import BuildError
-from lightning_memopt.native import engine
+from lightning_memopt.native import counter, engine
 from lightning_memopt.record import Call, StorageVersion, Tape, View
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.runtime import install_native
 from lightning_memopt.runtime.engine import native, rebuild
 from lightning_memopt.runtime.engine.holding import Holding
+from lightning_memopt.trace import count_all
 
 aten = torch.ops.aten
 
@@ -231,3 +232,15 @@ def test_a_module_that_does_not_know_the_objects_is_not_used(module: Any, monkey
         with pytest.raises(BuildError, match=r"does not know this engine's objects .*Other.* has no slot version"):
             native._prepare(module)
     native._prepare(module)
+
+
+def test_prepared_calls_have_no_memory_of_torch(module: Any) -> None:
+    """Numbers in the place of tensors become tensors only while the call runs: a budget counts all bytes that live longer."""
+    count_all(print)
+    counts = counter()
+    if counts is None:
+        pytest.skip("bytes are counted by the native counter, which is not there")
+    call, _ = recorded(CASES["in place, a window"])
+    before = counts.live_nbytes
+    kept = [rebuild.prepared(call, False) for _ in range(100)]
+    assert None not in kept and counts.live_nbytes == before

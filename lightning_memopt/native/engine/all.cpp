@@ -1,0 +1,10 @@
+// The whole module as one unit: torch's headers take longer to read than everything else to compile.
+#include "interpreter.cpp"
+#include "making.cpp"
+#include "matching.cpp"
+#include "module.cpp"
+#include "objects.cpp"
+#include "packing.cpp"
+#include "prepared.cpp"
+#include "rerun.cpp"
+#include "tensors.cpp"
