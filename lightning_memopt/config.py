@@ -51,8 +51,8 @@ class MemOptConfig:
             force if none keeps the budget.
         plan: path of a plan file, which is in force from the first step: nothing is observed or solved.
         pool: `"planned"`: tensors of a planned step get addresses in one arena, which are planned from the requests of the step
-            before (CPU only; elsewhere one line says so). What differs from them is served by the ordinary allocator, and
-            counted. None: the ordinary allocator serves all.
+            before (on CUDA: planned for each stream, not yet tried on a GPU). What differs from them is served by the ordinary
+            allocator, and counted. None: the ordinary allocator serves all.
         compile: compile the model's repeated blocks with `torch.compile` (Inductor) while the run lasts, or the whole model if
             it has none; a model that is compiled already stays as it is. Compiled code rounds otherwise than eager code.
         verify: compare rebuilt tensors bit by bit with the originals in observed steps, and by checksum in the first planned
