@@ -185,17 +185,6 @@ void note(
   }
 }
 
-std::vector<at::Tensor> results_of(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
-  std::vector<at::Tensor> tensors;
-  for (const IValue& value : torch::jit::last(stack, op.schema().returns().size()))
-    if (value.isTensor()) {
-      if (value.toTensor().defined()) tensors.push_back(value.toTensor());
-    } else if (value.isTensorList()) {
-      for (const IValue& each : value.toListRef()) tensors.push_back(each.toTensor());
-    }
-  return tensors;
-}
-
 bool has_subclass(c10::ArrayRef<IValue> args) {
   for (const IValue& value : args) {
     if (value.isTensor() && value.toTensor().defined() && value.toTensor().key_set().has(c10::DispatchKey::Python)) return true;
@@ -263,7 +252,7 @@ bool runs_locked(PyObject* matcher, const c10::OperatorHandle& op, torch::jit::S
     call_method(matcher, "overwrites", targets.back());
   }
   run(op, stack);
-  note(matcher, forward, expected, call, results_of(op, *stack), comparison.startable);
+  note(matcher, forward, expected, call, tensors_in(torch::jit::last(*stack, op.schema().returns().size())), comparison.startable);
   for (size_t i = 0; i < targets.size(); ++i)
     call_method(matcher, "overwritten", targets[i], call, py::bool_(comparison.startable), expected.mutates[i].tensor);
   advanced();

@@ -17,6 +17,7 @@
 
 #include "objects.h"
 #include "prepared.h"
+#include "tensors.h"
 
 namespace memopt {
 
@@ -124,18 +125,6 @@ void run_op(const Prepared& prepared, PyObject* rng, std::vector<IValue>* stack)
   call_boxed(prepared.op, stack);
 }
 
-// The results that are tensors, in their order.
-std::vector<at::Tensor> tensors_in(std::vector<IValue> results) {
-  std::vector<at::Tensor> tensors;
-  for (IValue& result : results)
-    if (result.isTensor()) {
-      if (result.toTensor().defined()) tensors.push_back(std::move(result).toTensor());
-    } else if (result.isTensorList()) {
-      for (at::Tensor t : result.toTensorList()) tensors.push_back(std::move(t));
-    }
-  return tensors;
-}
-
 }  // namespace
 
 int rerun(PyObject* call, PyObject* versions, PyObject* survives) {
@@ -187,7 +176,7 @@ int rerun(PyObject* call, PyObject* versions, PyObject* survives) {
   c10::GradMode::set_enabled(call_slots.grad.get(call) == Py_True);
   run_op(*prepared, rng, &stack);
 
-  const auto results = tensors_in(std::move(stack));
+  const auto results = tensors_in(stack);
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(made); ++i) {
     PyObject* const pair = PyTuple_GET_ITEM(made, i);
     PyObject* const holding = holding_of(versions, PyTuple_GET_ITEM(pair, 1));

@@ -24,6 +24,17 @@ bool is_plain(const at::Tensor& t) {
   return is_ordinary(t) && !t.is_quantized() && !t.is_inference() && !t._is_zerotensor() && !t.is_meta();
 }
 
+std::vector<at::Tensor> tensors_in(c10::ArrayRef<c10::IValue> results) {
+  std::vector<at::Tensor> tensors;
+  for (const c10::IValue& result : results)
+    if (result.isTensor()) {
+      if (result.toTensor().defined()) tensors.push_back(result.toTensor());
+    } else if (result.isTensorList()) {
+      for (const c10::IValue& each : result.toListRef()) tensors.push_back(each.toTensor());
+    }
+  return tensors;
+}
+
 pybind11::object wrapped(const at::Tensor& t) { return pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(t)); }
 
 pybind11::object wrapped(c10::Device device) {

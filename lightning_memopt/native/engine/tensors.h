@@ -1,7 +1,10 @@
 // Which tensors the engine handles (record/tensors.py), and Python objects for tensors.
 #pragma once
 #include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
 #include <pybind11/pybind11.h>
+
+#include <vector>
 
 namespace memopt {
 
@@ -9,6 +12,9 @@ namespace memopt {
 bool is_ordinary(const at::Tensor& t);
 // `is_plain` in record/tensors.py.
 bool is_plain(const at::Tensor& t);
+
+// The tensors among the results of an op, in their order (`tensors_in`).
+std::vector<at::Tensor> tensors_in(c10::ArrayRef<c10::IValue> results);
 
 pybind11::object wrapped(const at::Tensor& t);
 pybind11::object wrapped(c10::Device device);
