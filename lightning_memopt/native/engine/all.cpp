@@ -1,4 +1,5 @@
 // The whole module as one unit: torch's headers take longer to read than everything else to compile.
+#include "backward.cpp"
 #include "interpreter.cpp"
 #include "making.cpp"
 #include "matching.cpp"
@@ -8,3 +9,5 @@
 #include "prepared.cpp"
 #include "rerun.cpp"
 #include "tensors.cpp"
+#include "values.cpp"
+#include "writing.cpp"

@@ -89,7 +89,7 @@ void hold(PyObject* holding, const at::Tensor& t) {
 
 bool is_current(PyObject* version, const at::Tensor& t) {
   const int64_t counter = PyLong_AsLongLong(version_slots.counter.get(version)), now = t._version();
-  if (counter == now) return true;
+  if (counter == now || counter == constants.unshared) return true;
   PyObject* const in_op = version_slots.counter_in_op.get(version);
   if (counter != constants.unknown || (in_op != Py_None && now > PyLong_AsLongLong(in_op) + 1)) return false;
   PyObject* const holding = version_slots.holding.get(version);

@@ -13,6 +13,7 @@
 #include "making.h"
 #include "objects.h"
 #include "tensors.h"
+#include "writing.h"
 
 namespace memopt {
 
@@ -22,12 +23,6 @@ namespace {
 
 namespace py = pybind11;
 using c10::IValue;
-
-// No Python code may be run while this holds references to entries of a dictionary.
-PyObject* at_address(const Forward& forward, const at::Tensor& t) {
-  const auto address = py::reinterpret_steal<py::object>(PyLong_FromVoidPtr(t.storage().unsafeGetStorageImpl()));
-  return PyDict_GetItemWithError(forward.of_storage.ptr(), address.ptr());
-}
 
 template <typename List>
 bool same_elements(const List& a, const List& b) {
@@ -151,7 +146,19 @@ class Comparison {
   c10::ArrayRef<IValue> args_;
 };
 
-bool contains(const py::object& set, const py::object& tensor) { return PySet_Contains(set.ptr(), tensor.ptr()) == 1; }
+// Holds a result where the plan holds it from its birth (`PlannedHoldings.hold`).
+void hold_as_planned(PyObject* matcher, const Forward& forward, const Template& expected, const at::Tensor& t, const py::object& version) {
+  PyObject* const holding = version_slots.holding.get(version.ptr());
+  const auto tensor = py::reinterpret_borrow<py::object>(holding_slots.tensor.get(holding));
+  if (!has(forward.holds.ptr(), tensor.ptr())) return;
+  if (expected.empty || has(forward.unsaved.ptr(), tensor.ptr())) {
+    call_method(matcher, "holds", wrapped(t), version);
+    return;
+  }
+  hold(holding, t);
+  if (is_none(version_slots.call, version.ptr())) holding_slots.reachable.set(holding, Py_NewRef(Py_True));
+  PySet_Add(forward.active.ptr(), tensor.ptr());
+}
 
 // Notes the results of an op that was as its template says.
 void note(
@@ -164,24 +171,30 @@ void note(
       continue;
     }
     const at::Tensor& t = results[as.index];
-    const bool sized = static_cast<int64_t>(t.storage().nbytes()) == as.nbytes || contains(forward.sized_by_data, as.tensor);
+    const bool sized = static_cast<int64_t>(t.storage().nbytes()) == as.nbytes || has(forward.sized_by_data.ptr(), as.tensor.ptr());
     if (!sized || at_address(forward, t) != nullptr) {
       call_method(matcher, "unforeseen", wrapped(t), as.tensor);
       continue;
     }
     PyObject* const origin = expected.empty ? constants.empty : constants.recorded;
     const py::object version = version_of(t, {as.tensor, as.index, call, origin, expected.why, reachable}, forward.weak);
-    PyDict_SetItem(forward.of_storage.ptr(), version_slots.weak.get(version.ptr()), version.ptr());  // the reference is the address
-    PyDict_SetItem(forward.versions.ptr(), as.tensor.ptr(), version.ptr());
-    if (!contains(forward.holds, as.tensor)) continue;
-    if (expected.empty || contains(forward.unsaved, as.tensor)) {
-      call_method(matcher, "holds", wrapped(t), version);
-      continue;
-    }
-    PyObject* const holding = version_slots.holding.get(version.ptr());
-    hold(holding, t);  // `PlannedHoldings.hold`
-    if (call.is_none()) holding_slots.reachable.set(holding, Py_NewRef(Py_True));
-    PySet_Add(forward.active.ptr(), as.tensor.ptr());
+    add(forward, version);
+    hold_as_planned(matcher, forward, expected, t, version);
+  }
+  for (const at::Tensor& t : expected.unshared ? results : std::vector<at::Tensor>())
+    if (PyObject* const version = at_address(forward, t))
+      version_slots.counter.set(version, PyLong_FromLongLong(constants.unshared));
+}
+
+// Notes that the op has written to `t`.
+void note_written(
+    PyObject* matcher, const Forward& forward, const Template& expected, const at::Tensor& t, const py::object& tensor,
+    const py::object& call, bool startable) {
+  const py::object version = overwritten(forward, t, call, startable, tensor);
+  if (version) {
+    hold_as_planned(matcher, forward, expected, t, version);
+  } else {
+    call_method(matcher, "overwritten", wrapped(t), call, py::bool_(startable), tensor);
   }
 }
 
@@ -246,20 +259,31 @@ bool runs_locked(PyObject* matcher, const c10::OperatorHandle& op, torch::jit::S
   Comparison comparison(matcher, forward, expected, args);
   if (!comparison.fits()) return false;
   const py::object call = expected.random ? with_state(matcher, expected, args) : expected.call;
-  std::vector<py::object> targets;
+  std::vector<at::Tensor> targets;
   for (const auto& written : expected.mutates) {
-    targets.push_back(wrapped(args[written.argument].toTensor()));
-    call_method(matcher, "overwrites", targets.back());
+    targets.push_back(args[written.argument].toTensor());
+    if (!overwrites(forward, targets.back())) call_method(matcher, "overwrites", wrapped(targets.back()));
   }
   run(op, stack);
   note(matcher, forward, expected, call, tensors_in(torch::jit::last(*stack, op.schema().returns().size())), comparison.startable);
   for (size_t i = 0; i < targets.size(); ++i)
-    call_method(matcher, "overwritten", targets[i], call, py::bool_(comparison.startable), expected.mutates[i].tensor);
+    note_written(matcher, forward, expected, targets[i], expected.mutates[i].tensor, call, comparison.startable);
   advanced();
   return true;
 }
 
 }  // namespace
+
+PyObject* at_address(const Forward& forward, const at::Tensor& t) {
+  const auto address = py::reinterpret_steal<py::object>(PyLong_FromVoidPtr(t.storage().unsafeGetStorageImpl()));
+  return PyDict_GetItemWithError(forward.of_storage.ptr(), address.ptr());
+}
+
+void add(const Forward& forward, const py::object& version) {
+  PyObject* const v = version.ptr();
+  PyDict_SetItem(forward.of_storage.ptr(), version_slots.weak.get(v), v);  // the weak reference is the address
+  PyDict_SetItem(forward.versions.ptr(), version_slots.id.get(v), v);
+}
 
 std::unique_ptr<Template> template_of(PyObject* python, PyObject* args, PyObject* kwargs) {
   const auto& slots = template_slots;
@@ -271,6 +295,7 @@ std::unique_ptr<Template> template_of(PyObject* python, PyObject* args, PyObject
   made->grad = is_true(slots.grad, python);
   made->empty = is_true(slots.empty, python);
   made->random = is_true(slots.random, python);
+  made->unshared = is_true(slots.unshared, python);
   made->call = py::reinterpret_borrow<py::object>(slots.call.get(python));
   made->why = py::reinterpret_borrow<py::object>(slots.why.get(python));
   for (const py::handle result : py::reinterpret_borrow<py::tuple>(slots.made.get(python))) {

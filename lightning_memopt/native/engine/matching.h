@@ -25,6 +25,7 @@ struct Template {
   std::unique_ptr<Prepared> given;  // the arguments
   bool compared;                    // whether the arguments matter
   bool grad, empty, random;
+  bool unshared;                    // the results, which are views, have version counters of their own
   pybind11::object call, why;
   std::vector<Made> made;
   std::vector<Written> mutates;
@@ -37,9 +38,16 @@ std::unique_ptr<Template> template_of(PyObject* python, PyObject* args, PyObject
 // What the matcher of one forward works on; no reference to the matcher itself.
 struct Forward {
   pybind11::dict of_storage, versions;
-  pybind11::list weak;  // the tape's weak references to storages
+  pybind11::list weak;    // the tape's weak references to storages
+  pybind11::dict beneath;  // versions that changed unseen
+  pybind11::list unread;   // versions whose counters are to be read
   pybind11::object cursor, holds, unsaved, active, sized_by_data;
 };
+
+// The version that a tensor is on; null if there is none. Borrowed: no Python code may run while it is in use.
+PyObject* at_address(const Forward& forward, const at::Tensor& t);
+// Its storage is on this version from now on.
+void add(const Forward& forward, const pybind11::object& version);
 
 // How many ops of planned forwards were run here, and how many were left to Python, in this process.
 extern int64_t native_ops, python_ops;

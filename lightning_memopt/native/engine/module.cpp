@@ -3,12 +3,14 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "backward.h"
 #include "interpreter.h"
 #include "matching.h"
 #include "objects.h"
 #include "packing.h"
 #include "prepared.h"
 #include "rerun.h"
+#include "values.h"
 
 namespace memopt {
 namespace {
@@ -20,7 +22,7 @@ PyObject* capsule(std::unique_ptr<T> owned) {
   return PyCapsule_New(owned.release(), nullptr, forget);
 }
 
-// know(objects, in_order, current_stream): the classes whose slots are read, constants, and two functions, see rerun.h.
+// know(objects, in_order, current_stream): the classes whose slots are read, constants, and two functions, see values.h.
 PyObject* know_objects(PyObject*, PyObject* args) {
   PyObject* objects;
   if (!PyArg_ParseTuple(args, "O!OO", &PyDict_Type, &objects, &in_order, &current_stream)) return nullptr;
@@ -44,8 +46,9 @@ PyObject* prepare_call(PyObject*, PyObject* args) {
 PyObject* run_call(PyObject*, PyObject* const* args, Py_ssize_t n) {
   HANDLE_TH_ERRORS
   if (n != 3) return PyErr_Format(PyExc_TypeError, "run takes 3 arguments, got %zd", n);
-  const int ran = rerun(args[0], args[1], args[2]);
-  return ran < 0 ? nullptr : PyBool_FromLong(ran);
+  const pybind11::handle survives = args[2];
+  const auto stays = [&](PyObject* version) { return survives(pybind11::handle(version)).cast<bool>(); };
+  return PyBool_FromLong(rerun(args[0], args[1], stays));
   END_HANDLE_TH_ERRORS
 }
 
@@ -58,12 +61,14 @@ PyObject* make_template(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// forward(of_storage, versions, weak, cursor, holds, unsaved, active, sized_by_data): an object for the slot `native` of a matcher.
+// forward(of_storage, versions, weak, beneath, unread, cursor, holds, unsaved, active, sized_by_data): an object for the slot
+// `native` of a matcher.
 PyObject* make_forward(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   const auto all = pybind11::reinterpret_borrow<pybind11::tuple>(args);
-  if (all.size() != 8) return PyErr_Format(PyExc_TypeError, "forward takes 8 arguments, got %zd", all.size());
-  return capsule(std::unique_ptr<Forward>(new Forward{all[0], all[1], all[2], all[3], all[4], all[5], all[6], all[7]}));
+  if (all.size() != 10) return PyErr_Format(PyExc_TypeError, "forward takes 10 arguments, got %zd", all.size());
+  return capsule(std::unique_ptr<Forward>(
+      new Forward{all[0], all[1], all[2], all[3], all[4], all[5], all[6], all[7], all[8], all[9]}));
   END_HANDLE_TH_ERRORS
 }
 
@@ -83,6 +88,57 @@ PyObject* pack_tensor(PyObject*, PyObject* const* args, Py_ssize_t n) {
   if (n != 3 || !THPVariable_Check(args[2])) return PyErr_Format(PyExc_TypeError, "pack takes a packing, an engine and a tensor");
   const auto* packing = static_cast<Packing*>(PyCapsule_GetPointer(args[0], nullptr));
   return packing == nullptr ? nullptr : pack(*packing, args[1], THPVariable_Unpack(args[2])).release().ptr();
+  END_HANDLE_TH_ERRORS
+}
+
+// actions(events, segments, last_fetch): the plan's actions in backward, see `actions_of`.
+PyObject* make_actions(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  PyObject *events, *segments, *last_fetch;
+  if (!PyArg_ParseTuple(args, "OOO!", &events, &segments, &PyDict_Type, &last_fetch)) return nullptr;
+  return capsule(actions_of(events, segments, last_fetch));
+  END_HANDLE_TH_ERRORS
+}
+
+// backward(actions, versions, active, cursor, turns, guard, due, ran): the backward of one forward.
+PyObject* make_backward(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  const auto all = pybind11::reinterpret_borrow<pybind11::tuple>(args);
+  if (all.size() != 8) return PyErr_Format(PyExc_TypeError, "backward takes 8 arguments, got %zd", all.size());
+  const auto* actions = static_cast<Actions*>(PyCapsule_GetPointer(PyTuple_GET_ITEM(args, 0), nullptr));
+  if (actions == nullptr) return nullptr;
+  return capsule(std::unique_ptr<Backward>(
+      new Backward{all[0], *actions, all[1], all[2], all[3], all[4], all[5], all[6], all[7]}));
+  END_HANDLE_TH_ERRORS
+}
+
+const Backward* backward_in(PyObject* const* args, Py_ssize_t n) {
+  if (n != 3) throw pybind11::type_error("takes 3 arguments: a backward, an engine, and a handle or the number of a segment");
+  const auto* backward = static_cast<Backward*>(PyCapsule_GetPointer(args[0], nullptr));
+  if (backward == nullptr) throw pybind11::error_already_set();
+  return backward;
+}
+
+// request(backward, engine, handle): the tensor; None if Python must answer.
+PyObject* request_tensor(PyObject*, PyObject* const* args, Py_ssize_t n) {
+  HANDLE_TH_ERRORS
+  return request(*backward_in(args, n), args[1], args[2]).release().ptr();
+  END_HANDLE_TH_ERRORS
+}
+
+// released(backward, engine, handle): false if Python must be told.
+PyObject* release_handle(PyObject*, PyObject* const* args, Py_ssize_t n) {
+  HANDLE_TH_ERRORS
+  return PyBool_FromLong(released(*backward_in(args, n), args[1], args[2]));
+  END_HANDLE_TH_ERRORS
+}
+
+// perform(backward, engine, segment): runs a segment.
+PyObject* perform_segment(PyObject*, PyObject* const* args, Py_ssize_t n) {
+  HANDLE_TH_ERRORS
+  const Backward* const backward = backward_in(args, n);
+  perform(*backward, args[1], PyLong_AsSize_t(args[2]));
+  Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
 
@@ -107,6 +163,11 @@ PyMethodDef methods[] = {
     {"forward", make_forward, METH_VARARGS, nullptr},
     {"packing", make_packing, METH_VARARGS, nullptr},
     {"pack", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(pack_tensor)), METH_FASTCALL, nullptr},
+    {"actions", make_actions, METH_VARARGS, nullptr},
+    {"backward", make_backward, METH_VARARGS, nullptr},
+    {"request", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(request_tensor)), METH_FASTCALL, nullptr},
+    {"released", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(release_handle)), METH_FASTCALL, nullptr},
+    {"perform", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(perform_segment)), METH_FASTCALL, nullptr},
     {"begin", begin, METH_NOARGS, nullptr},
     {"end", end, METH_NOARGS, nullptr},
     {"counts", counts, METH_NOARGS, nullptr},

@@ -1,5 +1,6 @@
 #include "objects.h"
 
+#include <pybind11/pybind11.h>
 #include <structmember.h>
 
 #include <initializer_list>
@@ -16,6 +17,8 @@ TemplateSlots template_slots;
 MatcherSlots matcher_slots;
 CursorSlots cursor_slots;
 DeviationSlots deviation_slots;
+GuardSlots guard_slots;
+TurnsSlots turns_slots;
 Constants constants;
 
 bool Slot::find(PyObject* type, const char* name) {
@@ -54,6 +57,12 @@ bool find(PyObject* objects, const char* name, PyObject** type, std::initializer
 
 }  // namespace
 
+bool has(PyObject* container, PyObject* key) {
+  const int answer = PySequence_Contains(container, key);
+  if (answer < 0) throw pybind11::error_already_set();
+  return answer == 1;
+}
+
 #define FIELD(slots, name) {#name, &slots.name}
 
 bool know(PyObject* objects) {
@@ -66,12 +75,14 @@ bool know(PyObject* objects) {
   auto& t = template_slots;
   auto& m = matcher_slots;
   auto& p = cursor_slots;
-  PyObject* unknown = nullptr;
+  auto& d = deviation_slots;
+  auto& g = guard_slots;
+  PyObject *unknown = nullptr, *unshared = nullptr;
   const bool complete =
       find(objects, "View", &w.type,
            {FIELD(w, version), FIELD(w, size), FIELD(w, stride), FIELD(w, offset), FIELD(w, dtype), FIELD(w, conj), FIELD(w, neg)}) &&
       find(objects, "Call", &c.type,
-           {FIELD(c, prepared), FIELD(c, reads), FIELD(c, grad), FIELD(c, rng), FIELD(c, made), FIELD(c, mutates)}) &&
+           {FIELD(c, op), FIELD(c, prepared), FIELD(c, reads), FIELD(c, grad), FIELD(c, rng), FIELD(c, made), FIELD(c, mutates)}) &&
       find(objects, "StorageVersion", &v.type,
            {FIELD(v, id), FIELD(v, nbytes), FIELD(v, device), FIELD(v, weak), FIELD(v, origin), FIELD(v, call), FIELD(v, index),
             FIELD(v, counter), FIELD(v, counter_in_op), FIELD(v, next), FIELD(v, parameter), FIELD(v, exposed), FIELD(v, read),
@@ -85,14 +96,20 @@ bool know(PyObject* objects) {
             FIELD(a, engine)}) &&
       find(objects, "Template", &t.type,
            {FIELD(t, native), FIELD(t, func), FIELD(t, nested), FIELD(t, kwargs), FIELD(t, grad), FIELD(t, call), FIELD(t, random), FIELD(t, made),
-            FIELD(t, mutates), FIELD(t, empty), FIELD(t, why), FIELD(t, writes)}) &&
+            FIELD(t, mutates), FIELD(t, empty), FIELD(t, why), FIELD(t, writes), FIELD(t, unshared)}) &&
       find(objects, "Matcher", &m.type, {FIELD(m, native), FIELD(m, templates), FIELD(m, capturing)}) &&
-      find(objects, "Cursor", &p.type, {FIELD(p, position), FIELD(p, lost), FIELD(p, fence), FIELD(p, deviation)}) &&
-      find(objects, "PlanDeviation", &deviation_slots.type, {{"first", &deviation_slots.first}}) &&
+      find(objects, "Cursor", &p.type, {FIELD(p, position), FIELD(p, lost), FIELD(p, point), FIELD(p, fence), FIELD(p, deviation)}) &&
+      find(objects, "PlanDeviation", &d.type, {FIELD(d, first), FIELD(d, out_of_order)}) &&
+      find(objects, "Guard", &g.type, {FIELD(g, stands), FIELD(g, until)}) &&
+      find(objects, "Turns", &turns_slots.type, {FIELD(turns_slots, next)}) &&
       take(objects, "RECORDED", &constants.recorded) && take(objects, "EMPTY", &constants.empty) &&
       take(objects, "EXTERNAL", &constants.external) && take(objects, "NO_CLAIM", &constants.no_claim) &&
-      take(objects, "UNKNOWN", &unknown);
-  if (complete) constants.unknown = PyLong_AsLongLong(unknown);
+      take(objects, "POSSIBLE_CLAIM", &constants.possible_claim) && take(objects, "UNKNOWN", &unknown) &&
+      take(objects, "UNSHARED", &unshared);
+  if (complete) {
+    constants.unknown = PyLong_AsLongLong(unknown);
+    constants.unshared = PyLong_AsLongLong(unshared);
+  }
   return complete && !PyErr_Occurred();
 }
 

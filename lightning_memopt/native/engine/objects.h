@@ -32,7 +32,7 @@ struct ViewSlots {
 };
 struct CallSlots {
   PyObject* type;
-  Slot prepared, reads, grad, rng, made, mutates;
+  Slot op, prepared, reads, grad, rng, made, mutates;
 };
 struct VersionSlots {
   PyObject* type;
@@ -52,7 +52,7 @@ struct HandleSlots {
 };
 struct TemplateSlots {
   PyObject* type;
-  Slot native, func, nested, kwargs, grad, call, random, made, mutates, empty, why, writes;
+  Slot native, func, nested, kwargs, grad, call, random, made, mutates, empty, why, writes, unshared;
 };
 struct MatcherSlots {
   PyObject* type;
@@ -60,17 +60,25 @@ struct MatcherSlots {
 };
 struct CursorSlots {
   PyObject* type;
-  Slot position, lost, fence, deviation;
+  Slot position, lost, point, fence, deviation;
 };
 struct DeviationSlots {
   PyObject* type;
-  Slot first;
+  Slot first, out_of_order;
+};
+struct GuardSlots {
+  PyObject* type;
+  Slot stands, until;
+};
+struct TurnsSlots {
+  PyObject* type;
+  Slot next;
 };
 // Values that the Python engine gives a meaning to.
 struct Constants {
   PyObject *recorded, *empty, *external;  // of `Origin`
-  PyObject* no_claim;                     // `Claim.NONE`
-  int64_t unknown;                        // a counter
+  PyObject *no_claim, *possible_claim;    // of `Claim`
+  int64_t unknown, unshared;              // counters
 };
 
 extern ViewSlots view_slots;
@@ -83,7 +91,12 @@ extern TemplateSlots template_slots;
 extern MatcherSlots matcher_slots;
 extern CursorSlots cursor_slots;
 extern DeviationSlots deviation_slots;
+extern GuardSlots guard_slots;
+extern TurnsSlots turns_slots;
 extern Constants constants;
+
+// Whether a set or a dictionary has this key.
+bool has(PyObject* container, PyObject* key);
 
 // Finds all slots. `objects`: a dictionary with the classes and constants by name. Returns false with an exception if one is
 // missing, or has no such slot.

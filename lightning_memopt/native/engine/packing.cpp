@@ -13,12 +13,6 @@ namespace py = pybind11;
 
 constexpr int64_t kBefore = -1;  // `BEFORE` in graph: the save is none of the plan's
 
-bool has(const py::object& set, PyObject* tensor) {
-  const int answer = PySequence_Contains(set.ptr(), tensor);
-  if (answer < 0) throw py::error_already_set();
-  return answer == 1;
-}
-
 // `save_of` in planned.py, for a version that stands in for no other tensor.
 int64_t save_of(const Packing& packing, py::handle engine, PyObject* version, PyObject* tensor, PyObject* position) {
   const auto here = py::reinterpret_steal<py::object>(PyTuple_Pack(2, tensor, position));
@@ -27,13 +21,13 @@ int64_t save_of(const Packing& packing, py::handle engine, PyObject* version, Py
   for (Py_ssize_t i = 0; saves != nullptr && i < PyList_GET_SIZE(saves); ++i) {
     PyObject* const save = PyList_GET_ITEM(saves, i);
     const int64_t number = PyLong_AsLongLong(save);
-    if ((first == kBefore || number < first) && !has(packing.labels, save)) first = number;
+    if ((first == kBefore || number < first) && !has(packing.labels.ptr(), save)) first = number;
   }
   if (first != kBefore) {
     PySet_Add(packing.labels.ptr(), py::int_(first).ptr());
     return first;
   }
-  if (!has(packing.packs, tensor)) return kBefore;
+  if (!has(packing.packs.ptr(), tensor)) return kBefore;
   return engine.attr("save_of")(py::handle(version)).cast<int64_t>();
 }
 
@@ -56,14 +50,14 @@ py::object pack(const Packing& packing, py::handle engine, const at::Tensor& t) 
   const bool external = version_slots.origin.get(v) == constants.external;
   if (PyDict_GET_SIZE(packing.stands.ptr()) > 0 || !is_current(v, t)) return python;
   if (tensor == Py_None) return external ? keep() : python;
-  if (has(packing.parked, tensor) || has(packing.outdated, tensor)) return python;
+  if (has(packing.parked.ptr(), tensor) || has(packing.outdated.ptr(), tensor)) return python;
 
   const int64_t save = save_of(packing, engine, v, tensor, position);
   const bool is_parked = holding_slots.parked.get(holding) != Py_None;
-  if (external || version_slots.next.get(v) != Py_None || !has(packing.tracked, tensor)) return keep();
+  if (external || version_slots.next.get(v) != Py_None || !has(packing.tracked.ptr(), tensor)) return keep();
   if (save == kBefore && !is_parked) return keep();
   const bool can_be_rebuilt = version_slots.call.get(v) != Py_None && holding_slots.reachable.get(holding) == Py_True;
-  if (holding_slots.value.get(holding) == Py_None && !is_parked && !(can_be_rebuilt && has(packing.unkept, tensor))) return keep();
+  if (holding_slots.value.get(holding) == Py_None && !is_parked && !(can_be_rebuilt && has(packing.unkept.ptr(), tensor))) return keep();
   py::object made = handle(t, engine, save, v);
   PySet_Add(packing.packed.ptr(), py::int_(save).ptr());
   return made;

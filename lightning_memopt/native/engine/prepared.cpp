@@ -35,20 +35,6 @@ bool integers(PyObject* values, c10::DimVector* to) {
   return true;
 }
 
-std::optional<Window> window(PyObject* view) {
-  Window made;
-  const auto offset = integer(view_slots.offset.get(view));
-  PyObject* const dtype = view_slots.dtype.get(view);
-  const bool plain = view_slots.conj.get(view) == Py_False && view_slots.neg.get(view) == Py_False;
-  if (!plain || !offset || !THPDtype_Check(dtype)) return std::nullopt;
-  if (!integers(view_slots.size.get(view), &made.size) || !integers(view_slots.stride.get(view), &made.stride))
-    return std::nullopt;
-  made.offset = *offset;
-  made.dtype = c10::scalarTypeToTypeMeta(reinterpret_cast<THPDtype*>(dtype)->scalar_type);
-  made.version = view_slots.version.get(view);
-  return made;
-}
-
 // A number, as an argument of any numeric type takes it. A bool is no number of an integral argument.
 std::optional<IValue> number(PyObject* value, TypeKind kind) {
   if (kind == TypeKind::BoolType) return PyBool_Check(value) ? std::optional<IValue>(value == Py_True) : std::nullopt;
@@ -134,7 +120,7 @@ class Reader {
 
   bool tensor(size_t at, int64_t element, PyObject* value) {
     if (Py_TYPE(value) != reinterpret_cast<PyTypeObject*>(view_slots.type)) return false;
-    auto seen = window(value);
+    auto seen = window_of(value);
     if (!seen) return false;
     Py_INCREF(seen->version);
     to_->inputs.push_back({at, element, std::move(*seen)});
@@ -167,6 +153,20 @@ class Reader {
 };
 
 }  // namespace
+
+std::optional<Window> window_of(PyObject* view) {
+  Window made;
+  const auto offset = integer(view_slots.offset.get(view));
+  PyObject* const dtype = view_slots.dtype.get(view);
+  const bool plain = view_slots.conj.get(view) == Py_False && view_slots.neg.get(view) == Py_False;
+  if (!plain || !offset || !THPDtype_Check(dtype)) return std::nullopt;
+  if (!integers(view_slots.size.get(view), &made.size) || !integers(view_slots.stride.get(view), &made.stride))
+    return std::nullopt;
+  made.offset = *offset;
+  made.dtype = c10::scalarTypeToTypeMeta(reinterpret_cast<THPDtype*>(dtype)->scalar_type);
+  made.version = view_slots.version.get(view);
+  return made;
+}
 
 Prepared::~Prepared() {
   for (const Input& input : inputs) Py_DECREF(input.window.version);

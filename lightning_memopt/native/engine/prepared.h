@@ -21,6 +21,9 @@ struct Window {
   at::Tensor on(const at::Tensor& base) const;
 };
 
+// The window of a Python `View`; none if it is conjugate or negative. It borrows the version's id.
+std::optional<Window> window_of(PyObject* view);
+
 struct Input {
   size_t argument;
   int64_t element;  // of a list of tensors; -1: the argument is the tensor

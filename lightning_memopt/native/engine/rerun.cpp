@@ -4,11 +4,8 @@
 #include <ATen/Context.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/Generator.h>
-#include <torch/csrc/Stream.h>
 #include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/utils/object_ptr.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <mutex>
@@ -18,11 +15,9 @@
 #include "objects.h"
 #include "prepared.h"
 #include "tensors.h"
+#include "values.h"
 
 namespace memopt {
-
-PyObject *in_order, *current_stream;
-
 namespace {
 
 using c10::IValue;
@@ -34,33 +29,15 @@ struct Overwritten {
 };
 
 // The holding of a version; null if the tape has no version with this id.
-PyObject* holding_of(PyObject* versions, PyObject* id) {
-  PyObject* const version = PyDict_GetItemWithError(versions, id);
+PyObject* holding_with(PyObject* versions, PyObject* id) {
+  PyObject* const version = version_with(versions, id);
   return version == nullptr ? nullptr : version_slots.holding.get(version);
 }
 
-// Its value, as the class `Holding` has it; null if there is none, or if it is not an ordinary tensor.
-const at::Tensor* value_of(PyObject* holding) {
-  PyObject* const value = holding == nullptr ? nullptr : holding_slots.value.get(holding);
-  if (value == nullptr || !THPVariable_CheckExact(value)) return nullptr;
-  const at::Tensor& t = THPVariable_Unpack(value);
-  const bool plain = t.has_storage() && t.layout() == at::kStrided && !t.is_conj() && !t.is_neg();
-  return plain ? &t : nullptr;
-}
-
-c10::Stream stream_of(c10::Device device) { return c10::impl::VirtualGuardImpl(device.type()).getStream(device); }
-
-bool is(PyObject* stream, const c10::Stream& other) {
-  if (!THPStream_Check(stream)) return false;
-  const auto& seen = *reinterpret_cast<THPStream*>(stream);
-  return seen.stream_id == other.id() && seen.device_index == other.device_index();
-}
-
-// R11: the current stream comes after the value was made.
-bool put_in_order(PyObject* holding, const at::Tensor& value) {
-  if (value.is_cpu() || is(holding_slots.stream.get(holding), stream_of(value.device()))) return true;
-  THPObjectPtr done(PyObject_CallOneArg(in_order, holding));
-  return done.get() != nullptr;
+// The value of a version with this id; null if it has none.
+const at::Tensor* value_with(PyObject* versions, PyObject* id) {
+  PyObject* const holding = holding_with(versions, id);
+  return holding == nullptr ? nullptr : value_of(holding);
 }
 
 // A copy of the whole storage of a tensor, flat.
@@ -72,13 +49,10 @@ at::Tensor copy_of(const at::Tensor& t) {
 }
 
 // Holds a value that a rebuild made (`Holding.rebuilt`). `stream`: borrowed.
-bool hold(PyObject* holding, const at::Tensor& value, PyObject* stream) {
-  PyObject* const wrapped = THPVariable_Wrap(value);
-  if (wrapped == nullptr) return false;
-  holding_slots.value.set(holding, wrapped);
+void hold_rebuilt(PyObject* holding, const at::Tensor& value, PyObject* stream) {
+  holding_slots.value.set(holding, wrapped(value).release().ptr());
   holding_slots.expected.set(holding, PyLong_FromLong(value._version()));
   holding_slots.stream.set(holding, Py_NewRef(stream));
-  return true;
 }
 
 // A generator of its own with a state.
@@ -127,29 +101,27 @@ void run_op(const Prepared& prepared, PyObject* rng, std::vector<IValue>* stack)
 
 }  // namespace
 
-int rerun(PyObject* call, PyObject* versions, PyObject* survives) {
+bool rerun(PyObject* call, PyObject* versions, const std::function<bool(PyObject*)>& survives) {
   const auto* prepared = static_cast<Prepared*>(PyCapsule_GetPointer(call_slots.prepared.get(call), nullptr));
-  if (prepared == nullptr) return -1;
+  if (prepared == nullptr) throw pybind11::error_already_set();
   PyObject* const rng = call_slots.rng.get(call);
   PyObject* const reads = call_slots.reads.get(call);
   PyObject* const mutates = call_slots.mutates.get(call);
   PyObject* const made = call_slots.made.get(call);
-  if (!PyDict_CheckExact(versions) || (rng == Py_None && prepared->generator >= 0)) return 0;
+  if (!PyDict_CheckExact(versions) || (rng == Py_None && prepared->generator >= 0)) return false;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(reads); ++i)
-    if (value_of(holding_of(versions, PyTuple_GET_ITEM(reads, i))) == nullptr) return PyErr_Occurred() ? -1 : 0;
+    if (value_with(versions, PyTuple_GET_ITEM(reads, i)) == nullptr) return false;
 
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(reads); ++i) {
-    PyObject* const holding = holding_of(versions, PyTuple_GET_ITEM(reads, i));
-    if (!put_in_order(holding, *value_of(holding))) return -1;
+    PyObject* const holding = holding_with(versions, PyTuple_GET_ITEM(reads, i));
+    put_in_order(holding, *value_of(holding));
   }
   std::vector<Overwritten> overwritten;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(mutates); ++i) {
     PyObject* const pair = PyTuple_GET_ITEM(mutates, i);
     PyObject *const old_id = PyTuple_GET_ITEM(pair, 0), *const new_id = PyTuple_GET_ITEM(pair, 1);
     PyObject* const old = PyDict_GetItemWithError(versions, old_id);
-    THPObjectPtr answer(PyObject_CallOneArg(survives, old));
-    const int stays = answer.get() == nullptr ? -1 : PyObject_IsTrue(answer.get());
-    if (stays < 0) return -1;
+    const bool stays = survives(old);
     const at::Tensor& base = *value_of(version_slots.holding.get(old));
     overwritten.push_back({old_id, new_id, version_slots.holding.get(old), stays ? copy_of(base) : base});
   }
@@ -159,8 +131,8 @@ int rerun(PyObject* call, PyObject* versions, PyObject* survives) {
     const at::Tensor* base = nullptr;
     for (const Overwritten& each : overwritten)
       if (PyObject_RichCompareBool(each.old_id, input.window.version, Py_EQ)) base = &each.fresh;
-    if (base == nullptr) base = value_of(holding_of(versions, input.window.version));
-    if (base == nullptr) return PyErr_Occurred() ? -1 : 0;
+    if (base == nullptr) base = value_with(versions, input.window.version);
+    if (base == nullptr) return false;
     at::Tensor t = input.window.on(*base);
     IValue& argument = stack[input.argument];
     if (input.element < 0) {
@@ -179,23 +151,20 @@ int rerun(PyObject* call, PyObject* versions, PyObject* survives) {
   const auto results = tensors_in(stack);
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(made); ++i) {
     PyObject* const pair = PyTuple_GET_ITEM(made, i);
-    PyObject* const holding = holding_of(versions, PyTuple_GET_ITEM(pair, 1));
+    PyObject* const holding = holding_with(versions, PyTuple_GET_ITEM(pair, 1));
     if (holding == nullptr || holding_slots.value.get(holding) != Py_None) continue;
     const at::Tensor& t = results.at(PyLong_AsSize_t(PyTuple_GET_ITEM(pair, 0)));
-    THPObjectPtr stream(Py_NewRef(Py_None));
-    if (!t.is_cpu()) {
-      THPObjectPtr device(THPDevice_New(t.device()));
-      stream = PyObject_CallOneArg(current_stream, device.get());
-    }
-    if (stream.get() == nullptr || !hold(holding, t, stream.get())) return -1;
+    pybind11::object stream = pybind11::none();
+    if (!t.is_cpu()) stream = pybind11::handle(current_stream)(wrapped(t.device()));
+    hold_rebuilt(holding, t, stream.ptr());
   }
   for (const Overwritten& each : overwritten) {
-    PyObject* const after = holding_of(versions, each.new_id);
+    PyObject* const after = holding_with(versions, each.new_id);
     const bool same = each.fresh.is_same(*value_of(each.old_holding));
-    if (after != nullptr && !hold(after, each.fresh, holding_slots.stream.get(each.old_holding))) return -1;
-    if (same) holding_slots.value.set(each.old_holding, Py_NewRef(Py_None));
+    if (after != nullptr) hold_rebuilt(after, each.fresh, holding_slots.stream.get(each.old_holding));
+    if (same) drop(each.old_holding);
   }
-  return 1;
+  return true;
 }
 
 }  // namespace memopt

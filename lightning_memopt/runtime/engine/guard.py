@@ -13,6 +13,8 @@ class Guard:
     until: (point of the graph, the versions that stay until backward has passed it).
     """
 
+    __slots__ = ("_last_point", "needed", "stands", "until")  # read by the native engine
+
     def __init__(self, last_point: int) -> None:
         self.stands: dict[int, list[int]] = {}
         self.needed: set[int] = set()

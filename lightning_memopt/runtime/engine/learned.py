@@ -3,14 +3,39 @@
 from __future__ import annotations
 
 import weakref
+from functools import cached_property
+from typing import Any
 
 from torch import nn
 
+from lightning_memopt.native.engine import loaded
+from lightning_memopt.plan import Fetch, Free, Rebuild
 from lightning_memopt.runtime.engine.program import Program
 from lightning_memopt.runtime.engine.templates import Templates
 
 Spans = dict[int, tuple[nn.Module, tuple[int, int]]]
 """Identity of a module -> (the module, its entry in `Program.quiet`)."""
+
+
+def actions_for(engine: Any, program: Program) -> object:
+    """What a plan does in backward, for the native engine (`Actions` in native/engine/backward.h)."""
+    kinds, points = (Fetch, Free, Rebuild), sorted(program.schedule.segments)
+    numbers = {point: i for i, point in enumerate(points)}
+    segments = []
+    for point in points:
+        steps = []
+        for step in program.schedule.segments[point]:
+            again = isinstance(step, Rebuild)
+            made, clones = (program.outputs[step.op], step.clones) if again else ((), ())
+            steps.append((kinds.index(type(step)), step.op if again else step.tensor, made, clones))
+        segments.append((point, program.births.get(point, ()), steps))
+    events = []
+    for event in program.events:
+        kind, save, occurrence = event
+        planned = program.segments.get((save, occurrence)) if kind == "unpack" else None
+        number = -1 if planned is None else numbers[planned[0]]
+        events.append((kind == "unpack", save, occurrence, number, program.frees.get(event, ())))
+    return engine.actions(events, segments, program.last_fetch)
 
 
 class Learned:
@@ -20,6 +45,7 @@ class Learned:
     sized: a recorded tensor is matched only to a tensor of the graph with its size. False for a signature that borrows the plan
         of a larger batch.
     templates: the templates of the ops of these forwards.
+    actions: the native engine's form of what the plan does in backward; None where Python does all of it.
     """
 
     def __init__(self, program: Program, sized: bool = True) -> None:
@@ -27,6 +53,11 @@ class Learned:
         self.sized = sized
         self.templates = Templates(len(program.graph.forward))
         self._spans: tuple[weakref.ref[nn.Module], Spans] | None = None
+
+    @cached_property
+    def actions(self) -> object:
+        engine = loaded()
+        return None if engine is None else actions_for(engine, self.program)
 
     def fits(self, nbytes: int, tensor: int) -> bool:
         """Whether a storage of `nbytes` may be matched to this tensor of the graph."""

@@ -13,6 +13,7 @@ import torch
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.record import (
     UNKNOWN,
+    UNSHARED,
     Call,
     OpRecord,
     Origin,
@@ -77,7 +78,7 @@ class Matcher(Recorder):
             return None
         tape, program, active = self.tape, self.program, self.holdings.active
         held = program.holds, program.unsaved, active, program.sized_by_data
-        return engine.forward(self.of_storage, tape.versions, tape.weak_references, self.cursor, *held)
+        return engine.forward(self.of_storage, tape.versions, tape.weak_references, self._beneath, self._unread, self.cursor, *held)
 
     @uncompiled
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -201,6 +202,10 @@ class Matcher(Recorder):
                 holding.reachable = reachable
                 if id in holds:
                     self.holdings.hold(version, t)
+        for t in tensors_in(out) if template.unshared else ():
+            known = of_storage.get(storage_id(t))
+            if known is not None:
+                known.counter = UNSHARED
         for i, id in template.mutates:
             self.overwritten(values[i], call, startable, id)
         cursor.advance()
@@ -222,12 +227,13 @@ class Matcher(Recorder):
 
     def settle(self) -> bool:
         """Read the counters that autograd has moved since the writes, before ops run unrecorded. Returns whether it could."""
-        unread, self._unread = self._unread, []
+        unread = self._unread.copy()
+        self._unread.clear()
         for version, ref in unread:
             if version.counter == UNKNOWN and not version.stale and version.alive() is not None:
                 t = ref()
                 if t is None:
-                    self._unread = unread
+                    self._unread.extend(unread)
                     return False
                 self._current(version, t)
         return True

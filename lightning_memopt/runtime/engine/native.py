@@ -10,13 +10,15 @@ import torch
 
 from lightning_memopt.cxx import BuildError
 from lightning_memopt.native import engine
-from lightning_memopt.record import UNKNOWN, Call, Origin, StorageVersion, Tape, View
+from lightning_memopt.record import UNKNOWN, UNSHARED, Call, Origin, StorageVersion, Tape, View
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.runtime.engine.cursor import Cursor, PlanDeviation
+from lightning_memopt.runtime.engine.guard import Guard
 from lightning_memopt.runtime.engine.handles import Handle, Kept
 from lightning_memopt.runtime.engine.holding import Claim, Holding, in_order
 from lightning_memopt.runtime.engine.matching import Matcher
 from lightning_memopt.runtime.engine.templates import Template
+from lightning_memopt.runtime.engine.turns import Turns
 from lightning_memopt.runtime.parked import current_stream
 
 _TESTS: dict[str, tuple[Any, list[Any], dict[str, Any]]] = {
@@ -27,12 +29,14 @@ _TESTS: dict[str, tuple[Any, list[Any], dict[str, Any]]] = {
 """Name -> (overload, arguments behind the first one, arguments by name)."""
 
 
-_CLASSES = View, Call, StorageVersion, Holding, Kept, Handle, Template, Matcher, Cursor, PlanDeviation
+_CLASSES = View, Call, StorageVersion, Holding, Kept, Handle, Template, Matcher, Cursor, PlanDeviation, Guard, Turns
 _OBJECTS = {
     **{cls.__name__: cls for cls in _CLASSES},
     **{origin.name: origin for origin in Origin},
     "NO_CLAIM": Claim.NONE,
+    "POSSIBLE_CLAIM": Claim.POSSIBLE,
     "UNKNOWN": UNKNOWN,
+    "UNSHARED": UNSHARED,
 }
 """What the module works on: classes whose slots it reads, and values that it compares with."""
 

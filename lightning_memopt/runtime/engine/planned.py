@@ -13,6 +13,7 @@ from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import Fetch, Free, Segment
 from lightning_memopt.record import Origin, Recorder, in_transform
 from lightning_memopt.record.below import below_autograd
+from lightning_memopt.record.interrupts import raise_deferred
 from lightning_memopt.runtime.engine.base import Engine
 from lightning_memopt.runtime.engine.checks import Checks
 from lightning_memopt.runtime.engine.cursor import Cursor
@@ -72,6 +73,8 @@ class PlannedEngine(Engine):
         """Tensors that the plan frees at events that were passed over, and that cannot be rebuilt."""
         self._packing: object = None
         """What the native engine packs with; None where Python packs all tensors."""
+        self._backward: object = None
+        """What the native engine works with in backward; None in the forward, and where Python does all of it."""
 
     @property
     def names(self) -> Names:
@@ -95,6 +98,10 @@ class PlannedEngine(Engine):
             self.parking.pass_fences()
         self._packing = None
         super().end_forward()
+        native = loaded()
+        if native is not None and self._backward is None and not self.checks.on:
+            step = self.tape.versions, self.holdings.active, self.cursor, self.turns, self.guard, self._due, self.rebuilt_ops
+            self._backward = native.backward(self.learned.actions, *step)
 
     def wants_state(self) -> bool:
         return self.cursor.lost or self.cursor.position in self.program.random
@@ -168,6 +175,11 @@ class PlannedEngine(Engine):
 
     def request(self, handle: Handle) -> torch.Tensor:
         with self.lock:
+            if self._backward is not None:
+                raise_deferred()
+                done: torch.Tensor | None = loaded().request(self._backward, self, handle)
+                if done is not None:
+                    return done
             event = ("unpack", handle.save, handle.times)
             turn = self._take(event)
             if turn.planned:
@@ -180,6 +192,10 @@ class PlannedEngine(Engine):
             if turn.planned:
                 self._free(event)
             return value
+
+    def given(self, handle: Handle) -> torch.Tensor:
+        """The tensor of a handle, after what the plan does before it. Called by the native engine."""
+        return super().request(handle)
 
     def value_of(self, version: Version, handle: Handle) -> torch.Tensor:
         parked = version.holding.parked
@@ -198,6 +214,8 @@ class PlannedEngine(Engine):
         with self.lock:
             version = handle.version
             event = ("release", handle.save, 0)
+            if self._backward is not None and loaded().released(self._backward, self, handle):
+                return
             with contextlib.suppress(OffloadError):  # a copy out has failed: the bytes stay, and a later wait raises the error
                 if self._take(event).planned:
                     self._free(event)
@@ -239,17 +257,26 @@ class PlannedEngine(Engine):
         with below_autograd(), flags_of(self.tape):
             for step in steps:
                 if isinstance(step, Fetch):
-                    version = versions.get(step.tensor)
-                    if version is not None and version.holding.parked is not None and version.holding.value is None:
-                        version.holding.parked.begin_fetch()
+                    self.fetch(step.tensor)
                 elif isinstance(step, Free):
                     version = versions.get(step.tensor)
                     if version is not None:
                         self.holdings.free(version)
                 else:
-                    self._run_again(step.op, step.clones, strict)
+                    self.run_again(step.op, step.clones, strict)
 
-    def _run_again(self, op: int, clones: Iterable[int], strict: bool) -> None:
+    def perform_natively(self, segment: int) -> None:
+        """Run a segment of a step that is as planned. Called by the native engine."""
+        with below_autograd(), flags_of(self.tape):
+            loaded().perform(self._backward, self, segment)
+
+    def fetch(self, tensor: int) -> None:
+        """Begin to fetch a parked tensor of the plan."""
+        version = self.tape.versions.get(tensor)
+        if version is not None and version.holding.parked is not None and version.holding.value is None:
+            version.holding.parked.begin_fetch()
+
+    def run_again(self, op: int, clones: Iterable[int], strict: bool) -> None:
         """Run an op of the plan's forward again. `clones`: tensors that it overwrites and whose old bytes are needed."""
         versions, stands = self.tape.versions, self.guard.stands
         made = [versions[t] for t in self.program.outputs[op] if t in versions]
@@ -280,7 +307,8 @@ class PlannedEngine(Engine):
         """
         tensors: Iterable[int] = self.program.frees.get(event, ())
         if self._due and event[0] == "release" and not passed:
-            tensors, self._due = [*self._due, *tensors], []
+            tensors = [*self._due, *tensors]
+            self._due.clear()
         for tensor in tensors:
             self.holdings.active.discard(tensor)
             version = self.tape.versions.get(tensor)

@@ -65,6 +65,7 @@ class Template:
     why: why the results cannot be rebuilt.
     writes: positions in `args` of memory that the op writes and that is not on the tape; an op that writes to memory on the
         tape there does not match.
+    unshared: the results, which are views, have version counters of their own (`Rule.unshared`).
     native: the native engine's form of it; None where the op is compared in Python.
     """
 
@@ -82,6 +83,7 @@ class Template:
     empty: bool
     why: str
     writes: tuple[int, ...] = ()
+    unshared: bool = False
     native: object = None
 
 
@@ -202,12 +204,12 @@ def _whatever(record: OpRecord, made: tuple[tuple[int, Any, int], ...], mutates:
 def template_of(record: OpRecord, versions: Versions) -> Template | None:
     """The template of an op that was recorded and matched; None where a comparison of arguments is not enough.
 
-    It is not enough for generators and subclasses among the arguments, windows that are conjugate or negative, views with
-    version counters of their own, and storage versions that are not tensors of the plan. There is no template, either, of an op
+    It is not enough for generators and subclasses among the arguments, windows that are conjugate or negative, and storage
+    versions that are not tensors of the plan. There is no template, either, of an op
     that cannot run again in this step: it may in the next one.
     """
     rule, call = record.rule, record.call
-    if call is None or rule.conjugates or rule.unshared or not all(same_constant(v, v) for v in record.kwargs.values()):
+    if call is None or rule.conjugates or not all(same_constant(v, v) for v in record.kwargs.values()):
         return None
     new: list[Version] = [version for version, _ in record.made] + [version for _, version, _ in record.mutates]
     if not all(version.holding.reachable or version.empty for version in new):
@@ -251,6 +253,7 @@ def template_of(record: OpRecord, versions: Versions) -> Template | None:
         mutates=mutates,
         empty=rule.handling == "empty",
         why=new[0].why if new else "",
+        unshared=rule.unshared,
         writes=tuple(where for where in rule.writes if isinstance(where, int)) if rule.rewrite is not None else (),
     )
     given = [_given(value, versions, reads) for value in record.args]

@@ -33,6 +33,8 @@ class Turns:
     next: index in `Program.events` of the event that comes next.
     """
 
+    __slots__ = ("_cursor", "_program", "next", "packed")  # read by the native engine
+
     def __init__(self, program: Program, cursor: Cursor) -> None:
         self.packed: set[int] = set()
         self.next = 0

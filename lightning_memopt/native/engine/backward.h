@@ -1,0 +1,53 @@
+// What the plan does in backward: events, segments and frees (runtime/engine/planned.py), while the step is as planned.
+#pragma once
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <vector>
+
+namespace memopt {
+
+// The plan's actions, by the events of backward. Tensors are those of the plan: keys of the tape's versions.
+struct Actions {
+  using Tensors = std::vector<pybind11::object>;
+  struct Step {
+    enum Kind { kFetch, kFree, kRebuild } kind;
+    pybind11::object subject;  // the tensor, or the op
+    Tensors made, clones;      // of the op: its results, and inputs that it overwrites and that are still needed
+  };
+  struct Segment {
+    int64_t point;
+    Tensors births;
+    std::vector<Step> steps;
+  };
+  struct Event {
+    bool is_unpack;
+    int64_t save, occurrence;
+    int64_t segment;  // its index; -1: nothing runs
+    Tensors frees;
+  };
+  std::vector<Event> events;  // in the observed order
+  std::vector<Segment> segments;
+  pybind11::object last_fetch;  // parked tensor -> the point at which it is fetched last
+};
+
+// `events`: (is unpack, save, occurrence, segment, frees) of each. `segments`: (point, births, steps) of each; a step is (kind,
+// tensor or op, made, clones).
+std::unique_ptr<Actions> actions_of(pybind11::handle events, pybind11::handle segments, pybind11::handle last_fetch);
+
+// The backward of one forward; no reference to its engine.
+struct Backward {
+  pybind11::object owner;  // of `actions`
+  const Actions& actions;
+  pybind11::dict versions;
+  pybind11::object active, cursor, turns, guard, due, ran;
+};
+
+// The tensor that autograd asks for with a handle. None if Python must answer; then nothing has been done.
+pybind11::object request(const Backward& backward, pybind11::handle engine, pybind11::handle handle);
+// A node let go of a handle. Returns false if Python must be told; then nothing has been done.
+bool released(const Backward& backward, pybind11::handle engine, pybind11::handle handle);
+// Runs the steps of a segment. Call it below autograd.
+void perform(const Backward& backward, pybind11::handle engine, size_t segment);
+
+}  // namespace memopt
