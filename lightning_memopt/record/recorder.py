@@ -32,6 +32,7 @@ from lightning_memopt.record.uncompiled import uncompiled
 from lightning_memopt.torch_private import HigherOrderOperator, OpOverload, storage_id
 
 _DETACH, _UNSAFE_VIEW = torch.ops.aten.detach.default, torch.ops.aten._unsafe_view.default
+OVERWRITTEN = "overwritten in place by an op that does not run again"
 _EMPTY_STRIDED = torch.ops.aten.empty_strided.default
 
 
@@ -314,7 +315,7 @@ class Recorder(Outside):
         old.next = new.id
         if call is None:
             new.exposed, new.parameter = old.exposed, old.parameter
-            new.why = "overwritten in place by an op that does not run again"
+            new.why = OVERWRITTEN
             if new.external and self._starts():
                 self.holdings.read(new, t)
         else:

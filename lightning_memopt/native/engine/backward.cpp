@@ -56,8 +56,7 @@ bool lives(const Backward& backward, PyObject* holding) { return has(backward.ac
 // `PlannedHoldings.may_drop`, of a version that is not parked, in a step that is as planned.
 bool may_drop(const Backward& backward, PyObject* version) {
   PyObject* const holding = version_slots.holding.get(version);
-  PyObject* const claim = holding_slots.claim.get(holding);
-  if (claim != constants.no_claim && claim != constants.possible_claim) return false;  // it is pinned
+  if (holding_slots.claim.get(holding) == constants.pinned_claim) return false;
   if (is_rebuildable(version)) return true;
   PyObject* const last = PyDict_GetItemWithError(backward.actions.last_fetch.ptr(), holding_slots.tensor.get(holding));
   return last == nullptr || number(cursor_slots.point, backward.cursor.ptr()) >= PyLong_AsLongLong(last);
@@ -83,12 +82,14 @@ void free(const Backward& backward, py::handle engine, const Actions::Event& eve
 }
 
 // The tensor of a handle, if it is in memory, and nothing is to be said about it; else none.
-py::object in_memory(PyObject* handle) {
-  PyObject* const version = handle_slots.version.get(handle);
+py::object in_memory(const Backward& backward, PyObject* handle) {
+  PyObject* version = handle_slots.version.get(handle);
+  while (version_slots.next.get(version) != Py_None)  // `present`
+    version = version_with(backward.versions.ptr(), version_slots.next.get(version));
   PyObject* const holding = version_slots.holding.get(version);
   const at::Tensor& guard = THPVariable_Unpack(handle_slots.guard.get(handle));
   const at::Tensor* const value = value_of(holding);
-  if (value == nullptr || is_parked(holding) || version_slots.next.get(version) != Py_None) return py::none();
+  if (value == nullptr || is_parked(holding)) return py::none();
   if (static_cast<int64_t>(guard._version()) != number(handle_slots.counter, handle) || !is_intact(holding, *value)) return py::none();
   const auto window = window_of(handle_slots.view.get(handle));
   if (!window) return py::none();
@@ -170,7 +171,7 @@ py::object request(const Backward& backward, py::handle engine, py::handle handl
     engine.attr("perform_natively")(event->segment);
   }
   set_number(handle_slots.times, h, times + 1);
-  py::object value = in_memory(h);
+  py::object value = in_memory(backward, h);
   if (value.is_none()) value = engine.attr("given")(handle);
   free(backward, engine, *event);
   return value;

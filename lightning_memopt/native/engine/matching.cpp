@@ -156,6 +156,8 @@ void hold_as_planned(PyObject* matcher, const Forward& forward, const Template& 
     return;
   }
   hold(holding, t);
+  if (holding_slots.claim.get(holding) == constants.pinned_claim)
+    holding_slots.claim.set(holding, Py_NewRef(constants.possible_claim));  // the plan knows all its readers
   if (is_none(version_slots.call, version.ptr())) holding_slots.reachable.set(holding, Py_NewRef(Py_True));
   PySet_Add(forward.active.ptr(), tensor.ptr());
 }

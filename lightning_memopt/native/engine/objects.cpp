@@ -104,7 +104,8 @@ bool know(PyObject* objects) {
       find(objects, "Turns", &turns_slots.type, {FIELD(turns_slots, next)}) &&
       take(objects, "RECORDED", &constants.recorded) && take(objects, "EMPTY", &constants.empty) &&
       take(objects, "EXTERNAL", &constants.external) && take(objects, "NO_CLAIM", &constants.no_claim) &&
-      take(objects, "POSSIBLE_CLAIM", &constants.possible_claim) && take(objects, "UNKNOWN", &unknown) &&
+      take(objects, "POSSIBLE_CLAIM", &constants.possible_claim) && take(objects, "PINNED_CLAIM", &constants.pinned_claim) &&
+      take(objects, "OVERWRITTEN", &constants.overwritten) && take(objects, "UNKNOWN", &unknown) &&
       take(objects, "UNSHARED", &unshared);
   if (complete) {
     constants.unknown = PyLong_AsLongLong(unknown);

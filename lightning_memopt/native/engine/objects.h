@@ -77,7 +77,8 @@ struct TurnsSlots {
 // Values that the Python engine gives a meaning to.
 struct Constants {
   PyObject *recorded, *empty, *external;  // of `Origin`
-  PyObject *no_claim, *possible_claim;    // of `Claim`
+  PyObject *no_claim, *possible_claim, *pinned_claim;  // of `Claim`
+  PyObject* overwritten;  // why a version has no call
   int64_t unknown, unshared;              // counters
 };
 

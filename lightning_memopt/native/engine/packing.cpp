@@ -5,6 +5,7 @@
 #include "making.h"
 #include "objects.h"
 #include "tensors.h"
+#include "values.h"
 
 namespace memopt {
 namespace {
@@ -50,14 +51,19 @@ py::object pack(const Packing& packing, py::handle engine, const at::Tensor& t) 
   const bool external = version_slots.origin.get(v) == constants.external;
   if (PyDict_GET_SIZE(packing.stands.ptr()) > 0 || !is_current(v, t)) return python;
   if (tensor == Py_None) return external ? keep() : python;
-  if (has(packing.parked.ptr(), tensor) || has(packing.outdated.ptr(), tensor)) return python;
+  if (has(packing.parked.ptr(), tensor)) return python;
 
   const int64_t save = save_of(packing, engine, v, tensor, position);
-  const bool is_parked = holding_slots.parked.get(holding) != Py_None;
+  const bool parked = is_parked(holding);
   if (external || version_slots.next.get(v) != Py_None || !has(packing.tracked.ptr(), tensor)) return keep();
-  if (save == kBefore && !is_parked) return keep();
-  const bool can_be_rebuilt = version_slots.call.get(v) != Py_None && holding_slots.reachable.get(holding) == Py_True;
-  if (holding_slots.value.get(holding) == Py_None && !is_parked && !(can_be_rebuilt && has(packing.unkept.ptr(), tensor))) return keep();
+  if (save == kBefore && !parked) return keep();
+  if (holding_slots.value.get(holding) == Py_None && !parked) {
+    if (has(packing.outdated.ptr(), tensor)) {
+      hold(holding, t);  // a later version is held and read in its place; this one is read if it is not overwritten in this step
+    } else if (!is_rebuildable(v) || !has(packing.unkept.ptr(), tensor)) {
+      return keep();
+    }
+  }
   py::object made = handle(t, engine, save, v);
   PySet_Add(packing.packed.ptr(), py::int_(save).ptr());
   return made;

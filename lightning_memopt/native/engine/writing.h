@@ -12,7 +12,7 @@ namespace memopt {
 bool overwrites(const Forward& forward, const at::Tensor& t);
 
 // An op has written to `t`, and made this tensor of the plan, by `call`. `startable`: a rebuild can have all that the op reads.
-// Returns the new version, of which nothing is held; null, and has done nothing, if Python must be told.
+// Returns the new version; null, and has done nothing, if Python must be told.
 pybind11::object overwritten(
     const Forward& forward, const at::Tensor& t, const pybind11::object& call, bool startable, const pybind11::object& tensor);
 

@@ -12,6 +12,7 @@ from lightning_memopt.cxx import BuildError
 from lightning_memopt.native import engine
 from lightning_memopt.record import UNKNOWN, UNSHARED, Call, Origin, StorageVersion, Tape, View
 from lightning_memopt.record.below import below_autograd
+from lightning_memopt.record.recorder import OVERWRITTEN
 from lightning_memopt.runtime.engine.cursor import Cursor, PlanDeviation
 from lightning_memopt.runtime.engine.guard import Guard
 from lightning_memopt.runtime.engine.handles import Handle, Kept
@@ -35,6 +36,8 @@ _OBJECTS = {
     **{origin.name: origin for origin in Origin},
     "NO_CLAIM": Claim.NONE,
     "POSSIBLE_CLAIM": Claim.POSSIBLE,
+    "PINNED_CLAIM": Claim.PINNED,
+    "OVERWRITTEN": OVERWRITTEN,
     "UNKNOWN": UNKNOWN,
     "UNSHARED": UNSHARED,
 }

@@ -159,14 +159,14 @@ def _special(record: OpRecord) -> bool:
     """Whether only `Recorder.record` can run the op correctly."""
     rule = record.rule
     foreach = record.func._name.startswith("aten::_foreach_")
-    return rule.conjugates or rule.unshared or foreach or any(isinstance(where, str) for where in rule.writes)
+    return rule.conjugates or foreach or any(isinstance(where, str) for where in rule.writes)
 
 
 def in_passing(record: OpRecord) -> Template | OpOverload | None:
     """The template of an op on which the plan does not depend; None where `Recorder.record` must run it."""
     if _special(record):
         return None
-    return _whatever(record, (), ()) if record.rule.writes else record.func
+    return _whatever(record, (), ()) if record.rule.writes or record.rule.unshared else record.func
 
 
 def start_of(record: OpRecord, tracked: frozenset[int]) -> Template | None:
@@ -197,6 +197,7 @@ def _whatever(record: OpRecord, made: tuple[tuple[int, Any, int], ...], mutates:
         empty=False,
         why="it is not planned to run again",
         writes=tuple(where for where in record.rule.writes if isinstance(where, int) and where not in positions),
+        unshared=record.rule.unshared,
     )
     return _compared_natively(template, [], {})
 
