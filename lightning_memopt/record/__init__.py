@@ -45,12 +45,13 @@ from lightning_memopt.record.protocols import Observer, OpRecord, Owner
 from lightning_memopt.record.recorder import Recorder
 from lightning_memopt.record.rules import Rule, is_norm, register_op, rule_of, rule_of_call, rules_generation, written_by
 from lightning_memopt.record.settings import numeric_flags, set_numeric_flags
-from lightning_memopt.record.tape import UNKNOWN, UNSHARED, Call, Held, Origin, StorageVersion, Tape, View
+from lightning_memopt.record.tape import OVERWRITTEN, UNKNOWN, UNSHARED, Call, Held, Origin, StorageVersion, Tape, View
 from lightning_memopt.record.tensors import detached, fills, is_plain, tensors_in
 from lightning_memopt.record.uncompiled import uncompiled, uncompiled_itself
 from lightning_memopt.torch_private import storage_id
 
 __all__ = [
+    "OVERWRITTEN",
     "UNKNOWN",
     "UNSHARED",
     "Call",

@@ -16,7 +16,7 @@ from lightning_memopt.record.modes import Outside
 from lightning_memopt.record.protocols import Observer, OpRecord, Owner
 from lightning_memopt.record.rules import may_run_again, rule_of_call, written_by
 from lightning_memopt.record.settings import numeric_flags
-from lightning_memopt.record.tape import UNKNOWN, UNSHARED, Call, Origin, StorageVersion, Tape, View
+from lightning_memopt.record.tape import OVERWRITTEN, UNKNOWN, UNSHARED, Call, Origin, StorageVersion, Tape, View
 from lightning_memopt.record.tensors import (
     PLAIN,
     conjugating,
@@ -32,7 +32,6 @@ from lightning_memopt.record.uncompiled import uncompiled
 from lightning_memopt.torch_private import HigherOrderOperator, OpOverload, storage_id
 
 _DETACH, _UNSAFE_VIEW = torch.ops.aten.detach.default, torch.ops.aten._unsafe_view.default
-OVERWRITTEN = "overwritten in place by an op that does not run again"
 _EMPTY_STRIDED = torch.ops.aten.empty_strided.default
 
 

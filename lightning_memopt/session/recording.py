@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_memopt.graph import COMPILED
+from lightning_memopt.native.engine import loaded
 from lightning_memopt.record import (
     Recorder,
     around_calls,
@@ -46,6 +47,12 @@ class _Pack:
         return engine.pack(t)
 
 
+def _hooks_of(engine: Engine) -> tuple[Callable[[torch.Tensor], object], Callable[[Any], Any]]:
+    """(pack hook, unpack hook)."""
+    native = loaded() if isinstance(engine, PlannedEngine) else None
+    return (_Pack(engine), engine.unpack) if native is None else (native.Pack(weakref.ref(engine)), native.unpack)
+
+
 class Recording:
     """The contexts around one forward: saved-tensor hooks, hooks for exposed tensors, and the dispatch mode.
 
@@ -57,7 +64,7 @@ class Recording:
         self.recorder = recorder
         self._stack = contextlib.ExitStack()
         self._saving = contextlib.ExitStack()
-        self._pack = _Pack(engine)
+        self._pack, self._unpack = _hooks_of(engine)
         self._own_mode = own_mode
         self._aside = False
 
@@ -97,7 +104,7 @@ class Recording:
         return top is not None and top[0] is self._pack
 
     def _begin(self) -> None:
-        self._saving.enter_context(saved_tensors_hooks(self._pack, self.engine.unpack))
+        self._saving.enter_context(saved_tensors_hooks(self._pack, self._unpack))
         if self._own_mode:
             self.recorder.enter_in(self._saving)
 
@@ -184,6 +191,7 @@ def others_hooks() -> bool:
     and everything that it writes is written twice. `save_on_cpu` does not count: it only moves tensors.
     """
     top = innermost_hooks(False)
-    if top is None or type(top[0]) is _Pack:
+    native = loaded()
+    if top is None or type(top[0]) is _Pack or (native is not None and type(top[0]) is native.Pack):
         return False
     return not getattr(top[0], "__qualname__", "").startswith("save_on_cpu.")

@@ -4,6 +4,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "backward.h"
+#include "hooks.h"
 #include "interpreter.h"
 #include "matching.h"
 #include "objects.h"
@@ -22,12 +23,14 @@ PyObject* capsule(std::unique_ptr<T> owned) {
   return PyCapsule_New(owned.release(), nullptr, forget);
 }
 
-// know(objects, in_order, current_stream): the classes whose slots are read, constants, and two functions, see values.h.
+// know(objects, in_order, current_stream, in_transform): the classes whose slots are read, constants, and functions, see values.h
+// and hooks.h.
 PyObject* know_objects(PyObject*, PyObject* args) {
   PyObject* objects;
-  if (!PyArg_ParseTuple(args, "O!OO", &PyDict_Type, &objects, &in_order, &current_stream)) return nullptr;
+  if (!PyArg_ParseTuple(args, "O!OOO", &PyDict_Type, &objects, &in_order, &current_stream, &in_transform)) return nullptr;
   Py_INCREF(in_order);
   Py_INCREF(current_stream);
+  Py_INCREF(in_transform);
   if (!know(objects)) return nullptr;
   Py_RETURN_NONE;
 }
@@ -79,15 +82,6 @@ PyObject* make_packing(PyObject*, PyObject* args) {
   if (all.size() != 12) return PyErr_Format(PyExc_TypeError, "packing takes 12 arguments, got %zd", all.size());
   return capsule(std::unique_ptr<Packing>(new Packing{
       all[0], all[1], all[2], all[3], all[4], all[5], all[6], all[7], all[8], all[9], all[10], all[11]}));
-  END_HANDLE_TH_ERRORS
-}
-
-// pack(packing, engine, tensor): what autograd holds in place of the tensor; None if it must be packed in Python.
-PyObject* pack_tensor(PyObject*, PyObject* const* args, Py_ssize_t n) {
-  HANDLE_TH_ERRORS
-  if (n != 3 || !THPVariable_Check(args[2])) return PyErr_Format(PyExc_TypeError, "pack takes a packing, an engine and a tensor");
-  const auto* packing = static_cast<Packing*>(PyCapsule_GetPointer(args[0], nullptr));
-  return packing == nullptr ? nullptr : pack(*packing, args[1], THPVariable_Unpack(args[2])).release().ptr();
   END_HANDLE_TH_ERRORS
 }
 
@@ -162,7 +156,7 @@ PyMethodDef methods[] = {
     {"template", make_template, METH_VARARGS, nullptr},
     {"forward", make_forward, METH_VARARGS, nullptr},
     {"packing", make_packing, METH_VARARGS, nullptr},
-    {"pack", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(pack_tensor)), METH_FASTCALL, nullptr},
+    {"unpack", unpack, METH_O, nullptr},
     {"actions", make_actions, METH_VARARGS, nullptr},
     {"backward", make_backward, METH_VARARGS, nullptr},
     {"request", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(request_tensor)), METH_FASTCALL, nullptr},
@@ -179,4 +173,11 @@ PyModuleDef module{PyModuleDef_HEAD_INIT, "engine", nullptr, -1, methods, nullpt
 }  // namespace
 }  // namespace memopt
 
-PyMODINIT_FUNC PyInit_engine() { return PyModule_Create(&memopt::module); }
+PyMODINIT_FUNC PyInit_engine() {
+  PyObject* const made = PyModule_Create(&memopt::module);
+  PyObject* const pack = made == nullptr ? nullptr : memopt::pack_class();
+  if (pack != nullptr && PyModule_AddObject(made, "Pack", pack) == 0) return made;
+  Py_XDECREF(pack);
+  Py_XDECREF(made);
+  return nullptr;
+}

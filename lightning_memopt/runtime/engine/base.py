@@ -112,6 +112,7 @@ class Engine:
 
     # -- in backward -------------------------------------------------------------------------------
 
+    @uncompiled
     def unpacked(self, handle: Handle) -> torch.Tensor:
         """The tensor of a handle. May be called often, and on any thread (R11)."""
         try:

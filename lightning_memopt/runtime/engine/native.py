@@ -10,9 +10,8 @@ import torch
 
 from lightning_memopt.cxx import BuildError
 from lightning_memopt.native import engine
-from lightning_memopt.record import UNKNOWN, UNSHARED, Call, Origin, StorageVersion, Tape, View
+from lightning_memopt.record import OVERWRITTEN, UNKNOWN, UNSHARED, Call, Origin, StorageVersion, Tape, View, in_transform
 from lightning_memopt.record.below import below_autograd
-from lightning_memopt.record.recorder import OVERWRITTEN
 from lightning_memopt.runtime.engine.cursor import Cursor, PlanDeviation
 from lightning_memopt.runtime.engine.guard import Guard
 from lightning_memopt.runtime.engine.handles import Handle, Kept
@@ -66,7 +65,7 @@ def seeing_ops() -> Iterator[None]:
 def _prepare(module: Any) -> None:
     """Raises BuildError if the module does not know this engine's objects, or gives other bits than torch's own calls."""
     try:
-        module.know(_OBJECTS, in_order, current_stream)
+        module.know(_OBJECTS, in_order, current_stream, in_transform)
     except (TypeError, AttributeError) as error:
         raise BuildError(f"it does not know this engine's objects ({error})") from None
     for name in _TESTS:

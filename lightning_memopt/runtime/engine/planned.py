@@ -11,7 +11,7 @@ from lightning_memopt.errors import ModifiedError, NotGatheredError, OffloadErro
 from lightning_memopt.graph import BEFORE
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import Fetch, Free, Segment
-from lightning_memopt.record import Origin, Recorder, in_transform
+from lightning_memopt.record import Origin, Recorder, uncompiled
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.interrupts import raise_deferred
 from lightning_memopt.runtime.engine.base import Engine
@@ -45,6 +45,7 @@ class PlannedEngine(Engine):
     parking: the parked tensors; their bytes are put into `depot`.
     holdings: decides what is held.
     turns: which of the plan's events have come in backward.
+    packing: what the native hook packs with; None where Python packs all tensors.
     """
 
     holdings: PlannedHoldings
@@ -71,8 +72,7 @@ class PlannedEngine(Engine):
         """Saves of the plan that autograd made in this step, whether it got a handle or keeps the tensor itself."""
         self._due: list[int] = []
         """Tensors that the plan frees at events that were passed over, and that cannot be rebuilt."""
-        self._packing: object = None
-        """What the native engine packs with; None where Python packs all tensors."""
+        self.packing: object = None
         self._backward: object = None
         """What the native engine works with in backward; None in the forward, and where Python does all of it."""
 
@@ -96,7 +96,7 @@ class PlannedEngine(Engine):
     def end_forward(self) -> None:
         if self.recorder is not None and self.cursor.past_fence:
             self.parking.pass_fences()
-        self._packing = None
+        self.packing = None
         super().end_forward()
         native = loaded()
         if native is not None and self._backward is None and not self.checks.on:
@@ -113,13 +113,10 @@ class PlannedEngine(Engine):
             program, guard = self.program, self.guard
             plan = program.tracked, program.parked, program.outdated, program.unkept, program.packs, program.packs_here
             step = self._labels, guard.stands, self.turns.packed
-            self._packing = native.packing(recorder.of_storage, self.cursor, self._names, *plan, *step)
+            self.packing = native.packing(recorder.of_storage, self.cursor, self._names, *plan, *step)
 
+    @uncompiled
     def pack(self, t: torch.Tensor) -> Kept | Handle:
-        if self._packing is not None and not in_transform():
-            done: Kept | Handle | None = loaded().pack(self._packing, self, t)
-            if done is not None:
-                return done
         packed = super().pack(t)
         if type(packed) is Handle:
             self.turns.packed.add(packed.save)
