@@ -26,6 +26,17 @@ bool is_in_transform() {
   return at::functorch::functorchTLSAccessor() != nullptr && asked().cast<bool>();
 }
 
+// The object of a weak reference; none if it is gone.
+py::object referent(PyObject* reference) {
+#if PY_VERSION_HEX >= 0x030D0000
+  PyObject* object = nullptr;
+  if (PyWeakref_GetRef(reference, &object) < 0) throw py::error_already_set();
+  return object == nullptr ? py::none() : py::reinterpret_steal<py::object>(object);
+#else
+  return py::reinterpret_borrow<py::object>(PyWeakref_GetObject(reference));
+#endif
+}
+
 PyObject* make_hook(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject* engine;
   if (!PyArg_ParseTuple(args, "O", &engine)) return nullptr;
@@ -45,9 +56,11 @@ PyObject* call_hook(PyObject* self, PyObject* args, PyObject*) {
   HANDLE_TH_ERRORS
   PyObject* t;
   if (!PyArg_ParseTuple(args, "O", &t)) return nullptr;
-  const py::object engine = py::handle(reinterpret_cast<Hook*>(self)->engine)();
+  const py::object engine = referent(reinterpret_cast<Hook*>(self)->engine);
   if (engine.is_none()) return PyErr_Format(PyExc_AssertionError, "the forward, which holds the engine, is over");
-  const py::object packing = engine.attr("packing");
+  static PyObject* const name = PyUnicode_InternFromString("packing");
+  const auto packing = py::reinterpret_steal<py::object>(PyObject_GetAttr(engine.ptr(), name));
+  if (!packing) return nullptr;
   if (!packing.is_none() && THPVariable_Check(t) && !is_in_transform()) {
     const auto* known = static_cast<Packing*>(PyCapsule_GetPointer(packing.ptr(), nullptr));
     if (known == nullptr) return nullptr;

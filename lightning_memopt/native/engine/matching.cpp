@@ -208,10 +208,14 @@ bool has_subclass(c10::ArrayRef<IValue> args) {
   return false;
 }
 
-void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const py::gil_scoped_release released;
+void run_unseen(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const torch::torch_dispatch_mode::StashTorchDispatchModeGuard stashed;
   op.callBoxed(stack);
+}
+
+void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const py::gil_scoped_release released;
+  run_unseen(op, stack);
 }
 
 // The op of an overload that stands in the place of a template. Overloads live as long as the process.
@@ -234,32 +238,37 @@ py::object with_state(PyObject* matcher, const Template& expected, c10::ArrayRef
   return call_method(matcher, "drawn", expected.call, wrapped(device));
 }
 
-bool runs_locked(PyObject* matcher, const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+enum class Answer {
+  kPython,    // the op is the matcher's
+  kRan,       // it ran
+  kPassesBy,  // it is to be run, and nothing is to be noted
+};
+
+Answer answer_to(PyObject* matcher, const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& forward = *static_cast<Forward*>(PyCapsule_GetPointer(matcher_slots.native.get(matcher), nullptr));
   PyObject* const cursor = forward.cursor.ptr();
   const int64_t position = PyLong_AsLongLong(cursor_slots.position.get(cursor));
   PyObject* const templates = matcher_slots.templates.get(matcher);
-  if (!is_true(matcher_slots.capturing, matcher) || is_true(cursor_slots.lost, cursor)) return false;
-  if (!is_none(deviation_slots.first, cursor_slots.deviation.get(cursor))) return false;
-  if (PyLong_AsLongLong(cursor_slots.fence.get(cursor)) < position || position >= PyList_GET_SIZE(templates)) return false;
+  if (!is_true(matcher_slots.capturing, matcher) || is_true(cursor_slots.lost, cursor)) return Answer::kPython;
+  if (!is_none(deviation_slots.first, cursor_slots.deviation.get(cursor))) return Answer::kPython;
+  if (PyLong_AsLongLong(cursor_slots.fence.get(cursor)) < position || position >= PyList_GET_SIZE(templates)) return Answer::kPython;
   PyObject* const entry = PyList_GET_ITEM(templates, position);
   const auto args = torch::jit::last(*stack, op.schema().arguments().size());
-  if (entry == Py_None || has_subclass(args)) return false;
+  if (entry == Py_None || has_subclass(args)) return Answer::kPython;
   const auto advanced = [&] { cursor_slots.position.set(cursor, PyLong_FromLongLong(position + 1)); };
   if (Py_TYPE(entry) != reinterpret_cast<PyTypeObject*>(template_slots.type)) {
     const c10::OperatorHandle* const passing = op_of(entry);
-    if (passing == nullptr || !(*passing == op)) return false;
+    if (passing == nullptr || !(*passing == op)) return Answer::kPython;
     advanced();
-    run(op, stack);
-    return true;
+    return Answer::kPassesBy;
   }
   PyObject* const capsule = template_slots.native.get(entry);
-  if (capsule == Py_None || c10::InferenceMode::is_enabled()) return false;
+  if (capsule == Py_None || c10::InferenceMode::is_enabled()) return Answer::kPython;
   const auto owner = py::reinterpret_borrow<py::object>(capsule);  // the list may change while the op runs
   const auto& expected = *static_cast<Template*>(PyCapsule_GetPointer(capsule, nullptr));
-  if (!(expected.given->op == op)) return false;
+  if (!(expected.given->op == op)) return Answer::kPython;
   Comparison comparison(matcher, forward, expected, args);
-  if (!comparison.fits()) return false;
+  if (!comparison.fits()) return Answer::kPython;
   const py::object call = expected.random ? with_state(matcher, expected, args) : expected.call;
   std::vector<at::Tensor> targets;
   for (const auto& written : expected.mutates) {
@@ -271,7 +280,23 @@ bool runs_locked(PyObject* matcher, const c10::OperatorHandle& op, torch::jit::S
   for (size_t i = 0; i < targets.size(); ++i)
     note_written(matcher, forward, expected, targets[i], expected.mutates[i].tensor, call, comparison.startable);
   advanced();
-  return true;
+  return Answer::kRan;
+}
+
+// `answer_to`, with the interpreter's lock.
+Answer answer_locked(PyObject* matcher, const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const py::gil_scoped_acquire acquired;
+  if (is_none(matcher_slots.native, matcher)) return Answer::kPython;
+  try {
+    const Answer answer = answer_to(matcher, op, stack);
+    ++(answer == Answer::kPython ? python_ops : native_ops);
+    return answer;
+  } catch (py::error_already_set& error) {
+    error.restore();
+    python_error raised;
+    raised.persist();
+    throw raised;
+  }
 }
 
 }  // namespace
@@ -321,18 +346,9 @@ std::unique_ptr<Template> template_of(PyObject* python, PyObject* args, PyObject
 }
 
 bool runs(PyObject* matcher, const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const py::gil_scoped_acquire acquired;
-  if (is_none(matcher_slots.native, matcher)) return false;
-  try {
-    const bool ran = runs_locked(matcher, op, stack);
-    ++(ran ? native_ops : python_ops);
-    return ran;
-  } catch (py::error_already_set& error) {
-    error.restore();
-    python_error raised;
-    raised.persist();
-    throw raised;
-  }
+  const Answer answer = answer_locked(matcher, op, stack);
+  if (answer == Answer::kPassesBy) run_unseen(op, stack);
+  return answer != Answer::kPython;
 }
 
 }  // namespace memopt

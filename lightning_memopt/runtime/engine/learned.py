@@ -25,9 +25,8 @@ def actions_for(engine: Any, program: Program) -> object:
     for point in points:
         steps = []
         for step in program.schedule.segments[point]:
-            again = isinstance(step, Rebuild)
-            made, clones = (program.outputs[step.op], step.clones) if again else ((), ())
-            steps.append((kinds.index(type(step)), step.op if again else step.tensor, made, clones))
+            fields = (step.op, program.outputs[step.op], step.clones) if isinstance(step, Rebuild) else (step.tensor, (), ())
+            steps.append((kinds.index(type(step)), *fields))
         segments.append((point, program.births.get(point, ()), steps))
     events = []
     for event in program.events:

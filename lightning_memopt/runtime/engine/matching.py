@@ -77,8 +77,8 @@ class Matcher(Recorder):
         if engine is None:
             return None
         tape, program, active = self.tape, self.program, self.holdings.active
-        held = program.holds, program.unsaved, active, program.sized_by_data
-        return engine.forward(self.of_storage, tape.versions, tape.weak_references, self._beneath, self._unread, self.cursor, *held)
+        step = self.of_storage, tape.versions, tape.weak_references, self._beneath, self._unread, self.cursor
+        return engine.forward(*step, program.holds, program.unsaved, active, program.sized_by_data)
 
     @uncompiled
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
