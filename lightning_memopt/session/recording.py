@@ -47,7 +47,7 @@ class _Pack:
         return engine.pack(t)
 
 
-def _hooks_of(engine: Engine) -> tuple[Callable[[torch.Tensor], object], Callable[[Any], Any]]:
+def hooks_of(engine: Engine) -> tuple[Callable[[torch.Tensor], object], Callable[[Any], Any]]:
     """(pack hook, unpack hook)."""
     native = loaded() if isinstance(engine, PlannedEngine) else None
     return (_Pack(engine), engine.unpack) if native is None else (native.Pack(weakref.ref(engine)), native.unpack)
@@ -64,7 +64,7 @@ class Recording:
         self.recorder = recorder
         self._stack = contextlib.ExitStack()
         self._saving = contextlib.ExitStack()
-        self._pack, self._unpack = _hooks_of(engine)
+        self._pack, self._unpack = hooks_of(engine)
         self._own_mode = own_mode
         self._aside = False
 

@@ -48,8 +48,10 @@ class Kept:
 
     def __init__(self, t: torch.Tensor, about: tuple[Names, int] | None = None) -> None:
         self.about = about
-        # only an ordinary tensor can be detached below the dispatch modes
-        self.t = alias(t) if t.grad_fn is not None and is_plain(t) else t
+        # Only an ordinary tensor can be detached below the dispatch modes. Who asks for `grad_fn` makes an object for the node,
+        # which then releases what it saved in another order.
+        has_history = t.requires_grad and not t.is_leaf
+        self.t = alias(t) if has_history and is_plain(t) else t
         self.counter = UNKNOWN if t.is_inference() else t._version
 
     def get(self) -> torch.Tensor:

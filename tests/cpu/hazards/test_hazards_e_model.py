@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memopt.runtime import ObservingEngine, PlannedEngine
+from lightning_memopt.session import recording
 from tests.cpu.lib.harness import same_bits
 from tests.cpu.lib.inside import states_of
 from tests.cpu.lib.models import (
@@ -89,10 +89,13 @@ def test_e5_same_module_twice_and_recursion():
 
 def test_e17_p24_evaluation_packs_nothing(monkeypatch):
     """Zero packs and no state in eval, no_grad and inference_mode, in the middle of training."""
-    packs = []
-    for engine in (ObservingEngine, PlannedEngine):
-        original = engine.pack
-        monkeypatch.setattr(engine, "pack", lambda self, t, original=original: packs.append(1) or original(self, t))
+    packs, original = [], recording.hooks_of
+
+    def hooks_of(engine):
+        pack, unpack = original(engine)
+        return lambda t: packs.append(1) or pack(t), unpack
+
+    monkeypatch.setattr(recording, "hooks_of", hooks_of)
     model = made(Body)
     optimizer = sgd(model)
     with attached(model, optimizer) as run:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-from unittest import mock
+import random
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
-from lightning_memopt.graph import Graph
+from benchmarks.robustness.fuzzing.case import Departure, draw
+from benchmarks.robustness.fuzzing.plans import random_lives
+from benchmarks.robustness.fuzzing.programs import Data, Model
 from lightning_memopt.native import engine
-from lightning_memopt.plan import Life
 from lightning_memopt.runtime import Learned, PlannedEngine, Program
-from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.recording import PlannedRecording
 from lightning_memopt.solvers import planner
+from tests.cpu.lib.engines import by_python, observed_graph, steps
 
 
 class Mixed(nn.Module):
@@ -40,82 +41,46 @@ class Mixed(nn.Module):
         return functional.gelu(y).square().mean()
 
 
-class Step(NamedTuple):
-    loss: float
-    gradients: list[list[float]]
-    buffers: list[list[float]]
-    noise: list[int]
-    rebuilt_ops: list[int]
-    versions: list[Any]
-    native_ops: int
-
-
-@pytest.fixture(scope="module")
-def observed() -> tuple[Graph, list[tuple[Life, ...]]]:
-    model, x = made()
-    observation = Observation(model, [], torch.device("cpu"), None, verify=True, meter=False)
-    with observation.begin_round((x,)):
-        loss = model(x)
-    observation.forward_ended()
-    loss.backward()
-    del loss
-    graph = observation.finish()
-    assert graph is not None
-    return graph, [candidate.lives for candidate in planner.solve(graph).candidates]
-
-
 def made() -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     return Mixed(), torch.randn(4, 3, 6, 6)
 
 
-def seen(planned: PlannedEngine) -> list[Any]:
-    """Every storage version on the tape, as the forward left it."""
-    states = []
-    for key, version in planned.tape.versions.items():
-        holding, call = version.holding, version.call
-        own = version.id, version.nbytes, version.origin, version.index, version.counter, version.counter_in_op, version.next
-        flags = version.parameter, version.exposed, version.read, version.why, call is None or (call.op, call.reads, call.made)
-        value = holding.value is not None and holding.value.untyped_storage().tolist()
-        held = value, holding.expected, holding.reachable, holding.handles, holding.claim, holding.tensor
-        states.append((key, own, flags, held))
-    return sorted(states, key=lambda state: state[0])
-
-
-def steps(graph: Graph, lives: tuple[Life, ...], n: int = 3) -> list[Step]:
-    model, x = made()
-    learned, taken = Learned(Program(graph, lives)), []
-    torch.manual_seed(1)
-    for _ in range(n):
-        model.zero_grad()
-        before = engine.loaded().counts()[0] if engine.loaded() is not None else 0
-        planned = PlannedEngine(learned)
-        with PlannedRecording(planned, model):
-            loss = model(x)
-        native = engine.loaded().counts()[0] - before if engine.loaded() is not None else 0
-        versions = seen(planned)
-        loss.backward()
-        tensors = [p.grad for p in model.parameters()], list(model.buffers())
-        values = ([t.flatten().tolist() for t in group if t is not None] for group in tensors)
-        noise = torch.get_rng_state().tolist()
-        taken.append(Step(loss.item(), *values, noise, list(planned.rebuilt_ops), versions, native))
-        del loss
-    return taken
-
-
-def test_planned_steps_are_the_same(observed: tuple[Graph, list[tuple[Life, ...]]]) -> None:
-    if engine.loaded() is None:
-        pytest.skip("there is no native engine: MEMOPT_NATIVE=0, or it cannot be built")
-    graph, plans = observed
+@pytest.mark.skipif(engine.loaded() is None, reason="there is no native engine: MEMOPT_NATIVE=0, or it cannot be built")
+def test_planned_steps_are_the_same() -> None:
+    graph = observed_graph(made)
+    plans = [candidate.lives for candidate in planner.solve(graph).candidates]
     assert len(plans) > 3
     for lives in plans:
-        native = steps(graph, lives)
-        with mock.patch.object(engine, "_module", None):
-            python = steps(graph, lives)
-        for ours, reference in zip(native, python, strict=True):
+        native = steps(made, graph, lives)
+        for ours, reference in zip(native, by_python(made, graph, lives), strict=True):
             assert ours._replace(native_ops=0) == reference
     assert native[0].native_ops == 0, "templates are learned in the first step"
-    assert native[-1].native_ops >= 0.7 * len(graph.forward)
+    assert native[-1].native_ops >= 0.9 * len(graph.forward)
+
+
+_DEPARTURES = ("skip", "extra", "other", "data", "hold", "in place", "no grad", "draw", "copy", "raise")
+
+
+@pytest.mark.skipif(engine.loaded() is None, reason="there is no native engine: MEMOPT_NATIVE=0, or it cannot be built")
+@pytest.mark.parametrize("seed", range(40))
+def test_random_programs_under_random_plans(seed: int) -> None:
+    """Steps as planned, then one that departs at a random op, then two as planned."""
+    case, rng = draw(seed), random.Random(seed)
+    departure = Departure(rng.randrange(len(case.nodes)), rng.choice(_DEPARTURES), rng.randrange(8))
+
+    def program() -> tuple[nn.Module, torch.Tensor]:
+        return Model(case), Data(case.seed).batch(8)
+
+    def departs(model: nn.Module, step: int) -> None:
+        model.departures, model.kept = {departure.node: departure} if step == 3 else {}, []
+
+    graph = observed_graph(program)
+    lives = random_lives(graph, random.Random(case.plan), held=case.held)
+    native, python = (by(program, graph, lives, 6, departs) for by in (steps, by_python))
+    for ours, reference in zip(native, python, strict=True):
+        assert ours._replace(native_ops=0) == reference
+    assert native[2].native_ops >= 0.5 * len(graph.forward)
 
 
 class Squares(nn.Module):
@@ -167,13 +132,7 @@ def test_a_batch_that_is_not_as_the_templates_say(name: str) -> None:
     """Steps with such a batch, between ordinary ones: what the plain model gives."""
     torch.manual_seed(0)
     model, x = Squares(), torch.randn(2, 3, 4)
-    observation = Observation(model, [], torch.device("cpu"), None, verify=True, meter=False)
-    with observation.begin_round((x,)):
-        loss = model(x)
-    observation.forward_ended()
-    loss.backward()
-    graph = observation.finish()
-    assert graph is not None
+    graph = observed_graph(lambda: (model, x))
     learned = Learned(Program(graph, planner.solve(graph).candidates[0].lives))
     for batch in (x, x, ODD[name](x), x):
         model.zero_grad()

@@ -1,0 +1,116 @@
+"""Planned steps by either engine, and everything that can be seen of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import nn
+
+from lightning_memopt.graph import Graph
+from lightning_memopt.native import engine
+from lightning_memopt.plan import Life
+from lightning_memopt.runtime import Learned, PlannedEngine, Program
+from lightning_memopt.session.observation import Observation
+from lightning_memopt.session.recording import PlannedRecording
+
+Made = Callable[[], tuple[nn.Module, torch.Tensor]]
+"""Makes a model and a batch, the same ones each time."""
+
+
+class Step(NamedTuple):
+    """One planned step.
+
+    moments: what is held, and how far the plan is, whenever the gradient of a parameter is there.
+    versions: every storage version after the forward.
+    native_ops: how many ops of the forward the native engine ran.
+    """
+
+    loss: float | str
+    gradients: list[list[float]]
+    buffers: list[list[float]]
+    noise: list[int]
+    rebuilt_ops: list[int]
+    moments: list[Any]
+    versions: list[Any]
+    native_ops: int
+
+
+def observed_graph(made: Made) -> Graph:
+    """The graph of a step of a model."""
+    model, x = made()
+    observation = Observation(model, [], torch.device("cpu"), None, verify=True, meter=False)
+    with observation.begin_round((x,)):
+        loss = model(x)
+    observation.forward_ended()
+    loss.backward()
+    del loss
+    graph = observation.finish()
+    assert graph is not None
+    return graph
+
+
+def versions_of(planned: PlannedEngine) -> list[Any]:
+    """Every storage version on the tape, and what is held of it."""
+    states = []
+    for key, version in planned.tape.versions.items():
+        holding, call = version.holding, version.call
+        own = version.id, version.nbytes, version.origin, version.index, version.counter, version.counter_in_op, version.next
+        flags = version.parameter, version.exposed, version.read, version.why, call is None or (call.op, call.reads, call.made)
+        value = holding.value is not None and holding.value.untyped_storage().tolist()
+        held = value, holding.expected, holding.reachable, holding.handles, holding.claim, holding.tensor
+        states.append((key, own, flags, held))
+    return sorted(states, key=lambda state: state[0])
+
+
+def moment_of(planned: PlannedEngine) -> Any:
+    """What is held, and how far the plan is."""
+    tape, deviation = planned.tape, planned.cursor.deviation
+    held = sorted(key for key, version in tape.versions.items() if version.holding.value is not None)
+    handles = sum(version.holding.handles for version in tape.versions.values())
+    progress = planned.turns.next, planned.cursor.point, len(planned.rebuilt_ops)
+    return held, handles, sorted(planned.holdings.active), progress, deviation.first, deviation.out_of_order
+
+
+def steps(
+    made: Made, graph: Graph, lives: tuple[Life, ...], n: int = 3, before: Callable[[nn.Module, int], None] | None = None
+) -> list[Step]:
+    """Steps of a new model under one plan. `before`: called with the model and the number of each step."""
+    model, x = made()
+    learned, taken = Learned(Program(graph, lives)), []
+    torch.manual_seed(1)
+    native = engine.loaded()
+    for i in range(n):
+        model.zero_grad()
+        if before is not None:
+            before(model, i)
+        ran = native.counts()[0] if native is not None else 0
+        planned, moments, versions = PlannedEngine(learned), [], []
+        told = [p.register_hook(lambda _, e=planned, m=moments: m.append(moment_of(e))) for p in model.parameters()]
+        try:
+            with PlannedRecording(planned, model):
+                loss = model(x)
+            ran = native.counts()[0] - ran if native is not None else 0
+            versions = versions_of(planned)
+            loss.backward()
+            result = loss.item()
+        except Exception as error:
+            result = f"{type(error).__name__}: {error}"
+        loss = None
+        for hook in told:
+            hook.remove()
+        tensors = [p.grad for p in model.parameters()], list(model.buffers())
+        values = ([t.flatten().tolist() for t in group if t is not None] for group in tensors)
+        noise = torch.get_rng_state().tolist()
+        taken.append(Step(result, *values, noise, list(planned.rebuilt_ops), moments, versions, ran))
+    return taken
+
+
+def by_python(
+    made: Made, graph: Graph, lives: tuple[Life, ...], n: int = 3, before: Callable[[nn.Module, int], None] | None = None
+) -> list[Step]:
+    """`steps`, all of them by the Python engine."""
+    with mock.patch.object(engine, "_module", None):
+        return steps(made, graph, lives, n, before)
