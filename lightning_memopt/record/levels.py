@@ -36,6 +36,7 @@ class _Listener(NamedTuple):
     thread: int
 
 
+@uncompiled
 def in_transform() -> bool:
     """Whether a transform of `torch.func` is under way in this thread."""
     return functorch_level() is not None

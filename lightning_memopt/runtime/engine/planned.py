@@ -122,6 +122,7 @@ class PlannedEngine(Engine):
             self.turns.packed.add(packed.save)
         return packed
 
+    @uncompiled
     def save_of(self, version: Version) -> int:
         """The plan's save of this tensor, among those still to come in this step, that is nearest to the position; BEFORE where
         there is none.
