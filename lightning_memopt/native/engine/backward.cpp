@@ -62,11 +62,13 @@ bool may_drop(const Backward& backward, PyObject* version) {
   return last == nullptr || number(cursor_slots.point, backward.cursor.ptr()) >= PyLong_AsLongLong(last);
 }
 
-// `PlannedHoldings.let_go`.
-void let_go(const Backward& backward, py::handle engine, PyObject* version) {
+// The plan needs the version no longer: drop it, unless another tensor of the plan lives in it. `method`: that of
+// `PlannedHoldings`, which is called where the version is parked.
+void let_go(const Backward& backward, py::handle engine, PyObject* version, const char* method) {
   PyObject* const holding = version_slots.holding.get(version);
+  if (lives(backward, holding)) return;
   if (is_parked(holding)) {
-    engine.attr("holdings").attr("let_go")(py::handle(version));
+    engine.attr("holdings").attr(method)(py::handle(version));
   } else if (may_drop(backward, version)) {
     drop(holding);
   }
@@ -77,7 +79,7 @@ void free(const Backward& backward, py::handle engine, const Actions::Event& eve
   for (const auto& tensor : event.frees) {
     PySet_Discard(backward.active.ptr(), tensor.ptr());
     PyObject* const version = version_with(backward.versions.ptr(), tensor.ptr());
-    if (version != nullptr && !lives(backward, version_slots.holding.get(version))) let_go(backward, engine, version);
+    if (version != nullptr) let_go(backward, engine, version, "let_go");
   }
 }
 
@@ -128,16 +130,6 @@ bool runs_again(const Backward& backward, const Actions::Step& step) {
   return true;
 }
 
-// `PlannedHoldings.free`.
-void free_in_segment(const Backward& backward, py::handle engine, PyObject* version) {
-  if (lives(backward, version_slots.holding.get(version))) return;
-  if (is_parked(version_slots.holding.get(version))) {
-    engine.attr("holdings").attr("free")(py::handle(version));
-  } else if (may_drop(backward, version)) {
-    drop(version_slots.holding.get(version));
-  }
-}
-
 }  // namespace
 
 std::unique_ptr<Actions> actions_of(py::handle events, py::handle segments, py::handle last_fetch) {
@@ -185,7 +177,7 @@ bool released(const Backward& backward, py::handle engine, py::handle handle) {
   const auto* const event = take(backward, false, number(handle_slots.save, h), 0);
   if (event == nullptr) return false;
   free(backward, engine, *event);
-  if (number(holding_slots.handles, holding) == 0 && !lives(backward, holding)) let_go(backward, engine, version);
+  if (number(holding_slots.handles, holding) == 0) let_go(backward, engine, version, "let_go");
   return true;
 }
 
@@ -200,7 +192,7 @@ void perform(const Backward& backward, py::handle engine, size_t segment) {
     } else if (step.kind == Actions::Step::kRebuild) {
       if (!runs_again(backward, step)) engine.attr("run_again")(step.subject, step.clones, true);
     } else if (PyObject* const version = version_with(versions, step.subject.ptr())) {
-      free_in_segment(backward, engine, version);
+      let_go(backward, engine, version, "free");
     }
   }
 }

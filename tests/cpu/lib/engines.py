@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 
@@ -13,11 +14,16 @@ from lightning_memopt.graph import Graph
 from lightning_memopt.native import engine
 from lightning_memopt.plan import Life
 from lightning_memopt.runtime import Learned, PlannedEngine, Program
-from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.recording import PlannedRecording
+from tests.cpu.lib.observed import graph_of
 
 Made = Callable[[], tuple[nn.Module, torch.Tensor]]
 """Makes a model and a batch, the same ones each time."""
+
+
+needs_native = pytest.mark.skipif(
+    engine.loaded() is None, reason="there is no native engine: MEMOPT_NATIVE=0, or it cannot be built"
+)
 
 
 class Step(NamedTuple):
@@ -41,15 +47,7 @@ class Step(NamedTuple):
 def observed_graph(made: Made) -> Graph:
     """The graph of a step of a model."""
     model, x = made()
-    observation = Observation(model, [], torch.device("cpu"), None, verify=True, meter=False)
-    with observation.begin_round((x,)):
-        loss = model(x)
-    observation.forward_ended()
-    loss.backward()
-    del loss
-    graph = observation.finish()
-    assert graph is not None
-    return graph
+    return graph_of(model, (x,), lambda: model(x))
 
 
 def versions_of(planned: PlannedEngine) -> list[Any]:

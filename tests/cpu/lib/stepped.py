@@ -17,15 +17,13 @@ from lightning_memopt.runtime.codecs import codec
 from lightning_memopt.runtime.parked import Depot
 from lightning_memopt.runtime.tiers import DiskTier
 from lightning_memopt.runtime.tiers.worker import Copy
-from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.recording import PlannedRecording
 from lightning_memopt.solvers.offload.trips import Form, TripPlanner, send_away
 from lightning_memopt.solvers.rollout import Rollout, keep_all, unrepeatable
 from lightning_memopt.trace import metered_cpu
 from tests.cpu.lib.harness import draws, same_bits
+from tests.cpu.lib.observed import CPU, graph_of
 from tests.cpu.lib.planned import engine_of
-
-CPU = torch.device("cpu")
 
 
 class Free:
@@ -74,14 +72,7 @@ class Stepped:
     def observed(self) -> Graph:
         for _ in range(2):
             self._begin()
-            observation = Observation(self.model, [], self.device, None, verify=False, meter=self.device == CPU)
-            with observation.begin_round(()):
-                loss = self.loss()
-            observation.forward_ended()
-            loss.backward()
-            del loss
-            graph = observation.finish()
-            assert graph is not None
+            graph = graph_of(self.model, (), self.loss, self.device, verify=False, meter=self.device == CPU)
         return graph
 
     def forward(self, program: Program | None, verify: bool = True, sized: bool = True) -> Tensor:

@@ -13,11 +13,10 @@ from torch.nn import functional
 from benchmarks.robustness.fuzzing.case import Departure, draw
 from benchmarks.robustness.fuzzing.plans import random_lives
 from benchmarks.robustness.fuzzing.programs import Data, Model
-from lightning_memopt.native import engine
 from lightning_memopt.runtime import Learned, PlannedEngine, Program
 from lightning_memopt.session.recording import PlannedRecording
 from lightning_memopt.solvers import planner
-from tests.cpu.lib.engines import by_python, observed_graph, steps
+from tests.cpu.lib.engines import by_python, needs_native, observed_graph, steps
 
 
 class Mixed(nn.Module):
@@ -46,7 +45,7 @@ def made() -> tuple[nn.Module, torch.Tensor]:
     return Mixed(), torch.randn(4, 3, 6, 6)
 
 
-@pytest.mark.skipif(engine.loaded() is None, reason="there is no native engine: MEMOPT_NATIVE=0, or it cannot be built")
+@needs_native
 def test_planned_steps_are_the_same() -> None:
     graph = observed_graph(made)
     plans = [candidate.lives for candidate in planner.solve(graph).candidates]
@@ -62,7 +61,7 @@ def test_planned_steps_are_the_same() -> None:
 _DEPARTURES = ("skip", "extra", "other", "data", "hold", "in place", "no grad", "draw", "copy", "raise")
 
 
-@pytest.mark.skipif(engine.loaded() is None, reason="there is no native engine: MEMOPT_NATIVE=0, or it cannot be built")
+@needs_native
 @pytest.mark.parametrize("seed", range(40))
 def test_random_programs_under_random_plans(seed: int) -> None:
     """Steps as planned, then one that departs at a random op, then two as planned."""

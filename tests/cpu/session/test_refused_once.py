@@ -24,7 +24,7 @@ from lightning_memopt.session.states import Running
 from tests.cpu.lib.harness import same_bits
 from tests.cpu.lib.inside import state_of
 from tests.cpu.lib.loops import QUIET, batches, counted_nbytes, loss_of, small
-from tests.cpu.lib.stepped import CPU
+from tests.cpu.lib.observed import CPU
 
 STEPS = 6
 
