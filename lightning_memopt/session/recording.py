@@ -46,11 +46,14 @@ class _Pack:
         assert engine is not None, "the forward, which holds the engine, is over"
         return engine.pack(t)
 
+    def free(self) -> None:
+        """The forward is over."""
 
-def hooks_of(engine: Engine) -> tuple[Callable[[torch.Tensor], object], Callable[[Any], Any]]:
+
+def hooks_of(engine: Engine) -> tuple[Any, Callable[[Any], Any]]:
     """(pack hook, unpack hook)."""
     native = loaded() if isinstance(engine, PlannedEngine) else None
-    return (_Pack(engine), engine.unpack) if native is None else (native.Pack(weakref.ref(engine)), native.unpack)
+    return (_Pack(engine), engine.unpack) if native is None else (native.pack_hook(weakref.ref(engine)), native.unpack)
 
 
 class Recording:
@@ -114,6 +117,7 @@ class Recording:
                 last.callback(self.recorder.forget)
             last.callback(setattr, self.recorder, "capturing", False)
             last.callback(self.engine.end_forward)  # the engine outlives the forward, the recorder must not
+            last.callback(self._pack.free)
             last.callback(self._stack.close)
             last.callback(self._saving.close)
             self._aside = False

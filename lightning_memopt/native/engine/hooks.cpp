@@ -1,30 +1,39 @@
 #include "hooks.h"
 
-#include <ATen/FuncTorchTLS.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
+
+#include <utility>
+#include <vector>
 
 #include "objects.h"
 #include "packing.h"
 
+// From ATen/functorch/DynamicLayer.h, which includes headers that torch does not ship.
+namespace at::functorch {
+struct DynamicLayer;
+TORCH_API const std::vector<DynamicLayer>& getDynamicLayerStack();
+}  // namespace at::functorch
+
 namespace memopt {
-
-PyObject* in_transform;
-
 namespace {
 
 namespace py = pybind11;
 
 struct Hook {
   PyObject_HEAD
-  PyObject* engine;  // a weak reference
+  PyObject* engine;  // a weak reference; null while no forward uses the hook
 };
 
-// Whether a transform of `torch.func` is under way. A thread that never began one needs not ask.
-bool is_in_transform() {
-  const py::handle asked(in_transform);
-  return at::functorch::functorchTLSAccessor() != nullptr && asked().cast<bool>();
-}
+PyTypeObject* pack_type = nullptr;
+PyObject* unpack_function = nullptr;
+std::vector<PyObject*>& idle = *new std::vector<PyObject*>;  // pack hooks that no forward uses; under the interpreter's lock
+
+// So many references that those of torch, which are not counted within a forward, never make it zero.
+void make_immortal(PyObject* object) { Py_SET_REFCNT(object, Py_REFCNT(object) + (Py_ssize_t{1} << 29)); }
+
+// Whether a transform of `torch.func` is under way (record/levels.py).
+bool is_in_transform() { return !at::functorch::getDynamicLayerStack().empty(); }
 
 // The object of a weak reference; none if it is gone.
 py::object referent(PyObject* reference) {
@@ -37,26 +46,19 @@ py::object referent(PyObject* reference) {
 #endif
 }
 
-PyObject* make_hook(PyTypeObject* type, PyObject* args, PyObject*) {
-  PyObject* engine;
-  if (!PyArg_ParseTuple(args, "O", &engine)) return nullptr;
-  PyObject* const made = type->tp_alloc(type, 0);
-  if (made != nullptr) reinterpret_cast<Hook*>(made)->engine = Py_NewRef(engine);
-  return made;
-}
-
-void forget_hook(PyObject* self) {
-  PyTypeObject* const type = Py_TYPE(self);
-  Py_DECREF(reinterpret_cast<Hook*>(self)->engine);
-  type->tp_free(self);
-  Py_DECREF(type);
+PyObject* free_hook(PyObject* self, PyObject*) {
+  PyObject* const engine = std::exchange(reinterpret_cast<Hook*>(self)->engine, nullptr);
+  if (engine != nullptr) idle.push_back(self);
+  Py_XDECREF(engine);
+  Py_RETURN_NONE;
 }
 
 PyObject* call_hook(PyObject* self, PyObject* args, PyObject*) {
   HANDLE_TH_ERRORS
-  PyObject* t;
-  if (!PyArg_ParseTuple(args, "O", &t)) return nullptr;
-  const py::object engine = referent(reinterpret_cast<Hook*>(self)->engine);
+  if (PyTuple_GET_SIZE(args) != 1) return PyErr_Format(PyExc_TypeError, "a pack hook takes 1 argument, got %zd", PyTuple_GET_SIZE(args));
+  PyObject* const t = PyTuple_GET_ITEM(args, 0);
+  PyObject* const reference = reinterpret_cast<Hook*>(self)->engine;
+  const py::object engine = reference == nullptr ? py::none() : referent(reference);
   if (engine.is_none()) return PyErr_Format(PyExc_AssertionError, "the forward, which holds the engine, is over");
   static PyObject* const name = PyUnicode_InternFromString("packing");
   const auto packing = py::reinterpret_steal<py::object>(PyObject_GetAttr(engine.ptr(), name));
@@ -73,15 +75,38 @@ PyObject* call_hook(PyObject* self, PyObject* args, PyObject*) {
 
 }  // namespace
 
-PyObject* pack_class() {
+bool add_hooks(PyObject* module) {
+  static PyMethodDef methods[] = {{"free", free_hook, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
   static PyType_Slot slots[] = {
-      {Py_tp_new, reinterpret_cast<void*>(make_hook)},
-      {Py_tp_dealloc, reinterpret_cast<void*>(forget_hook)},
       {Py_tp_call, reinterpret_cast<void*>(call_hook)},
+      {Py_tp_methods, methods},
       {0, nullptr},
   };
-  static PyType_Spec spec{"lightning_memopt.native.engine.Pack", sizeof(Hook), 0, Py_TPFLAGS_DEFAULT, slots};
-  return PyType_FromSpec(&spec);
+  static PyType_Spec spec{
+      "lightning_memopt.native.engine.Pack", sizeof(Hook), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
+  PyObject* const type = PyType_FromSpec(&spec);
+  if (type == nullptr || PyModule_AddObject(module, "Pack", type) != 0) return false;
+  pack_type = reinterpret_cast<PyTypeObject*>(type);
+  unpack_function = PyObject_GetAttrString(module, "unpack");
+  if (unpack_function == nullptr) return false;
+  make_immortal(unpack_function);
+  return true;
+}
+
+bool is_hook(PyObject* object) { return object == unpack_function || Py_TYPE(object) == pack_type; }
+
+PyObject* pack_hook(PyObject*, PyObject* engine) {
+  PyObject* hook;
+  if (idle.empty()) {
+    hook = pack_type->tp_alloc(pack_type, 0);
+    if (hook == nullptr) return nullptr;
+    make_immortal(hook);
+  } else {
+    hook = Py_NewRef(idle.back());
+    idle.pop_back();
+  }
+  reinterpret_cast<Hook*>(hook)->engine = Py_NewRef(engine);
+  return hook;
 }
 
 PyObject* unpack(PyObject*, PyObject* packed) {

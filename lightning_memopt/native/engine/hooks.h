@@ -4,12 +4,16 @@
 
 namespace memopt {
 
-// The class `Pack`: `Pack(weak reference to an engine)` is a pack hook. It does not keep the engine (session/recording.py). Null,
-// with an exception, if it cannot be made.
-PyObject* pack_class();
+// Adds the class `Pack` to the module. Returns false with an exception if it cannot be made. After the module's functions.
+bool add_hooks(PyObject* module);
 
-// Python's function of this name (record/levels.py).
-extern PyObject* in_transform;
+// pack_hook(weak reference to an engine): a `Pack`, which does not keep the engine (session/recording.py). `free` says that the
+// forward is over: another forward may use the hook. Hooks are never destroyed.
+PyObject* pack_hook(PyObject*, PyObject* engine);
+
+// Whether this is one of these hooks. References to them need not be counted: torch looks up the hooks for each tensor that it
+// saves, and would take the interpreter's lock eight times for it.
+bool is_hook(PyObject* object);
 
 // unpack(packed): the unpack hook (`Engine.unpack`).
 PyObject* unpack(PyObject*, PyObject* packed);

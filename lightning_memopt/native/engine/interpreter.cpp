@@ -7,6 +7,7 @@
 
 #include <utility>
 
+#include "hooks.h"
 #include "matching.h"
 #include "objects.h"
 
@@ -36,8 +37,12 @@ class Table final : public PyInterpreterVTable {
   }
 
   std::string name() const override { return torchs->name(); }
-  void incref(PyObject* o) const override { torchs->incref(o); }
-  void decref(PyObject* o) const override { torchs->decref(o); }
+  void incref(PyObject* o) const override {
+    if (!is_hook(o)) torchs->incref(o);
+  }
+  void decref(PyObject* o) const override {
+    if (!is_hook(o)) torchs->decref(o);
+  }
   bool try_incref(const c10::impl::PyObjectSlot& slot) const override { return torchs->try_incref(slot); }
   size_t refcnt(PyObject* o) const override { return torchs->refcnt(o); }
   c10::intrusive_ptr<TensorImpl> detach(const TensorImpl* t) const override { return torchs->detach(t); }

@@ -23,14 +23,12 @@ PyObject* capsule(std::unique_ptr<T> owned) {
   return PyCapsule_New(owned.release(), nullptr, forget);
 }
 
-// know(objects, in_order, current_stream, in_transform): the classes whose slots are read, constants, and functions, see values.h
-// and hooks.h.
+// know(objects, in_order, current_stream): the classes whose slots are read, constants, and functions, see values.h.
 PyObject* know_objects(PyObject*, PyObject* args) {
   PyObject* objects;
-  if (!PyArg_ParseTuple(args, "O!OOO", &PyDict_Type, &objects, &in_order, &current_stream, &in_transform)) return nullptr;
+  if (!PyArg_ParseTuple(args, "O!OO", &PyDict_Type, &objects, &in_order, &current_stream)) return nullptr;
   Py_INCREF(in_order);
   Py_INCREF(current_stream);
-  Py_INCREF(in_transform);
   if (!know(objects)) return nullptr;
   Py_RETURN_NONE;
 }
@@ -156,6 +154,7 @@ PyMethodDef methods[] = {
     {"template", make_template, METH_VARARGS, nullptr},
     {"forward", make_forward, METH_VARARGS, nullptr},
     {"packing", make_packing, METH_VARARGS, nullptr},
+    {"pack_hook", pack_hook, METH_O, nullptr},
     {"unpack", unpack, METH_O, nullptr},
     {"actions", make_actions, METH_VARARGS, nullptr},
     {"backward", make_backward, METH_VARARGS, nullptr},
@@ -175,9 +174,7 @@ PyModuleDef module{PyModuleDef_HEAD_INIT, "engine", nullptr, -1, methods, nullpt
 
 PyMODINIT_FUNC PyInit_engine() {
   PyObject* const made = PyModule_Create(&memopt::module);
-  PyObject* const pack = made == nullptr ? nullptr : memopt::pack_class();
-  if (pack != nullptr && PyModule_AddObject(made, "Pack", pack) == 0) return made;
-  Py_XDECREF(pack);
+  if (made != nullptr && memopt::add_hooks(made)) return made;
   Py_XDECREF(made);
   return nullptr;
 }

@@ -10,7 +10,7 @@ import torch
 
 from lightning_memopt.cxx import BuildError
 from lightning_memopt.native import engine
-from lightning_memopt.record import OVERWRITTEN, UNKNOWN, UNSHARED, Call, Origin, StorageVersion, Tape, View, in_transform
+from lightning_memopt.record import OVERWRITTEN, UNKNOWN, UNSHARED, Call, Origin, StorageVersion, Tape, View
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.runtime.engine.cursor import Cursor, PlanDeviation
 from lightning_memopt.runtime.engine.guard import Guard
@@ -65,7 +65,7 @@ def seeing_ops() -> Iterator[None]:
 def _prepare(module: Any) -> None:
     """Raises BuildError if the module does not know this engine's objects, or gives other bits than torch's own calls."""
     try:
-        module.know(_OBJECTS, in_order, current_stream, in_transform)
+        module.know(_OBJECTS, in_order, current_stream)
     except (TypeError, AttributeError) as error:
         raise BuildError(f"it does not know this engine's objects ({error})") from None
     for name in _TESTS:

@@ -93,7 +93,13 @@ def test_e17_p24_evaluation_packs_nothing(monkeypatch):
 
     def hooks_of(engine):
         pack, unpack = original(engine)
-        return lambda t: packs.append(1) or pack(t), unpack
+
+        def counted(t):
+            packs.append(1)
+            return pack(t)
+
+        counted.free = pack.free
+        return counted, unpack
 
     monkeypatch.setattr(recording, "hooks_of", hooks_of)
     model = made(Body)
