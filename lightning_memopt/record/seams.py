@@ -23,8 +23,6 @@ class Seams(Generic[L]):
         self.places = tuple((owner, name, wrap) for owner, name, wrap in places if hasattr(owner, name))
         self.listeners: list[L] = []
         self._lock = threading.Lock()
-        self._wrappers: dict[tuple[int, str], tuple[Any, Any]] = {}
-        """(identity of the owner, attribute) -> (original, its wrapper). To make a wrapper takes longer than to install it."""
         self._originals: list[tuple[Any, str, bool, Any]] = []
         """(owner, name, whether the owner itself had the attribute, original), in the order of installation."""
 
@@ -50,10 +48,7 @@ class Seams(Generic[L]):
     def _install(self) -> None:
         for owner, name, wrap in self.places:
             original = getattr(owner, name)
-            wrapped, wrapper = self._wrappers.get((id(owner), name), (None, None))
-            if wrapped is not original:
-                wrapper = wrap(original)
-                self._wrappers[id(owner), name] = original, wrapper
+            wrapper = wrap(original)
             self._originals.append((owner, name, name in vars(owner), original))  # before the change: it may be interrupted
             setattr(owner, name, wrapper)
 
