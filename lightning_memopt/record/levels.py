@@ -36,7 +36,6 @@ class _Listener(NamedTuple):
     thread: int
 
 
-@uncompiled
 def in_transform() -> bool:
     """Whether a transform of `torch.func` is under way in this thread."""
     return functorch_level() is not None

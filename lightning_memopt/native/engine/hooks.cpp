@@ -35,8 +35,9 @@ void make_immortal(PyObject* object) { Py_SET_REFCNT(object, Py_REFCNT(object) +
 // Whether a transform of `torch.func` is under way (record/levels.py).
 bool is_in_transform() { return !at::functorch::getDynamicLayerStack().empty(); }
 
-// The object of a weak reference; none if it is gone.
+// The object of a weak reference; none if it is gone, or there is no reference.
 py::object referent(PyObject* reference) {
+  if (reference == nullptr) return py::none();
 #if PY_VERSION_HEX >= 0x030D0000
   PyObject* object = nullptr;
   if (PyWeakref_GetRef(reference, &object) < 0) throw py::error_already_set();
@@ -57,8 +58,7 @@ PyObject* call_hook(PyObject* self, PyObject* args, PyObject*) {
   HANDLE_TH_ERRORS
   if (PyTuple_GET_SIZE(args) != 1) return PyErr_Format(PyExc_TypeError, "a pack hook takes 1 argument, got %zd", PyTuple_GET_SIZE(args));
   PyObject* const t = PyTuple_GET_ITEM(args, 0);
-  PyObject* const reference = reinterpret_cast<Hook*>(self)->engine;
-  const py::object engine = reference == nullptr ? py::none() : referent(reference);
+  const py::object engine = referent(reinterpret_cast<Hook*>(self)->engine);
   if (engine.is_none()) return PyErr_Format(PyExc_AssertionError, "the forward, which holds the engine, is over");
   static PyObject* const name = PyUnicode_InternFromString("packing");
   const auto packing = py::reinterpret_steal<py::object>(PyObject_GetAttr(engine.ptr(), name));

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,6 +14,22 @@ from lightning_memopt.native import engine
 from tests.cpu.lib.engines import needs_native
 
 pytestmark = needs_native
+
+
+class Packed(NamedTuple):
+    t: torch.Tensor
+
+    def get(self) -> torch.Tensor:
+        return self.t
+
+
+class Keeping:
+    """In the place of an engine that packs in Python, and answers in Python."""
+
+    packing = None
+
+    def pack(self, t: torch.Tensor) -> Packed:
+        return Packed(t.detach())
 
 
 class Doubling:
@@ -48,18 +65,20 @@ def test_a_hook_without_a_forward_says_so():
         hook()
 
 
-def test_tensors_saved_in_a_forward_outlive_it_and_the_process_goes_on():
+@pytest.mark.parametrize("hooks_first", [False, True])
+def test_tensors_saved_in_a_forward_outlive_it_and_the_process_goes_on(hooks_first):
     """References to the hooks that torch takes within a forward and drops after it, and the other way round."""
-    module, keeper = engine.loaded(), Doubling()
+    module, keeper = engine.loaded(), Keeping()
     w = nn.Parameter(torch.ones(2))
     for _ in range(200):
         hook = module.pack_hook(weakref.ref(keeper))
-        module.begin()
-        outer = saved_tensors_hooks(hook, lambda t: t)
-        outer.__enter__()
+        hooks = saved_tensors_hooks(hook, module.unpack)
+        begins, ends = [module.begin, hooks.__enter__], [module.end, hooks.__exit__]
+        for act in reversed(begins) if hooks_first else begins:
+            act()
         y = (w * w).sin()
-        module.end()
-        outer.__exit__()
+        for act in reversed(ends) if hooks_first else ends:
+            act()
         hook.free()
         y.sum().backward()
     assert w.grad is not None and torch.isfinite(w.grad).all()
