@@ -6,14 +6,16 @@ a watched model runs: it passes on another partitioner, and compilers whose code
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
-from functools import partial, wraps
+import threading
+from collections.abc import Callable, Iterator
+from functools import cache, partial, wraps
 from typing import Any
 
 from torch import fx
 
-from lightning_memopt.record import telling
+from lightning_memopt.record import Seams, telling
 from lightning_memopt.torch_private import AOT_BACKENDS, AOT_ENTRY, INDUCTOR, split_in_place
 
 Split = tuple[fx.GraphModule, fx.GraphModule]
@@ -29,16 +31,26 @@ def backends() -> Any:
     return sys.modules.get(AOT_BACKENDS)
 
 
-def asking_backends(asking: Asking) -> Any:
-    """What stands in place of `AOT_ENTRY` in `backends()`."""
-    return partial(_entry, getattr(backends(), AOT_ENTRY), asking)
+@contextlib.contextmanager
+def asking_backends(asking: Asking) -> Iterator[None]:
+    """Within, `asking` is asked for the partitioner of what this thread compiles."""
+    with _seams().listening((threading.get_ident(), asking)) if backends() is not None else contextlib.nullcontext():
+        yield
 
 
-def _entry(original: Callable[..., Any], asking: Asking, *args: Any, **options: Any) -> Any:
-    partitioner = options.get("partition_fn", split_in_place)
-    if getattr(partitioner, "__module__", None) != INDUCTOR:  # Inductor asks by its setting, and tells of its code
-        options["partition_fn"] = asking(partitioner)
-        options.update({name: _telling(options[name]) for name in _COMPILERS if options.get(name) is not None})
+@cache
+def _seams() -> Seams[tuple[int, Asking]]:
+    """Listeners: (thread, asking). Sessions of several threads may leave in another order than they came in."""
+    return Seams((backends(), AOT_ENTRY, lambda original: partial(_entry, original)))
+
+
+def _entry(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    here = threading.get_ident()
+    for asking in (asking for thread, asking in tuple(_seams().listeners) if thread == here):
+        partitioner = options.get("partition_fn", split_in_place)
+        if getattr(partitioner, "__module__", None) != INDUCTOR:  # Inductor asks by its setting, and tells of its code
+            options["partition_fn"] = asking(partitioner)
+            options.update({name: _telling(options[name]) for name in _COMPILERS if options.get(name) is not None})
     return original(*args, **options)
 
 

@@ -29,7 +29,6 @@ from lightning_memopt.compiled.sizes import Signature, UnreadableError
 from lightning_memopt.plan import Life, LoweringError
 from lightning_memopt.record import around_compiled
 from lightning_memopt.torch_private import (
-    AOT_ENTRY,
     autograd_config,
     compile_again,
     compiled_codes,
@@ -158,9 +157,7 @@ class Regions:
             if inductor_compiles():
                 default = inductor_config().custom_partitioner_fn or as_torch_does  # it may be the user's
                 _set(stack, inductor_config(), "custom_partitioner_fn", self._asked(default))
-            if backends() is not None:
-                _set(stack, backends(), AOT_ENTRY, asking_backends(self._asked))
-            with around_compiled(self._code_runs):
+            with asking_backends(self._asked), around_compiled(self._code_runs):
                 yield
 
     @contextlib.contextmanager

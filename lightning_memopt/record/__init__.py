@@ -44,6 +44,7 @@ from lightning_memopt.record.levels import around_dual_levels, in_dual_level, in
 from lightning_memopt.record.protocols import Observer, OpRecord, Owner
 from lightning_memopt.record.recorder import Recorder
 from lightning_memopt.record.rules import Rule, is_norm, register_op, rule_of, rule_of_call, rules_generation, written_by
+from lightning_memopt.record.seams import Seams
 from lightning_memopt.record.settings import numeric_flags, set_numeric_flags
 from lightning_memopt.record.tape import OVERWRITTEN, UNKNOWN, UNSHARED, Call, Held, Origin, StorageVersion, Tape, View
 from lightning_memopt.record.tensors import detached, fills, is_plain, tensors_in
@@ -62,6 +63,7 @@ __all__ = [
     "Owner",
     "Recorder",
     "Rule",
+    "Seams",
     "StorageVersion",
     "Tape",
     "View",

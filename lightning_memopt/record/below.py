@@ -37,5 +37,8 @@ def below_autograd() -> Iterator[None]:
         try:
             with without_functorch() if in_transform() else contextlib.nullcontext():
                 yield
+        except GeneratorExit:  # a signal came right behind the entry: the caller, and its mode, were left before this
+            grad = torch.is_grad_enabled()
+            raise
         finally:
             set_grad_enabled(grad)

@@ -36,14 +36,18 @@ class Seams(Generic[L]):
                     self._install()
             yield
         finally:
-            with self._lock:
-                if listener in self.listeners:
-                    self.listeners.remove(listener)
-                if not self.listeners:
-                    try:
-                        self._restore()
-                    finally:
-                        self._restore()  # does nothing, unless the first call was interrupted
+            try:
+                self._leave(listener)
+            except BaseException:  # an interrupt
+                self._leave(listener)
+                raise
+
+    def _leave(self, listener: L) -> None:
+        with self._lock:
+            if listener in self.listeners:
+                self.listeners.remove(listener)
+            if not self.listeners:
+                self._restore()
 
     def _install(self) -> None:
         for owner, name, wrap in self.places:

@@ -11,6 +11,7 @@ dynamo, which takes seconds.) The mark does not affect code that dynamo traces i
 
 from __future__ import annotations
 
+from types import CodeType
 from typing import Any, TypeVar
 
 from lightning_memopt.torch_private import EVAL_FRAME
@@ -20,7 +21,12 @@ _dynamo: Any = EVAL_FRAME
 _SKIP, _DEFAULT = _dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT
 
 
+MARKED: dict[CodeType, bool] = {}
+"""Code that is marked -> whether the functions that it calls are not compiled, either. Dynamo cannot be asked."""
+
+
 def _marked(function: F, below: Any) -> F:
+    MARKED[function.__code__] = below is _SKIP  # type: ignore[attr-defined]
     _dynamo.set_code_exec_strategy(function.__code__, _dynamo._FrameExecStrategy(_SKIP, below))  # type: ignore[attr-defined]
     return function
 

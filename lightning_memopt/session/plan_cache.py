@@ -48,8 +48,9 @@ class PlanCache(dict[Signature, State]):
         """The state for a forward of this signature. A new state borrows a plan where it may, else observes `steps` steps."""
         self.forwards += 1
         self.solves.forward()
-        before = self.pop(signature, None)
+        before = self.get(signature)
         try:
+            self.pop(signature, None)
             self[signature] = state = self._entered(signature, steps, before)
         except BaseException:
             if before is not None:

@@ -67,7 +67,8 @@ class Recording:
         self.recorder = recorder
         self._stack = contextlib.ExitStack()
         self._saving = contextlib.ExitStack()
-        self._pack, self._unpack = hooks_of(engine)
+        self._pack, unpack = hooks_of(engine)
+        self._hooks, self._hooked = saved_tensors_hooks(self._pack, unpack), False
         self._own_mode = own_mode
         self._aside = False
 
@@ -107,9 +108,19 @@ class Recording:
         return top is not None and top[0] is self._pack
 
     def _begin(self) -> None:
-        self._saving.enter_context(saved_tensors_hooks(self._pack, self._unpack))
+        for _ in range(2):  # the second callback does nothing, unless the first was interrupted
+            self._saving.callback(self._unhook)
+        self._hooks.__enter__()
+        self._hooked = True
         if self._own_mode:
             self.recorder.enter_in(self._saving)
+
+    def _unhook(self) -> None:
+        """Leave the hooks, even if the call that entered them was interrupted behind it. May be repeated."""
+        top = innermost_hooks(False)
+        if self._hooked or (top is not None and top[0] is self._pack):
+            self._hooked = False
+            self._hooks.__exit__()
 
     def __exit__(self, *_: Any) -> None:
         with contextlib.ExitStack() as last:  # every callback runs, even if an interrupt stops another one

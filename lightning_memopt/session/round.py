@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,6 +34,7 @@ class Rounds:
         self._calls: tuple[Begin, Ended] | None = None  # only while inside: they refer to the owner of this object
         self._part = 0
         self._recording: Recording | None = None
+        self._thread = 0  # in which the contexts of the recording are entered
         self._reopens: Any = None
 
     @contextlib.contextmanager
@@ -58,15 +60,21 @@ class Rounds:
         self._shut()
         yield
         self._part += 1
-        if self._reopens is None:
+        if self._reopens is None and self._calls is not None:
             self._reopens = register_module_forward_pre_hook(self._reopen)
 
     def leave(self) -> None:
-        """Leave the contexts of the round, whatever state its forward is in."""
+        """Leave the contexts of the round, whatever state its forward is in.
+
+        Contexts belong to a thread. Called in another thread, this leaves them to the thread of the forward, which leaves them
+        when the forward is over; it is no longer a round.
+        """
         try:
             self._stay_shut()
         finally:
-            if self._recording is not None:
+            if self._recording is not None and self._thread != threading.get_ident():
+                self._calls = None
+            elif self._recording is not None:
                 self._recording.__exit__()
                 self._recording = None  # not before: after an interrupt, contexts that are still entered must be known
 
@@ -74,6 +82,7 @@ class Rounds:
         assert self._calls is not None
         recording = self._calls[0](self._part)
         if recording is not None:
+            self._thread = threading.get_ident()
             recording.__enter__()
             self._recording = recording
 

@@ -30,8 +30,15 @@ def storages(t: torch.Tensor) -> list[torch.UntypedStorage]:
 
 
 def _gradient(t: torch.Tensor) -> torch.Tensor | None:
+    """The gradient of a leaf, or of a tensor that retains it.
+
+    A view of what has a history is not asked whether it is a leaf: torch answers under a lock of the view. Another thread may
+    have that lock and wait for Python's, because its ops are recorded.
+    """
     try:
-        return t.grad if t.is_leaf or t.retains_grad else None
+        base = t._base
+        leaf = t.is_leaf if base is None or not base.requires_grad else False
+        return t.grad if leaf or t.retains_grad else None
     except RuntimeError:
         return None  # the user wrote into a view where torch forbids it: torch then raises at each use of autograd
 

@@ -54,6 +54,7 @@ class Kept:
         self.t = alias(t) if has_history and is_plain(t) else t
         self.counter = UNKNOWN if t.is_inference() else t._version
 
+    @uncompiled
     def get(self) -> torch.Tensor:
         """The tensor. Raises ModifiedError where autograd would."""
         if self.counter != UNKNOWN and self.t._version != self.counter:
@@ -92,6 +93,7 @@ class Handle:
         version.holding.handles += 1
         self.engine: Gives | None = engine  # last: the destructor of a handle whose constructor was interrupted does nothing
 
+    @uncompiled
     def get(self) -> torch.Tensor:
         """The tensor, rebuilt or fetched where it is not in memory."""
         assert self.engine is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -82,6 +83,26 @@ def test_budgets_are_kept_exactly_with_the_bits_of_the_eager_model(backend: Any)
 
 def test_the_way_to_the_backend_is_torchs_own_outside_of_a_forward() -> None:
     train("aot_eager", "min")
+    entry = getattr(backends.backends(), AOT_ENTRY)
+    assert (entry.__module__, entry.__name__) == ("torch._functorch.aot_autograd", AOT_ENTRY)
+
+
+def test_sessions_of_two_threads_may_leave_in_any_order() -> None:
+    asked: list[str] = []
+
+    def asking(name: str) -> Any:
+        return backends.asking_backends(lambda partitioner: (asked.append(name), partitioner)[1])
+
+    first, second = asking("1"), asking("2")
+    first.__enter__()
+    thread = threading.Thread(target=second.__enter__)
+    thread.start()
+    thread.join()
+    torch._dynamo.reset()
+    torch.compile(Net(), backend="aot_eager")(torch.randn(4, 48))
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert set(asked) == {"1"}, "who watches in another thread is not asked"
     entry = getattr(backends.backends(), AOT_ENTRY)
     assert (entry.__module__, entry.__name__) == ("torch._functorch.aot_autograd", AOT_ENTRY)
 

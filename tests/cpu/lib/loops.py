@@ -98,7 +98,7 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 def no_step_is_measured(patch: pytest.MonkeyPatch) -> None:
     """Sessions measure no step."""
-    patch.setattr(Metering, "begin", lambda *_: None)
+    patch.setattr(Metering, "begin", lambda *_, **__: None)
 
 
 def without_counter(patch: pytest.MonkeyPatch) -> None:

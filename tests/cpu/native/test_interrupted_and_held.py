@@ -1,17 +1,21 @@
-"""What an exception where a forward begins must not cost, and what an observed step without a meter counts."""
+"""What an exception where a forward begins or ends must not cost, and what an observed step without a meter counts."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_memopt import optimize
 from lightning_memopt.native import install
 from lightning_memopt.native.counting import Window
+from lightning_memopt.record.below import below_autograd
+from lightning_memopt.record.seams import Seams
 from lightning_memopt.session.observation import Observation
+from lightning_memopt.session.plan_cache import PlanCache
 from lightning_memopt.session.states import Running
 from tests.cpu.lib.inside import state_of
-from tests.cpu.lib.loops import QUIET, batches, sgd, small, step
+from tests.cpu.lib.loops import QUIET, batches, installed, leaves_nothing, sgd, small, step
 
 
 def test_a_plan_outlives_an_interrupt_where_a_forward_begins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,6 +30,67 @@ def test_a_plan_outlives_an_interrupt_where_a_forward_begins(monkeypatch: pytest
             step(model, o, data)
         step(model, o, data)
         assert state_of(run) is before
+
+
+def test_an_interrupt_behind_the_entry_of_the_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are on, but the call that entered them has raised: they are left all the same."""
+    model, data = small(depth=1), batches(1)[0]
+    with leaves_nothing(model), optimize(model, o := sgd(model), budget="min", **QUIET):
+        for _ in range(3):
+            step(model, o, data)
+        before, enter = installed(), saved_tensors_hooks.__enter__
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(saved_tensors_hooks, "__enter__", lambda self: (enter(self), interrupted()))
+            step(model, o, data)
+        assert installed() == before
+        step(model, o, data)
+
+
+def test_an_interrupt_where_a_state_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, data = small(depth=1), batches(1)[0]
+    with optimize(model, o := sgd(model), budget="min", **QUIET) as run:
+        for _ in range(3):
+            step(model, o, data)
+        before = state_of(run)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(PlanCache, "pop", lambda self, *args: (dict.pop(self, *args), interrupted()))
+            step(model, o, data)
+        assert state_of(run) is before
+
+
+class Once:
+    """A lock whose n-th entry is interrupted."""
+
+    def __init__(self, n: int) -> None:
+        self.left = n
+
+    def __enter__(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_interrupt_at_the_entry_of_a_seams_lock(n: int) -> None:
+    class Torchs:
+        function = len
+
+    seams: Seams[str] = Seams((Torchs, "function", lambda original: lambda: original("four")))
+    seams._lock = Once(n)  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt), seams.listening("one"):
+        assert Torchs.function() == 4
+    assert seams.listeners == [] and Torchs.function is len
+
+
+def test_an_interrupt_behind_the_entry_of_what_is_below_autograd() -> None:
+    """The context is closed when its exception goes, long after the function that entered it."""
+    late = below_autograd()
+    with torch.no_grad():
+        late.__enter__()
+    del late
+    assert torch.is_grad_enabled()
 
 
 def interrupted(*_: object) -> None:

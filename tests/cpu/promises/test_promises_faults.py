@@ -7,7 +7,6 @@ the profiler's start and stop, the solver, every transition of the session. Each
 from __future__ import annotations
 
 import contextlib
-import copy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from lightning_memopt.integrations.plain import Run
 from lightning_memopt.native import engine
 from lightning_memopt.session.states import Observing, Running
 from tests.cpu.lib.inside import state_of
+from tests.cpu.lib.kept import Kept
 from tests.cpu.lib.loops import batches, counted_nbytes, installed, leaves_nothing, sgd, small, step
 
 PACKAGE = str(Path(lightning_memopt.__file__).parent)
@@ -76,24 +76,6 @@ def raising(code: CodeType, error: type[BaseException]) -> Iterator[list[str]]:
         yield fired
     finally:
         sys.setprofile(None)
-
-
-class Kept:
-    """Everything that a step changes, to take it back."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
-        self.state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-        self.rng = torch.get_rng_state()
-
-    def back(self) -> None:
-        self.model.load_state_dict(self.state[0])
-        self.optimizer.load_state_dict(copy.deepcopy(self.state[1]))
-        torch.set_rng_state(self.rng)
-        self.optimizer.zero_grad()
-
-    def now(self) -> list[torch.Tensor]:
-        return [*copy.deepcopy(list(self.model.state_dict().values())), torch.get_rng_state()]
 
 
 class Bench:

@@ -1,0 +1,180 @@
+"""A training run that ends in the middle, for tests that compare processes: `python -m tests.cpu.lib.exits HOW CASE`.
+
+HOW is `plain` or `planned`. CASE is a function of this module. The process prints what it has to say to standard output.
+`planned` prints to standard error if the run has no plan, or one that rebuilds nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_memopt import optimize
+from tests.cpu.lib.loops import Small, batches, loss_of, sgd, small, step
+
+DATA = batches(4)
+live: list[Any] = []
+"""What is still there when the interpreter ends."""
+
+
+class Process:
+    """A model in training. `at`: called with a name at moments of the next step: "forward", "backward"."""
+
+    def __init__(self, planned: bool) -> None:
+        self.model: Small = small()
+        self.optimizer = sgd(self.model)
+        self.at: Callable[[str], None] | None = None
+        self.model.layers[1].register_forward_hook(self._in_forward)
+        self.block: Any = contextlib.nullcontext()
+        if planned:
+            self.block = optimize(self.model, self.optimizer, budget="min", profile_steps=2, verbose=False)
+
+    def _in_forward(self, *args: Any) -> None:
+        if self.at is not None:
+            self.at("forward")
+            args[2].register_hook(lambda _: self.at and self.at("backward"))
+
+    def trains(self, run: Any) -> None:
+        """Four steps; the last two are under a plan."""
+        torch.manual_seed(5)
+        for batch in DATA:
+            step(self.model, self.optimizer, batch)
+        if run is not None and (run.plan is None or not run.plan.predicted.rebuilt_ops):
+            print("nothing is rebuilt", file=sys.stderr)
+
+    def says(self) -> None:
+        print([t.double().sum().item() for t in self.model.state_dict().values()], torch.rand(1).item(), flush=True)
+
+    def loss(self) -> Tensor:
+        return loss_of(self.model, DATA[0])
+
+
+def _raising(error: BaseException, where: str) -> Callable[[str], None]:
+    def at(moment: str) -> None:
+        if moment == where:
+            raise error
+
+    return at
+
+
+def exit_in_forward(process: Process) -> None:
+    process.at = _raising(SystemExit(7), "forward")
+    process.loss()
+
+
+def exit_in_backward(process: Process) -> None:
+    process.at = _raising(SystemExit(8), "backward")
+    process.loss().backward()
+
+
+def error_in_forward(process: Process) -> None:
+    process.at = _raising(ValueError("forward"), "forward")
+    process.loss()
+
+
+def error_in_backward(process: Process) -> None:
+    process.at = _raising(ValueError("backward"), "backward")
+    process.loss().backward()
+
+
+def interrupt_in_forward(process: Process) -> None:
+    process.at = _raising(KeyboardInterrupt(), "forward")
+    process.loss()
+
+
+def interrupt_in_backward(process: Process) -> None:
+    process.at = _raising(KeyboardInterrupt(), "backward")
+    process.loss().backward()
+
+
+def hard_exit_in_forward(process: Process) -> None:
+    process.at = lambda moment: os._exit(9)
+    process.loss()
+
+
+def hard_exit_in_backward(process: Process) -> None:
+    process.at = lambda moment: os._exit(10) if moment == "backward" else None
+    process.loss().backward()
+
+
+def graph_in_a_global(process: Process) -> None:
+    live.append(process.loss())
+
+
+def graph_after_a_partial_backward(process: Process) -> None:
+    loss = process.loss()
+    torch.autograd.grad(loss, process.model.head.weight, retain_graph=True)
+    live.append(loss)
+
+
+def graph_in_a_cycle(process: Process) -> None:
+    cycle: list[Any] = [process.loss()]
+    cycle.append(cycle)
+
+
+def backward_at_exit(process: Process) -> None:
+    loss = process.loss()
+
+    def ends() -> None:
+        loss.backward()
+        print(process.model.embed.weight.grad.double().sum().item(), flush=True)  # type: ignore[union-attr]
+
+    atexit.register(ends)
+
+
+def a_step_at_exit(process: Process) -> None:
+    atexit.register(lambda: (step(process.model, process.optimizer, DATA[1]), process.says()))
+
+
+def a_thread_in_forward(process: Process) -> None:
+    """The run, and the interpreter, end while a daemon thread waits in the middle of a forward. (Where it runs code of
+    torch at that moment, the plain process aborts.)
+    """
+    reached = threading.Event()
+
+    def at(moment: str) -> None:
+        reached.set()
+        threading.Event().wait()
+
+    process.at = at
+    threading.Thread(target=process.loss, daemon=True).start()
+    assert reached.wait(60)
+
+
+CASES: dict[str, Callable[[Process], None]] = {
+    case.__name__: case
+    for case in (
+        exit_in_forward, exit_in_backward, error_in_forward, error_in_backward, interrupt_in_forward, interrupt_in_backward,
+        hard_exit_in_forward, hard_exit_in_backward, graph_in_a_global, graph_after_a_partial_backward, graph_in_a_cycle,
+        backward_at_exit, a_step_at_exit, a_thread_in_forward,
+    )
+}  # fmt: skip
+
+
+def main(how: str, case: str) -> None:
+    """The run is left open where the name of the case ends with "+open"."""
+    name, _, leaves_open = case.partition("+")
+    process = Process(how == "planned")
+    if leaves_open:
+        live.append(process)
+        run = process.block.__enter__()
+        process.trains(run)
+        process.says()
+        CASES[name](process)
+        return
+    with process.block as run:
+        process.trains(run)
+        process.says()
+        CASES[name](process)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,36 @@
+"""Planned steps that depart and raise leave nothing: `python -m benchmarks leak`, with fewer steps, by either engine."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+from benchmarks.robustness import leak
+from lightning_memopt.native import engine
+
+STEPS = 1100
+
+
+@pytest.mark.real_times
+@pytest.mark.filterwarnings("ignore:MemOpt. the forward left the plan")
+@pytest.mark.parametrize("by", leak.ENGINES)
+def test_a_thousand_steps(by: str) -> None:
+    if by == "native" and engine.loaded() is None:
+        pytest.skip("there is no native engine: MEMOPT_NATIVE=0, or it cannot be built")
+    with mock.patch.object(engine, "_module", engine.loaded() if by == "native" else None):
+        result = leak.measured(STEPS)
+    assert (result["engine"], result["departures"], result["exceptions"]) == (by, 19, 15)
+    assert result["native_ops"] > 3 * result["python_ops"] or by == "python"
+    assert leak.leaks(result["growth"]) == []
+
+
+def test_what_grows_is_said() -> None:
+    """One object for each exception, and a tensor for each departure, of 5,000 steps."""
+    flat = {name: 0.0 for name in leak.NAMES}
+    assert leak.leaks(flat) == []
+    values = [i * leak.SAMPLES // leak.RAISES for i in range(200)]
+    assert leak.leaks(flat | {"objects": leak.growth(values)}) == ["objects"]
+    held = [i * leak.SAMPLES // leak.DEPARTS * torch.ones(64).nbytes for i in range(200)]
+    assert leak.leaks(flat | {"tensor_nbytes": leak.growth(held)}) == ["tensor_nbytes"]
