@@ -3,7 +3,7 @@
 from lightning_memopt.graph.fingerprint import fingerprint, first_difference
 from lightning_memopt.graph.json_io import graph_from_json, graph_to_json
 from lightning_memopt.graph.liveness import Levels, base_levels, resident_nbytes, unmodified_levels, workspaces
-from lightning_memopt.graph.model import BEFORE, COMPILED, HOOK, LATE_HOOK, Graph, Op, Point, Save, Tensor
+from lightning_memopt.graph.model import BEFORE, COMPILED, HOOK, LATE_HOOK, Graph, Op, Point, Save, Tensor, requests_of
 
 __all__ = [
     "BEFORE",
@@ -21,6 +21,7 @@ __all__ = [
     "first_difference",
     "graph_from_json",
     "graph_to_json",
+    "requests_of",
     "resident_nbytes",
     "unmodified_levels",
     "workspaces",

@@ -7,9 +7,10 @@ points `born_at .. freed_at`. Bytes are ints, times are float seconds, ids are c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import itemgetter
 from typing import Literal, NamedTuple
 
 Phase = Literal["forward", "backward", "update"]
@@ -135,6 +136,12 @@ class Save:
     released_at: int
 
 
+def requests_of(saves: Iterable[Save]) -> list[tuple[int, Save]]:
+    """(point, save) of every unpack of these saves, points rising."""
+    requests = [(point, save.id, save) for save in saves for point in save.unpacked_at]
+    return [(point, save) for point, _, save in sorted(requests, key=itemgetter(0, 1))]
+
+
 @dataclass(frozen=True, eq=False)
 class Graph:
     """A whole observed step.
@@ -179,6 +186,11 @@ class Graph:
         for save in self.saves:
             saves_by_tensor.setdefault(save.tensor, []).append(save)
         return {t: tuple(saves) for t, saves in saves_by_tensor.items()}
+
+    @cached_property
+    def requests(self) -> list[tuple[int, Save]]:
+        """(point, save) of every unpack of the step, points rising."""
+        return requests_of(self.saves)
 
     @cached_property
     def overwritten(self) -> frozenset[int]:

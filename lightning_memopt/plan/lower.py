@@ -84,14 +84,16 @@ class Residency:
     def __call__(self, tensor: int, point: int) -> bool:
         """Whether the tensor is in memory before a segment at `point` runs, and still there after it."""
         t = self.graph.tensors[tensor]
-        if t.born_at == BEFORE and t.freed_at >= point and t.there(point):
+        if t.born_at == BEFORE and t.freed_at >= point and (not t.windows or t.there(point)):
             return True
-        return any(
-            life.born_at <= point <= life.freed_at
-            and not (life.how == "rebuild" and life.born_at == point)
-            and codec_of(life.form) in EXACT
-            for life in self.lives.get(tensor, ())
-        )
+        for life in self.lives.get(tensor, ()):  # no generator: a planner asks a million times
+            if (
+                life.born_at <= point <= life.freed_at
+                and not (life.how == "rebuild" and life.born_at == point)
+                and (not life.form or codec_of(life.form) in EXACT)
+            ):
+                return True
+        return False
 
 
 def segment(graph: Graph, point: int, births: Iterable[int], resident: Residency) -> Segment:
@@ -120,16 +122,19 @@ def segment(graph: Graph, point: int, births: Iterable[int], resident: Residency
     steps: list[Rebuild | Free] = []
     for i, o in enumerate(order):
         op = graph.ops[o]
-        overwritten = {old for old, _ in op.mutates}
-        clones = tuple(old for old, _ in op.mutates if old in targets or resident(old, point) or last_use[old] > i)
+        overwritten: tuple[int, ...] = ()
+        clones: tuple[int, ...] = ()
+        if op.mutates:
+            overwritten = tuple(old for old, _ in op.mutates)
+            clones = tuple(old for old in overwritten if old in targets or resident(old, point) or last_use[old] > i)
         steps.append(Rebuild(o, clones))
         for t in dict.fromkeys(op.inputs):
             if t in seen and t not in targets and last_use[t] == i and (t not in overwritten or t in clones):
                 steps.append(Free(t))
-        # a second copy of a tensor that is in memory already, or an output that no op of the segment reads
-        steps.extend(
-            Free(out) for out in op.outputs if out not in targets and (last_use.get(out, -1) <= i or resident(out, point))
-        )
+        for out in op.outputs:
+            # a second copy of a tensor that is in memory already, or an output that no op of the segment reads
+            if out not in targets and (last_use.get(out, -1) <= i or resident(out, point)):
+                steps.append(Free(out))
     return tuple(steps)
 
 

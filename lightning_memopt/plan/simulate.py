@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import add
 
 from lightning_memopt.graph import Graph, Levels, base_levels, workspaces
 from lightning_memopt.plan.clocks import TransferRates, Transfers, leaves_at, transfers
@@ -32,7 +33,12 @@ class Timeline:
 
 @lru_cache(maxsize=4)
 def _fixed(graph: Graph) -> tuple[list[int], list[int]]:
-    return base_levels(graph), workspaces(graph)
+    """Bytes at every point that no plan changes, workspaces included; and bytes that every op makes when it runs again."""
+    made = []
+    for op in graph.ops:
+        in_place = {new for _, new in op.mutates}
+        made.append(sum(graph.tensors[t].nbytes for t in op.outputs if t not in in_place))
+    return list(map(add, base_levels(graph), workspaces(graph))), made
 
 
 def simulate(
@@ -50,7 +56,7 @@ def simulate(
     """
     lives = tuple(lives)
     schedule = schedule or lower(graph, lives)
-    base, extra = _fixed(graph)
+    fixed, made = _fixed(graph)
     first_point, last_point = window or (0, len(graph.points) - 1)
     levels = Levels(last_point - first_point + 1)
     for life in lives:
@@ -58,12 +64,14 @@ def simulate(
         # the base has the tensor until user code frees it: a life adds bytes only after that
         first = max(life.born_at, t.freed_at + 1) if life.how == "original" else life.born_at
         levels.add(first - first_point, life.freed_at - first_point, t.nbytes)
-    for _, first, last, encoded_nbytes in encoded(graph, lives):
-        levels.add(first - first_point, last - first_point, encoded_nbytes)
+    if schedule.parked:
+        for _, first, last, encoded_nbytes in encoded(graph, lives):
+            levels.add(first - first_point, last - first_point, encoded_nbytes)
     for op_id in schedule.rebuilt:  # generator states are kept as long as autograd holds anything
-        levels.add(graph.ops[op_id].at - first_point, graph.last_release - first_point, graph.ops[op_id].state_nbytes)
-    end = last_point + 1
-    nbytes = list(map(sum, zip(base[first_point:end], extra[first_point:end], levels.levels(), strict=True)))
+        op = graph.ops[op_id]
+        if op.state_nbytes:
+            levels.add(op.at - first_point, graph.last_release - first_point, op.state_nbytes)
+    nbytes = list(map(add, fixed[first_point : last_point + 1], levels.levels()))
     seconds, flops, rebuilt, count = 0.0, 0, 0, 0
     born_nbytes: dict[int, int] = {}
     for life in lives:
@@ -79,12 +87,13 @@ def simulate(
                 seconds += op.seconds
                 flops += op.flops
                 count += 1
-                in_place = {made for _, made in op.mutates}
-                allocated = sum(graph.tensors[t].nbytes for t in op.outputs if t not in in_place)
-                allocated += sum(graph.tensors[t].nbytes for t in step.clones)
+                allocated = made[step.op]
+                for clone in step.clones:
+                    allocated += graph.tensors[clone].nbytes
                 rebuilt += allocated
                 now += allocated
-                peak = max(peak, now + op.workspace_nbytes)
+                if now + op.workspace_nbytes > peak:
+                    peak = now + op.workspace_nbytes
             elif not isinstance(step, Fetch):
                 now -= graph.tensors[step.tensor].nbytes
         nbytes[point - first_point] = max(nbytes[point - first_point], peak)

@@ -21,6 +21,7 @@ from lightning_memopt.graph import LATE_HOOK, Graph, Op, fingerprint, resident_n
 from lightning_memopt.plan import Life, LoweringError, Plan, Prediction, reserved_nbytes_of, simulate
 from lightning_memopt.plan.model import Objective
 from lightning_memopt.solvers import chain as dp
+from lightning_memopt.solvers.collector import collector_paused
 from lightning_memopt.solvers.recompute import bound, stage_chain
 from lightning_memopt.solvers.recompute.baselines import per_unit
 from lightning_memopt.solvers.recompute.between import mixed, moments_between
@@ -295,6 +296,7 @@ def _between(graph: Graph, pool: list[Candidate], objective: Objective) -> Itera
                     yield "mixed", mixed(graph, early.lives, late.lives, moment)
 
 
+@collector_paused()
 def solve(
     graph: Graph,
     *,
@@ -316,6 +318,7 @@ def solve(
     began, began_clock = perf_counter(), clock()
     unmodified = max(unmodified_levels(graph), default=0)
     pool: list[Candidate] = []
+    known: set[tuple[Life, ...]] = set()
     late = _late_nbytes(graph)
     moments: list[bound.Moment] = []
 
@@ -323,7 +326,9 @@ def solve(
         """Price plans into the pool; whether there was time for all."""
         for solver, lives in plans:
             try:
-                pool.append(Candidate(lives, simulate(graph, lives).predicted, solver, late + beside(lives)))
+                if lives not in known:  # solvers agree on a third of the plans; the first one has made it
+                    known.add(lives)
+                    pool.append(Candidate(lives, simulate(graph, lives).predicted, solver, late + beside(lives)))
             except LoweringError:
                 if not graph.windowed:  # a chain that crosses units asks for weights that are away
                     say(f"a plan of {solver} asks for what cannot be made; left out")

@@ -11,8 +11,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 
-from lightning_memopt.graph import BEFORE, Graph, Save
+from lightning_memopt.graph import BEFORE, Graph, Save, requests_of
 from lightning_memopt.plan import Life
 
 _PASSES = 6
@@ -67,57 +68,73 @@ class Rollout:
         `_PASSES` forwards everything is kept, so that no plan gets too long.
         """
         left = _PASSES * len(self.graph.forward)
+        producers = self.graph.producers
         requests: dict[int, list[int]] = {}
         if horizon is not None:
             unpacks = list(unpacks)
             for point, tensor in unpacks:
                 requests.setdefault(tensor, []).append(point)
         for point, tensor in unpacks:
+            if tensor in have or tensor not in producers:
+                continue
             ops = self.closure([tensor], have)
-            if ops:
-                self.run(point, ops)
-                for op in ops:
-                    have.update(self.graph.ops[op].outputs)
-                    have.difference_update(old for old, _ in self.graph.ops[op].mutates)
-                left -= len(ops)
-                if horizon is not None and left > 0:
-                    for t in {t for op in ops for t in self.graph.ops[op].outputs}:
-                        asked = requests.get(t, ())
-                        at = bisect_left(asked, point)
-                        if at == len(asked) or asked[at] > point + horizon:
-                            have.discard(t)
+            self.run(point, ops)
+            for op in ops:
+                have.update(self.graph.ops[op].outputs)
+                have.difference_update(old for old, _ in self.graph.ops[op].mutates)
+            left -= len(ops)
+            if horizon is not None and left > 0:
+                for t in {t for op in ops for t in self.graph.ops[op].outputs}:
+                    asked = requests.get(t, ())
+                    at = bisect_left(asked, point)
+                    if at == len(asked) or asked[at] > point + horizon:
+                        have.discard(t)
 
     def lives(self) -> tuple[Life, ...]:
-        graph = self.graph
+        """The lives of the collected runs, sorted by (tensor, born_at). A planner calls this a thousand times: what is read of
+        an instance is written out where it is read.
+        """
+        graph, runs = self.graph, self.runs
+        ops, tensors, release_after = graph.ops, graph.tensors, graph.release_after
         current: dict[int, _Instance] = {}
         done: list[tuple[int, _Instance]] = []
-
-        def use(tensor: int, until: int, point: int, segment: bool) -> None:
-            instance = current.get(tensor)
-            if instance is None:
-                instance = current[tensor] = _Instance(graph.tensors[tensor].born_at, False)
-                done.append((tensor, instance))
-            instance.last_use = max(instance.last_use, until if instance.rebuilt else graph.release_after[until])
-            if not (segment and instance.rebuilt and instance.born_at == point):
-                instance.outside = True
-
-        events: list[tuple[int, int]] = sorted((point, save.id) for save in self.saves for point in save.unpacked_at)
-        for point, save in events:
-            for op in self.runs.get(point, ()):
-                for t in dict.fromkeys(graph.ops[op].inputs):
-                    use(t, point, point, True)
-                for t in graph.ops[op].outputs:
-                    if t in current and current[t].born_at < point <= current[t].last_use:
+        for point, save in graph.requests if self.saves is graph.saves else requests_of(self.saves):
+            released = release_after[point]
+            for id in runs.get(point, ()):
+                op = ops[id]
+                for t in op.inputs:
+                    instance = current.get(t)
+                    if instance is None:
+                        instance = current[t] = _Instance(tensors[t].born_at, False)
+                        done.append((t, instance))
+                    until = point if instance.rebuilt else released
+                    if instance.last_use < until:
+                        instance.last_use = until
+                    if not instance.rebuilt or instance.born_at != point:
+                        instance.outside = True
+                for t in op.outputs:
+                    instance = current.get(t)
+                    if instance is not None and instance.born_at < point <= instance.last_use:
                         continue  # the old instance goes on; the second copy is freed
                     current[t] = instance = _Instance(point, True)
                     done.append((t, instance))
-            use(graph.saves[save].tensor, graph.saves[save].released_at, point, False)
+            t, until = save.tensor, save.released_at
+            instance = current.get(t)
+            if instance is None:
+                instance = current[t] = _Instance(tensors[t].born_at, False)
+                done.append((t, instance))
+            if not instance.rebuilt:
+                until = release_after[until]
+            if instance.last_use < until:
+                instance.last_use = until
+            instance.outside = True
         lives = []
         for tensor, instance in done:
-            before = graph.tensors[tensor]
-            given = before.windows or (before.born_at == BEFORE and before.freed_at >= instance.last_use)
-            if not instance.outside or given:
+            if not instance.outside:
                 continue
+            before = tensors[tensor]
+            if before.windows or (before.born_at == BEFORE and before.freed_at >= instance.last_use):
+                continue  # it is given
             lives.append(
                 Life(
                     tensor=tensor,
@@ -126,7 +143,10 @@ class Rollout:
                     how="rebuild" if instance.rebuilt else "original",
                 )
             )
-        return tuple(sorted(lives, key=lambda life: (life.tensor, life.born_at)))
+        return tuple(sorted(lives, key=_place))
+
+
+_place = attrgetter("tensor", "born_at")
 
 
 def unrepeatable(graph: Graph) -> frozenset[int]:

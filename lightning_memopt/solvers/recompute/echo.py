@@ -11,13 +11,12 @@ not make must be held. Heavy ops are never on the path, but tensors that their g
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable
 from itertools import accumulate
 
 from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.plan import Life, Schedule, Timeline, simulate
+from lightning_memopt.solvers.collector import collector_paused
 from lightning_memopt.solvers.recompute.footprint import Footprint
 from lightning_memopt.solvers.rollout import Rollout, keep_all
 
@@ -105,22 +104,7 @@ def just_in_time(path: Footprint, held: Collection[int] = ()) -> tuple[Life, ...
     return roll.lives()
 
 
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Pause the cycle collector: the analysis makes no cycles, and each collection walks the whole graph.
-
-    Collections took a third of the planning time at 100K ops.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@_collector_paused()
+@collector_paused()
 def echo(graph: Graph) -> tuple[Life, ...]:
     """Lives of the analysis, never worse than the unmodified step: a lower simulated peak, or `keep_all`."""
     path = recomputation(graph)

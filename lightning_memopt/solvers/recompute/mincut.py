@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 from ortools.graph.python.max_flow import SimpleMaxFlow
 
 from lightning_memopt.graph import Graph
@@ -18,6 +20,7 @@ from lightning_memopt.graph import Graph
 _INFINITE = 1 << 52
 _UNITS = 1 << 40
 """Costs are scaled so that their sum stays below this, and rounded down: exact to about 1e-12 of the total."""
+_SOURCE, _SINK = 0, 1
 _FLOATS = 1 - 1e-9
 """A bound is multiplied by this: adding up the seconds of a million runs in floating point loses less."""
 
@@ -98,6 +101,30 @@ class HoldOrRebuild:
                     stack.append(t)
         self.tensors, self.ops = sorted(seen), sorted(ops)
 
+    @cached_property
+    def _arcs(self) -> tuple[dict[tuple[str, int], int], np.ndarray, np.ndarray]:
+        """The network without its capacities: nodes by (kind, id), and the tails and heads of its arcs. In this order: one arc
+        for each needed tensor; two for each tensor, of which the first is cut where it is held; one for each op, cut where it
+        runs again; and those from ops to what they read.
+        """
+        node: dict[tuple[str, int], int] = {}
+        arcs: list[tuple[int, int]] = []
+
+        def at(kind: str, id: int) -> int:
+            return node.setdefault((kind, id), len(node) + 2)
+
+        for t in self.needed:
+            arcs.append((_SOURCE, at("there", t)))
+        for t in self.tensors:
+            made = at("made", t)
+            arcs += ((at("there", t), made), (made, at("op", self.graph.producers[t].id)))
+        arcs += ((at("op", o), _SINK) for o in self.ops)
+        for o in self.ops:
+            if self.graph.ops[o].recomputable:
+                arcs += ((at("op", o), at("there", t)) for t in self.graph.ops[o].inputs if not self.given(t))
+        ends = np.array(arcs, dtype=np.int32).reshape(-1, 2)
+        return node, np.ascontiguousarray(ends[:, 0]), np.ascontiguousarray(ends[:, 1])
+
     def minimum_cut(self, price: float, cost: Callable[[int], float] | None = None, share: float = 1.0) -> Cut:
         """The exact optimum for `price` seconds per byte. Raises ValueError where an overwritten tensor cannot be rebuilt.
 
@@ -106,28 +133,18 @@ class HoldOrRebuild:
         """
         graph = self.graph
         scale = _UNITS / (price * self.total_nbytes + self.total_seconds + 1e-12)
-        flow = SimpleMaxFlow()
-        node: dict[tuple[str, int], int] = {}
-
-        def at(kind: str, id: int) -> int:
-            return node.setdefault((kind, id), len(node) + 2)
-
-        source, sink = 0, 1
-        for t in self.needed:
-            flow.add_arc_with_capacity(source, at("there", t), _INFINITE)
+        node, tails, heads = self._arcs
+        capacities = [_INFINITE] * len(self.needed)
         for t in self.tensors:
-            tensor, op = graph.tensors[t], graph.producers[t]
-            seconds = price * tensor.nbytes if cost is None else cost(t)
-            holds = _INFINITE if t in self.lost else int(seconds * scale)
-            flow.add_arc_with_capacity(at("there", t), at("made", t), holds)
-            flow.add_arc_with_capacity(at("made", t), at("op", op.id), _INFINITE)
+            seconds = price * graph.tensors[t].nbytes if cost is None else cost(t)
+            capacities += (_INFINITE if t in self.lost else int(seconds * scale), _INFINITE)
         for o in self.ops:
             op = graph.ops[o]
-            flow.add_arc_with_capacity(at("op", o), sink, int(share * op.seconds * scale) if op.recomputable else _INFINITE)
-            if op.recomputable:
-                for t in op.inputs:
-                    if not self.given(t):
-                        flow.add_arc_with_capacity(at("op", o), at("there", t), _INFINITE)
+            capacities.append(int(share * op.seconds * scale) if op.recomputable else _INFINITE)
+        capacities += [_INFINITE] * (len(tails) - len(capacities))
+        flow = SimpleMaxFlow()
+        flow.add_arcs_with_capacity(tails, heads, np.array(capacities, dtype=np.int64))
+        source, sink = _SOURCE, _SINK
         value = 0.0
         if self.tensors:
             status = flow.solve(source, sink)
