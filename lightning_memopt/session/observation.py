@@ -73,7 +73,7 @@ class Observation:
         self._engines: list[weakref.ref[ObservingEngine]] = []
         self._round: tuple[Tracer, ObservingEngine, Recorder] | None = None
         self._aside: Recorder | None = None
-        self._ungraded: list[nn.Parameter] = []
+        self._ungraded: list[tuple[nn.Parameter, int]] = []
         self._ops = self._states_nbytes = self._others_nbytes = 0
         self._contexts = contextlib.ExitStack()
         self._metering = contextlib.ExitStack()
@@ -104,7 +104,8 @@ class Observation:
         self._others_nbytes = others_nbytes(tracer, recorder)
         self._round = tracer, engine, recorder
         self._ops = self._states_nbytes = 0
-        self._ungraded = [p for p in self.model.parameters() if p.requires_grad and p.grad is None]
+        ungraded = (p for p in self.model.parameters() if p.requires_grad and p.grad is None)
+        self._ungraded = [(p, local_tensor(p).nbytes) for p in ungraded]
         engine.opaque_ops = self.opaque_ops
         self._metering = contextlib.ExitStack()
         self.events = None
@@ -225,7 +226,7 @@ class Observation:
             yield
         finally:
             tracer.phase = before
-            self._ungraded = [q for q in self._ungraded if q is not p]
+            self._ungraded = [(q, nbytes) for q, nbytes in self._ungraded if q is not p]
 
     def finals_seen(self) -> list[Final]:
         """`finals` with the ids that tensors have in the graph."""
@@ -253,7 +254,8 @@ class Observation:
 
     def _gradients_to_come(self) -> int:
         """Bytes that this backward will add: the gradients of parameters that have none yet."""
-        return sum(local_tensor(p).nbytes for p in self._ungraded if p.grad is None)
+        # a lazy parameter had no bytes when the forward began
+        return sum([nbytes or local_tensor(p).nbytes for p, nbytes in self._ungraded if p.grad is None])
 
     def _writes(self, t: torch.Tensor) -> None:
         """An op is about to write to the memory of `t`, which earlier forwards of this step may have read."""
@@ -315,6 +317,8 @@ class Observation:
             workspace = op.workspace_nbytes if metered is None else metered.get(op.id, 0)
             same_bits = op.id not in self._lost and op.name.replace("::", ".") not in opaque
             recomputable = self.recompute and op.recomputable and same_bits
+            if (workspace, recomputable) == (op.workspace_nbytes, op.recomputable):
+                return op  # a copy takes ten times as long
             return dataclasses.replace(op, workspace_nbytes=workspace, recomputable=recomputable)
 
         return dataclasses.replace(graph, ops=tuple(map(corrected, graph.ops)))

@@ -1,8 +1,8 @@
 """Observe one real step, op by op, into a `Graph`.
 
 The recorder tells the tracer when ops begin and end; the engine tells it what autograd packs, asks for and releases. When a
-storage is freed is observed, never inferred: by a weak reference on every new storage. Storages that only the engine still
-holds are found by polling their use count at every op; this shows how long *user code* held them.
+storage is freed is observed, by a weak reference on every new storage. Storages that only the engine still holds are found by
+polling their use count at every op; this shows how long *user code* held them.
 """
 
 from __future__ import annotations
@@ -226,7 +226,8 @@ class Tracer:
         self.tensors[version.id] = SeenTensor(name, nbytes, kind or _KIND[self.phase], storage, at)
         self._storages.setdefault(storage, []).append(version.id)
         if self.phase == "forward":
-            self._held_by_user[version.id] = version
+            if not version.external:  # what was there before the forward stays until its storage dies
+                self._held_by_user[version.id] = version
             self._versions.setdefault(storage, []).append(version)
         if version_of is None:
             self.largest_nbytes = max(self.largest_nbytes, nbytes if at >= 0 else 0)
@@ -266,7 +267,7 @@ class Tracer:
             t = self.tensors[id]
             if t.freed_at is not None:
                 released.append(id)
-            elif version.holding.value is not None and not version.external and not self._is_held(version):
+            elif version.holding.value is not None and not self._is_held(version):
                 t.freed_at = now
                 released.append(id)
         for id in released:
@@ -343,8 +344,7 @@ class Tracer:
         self.poll()
         end = len(self.points) - 1
         known = self.tensors | self._unrecorded()
-        ids = {id: i for i, id in enumerate(sorted(known))}
-        saves = {id: i for i, id in enumerate(sorted(self.saves))}
+        ids, saves = ({id: i for i, id in enumerate(sorted(seen))} for seen in (known, self.saves))
         written = {old: (new, op["at"]) for op in self.ops for old, new in op["mutates"]}
         seconds = [op["seconds"] for op in self.ops] if self.cuda is None else self.cuda.seconds(len(self.ops))
         kept = never_asked(self.saves.values(), end, written.keys())
@@ -392,8 +392,8 @@ class Tracer:
     def _unrecorded(self) -> dict[int, SeenTensor]:
         """Tensors for the bytes that code which the recorder does not see allocated or held during the step."""
         first = max(self.tensors, default=0) + 1
-        made = self.ledger.unseen() if self.ledger is not None else ()
-        seen = [*((_UNRECORDED, u) for u in made), *((_LINGERS, u) for u in self._lingering.seen())]
+        seen = [(_UNRECORDED, u) for u in (self.ledger.unseen() if self.ledger is not None else ())]
+        seen += ((_LINGERS, u) for u in self._lingering.seen())
         return {i: SeenTensor(name, u.nbytes, "temporary", i, u.born_at, u.freed_at) for i, (name, u) in enumerate(seen, first)}
 
 

@@ -24,10 +24,14 @@ class Starts:
     def __init__(self, tape: Tape[Holding], lost: set[int] | None = None) -> None:
         self._tape = tape
         self._on: dict[int, list[Version]] = {}
+        self._saved: list[Version] = []
+        self._readers: dict[int, set[int]] | None = None
         self.lost: set[int] = set() if lost is None else lost
 
     def note(self) -> None:
-        """The forward is over: later writes are not part of it."""
+        """The forward is over: later writes are not part of it. From now on no call is recorded, and no handle is made."""
+        self._readers = self._read_by()
+        self._saved = [version for version in self._tape.versions.values() if version.holding.handles > 0]
         for version in self._tape.versions.values():
             holding = version.holding
             if holding.value is not None and (version.read or holding.handles > 0):
@@ -56,15 +60,25 @@ class Starts:
 
     def lose(self, version: Version) -> None:
         """The bytes of the version will not be there when a planned step would rebuild from them."""
-        for other in self._tape.versions.values():
-            saved = other is version and version.holding.handles > 0
-            if other.call is not None and (version.id in other.call.reads or saved):
-                self.lost.add(other.call.op)
+        readers = self._read_by() if self._readers is None else self._readers
+        self.lost.update(readers.get(version.id, ()))
+        if version.call is not None and version.holding.handles > 0:
+            self.lost.add(version.call.op)
+
+    def _read_by(self) -> dict[int, set[int]]:
+        """Id of a version -> the recorded ops that read it."""
+        readers: dict[int, set[int]] = {}
+        for version in self._tape.versions.values():
+            if version.call is not None:
+                for id in version.call.reads:
+                    readers.setdefault(id, set()).add(version.call.op)
+        return readers
 
     def _wanted(self, start: Version) -> bool:
         """Whether a tensor that autograd still holds could be rebuilt from the version, whatever else were dropped."""
         versions = self._tape.versions
-        waiting = [version for version in versions.values() if version.holding.handles > 0]
+        self._saved = [version for version in self._saved if version.holding.handles > 0]  # autograd lets go of more and more
+        waiting = list(self._saved)
         seen = {version.id for version in waiting}
         while waiting:
             version = waiting.pop()
