@@ -1,0 +1,97 @@
+"""A chain of ops on 4 x 4 tensors, and contexts to run it in: what is measured on it is overhead."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_memopt.native import engine as native_engine
+from lightning_memopt.runtime import Learned, PlannedEngine, Program, install_native
+from lightning_memopt.session.observation import Observation
+from lightning_memopt.session.recording import PlannedRecording
+from lightning_memopt.solvers import planner
+
+LINKS = 50
+OPS = 4 * LINKS
+
+
+class Chain(nn.Module):
+    """tanh(x * w + x), then sin: four ops a link."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(LINKS):
+            x = torch.tanh(x * self.w + x).sin()
+        return x
+
+
+class Empty(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def empty_and_hooks() -> Iterator[None]:
+    with saved_tensors_hooks(lambda t: t.detach(), lambda t: t), Empty():
+        yield
+
+
+class TinyOps:
+    """The chain, and contexts for its forward.
+
+    contexts: name -> context manager, for one forward.
+    again: name -> how many ops run again in its backward.
+    """
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        install_native(print)
+        self.model, self.x = Chain(), torch.randn(4, 4)
+        self.contexts: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
+            "eager": contextlib.nullcontext,
+            "empty mode": Empty,
+            "empty mode + detaching hooks": empty_and_hooks,
+        }
+        self.again: dict[str, int] = {}
+        graph = self._observed()
+        candidates = planner.solve(graph).candidates
+        for who in ("Python", "native"):
+            for what, candidate in (("nothing", candidates[-1]), ("all", candidates[0])):
+                self._add(f"{who} engine, {what} dropped", Learned(Program(graph, candidate.lives)), who == "native")
+
+    def forward(self, name: str) -> torch.Tensor:
+        with self.contexts[name]():
+            return self.model(self.x)
+
+    def _observed(self) -> Any:
+        observation = Observation(self.model, [], torch.device("cpu"), None, verify=True, meter=False)
+        with observation.begin_round((self.x,)):
+            y = self.model(self.x)
+        observation.forward_ended()
+        y.sum().backward()
+        graph = observation.finish()
+        assert graph is not None
+        return graph
+
+    def _add(self, name: str, learned: Learned, native: bool) -> None:
+        self.again[name] = len(PlannedEngine(learned).rebuilt_ops)
+
+        @contextlib.contextmanager
+        def context() -> Iterator[Any]:
+            with contextlib.ExitStack() as stack:
+                if not native:
+                    stack.enter_context(mock.patch.object(native_engine, "_module", None))
+                yield stack.enter_context(PlannedRecording(PlannedEngine(learned), self.model))
+
+        self.contexts[name] = context
