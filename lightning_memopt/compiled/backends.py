@@ -6,11 +6,10 @@ a watched model runs: it passes on another partitioner, and compilers whose code
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from functools import cache, partial, wraps
+from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 
 from torch import fx
@@ -20,8 +19,8 @@ from lightning_memopt.torch_private import AOT_BACKENDS, AOT_ENTRY, INDUCTOR, sp
 
 Split = tuple[fx.GraphModule, fx.GraphModule]
 Splitter = Callable[..., Split]
-Asking = Callable[[Splitter], Splitter]
-"""`asking(partitioner)` is the partitioner to use instead of the backend's."""
+Asked = tuple[int, Callable[[Splitter], Splitter]]
+"""(thread, function): `function(partitioner)` is to be used in the place of `partitioner` for what the thread compiles."""
 
 _COMPILERS = ("fw_compiler", "bw_compiler", "inference_compiler")
 
@@ -31,27 +30,28 @@ def backends() -> Any:
     return sys.modules.get(AOT_BACKENDS)
 
 
-@contextlib.contextmanager
-def asking_backends(asking: Asking) -> Iterator[None]:
-    """Within, `asking` is asked for the partitioner of what this thread compiles."""
-    with _seams().listening((threading.get_ident(), asking)) if backends() is not None else contextlib.nullcontext():
-        yield
-
-
-@cache
-def _seams() -> Seams[tuple[int, Asking]]:
-    """Listeners: (thread, asking). Sessions of several threads may leave in another order than they came in."""
-    return Seams((backends(), AOT_ENTRY, lambda original: partial(_entry, original)))
+def asked_here(seams: Seams[Asked], default: Splitter) -> Splitter:
+    """The partitioner for what this thread compiles, in the place of `default`."""
+    here = threading.get_ident()
+    for thread, asking in tuple(seams.listeners):
+        if thread == here:
+            default = asking(default)
+    return default
 
 
 def _entry(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    here = threading.get_ident()
-    for asking in (asking for thread, asking in tuple(_seams().listeners) if thread == here):
-        partitioner = options.get("partition_fn", split_in_place)
-        if getattr(partitioner, "__module__", None) != INDUCTOR:  # Inductor asks by its setting, and tells of its code
-            options["partition_fn"] = asking(partitioner)
-            options.update({name: _telling(options[name]) for name in _COMPILERS if options.get(name) is not None})
+    default = options.get("partition_fn", split_in_place)
+    partitioner = default
+    if getattr(default, "__module__", None) != INDUCTOR:  # Inductor asks by its setting, and tells of its code
+        partitioner = asked_here(backend_seams, default)
+    if partitioner is not default:
+        options["partition_fn"] = partitioner
+        options.update({name: _telling(options[name]) for name in _COMPILERS if options.get(name) is not None})
     return original(*args, **options)
+
+
+backend_seams: Seams[Asked] = Seams(lambda: [(backends(), AOT_ENTRY, lambda original: partial(_entry, original))])
+"""The door of the backends, once there is one. Sessions of several threads may leave in another order than they came in."""
 
 
 def _telling(compiler: Callable[..., Any]) -> Callable[..., Any]:

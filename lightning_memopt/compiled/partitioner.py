@@ -21,13 +21,13 @@ from typing import Any
 
 from torch import fx
 
-from lightning_memopt.compiled.backends import Split, Splitter, asking_backends, backends
+from lightning_memopt.compiled.backends import Asked, Split, Splitter, asked_here, backend_seams, backends
 from lightning_memopt.compiled.halves import Halves, halves_of
 from lightning_memopt.compiled.joint import Joint
 from lightning_memopt.compiled.rewriting import rewrite
 from lightning_memopt.compiled.sizes import Signature, UnreadableError
 from lightning_memopt.plan import Life, LoweringError
-from lightning_memopt.record import around_compiled
+from lightning_memopt.record import Seams, around_compiled
 from lightning_memopt.torch_private import (
     autograd_config,
     compile_again,
@@ -72,12 +72,11 @@ def _partitioner() -> Any:
     class Partitioner(partitioner_class()):  # type: ignore[misc]
         """Inductor copies and pickles its settings, and asks for an identity: answers follow from the graphs alone."""
 
-        def __init__(self, answer: Splitter, default: Splitter, thread: int) -> None:
-            self._answer, self._default, self._thread = answer, default, thread
+        def __init__(self, default: Splitter) -> None:
+            self._default = default
 
         def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **options: Any) -> Split:
-            asked = threading.get_ident() == self._thread
-            return (self._answer if asked else self._default)(gm, joint_inputs, **options)
+            return asked_here(_inductor_seams, self._default)(gm, joint_inputs, **options)
 
         def __deepcopy__(self, memo: Any) -> Any:
             return self
@@ -91,9 +90,14 @@ def _partitioner() -> Any:
     return Partitioner
 
 
-def asked_by_this_thread(answer: Splitter, default: Splitter) -> Any:
-    """A value for `custom_partitioner_fn`: `answer` splits what this thread compiles, `default` what others do."""
-    return _partitioner()(answer, default, threading.get_ident())
+def _in_place_of(partitioner: Splitter | None) -> Any:
+    """`partitioner`: the user's; None where Inductor splits."""
+    return _partitioner()(partitioner or as_torch_does)
+
+
+# Settings of the whole process: sessions of several threads may leave in another order than they came in.
+_inductor_seams: Seams[Asked] = Seams(lambda: [(inductor_config(), "custom_partitioner_fn", _in_place_of)])
+_cache_seams: Seams[Asked] = Seams(lambda: [(autograd_config(), "enable_autograd_cache", lambda _: False)])
 
 
 def _set(stack: contextlib.ExitStack, config: Any, name: str, value: Any) -> None:
@@ -153,20 +157,19 @@ class Regions:
         with contextlib.ExitStack() as stack:
             stack.callback(told.remove)
             stack.callback(self._own_order.close)
-            _set(stack, autograd_config(), "enable_autograd_cache", False)
+            asked: Asked = threading.get_ident(), lambda default: partial(self._answer, default)
+            stack.enter_context(_cache_seams.listening(asked))
             if inductor_compiles():
-                default = inductor_config().custom_partitioner_fn or as_torch_does  # it may be the user's
-                _set(stack, inductor_config(), "custom_partitioner_fn", self._asked(default))
-            with asking_backends(self._asked), around_compiled(self._code_runs):
+                stack.enter_context(_inductor_seams.listening(asked))
+            if backends() is not None:
+                stack.enter_context(backend_seams.listening(asked))
+            with around_compiled(self._code_runs):
                 yield
 
     @contextlib.contextmanager
     def _code_runs(self) -> Iterator[None]:
         self.runs += 1
         yield
-
-    def _asked(self, default: Splitter) -> Any:
-        return asked_by_this_thread(partial(self._answer, default), default)
 
     def forget_all(self) -> None:
         """All code that was compiled before is compiled again when it runs next: nobody asked how to split it."""

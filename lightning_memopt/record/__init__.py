@@ -41,6 +41,7 @@ from lightning_memopt.record.calls import (
 from lightning_memopt.record.compiled_code import around_compiled, telling
 from lightning_memopt.record.exposure import unwatched, watching, watching_sizes
 from lightning_memopt.record.levels import around_dual_levels, in_dual_level, in_transform
+from lightning_memopt.record.modes import Outside
 from lightning_memopt.record.protocols import Observer, OpRecord, Owner
 from lightning_memopt.record.recorder import Recorder
 from lightning_memopt.record.rules import Rule, is_norm, register_op, rule_of, rule_of_call, rules_generation, written_by
@@ -60,6 +61,7 @@ __all__ = [
     "Observer",
     "OpRecord",
     "Origin",
+    "Outside",
     "Owner",
     "Recorder",
     "Rule",

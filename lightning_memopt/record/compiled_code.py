@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import Any
 
 from lightning_memopt.record.seams import Seams
@@ -21,7 +20,7 @@ Listener = Callable[[], contextlib.AbstractContextManager[None]]
 """`listener()` is a context around a run of generated code."""
 
 
-_LISTENERS: Seams[Listener] = Seams()
+_LISTENERS: Seams[Listener] = Seams(tuple)
 """Who is told: by code that was compiled to tell (`telling`), and by Inductor's, whose calls are a seam."""
 
 
@@ -31,13 +30,8 @@ def around_compiled(listener: Listener) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(_LISTENERS.listening(listener))
         if INDUCTOR_CODE in sys.modules:  # else nothing was generated yet in this process, and importing it takes seconds
-            stack.enter_context(_seams().listening(listener))
+            stack.enter_context(_seams.listening(listener))
         yield
-
-
-@cache
-def _seams() -> Seams[Listener]:
-    return Seams((generated_code_class(), "__call__", telling))
 
 
 def telling(code: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,3 +46,6 @@ def telling(code: Callable[..., Any]) -> Callable[..., Any]:
 
     run._boxed_call = getattr(code, "_boxed_call", False)  # type: ignore[attr-defined]  # as AOT autograd marks it
     return run
+
+
+_seams: Seams[Listener] = Seams(lambda: [(generated_code_class(), "__call__", telling)])

@@ -133,13 +133,15 @@ def _forbidding(original: Any) -> Any:
 
 
 _forward_seams: Seams[_Listener] = Seams(
-    *((torch.Tensor, name, _of_tensor) for name in ("data_ptr", "numpy", "__array__", "__dlpack__")),
-    *((torch.UntypedStorage, name, _of_storage) for name in ("data_ptr", "__setitem__", "fill_", "copy_")),
-    *((module, "to_dlpack", _of_tensor) for module in (torch, torch.utils.dlpack)),
-    *((owner, name, _setting) for owner, name in SETTERS),
-    (AUTOGRAD, "_saved_tensors_hooks_disable", _forbidding),
+    lambda: [
+        *((torch.Tensor, name, _of_tensor) for name in ("data_ptr", "numpy", "__array__", "__dlpack__")),
+        *((torch.UntypedStorage, name, _of_storage) for name in ("data_ptr", "__setitem__", "fill_", "copy_")),
+        *((module, "to_dlpack", _of_tensor) for module in (torch, torch.utils.dlpack)),
+        *((owner, name, _setting) for owner, name in SETTERS),
+        (AUTOGRAD, "_saved_tensors_hooks_disable", _forbidding),
+    ]
 )
-_size_seams: Seams[tuple[Resize, Resize]] = Seams((torch.UntypedStorage, "resize_", _resizing))
+_size_seams: Seams[tuple[Resize, Resize]] = Seams(lambda: [(torch.UntypedStorage, "resize_", _resizing)])
 
 
 def watching(watcher: Watcher, listener: Callable[[], None], hook: Hook) -> contextlib.AbstractContextManager[None]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -23,7 +23,7 @@ from torch import nn
 
 from lightning_memopt.record.exposure import unwatched
 from lightning_memopt.record.modes import Outside
-from lightning_memopt.record.seams import Seams
+from lightning_memopt.record.seams import Place, Seams
 from lightning_memopt.record.settling import find_threads, settle
 from lightning_memopt.record.uncompiled import uncompiled
 from lightning_memopt.torch_private import COLLECTIVE_HOOKS, UNIT_HOOKS, fsdp_units, unit_class, unsharded_parameter
@@ -63,7 +63,7 @@ def _hiding(communicates: bool, original: Any) -> Any:
     @uncompiled
     def method(unit: Any, *args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as stack:
-            for listener in tuple(_seams().listeners):
+            for listener in tuple(_seams.listeners):
                 stack.enter_context(listener(unit, "hook"))
             result = original(unit, *args, **kwargs)
             if communicates and unit.device.type == "cpu":
@@ -74,7 +74,7 @@ def _hiding(communicates: bool, original: Any) -> Any:
 
 
 def _tell(unit: Any, event: Event) -> None:
-    for listener in tuple(_seams().listeners):
+    for listener in tuple(_seams.listeners):
         with listener(unit, event):
             pass
 
@@ -98,11 +98,15 @@ def _leaving(original: Any) -> Any:
     return method
 
 
-@cache
-def _seams() -> Seams[Listener]:
+def _places() -> Iterator[Place]:
     cls = unit_class()
-    hidden = ((cls, name, partial(_hiding, name in COLLECTIVE_HOOKS)) for name in UNIT_HOOKS)
-    return Seams(*hidden, (cls, "pre_forward", _entering), (cls, "post_forward", _leaving))
+    for name in UNIT_HOOKS:
+        yield cls, name, partial(_hiding, name in COLLECTIVE_HOOKS)
+    yield cls, "pre_forward", _entering
+    yield cls, "post_forward", _leaving
+
+
+_seams: Seams[Listener] = Seams(_places)
 
 
 def _no_listener(unit: Any, event: Event) -> contextlib.AbstractContextManager[None]:
@@ -112,9 +116,9 @@ def _no_listener(unit: Any, event: Event) -> contextlib.AbstractContextManager[N
 def settling() -> contextlib.AbstractContextManager[None]:
     """Within, the buffers of collectives are gone when a hook is over. Enter it when the groups of all units exist."""
     find_threads()
-    return _seams().listening(_no_listener)
+    return _seams.listening(_no_listener)
 
 
 def around_units(listener: Listener) -> contextlib.AbstractContextManager[None]:
     """Within, tell `listener` of the units of sharded modules. Torch is as before when the last caller has left."""
-    return _seams().listening(listener)
+    return _seams.listening(listener)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 L = TypeVar("L")
@@ -15,12 +16,15 @@ Place = tuple[Any, str, Callable[[Any], Any]]
 class Seams(Generic[L]):
     """Wrappers that are installed when the first listener comes, and removed when the last one leaves.
 
-    places: the attributes that are wrapped. Attributes that the installed torch does not have are left out.
     listeners: the listeners, in the order in which they came. Wrappers read them; only `listening` changes them.
     """
 
-    def __init__(self, *places: Place) -> None:
-        self.places = tuple((owner, name, wrap) for owner, name, wrap in places if hasattr(owner, name))
+    def __init__(self, places: Callable[[], Iterable[Place]]) -> None:
+        """`places`: gives the attributes that are wrapped. It is called once, when the first listener comes: an owner may be in
+        a module of torch that takes long to import. Attributes that the installed torch does not have are left out.
+        """
+        self._places = places
+        self._known: list[Place] | None = None
         self.listeners: list[L] = []
         self._lock = threading.Lock()
         self._originals: list[tuple[Any, str, bool, Any]] = []
@@ -50,10 +54,13 @@ class Seams(Generic[L]):
                 self._restore()
 
     def _install(self) -> None:
-        for owner, name, wrap in self.places:
+        if self._known is None:
+            self._known = [place for place in self._places() if hasattr(place[0], place[1])]
+        for owner, name, wrap in self._known:
             original = getattr(owner, name)
             wrapper = wrap(original)
-            self._originals.append((owner, name, name in vars(owner), original))  # before the change: it may be interrupted
+            own = isinstance(owner, ModuleType) or name in vars(owner)  # torch's modules of settings do not show what they have
+            self._originals.append((owner, name, own, original))  # before the change: it may be interrupted
             setattr(owner, name, wrapper)
 
     def _restore(self) -> None:

@@ -1,15 +1,18 @@
-"""Seconds that the engine's own work takes on this machine, measured once. A plan of many small ops costs more because of it.
+"""Seconds that the engine's own work takes on this machine, measured once, for the engine that is in use.
 
-An op in a dispatch mode takes longer the more arguments it has, because they pass through Python. Recording an op, and running
-one again, take a fixed time on top. All of this is the host's time. A CUDA device works meanwhile, so only the seconds by which
-the host takes longer than the device are lost.
+An op of a planned forward takes longer than in eager mode; if the plan depends on it, it is recorded, which takes longer still.
+To the Python engine, an op costs more the more arguments it has, because they pass through Python. An op that runs again costs
+a fixed time on top of the op. All of this is the host's time. A CUDA device works meanwhile, so only the seconds by which the
+host takes longer than the device are lost.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -18,13 +21,16 @@ import torch
 from torch import nn
 
 from lightning_memopt.clocks import perf_counter
-from lightning_memopt.plan import Rebuild
+from lightning_memopt.graph import Graph
+from lightning_memopt.native.engine import loaded
+from lightning_memopt.plan import Life, Rebuild
+from lightning_memopt.record import Outside
 from lightning_memopt.runtime import Learned, PlannedEngine, Program
 from lightning_memopt.session import times
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.recording import PlannedRecording
 from lightning_memopt.solvers.recompute.baselines import recompute_everything
-from lightning_memopt.torch_private import TorchDispatchMode, schema_of
+from lightning_memopt.torch_private import schema_of
 
 T = TypeVar("T")
 _LINKS = 12
@@ -37,11 +43,12 @@ _ROUNDS = 15
 class Costs:
     """Seconds on top of the op itself.
 
-    call: for each op that runs in the dispatch mode.
+    call: for each op of a planned forward.
     argument: for each argument of such an op.
     recorded: for each op that is compared and recorded, its saves included.
     rebuilt: for each op that runs again.
     eager: the host's seconds for an op without all this, where a device works beside it; 0 where ops run on the host.
+    forward: for each planned forward: to enter and leave it.
     """
 
     call: float
@@ -49,6 +56,7 @@ class Costs:
     recorded: float
     rebuilt: float
     eager: float = 0.0
+    forward: float = 0.0
 
     def of(self, program: Program) -> float:
         """Seconds that a step of this program takes on top of its ops, those that run again included."""
@@ -58,7 +66,7 @@ class Costs:
         loud = [op for op in program.graph.forward if op.id not in quiet]
         dispatched = sum(self.call + self.argument * _arguments(op.name) for op in loud)
         recorded = sum(1 for op in loud if not program.passes(op.id))
-        host = dispatched + self.recorded * recorded + self.rebuilt * len(program.schedule.rebuilt)
+        host = self.forward + dispatched + self.recorded * recorded + self.rebuilt * len(program.schedule.rebuilt)
         if not self.eager:
             return host
         ops = program.graph.ops
@@ -77,11 +85,7 @@ def _arguments(name: str) -> int:
     return sum(3 if "[]" in str(a.real_type) else 1 for a in schema.arguments)
 
 
-class _Empty(TorchDispatchMode):
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
+class _Empty(Outside):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         return func._op(*args, **(kwargs or {}))
 
@@ -102,32 +106,56 @@ def _medians(runs: dict[str, Callable[[], Any]], device: torch.device) -> dict[s
 
 def _in_mode(run: Callable[[], Any]) -> Callable[[], Any]:
     def inside() -> None:
-        with _Empty():
+        with ExitStack() as stack:
+            _Empty().enter_in(stack)
             run()
 
     return inside
 
 
-def _planned(
-    holder: nn.Module, forward: Callable[[], torch.Tensor], device: torch.device
-) -> tuple[Program, Callable[[], None]]:
-    """Observe the chain. Returns a program that runs every op again, and the chain's step under it."""
-    observation = Observation(holder, [], device, None, verify=False, meter=False)
-    with observation.begin_round(()):
-        loss = forward()
-    observation.forward_ended()
-    loss.backward()
-    graph = observation.finish()
-    assert graph is not None
-    program = Program(graph, recompute_everything(graph))
-    learned = Learned(program)
+class _Chain:
+    """tanh(y * weight + y), then sin, of tiny tensors: each time that it takes is overhead.
 
-    def step() -> None:
-        with PlannedRecording(PlannedEngine(learned), holder):
-            loss = forward()
+    links: how often.
+    """
+
+    def __init__(self, links: int, device: torch.device) -> None:
+        self.links, self.device = links, device
+        self.holder = nn.Module()
+        self.holder.w = self._weight = nn.Parameter(torch.ones(4, 4, device=device))
+        self._x = torch.ones(4, 4, device=device)
+
+    @property
+    def ops(self) -> int:
+        return 4 * self.links
+
+    def forward(self) -> torch.Tensor:
+        y = self._x
+        for _ in range(self.links):
+            y = torch.tanh(y * self._weight + y).sin()
+        return y
+
+    def graph(self) -> Graph:
+        """Its observed step."""
+        observation = Observation(self.holder, [], self.device, None, verify=False, meter=False)
+        with observation.begin_round(()):
+            loss = self.forward().sum()
+        observation.forward_ended()
         loss.backward()
+        graph = observation.finish()
+        assert graph is not None
+        return graph
 
-    return program, step
+    def planned(self, graph: Graph, lives: Iterable[Life]) -> Callable[[], torch.Tensor]:
+        """The forward under a plan, with its templates learned."""
+        learned = Learned(Program(graph, tuple(lives)))
+
+        def forward() -> torch.Tensor:
+            with PlannedRecording(PlannedEngine(learned), self.holder):
+                return self.forward()
+
+        forward().sum().backward()
+        return forward
 
 
 def measured(device_type: str = "cpu") -> Costs:
@@ -135,9 +163,17 @@ def measured(device_type: str = "cpu") -> Costs:
     return times.current.of_our_work(lambda: _once(torch.device(device_type)))
 
 
-@cache
 def _once(device: torch.device) -> Costs:
-    return in_own_thread(lambda: _measured(device))
+    with _measuring:  # two sessions at once would measure each other
+        key = str(device), loaded() is not None
+        if key not in _known:
+            _known[key] = in_own_thread(lambda: _measured(device))
+        return _known[key]
+
+
+_known: dict[tuple[str, bool], Costs] = {}
+"""(device, whether the native engine is in use) -> the costs."""
+_measuring = threading.Lock()
 
 
 def in_own_thread(measure: Callable[[], T]) -> T:
@@ -150,48 +186,52 @@ def in_own_thread(measure: Callable[[], T]) -> T:
 
 def _measured(device: torch.device) -> Costs:
     with torch.enable_grad():
-        holder = nn.Module()
-        holder.w = weight = nn.Parameter(torch.ones(4, 4, device=device))
-        x = torch.ones(4, 4, device=device)
-
-        def forward() -> torch.Tensor:
-            y = x
-            for _ in range(_LINKS):
-                y = torch.tanh(y * weight + y).sin()
-            return y.sum()
-
-        image, kernel = torch.ones(1, 1, 3, 3, device=device), torch.ones(1, 1, 1, 1, device=device)
-
-        def add() -> None:
-            for _ in range(_LINKS):
-                torch.add(x, x)
-
-        def convolve() -> None:
-            for _ in range(_LINKS):
-                torch.conv2d(image, kernel)
-
-        program, planned = _planned(holder, forward, device)
-        planned()  # learns its templates
+        chain, short = _Chain(_LINKS, device), _Chain(1, device)
+        graph = chain.graph()
+        passing, everything = chain.planned(graph, ()), chain.planned(graph, recompute_everything(graph))
         took = _medians(
             {
-                "add": add,
-                "add in mode": _in_mode(add),
-                "convolution": convolve,
-                "convolution in mode": _in_mode(convolve),
-                "forward": forward,
-                "step": lambda: forward().backward(),
-                "planned": planned,
+                "forward": chain.forward,
+                "short": short.forward,
+                "passing": passing,
+                "short, passing": short.planned(short.graph(), ()),
+                "everything": everything,
+                "step": lambda: chain.forward().sum().backward(),
+                "everything, step": lambda: everything().sum().backward(),
+                "alone": torch.no_grad()(chain.forward),
             },
             device,
         )
-    few, many = _arguments("aten::add.Tensor"), _arguments("aten::convolution")
-    low = (took["add in mode"] - took["add"]) / _LINKS
-    high = (took["convolution in mode"] - took["convolution"]) / _LINKS
-    argument = max(0.0, (high - low) / (many - few))
-    call = max(0.0, low - few * argument)
-    dispatched = Costs(call, argument, 0.0, 0.0).of(program)
-    ops = len(program.graph.forward) + len(program.schedule.rebuilt)
-    rest = took["planned"] - took["step"] - took["forward"] - dispatched  # ops that run again take as long as in forward
-    seconds_an_op = max(0.0, rest) / ops  # recording an op and running it again take about the same
-    eager = took["forward"] / len(program.graph.forward) if device.type == "cuda" else 0.0
-    return Costs(call, argument, seconds_an_op, seconds_an_op, eager)
+        argument = _of_an_argument(device) if loaded() is None else 0.0
+    passes, short_passes = took["passing"] - took["forward"], took["short, passing"] - took["short"]
+    an_op = max(0.0, (passes - short_passes) / (chain.ops - short.ops))
+    again = Program(graph, tuple(recompute_everything(graph))).schedule.rebuilt
+    backward = took["everything, step"] - took["everything"] - (took["step"] - took["forward"])
+    return Costs(
+        call=max(0.0, an_op - argument * sum(_arguments(op.name) for op in graph.forward) / chain.ops),
+        argument=argument,
+        recorded=max(0.0, (took["everything"] - took["passing"]) / chain.ops),
+        rebuilt=max(0.0, backward / len(again) - took["alone"] / chain.ops),
+        eager=took["forward"] / chain.ops if device.type == "cuda" else 0.0,
+        forward=max(0.0, short_passes - an_op * short.ops),
+    )
+
+
+def _of_an_argument(device: torch.device) -> float:
+    """Seconds that an op takes longer in a dispatch mode for each argument more."""
+    x, image = torch.ones(4, 4, device=device), torch.ones(1, 1, 3, 3, device=device)
+    kernel = torch.ones(1, 1, 1, 1, device=device)
+
+    def add() -> None:
+        for _ in range(_LINKS):
+            torch.add(x, x)
+
+    def convolve() -> None:
+        for _ in range(_LINKS):
+            torch.conv2d(image, kernel)
+
+    took = _medians(
+        {"add": add, "add in mode": _in_mode(add), "convolution": convolve, "convolution in mode": _in_mode(convolve)}, device
+    )
+    few, many = took["add in mode"] - took["add"], took["convolution in mode"] - took["convolution"]
+    return max(0.0, (many - few) / _LINKS / (_arguments("aten::convolution") - _arguments("aten::add.Tensor")))

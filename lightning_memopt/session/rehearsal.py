@@ -8,6 +8,7 @@ another one may do anything (print, count, talk to other processes).
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import weakref
 from collections import defaultdict
@@ -18,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import optim
 
+from lightning_memopt.record import Outside
 from lightning_memopt.torch_private import (
-    TorchDispatchMode,
     local_tensor,
     no_torch_functions,
     tree_leaves,
@@ -106,7 +107,7 @@ def _is_torchs(optimizer: optim.Optimizer) -> bool:
     return all(f"{module}.".startswith("torch.optim.") for module in modules)
 
 
-class _Ledger(TorchDispatchMode):
+class _Ledger(Outside):
     """Counts the bytes of the live tensors that ops have made.
 
     kinds: the types of devices whose tensors are counted.
@@ -168,7 +169,8 @@ def _of_group(
     existing = tree_leaves([list(double.state.values()), blank, [q.grad for q in blank]])
     ledger = _Ledger({"meta", "cpu"} if device.type == "cpu" else {"meta"}, rounded, existing)
     step = partial(type(double).step.__wrapped__, double)  # type: ignore[attr-defined]  # runs no hooks
-    with ledger:
+    with contextlib.ExitStack() as stack:
+        ledger.enter_in(stack)
         step()
         beside = ledger.peak_nbytes - ledger.live_nbytes
         for number in (1, _LATER):

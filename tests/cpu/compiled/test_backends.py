@@ -15,8 +15,9 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional
 
-from lightning_memopt import optimize
+from lightning_memopt import optimize, torch_private
 from lightning_memopt.compiled import backends
+from lightning_memopt.compiled.partitioner import Regions
 from lightning_memopt.torch_private import AOT_ENTRY
 from tests.cpu.compiled.training import losses_of
 
@@ -87,24 +88,26 @@ def test_the_way_to_the_backend_is_torchs_own_outside_of_a_forward() -> None:
     assert (entry.__module__, entry.__name__) == ("torch._functorch.aot_autograd", AOT_ENTRY)
 
 
-def test_sessions_of_two_threads_may_leave_in_any_order() -> None:
-    asked: list[str] = []
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_sessions_of_two_threads_may_leave_in_any_order(backend: str) -> None:
+    def settings() -> list[Any]:
+        inductor, autograd = torch_private.inductor_config(), torch_private.autograd_config()
+        entry = getattr(backends.backends(), AOT_ENTRY)
+        return [inductor.custom_partitioner_fn, autograd.enable_autograd_cache, entry]
 
-    def asking(name: str) -> Any:
-        return backends.asking_backends(lambda partitioner: (asked.append(name), partitioner)[1])
-
-    first, second = asking("1"), asking("2")
-    first.__enter__()
-    thread = threading.Thread(target=second.__enter__)
+    before, first, second = settings(), Regions(), Regions()
+    entered, entering = first.listening(), second.listening()
+    entered.__enter__()
+    thread = threading.Thread(target=entering.__enter__)
     thread.start()
     thread.join()
     torch._dynamo.reset()
-    torch.compile(Net(), backend="aot_eager")(torch.randn(4, 48))
-    first.__exit__(None, None, None)
-    second.__exit__(None, None, None)
-    assert set(asked) == {"1"}, "who watches in another thread is not asked"
-    entry = getattr(backends.backends(), AOT_ENTRY)
-    assert (entry.__module__, entry.__name__) == ("torch._functorch.aot_autograd", AOT_ENTRY)
+    torch.compile(Net(), backend=backend)(torch.randn(4, 48))
+    entered.__exit__(None, None, None)
+    entering.__exit__(None, None, None)
+    assert first.splits > 0  # Inductor also compiles patterns of its own, once
+    assert second.splits == 0, "who watches in another thread is not asked"
+    assert settings() == before
 
 
 def test_an_error_of_the_compiler_is_the_users() -> None:

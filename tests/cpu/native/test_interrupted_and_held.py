@@ -77,7 +77,7 @@ def test_an_interrupt_at_the_entry_of_a_seams_lock(n: int) -> None:
     class Torchs:
         function = len
 
-    seams: Seams[str] = Seams((Torchs, "function", lambda original: lambda: original("four")))
+    seams: Seams[str] = Seams(lambda: [(Torchs, "function", lambda original: lambda: original("four"))])
     seams._lock = Once(n)  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt), seams.listening("one"):
         assert Torchs.function() == 4
