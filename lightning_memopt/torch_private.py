@@ -78,7 +78,8 @@ current_node = _named("torch:_C._current_autograd_node")  # whether a node of a 
 queue_callback = _named("torch.autograd:Variable._execution_engine.queue_callback")  # called when backward has run its nodes
 innermost_hooks = _named("torch:_C._autograd._top_saved_tensors_default_hooks")  # whether our hooks are the innermost
 hooks_are_enabled: Callable[[], bool] = _named("torch:_C._autograd._saved_tensors_hooks_is_enabled")  # may ours be entered
-AUTOGRAD = _named("torch:_C._autograd")  # where `_saved_tensors_hooks_disable` is replaced (exposure.py)
+AUTOGRAD = _named("torch:_C._autograd")  # where functions of hooks are replaced (exposure.py, native.py)
+compilation = _named("torch._guards:CompileContext.try_get")  # what dynamo compiles in this thread: hooks that it traces rest
 functorch_level = _named("torch:_C._functorch.peek_interpreter_stack")  # whether a transform of torch.func is under way
 without_functorch = _named("torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack")  # rebuilds inside of one
 

@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memopt.native import engine as native_engine
+from lightning_memopt.plan import Rebuild
 from lightning_memopt.runtime import Learned, PlannedEngine, Program, install_native
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.recording import PlannedRecording
@@ -68,7 +69,10 @@ class TinyOps:
         candidates = planner.solve(graph).candidates
         for who in ("Python", "native"):
             for what, candidate in (("nothing", candidates[-1]), ("all", candidates[0])):
-                self._add(f"{who} engine, {what} dropped", Learned(Program(graph, candidate.lives)), who == "native")
+                program = Program(graph, candidate.lives)
+                name = f"{who} engine, {what} dropped"
+                self.again[name] = sum(isinstance(s, Rebuild) for steps in program.schedule.segments.values() for s in steps)
+                self.contexts[name] = self._planned(Learned(program), who == "native")
 
     def forward(self, name: str) -> torch.Tensor:
         with self.contexts[name]():
@@ -84,9 +88,7 @@ class TinyOps:
         assert graph is not None
         return graph
 
-    def _add(self, name: str, learned: Learned, native: bool) -> None:
-        self.again[name] = len(PlannedEngine(learned).rebuilt_ops)
-
+    def _planned(self, learned: Learned, native: bool) -> Callable[[], contextlib.AbstractContextManager]:
         @contextlib.contextmanager
         def context() -> Iterator[Any]:
             with contextlib.ExitStack() as stack:
@@ -94,4 +96,4 @@ class TinyOps:
                     stack.enter_context(mock.patch.object(native_engine, "_module", None))
                 yield stack.enter_context(PlannedRecording(PlannedEngine(learned), self.model))
 
-        self.contexts[name] = context
+        return context

@@ -125,7 +125,7 @@ def _setting(original: Any) -> Any:
 def _forbidding(original: Any) -> Any:
     @uncompiled
     def disable(message: str, fail_if_non_empty: bool = True) -> Any:
-        innermost = innermost_hooks(False)
+        innermost = innermost_hooks(True)
         is_own = innermost is not None and any(innermost[0] is listener.hook for listener in _forward_seams.listeners)
         return original(message, fail_if_non_empty and not is_own)
 

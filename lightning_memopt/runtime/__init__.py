@@ -12,6 +12,7 @@ from lightning_memopt.runtime.engine import (
     let_go,
     seeing_ops,
     sized_by_data,
+    wake_hooks,
 )
 
 __all__ = [
@@ -25,5 +26,6 @@ __all__ = [
     "install_native",
     "let_go",
     "seeing_ops",
+    "wake_hooks",
     "sized_by_data",
 ]

@@ -26,7 +26,7 @@ from lightning_memopt.record import (
     watching_sizes,
 )
 from lightning_memopt.record.gathered import around_units, unseen_by
-from lightning_memopt.runtime import Engine, PlannedEngine, seeing_ops
+from lightning_memopt.runtime import Engine, PlannedEngine, seeing_ops, wake_hooks
 from lightning_memopt.runtime.engine.matching import Matcher
 from lightning_memopt.session.gathering import Hidden
 from lightning_memopt.torch_private import current_mode, hooks_are_enabled, innermost_hooks
@@ -104,7 +104,7 @@ class Recording:
         """Whether the contexts of this recording are the innermost ones, and can be entered again."""
         if not hooks_allowed() or (self._own_mode and current_mode() is not self.recorder):
             return False
-        top = innermost_hooks(False)
+        top = innermost_hooks(True)
         return top is not None and top[0] is self._pack
 
     def _begin(self) -> None:
@@ -117,7 +117,8 @@ class Recording:
 
     def _unhook(self) -> None:
         """Leave the hooks, even if the call that entered them was interrupted behind it. May be repeated."""
-        top = innermost_hooks(False)
+        wake_hooks()
+        top = innermost_hooks(True)
         if self._hooked or (top is not None and top[0] is self._pack):
             self._hooked = False
             self._hooks.__exit__()
@@ -205,7 +206,7 @@ def others_hooks() -> bool:
     """Whether other saved-tensor hooks are on that a recording would replace. A checkpoint among them runs the forward twice,
     and everything that it writes is written twice. `save_on_cpu` does not count: it only moves tensors.
     """
-    top = innermost_hooks(False)
+    top = innermost_hooks(True)
     native = loaded()
     if top is None or type(top[0]) is _Pack or (native is not None and type(top[0]) is native.Pack):
         return False

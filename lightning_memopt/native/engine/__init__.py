@@ -83,4 +83,6 @@ def _compile(compiler: str, target: Path) -> None:
     folders = TORCH / "include/torch/csrc/api/include", _headers()
     linked = "-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"
     whole = [source for source in _SOURCES if source.name == "all.cpp"]
-    cxx.run(command(compiler, whole, linked, target, ["-fvisibility=hidden", *(f"-I{folder}" for folder in folders)]))
+    # pybind11 would ask for each reference that it counts whether this thread has the interpreter's lock
+    options = "-fvisibility=hidden", "-DPYBIND11_NO_ASSERT_GIL_HELD_INCREF_DECREF", *(f"-I{folder}" for folder in folders)
+    cxx.run(command(compiler, whole, linked, target, options))

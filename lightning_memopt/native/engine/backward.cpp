@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "guards.h"
 #include "objects.h"
 #include "prepared.h"
 #include "rerun.h"
@@ -89,10 +90,10 @@ py::object in_memory(const Backward& backward, PyObject* handle) {
   while (version_slots.next.get(version) != Py_None)  // `present`
     version = version_with(backward.versions.ptr(), version_slots.next.get(version));
   PyObject* const holding = version_slots.holding.get(version);
-  const at::Tensor& guard = THPVariable_Unpack(handle_slots.guard.get(handle));
+  const int64_t counter = version_at(handle_slots.guard.get(handle));
   const at::Tensor* const value = value_of(holding);
   if (value == nullptr || is_parked(holding)) return py::none();
-  if (static_cast<int64_t>(guard._version()) != number(handle_slots.counter, handle) || !is_intact(holding, *value)) return py::none();
+  if (counter != number(handle_slots.counter, handle) || !is_intact(holding, *value)) return py::none();
   const auto window = window_of(handle_slots.view.get(handle));
   if (!window) return py::none();
   put_in_order(holding, *value);

@@ -1,6 +1,9 @@
 #include "hooks.h"
 
+#include <ATen/SavedTensorHooks.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <utility>
@@ -27,6 +30,8 @@ struct Hook {
 
 PyTypeObject* pack_type = nullptr;
 PyObject* unpack_function = nullptr;
+thread_local int planned = 0;         // forwards of this thread that are under way
+thread_local bool have_rested = false;  // in one of them
 std::vector<PyObject*>& idle = *new std::vector<PyObject*>;  // pack hooks that no forward uses; under the interpreter's lock
 
 // So many references that those of torch, which are not counted within a forward, never make it zero.
@@ -107,6 +112,34 @@ PyObject* pack_hook(PyObject*, PyObject* engine) {
   }
   reinterpret_cast<Hook*>(hook)->engine = Py_NewRef(engine);
   return hook;
+}
+
+// Torch does not call hooks while it traces: this is how they rest. A backward has the state of the thread that began it, and
+// puts it back after each node, so nothing rests in a backward.
+void rest_hooks() {
+  const auto& state = at::SavedTensorDefaultHooks::get_tls_state();
+  if (state.is_tracing || state.stack.empty() || !is_hook(state.stack.top().first.ptr(getPyInterpreter()))) return;
+  if (torch::autograd::get_current_graph_task_id() != -1) return;
+  have_rested = true;
+  at::SavedTensorDefaultHooks::set_tracing(true);
+}
+
+bool hooks_rest() { return have_rested && at::SavedTensorDefaultHooks::get_tls_state().is_tracing; }
+
+void wake_hooks() {
+  if (have_rested) at::SavedTensorDefaultHooks::set_tracing(false);
+}
+
+void begin_resting() { ++planned; }
+
+void end_resting() {
+  wake_hooks();
+  if (--planned == 0) have_rested = false;
+}
+
+PyObject* wake(PyObject*, PyObject*) {
+  wake_hooks();
+  Py_RETURN_NONE;
 }
 
 PyObject* unpack(PyObject*, PyObject* packed) {

@@ -15,6 +15,18 @@ PyObject* pack_hook(PyObject*, PyObject* engine);
 // saves, and would take the interpreter's lock eight times for it.
 bool is_hook(PyObject* object);
 
+// While no tensor is to be saved that the plan handles, the hooks may rest: torch saves tensors itself, as in eager mode, which
+// takes a fifth of the time. They rest for this thread only, and only if the innermost hooks are ours.
+void rest_hooks();
+bool hooks_rest();
+// The innermost hooks are called for each tensor that is saved.
+void wake_hooks();
+// Around a planned forward of this thread.
+void begin_resting();
+void end_resting();
+// wake(): for Python, where it enters or leaves hooks.
+PyObject* wake(PyObject*, PyObject*);
+
 // unpack(packed): the unpack hook (`Engine.unpack`).
 PyObject* unpack(PyObject*, PyObject* packed);
 

@@ -10,6 +10,7 @@
 #include "hooks.h"
 #include "matching.h"
 #include "objects.h"
+#include "tensors.h"
 
 namespace memopt {
 namespace {
@@ -45,7 +46,11 @@ class Table final : public PyInterpreterVTable {
   }
   bool try_incref(const c10::impl::PyObjectSlot& slot) const override { return torchs->try_incref(slot); }
   size_t refcnt(PyObject* o) const override { return torchs->refcnt(o); }
-  c10::intrusive_ptr<TensorImpl> detach(const TensorImpl* t) const override { return torchs->detach(t); }
+  // While hooks rest, torch saves results itself, as aliases: no op of the forward. (`detach` is one: no hooks rest then.)
+  c10::intrusive_ptr<TensorImpl> detach(const TensorImpl* t) const override {
+    if (!hooks_rest() || innermost() == nullptr || t->key_set().has(c10::DispatchKey::Python)) return torchs->detach(t);
+    return alias_of(*t);
+  }
   void reportErrorCallback(PyObject* callback, c10::DispatchKey key) const override { torchs->reportErrorCallback(callback, key); }
   void python_op_registration_trampoline(
       const c10::OperatorHandle& op, c10::DispatchKey key, c10::DispatchKeySet keys, torch::jit::Stack* stack, bool with_keyset,

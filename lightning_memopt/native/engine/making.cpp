@@ -3,6 +3,7 @@
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include "guards.h"
 #include "objects.h"
 #include "tensors.h"
 
@@ -114,7 +115,7 @@ py::object handle(const at::Tensor& t, py::handle engine, int64_t save, PyObject
   handle_slots.save.set(made, PyLong_FromLongLong(save));
   handle_slots.version.set(made, Py_NewRef(version));
   handle_slots.view.set(made, view_of(t, version_slots.id.get(version)));
-  handle_slots.guard.set(made, wrapped(guard_of(t)).release().ptr());
+  handle_slots.guard.set(made, guard_of(t).release().ptr());
   handle_slots.counter.set(made, PyLong_FromLong(t._version()));
   handle_slots.times.set(made, PyLong_FromLong(0));
   holding_slots.handles.set(holding, PyLong_FromLongLong(handles + 1));

@@ -10,6 +10,8 @@
 #include <unordered_map>
 #include <utility>
 
+#include "hooks.h"
+#include "lock.h"
 #include "making.h"
 #include "objects.h"
 #include "tensors.h"
@@ -214,7 +216,7 @@ void run_unseen(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }
 
 void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const py::gil_scoped_release released;
+  const Unlocked unlocked;
   run_unseen(op, stack);
 }
 
@@ -255,7 +257,10 @@ Answer answer_to(PyObject* matcher, const c10::OperatorHandle& op, torch::jit::S
   PyObject* const entry = PyList_GET_ITEM(templates, position);
   const auto args = torch::jit::last(*stack, op.schema().arguments().size());
   if (entry == Py_None || has_subclass(args)) return Answer::kPython;
-  const auto advanced = [&] { cursor_slots.position.set(cursor, PyLong_FromLongLong(position + 1)); };
+  const auto advanced = [&] {
+    cursor_slots.position.set(cursor, PyLong_FromLongLong(position + 1));
+    if (position + 1 < PyBytes_GET_SIZE(forward.saving.ptr()) && PyBytes_AS_STRING(forward.saving.ptr())[position + 1] == 0) rest_hooks();
+  };
   if (Py_TYPE(entry) != reinterpret_cast<PyTypeObject*>(template_slots.type)) {
     const c10::OperatorHandle* const passing = op_of(entry);
     if (passing == nullptr || !(*passing == op)) return Answer::kPython;
@@ -285,7 +290,7 @@ Answer answer_to(PyObject* matcher, const c10::OperatorHandle& op, torch::jit::S
 
 // `answer_to`, with the interpreter's lock.
 Answer answer_locked(PyObject* matcher, const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const py::gil_scoped_acquire acquired;
+  const Locked locked;
   if (is_none(matcher_slots.native, matcher)) return Answer::kPython;
   try {
     const Answer answer = answer_to(matcher, op, stack);
@@ -346,6 +351,7 @@ std::unique_ptr<Template> template_of(PyObject* python, PyObject* args, PyObject
 }
 
 bool runs(PyObject* matcher, const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  wake_hooks();
   const Answer answer = answer_locked(matcher, op, stack);
   if (answer == Answer::kPassesBy) run_unseen(op, stack);
   return answer != Answer::kPython;

@@ -42,6 +42,7 @@ struct Forward {
   pybind11::dict beneath;  // versions that changed unseen
   pybind11::list unread;   // versions whose counters are to be read
   pybind11::object cursor, holds, unsaved, active, sized_by_data;
+  pybind11::bytes saving;  // for each position of the cursor: 0 if the hooks may rest there
 };
 
 // The version that a tensor is on; null if there is none. Borrowed: no Python code may run while it is in use.

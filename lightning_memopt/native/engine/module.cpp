@@ -4,6 +4,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "backward.h"
+#include "guards.h"
 #include "hooks.h"
 #include "interpreter.h"
 #include "matching.h"
@@ -62,14 +63,14 @@ PyObject* make_template(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// forward(of_storage, versions, weak, beneath, unread, cursor, holds, unsaved, active, sized_by_data): an object for the slot
-// `native` of a matcher.
+// forward(of_storage, versions, weak, beneath, unread, cursor, holds, unsaved, active, sized_by_data, saving): an object for the
+// slot `native` of a matcher.
 PyObject* make_forward(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   const auto all = pybind11::reinterpret_borrow<pybind11::tuple>(args);
-  if (all.size() != 10) return PyErr_Format(PyExc_TypeError, "forward takes 10 arguments, got %zd", all.size());
+  if (all.size() != 11) return PyErr_Format(PyExc_TypeError, "forward takes 11 arguments, got %zd", all.size());
   return capsule(std::unique_ptr<Forward>(
-      new Forward{all[0], all[1], all[2], all[3], all[4], all[5], all[6], all[7], all[8], all[9]}));
+      new Forward{all[0], all[1], all[2], all[3], all[4], all[5], all[6], all[7], all[8], all[9], all[10]}));
   END_HANDLE_TH_ERRORS
 }
 
@@ -136,10 +137,12 @@ PyObject* perform_segment(PyObject*, PyObject* const* args, Py_ssize_t n) {
 
 PyObject* begin(PyObject*, PyObject*) {
   begin_forward();
+  begin_resting();
   Py_RETURN_NONE;
 }
 
 PyObject* end(PyObject*, PyObject*) {
+  end_resting();
   end_forward();
   Py_RETURN_NONE;
 }
@@ -156,6 +159,7 @@ PyMethodDef methods[] = {
     {"packing", make_packing, METH_VARARGS, nullptr},
     {"pack_hook", pack_hook, METH_O, nullptr},
     {"unpack", unpack, METH_O, nullptr},
+    {"wake", wake, METH_NOARGS, nullptr},
     {"actions", make_actions, METH_VARARGS, nullptr},
     {"backward", make_backward, METH_VARARGS, nullptr},
     {"request", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(request_tensor)), METH_FASTCALL, nullptr},
@@ -174,7 +178,7 @@ PyModuleDef module{PyModuleDef_HEAD_INIT, "engine", nullptr, -1, methods, nullpt
 
 PyMODINIT_FUNC PyInit_engine() {
   PyObject* const made = PyModule_Create(&memopt::module);
-  if (made != nullptr && memopt::add_hooks(made)) return made;
+  if (made != nullptr && memopt::add_hooks(made) && memopt::add_guards(made)) return made;
   Py_XDECREF(made);
   return nullptr;
 }

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "lock.h"
 #include "objects.h"
 #include "prepared.h"
 #include "tensors.h"
@@ -83,7 +84,7 @@ class State {
 };
 
 void call_boxed(const c10::OperatorHandle& op, std::vector<IValue>* stack) {
-  const pybind11::gil_scoped_release released;
+  const Unlocked unlocked;
   op.callBoxed(stack);
 }
 

@@ -4,8 +4,6 @@
 #include <torch/csrc/Device.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include <utility>
-
 namespace memopt {
 namespace {
 
@@ -43,20 +41,11 @@ pybind11::object wrapped(c10::Device device) {
   return pybind11::reinterpret_steal<pybind11::object>(THPDevice_New(device));
 }
 
-at::Tensor alias_of(const at::Tensor& t) {
+c10::intrusive_ptr<c10::TensorImpl> alias_of(const c10::TensorImpl& t) {
   const c10::impl::ExcludeDispatchKeyGuard unseen(kModes);  // a mode would see it as an op
-  const c10::TensorImpl& impl = *t.unsafeGetTensorImpl();
-  return at::Tensor(impl.shallow_copy_and_detach(impl.version_counter(), impl.allow_tensor_metadata_change()));
+  return t.shallow_copy_and_detach(t.version_counter(), t.allow_tensor_metadata_change());
 }
 
-at::Tensor guard_of(const at::Tensor& t) {
-  using c10::StorageImpl;
-  auto storage = c10::make_intrusive<StorageImpl>(
-      StorageImpl::use_byte_size_t(), 0, c10::DataPtr(nullptr, t.device()), /*allocator=*/nullptr, /*resizable=*/false);
-  auto made = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(std::move(storage)), t.key_set(), t.dtype());
-  made.unsafeGetTensorImpl()->set_sizes_contiguous({0});
-  made.unsafeGetTensorImpl()->set_version_counter(t.unsafeGetTensorImpl()->version_counter());
-  return made;
-}
+at::Tensor alias_of(const at::Tensor& t) { return at::Tensor(alias_of(*t.unsafeGetTensorImpl())); }
 
 }  // namespace memopt

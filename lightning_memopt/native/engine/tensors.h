@@ -20,7 +20,6 @@ pybind11::object wrapped(const at::Tensor& t);
 pybind11::object wrapped(c10::Device device);
 // An alias without history that shares the version counter (`detached` in record/tensors.py).
 at::Tensor alias_of(const at::Tensor& t);
-// A tensor without memory that shares the version counter of `t` (`version_guard` in runtime/engine/handles.py).
-at::Tensor guard_of(const at::Tensor& t);
+c10::intrusive_ptr<c10::TensorImpl> alias_of(const c10::TensorImpl& t);
 
 }  // namespace memopt

@@ -133,7 +133,7 @@ class Engine:
     def value_of(self, version: Version, handle: Handle) -> torch.Tensor:
         """The value that autograd reads of a version."""
         holding = version.holding
-        if holding.value is None and not self.reuse(version, handle.guard):
+        if holding.value is None and not self.reuse(version, handle):
             self.rebuild([version])
         value = holding.value
         assert value is not None
@@ -158,7 +158,7 @@ class Engine:
 
     def called(self, handle: Handle) -> str:
         """The name, in messages, of the tensor of a handle."""
-        return of_saved(handle.guard, list(handle.view.size), handle.version, handle.save, self.names)
+        return of_saved(handle.counted(), list(handle.view.size), handle.version, handle.save, self.names)
 
     def start_changed(self, version: Version) -> ModifiedError:
         """The error where a rebuild would start from a version that was changed after the forward."""
@@ -170,7 +170,7 @@ class Engine:
             if handle.version.holding.handles == 0:
                 handle.version.holding.drop()
 
-    def reuse(self, version: Version, guard: torch.Tensor) -> bool:
+    def reuse(self, version: Version, handle: Handle) -> bool:
         """R7: where the user still holds the storage, unchanged, hold it instead of a rebuild. Returns whether that is so.
 
         This is only for a request of autograd, which would read these bytes too. Rebuilds of other versions do not start from
@@ -180,8 +180,8 @@ class Engine:
         if storage is None:
             return False
         with below_autograd():
-            value = guard.detach()  # it shares the version counter
-            whole = torch.empty(0, dtype=guard.dtype, device=guard.device)
+            value = handle.counted().detach()  # it shares the version counter
+            whole = torch.empty(0, dtype=value.dtype, device=value.device)
             value.data = whole.set_(storage, 0, (storage.nbytes() // whole.element_size(),), (1,))
         version.holding.rebuilt(value)
         return True

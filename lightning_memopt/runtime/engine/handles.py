@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -75,7 +75,7 @@ class Handle:
     save: the number of the save.
     version: the storage version that was saved.
     view: the window on it that was saved.
-    guard: a tensor without memory that shares the version counter of the saved tensor.
+    guard: has the version counter of the saved tensor, as `_version` (`version_guard`; the native engine has a smaller one).
     counter: the version counter when it was saved.
     times: how often autograd has asked for it.
     engine: gives the tensor back; None after the release.
@@ -83,7 +83,7 @@ class Handle:
 
     __slots__ = ("counter", "engine", "guard", "save", "times", "version", "view")
 
-    def __init__(self, engine: Gives, save: int, version: Version, view: View, guard: torch.Tensor) -> None:
+    def __init__(self, engine: Gives, save: int, version: Version, view: View, guard: Any) -> None:
         self.save = save
         self.version = version
         self.view = view
@@ -92,6 +92,10 @@ class Handle:
         self.times = 0
         version.holding.handles += 1
         self.engine: Gives | None = engine  # last: the destructor of a handle whose constructor was interrupted does nothing
+
+    def counted(self) -> torch.Tensor:
+        """A tensor without memory that shares the version counter of the saved tensor."""
+        return self.guard if isinstance(self.guard, torch.Tensor) else self.guard.tensor()
 
     @uncompiled
     def get(self) -> torch.Tensor:

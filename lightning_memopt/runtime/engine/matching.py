@@ -40,7 +40,7 @@ from lightning_memopt.runtime.engine.templates import (
     template_of,
     with_state,
 )
-from lightning_memopt.torch_private import OpOverload
+from lightning_memopt.torch_private import OpOverload, backward_task
 
 _STRIDED = torch.strided
 _RECORDED, _EMPTY, _EXTERNAL = Origin.RECORDED, Origin.EMPTY, Origin.EXTERNAL
@@ -78,7 +78,10 @@ class Matcher(Recorder):
             return None
         tape, program, active = self.tape, self.program, self.holdings.active
         step = self.of_storage, tape.versions, tape.weak_references, self._beneath, self._unread, self.cursor
-        return engine.forward(*step, program.holds, program.unsaved, active, program.sized_by_data)
+        saving = program.saving
+        if self._learned.templates.restless:
+            saving = b"\1" * len(saving)
+        return engine.forward(*step, program.holds, program.unsaved, active, program.sized_by_data, saving)
 
     @uncompiled
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -94,6 +97,8 @@ class Matcher(Recorder):
             startable = self._startable(template, args, kwargs, values)
             if startable is not None:
                 return self._repeat(template, args, kwargs, values, startable)
+        if backward_task() != -1:
+            self._learned.templates.restless = True
         self._unknown = True
         self._given = args, kwargs or {}
         try:

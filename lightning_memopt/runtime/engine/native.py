@@ -10,7 +10,7 @@ import torch
 
 from lightning_memopt.cxx import BuildError
 from lightning_memopt.native import engine
-from lightning_memopt.record import OVERWRITTEN, UNKNOWN, UNSHARED, Call, Origin, StorageVersion, Tape, View
+from lightning_memopt.record import OVERWRITTEN, UNKNOWN, UNSHARED, Call, Origin, Seams, StorageVersion, Tape, View, uncompiled
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.runtime.engine.cursor import Cursor, PlanDeviation
 from lightning_memopt.runtime.engine.guard import Guard
@@ -20,6 +20,7 @@ from lightning_memopt.runtime.engine.matching import Matcher
 from lightning_memopt.runtime.engine.templates import Template
 from lightning_memopt.runtime.engine.turns import Turns
 from lightning_memopt.runtime.parked import current_stream
+from lightning_memopt.torch_private import AUTOGRAD, compilation
 
 _TESTS: dict[str, tuple[Any, list[Any], dict[str, Any]]] = {
     "a sum": (torch.ops.aten.add.Tensor, [2.5], {"alpha": 3}),
@@ -55,11 +56,32 @@ def seeing_ops() -> Iterator[None]:
     if module is None:
         yield
         return
-    module.begin()
-    try:
-        yield
-    finally:
-        module.end()
+    with _entering_hooks.listening(module):
+        module.begin()
+        try:
+            yield
+        finally:
+            module.end()
+
+
+def wake_hooks() -> None:
+    """The hooks of this thread's planned forward, which the native engine lets rest, are called again."""
+    module = engine.loaded()
+    if module is not None:
+        module.wake()
+
+
+def _waking(original: Any) -> Any:
+    @uncompiled
+    def push(*hooks: Any) -> Any:
+        if compilation() is None:  # there, torch itself lets all hooks rest
+            wake_hooks()  # else these would rest
+        return original(*hooks)
+
+    return push
+
+
+_entering_hooks: Seams[Any] = Seams(lambda: [(AUTOGRAD, "_push_saved_tensors_default_hooks", _waking)])
 
 
 def _prepare(module: Any) -> None:

@@ -247,7 +247,7 @@ class ObservingEngine(Engine):
             version = self.present(handle)
             if self.events is not None:
                 self.events.unpacked(handle.save)
-            if version.holding.value is None and not self.reuse(version, handle.guard):
+            if version.holding.value is None and not self.reuse(version, handle):
                 self.relieve()
                 with self.hidden():
                     self.rebuild([version])

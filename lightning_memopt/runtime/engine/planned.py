@@ -199,7 +199,7 @@ class PlannedEngine(Engine):
         parked = version.holding.parked
         if parked is None:
             return super().value_of(version, handle)
-        if parked.exact or version.holding.value is not None or self.reuse(version, handle.guard):
+        if parked.exact or version.holding.value is not None or self.reuse(version, handle):
             value = super().value_of(version, handle)
         else:
             value = self.parking.show(version, handle)

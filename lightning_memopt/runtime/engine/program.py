@@ -258,6 +258,17 @@ class Program:
         return here
 
     @cached_property
+    def saving(self) -> bytes:
+        """For each position, and the one behind the forward: 0 if the saved-tensor hooks may rest there.
+
+        No tensor of `saved` is packed there, and the op is no `detach`: torch tells a mode of it as of a result that it saves
+        itself.
+        """
+        positions = {position for saves in self.packs.values() for position, _ in saves}
+        positions.update(j for j, name in enumerate(self.names) if name.startswith("aten::detach"))
+        return bytes(j in positions for j in range(len(self.names) + 1))
+
+    @cached_property
     def _packed(self) -> list[tuple[int, int]]:
         """(tensor packed, tensor read in its place), of every save."""
         return [(self.graph.packed(save), save.tensor) for save in self.graph.saves]

@@ -92,10 +92,12 @@ class Templates:
 
     by_op: by position in the forward. An entry is an overload alone where the plan does not depend on the op, and None where
         there is no template. The last entry, after the last op, is always None.
+    restless: the forward runs a backward (a penalty on gradients): the native engine calls the saved-tensor hooks always.
     """
 
     def __init__(self, n_ops: int) -> None:
         self.by_op: list[Template | OpOverload | None] = []
+        self.restless = False
         self._n_ops = n_ops
         self._settings: tuple[Any, ...] | None = None
 
