@@ -48,8 +48,20 @@ _drawing = threading.Lock()
 Trained = tuple[list[Tensor], dict[str, Tensor]]
 
 
-def trained(seed: int, planned: bool, at: Callable[[int, str], None] = lambda step, moment: None, n: int = STEPS) -> Trained:
-    """Steps of a model in this thread: losses and weights. `at`: called with the number of the step and the moment."""
+Gate = Callable[[], Any]
+
+
+def trained(
+    seed: int,
+    planned: bool,
+    at: Callable[[int, str], None] = lambda step, moment: None,
+    n: int = STEPS,
+    gate: Gate = lambda: None,
+) -> Trained:
+    """Steps of a model in this thread: losses and weights.
+
+    at: called with the number of the step and the moment. gate: called when the run is open, and before it is closed.
+    """
     with _drawing:
         model = Told(seed)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -57,6 +69,7 @@ def trained(seed: int, planned: bool, at: Callable[[int, str], None] = lambda st
     losses = []
     ran = engine.loaded().counts()[0]
     with optimize(model, optimizer, **options) if planned else contextlib.nullcontext() as run:
+        gate()
         for i in range(n):
             model.at = lambda moment, i=i: at(i, moment)
             loss = model(X)
@@ -68,6 +81,7 @@ def trained(seed: int, planned: bool, at: Callable[[int, str], None] = lambda st
         if planned:
             assert run is not None and run.plan is not None and run.plan.predicted.rebuilt_ops > 0
             assert engine.loaded().counts()[0] > ran
+        gate()
     return losses, model.state_dict()
 
 
@@ -78,15 +92,15 @@ def same(one: Trained, other: Trained) -> bool:
 class Other:
     """A thread that trains, one step whenever it is told to, or as it likes."""
 
-    def __init__(self, planned: bool, stepwise: bool) -> None:
+    def __init__(self, planned: bool, stepwise: bool, gate: Gate = lambda: None) -> None:
         self.result: Any = None
         self._goes, self._done, self._stepwise = threading.Semaphore(0), threading.Semaphore(0), stepwise
-        self._thread = threading.Thread(target=self._train, args=(planned,))
+        self._thread = threading.Thread(target=self._train, args=(planned, gate))
         self._thread.start()
 
-    def _train(self, planned: bool) -> None:
+    def _train(self, planned: bool, gate: Gate) -> None:
         try:
-            self.result = trained(2, planned, self._wait)
+            self.result = trained(2, planned, self._wait, gate=gate)
         except BaseException as error:
             self.result = error
         finally:
@@ -133,11 +147,13 @@ def test_a_thread_that_trains_in_the_middle_of_a_step(parts: int, planned: bool)
 
 @pytest.mark.parametrize("planned", [False, True], ids=["plain", "planned"])
 def test_a_thread_that_trains_meanwhile(planned: bool) -> None:
+    """Runs open and close while no thread updates: torch's hooks for all optimizers must not change in an optimizer's step."""
     expected, others = trained(1, False), trained(2, False)
     before = installed()
     for _ in range(3):
-        other = Other(planned, stepwise=False)
-        mine, result = trained(1, True), other.ends()
+        gate = threading.Barrier(2, timeout=60).wait
+        other = Other(planned, False, gate)
+        mine, result = trained(1, True, gate=gate), other.ends()
         assert not isinstance(result, BaseException), result
         assert same(mine, expected) and same(result, others)
     assert installed() == before
