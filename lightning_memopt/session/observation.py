@@ -74,7 +74,7 @@ class Observation:
         self._round: tuple[Tracer, ObservingEngine, Recorder] | None = None
         self._aside: Recorder | None = None
         self._ungraded: list[tuple[nn.Parameter, int]] = []
-        self._ops = self._states_nbytes = self._others_nbytes = 0
+        self._others_nbytes = 0
         self._contexts = contextlib.ExitStack()
         self._metering = contextlib.ExitStack()
 
@@ -103,7 +103,6 @@ class Observation:
         units = units_of(self.model)
         self._others_nbytes = others_nbytes(tracer, recorder)
         self._round = tracer, engine, recorder
-        self._ops = self._states_nbytes = 0
         ungraded = (p for p in self.model.parameters() if p.requires_grad and p.grad is None)
         self._ungraded = [(p, local_tensor(p).nbytes) for p in ungraded]
         engine.opaque_ops = self.opaque_ops
@@ -246,9 +245,7 @@ class Observation:
         """
         assert self._round is not None and self.limit_nbytes is not None
         tracer, engine, _ = self._round
-        self._states_nbytes += sum(op["state_nbytes"] for op in tracer.ops[self._ops :])
-        self._ops = len(tracer.ops)
-        live = tracer.live_nbytes + engine.rebuilt_nbytes() + self._states_nbytes + self._others_nbytes
+        live = tracer.live_nbytes + engine.rebuilt_nbytes() + tracer.states_nbytes + self._others_nbytes
         self.peak_nbytes = max(self.peak_nbytes, live)
         return live + _ROOM * tracer.largest_nbytes + self._gradients_to_come() - self.limit_nbytes
 

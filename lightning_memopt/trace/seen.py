@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-import torch
-
-from lightning_memopt.graph.model import BEFORE, Kind, Tensor
-from lightning_memopt.torch_private import storage_use_count
+from lightning_memopt.graph.model import BEFORE, Kind, Op, Phase, Tensor
 
 
 @dataclass(slots=True)
@@ -27,7 +24,7 @@ class SeenTensor:
     freed_at: int | None = None
     dtype: str = ""
     size: tuple[int, ...] = ()
-    windows: list[tuple[int, int]] = field(default_factory=list)
+    windows: tuple[tuple[int, int], ...] = ()
     open_at: int | None = None
 
     def opens(self, point: int) -> None:
@@ -39,13 +36,13 @@ class SeenTensor:
         """Its bytes are in memory up to this point."""
         assert self.open_at is not None
         if self.open_at <= point:
-            self.windows.append((self.open_at, point))
+            self.windows = (*self.windows, (self.open_at, point))
         self.open_at, self.freed_at = None, self.windows[-1][1] if self.windows else BEFORE
 
     def intervals(self, end: int) -> tuple[tuple[int, int], ...]:
         """All windows of a step whose last point is `end`."""
         if self.open_at is None or self.open_at > end:
-            return tuple(self.windows)
+            return self.windows
         return *self.windows, (self.open_at, end if self.freed_at is None else self.freed_at)
 
     def tensor(self, id: int, storage: int, end: int, held_until: int) -> Tensor:
@@ -54,6 +51,34 @@ class SeenTensor:
         return Tensor(
             id=id, name=self.name, nbytes=self.nbytes, kind=self.kind, storage=storage, born_at=self.born_at,
             freed_at=freed_at, dtype=self.dtype, size=self.size, windows=self.intervals(end),
+        )  # fmt: skip
+
+
+@dataclass(slots=True)
+class SeenOp:
+    """One op, as `graph.Op`, with the ids of storage versions."""
+
+    name: str
+    phase: Phase
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    mutates: tuple[tuple[int, int], ...]
+    seconds: float
+    workspace_nbytes: int
+    flops: int
+    scope: str
+    heavy: bool
+    recomputable: bool
+    state_nbytes: int
+    at: int
+
+    def op(self, id: int, ids: Mapping[int, int], seconds: float, recomputable: bool) -> Op:
+        """The op of the graph, with its ids."""
+        return Op(
+            id=id, name=self.name, phase=self.phase, inputs=tuple([ids[t] for t in self.inputs]),
+            outputs=tuple([ids[t] for t in self.outputs]), mutates=tuple([(ids[a], ids[b]) for a, b in self.mutates]),
+            seconds=seconds, workspace_nbytes=self.workspace_nbytes, flops=self.flops, scope=self.scope, heavy=self.heavy,
+            recomputable=recomputable, state_nbytes=self.state_nbytes, at=self.at,
         )  # fmt: skip
 
 
@@ -94,14 +119,3 @@ def never_asked(saves: Iterable[SeenSave], end: int, written: Collection[int]) -
             released_at = end if save.released_at is None else save.released_at
             held_until[save.tensor] = max(held_until.get(save.tensor, -1), released_at)
     return held_until
-
-
-def _own_count() -> int:
-    """The use count of a storage that only its Python object refers to, without the tensor."""
-    t = torch.empty(1)
-    cdata = t.untyped_storage()._cdata
-    return storage_use_count(cdata) - 1
-
-
-OWN_COUNT = _own_count()
-"""The part of a storage's use count that its own Python object adds; it differs between versions of torch."""

@@ -36,7 +36,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from lightning_memopt.record import UNKNOWN, Call, StorageVersion, detached
+from lightning_memopt.record import UNKNOWN, Call, Origin, StorageVersion, detached
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.runtime.parked import ParkedTensor, current_stream
 from lightning_memopt.torch_private import no_dispatch_modes
@@ -57,6 +57,7 @@ class Claim(enum.Enum):
 
 
 _NONE = Claim.NONE
+_EMPTY = Origin.EMPTY
 
 
 class Holding:
@@ -239,4 +240,8 @@ class Holdings:
     def can_run(self, call: Call | None, reads: Sequence[Version]) -> bool:
         if call is None or not call.repeats:
             return False
-        return all(v.holding.reachable or v.holding.value is not None or v.empty for v in reads)
+        for version in reads:
+            holding = version.holding
+            if not (holding.reachable or holding.value is not None or version.origin is _EMPTY):
+                return False
+        return True

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from lightning_memopt.errors import ModifiedError, UnsupportedError
-from lightning_memopt.record import Call, OpRecord, StorageVersion
+from lightning_memopt.record import Call, OpRecord, Origin, StorageVersion
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.tensors import bytes_of
 from lightning_memopt.runtime.engine.base import Engine
@@ -29,6 +29,7 @@ from lightning_memopt.runtime.engine.rebuild import checksum, closure, compare, 
 from lightning_memopt.runtime.engine.starts import Starts
 from lightning_memopt.runtime.engine.units import Units
 
+_EMPTY = Origin.EMPTY
 _CANDIDATES = 64
 """Of so many versions, those with the most bytes times age, the cost of a rebuild is looked at before one is evicted. (Dynamic
 tensor rematerialisation, appendix E, looks at a random sample.) With all of them, evictions took most of a step of 15,000 ops.
@@ -79,7 +80,7 @@ class ObservingEngine(Engine):
     evictions: number of evictions.
     packs: whether autograd has saved a tensor.
     clock: number of ops so far.
-    rebuilt: versions that rebuilds made, by id.
+    rebuilt: versions that rebuilds made, by id; those that were dropped meanwhile leave when bytes are counted.
     on_rebuilt: called with each version that was rebuilt.
     units: the units of a sharded model; None for other models.
     hidden: context around allocations for rebuilds, which the tracer must not count: the step alone would not make them.
@@ -114,14 +115,21 @@ class ObservingEngine(Engine):
             self._calls[record.call.op] = record.call
         if self.units is not None:
             self.units.recorded(record)
-        if record.func.name() in self.opaque_ops:
+        if self.opaque_ops and record.func.name() in self.opaque_ops:
             for version in (*(version for version, _ in record.made), *(new for _, new, _ in record.mutates)):
                 self._becomes_opaque(version, record.func.name())
-        for version, t in [*record.made, *((new, t) for _, new, t in record.mutates)]:
-            if version.call is None and not version.empty:
-                version.holding.hold(t)  # R4: rebuilds may start from it
-                version.holding.reachable = True
-        self.relieve()
+        for version, t in record.made:
+            self._starts_from(version, t)
+        for _, version, t in record.mutates:
+            self._starts_from(version, t)
+        if self.pressure is not None:
+            self.relieve()
+
+    def _starts_from(self, version: Version, t: torch.Tensor) -> None:
+        """R4: rebuilds may start from a version that no call makes."""
+        if version.call is None and version.origin is not _EMPTY:
+            version.holding.hold(t)
+            version.holding.reachable = True
 
     def meets(self, version: Version, t: torch.Tensor) -> None:
         """An op of a sharded model is about to read the version, through `t`."""
@@ -160,7 +168,15 @@ class ObservingEngine(Engine):
 
     def rebuilt_nbytes(self) -> int:
         """Bytes in memory that rebuilds made. The tracer does not count them."""
-        return sum(version.nbytes for version in self.rebuilt.values() if version.holding.value is not None)
+        nbytes, dropped = 0, []
+        for id, version in self.rebuilt.items():
+            if version.holding.value is not None:
+                nbytes += version.nbytes
+            else:
+                dropped.append(id)
+        for id in dropped:
+            del self.rebuilt[id]
+        return nbytes
 
     # -- writes after the forward ------------------------------------------------------------------
 
