@@ -31,25 +31,26 @@ class Holders:
     """The versions of one forward that user code holds, and all versions on their storages."""
 
     def __init__(self) -> None:
-        self._of_storage: dict[int, list[StorageVersion]] = {}
+        self._first: dict[int, StorageVersion] = {}
+        self._all: dict[int, list[StorageVersion]] = {}
+        """Of each storage: the first version, and a list of all versions where there are several."""
         self._alone: dict[int, StorageVersion] = {}
         """The watched versions that are the only ones on their storages, by id; the others are in `_together`."""
         self._together: dict[int, tuple[StorageVersion, list[StorageVersion]]] = {}
 
     def born(self, version: StorageVersion, storage: int, watched: bool) -> None:
         """Add a version of the storage with this id. `watched`: watch until it is released."""
-        others = self._of_storage.get(storage)
-        if others is None:
-            self._of_storage[storage] = [version]
+        first = self._first.setdefault(storage, version)
+        if first is version:
             if watched:
                 self._alone[version.id] = version
             return
-        others.append(version)
+        versions = self._all.setdefault(storage, [first])
+        versions.append(version)
         if watched:
-            self._together[version.id] = version, others
-        first = self._alone.pop(others[0].id, None)
-        if first is not None:
-            self._together[first.id] = first, others
+            self._together[version.id] = version, versions
+        if self._alone.pop(first.id, None) is not None:
+            self._together[first.id] = first, versions
 
     def forget(self, ids: Iterable[int]) -> None:
         """Watch these versions no longer."""
@@ -68,15 +69,17 @@ class Holders:
         if self._together:
             pairs = tuple(self._together.values())
             ids += [v.id for v, others in pairs if v.holding.value is not None and not _is_held(v, others)]
-        self.forget(ids)
+        if ids:
+            self.forget(ids)
         return ids
 
     def hold(self, version: StorageVersion, storage: int) -> bool:
         """Whether anything but the engine holds the memory of a version."""
-        return _is_held(version, self._of_storage[storage])
+        return _is_held(version, self._all.get(storage) or [self._first[storage]])
 
     def clear(self) -> None:
-        self._of_storage.clear()
+        self._first.clear()
+        self._all.clear()
         self._alone.clear()
         self._together.clear()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -43,6 +43,16 @@ def backward_runs() -> bool:
     return bool(backward_task() != _NO_BACKWARD)
 
 
+class _Watch(weakref.ref[torch.UntypedStorage]):
+    """A weak reference to a storage. Its callback gets it, so it needs no closure, which the garbage collector would visit.
+
+    key: the key of the storage in the tracer.
+    """
+
+    __slots__ = ("key",)
+    key: int
+
+
 class Tracer:
     """Builds the graph of one round: a recorded forward, its backward, and the update if there is one.
 
@@ -72,8 +82,9 @@ class Tracer:
         self.marks: Callable[..., Any] | None = None
         self._open: Any = None
         self._began = 0.0
-        self._alive: dict[int, weakref.ref[Any]] = {}
-        self._storages: dict[int, list[int]] = {}
+        self._alive: dict[int, _Watch] = {}
+        self._dies = self._death
+        self._storages: dict[int, tuple[int, ...]] = {}
         self._adopted, self._bystanders = dict[int, int](), dict[int, int]()
         self._holders = Holders()
         self._on_device: dict[torch.device, bool] = {}
@@ -116,8 +127,10 @@ class Tracer:
         if forward and record.recomputable:  # only these ops are rebuilt
             self.lines[len(self.ops)] = user_line()
         inputs = tuple([version.id for version in record.reads])
-        if not tensors.keys() >= set(inputs):
-            inputs = tuple(dict.fromkeys(map(self._reads, record.reads)))
+        for id in inputs:
+            if id not in tensors:
+                inputs = tuple(dict.fromkeys(map(self._reads, record.reads)))
+                break
         if phase == "backward" and rule.writes and not backward_runs() and self._writes_parameter(record, args, kwargs):
             self.written = True
         outputs = tuple([version.id for version, _ in made])
@@ -199,13 +212,14 @@ class Tracer:
         id = next(self._numbers)
         self._bystanders[storage._cdata] = id
         self.tensors[id] = SeenTensor(_OUTSIDE, storage.nbytes(), "temporary", id, BEFORE)
-        self._storages[id] = [id]
+        self._storages[id] = (id,)
         self.counts(id, storage)
 
     def _end_bystander(self, id: int) -> None:
         """Forget a bystander that the step uses after all. (If it was freed, another storage has its address now.)"""
-        if id in self._alive:
-            self._death(id)
+        watch = self._alive.get(id)
+        if watch is not None:
+            self._death(watch)
             del self.tensors[id], self._storages[id]
 
     def counts(self, key: int, storage: torch.UntypedStorage) -> None:
@@ -213,7 +227,8 @@ class Tracer:
         self.live_nbytes += self.tensors[key].nbytes
         if self.ledger is not None:
             self.ledger.born(key, storage)
-        self._alive[key] = weakref.ref(storage, partial(self._death, key))
+        watch = self._alive[key] = _Watch(storage, self._dies)
+        watch.key = key
 
     def _birth(
         self, version: StorageVersion, name: str, at: int, kind: Kind | None = None, version_of: StorageVersion | None = None
@@ -226,9 +241,9 @@ class Tracer:
             kind = kind or before.kind
         seen = self.tensors[version.id] = SeenTensor(name, nbytes, kind or _KIND[self.phase], storage, at)
         if storage == version.id:
-            self._storages[storage] = [storage]
+            self._storages[storage] = (storage,)
         else:
-            self._storages[storage].append(version.id)
+            self._storages[storage] = (*self._storages[storage], version.id)
         if self.phase == "forward":  # what was there before the forward stays until its storage dies
             self._holders.born(version, storage, watched=version.origin is not _EXTERNAL)
         if version_of is None:
@@ -253,10 +268,10 @@ class Tracer:
         return round_up(nbytes, _CUDA_ROUND_NBYTES) if self.device.type == "cuda" else nbytes
 
     @uncompiled
-    def _death(self, storage: int, _: Any = None) -> None:
+    def _death(self, watch: _Watch) -> None:
         now = len(self.points) - 1
-        self.gone(storage)
-        ids = self._storages[storage]
+        self.gone(watch.key)
+        ids = self._storages[watch.key]
         self._holders.forget(ids)
         for id in ids:
             if self.tensors[id].freed_at is None:
@@ -329,6 +344,7 @@ class Tracer:
     def close(self) -> None:
         """Stop observing. Drops the weak references, whose callbacks form a reference cycle with the tracer."""
         self._alive.clear()
+        self._dies = _nothing
         self._holders.clear()
         self._lingering.close()
 
@@ -383,6 +399,10 @@ class Tracer:
         seen = [(_UNRECORDED, u) for u in (self.ledger.unseen() if self.ledger is not None else ())]
         seen += ((_LINGERS, u) for u in self._lingering.seen())
         return {i: SeenTensor(name, u.nbytes, "temporary", i, u.born_at, u.freed_at) for i, (name, u) in enumerate(seen, first)}
+
+
+def _nothing(_: _Watch) -> None:
+    """The callback of a tracer that is closed."""
 
 
 _EXTERNAL = Origin.EXTERNAL

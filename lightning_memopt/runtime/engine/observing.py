@@ -168,15 +168,10 @@ class ObservingEngine(Engine):
 
     def rebuilt_nbytes(self) -> int:
         """Bytes in memory that rebuilds made. The tracer does not count them."""
-        nbytes, dropped = 0, []
-        for id, version in self.rebuilt.items():
-            if version.holding.value is not None:
-                nbytes += version.nbytes
-            else:
-                dropped.append(id)
-        for id in dropped:
-            del self.rebuilt[id]
-        return nbytes
+        if not self.rebuilt:
+            return 0
+        self.rebuilt = {id: version for id, version in self.rebuilt.items() if version.holding.value is not None}
+        return sum([version.nbytes for version in self.rebuilt.values()])
 
     # -- writes after the forward ------------------------------------------------------------------
 
