@@ -24,7 +24,7 @@ from lightning_memopt.record.tensors import (
     count_versions,
     covers,
     device_of,
-    generator_of,
+    generator_of_call,
     is_foreign,
     is_plain,
     tensors_in,
@@ -32,16 +32,15 @@ from lightning_memopt.record.tensors import (
 from lightning_memopt.record.uncompiled import uncompiled
 from lightning_memopt.torch_private import HigherOrderOperator, OpOverload, storage_id
 
-_DETACH, _UNSAFE_VIEW = torch.ops.aten.detach.default, torch.ops.aten._unsafe_view.default
-_EMPTY_STRIDED = torch.ops.aten.empty_strided.default
+_ATEN = torch.ops.aten
+_DETACH, _UNSAFE_VIEW, _EMPTY_STRIDED = _ATEN.detach.default, _ATEN._unsafe_view.default, _ATEN.empty_strided.default
 _RECORDED, _EMPTY, _EXTERNAL = Origin.RECORDED, Origin.EMPTY, Origin.EXTERNAL
 
 
 class Recorder(Outside):
     """Records one forward pass onto a tape. Enter it around the forward only; `forget()` when the forward is over.
 
-    Many methods: ops, saves, exposed memory and settings reach it by different ways, and a planned forward changes some.
-    """
+    Many methods: ops, saves, exposed memory and settings reach it by different ways, and a planned forward changes some."""
 
     def __init__(self, tape: Tape, owner: Owner, observer: Observer | None = None) -> None:
         super().__init__()
@@ -134,13 +133,13 @@ class Recorder(Outside):
         if id is None:
             id = self.next_id
             self.next_id += 1
-        version = StorageVersion(id, t, self.tape, origin)
+        version = self.tape.version(id, t, origin)
         self.of_storage[version.weak] = version  # the weak reference is the storage's address
         if self.capturing:
             self.tape.versions[id] = version
         return version
 
-    def _version_of(self, t: torch.Tensor) -> StorageVersion:
+    def version_of(self, t: torch.Tensor) -> StorageVersion:
         """The version that an op is about to read through `t`."""
         version = self.of_storage.get(storage_id(t))
         if version is None:
@@ -163,12 +162,12 @@ class Recorder(Outside):
         if not isinstance(func, OpOverload):  # R9: `cond`, `scan`, as compiled modules
             return func(*args, **kwargs)
         observer, capturing = self.observer, self.capturing
+        if func is _DETACH:
+            return self._detach(*args)
         rule = rule_of_call(func, args, kwargs)
         run = conjugating(func) if rule.conjugates else func._op
         if not capturing and observer is None:
             return run(*args, **kwargs)
-        if func is _DETACH:
-            return self._detach(*args)
         if func is _UNSAFE_VIEW and storage_id(args[0]) not in self.of_storage:
             return run(*args)  # AOT autograd so returns what generated code made: no op of the user, who may drop it unread
         op = self._number()
@@ -178,12 +177,11 @@ class Recorder(Outside):
         if capturing:
             self._capture_all(op, record, args, kwargs, reads, targets)
         else:
-            read((*args, *kwargs.values()) if kwargs else args, self._version_of, reads)
+            read((*args, *kwargs.values()) if kwargs else args, self, reads)
         record.reads = tuple(dict.fromkeys(reads)) if len(reads) > 1 else tuple(reads)
-        if targets and capturing:
-            for t in targets:
-                self._overwrites(self.of_storage[storage_id(t)])
-        if targets and self.writes is not None:
+        for t in targets if capturing else ():
+            self._overwrites(self.of_storage[storage_id(t)])
+        if self.writes is not None:
             for t in targets:
                 self.writes(t)
         before = [(storage_id(t), t._version) for t in targets]
@@ -216,10 +214,10 @@ class Recorder(Outside):
     ) -> None:
         """Note the arguments of an op, and its call if it may run again."""
         func, rule, foreign = record.func, record.rule, list[torch.Tensor]()
-        record.args = tuple(captured(args, self._version_of, reads, foreign))
+        record.args = captured(args, self, reads, foreign)
         if kwargs:
-            record.kwargs = dict(zip(kwargs, captured(kwargs.values(), self._version_of, reads, foreign), strict=True))
-        if foreign or self.elsewhere or op in self.fixed or rule.handling == "opaque":
+            record.kwargs = dict(zip(kwargs, captured(tuple(kwargs.values()), self, reads, foreign), strict=True))
+        if foreign or self.elsewhere or rule.handling == "opaque" or op in self.fixed:
             return
         if is_atomic(func) and not may_run_again(func, device_of((version.device for version in reads), kwargs).type):
             return
@@ -237,7 +235,7 @@ class Recorder(Outside):
 
     def _detach(self, t: torch.Tensor) -> torch.Tensor:
         """Not an op: the same bytes. torch calls it by itself on what a factory made, but only if somebody else holds that."""
-        out = torch.ops.aten.detach.default(t)
+        out: torch.Tensor = _DETACH._op(t)
         version = self.of_storage.get(storage_id(t)) if self.capturing and is_plain(t) else None
         if version is not None and version.call is None and not version.external:
             self.holdings.recounted(version, out)  # `out` has a version counter of its own: the one that the user's tensor has
@@ -271,11 +269,11 @@ class Recorder(Outside):
                 version.read = True
         ids = tuple(dict.fromkeys([version.id for version in reads]))
         call = Call(op, func, held_args, held_kwargs, ids, torch.is_grad_enabled())
+        self.tape.hide(call)
         if rule.handling == "random":
             call.repeats = self.owner.wants_state()
             if call.repeats:
-                generator = kwargs.get("generator") or next((a for a in args if isinstance(a, torch.Generator)), None)
-                generator = generator or generator_of(device_of((version.device for version in reads), kwargs))
+                generator = generator_of_call(args, kwargs, (version.device for version in reads))
                 if generator is None:
                     return None
                 with self.hidden():
@@ -388,11 +386,8 @@ class Recorder(Outside):
         """
         if not self.capturing or not is_plain(t):
             return
-        version = self.of_storage.get(storage_id(t))
-        if version is None and threading.get_ident() != self.thread:
-            return
-        version = version or self.adopt(t)
-        if version.exposed or (address and version.parameter):
+        version = self.of_storage.get(storage_id(t)) or (self.adopt(t) if threading.get_ident() == self.thread else None)
+        if version is None or version.exposed or (address and version.parameter):
             return
         self.holdings.overwrites(version)
         self._becomes_exposed(version, t, "its memory was handed out (data_ptr, numpy or dlpack)")

@@ -105,6 +105,12 @@ def generator_of(device: torch.device) -> torch.Generator | None:
     return generators[index] if index < len(generators) else None
 
 
+def generator_of_call(args: tuple, kwargs: dict[str, Any], devices: Iterable[torch.device]) -> torch.Generator | None:
+    """The generator from which a random op draws that reads tensors on `devices`; None where torch has none."""
+    given = kwargs.get("generator") or next((a for a in args if isinstance(a, torch.Generator)), None)
+    return given or generator_of(device_of(devices, kwargs))
+
+
 def bytes_of(t: torch.Tensor) -> torch.Tensor:
     """The whole storage of `t`, as flat uint8. Call below autograd."""
     return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())

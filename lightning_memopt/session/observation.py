@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_memopt.graph import Graph, Op
 from lightning_memopt.native import counter
+from lightning_memopt.native.engine import loaded
 from lightning_memopt.record import Recorder, around_compiled, around_dual_levels, watching_sizes
 from lightning_memopt.record.gathered import around_units, units_of
 from lightning_memopt.runtime import ObservingEngine
@@ -251,6 +252,10 @@ class Observation:
 
     def _gradients_to_come(self) -> int:
         """Bytes that this backward will add: the gradients of parameters that have none yet."""
+        native = loaded()
+        nbytes: int | None = None if native is None else native.ungraded_nbytes(self._ungraded)
+        if nbytes is not None:
+            return nbytes
         # a lazy parameter had no bytes when the forward began
         return sum([nbytes or local_tensor(p).nbytes for p, nbytes in self._ungraded if p.grad is None])
 

@@ -20,7 +20,9 @@ def flops_of(func: OpOverload, args: tuple, kwargs: dict[str, Any], out: Any) ->
         return 0
     if getattr(formula, "__code__", None) is not _OF_SHAPES:
         return int(formula(*args, **kwargs, out_val=out))
-    return int(formula.__wrapped__(*_shapes(args), **dict(zip(kwargs, _shapes(kwargs.values()))), out_shape=_shape(out)))
+    return int(
+        formula.__wrapped__(*_shapes(args), **dict(zip(kwargs, _shapes(kwargs.values()), strict=True)), out_shape=_shape(out))
+    )
 
 
 def _shape(value: Any) -> Any:

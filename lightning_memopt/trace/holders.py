@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
+from lightning_memopt.native.engine import loaded
 from lightning_memopt.record import StorageVersion, storage_id
 from lightning_memopt.torch_private import storage_use_count
 
@@ -31,6 +32,7 @@ class Holders:
     """The versions of one forward that user code holds, and all versions on their storages."""
 
     def __init__(self) -> None:
+        self._native = loaded()
         self._first: dict[int, StorageVersion] = {}
         self._all: dict[int, list[StorageVersion]] = {}
         """Of each storage: the first version, and a list of all versions where there are several."""
@@ -60,12 +62,14 @@ class Holders:
 
     def released(self) -> list[int]:
         """Ids of the watched versions that only the engine holds; they are watched no longer."""
+        native, ids = self._native, list[int]()
         # copies: the garbage collector may run in the loops and free storages
-        ids = [
-            version.id
-            for version in tuple(self._alone.values())
-            if version.holding.value is not None and storage_use_count(version.weak) <= _ALONE
-        ]
+        if native is not None:
+            ids = native.lonely(self._alone, _ALONE)
+        else:
+            for version in tuple(self._alone.values()):
+                if version.holding.value is not None and storage_use_count(version.weak) <= _ALONE:
+                    ids.append(version.id)
         if self._together:
             pairs = tuple(self._together.values())
             ids += [v.id for v, others in pairs if v.holding.value is not None and not _is_held(v, others)]

@@ -16,17 +16,19 @@ from typing import Any
 import torch
 
 from lightning_memopt.clocks import perf_counter
-from lightning_memopt.graph import BEFORE, Graph, Point, Save
+from lightning_memopt.graph import BEFORE, Graph, Point
 from lightning_memopt.graph.model import Kind, Phase
+from lightning_memopt.native.engine import hiding
 from lightning_memopt.record import OpRecord, Origin, Recorder, StorageVersion, fills, storage_id, uncompiled, written_by
 from lightning_memopt.torch_private import OpOverload, backward_task
+from lightning_memopt.trace.building import graph_of
 from lightning_memopt.trace.counted import Ledger
 from lightning_memopt.trace.flops import flops_of
 from lightning_memopt.trace.holders import Holders
 from lightning_memopt.trace.lines import user_line
 from lightning_memopt.trace.lingering import Lingering
 from lightning_memopt.trace.memory import CudaOps
-from lightning_memopt.trace.seen import SeenOp, SeenSave, SeenTensor, never_asked
+from lightning_memopt.trace.seen import SeenOp, SeenSave, SeenTensor
 from lightning_memopt.units import round_up
 
 _CUDA_ROUND_NBYTES = 512
@@ -83,10 +85,11 @@ class Tracer:
         self._open: Any = None
         self._began = 0.0
         self._alive: dict[int, _Watch] = {}
-        self._dies = self._death
+        self._dies: Callable[[_Watch], None] = self._death
         self._storages: dict[int, tuple[int, ...]] = {}
         self._adopted, self._bystanders = dict[int, int](), dict[int, int]()
         self._holders = Holders()
+        self._hidden = hiding()
         self._on_device: dict[torch.device, bool] = {}
         self._state_nbytes = _CPU_GENERATOR_NBYTES if device.type == "cpu" else _CUDA_GENERATOR_NBYTES
         self.cuda = CudaOps(device) if device.type == "cuda" else None
@@ -103,7 +106,7 @@ class Tracer:
             self.backward_ran = True
             self.backward_begins()
         index = len(self.ops)
-        self.points.append(Point("op", index))
+        self.points.append(self._hidden(Point("op", index)))
         if self.cuda is not None:
             self.cuda.begin(index)
         if self.marks is not None:
@@ -154,7 +157,7 @@ class Tracer:
         self.states_nbytes += state_nbytes
         heavy, recomputable = rule.heavy and flops > 0, record.recomputable and forward
         of_op = name, phase, inputs, outputs, written, self._seconds, workspace, flops, scope, heavy, recomputable, state_nbytes
-        self.ops.append(SeenOp(*of_op, now))
+        self.ops.append(self._hidden(SeenOp(*of_op, now)))
         if self.ledger is not None:
             self.ledger.ran(now)
 
@@ -239,7 +242,8 @@ class Tracer:
             before = self.tensors[version_of.id]
             storage = before.storage
             kind = kind or before.kind
-        seen = self.tensors[version.id] = SeenTensor(name, nbytes, kind or _KIND[self.phase], storage, at)
+        seen = self._hidden(SeenTensor(name, nbytes, kind or _KIND[self.phase], storage, at))
+        self.tensors[version.id] = seen
         if storage == version.id:
             self._storages[storage] = (storage,)
         else:
@@ -297,7 +301,7 @@ class Tracer:
     # -- told by the engine ------------------------------------------------------------------------
 
     def packed(self, save: int, version: StorageVersion) -> None:
-        self.saves[save] = SeenSave(version.id, len(self.ops), user_line())
+        self.saves[save] = self._hidden(SeenSave(version.id, len(self.ops), user_line()))
         self._lingering.packed(version)
 
     def name_of(self, version: StorageVersion) -> str:
@@ -320,7 +324,7 @@ class Tracer:
         if seen is not None:
             self.poll()
             seen.unpacked_at.append(len(self.points))
-            self.points.append(Point("unpack", save, len(seen.unpacked_at) - 1))
+            self.points.append(self._hidden(Point("unpack", save, len(seen.unpacked_at) - 1)))
 
     def autograd_asked(self) -> None:
         """Autograd reads a save of this forward, kept or not: its backward has begun."""
@@ -339,7 +343,7 @@ class Tracer:
             seen.released_at = len(self.points)
             t = self.tensors.get(seen.tensor)
             self._lingering.released(seen.tensor, len(self.points), by_user=t is None or t.freed_at is None)
-            self.points.append(Point("release", save))
+            self.points.append(self._hidden(Point("release", save)))
 
     def close(self) -> None:
         """Stop observing. Drops the weak references, whose callbacks form a reference cycle with the tracer."""
@@ -353,45 +357,9 @@ class Tracer:
     def graph(self, recorder: Recorder) -> Graph:
         """The graph of what was observed so far, with consecutive ids; versions that no op used are left out."""
         self.poll()
-        end = len(self.points) - 1
         known = self.tensors | self._unrecorded()
-        ids, saves = ({id: i for i, id in enumerate(sorted(seen))} for seen in (known, self.saves))
-        written = {old: (new, op.at) for op in self.ops for old, new in op.mutates}
         seconds = [op.seconds for op in self.ops] if self.cuda is None else self.cuda.seconds(len(self.ops))
-        kept = never_asked(self.saves.values(), end, written.keys())
-        # an input from before the step is overwritten: a rebuild in backward would read other bytes
-        lost = {t for t in written if t in known and known[t].born_at == BEFORE}
-        ops = [
-            op.op(i, ids, seconds[i], op.recomputable and lost.isdisjoint(op.inputs)) for i, op in enumerate(self.ops)
-        ]
-        tensors = tuple(t.tensor(ids[id], ids[t.storage], end, kept.get(id, -1)) for id, t in sorted(known.items()))
-
-        def read(save: SeenSave) -> int:
-            """The version of the saved tensor that autograd reads: that of the time when it first needs the save."""
-            tensor, needed_at = save.tensor, save.first_needed_at(end)
-            while tensor in written and written[tensor][1] < needed_at:
-                tensor = written[tensor][0]
-            return ids[tensor]
-
-        return Graph(
-            ops=tuple(ops),
-            tensors=tensors,
-            saves=tuple(
-                Save(
-                    id=saves[i],
-                    tensor=read(s),
-                    op=s.op,
-                    unpacked_at=tuple(s.unpacked_at),
-                    released_at=end if s.released_at is None else s.released_at,
-                )
-                for i, s in sorted(self.saves.items())
-            ),
-            points=tuple(p if p.kind == "op" else p._replace(id=saves[p.id]) for p in self.points),
-            device=self.device.type,
-            step_seconds=sum(op.seconds for op in ops),
-            lines=dict(self.lines),
-            save_lines={saves[i]: s.line for i, s in self.saves.items()},
-        )
+        return graph_of(self.ops, known, self.saves, self.points, seconds, self.device.type, self.lines)
 
     def _unrecorded(self) -> dict[int, SeenTensor]:
         """Tensors for the bytes that code which the recorder does not see allocated or held during the step."""

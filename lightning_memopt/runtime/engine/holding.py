@@ -36,6 +36,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from lightning_memopt.native.engine import loaded
 from lightning_memopt.record import UNKNOWN, Call, Origin, StorageVersion, detached
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.runtime.parked import ParkedTensor, current_stream
@@ -87,7 +88,8 @@ class Holding:
 
     def hold(self, t: torch.Tensor) -> None:
         """Hold bytes that the forward has just made or read: an alias of `t` without history, with the counter of `t`."""
-        self.value = detached(t)
+        native = loaded()
+        self.value = detached(t) if native is None else native.alias(t)
         self.expected = UNKNOWN
         self.stream = None
 

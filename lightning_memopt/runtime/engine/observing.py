@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 
 from lightning_memopt.errors import ModifiedError, UnsupportedError
+from lightning_memopt.native.engine import loaded
 from lightning_memopt.record import Call, OpRecord, Origin, StorageVersion
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.tensors import bytes_of
@@ -90,6 +91,7 @@ class ObservingEngine(Engine):
         self, events: SaveEvents | None = None, pressure: Callable[[], int] | None = None, verify: bool = True
     ) -> None:
         super().__init__()
+        self.tape.native = self._native = loaded()
         self.events = events
         self.pressure = pressure
         self.verify = verify
@@ -148,6 +150,12 @@ class ObservingEngine(Engine):
         if rebuildable(version):
             self.evictable[version.id] = version
         return False
+
+    def handle(self, t: torch.Tensor, save: int, version: Version) -> Handle:
+        if self._native is None:
+            return super().handle(t, save, version)
+        made: Handle = self._native.handle(t, self, save, version)
+        return made
 
     def pack(self, t: torch.Tensor) -> Kept | Handle:
         packed = super().pack(t)
