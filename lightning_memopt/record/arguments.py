@@ -1,4 +1,4 @@
-"""The arguments of an op: the storage versions that it reads, and what the tape keeps of them.
+"""The arguments of an op: the storage versions that it reads, and what the tape keeps of them. And its new results.
 
 The native engine answers where all tensors are ordinary, known and unchanged. Python is the reference.
 """
@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import torch
 
 from lightning_memopt.record.tape import StorageVersion, Tape, View
-from lightning_memopt.record.tensors import is_plain
+from lightning_memopt.record.tensors import is_plain, tensors_in
+from lightning_memopt.torch_private import storage_id
 
 _FOREIGN = None
 """What the tape keeps of a tensor that is not ordinary: its op never runs again."""
@@ -78,3 +79,16 @@ def _read(values: Iterable[Any], source: Source, reads: list[StorageVersion]) ->
                 reads.append(source.version_of(value))
         elif type(value) in (list, tuple):
             _read(value, source, reads)
+
+
+def fresh(out: Any, source: Source) -> list[tuple[int, torch.Tensor]]:
+    """(position among the tensors of the result, tensor) of each ordinary tensor that is on a new storage.
+
+    Two of them may be on the same one.
+    """
+    native = source.tape.native
+    if native is not None:
+        return native.fresh(out, source.of_storage)
+    known = source.of_storage
+    results = enumerate((out,) if isinstance(out, torch.Tensor) else tensors_in(out))
+    return [(i, t) for i, t in results if is_plain(t) and storage_id(t) not in known]

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from lightning_memopt.record.arguments import captured, read
+from lightning_memopt.record.arguments import captured, fresh, read
 from lightning_memopt.record.modes import Outside
 from lightning_memopt.record.protocols import Observer, OpRecord, Owner
-from lightning_memopt.record.rules import is_atomic, may_run_again, rule_of_call, written_by
+from lightning_memopt.record.rules import is_atomic, may_run_again, rule_of, rule_of_call, written_by
 from lightning_memopt.record.settings import numeric_flags
 from lightning_memopt.record.tape import OVERWRITTEN, UNKNOWN, UNSHARED, Call, Origin, StorageVersion, Tape
 from lightning_memopt.record.tensors import (
@@ -164,7 +164,9 @@ class Recorder(Outside):
         observer, capturing = self.observer, self.capturing
         if func is _DETACH:
             return self._detach(*args)
-        rule = rule_of_call(func, args, kwargs)
+        rule = rule_of(func)
+        if rule.handling == "random":
+            rule = rule_of_call(func, args, kwargs)
         run = conjugating(func) if rule.conjugates else func._op
         if not capturing and observer is None:
             return run(*args, **kwargs)
@@ -329,14 +331,13 @@ class Recorder(Outside):
         startable = call is not None and self.holdings.can_run(call, record.reads)
         origin = _EMPTY if rule.handling == "empty" else _RECORDED
         made = []
-        for index, t in enumerate((out,) if isinstance(out, torch.Tensor) else tensors_in(out)):
-            if not is_plain(t):
-                continue
-            known = self.of_storage.get(storage_id(t))
+        for t in tensors_in(out) if rule.unshared else ():
+            known = self.of_storage.get(storage_id(t)) if is_plain(t) else None
             if known is not None:
-                if rule.unshared:
-                    known.counter = UNSHARED
-                continue
+                known.counter = UNSHARED
+        for index, t in fresh(out, self):
+            if storage_id(t) in self.of_storage:
+                continue  # an earlier result is on the same storage
             version = self._new(t, origin)
             version.index = index
             if call is not None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lightning_memopt.graph import BEFORE, Graph, Point, Save
-from lightning_memopt.native.engine import hiding
+from lightning_memopt.graph import BEFORE, Graph, Op, Point, Save, Tensor
+from lightning_memopt.native.engine import hiding, maker
 from lightning_memopt.trace.seen import SeenOp, SeenSave, SeenTensor, never_asked
 
 
@@ -31,7 +31,10 @@ def graph_of(
     kept = never_asked(seen_saves.values(), end, written.keys())
     # an input from before the step is overwritten: a rebuild in backward would read other bytes
     lost = {t for t in written if t in seen_tensors and seen_tensors[t].born_at == BEFORE}
-    ops = [hidden(op.op(i, ids, seconds[i], op.recomputable and lost.isdisjoint(op.inputs))) for i, op in enumerate(seen_ops)]
+    make = maker(Op)
+    ops = [
+        make(*op.fields(i, ids, seconds[i], op.recomputable and lost.isdisjoint(op.inputs))) for i, op in enumerate(seen_ops)
+    ]
 
     def read(save: SeenSave) -> int:
         """The version of the saved tensor that autograd reads: that of the time when it first needs the save."""
@@ -44,14 +47,12 @@ def graph_of(
         released_at = end if save.released_at is None else save.released_at
         return Save(id=i, tensor=read(save), op=save.op, unpacked_at=tuple(save.unpacked_at), released_at=released_at)
 
+    make_tensor, tensors = maker(Tensor), list[Tensor]()
+    for id, seen in sorted(seen_tensors.items()):
+        tensors.append(make_tensor(*seen.fields(len(tensors), ids[seen.storage], end, kept.get(id, -1))))
     return Graph(
         ops=tuple(ops),
-        tensors=tuple(
-            [
-                hidden(seen.tensor(i, ids[seen.storage], end, kept.get(id, -1)))
-                for i, (id, seen) in enumerate(sorted(seen_tensors.items()))
-            ]
-        ),
+        tensors=tuple(tensors),
         saves=tuple([hidden(save_of(saves[i], save)) for i, save in sorted(seen_saves.items())]),
         points=tuple([p if p.kind == "op" else hidden(p._replace(id=saves[p.id])) for p in points]),
         device=device,

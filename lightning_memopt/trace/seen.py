@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from lightning_memopt.graph.model import BEFORE, Kind, Op, Phase, Tensor
+from lightning_memopt.graph.model import BEFORE, Kind, Phase
 
 
 @dataclass(slots=True)
@@ -45,13 +46,13 @@ class SeenTensor:
             return self.windows
         return *self.windows, (self.open_at, end if self.freed_at is None else self.freed_at)
 
-    def tensor(self, id: int, storage: int, end: int, held_until: int) -> Tensor:
-        """The tensor of the graph, with its ids. `end`: the last point; `held_until`: the last at which autograd holds it."""
+    def fields(self, id: int, storage: int, end: int, held_until: int) -> tuple[Any, ...]:
+        """The fields of the tensor of the graph, with its ids. `end`: the last point; `held_until`: the last at which autograd
+        holds it.
+        """
         freed_at = end if self.freed_at is None else max(self.freed_at, held_until)
-        return Tensor(
-            id=id, name=self.name, nbytes=self.nbytes, kind=self.kind, storage=storage, born_at=self.born_at,
-            freed_at=freed_at, dtype=self.dtype, size=self.size, windows=self.intervals(end),
-        )  # fmt: skip
+        own = self.name, self.nbytes, self.kind, storage, self.born_at, freed_at, self.dtype, self.size
+        return id, *own, self.intervals(end) if self.open_at is not None else self.windows
 
 
 @dataclass(slots=True)
@@ -72,13 +73,12 @@ class SeenOp:
     state_nbytes: int
     at: int
 
-    def op(self, id: int, ids: Mapping[int, int], seconds: float, recomputable: bool) -> Op:
-        """The op of the graph, with its ids."""
-        return Op(
-            id=id, name=self.name, phase=self.phase, inputs=tuple([ids[t] for t in self.inputs]),
-            outputs=tuple([ids[t] for t in self.outputs]), mutates=tuple([(ids[a], ids[b]) for a, b in self.mutates]),
-            seconds=seconds, workspace_nbytes=self.workspace_nbytes, flops=self.flops, scope=self.scope, heavy=self.heavy,
-            recomputable=recomputable, state_nbytes=self.state_nbytes, at=self.at,
+    def fields(self, id: int, ids: Mapping[int, int], seconds: float, recomputable: bool) -> tuple[Any, ...]:
+        """The fields of the op of the graph, with its ids."""
+        return (
+            id, self.name, self.phase, tuple([ids[t] for t in self.inputs]), tuple([ids[t] for t in self.outputs]),
+            tuple([(ids[a], ids[b]) for a, b in self.mutates]) if self.mutates else (), seconds, self.workspace_nbytes,
+            self.flops, self.scope, self.heavy, recomputable, self.state_nbytes, self.at,
         )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ import torch
 from lightning_memopt.clocks import perf_counter
 from lightning_memopt.graph import BEFORE, Graph, Point
 from lightning_memopt.graph.model import Kind, Phase
-from lightning_memopt.native.engine import hiding
+from lightning_memopt.native.engine import hiding, maker
 from lightning_memopt.record import OpRecord, Origin, Recorder, StorageVersion, fills, storage_id, uncompiled, written_by
 from lightning_memopt.torch_private import OpOverload, backward_task
 from lightning_memopt.trace.building import graph_of
@@ -89,7 +89,7 @@ class Tracer:
         self._storages: dict[int, tuple[int, ...]] = {}
         self._adopted, self._bystanders = dict[int, int](), dict[int, int]()
         self._holders = Holders()
-        self._hidden = hiding()
+        self._hidden, self._op, self._tensor = hiding(), maker(SeenOp), maker(SeenTensor)
         self._on_device: dict[torch.device, bool] = {}
         self._state_nbytes = _CPU_GENERATOR_NBYTES if device.type == "cpu" else _CUDA_GENERATOR_NBYTES
         self.cuda = CudaOps(device) if device.type == "cuda" else None
@@ -140,9 +140,8 @@ class Tracer:
         if made:
             label = f"{scope}:{name}"
             for version, t in made:
-                born = self._birth(version, label, now)
-                if fills(t):
-                    born.dtype, born.size = _name_of(t.dtype), tuple(t.shape)
+                dtype, size = (_name_of(t.dtype), tuple(t.shape)) if fills(t) else ("", ())
+                self._birth(version, label, now, dtype=dtype, size=size)
         written: tuple[tuple[int, int], ...] = ()
         if mutates:
             written = tuple([(old.id, new.id) for old, new, _ in mutates])
@@ -157,7 +156,7 @@ class Tracer:
         self.states_nbytes += state_nbytes
         heavy, recomputable = rule.heavy and flops > 0, record.recomputable and forward
         of_op = name, phase, inputs, outputs, written, self._seconds, workspace, flops, scope, heavy, recomputable, state_nbytes
-        self.ops.append(self._hidden(SeenOp(*of_op, now)))
+        self.ops.append(self._op(*of_op, now))
         if self.ledger is not None:
             self.ledger.ran(now)
 
@@ -166,9 +165,8 @@ class Tracer:
         if before is not None and before.freed_at is None:
             before.freed_at = now - 1
         self._holders.forget((old.id,))
-        born = self._birth(new, name, now, version_of=old)
-        if before is not None:
-            born.dtype, born.size = before.dtype, before.size
+        dtype, size = (before.dtype, before.size) if before is not None else ("", ())
+        self._birth(new, name, now, version_of=old, dtype=dtype, size=size)
 
     def _reads(self, version: StorageVersion) -> int:
         """The id of the tensor that an op reads in a version; running statistics that backward reads are the adopted buffer."""
@@ -234,16 +232,23 @@ class Tracer:
         watch.key = key
 
     def _birth(
-        self, version: StorageVersion, name: str, at: int, kind: Kind | None = None, version_of: StorageVersion | None = None
-    ) -> SeenTensor:
+        self,
+        version: StorageVersion,
+        name: str,
+        at: int,
+        kind: Kind | None = None,
+        version_of: StorageVersion | None = None,
+        dtype: str = "",
+        size: tuple[int, ...] = (),
+    ) -> None:
         nbytes = self._rounded(version.nbytes) if self._is_on_device(version) else 0
         storage = version.id
         if version_of is not None and version_of.id in self.tensors:
             before = self.tensors[version_of.id]
             storage = before.storage
             kind = kind or before.kind
-        seen = self._hidden(SeenTensor(name, nbytes, kind or _KIND[self.phase], storage, at))
-        self.tensors[version.id] = seen
+        fields = name, nbytes, kind or _KIND[self.phase], storage, at, None, dtype, size, (), None
+        self.tensors[version.id] = self._tensor(*fields)
         if storage == version.id:
             self._storages[storage] = (storage,)
         else:
@@ -258,7 +263,6 @@ class Tracer:
                 self.live_nbytes += nbytes
             else:
                 self.counts(storage, alive)
-        return seen
 
     def _is_on_device(self, version: StorageVersion) -> bool:
         """Whether the bytes of a version are on the training device, or another one of its type."""

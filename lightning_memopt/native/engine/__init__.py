@@ -8,6 +8,7 @@ engine can take over at any op. Python stays complete: it is the reference, and 
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.machinery
 import importlib.util
 import os
@@ -15,6 +16,7 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,6 +42,17 @@ def hiding() -> Callable[[T], T]:
     collector two microseconds, because many new objects make it look through all objects of the process.
     """
     return _shown if _module is None else _module.untrack
+
+
+def maker(kind: type[T]) -> Callable[..., T]:
+    """A function that makes an object of a dataclass with slots, of all its values in order; hidden as by `hiding`."""
+    if _module is not None:
+        return partial(_module.row, kind)
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+    if not fields[0].kw_only:
+        return kind
+    names = [field.name for field in fields]
+    return lambda *values: kind(**dict(zip(names, values, strict=True)))
 
 
 def _shown(thing: T) -> T:

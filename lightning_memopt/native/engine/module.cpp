@@ -171,6 +171,8 @@ PyMethodDef methods[] = {
     {"counts", counts, METH_NOARGS, nullptr},
     {"captured", fast(captured), METH_FASTCALL, nullptr},
     {"version", fast(new_version), METH_FASTCALL, nullptr},
+    {"fresh", fast(fresh), METH_FASTCALL, nullptr},
+    {"row", fast(row), METH_FASTCALL, nullptr},
     {"handle", fast(new_handle), METH_FASTCALL, nullptr},
     {"alias", alias, METH_O, nullptr},
     {"untrack", untrack, METH_O, nullptr},

@@ -4,6 +4,9 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <unordered_map>
+#include <vector>
+
 #include "making.h"
 #include "objects.h"
 #include "tensors.h"
@@ -67,7 +70,59 @@ const at::Tensor& tensor(PyObject* object) {
   return THPVariable_Unpack(object);
 }
 
+// Appends what is fresh of a result to `to`, at the positions from `*position` on (`tensors_in` in record/tensors.py).
+void add_fresh(PyObject* result, PyObject* of_storage, Py_ssize_t* position, PyObject* to) {
+  if (THPVariable_Check(result)) {
+    const at::Tensor& t = THPVariable_Unpack(result);
+    const Py_ssize_t at = (*position)++;
+    if (!is_plain(t)) return;
+    const auto address = py::reinterpret_steal<py::object>(PyLong_FromVoidPtr(t.storage().unsafeGetStorageImpl()));
+    if (PyDict_GetItemWithError(of_storage, address.ptr()) != nullptr) return;
+    const auto entry = py::reinterpret_steal<py::object>(Py_BuildValue("nO", at, result));
+    if (!entry || PyList_Append(to, entry.ptr()) < 0) throw py::error_already_set();
+  } else if (PyList_Check(result) || PyTuple_Check(result)) {
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(result); ++i)
+      add_fresh(PySequence_Fast_GET_ITEM(result, i), of_storage, position, to);
+  }
+}
+
+// The slots of a dataclass, in the order of its fields.
+const std::vector<Slot>& slots_of(PyObject* type) {
+  static auto& known = *new std::unordered_map<PyObject*, std::vector<Slot>>;
+  auto at = known.find(type);
+  if (at != known.end()) return at->second;
+  std::vector<Slot> slots;
+  for (const py::handle name : py::handle(type).attr("__dataclass_fields__")) {
+    Slot slot;
+    if (!slot.find(type, name.cast<std::string>().c_str())) throw py::error_already_set();
+    slots.push_back(slot);
+  }
+  return known.emplace(Py_NewRef(type), std::move(slots)).first->second;
+}
+
 }  // namespace
+
+PyObject* fresh(PyObject*, PyObject* const* args, Py_ssize_t n) {
+  HANDLE_TH_ERRORS
+  if (n != 2 || !PyDict_CheckExact(args[1])) throw py::type_error("fresh(result, dict)");
+  auto made = py::reinterpret_steal<py::object>(PyList_New(0));
+  Py_ssize_t position = 0;
+  add_fresh(args[0], args[1], &position, made.ptr());
+  return made.release().ptr();
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* row(PyObject*, PyObject* const* args, Py_ssize_t n) {
+  HANDLE_TH_ERRORS
+  const auto& slots = slots_of(args[0]);
+  if (static_cast<size_t>(n - 1) != slots.size()) throw py::type_error("row: a value for each field");
+  auto* const type = reinterpret_cast<PyTypeObject*>(args[0]);
+  PyObject* const made = type->tp_alloc(type, 0);
+  if (made == nullptr) return nullptr;
+  for (size_t i = 0; i < slots.size(); ++i) slots[i].set(made, Py_NewRef(args[i + 1]));
+  return hidden(made);
+  END_HANDLE_TH_ERRORS
+}
 
 PyObject* captured(PyObject*, PyObject* const* args, Py_ssize_t n) {
   HANDLE_TH_ERRORS

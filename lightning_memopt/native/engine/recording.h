@@ -13,6 +13,12 @@ PyObject* captured(PyObject*, PyObject* const* args, Py_ssize_t n);
 // version(id, t, origin, weak references of the tape): the version of a new storage.
 PyObject* new_version(PyObject*, PyObject* const* args, Py_ssize_t n);
 
+// fresh(result of an op, of_storage): [(position, tensor)] of the ordinary tensors among the results that are on new storages.
+PyObject* fresh(PyObject*, PyObject* const* args, Py_ssize_t n);
+
+// row(class, values...): an object of a dataclass with slots, hidden from the garbage collector. All values, in order.
+PyObject* row(PyObject*, PyObject* const* args, Py_ssize_t n);
+
 // handle(t, engine, save, version).
 PyObject* new_handle(PyObject*, PyObject* const* args, Py_ssize_t n);
 
