@@ -221,17 +221,25 @@ class ObservingEngine(Engine):
             return
         excess_nbytes = self.pressure()
         while excess_nbytes > 0 and self.evictable:
-            others = (v for v in self.evictable.values() if v is not spare)
-            largest = heapq.nlargest(_CANDIDATES, others, key=lambda version: _gain(version, self.clock))
-            version = max(largest, key=self._merit, default=None)
+            version = self._next_evicted(spare)
             if version is None:
                 return
             self.evict(version)
             excess_nbytes = self.pressure()
 
-    def _merit(self, version: Version) -> float:
-        """The versions with the largest merit are evicted first."""
-        return _gain(version, self.clock) / (1.0 + self._depth(version))
+    def _next_evicted(self, spare: Version | None) -> Version | None:
+        """The version with the largest merit, bytes times age by the cost of a rebuild; the first of several."""
+        now = self.clock + 1
+        versions = [v for v in self.evictable.values() if v is not spare]
+        gains = [(v.nbytes * (now - v.call.op), -i) for i, v in enumerate(versions) if v.call is not None]
+        best, chosen = 0.0, None
+        for gain, i in heapq.nlargest(_CANDIDATES, gains):
+            if chosen is not None and gain / 2.0 <= best:
+                break  # a rebuild runs one call at least
+            merit = gain / (1.0 + self._depth(versions[-i]))
+            if chosen is None or merit > best:
+                best, chosen = merit, versions[-i]
+        return chosen
 
     def _depth(self, version: Version) -> int:
         """Number of calls that a rebuild would run now, counted up to 64: an estimate of its cost."""
@@ -367,12 +375,6 @@ class ObservingEngine(Engine):
                     version.holding.drop()
             if self.events is not None:
                 self.events.released(handle.save)
-
-
-def _gain(version: Version, clock: int) -> int:
-    """Bytes times age."""
-    assert version.call is not None
-    return version.nbytes * (clock - version.call.op + 1)
 
 
 def let_go(engine: ObservingEngine) -> None:
