@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,23 +14,27 @@ _OF_SHAPES = flop_registry[torch.ops.aten.mm].__code__
 """The code of the wrapper that torch puts around formulas of shapes. It maps whole trees, which takes longer than most ops."""
 
 
-def flops_of(func: OpOverload, args: tuple, kwargs: dict[str, Any], out: Any) -> int:
-    """The operations of one call; 0 where there is no formula."""
-    formula = flop_registry.get(func._overloadpacket)
-    if formula is None:
-        return 0
-    if getattr(formula, "__code__", None) is not _OF_SHAPES:
-        return int(formula(*args, **kwargs, out_val=out))
-    return int(
-        formula.__wrapped__(*_shapes(args), **dict(zip(kwargs, _shapes(kwargs.values()), strict=True)), out_shape=_shape(out))
-    )
+class Flops:
+    """The formulas of a step's ops. Torch hashes ops in Python, so they are known here by identity."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[OpOverload, Callable[..., Any] | None]] = {}
+
+    def of(self, func: OpOverload, args: tuple, kwargs: dict[str, Any], out: Any) -> int:
+        """The operations of one call; 0 where there is no formula."""
+        entry = self._known.get(id(func))
+        if entry is None:
+            entry = self._known[id(func)] = func, flop_registry.get(func._overloadpacket)
+        formula: Any = entry[1]
+        if formula is None:
+            return 0
+        if getattr(formula, "__code__", None) is not _OF_SHAPES:
+            return int(formula(*args, **kwargs, out_val=out))
+        named = {name: _shape(value) for name, value in kwargs.items()}
+        return int(formula.__wrapped__(*[_shape(value) for value in args], **named, out_shape=_shape(out)))
 
 
 def _shape(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.shape
-    return type(value)(_shapes(value)) if type(value) in (list, tuple) else value
-
-
-def _shapes(values: Any) -> list[Any]:
-    return [_shape(value) for value in values]
+    return type(value)([_shape(v) for v in value]) if type(value) in (list, tuple) else value

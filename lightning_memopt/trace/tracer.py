@@ -23,7 +23,7 @@ from lightning_memopt.record import OpRecord, Origin, Recorder, StorageVersion, 
 from lightning_memopt.torch_private import OpOverload, backward_task
 from lightning_memopt.trace.building import graph_of
 from lightning_memopt.trace.counted import Ledger
-from lightning_memopt.trace.flops import flops_of
+from lightning_memopt.trace.flops import Flops
 from lightning_memopt.trace.holders import Holders
 from lightning_memopt.trace.lines import user_line
 from lightning_memopt.trace.lingering import Lingering
@@ -88,7 +88,7 @@ class Tracer:
         self._dies: Callable[[_Watch], None] = self._death
         self._storages: dict[int, tuple[int, ...]] = {}
         self._adopted, self._bystanders = dict[int, int](), dict[int, int]()
-        self._holders = Holders()
+        self._holders, self._flops = Holders(), Flops()
         self._hidden, self._op, self._tensor = hiding(), maker(SeenOp), maker(SeenTensor)
         self._on_device: dict[torch.device, bool] = {}
         self._state_nbytes = _CPU_GENERATOR_NBYTES if device.type == "cpu" else _CUDA_GENERATOR_NBYTES
@@ -148,7 +148,7 @@ class Tracer:
             outputs += tuple([id for _, id in written])
             for old, new, _ in mutates:
                 self._overwritten(old, new, f"{scope}:{name}", now)
-        flops = flops_of(func, args, kwargs, out)
+        flops = self._flops.of(func, args, kwargs, out)
         workspace = 0
         if self.cuda is not None:
             workspace = max(0, self.cuda.peak_nbytes - sum(v.nbytes for v, _ in made if self._is_on_device(v)))
