@@ -1,15 +1,12 @@
 """The engine of observed steps: it keeps all tensors, until live bytes come near the budget.
 
-Then it *evicts* saved tensors: it takes a checksum, drops them, and rebuilds them on demand. As in dynamic tensor
-rematerialisation (Kirisame et al., 2021), it evicts first the tensor with many bytes, few ops to rebuild it, and many ops since
-it was made. It verifies the tensors that it keeps: in backward every call runs once more, and its result is compared, bit by
-bit, with the kept value (R8).
+Then it *evicts* saved tensors (eviction.py): it takes a checksum, drops them, and rebuilds them on demand. It verifies the
+tensors that it keeps: in backward every call runs once more, and its result is compared, bit by bit, with the kept value (R8).
 """
 
 from __future__ import annotations
 
 import contextlib
-import heapq
 import warnings
 import weakref
 from collections.abc import Callable
@@ -23,6 +20,7 @@ from lightning_memopt.record import Call, OpRecord, Origin, StorageVersion
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.tensors import bytes_of
 from lightning_memopt.runtime.engine.base import Engine
+from lightning_memopt.runtime.engine.eviction import next_evicted
 from lightning_memopt.runtime.engine.handles import Handle, Kept
 from lightning_memopt.runtime.engine.holding import Claim, Version, rebuildable
 from lightning_memopt.runtime.engine.naming import Names
@@ -31,10 +29,6 @@ from lightning_memopt.runtime.engine.starts import Starts
 from lightning_memopt.runtime.engine.units import Units
 
 _EMPTY = Origin.EMPTY
-_CANDIDATES = 64
-"""Of so many versions, those with the most bytes times age, the cost of a rebuild is looked at before one is evicted. (Dynamic
-tensor rematerialisation, appendix E, looks at a random sample.) With all of them, evictions took most of a step of 15,000 ops.
-"""
 
 
 class SaveEvents(Names, Protocol):
@@ -221,39 +215,12 @@ class ObservingEngine(Engine):
             return
         excess_nbytes = self.pressure()
         while excess_nbytes > 0 and self.evictable:
-            version = self._next_evicted(spare)
+            candidates = [v for v in self.evictable.values() if v is not spare]
+            version = next_evicted(candidates, self.clock, self.tape.versions)
             if version is None:
                 return
             self.evict(version)
             excess_nbytes = self.pressure()
-
-    def _next_evicted(self, spare: Version | None) -> Version | None:
-        """The version with the largest merit, bytes times age by the cost of a rebuild; the first of several."""
-        now = self.clock + 1
-        versions = [v for v in self.evictable.values() if v is not spare]
-        gains = [(v.nbytes * (now - v.call.op), -i) for i, v in enumerate(versions) if v.call is not None]
-        best, chosen = 0.0, None
-        for gain, i in heapq.nlargest(_CANDIDATES, gains):
-            if chosen is not None and gain / 2.0 <= best:
-                break  # a rebuild runs one call at least
-            merit = gain / (1.0 + self._depth(versions[-i]))
-            if chosen is None or merit > best:
-                best, chosen = merit, versions[-i]
-        return chosen
-
-    def _depth(self, version: Version) -> int:
-        """Number of calls that a rebuild would run now, counted up to 64: an estimate of its cost."""
-        count, wanted, seen = 0, [version], {version.id}
-        while wanted and count < 64:
-            call = wanted.pop().call
-            count += 1
-            if call is not None:
-                for id in call.reads:
-                    source = self.tape.versions[id]
-                    if source.holding.value is None and source.id not in seen and source.call is not None:
-                        seen.add(source.id)
-                        wanted.append(source)
-        return count
 
     def evict(self, version: Version) -> None:
         """Take a checksum of a version and drop its bytes."""
