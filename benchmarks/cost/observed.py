@@ -24,6 +24,7 @@ from benchmarks.lib.paths import RESULTS
 from benchmarks.models.full_size import SETUPS
 from benchmarks.models.registry import MODELS
 from lightning_memopt.graph import Graph, resident_nbytes, unmodified_levels
+from lightning_memopt.runtime import install_native
 from lightning_memopt.trace import count_all
 
 FILE = RESULTS / "observed.json"
@@ -113,6 +114,7 @@ def main() -> int:
         torch.set_num_threads(1)
         torch.use_deterministic_algorithms(True)
         count_all(print)
+        install_native(print)
         for name in args.models or (SETUPS if args.full else MODELS):
             training = OfFullSize(name, args.batch) if args.full else OfRegistry(name)
             label = f"{name}, full size, batch {args.batch}" if args.full else name

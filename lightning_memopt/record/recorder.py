@@ -12,18 +12,19 @@ from typing import Any
 
 import torch
 
+from lightning_memopt.record.arguments import captured, fresh, read
 from lightning_memopt.record.modes import Outside
 from lightning_memopt.record.protocols import Observer, OpRecord, Owner
-from lightning_memopt.record.rules import may_run_again, rule_of_call, written_by
+from lightning_memopt.record.rules import is_atomic, may_run_again, rule_of, rule_of_call, written_by
 from lightning_memopt.record.settings import numeric_flags
-from lightning_memopt.record.tape import OVERWRITTEN, UNKNOWN, UNSHARED, Call, Origin, StorageVersion, Tape, View
+from lightning_memopt.record.tape import OVERWRITTEN, UNKNOWN, UNSHARED, Call, Origin, StorageVersion, Tape
 from lightning_memopt.record.tensors import (
     PLAIN,
     conjugating,
     count_versions,
     covers,
     device_of,
-    generator_of,
+    generator_of_call,
     is_foreign,
     is_plain,
     tensors_in,
@@ -31,15 +32,15 @@ from lightning_memopt.record.tensors import (
 from lightning_memopt.record.uncompiled import uncompiled
 from lightning_memopt.torch_private import HigherOrderOperator, OpOverload, storage_id
 
-_DETACH, _UNSAFE_VIEW = torch.ops.aten.detach.default, torch.ops.aten._unsafe_view.default
-_EMPTY_STRIDED = torch.ops.aten.empty_strided.default
+_ATEN = torch.ops.aten
+_DETACH, _UNSAFE_VIEW, _EMPTY_STRIDED = _ATEN.detach.default, _ATEN._unsafe_view.default, _ATEN.empty_strided.default
+_RECORDED, _EMPTY, _EXTERNAL = Origin.RECORDED, Origin.EMPTY, Origin.EXTERNAL
 
 
 class Recorder(Outside):
     """Records one forward pass onto a tape. Enter it around the forward only; `forget()` when the forward is over.
 
-    Many methods: ops, saves, exposed memory and settings reach it by different ways, and a planned forward changes some.
-    """
+    Many methods: ops, saves, exposed memory and settings reach it by different ways, and a planned forward changes some."""
 
     def __init__(self, tape: Tape, owner: Owner, observer: Observer | None = None) -> None:
         super().__init__()
@@ -132,31 +133,25 @@ class Recorder(Outside):
         if id is None:
             id = self.next_id
             self.next_id += 1
-        version = StorageVersion(id, t, self.tape, origin)
-        self.of_storage[storage_id(t)] = version
+        version = self.tape.version(id, t, origin)
+        self.of_storage[version.weak] = version  # the weak reference is the storage's address
         if self.capturing:
             self.tape.versions[id] = version
         return version
 
-    def _capture(self, value: Any, reads: list[StorageVersion], plain: list[bool]) -> Any:
-        if isinstance(value, torch.Tensor):
-            if not is_plain(value):
-                plain[0] = False
-                return None
-            version = self.of_storage.get(storage_id(value))
-            if version is None:
-                version = self.adopt(value)
-            else:
-                if version.external and self._starts():
-                    self.holdings.read(version, value)
-                version = self._current(version, value)
-            if self.meets is not None:
-                self.meets(version, value)
-            reads.append(version)
-            return View(version.id, value)
-        if type(value) in (list, tuple):
-            return [self._capture(v, reads, plain) for v in value]
-        return value
+    def version_of(self, t: torch.Tensor) -> StorageVersion:
+        """The version that an op is about to read through `t`."""
+        version = self.of_storage.get(storage_id(t))
+        if version is None:
+            version = self.adopt(t)
+        else:
+            if version.origin is _EXTERNAL and self._starts():
+                self.holdings.read(version, t)
+            if version.counter != t._version:
+                version = self._current(version, t)
+        if self.meets is not None:
+            self.meets(version, t)
+        return version
 
     @uncompiled
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -166,37 +161,28 @@ class Recorder(Outside):
         """Run the op, note it, tell owner and observer."""
         if not isinstance(func, OpOverload):  # R9: `cond`, `scan`, as compiled modules
             return func(*args, **kwargs)
-        observer = self.observer
-        rule = rule_of_call(func, args, kwargs)
-        run = conjugating(func) if rule.conjugates else func._op
-        if not self.capturing and observer is None:
-            return run(*args, **kwargs)
+        observer, capturing = self.observer, self.capturing
         if func is _DETACH:
             return self._detach(*args)
+        rule = rule_of(func)
+        if rule.handling == "random":
+            rule = rule_of_call(func, args, kwargs)
+        run = conjugating(func) if rule.conjugates else func._op
+        if not capturing and observer is None:
+            return run(*args, **kwargs)
         if func is _UNSAFE_VIEW and storage_id(args[0]) not in self.of_storage:
             return run(*args)  # AOT autograd so returns what generated code made: no op of the user, who may drop it unread
         op = self._number()
         reads: list[StorageVersion] = []
-        plain = [True]
-        held_args = tuple([self._capture(a, reads, plain) for a in args])
-        held_kwargs = {k: self._capture(v, reads, plain) for k, v in kwargs.items()} if kwargs else {}
-        targets = written_by(func, rule, args, kwargs)
-        recomputable = (
-            self.capturing
-            and plain[0]
-            and not self.elsewhere
-            and op not in self.fixed
-            and rule.handling != "opaque"
-            and may_run_again(func, device_of((version.device for version in reads), kwargs).type)
-        )
-        record = OpRecord(func, rule, held_args, held_kwargs, (), [], [], None, recomputable)
-        if recomputable and rule.handling != "empty":
-            record.call = self._call(op, record, args, kwargs, reads, targets)
-            record.recomputable = record.call is not None
-        record.reads = tuple(dict.fromkeys(reads))
-        if self.capturing:
-            for t in targets:
-                self._overwrites(self.of_storage[storage_id(t)])
+        record = OpRecord(func, rule, (), {}, (), [], [], None, False)
+        targets = written_by(func, rule, args, kwargs) if rule.writes else []
+        if capturing:
+            self._capture_all(op, record, args, kwargs, reads, targets)
+        else:
+            read((*args, *kwargs.values()) if kwargs else args, self, reads)
+        record.reads = tuple(dict.fromkeys(reads)) if len(reads) > 1 else tuple(reads)
+        for t in targets if capturing else ():
+            self._overwrites(self.of_storage[storage_id(t)])
         if self.writes is not None:
             for t in targets:
                 self.writes(t)
@@ -208,21 +194,38 @@ class Recorder(Outside):
             observer.ran()
         if targets and func._name.startswith("aten::_foreach_"):
             count_versions(targets, [v for _, v in before])
-        if rule.handling == "empty" and self.capturing and isinstance(out, torch.Tensor) and is_plain(out):
+        if rule.handling == "empty" and capturing and isinstance(out, torch.Tensor) and is_plain(out):
             # it reads no bytes: a rebuild needs only the sizes and strides of the result, not the tensor that it imitates
             like = {"dtype": out.dtype, "device": out.device}
             record.call = Call(op, _EMPTY_STRIDED, (out.size(), out.stride()), like, (), False)
             record.recomputable = True
         record.made = self._outputs(out, record)
-        targets = [t for t, (id, _) in zip(targets, before, strict=True) if storage_id(t) == id]  # `set_` writes no bytes
-        mutates = self._mutated(targets, record, reads) if self.capturing else []
-        if rule.rewrite is None:  # else running statistics: written once, by the user's own pass, and no rebuild reads them
-            record.mutates = mutates
+        if targets and capturing:
+            targets = [t for t, (id, _) in zip(targets, before, strict=True) if storage_id(t) == id]  # `set_` writes no bytes
+            mutates = self._mutated(targets, record, reads)
+            if rule.rewrite is None:  # else running statistics: written once, by the user's own pass, and no rebuild reads them
+                record.mutates = mutates
         if observer is not None:
             observer.end(record, args, kwargs, out)
-        if self.capturing:
+        if capturing:
             self._recorded(record)
         return out
+
+    def _capture_all(
+        self, op: int, record: OpRecord, args: tuple, kwargs: dict, reads: list[StorageVersion], targets: list[torch.Tensor]
+    ) -> None:
+        """Note the arguments of an op, and its call if it may run again."""
+        func, rule, foreign = record.func, record.rule, list[torch.Tensor]()
+        record.args = captured(args, self, reads, foreign)
+        if kwargs:
+            record.kwargs = dict(zip(kwargs, captured(tuple(kwargs.values()), self, reads, foreign), strict=True))
+        if foreign or self.elsewhere or rule.handling == "opaque" or op in self.fixed:
+            return
+        if is_atomic(func) and not may_run_again(func, device_of((version.device for version in reads), kwargs).type):
+            return
+        if rule.handling != "empty":
+            record.call = self._call(op, record, args, kwargs, reads, targets)
+        record.recomputable = record.call is not None or rule.handling == "empty"
 
     def _number(self) -> int:
         """The number of the call that is being recorded; rising."""
@@ -234,7 +237,7 @@ class Recorder(Outside):
 
     def _detach(self, t: torch.Tensor) -> torch.Tensor:
         """Not an op: the same bytes. torch calls it by itself on what a factory made, but only if somebody else holds that."""
-        out = torch.ops.aten.detach.default(t)
+        out: torch.Tensor = _DETACH._op(t)
         version = self.of_storage.get(storage_id(t)) if self.capturing and is_plain(t) else None
         if version is not None and version.call is None and not version.external:
             self.holdings.recounted(version, out)  # `out` has a version counter of its own: the one that the user's tensor has
@@ -257,7 +260,7 @@ class Recorder(Outside):
         for version in reads:
             if version.exposed:
                 return None  # R4: its content may be something else when a rebuild would read it
-            if version.empty:
+            if version.origin is _EMPTY:
                 # R4: the result of `empty` has no content, unless this op overwrites all of it
                 whole = rule.whole and id(version) in mutated and len(targets) == 1 and covers(targets[0])
                 if not whole:
@@ -266,13 +269,13 @@ class Recorder(Outside):
                 return None  # no call made this memory, so its new content is not rebuilt, either
             else:
                 version.read = True
-        ids = tuple(dict.fromkeys(version.id for version in reads))
+        ids = tuple(dict.fromkeys([version.id for version in reads]))
         call = Call(op, func, held_args, held_kwargs, ids, torch.is_grad_enabled())
+        self.tape.hide(call)
         if rule.handling == "random":
             call.repeats = self.owner.wants_state()
             if call.repeats:
-                generator = kwargs.get("generator") or next((a for a in args if isinstance(a, torch.Generator)), None)
-                generator = generator or generator_of(device_of((version.device for version in reads), kwargs))
+                generator = generator_of_call(args, kwargs, (version.device for version in reads))
                 if generator is None:
                     return None
                 with self.hidden():
@@ -325,17 +328,16 @@ class Recorder(Outside):
     def _outputs(self, out: Any, record: OpRecord) -> list[tuple[StorageVersion, torch.Tensor]]:
         """Versions for the new storages among the results."""
         rule, call = record.rule, record.call
-        startable = self.holdings.can_run(call, record.reads)
-        origin = Origin.EMPTY if rule.handling == "empty" else Origin.RECORDED
+        startable = call is not None and self.holdings.can_run(call, record.reads)
+        origin = _EMPTY if rule.handling == "empty" else _RECORDED
         made = []
-        for index, t in enumerate((out,) if isinstance(out, torch.Tensor) else tensors_in(out)):
-            if not is_plain(t):
-                continue
-            known = self.of_storage.get(storage_id(t))
+        for t in tensors_in(out) if rule.unshared else ():
+            known = self.of_storage.get(storage_id(t)) if is_plain(t) else None
             if known is not None:
-                if rule.unshared:
-                    known.counter = UNSHARED
-                continue
+                known.counter = UNSHARED
+        for index, t in fresh(out, self):
+            if storage_id(t) in self.of_storage:
+                continue  # an earlier result is on the same storage
             version = self._new(t, origin)
             version.index = index
             if call is not None:
@@ -385,11 +387,8 @@ class Recorder(Outside):
         """
         if not self.capturing or not is_plain(t):
             return
-        version = self.of_storage.get(storage_id(t))
-        if version is None and threading.get_ident() != self.thread:
-            return
-        version = version or self.adopt(t)
-        if version.exposed or (address and version.parameter):
+        version = self.of_storage.get(storage_id(t)) or (self.adopt(t) if threading.get_ident() == self.thread else None)
+        if version is None or version.exposed or (address and version.parameter):
             return
         self.holdings.overwrites(version)
         self._becomes_exposed(version, t, "its memory was handed out (data_ptr, numpy or dlpack)")

@@ -318,6 +318,10 @@ def may_run_again(func: OpOverload, device_type: str) -> bool:
     rule = rule_of(func)
     if rule.handling not in ("pure", "random", "empty"):
         return False
-    if device_type != "cpu" and not torch.are_deterministic_algorithms_enabled():
-        return func._schema.name.partition("::")[2] not in _ATOMIC
-    return True
+    return device_type == "cpu" or torch.are_deterministic_algorithms_enabled() or not is_atomic(func)
+
+
+@cache
+def is_atomic(func: OpOverload) -> bool:
+    """Whether R1 depends on the device of this op."""
+    return func._schema.name.partition("::")[2] in _ATOMIC

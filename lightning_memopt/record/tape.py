@@ -198,15 +198,29 @@ class Tape(Generic[H]):
     flags: the numeric settings the forward ran under.
     holding: makes the (empty) record of the bytes that the owner holds of a new version.
     weak_references: to the storages of the versions; they end with the tape.
+    native: the native engine, where it makes versions and views; None where Python does.
     """
 
-    __slots__ = ("__weakref__", "flags", "holding", "versions", "weak_references")
+    __slots__ = ("__weakref__", "flags", "holding", "native", "versions", "weak_references")
 
-    def __init__(self, holding: Callable[[], H]) -> None:
+    def __init__(self, holding: Callable[[], H], native: Any = None) -> None:
         self.versions: dict[int, StorageVersion[H]] = {}
         self.flags = numeric_flags()
         self.holding = holding
         self.weak_references: list[int] = []
+        self.native = native
+
+    def version(self, id: int, t: torch.Tensor, origin: Origin) -> StorageVersion[H]:
+        """A version of a storage, which `t` is on."""
+        if self.native is None:
+            return StorageVersion(id, t, self, origin)
+        made: StorageVersion[H] = self.native.version(id, t, origin, self.weak_references)
+        return made
+
+    def hide(self, call: Call) -> None:
+        """The garbage collector need not look at a call: nothing that it refers to refers back to it."""
+        if self.native is not None:
+            self.native.untrack(call)
 
     def weak(self, storage: torch.UntypedStorage) -> int:
         """A weak reference to a storage that lasts as long as the tape: its address is not used again before."""

@@ -11,6 +11,7 @@ from lightning_memopt.torch_private import DispatchKey, no_dispatch_modes, set_e
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 _CPU = torch.device("cpu")
+_STRIDED = torch.strided
 _COUNTER = DispatchKey.ADInplaceOrView
 
 
@@ -18,9 +19,9 @@ def is_plain(t: torch.Tensor) -> bool:
     """Whether `t` is an ordinary strided tensor with memory, which can be recorded. All other tensors are opaque (R4)."""
     return (
         type(t) in PLAIN
-        and t.layout is torch.strided
-        and not (t.is_quantized or t.is_nested or t.is_inference() or t._is_zerotensor())  # zeros of tangents have no bytes
-        and t.device.type != "meta"
+        and t.layout is _STRIDED
+        and not (t.is_quantized or t.is_nested or t.is_meta)
+        and not (t.is_inference() or t._is_zerotensor())  # zeros of tangents have no bytes
     )
 
 
@@ -68,13 +69,16 @@ def count_versions(targets: list[torch.Tensor], before: list[int]) -> None:
 
 def covers(t: torch.Tensor) -> bool:
     """Whether `t` covers all of its storage, in order."""
-    return t.numel() * t.element_size() == t.untyped_storage().nbytes() and t.is_contiguous()
+    return t.nbytes == t.untyped_storage().nbytes() and t.is_contiguous()
 
 
 def fills(t: torch.Tensor) -> bool:
     """Whether `t` covers all of its storage, each element once, in any order of its dimensions."""
-    if t.numel() * t.element_size() != t.untyped_storage().nbytes() or t.is_conj() or t.is_neg():
+    nbytes = t.nbytes
+    if nbytes != t.untyped_storage().nbytes() or t.is_conj() or t.is_neg():
         return False
+    if nbytes and t.is_contiguous():
+        return True
     expected = 1
     for stride, size in sorted((s, n) for s, n in zip(t.stride(), t.shape, strict=True) if n != 1):
         if stride != expected:
@@ -99,6 +103,12 @@ def generator_of(device: torch.device) -> torch.Generator | None:
     generators = getattr(module, "default_generators", ())
     index = module.current_device() if device.index is None else device.index
     return generators[index] if index < len(generators) else None
+
+
+def generator_of_call(args: tuple, kwargs: dict[str, Any], devices: Iterable[torch.device]) -> torch.Generator | None:
+    """The generator from which a random op draws that reads tensors on `devices`; None where torch has none."""
+    given = kwargs.get("generator") or next((a for a in args if isinstance(a, torch.Generator)), None)
+    return given or generator_of(device_of(devices, kwargs))
 
 
 def bytes_of(t: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_memopt.graph import Graph, Op
 from lightning_memopt.native import counter
+from lightning_memopt.native.engine import loaded
 from lightning_memopt.record import Recorder, around_compiled, around_dual_levels, watching_sizes
 from lightning_memopt.record.gathered import around_units, units_of
 from lightning_memopt.runtime import ObservingEngine
@@ -74,7 +75,7 @@ class Observation:
         self._round: tuple[Tracer, ObservingEngine, Recorder] | None = None
         self._aside: Recorder | None = None
         self._ungraded: list[tuple[nn.Parameter, int]] = []
-        self._ops = self._states_nbytes = self._others_nbytes = 0
+        self._others_nbytes = 0
         self._contexts = contextlib.ExitStack()
         self._metering = contextlib.ExitStack()
 
@@ -103,7 +104,6 @@ class Observation:
         units = units_of(self.model)
         self._others_nbytes = others_nbytes(tracer, recorder)
         self._round = tracer, engine, recorder
-        self._ops = self._states_nbytes = 0
         ungraded = (p for p in self.model.parameters() if p.requires_grad and p.grad is None)
         self._ungraded = [(p, local_tensor(p).nbytes) for p in ungraded]
         engine.opaque_ops = self.opaque_ops
@@ -246,14 +246,16 @@ class Observation:
         """
         assert self._round is not None and self.limit_nbytes is not None
         tracer, engine, _ = self._round
-        self._states_nbytes += sum(op["state_nbytes"] for op in tracer.ops[self._ops :])
-        self._ops = len(tracer.ops)
-        live = tracer.live_nbytes + engine.rebuilt_nbytes() + self._states_nbytes + self._others_nbytes
+        live = tracer.live_nbytes + engine.rebuilt_nbytes() + tracer.states_nbytes + self._others_nbytes
         self.peak_nbytes = max(self.peak_nbytes, live)
         return live + _ROOM * tracer.largest_nbytes + self._gradients_to_come() - self.limit_nbytes
 
     def _gradients_to_come(self) -> int:
         """Bytes that this backward will add: the gradients of parameters that have none yet."""
+        native = loaded()
+        nbytes: int | None = None if native is None else native.ungraded_nbytes(self._ungraded)
+        if nbytes is not None:
+            return nbytes
         # a lazy parameter had no bytes when the forward began
         return sum([nbytes or local_tensor(p).nbytes for p, nbytes in self._ungraded if p.grad is None])
 

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import cache
 from types import FrameType
 
 import torch
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_NOT_USER_CODE = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, _PACKAGE + os.sep)
-"""The directories of torch and of this package."""
+_NOT_USER_CODE = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, _PACKAGE + os.sep, "<")
+"""Files of torch, of this package, and code that has no file begin so."""
+
+
+@cache
+def _is_of_user(file: str) -> bool:
+    return not file.startswith(_NOT_USER_CODE)
 
 
 def user_line() -> str:
@@ -22,7 +28,7 @@ def user_line() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if not code.co_filename.startswith(_NOT_USER_CODE) and not code.co_filename.startswith("<"):
+        if _is_of_user(code.co_filename):
             return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
         frame = frame.f_back
     return ""

@@ -35,6 +35,8 @@ class Lingering:
 
     def poll(self, now: int, held: Callable[[StorageVersion], bool]) -> None:
         """Find versions whose memory was freed. `held(version)`: whether anything but the engine holds it."""
+        if not self._since:
+            return
         for id, born_at in list(self._since.items()):
             version = self._versions[id]
             if not held(version):

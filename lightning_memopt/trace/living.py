@@ -46,18 +46,23 @@ def _gradient(t: torch.Tensor) -> torch.Tensor | None:
 def living(device: torch.device) -> list[torch.UntypedStorage]:
     """Distinct storages on a device, of all tensors and their gradients; without tensors that only C++ holds."""
     storage_of: dict[int, torch.UntypedStorage] = {}
-    kinds: dict[type, bool] = {}
+    of_tensors = _Kinds()
     with torch.no_grad(), no_torch_functions(), without_modes():
-        for known in gc.get_objects():
-            kind = type(known)  # not `isinstance`, which asks the object: lazy objects would be initialised by that
-            if kind not in kinds:
-                kinds[kind] = torch.Tensor in kind.__mro__
-            if kinds[kind]:
-                for t in (known, _gradient(known)):
-                    for storage in () if t is None else storages(t):
-                        if storage.device.type == device.type:
-                            storage_of[storage._cdata] = storage
+        # not `isinstance`, which asks the object: lazy objects would be initialised by that
+        for known in [known for known in gc.get_objects() if of_tensors[type(known)]]:
+            for t in (known, _gradient(known)):
+                for storage in () if t is None else storages(t):
+                    if storage.device.type == device.type:
+                        storage_of[storage._cdata] = storage
     return list(storage_of.values())
+
+
+class _Kinds(dict[type, bool]):
+    """Whether a class is one of tensors."""
+
+    def __missing__(self, kind: type) -> bool:
+        self[kind] = torch.Tensor in kind.__mro__
+        return self[kind]
 
 
 def count_all(say: Callable[[str], None]) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-import torch
-
-from lightning_memopt.graph.model import BEFORE, Kind, Tensor
-from lightning_memopt.torch_private import storage_use_count
+from lightning_memopt.graph.model import BEFORE, Kind, Phase
 
 
 @dataclass(slots=True)
@@ -27,7 +25,7 @@ class SeenTensor:
     freed_at: int | None = None
     dtype: str = ""
     size: tuple[int, ...] = ()
-    windows: list[tuple[int, int]] = field(default_factory=list)
+    windows: tuple[tuple[int, int], ...] = ()
     open_at: int | None = None
 
     def opens(self, point: int) -> None:
@@ -39,21 +37,48 @@ class SeenTensor:
         """Its bytes are in memory up to this point."""
         assert self.open_at is not None
         if self.open_at <= point:
-            self.windows.append((self.open_at, point))
+            self.windows = (*self.windows, (self.open_at, point))
         self.open_at, self.freed_at = None, self.windows[-1][1] if self.windows else BEFORE
 
     def intervals(self, end: int) -> tuple[tuple[int, int], ...]:
         """All windows of a step whose last point is `end`."""
         if self.open_at is None or self.open_at > end:
-            return tuple(self.windows)
+            return self.windows
         return *self.windows, (self.open_at, end if self.freed_at is None else self.freed_at)
 
-    def tensor(self, id: int, storage: int, end: int, held_until: int) -> Tensor:
-        """The tensor of the graph, with its ids. `end`: the last point; `held_until`: the last at which autograd holds it."""
+    def fields(self, id: int, storage: int, end: int, held_until: int) -> tuple[Any, ...]:
+        """The fields of the tensor of the graph, with its ids. `end`: the last point; `held_until`: the last at which autograd
+        holds it.
+        """
         freed_at = end if self.freed_at is None else max(self.freed_at, held_until)
-        return Tensor(
-            id=id, name=self.name, nbytes=self.nbytes, kind=self.kind, storage=storage, born_at=self.born_at,
-            freed_at=freed_at, dtype=self.dtype, size=self.size, windows=self.intervals(end),
+        own = self.name, self.nbytes, self.kind, storage, self.born_at, freed_at, self.dtype, self.size
+        return id, *own, self.intervals(end) if self.open_at is not None else self.windows
+
+
+@dataclass(slots=True)
+class SeenOp:
+    """One op, as `graph.Op`, with the ids of storage versions."""
+
+    name: str
+    phase: Phase
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    mutates: tuple[tuple[int, int], ...]
+    seconds: float
+    workspace_nbytes: int
+    flops: int
+    scope: str
+    heavy: bool
+    recomputable: bool
+    state_nbytes: int
+    at: int
+
+    def fields(self, id: int, ids: Mapping[int, int], seconds: float, recomputable: bool) -> tuple[Any, ...]:
+        """The fields of the op of the graph, with its ids."""
+        return (
+            id, self.name, self.phase, tuple([ids[t] for t in self.inputs]), tuple([ids[t] for t in self.outputs]),
+            tuple([(ids[a], ids[b]) for a, b in self.mutates]) if self.mutates else (), seconds, self.workspace_nbytes,
+            self.flops, self.scope, self.heavy, recomputable, self.state_nbytes, self.at,
         )  # fmt: skip
 
 
@@ -94,14 +119,3 @@ def never_asked(saves: Iterable[SeenSave], end: int, written: Collection[int]) -
             released_at = end if save.released_at is None else save.released_at
             held_until[save.tensor] = max(held_until.get(save.tensor, -1), released_at)
     return held_until
-
-
-def _own_count() -> int:
-    """The use count of a storage that only its Python object refers to, without the tensor."""
-    t = torch.empty(1)
-    cdata = t.untyped_storage()._cdata
-    return storage_use_count(cdata) - 1
-
-
-OWN_COUNT = _own_count()
-"""The part of a storage's use count that its own Python object adds; it differs between versions of torch."""

@@ -2,7 +2,7 @@
 
 The recorder tells the tracer when ops begin and end; the engine tells it what autograd packs, asks for and releases. When a
 storage is freed is observed, by a weak reference on every new storage. Storages that only the engine still holds are found by
-polling their use count at every op; this shows how long *user code* held them.
+their use counts before every op (holders.py); this shows how long *user code* held them.
 """
 
 from __future__ import annotations
@@ -10,22 +10,25 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
-from functools import partial
+from functools import cache
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
 from lightning_memopt.clocks import perf_counter
-from lightning_memopt.graph import BEFORE, Graph, Op, Point, Save
+from lightning_memopt.graph import BEFORE, Graph, Point
 from lightning_memopt.graph.model import Kind, Phase
-from lightning_memopt.record import OpRecord, Recorder, StorageVersion, fills, storage_id, uncompiled, written_by
-from lightning_memopt.torch_private import OpOverload, backward_task, storage_use_count
+from lightning_memopt.native.engine import hiding, maker
+from lightning_memopt.record import OpRecord, Origin, Recorder, StorageVersion, fills, storage_id, uncompiled, written_by
+from lightning_memopt.torch_private import OpOverload, backward_task
+from lightning_memopt.trace.building import graph_of
 from lightning_memopt.trace.counted import Ledger
+from lightning_memopt.trace.flops import Flops
+from lightning_memopt.trace.holders import Holders
 from lightning_memopt.trace.lines import user_line
 from lightning_memopt.trace.lingering import Lingering
 from lightning_memopt.trace.memory import CudaOps
-from lightning_memopt.trace.seen import OWN_COUNT, SeenSave, SeenTensor, never_asked
+from lightning_memopt.trace.seen import SeenOp, SeenSave, SeenTensor
 from lightning_memopt.units import round_up
 
 _CUDA_ROUND_NBYTES = 512
@@ -42,6 +45,16 @@ def backward_runs() -> bool:
     return bool(backward_task() != _NO_BACKWARD)
 
 
+class _Watch(weakref.ref[torch.UntypedStorage]):
+    """A weak reference to a storage. Its callback gets it, so it needs no closure, which the garbage collector would visit.
+
+    key: the key of the storage in the tracer.
+    """
+
+    __slots__ = ("key",)
+    key: int
+
+
 class Tracer:
     """Builds the graph of one round: a recorded forward, its backward, and the update if there is one.
 
@@ -49,6 +62,7 @@ class Tracer:
 
     phase, forward_over: set by the session; backward begins with the first op of autograd, or its first unpack.
     live_nbytes: bytes of all storages known to be in memory.
+    states_nbytes: bytes of the generators' states of all random ops so far.
     backward_ran: autograd ran an op after the forward, maybe for another model (a GAN's discriminator).
     asked: autograd asked for a save of this forward.
     written: a later op wrote to a parameter, outside of any optimizer's step.
@@ -61,20 +75,23 @@ class Tracer:
         self.phase: Phase = "forward"
         self.forward_over = self.backward_ran = self.asked = self.written = False
         self.generated: dict[int, int] = {}
-        self.largest_nbytes = self.live_nbytes = 0
+        self.largest_nbytes = self.live_nbytes = self.states_nbytes = 0
         self.points: list[Point] = []
-        self.ops: list[dict[str, Any]] = []
+        self.ops: list[SeenOp] = []
         self.tensors: dict[int, SeenTensor] = {}
         self.saves: dict[int, SeenSave] = {}
         self.lines: dict[int, str] = {}
         self.marks: Callable[..., Any] | None = None
         self._open: Any = None
         self._began = 0.0
-        self._alive: dict[int, weakref.ref[Any]] = {}
-        self._storages: dict[int, list[int]] = {}
+        self._alive: dict[int, _Watch] = {}
+        self._dies: Callable[[_Watch], None] = self._death
+        self._storages: dict[int, tuple[int, ...]] = {}
         self._adopted, self._bystanders = dict[int, int](), dict[int, int]()
-        self._held_by_user: dict[int, StorageVersion] = {}
-        self._versions: dict[int, list[StorageVersion]] = {}
+        self._holders, self._flops = Holders(), Flops()
+        self._hidden, self._op, self._tensor = hiding(), maker(SeenOp), maker(SeenTensor)
+        self._on_device: dict[torch.device, bool] = {}
+        self._state_nbytes = _CPU_GENERATOR_NBYTES if device.type == "cpu" else _CUDA_GENERATOR_NBYTES
         self.cuda = CudaOps(device) if device.type == "cuda" else None
         self.ledger: Ledger | None = None
         self._lingering, self._numbers = Lingering(), itertools.count(_UNSEEN - 1, -1)
@@ -85,11 +102,11 @@ class Tracer:
         self.poll()
         if self.ledger is not None:
             self.ledger.note(len(self.points) - 1)
-        if self.forward_over and backward_runs():
+        if self.forward_over and not (self.backward_ran and self.phase != "forward") and backward_runs():
             self.backward_ran = True
             self.backward_begins()
         index = len(self.ops)
-        self.points.append(Point("op", index))
+        self.points.append(self._hidden(Point("op", index)))
         if self.cuda is not None:
             self.cuda.begin(index)
         if self.marks is not None:
@@ -106,52 +123,50 @@ class Tracer:
             mark.__exit__(None, None, None)
 
     def end(self, record: OpRecord, args: tuple, kwargs: dict, out: Any) -> None:
-        func, reads, made, mutates = record.func, record.reads, record.made, record.mutates
-        now = len(self.points) - 1
-        scope = self.scope() if self.phase == "forward" else ""
-        if record.recomputable and self.phase == "forward":  # only these ops are rebuilt
+        func, rule, made, mutates, tensors = record.func, record.rule, record.made, record.mutates, self.tensors
+        name, phase, now = func._name, self.phase, len(self.points) - 1
+        forward = phase == "forward"
+        scope = self.scope() if forward else ""
+        if forward and record.recomputable:  # only these ops are rebuilt
             self.lines[len(self.ops)] = user_line()
-        name, read = func._name, tuple(dict.fromkeys(map(self._reads, reads)))
-        if self.phase == "backward" and not backward_runs() and self._writes_parameter(record, args, kwargs):
+        inputs = tuple([version.id for version in record.reads])
+        for id in inputs:
+            if id not in tensors:
+                inputs = tuple(dict.fromkeys(map(self._reads, record.reads)))
+                break
+        if phase == "backward" and rule.writes and not backward_runs() and self._writes_parameter(record, args, kwargs):
             self.written = True
-        for version, t in made:
-            self._birth(version, f"{scope}:{name}", now)
-            if fills(t):
-                born = self.tensors[version.id]
-                born.dtype, born.size = str(t.dtype).removeprefix("torch."), tuple(t.shape)
-        for old, new, _ in mutates:
-            before = self.tensors.get(old.id)
-            if before is not None and before.freed_at is None:
-                before.freed_at = now - 1
-            self._birth(new, f"{scope}:{name}", now, version_of=old)
-            if before is not None:
-                self.tensors[new.id].dtype, self.tensors[new.id].size = before.dtype, before.size
-        formula = flop_registry.get(func._overloadpacket)
-        flops = int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
+        outputs = tuple([version.id for version, _ in made])
+        if made:
+            label = f"{scope}:{name}"
+            for version, t in made:
+                dtype, size = (_name_of(t.dtype), tuple(t.shape)) if fills(t) else ("", ())
+                self._birth(version, label, now, dtype=dtype, size=size)
+        written: tuple[tuple[int, int], ...] = ()
+        if mutates:
+            written = tuple([(old.id, new.id) for old, new, _ in mutates])
+            outputs += tuple([id for _, id in written])
+            for old, new, _ in mutates:
+                self._overwritten(old, new, f"{scope}:{name}", now)
+        flops = self._flops.of(func, args, kwargs, out)
         workspace = 0
         if self.cuda is not None:
-            new_nbytes = sum(version.nbytes for version, _ in made if version.device.type == self.device.type)
-            workspace = max(0, self.cuda.peak_nbytes - new_nbytes)
-        generator_nbytes = _CPU_GENERATOR_NBYTES if self.device.type == "cpu" else _CUDA_GENERATOR_NBYTES
-        self.ops.append(
-            dict(
-                name=name,
-                phase=self.phase,
-                inputs=read,
-                outputs=(*(version.id for version, _ in made), *(new.id for _, new, _ in mutates)),
-                mutates=tuple((old.id, new.id) for old, new, _ in mutates),
-                seconds=self._seconds,
-                workspace_nbytes=workspace,
-                flops=flops,
-                scope=scope,
-                heavy=record.rule.heavy and flops > 0,
-                recomputable=record.recomputable and self.phase == "forward",
-                state_nbytes=generator_nbytes if record.rule.handling == "random" else 0,
-                at=now,
-            )
-        )
+            workspace = max(0, self.cuda.peak_nbytes - sum(v.nbytes for v, _ in made if self._is_on_device(v)))
+        state_nbytes = self._state_nbytes if rule.handling == "random" else 0
+        self.states_nbytes += state_nbytes
+        heavy, recomputable = rule.heavy and flops > 0, record.recomputable and forward
+        of_op = name, phase, inputs, outputs, written, self._seconds, workspace, flops, scope, heavy, recomputable, state_nbytes
+        self.ops.append(self._op(*of_op, now))
         if self.ledger is not None:
             self.ledger.ran(now)
+
+    def _overwritten(self, old: StorageVersion, new: StorageVersion, name: str, now: int) -> None:
+        before = self.tensors.get(old.id)
+        if before is not None and before.freed_at is None:
+            before.freed_at = now - 1
+        self._holders.forget((old.id,))
+        dtype, size = (before.dtype, before.size) if before is not None else ("", ())
+        self._birth(new, name, now, version_of=old, dtype=dtype, size=size)
 
     def _reads(self, version: StorageVersion) -> int:
         """The id of the tensor that an op reads in a version; running statistics that backward reads are the adopted buffer."""
@@ -160,7 +175,7 @@ class Tracer:
                 return self._storages[self._adopted[version.weak]][-1]
             new = version.weak not in self._bystanders
             if new and self.ledger and (made_at := self.ledger.taken(version.nbytes, self.generated)) is not None:
-                self.ops[self.generated[made_at]]["outputs"] += (version.id,)
+                self.ops[self.generated[made_at]].outputs += (version.id,)
                 self._birth(version, "made by compiled code", made_at)
                 return version.id
             unseen = self.tensors.get(_UNSEEN) if new else None
@@ -198,13 +213,14 @@ class Tracer:
         id = next(self._numbers)
         self._bystanders[storage._cdata] = id
         self.tensors[id] = SeenTensor(_OUTSIDE, storage.nbytes(), "temporary", id, BEFORE)
-        self._storages[id] = [id]
+        self._storages[id] = (id,)
         self.counts(id, storage)
 
     def _end_bystander(self, id: int) -> None:
         """Forget a bystander that the step uses after all. (If it was freed, another storage has its address now.)"""
-        if id in self._alive:
-            self._death(id)
+        watch = self._alive.get(id)
+        if watch is not None:
+            self._death(watch)
             del self.tensors[id], self._storages[id]
 
     def counts(self, key: int, storage: torch.UntypedStorage) -> None:
@@ -212,41 +228,60 @@ class Tracer:
         self.live_nbytes += self.tensors[key].nbytes
         if self.ledger is not None:
             self.ledger.born(key, storage)
-        self._alive[key] = weakref.ref(storage, partial(self._death, key))
+        watch = self._alive[key] = _Watch(storage, self._dies)
+        watch.key = key
 
     def _birth(
-        self, version: StorageVersion, name: str, at: int, kind: Kind | None = None, version_of: StorageVersion | None = None
+        self,
+        version: StorageVersion,
+        name: str,
+        at: int,
+        kind: Kind | None = None,
+        version_of: StorageVersion | None = None,
+        dtype: str = "",
+        size: tuple[int, ...] = (),
     ) -> None:
-        nbytes = self._rounded(version.nbytes) if version.device.type == self.device.type else 0
+        nbytes = self._rounded(version.nbytes) if self._is_on_device(version) else 0
         storage = version.id
         if version_of is not None and version_of.id in self.tensors:
             before = self.tensors[version_of.id]
             storage = before.storage
             kind = kind or before.kind
-        self.tensors[version.id] = SeenTensor(name, nbytes, kind or _KIND[self.phase], storage, at)
-        self._storages.setdefault(storage, []).append(version.id)
-        if self.phase == "forward":
-            if not version.external:  # what was there before the forward stays until its storage dies
-                self._held_by_user[version.id] = version
-            self._versions.setdefault(storage, []).append(version)
+        fields = name, nbytes, kind or _KIND[self.phase], storage, at, None, dtype, size, (), None
+        self.tensors[version.id] = self._tensor(*fields)
+        if storage == version.id:
+            self._storages[storage] = (storage,)
+        else:
+            self._storages[storage] = (*self._storages[storage], version.id)
+        if self.phase == "forward":  # what was there before the forward stays until its storage dies
+            self._holders.born(version, storage, watched=version.origin is not _EXTERNAL)
         if version_of is None:
-            self.largest_nbytes = max(self.largest_nbytes, nbytes if at >= 0 else 0)
+            if at >= 0 and nbytes > self.largest_nbytes:
+                self.largest_nbytes = nbytes
             alive = version.alive()
             if alive is None:
                 self.live_nbytes += nbytes
             else:
                 self.counts(storage, alive)
 
+    def _is_on_device(self, version: StorageVersion) -> bool:
+        """Whether the bytes of a version are on the training device, or another one of its type."""
+        known = self._on_device.get(version.device)
+        if known is None:
+            known = self._on_device[version.device] = version.device.type == self.device.type  # torch makes the text anew
+        return known
+
     def _rounded(self, nbytes: int) -> int:
         """Bytes that the device's allocator gives for a request."""
         return round_up(nbytes, _CUDA_ROUND_NBYTES) if self.device.type == "cuda" else nbytes
 
     @uncompiled
-    def _death(self, storage: int, _: Any = None) -> None:
+    def _death(self, watch: _Watch) -> None:
         now = len(self.points) - 1
-        self.gone(storage)
-        for id in self._storages[storage]:
-            self._held_by_user.pop(id, None)
+        self.gone(watch.key)
+        ids = self._storages[watch.key]
+        self._holders.forget(ids)
+        for id in ids:
             if self.tensors[id].freed_at is None:
                 self.tensors[id].freed_at = now
 
@@ -259,34 +294,18 @@ class Tracer:
     def poll(self) -> None:
         """Find tensors that only the engine still holds: user code released them since the last op."""
         now = len(self.points) - 1
-        released = []
-        for id in list(self._held_by_user):
-            version = self._held_by_user.get(id)
-            if version is None:
-                continue  # the garbage collector ran in this loop and freed it
-            t = self.tensors[id]
-            if t.freed_at is not None:
-                released.append(id)
-            elif version.holding.value is not None and not self._is_held(version):
-                t.freed_at = now
-                released.append(id)
-        for id in released:
-            self._held_by_user.pop(id, None)
+        for id in self._holders.released():
+            if self.tensors[id].freed_at is None:
+                self.tensors[id].freed_at = now
         self._lingering.poll(now, self._is_held)
 
     def _is_held(self, version: StorageVersion) -> bool:
-        """Whether anything but the engine, which may hold overwritten versions of it, too, holds a version's memory."""
-        value, storage = version.holding.value, self.tensors[version.id].storage
-        if value is None:
-            return version.alive() is not None
-        values = [v.holding.value for v in self._versions[storage] if v.holding.value is not None]
-        held = 1 if len(values) == 1 else [storage_id(v) for v in values].count(storage_id(value))
-        return bool(storage_use_count(version.weak) > held + OWN_COUNT)
+        return self._holders.hold(version, self.tensors[version.id].storage)
 
     # -- told by the engine ------------------------------------------------------------------------
 
     def packed(self, save: int, version: StorageVersion) -> None:
-        self.saves[save] = SeenSave(version.id, len(self.ops), user_line())
+        self.saves[save] = self._hidden(SeenSave(version.id, len(self.ops), user_line()))
         self._lingering.packed(version)
 
     def name_of(self, version: StorageVersion) -> str:
@@ -297,8 +316,8 @@ class Tracer:
 
     def reader_of(self, version: StorageVersion) -> tuple[str, str]:
         """(name, user's line) of the first op that reads a version."""
-        index = next((i for i, op in enumerate(self.ops) if version.id in op["inputs"]), None)
-        return ("", "") if index is None else (self.ops[index]["name"], self.lines.get(index, ""))
+        index = next((i for i, op in enumerate(self.ops) if version.id in op.inputs), None)
+        return ("", "") if index is None else (self.ops[index].name, self.lines.get(index, ""))
 
     def kept(self, where: int, t: torch.Tensor) -> tuple[str, str]:
         return (self.tensors[where].name, "") if where in self.tensors else ("", "")
@@ -309,7 +328,7 @@ class Tracer:
         if seen is not None:
             self.poll()
             seen.unpacked_at.append(len(self.points))
-            self.points.append(Point("unpack", save, len(seen.unpacked_at) - 1))
+            self.points.append(self._hidden(Point("unpack", save, len(seen.unpacked_at) - 1)))
 
     def autograd_asked(self) -> None:
         """Autograd reads a save of this forward, kept or not: its backward has begun."""
@@ -328,13 +347,13 @@ class Tracer:
             seen.released_at = len(self.points)
             t = self.tensors.get(seen.tensor)
             self._lingering.released(seen.tensor, len(self.points), by_user=t is None or t.freed_at is None)
-            self.points.append(Point("release", save))
+            self.points.append(self._hidden(Point("release", save)))
 
     def close(self) -> None:
         """Stop observing. Drops the weak references, whose callbacks form a reference cycle with the tracer."""
         self._alive.clear()
-        self._held_by_user.clear()
-        self._versions.clear()
+        self._dies = _nothing
+        self._holders.clear()
         self._lingering.close()
 
     # -- the result --------------------------------------------------------------------------------
@@ -342,52 +361,9 @@ class Tracer:
     def graph(self, recorder: Recorder) -> Graph:
         """The graph of what was observed so far, with consecutive ids; versions that no op used are left out."""
         self.poll()
-        end = len(self.points) - 1
         known = self.tensors | self._unrecorded()
-        ids, saves = ({id: i for i, id in enumerate(sorted(seen))} for seen in (known, self.saves))
-        written = {old: (new, op["at"]) for op in self.ops for old, new in op["mutates"]}
-        seconds = [op["seconds"] for op in self.ops] if self.cuda is None else self.cuda.seconds(len(self.ops))
-        kept = never_asked(self.saves.values(), end, written.keys())
-        ops = []
-        for i, op in enumerate(self.ops):
-            # an input from before the step is overwritten: a rebuild in backward would read other bytes
-            lost = any(t in written and self.tensors[t].born_at == BEFORE for t in op["inputs"])
-            fields = op | dict(
-                inputs=tuple(ids[t] for t in op["inputs"]),
-                outputs=tuple(ids[t] for t in op["outputs"]),
-                mutates=tuple((ids[a], ids[b]) for a, b in op["mutates"]),
-                seconds=seconds[i],
-                recomputable=op["recomputable"] and not lost,
-            )
-            ops.append(Op(id=i, **fields))
-        tensors = tuple(t.tensor(ids[id], ids[t.storage], end, kept.get(id, -1)) for id, t in sorted(known.items()))
-
-        def read(save: SeenSave) -> int:
-            """The version of the saved tensor that autograd reads: that of the time when it first needs the save."""
-            tensor, needed_at = save.tensor, save.first_needed_at(end)
-            while tensor in written and written[tensor][1] < needed_at:
-                tensor = written[tensor][0]
-            return ids[tensor]
-
-        return Graph(
-            ops=tuple(ops),
-            tensors=tensors,
-            saves=tuple(
-                Save(
-                    id=saves[i],
-                    tensor=read(s),
-                    op=s.op,
-                    unpacked_at=tuple(s.unpacked_at),
-                    released_at=end if s.released_at is None else s.released_at,
-                )
-                for i, s in sorted(self.saves.items())
-            ),
-            points=tuple(p if p.kind == "op" else p._replace(id=saves[p.id]) for p in self.points),
-            device=self.device.type,
-            step_seconds=sum(op.seconds for op in ops),
-            lines=dict(self.lines),
-            save_lines={saves[i]: s.line for i, s in self.saves.items()},
-        )
+        seconds = [op.seconds for op in self.ops] if self.cuda is None else self.cuda.seconds(len(self.ops))
+        return graph_of(self.ops, known, self.saves, self.points, seconds, self.device.type, self.lines)
 
     def _unrecorded(self) -> dict[int, SeenTensor]:
         """Tensors for the bytes that code which the recorder does not see allocated or held during the step."""
@@ -397,4 +373,10 @@ class Tracer:
         return {i: SeenTensor(name, u.nbytes, "temporary", i, u.born_at, u.freed_at) for i, (name, u) in enumerate(seen, first)}
 
 
+def _nothing(_: _Watch) -> None:
+    """The callback of a tracer that is closed."""
+
+
+_EXTERNAL = Origin.EXTERNAL
+_name_of = cache(lambda dtype: str(dtype).removeprefix("torch."))
 _KIND: dict[Phase, Kind] = {"forward": "activation", "backward": "gradient", "update": "temporary"}

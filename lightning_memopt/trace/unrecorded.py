@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from lightning_memopt.clocks import perf_counter
 from lightning_memopt.graph import COMPILED, Point
+from lightning_memopt.trace.seen import SeenOp
 from lightning_memopt.trace.tracer import Tracer, backward_runs
 
 
@@ -36,7 +37,7 @@ def unrecorded_op(tracer: Tracer, name: str, frees: bool = False) -> Iterator[No
     elif tracer.ledger is not None:
         tracer.ledger.ran(at)
     tracer.ops.append(
-        dict(
+        SeenOp(
             name=name,
             phase=tracer.phase,
             inputs=(),
@@ -44,6 +45,9 @@ def unrecorded_op(tracer: Tracer, name: str, frees: bool = False) -> Iterator[No
             mutates=(),
             seconds=perf_counter() - began,
             workspace_nbytes=workspace_nbytes,
+            flops=0,
+            scope="",
+            heavy=False,
             recomputable=False,
             state_nbytes=0,
             at=at,
@@ -65,4 +69,4 @@ def generated_code(tracer: Tracer) -> Iterator[None]:
         yield
         if backward:
             tracer.poll()
-    tracer.generated[tracer.ops[-1]["at"]] = len(tracer.ops) - 1
+    tracer.generated[tracer.ops[-1].at] = len(tracer.ops) - 1

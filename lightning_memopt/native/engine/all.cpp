@@ -9,6 +9,7 @@
 #include "objects.cpp"
 #include "packing.cpp"
 #include "prepared.cpp"
+#include "recording.cpp"
 #include "rerun.cpp"
 #include "tensors.cpp"
 #include "values.cpp"

@@ -43,6 +43,8 @@ PyObject* holding_of(py::handle tensor, bool reachable) {
   return made;
 }
 
+}  // namespace
+
 PyObject* view_of(const at::Tensor& t, PyObject* version) {
   PyObject* const made = make(view_slots.type);
   view_slots.version.set(made, Py_NewRef(version));
@@ -54,8 +56,6 @@ PyObject* view_of(const at::Tensor& t, PyObject* version) {
   view_slots.neg.set(made, boolean(t.is_neg()));
   return made;
 }
-
-}  // namespace
 
 py::object version_of(const at::Tensor& t, const NewVersion& as, const py::list& weak) {
   auto made = py::reinterpret_steal<py::object>(make(version_slots.type));

@@ -16,6 +16,8 @@ struct NewVersion {
 
 // A `StorageVersion` of the storage of `t`, with its `Holding`. `weak`: the tape's list of weak references.
 pybind11::object version_of(const at::Tensor& t, const NewVersion& as, const pybind11::list& weak);
+// A `View` of `t` on the version with this id.
+PyObject* view_of(const at::Tensor& t, PyObject* version);
 // `Holding.hold`.
 void hold(PyObject* holding, const at::Tensor& t);
 // `Recorder._current`: whether a version is still the one that `t` is on. It notes a counter that was unknown, because autograd

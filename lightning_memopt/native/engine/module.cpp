@@ -11,6 +11,7 @@
 #include "objects.h"
 #include "packing.h"
 #include "prepared.h"
+#include "recording.h"
 #include "rerun.h"
 #include "values.h"
 
@@ -150,10 +151,14 @@ PyObject* end(PyObject*, PyObject*) {
 // counts(): how many ops of planned forwards were run natively, and how many in Python, so far.
 PyObject* counts(PyObject*, PyObject*) { return Py_BuildValue("LL", native_ops, python_ops); }
 
+PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function));
+}
+
 PyMethodDef methods[] = {
     {"know", know_objects, METH_VARARGS, nullptr},
     {"prepare", prepare_call, METH_VARARGS, nullptr},
-    {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(run_call)), METH_FASTCALL, nullptr},
+    {"run", fast(run_call), METH_FASTCALL, nullptr},
     {"template", make_template, METH_VARARGS, nullptr},
     {"forward", make_forward, METH_VARARGS, nullptr},
     {"packing", make_packing, METH_VARARGS, nullptr},
@@ -162,12 +167,21 @@ PyMethodDef methods[] = {
     {"wake", wake, METH_NOARGS, nullptr},
     {"actions", make_actions, METH_VARARGS, nullptr},
     {"backward", make_backward, METH_VARARGS, nullptr},
-    {"request", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(request_tensor)), METH_FASTCALL, nullptr},
-    {"released", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(release_handle)), METH_FASTCALL, nullptr},
-    {"perform", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(perform_segment)), METH_FASTCALL, nullptr},
+    {"request", fast(request_tensor), METH_FASTCALL, nullptr},
+    {"released", fast(release_handle), METH_FASTCALL, nullptr},
+    {"perform", fast(perform_segment), METH_FASTCALL, nullptr},
     {"begin", begin, METH_NOARGS, nullptr},
     {"end", end, METH_NOARGS, nullptr},
     {"counts", counts, METH_NOARGS, nullptr},
+    {"captured", fast(captured), METH_FASTCALL, nullptr},
+    {"version", fast(new_version), METH_FASTCALL, nullptr},
+    {"fresh", fast(fresh), METH_FASTCALL, nullptr},
+    {"row", fast(row), METH_FASTCALL, nullptr},
+    {"handle", fast(new_handle), METH_FASTCALL, nullptr},
+    {"alias", alias, METH_O, nullptr},
+    {"untrack", untrack, METH_O, nullptr},
+    {"lonely", fast(lonely), METH_FASTCALL, nullptr},
+    {"ungraded_nbytes", ungraded_nbytes, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -98,6 +98,10 @@ class Engine:
         save = self.save_of(version)
         if self.keeps(version, t, save):
             return Kept(t, self.about(version))
+        return self.handle(t, save, version)
+
+    def handle(self, t: torch.Tensor, save: int, version: Version) -> Handle:
+        """The object that autograd holds in place of `t`, which is on the version."""
         return Handle(self, save, version, View(version.id, t), version_guard(t))
 
     def about(self, version: Version | None) -> tuple[Names, int] | None:

@@ -36,7 +36,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from lightning_memopt.record import UNKNOWN, Call, StorageVersion, detached
+from lightning_memopt.native.engine import loaded
+from lightning_memopt.record import UNKNOWN, Call, Origin, StorageVersion, detached
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.runtime.parked import ParkedTensor, current_stream
 from lightning_memopt.torch_private import no_dispatch_modes
@@ -57,6 +58,7 @@ class Claim(enum.Enum):
 
 
 _NONE = Claim.NONE
+_EMPTY = Origin.EMPTY
 
 
 class Holding:
@@ -86,7 +88,8 @@ class Holding:
 
     def hold(self, t: torch.Tensor) -> None:
         """Hold bytes that the forward has just made or read: an alias of `t` without history, with the counter of `t`."""
-        self.value = detached(t)
+        native = loaded()
+        self.value = detached(t) if native is None else native.alias(t)
         self.expected = UNKNOWN
         self.stream = None
 
@@ -239,4 +242,8 @@ class Holdings:
     def can_run(self, call: Call | None, reads: Sequence[Version]) -> bool:
         if call is None or not call.repeats:
             return False
-        return all(v.holding.reachable or v.holding.value is not None or v.empty for v in reads)
+        for version in reads:
+            holding = version.holding
+            if not (holding.reachable or holding.value is not None or version.origin is _EMPTY):
+                return False
+        return True

@@ -1,15 +1,12 @@
 """The engine of observed steps: it keeps all tensors, until live bytes come near the budget.
 
-Then it *evicts* saved tensors: it takes a checksum, drops them, and rebuilds them on demand. As in dynamic tensor
-rematerialisation (Kirisame et al., 2021), it evicts first the tensor with many bytes, few ops to rebuild it, and many ops since
-it was made. It verifies the tensors that it keeps: in backward every call runs once more, and its result is compared, bit by
-bit, with the kept value (R8).
+Then it *evicts* saved tensors (eviction.py): it takes a checksum, drops them, and rebuilds them on demand. It verifies the
+tensors that it keeps: in backward every call runs once more, and its result is compared, bit by bit, with the kept value (R8).
 """
 
 from __future__ import annotations
 
 import contextlib
-import heapq
 import warnings
 import weakref
 from collections.abc import Callable
@@ -18,10 +15,12 @@ from typing import Protocol
 import torch
 
 from lightning_memopt.errors import ModifiedError, UnsupportedError
-from lightning_memopt.record import Call, OpRecord, StorageVersion
+from lightning_memopt.native.engine import loaded
+from lightning_memopt.record import Call, OpRecord, Origin, StorageVersion
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.tensors import bytes_of
 from lightning_memopt.runtime.engine.base import Engine
+from lightning_memopt.runtime.engine.eviction import next_evicted
 from lightning_memopt.runtime.engine.handles import Handle, Kept
 from lightning_memopt.runtime.engine.holding import Claim, Version, rebuildable
 from lightning_memopt.runtime.engine.naming import Names
@@ -29,10 +28,7 @@ from lightning_memopt.runtime.engine.rebuild import checksum, closure, compare, 
 from lightning_memopt.runtime.engine.starts import Starts
 from lightning_memopt.runtime.engine.units import Units
 
-_CANDIDATES = 64
-"""Of so many versions, those with the most bytes times age, the cost of a rebuild is looked at before one is evicted. (Dynamic
-tensor rematerialisation, appendix E, looks at a random sample.) With all of them, evictions took most of a step of 15,000 ops.
-"""
+_EMPTY = Origin.EMPTY
 
 
 class SaveEvents(Names, Protocol):
@@ -79,7 +75,7 @@ class ObservingEngine(Engine):
     evictions: number of evictions.
     packs: whether autograd has saved a tensor.
     clock: number of ops so far.
-    rebuilt: versions that rebuilds made, by id.
+    rebuilt: versions that rebuilds made, by id; those that were dropped meanwhile leave when bytes are counted.
     on_rebuilt: called with each version that was rebuilt.
     units: the units of a sharded model; None for other models.
     hidden: context around allocations for rebuilds, which the tracer must not count: the step alone would not make them.
@@ -89,6 +85,7 @@ class ObservingEngine(Engine):
         self, events: SaveEvents | None = None, pressure: Callable[[], int] | None = None, verify: bool = True
     ) -> None:
         super().__init__()
+        self.tape.native = self._native = loaded()
         self.events = events
         self.pressure = pressure
         self.verify = verify
@@ -114,14 +111,21 @@ class ObservingEngine(Engine):
             self._calls[record.call.op] = record.call
         if self.units is not None:
             self.units.recorded(record)
-        if record.func.name() in self.opaque_ops:
+        if self.opaque_ops and record.func.name() in self.opaque_ops:
             for version in (*(version for version, _ in record.made), *(new for _, new, _ in record.mutates)):
                 self._becomes_opaque(version, record.func.name())
-        for version, t in [*record.made, *((new, t) for _, new, t in record.mutates)]:
-            if version.call is None and not version.empty:
-                version.holding.hold(t)  # R4: rebuilds may start from it
-                version.holding.reachable = True
-        self.relieve()
+        for version, t in record.made:
+            self._starts_from(version, t)
+        for _, version, t in record.mutates:
+            self._starts_from(version, t)
+        if self.pressure is not None:
+            self.relieve()
+
+    def _starts_from(self, version: Version, t: torch.Tensor) -> None:
+        """R4: rebuilds may start from a version that no call makes."""
+        if version.call is None and version.origin is not _EMPTY:
+            version.holding.hold(t)
+            version.holding.reachable = True
 
     def meets(self, version: Version, t: torch.Tensor) -> None:
         """An op of a sharded model is about to read the version, through `t`."""
@@ -140,6 +144,12 @@ class ObservingEngine(Engine):
         if rebuildable(version):
             self.evictable[version.id] = version
         return False
+
+    def handle(self, t: torch.Tensor, save: int, version: Version) -> Handle:
+        if self._native is None:
+            return super().handle(t, save, version)
+        made: Handle = self._native.handle(t, self, save, version)
+        return made
 
     def pack(self, t: torch.Tensor) -> Kept | Handle:
         packed = super().pack(t)
@@ -160,7 +170,10 @@ class ObservingEngine(Engine):
 
     def rebuilt_nbytes(self) -> int:
         """Bytes in memory that rebuilds made. The tracer does not count them."""
-        return sum(version.nbytes for version in self.rebuilt.values() if version.holding.value is not None)
+        if not self.rebuilt:
+            return 0
+        self.rebuilt = {id: version for id, version in self.rebuilt.items() if version.holding.value is not None}
+        return sum([version.nbytes for version in self.rebuilt.values()])
 
     # -- writes after the forward ------------------------------------------------------------------
 
@@ -202,31 +215,12 @@ class ObservingEngine(Engine):
             return
         excess_nbytes = self.pressure()
         while excess_nbytes > 0 and self.evictable:
-            others = (v for v in self.evictable.values() if v is not spare)
-            largest = heapq.nlargest(_CANDIDATES, others, key=lambda version: _gain(version, self.clock))
-            version = max(largest, key=self._merit, default=None)
+            candidates = [v for v in self.evictable.values() if v is not spare]
+            version = next_evicted(candidates, self.clock, self.tape.versions)
             if version is None:
                 return
             self.evict(version)
             excess_nbytes = self.pressure()
-
-    def _merit(self, version: Version) -> float:
-        """The versions with the largest merit are evicted first."""
-        return _gain(version, self.clock) / (1.0 + self._depth(version))
-
-    def _depth(self, version: Version) -> int:
-        """Number of calls that a rebuild would run now, counted up to 64: an estimate of its cost."""
-        count, wanted, seen = 0, [version], {version.id}
-        while wanted and count < 64:
-            call = wanted.pop().call
-            count += 1
-            if call is not None:
-                for id in call.reads:
-                    source = self.tape.versions[id]
-                    if source.holding.value is None and source.id not in seen and source.call is not None:
-                        seen.add(source.id)
-                        wanted.append(source)
-        return count
 
     def evict(self, version: Version) -> None:
         """Take a checksum of a version and drop its bytes."""
@@ -348,12 +342,6 @@ class ObservingEngine(Engine):
                     version.holding.drop()
             if self.events is not None:
                 self.events.released(handle.save)
-
-
-def _gain(version: Version, clock: int) -> int:
-    """Bytes times age."""
-    assert version.call is not None
-    return version.nbytes * (clock - version.call.op + 1)
 
 
 def let_go(engine: ObservingEngine) -> None:

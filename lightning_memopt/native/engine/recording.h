@@ -1,0 +1,37 @@
+// Parts of an observed step that run for each op: what an op reads and makes (record/arguments.py, record/recorder.py), which
+// storages only the engine holds (trace/holders.py), and the bytes of gradients to come (session/observation.py). Each answers
+// the usual case, and None where Python must.
+#pragma once
+#include <torch/csrc/python_headers.h>
+
+namespace memopt {
+
+// captured(values, of_storage, capturing, reads): the values with views in place of ordinary tensors, of which the versions are
+// appended to `reads`; where nothing is captured, True.
+PyObject* captured(PyObject*, PyObject* const* args, Py_ssize_t n);
+
+// version(id, t, origin, weak references of the tape): the version of a new storage.
+PyObject* new_version(PyObject*, PyObject* const* args, Py_ssize_t n);
+
+// fresh(result of an op, of_storage): [(position, tensor)] of the ordinary tensors among the results that are on new storages.
+PyObject* fresh(PyObject*, PyObject* const* args, Py_ssize_t n);
+
+// row(class, values...): an object of a dataclass with slots, hidden from the garbage collector. All values, in order.
+PyObject* row(PyObject*, PyObject* const* args, Py_ssize_t n);
+
+// handle(t, engine, save, version).
+PyObject* new_handle(PyObject*, PyObject* const* args, Py_ssize_t n);
+
+// alias(t): an alias without history that shares the version counter of `t`.
+PyObject* alias(PyObject*, PyObject* t);
+
+// untrack(object): the object, hidden from the garbage collector. Only for objects that nothing they refer to refers back to.
+PyObject* untrack(PyObject*, PyObject* object);
+
+// lonely(versions by id, count): ids of the held versions whose storages have so many users, or fewer.
+PyObject* lonely(PyObject*, PyObject* const* args, Py_ssize_t n);
+
+// ungraded_nbytes([(parameter, bytes)]): the bytes of the parameters that have no gradient.
+PyObject* ungraded_nbytes(PyObject*, PyObject* parameters);
+
+}  // namespace memopt

@@ -1,0 +1,94 @@
+"""The arguments of an op: the storage versions that it reads, and what the tape keeps of them. And its new results.
+
+The native engine answers where all tensors are ordinary, known and unchanged. Python is the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+
+from lightning_memopt.record.tape import StorageVersion, Tape, View
+from lightning_memopt.record.tensors import is_plain, tensors_in
+from lightning_memopt.torch_private import storage_id
+
+_FOREIGN = None
+"""What the tape keeps of a tensor that is not ordinary: its op never runs again."""
+
+
+class Source(Protocol):
+    """The recorder, as far as it is needed here.
+
+    meets: called before an op reads a version.
+    of_storage: address of a storage -> its version.
+    """
+
+    meets: Callable[[StorageVersion, torch.Tensor], None] | None
+    of_storage: dict[int, StorageVersion]
+
+    @property
+    def tape(self) -> Tape: ...
+    def version_of(self, t: torch.Tensor) -> StorageVersion: ...
+
+
+def captured(values: tuple, source: Source, reads: list[StorageVersion], foreign: list[torch.Tensor]) -> tuple:
+    """The arguments as a tape keeps them: a `View` in place of an ordinary tensor.
+
+    reads: gets the versions that ordinary tensors are on.
+    foreign: gets the tensors that are not ordinary.
+    """
+    native = source.tape.native
+    if native is not None and source.meets is None:
+        kept = native.captured(values, source.of_storage, True, reads)
+        if kept is not None:
+            return kept
+    return tuple(_captured(values, source, reads, foreign))
+
+
+def _captured(values: Iterable[Any], source: Source, reads: list[StorageVersion], foreign: list[torch.Tensor]) -> list[Any]:
+    kept: list[Any] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if is_plain(value):
+                version = source.version_of(value)
+                reads.append(version)
+                kept.append(View(version.id, value))
+            else:
+                foreign.append(value)
+                kept.append(_FOREIGN)
+        elif type(value) in (list, tuple):
+            kept.append(_captured(value, source, reads, foreign))
+        else:
+            kept.append(value)
+    return kept
+
+
+def read(values: tuple, source: Source, reads: list[StorageVersion]) -> None:
+    """`captured`, where no tape keeps the arguments."""
+    native = source.tape.native
+    if native is None or source.meets is not None or native.captured(values, source.of_storage, False, reads) is None:
+        _read(values, source, reads)
+
+
+def _read(values: Iterable[Any], source: Source, reads: list[StorageVersion]) -> None:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if is_plain(value):
+                reads.append(source.version_of(value))
+        elif type(value) in (list, tuple):
+            _read(value, source, reads)
+
+
+def fresh(out: Any, source: Source) -> list[tuple[int, torch.Tensor]]:
+    """(position among the tensors of the result, tensor) of each ordinary tensor that is on a new storage.
+
+    Two of them may be on the same one.
+    """
+    native = source.tape.native
+    if native is not None:
+        return native.fresh(out, source.of_storage)
+    known = source.of_storage
+    results = enumerate((out,) if isinstance(out, torch.Tensor) else tensors_in(out))
+    return [(i, t) for i, t in results if is_plain(t) and storage_id(t) not in known]

@@ -1,0 +1,47 @@
+"""Which version an observed step evicts next: as in dynamic tensor rematerialisation (Kirisame et al., 2021), the one with many
+bytes, few ops to rebuild it, and many ops since it was made.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+
+from lightning_memopt.runtime.engine.holding import Version
+
+_CANDIDATES = 64
+"""Of so many versions, those with the most bytes times age, the cost of a rebuild is looked at before one is evicted. (Dynamic
+tensor rematerialisation, appendix E, looks at a random sample.) With all of them, evictions took most of a step of 15,000 ops.
+"""
+
+
+def next_evicted(candidates: Sequence[Version], clock: int, tape: Mapping[int, Version]) -> Version | None:
+    """The candidate with the largest merit, bytes times age by the cost of a rebuild; the first of several. None without any.
+
+    clock: number of ops so far.
+    tape: the versions by id.
+    """
+    gains = [(v.nbytes * (clock + 1 - v.call.op), -i) for i, v in enumerate(candidates) if v.call is not None]
+    best, chosen = 0.0, None
+    for gain, i in heapq.nlargest(_CANDIDATES, gains):
+        if chosen is not None and gain / 2.0 <= best:
+            break  # a rebuild runs one call at least
+        merit = gain / (1.0 + _depth(candidates[-i], tape))
+        if chosen is None or merit > best:
+            best, chosen = merit, candidates[-i]
+    return chosen
+
+
+def _depth(version: Version, tape: Mapping[int, Version]) -> int:
+    """Number of calls that a rebuild would run now, counted up to 64: an estimate of its cost."""
+    count, wanted, seen = 0, [version], {version.id}
+    while wanted and count < 64:
+        call = wanted.pop().call
+        count += 1
+        if call is not None:
+            for id in call.reads:
+                source = tape[id]
+                if source.holding.value is None and source.id not in seen and source.call is not None:
+                    seen.add(source.id)
+                    wanted.append(source)
+    return count

@@ -1,0 +1,62 @@
+"""The graph of a step, with consecutive ids, from what a tracer has seen of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from lightning_memopt.graph import BEFORE, Graph, Op, Point, Save, Tensor
+from lightning_memopt.native.engine import hiding, maker
+from lightning_memopt.trace.seen import SeenOp, SeenSave, SeenTensor, never_asked
+
+
+def graph_of(
+    seen_ops: Sequence[SeenOp],
+    seen_tensors: Mapping[int, SeenTensor],
+    seen_saves: Mapping[int, SeenSave],
+    points: Sequence[Point],
+    seconds: Sequence[float],
+    device: str,
+    lines: Mapping[int, str],
+) -> Graph:
+    """The graph. Versions that no op used are left out.
+
+    seen_tensors, seen_saves: by ids that need not be consecutive.
+    seconds: of each op.
+    device: type of the training device.
+    lines: line of user code of each op that runs again.
+    """
+    end, hidden = len(points) - 1, hiding()
+    ids, saves = ({id: i for i, id in enumerate(sorted(seen))} for seen in (seen_tensors, seen_saves))
+    written = {old: (new, op.at) for op in seen_ops for old, new in op.mutates}
+    kept = never_asked(seen_saves.values(), end, written.keys())
+    # an input from before the step is overwritten: a rebuild in backward would read other bytes
+    lost = {t for t in written if t in seen_tensors and seen_tensors[t].born_at == BEFORE}
+    make = maker(Op)
+    ops = [
+        make(*op.fields(i, ids, seconds[i], op.recomputable and lost.isdisjoint(op.inputs))) for i, op in enumerate(seen_ops)
+    ]
+
+    def read(save: SeenSave) -> int:
+        """The version of the saved tensor that autograd reads: that of the time when it first needs the save."""
+        tensor, needed_at = save.tensor, save.first_needed_at(end)
+        while tensor in written and written[tensor][1] < needed_at:
+            tensor = written[tensor][0]
+        return ids[tensor]
+
+    def save_of(i: int, save: SeenSave) -> Save:
+        released_at = end if save.released_at is None else save.released_at
+        return Save(id=i, tensor=read(save), op=save.op, unpacked_at=tuple(save.unpacked_at), released_at=released_at)
+
+    make_tensor, tensors = maker(Tensor), list[Tensor]()
+    for id, seen in sorted(seen_tensors.items()):
+        tensors.append(make_tensor(*seen.fields(len(tensors), ids[seen.storage], end, kept.get(id, -1))))
+    return Graph(
+        ops=tuple(ops),
+        tensors=tuple(tensors),
+        saves=tuple([hidden(save_of(saves[i], save)) for i, save in sorted(seen_saves.items())]),
+        points=tuple([p if p.kind == "op" else hidden(p._replace(id=saves[p.id])) for p in points]),
+        device=device,
+        step_seconds=sum([op.seconds for op in ops]),
+        lines=dict(lines),
+        save_lines={saves[i]: s.line for i, s in seen_saves.items()},
+    )

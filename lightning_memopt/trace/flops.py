@@ -1,0 +1,40 @@
+"""Floating-point operations of an op, by the formulas that torch has of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from lightning_memopt.torch_private import OpOverload
+
+_OF_SHAPES = flop_registry[torch.ops.aten.mm].__code__
+"""The code of the wrapper that torch puts around formulas of shapes. It maps whole trees, which takes longer than most ops."""
+
+
+class Flops:
+    """The formulas of a step's ops. Torch hashes ops in Python, so they are known here by identity."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[OpOverload, Callable[..., Any] | None]] = {}
+
+    def of(self, func: OpOverload, args: tuple, kwargs: dict[str, Any], out: Any) -> int:
+        """The operations of one call; 0 where there is no formula."""
+        entry = self._known.get(id(func))
+        if entry is None:
+            entry = self._known[id(func)] = func, flop_registry.get(func._overloadpacket)
+        formula: Any = entry[1]
+        if formula is None:
+            return 0
+        if getattr(formula, "__code__", None) is not _OF_SHAPES:
+            return int(formula(*args, **kwargs, out_val=out))
+        named = {name: _shape(value) for name, value in kwargs.items()}
+        return int(formula.__wrapped__(*[_shape(value) for value in args], **named, out_shape=_shape(out)))
+
+
+def _shape(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.shape
+    return type(value)([_shape(v) for v in value]) if type(value) in (list, tuple) else value
