@@ -1,7 +1,7 @@
-"""What a wheel and a source distribution have: `python tests/distributions.py DIST` checks those in a folder. Needs the stdlib only.
+"""What a wheel and a source distribution have: `python tests/distributions.py DIST` checks those in a folder.
 
-The wheel has the package with its C++ sources, profiles and examples, and nothing else; each file of the repository's package is
-in it. The source distribution has what the tests need.
+The wheel has the package with its C++ sources, profiles and examples, and nothing else; each file of the package is in it. The
+source distribution has what the tests need. Needs the standard library only.
 """
 
 from __future__ import annotations
