@@ -16,6 +16,8 @@ sys.path.insert(0, str(ROOT))
 
 from tests import distributions  # noqa: E402
 
+PACKAGED = "lightning_memopt/examples"
+"""Where a wheel has the folder of examples."""
 METADATA = "Metadata-Version: 2.4\nName: x\nSummary: s\nLicense-Expression: Apache-2.0\nAuthor: a\nRequires-Dist: torch>=2.11\n"
 COMMANDS = "[console_scripts]\nmemopt = a:b\naccelerate-memopt = a:c\n"
 
@@ -32,11 +34,11 @@ def wheel(folder: Path, names: set[str], metadata: str = METADATA) -> Path:
 
 def test_a_complete_wheel_has_no_fault(tmp_path: Path) -> None:
     files = distributions.expected()
-    assert {"lightning_memopt/py.typed", "lightning_memopt/native/pool.cpp", "lightning_memopt/examples/demo.py"} <= files
+    assert {"lightning_memopt/py.typed", "lightning_memopt/native/pool.cpp", PACKAGED + "/demo.py"} <= files
     assert distributions.faults_of_wheel(wheel(tmp_path, files)) == []
 
 
-@pytest.mark.parametrize("kind", ["py.typed", "engine/all.cpp", "hooks.h", "profiles/pcie3-11gb.json", "examples/demo.py"])
+@pytest.mark.parametrize("kind", ["py.typed", "native/engine/all.cpp", "hooks.h", "pcie3-11gb.json", "examples/demo.py"])
 def test_a_file_that_is_left_out_is_named(tmp_path: Path, kind: str) -> None:
     files = {name for name in distributions.expected() if not name.endswith(kind)}
     (fault,) = distributions.faults_of_wheel(wheel(tmp_path, files))
