@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test bench docs clean
+.PHONY: setup demo test bench docs matrix clean
 
 setup: $(STAMP)
 
@@ -32,8 +32,13 @@ bench: setup
 docs: setup
 	$(BIN)/mkdocs build --strict
 
+# A smoke subset with the lowest and the newest frameworks, in environments of its own: make matrix TORCH="2.11.0 2.13.0"
+TORCH ?= 2.13.0
+matrix: setup
+	bash tests/matrix.sh matrix $(TORCH)
+
 # What the other targets made; recorded runs (runs/, lightning_logs/) are yours and stay.
 clean:
-	rm -rf $(VENV) build dist site demo *.egg-info
+	rm -rf $(VENV) build dist site demo matrix *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find lightning_memopt examples tests -name __pycache__ -type d -prune -exec rm -rf {} +

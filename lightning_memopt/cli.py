@@ -105,13 +105,23 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _explain(args: argparse.Namespace) -> int:
     from lightning_memopt.plan import read_plan
-    from lightning_memopt.report import breakdown
-    from lightning_memopt.report.explain import another_order, explain
+    from lightning_memopt.report import breakdown, explain
 
     plan, graph = read_plan(args.plan)
-    print(explain(plan, graph))
-    print(breakdown.line(breakdown.at_peak(graph, plan.lives)))
-    print(another_order(graph))
+    if args.op or args.module or args.tensors:
+        if args.tensors:
+            print(explain.tensors(plan, graph))
+        for name in args.op:
+            print(explain.of_operator(plan, graph, name))
+        for name in args.module:
+            print(explain.of_module(plan, graph, name))
+        return 0
+    print(explain.explain(plan, graph))
+    print(breakdown.line(breakdown.at_peak(graph, plan.lives)), flush=True)
+    if args.seconds > 0:
+        from lightning_memopt.report.helps import helps
+
+        print(helps(plan, graph, args.seconds))
     return 0
 
 
@@ -232,8 +242,17 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--solver-seconds", type=float, default=30.0)
     plan.add_argument("-o", "--output", default="plan.json")
     plan.set_defaults(run=_plan)
-    explain = commands.add_parser("explain", help="what a plan does with every saved tensor, and why")
+    explain = commands.add_parser("explain", help="what a plan does with each block of the model, why, and what would help")
     explain.add_argument("plan")
+    explain.add_argument("--tensors", action="store_true", help="one row for each saved tensor, with its points in the step")
+    explain.add_argument("--op", action="append", default=[], metavar="NAME", help="what it does with one operator: gelu")
+    explain.add_argument("--module", action="append", default=[], metavar="NAME", help="with one module: h.3, or h.*.mlp")
+    explain.add_argument(
+        "--seconds",
+        type=float,
+        default=10.0,
+        help="limit of the search for what would help most (default: 10; 0: leave it out)",
+    )
     explain.set_defaults(run=_explain)
     breakdown = commands.add_parser(
         "breakdown", help="bytes in memory at a plan's peak, by layer and by data structure, beside simpler policies"
@@ -259,14 +278,19 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code; errors of this package become one line on stderr."""
-    args = parser().parse_args(argv)
     try:
-        code = int(args.run(args))
-        sys.stdout.flush()
-        return code
+        try:
+            return _run(parser().parse_args(argv))
+        finally:  # also after `--help`, which ends the process
+            sys.stdout.flush()
     except BrokenPipeError:  # `memopt explain plan.json | head`: the reader has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python reports an error when it flushes
         return 0
+
+
+def _run(args: argparse.Namespace) -> int:
+    try:
+        return int(args.run(args))
     except InfeasibleError as error:
         print(f"memopt: {error}", file=sys.stderr)
         return 3

@@ -23,7 +23,10 @@ _LIMIT_SECONDS = 600
 
 
 class BuildError(MemOptError):
-    """The library cannot be built on this machine; the message says why. Callers catch it and do without."""
+    """The library cannot be built on this machine; the message says why. Callers catch it and do without.
+
+    Remedy: install a C++ compiler (and CUDA's headers for its pool), or do nothing: Python runs in its place.
+    """
 
 
 def library(name: str, parts: Iterable[str], compile_to: Callable[[str, Path], None], announce: Callable[[], None]) -> Path:

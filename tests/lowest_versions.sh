@@ -6,19 +6,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 folder="$(mkdir -p "$1" && cd "$1" && pwd)"
 python="$folder/venv/bin/python"
 
-# The requirements of an extra, each at its lower bound. `lightning` alone would bring the newest `pytorch-lightning`.
-lowest() {
-  "$python" - "$root/pyproject.toml" "$1" <<'CODE'
-import re
-import sys
-import tomllib
-
-with open(sys.argv[1], "rb") as file:
-    requirements = tomllib.load(file)["project"]["optional-dependencies"][sys.argv[2]]
-for name, bound in (re.match(r"([\w-]+)>=([\d.]+)", requirement).groups() for requirement in requirements):
-    print(*(f"{package}=={bound}" for package in {"lightning": ("lightning", "pytorch-lightning")}.get(name, (name,))))
-CODE
-}
+lowest() { "$python" "$root/tests/lowest.py" "$@"; }
 
 install() { "$python" -m pip -q install "torch==${TORCH:-2.13.0}" "$@"; }
 
@@ -36,7 +24,7 @@ python3 -m venv "$folder/venv"
 install numpy ortools rich pytest hypothesis scikit-learn matplotlib 'jsonargparse[signatures]' setuptools click
 # Tests of Accelerate train models of transformers, whose Trainer needs a newer Accelerate than ours does.
 # shellcheck disable=SC2046
-install $(lowest lightning) $(lowest transformers | grep transformers) $(lowest accelerate) peft
+install $(lowest lightning) $(lowest transformers transformers) $(lowest accelerate) peft
 run tests/cpu/lightning tests/cpu/fabric tests/cpu/ranks tests/cpu/sharded tests/cpu/accelerate
 # shellcheck disable=SC2046
 install $(lowest transformers) peft

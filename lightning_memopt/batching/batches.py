@@ -23,7 +23,10 @@ _HOST_SHARE = 2
 
 
 class Exhausted(MemOptError):
-    """The data has fewer samples than were asked for; `available` is the number that it has."""
+    """The data has fewer samples than were asked for; `available` is the number that it has.
+
+    Remedy: give more samples, or a smaller largest size; the search itself stops at what there is.
+    """
 
     def __init__(self, available: int) -> None:
         super().__init__(f"The data gave {available} samples. Ask for no more.")

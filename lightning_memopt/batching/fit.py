@@ -21,7 +21,10 @@ _CUDA_ROUND_NBYTES = 512
 
 
 class FitError(MemOptError, ValueError):
-    """Two recorded steps are not the same step at two batch sizes, or its tensors do not grow linearly."""
+    """Two recorded steps are not the same step at two batch sizes, or its tensors do not grow linearly.
+
+    Remedy: nothing is to be done: sizes are then tried by real steps.
+    """
 
 
 def itemsize(dtype: str) -> int | None:

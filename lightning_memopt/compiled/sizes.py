@@ -20,7 +20,10 @@ _SYMBOL = re.compile(r"\b[su]+\d+\b")
 
 
 class UnreadableError(UnsupportedError):
-    """The region cannot be planned; the text says why."""
+    """The region cannot be planned; the text says why.
+
+    Remedy: change what the text names in the compiled code, or leave that part eager.
+    """
 
 
 def number(size: int | torch.SymInt) -> int:

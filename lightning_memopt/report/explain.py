@@ -1,105 +1,121 @@
-"""Explain a plan as text: which tensors are rebuilt, which are kept and why.
+"""Explain a plan as text: by block of the model, tensor by tensor, or one operator or module that was asked about.
 
 Input: a plan and its graph. Needs no torch.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import difflib
+from collections.abc import Iterable
 
-from lightning_memopt.graph import BEFORE, Graph
+from lightning_memopt.errors import ConfigError
+from lightning_memopt.graph import BEFORE, Graph, Op
 from lightning_memopt.plan import Plan, lower
+from lightning_memopt.plan.peak import layer_of
+from lightning_memopt.report.blocks import WIDTH, blocks, by_block
+from lightning_memopt.report.fates import Fate, fates, operator, runs_again
 from lightning_memopt.report.text import Table, render
-from lightning_memopt.solvers.ordering import savings
 from lightning_memopt.units import format_nbytes
 
 
-def _operator(name: str) -> str:
-    """`"aten::addmm.out"` -> `"addmm"`."""
-    return name.partition("::")[2].partition(".")[0]
-
-
-def rebuilt(graph: Graph, plan: Plan) -> list[tuple[str, int, int]]:
-    """(operator, number of tensors, bytes) of the saved tensors that are rebuilt, most bytes first."""
-    count: Counter[str] = Counter()
-    nbytes: Counter[str] = Counter()
-    for life in plan.lives:
-        if life.how == "rebuild" and graph.saves_of.get(life.tensor):
-            name = _operator(graph.producers[life.tensor].name)
-            count[name] += 1
-            nbytes[name] += graph.tensors[life.tensor].nbytes
-    return [(name, count[name], total) for name, total in nbytes.most_common()]
-
-
-def kept(graph: Graph, plan: Plan) -> list[tuple[str, int, int]]:
-    """(reason, number of tensors, bytes) of the saved tensors that the plan keeps, most bytes first."""
-    dropped = {life.tensor for life in plan.lives if life.how != "original"}
-    count: Counter[str] = Counter()
-    nbytes: Counter[str] = Counter()
-    any_recomputable = any(op.recomputable for op in graph.forward)  # false with recompute=False
-    for tensor in graph.saves_of:
-        op = graph.producers.get(tensor)
-        if tensor in dropped or op is None:
-            continue
-        t = graph.tensors[tensor]
-        if not any_recomputable:
-            why = "no op of this step runs again"
-        elif not op.recomputable:
-            why = f"{_operator(op.name)} is not run again"
-        elif t.freed_at > graph.backward_begins:
-            why = "the user holds it anyway"
-        elif op.heavy:
-            why = "heavy to make again, or rebuilds start from it"
-        else:
-            why = "the budget has room for it"
-        count[why] += 1
-        nbytes[why] += t.nbytes
-    return [(why, count[why], total) for why, total in nbytes.most_common()]
-
-
-def items(entries: list[tuple[str, int, int]], most: int = 4) -> str:
-    """The first `most` entries of `rebuilt` or `kept` as one line."""
-    return ", ".join(f"{name} x{n} ({format_nbytes(b)})" for name, n, b in entries[:most]) or "nothing"
+def head(plan: Plan) -> str:
+    """The plan in two lines: its budget, peaks and price."""
+    p = plan.predicted
+    share = f" ({100 * p.seconds / plan.step_seconds:.1f} % of the step's ops)" if plan.step_seconds else ""
+    reserved = f", {format_nbytes(p.reserved_nbytes)} reserved" if p.reserved_nbytes else ""
+    return (
+        f"Plan by {plan.solver} for {format_nbytes(plan.budget_nbytes)}: peak {format_nbytes(p.peak_nbytes)}{reserved}, "
+        f"unmodified {format_nbytes(plan.unmodified_peak_nbytes)}.\n"
+        f"Extra time {1e3 * p.seconds:.2f} ms a step{share}, {p.rebuilt_ops} ops run again; no plan that only rebuilds takes "
+        f"less than {1e3 * plan.lower_bound_seconds:.2f} ms."
+    )
 
 
 def explain(plan: Plan, graph: Graph) -> str:
+    """The plan in two lines, and a table with one row for each block of the model."""
+    return f"{head(plan)}\n{by_block(blocks(graph, plan))}"
+
+
+def tensors(plan: Plan, graph: Graph) -> str:
     """A table with one row for each saved tensor: its lives in the plan, or why it is kept."""
     schedule = lower(graph, plan.lives)
-    lives: dict[int, list[str]] = {}
-    for life in plan.lives:
-        how = f"{life.how} from {life.form}" if life.form else life.how
-        lives.setdefault(life.tensor, []).append(f"{how} {life.born_at}..{life.freed_at}")
     table = Table(
         title=f"Plan of {plan.solver}: peak {format_nbytes(plan.predicted_peak_nbytes)}, {len(schedule.rebuilt)} ops run again"
     )
     for column in ("tensor", "made by", "in", "size", "what becomes of it"):
         table.add_column(column)
-    for tensor in sorted(set(lives) | set(graph.saves_of)):
-        t = graph.tensors[tensor]
+    for fate in fates(graph, plan):
+        t, op = fate.tensor, fate.op
         if t.born_at == BEFORE:
             continue
-        op = graph.producers[tensor]
-        fate = "; ".join(lives.get(tensor, ["never read"]))
-        if tensor in graph.anchors:
-            fate += f" (kept: {_operator(op.name)} is not run again)"
-        table.add_row(str(tensor), _operator(op.name), op.scope or "-", format_nbytes(t.nbytes), fate)
-    return render(table, 140)
+        lives = (
+            f"{life.how}{f' from {life.form}' if life.form else ''} {life.born_at}..{life.freed_at}" for life in fate.lives
+        )
+        text = "; ".join(lives) or "never read"
+        if t.id in graph.anchors:
+            text += f" (kept: {operator(op.name)} is not run again)"
+        table.add_row(str(t.id), operator(op.name), op.scope or "-", format_nbytes(t.nbytes), text)
+    return render(table, WIDTH)
 
 
-def another_order(graph: Graph) -> str:
-    """One line: what another order of the ops of the unmodified step could save at most, and what updates in backward save."""
-    worth = savings(graph)
-    if worth is None:
-        return "There is no op whose order could be another one."
-    given, most = worth.given_nbytes, worth.most_nbytes
-    early, apart = given - worth.early_nbytes, given - worth.apart_nbytes
+def of_operator(plan: Plan, graph: Graph, name: str) -> str:
+    """What the plan does about one operator (`gelu`, `aten::gelu`), module by module.
 
-    def share(nbytes: int) -> str:
-        return f"{nbytes / given:.1%} ({format_nbytes(nbytes)})"
+    Raises ConfigError for one that no forward op of the step has, with the nearest ones.
+    """
+    wanted = operator(name)
+    chosen = [op for op in graph.forward if operator(op.name) == wanted]
+    if not chosen:
+        raise _nothing("operator", name, {operator(op.name) for op in graph.forward})
+    return _about(plan, graph, chosen, f"{wanted}: {len(chosen)} in a forward")
 
-    line = f"Another order of ops could save at most {share(most)}" if most else "No other order of ops needs less memory"
-    if most and 2 * early >= most:
-        return f"{line}, {format_nbytes(early)} of it by updates in backward (`optimizer_in_backward`)."
-    if apart > most:  # one op updates all parameters
-        return f"{line}; updates of single parameters in backward (`optimizer_in_backward`) at most {share(apart)}."
-    return f"{line}; eager code runs in its own order." if most else f"{line}."
+
+def of_module(plan: Plan, graph: Graph, name: str) -> str:
+    """What the plan does about one module and those inside it. `*` stands for every number: `h.*.mlp`.
+
+    Raises ConfigError for one in which no forward op of the step ran, with the nearest ones.
+    """
+    paths = {op.id: op.scope.partition("#")[0] for op in graph.forward}
+
+    def inside(path: str) -> bool:
+        given = layer_of(path) if "*" in name else path
+        return given == name or given.startswith(f"{name}.")
+
+    chosen = [op for op in graph.forward if inside(paths[op.id])]
+    if not chosen:
+        parts = (path.split(".") for path in set(paths.values()) if path)
+        raise _nothing("module", name, {".".join(p[:n]) for p in parts for n in range(1, len(p) + 1)})
+    return _about(plan, graph, chosen, f"{name}: {len(chosen)} ops in a forward")
+
+
+def _nothing(kind: str, name: str, known: set[str]) -> ConfigError:
+    nearest = difflib.get_close_matches(name, sorted(known), n=4, cutoff=0.4) or sorted(known)[:4]
+    return ConfigError(
+        f"no {kind} of this step is called {name!r}. The nearest are {', '.join(nearest) or 'none'}: use one of them."
+    )
+
+
+def _about(plan: Plan, graph: Graph, ops: Iterable[Op], title: str) -> str:
+    """A table of these ops, alike ones of a module in one row."""
+    of_op: dict[int, list[Fate]] = {}
+    for fate in fates(graph, plan):
+        of_op.setdefault(fate.op.id, []).append(fate)
+    again = runs_again(graph, plan)
+    rows: dict[tuple[str, ...], list[tuple[Op, int]]] = {}
+    for op in ops:
+        mine = of_op.get(op.id, [])
+        path = op.scope.partition("#")[0] or "the model itself"
+        for what, why in dict.fromkeys((f.what, f.why) for f in mine) or [("not saved", "autograd does not ask for it")]:
+            nbytes = sum(f.tensor.nbytes for f in mine if (f.what, f.why) == (what, why))
+            rows.setdefault((path, operator(op.name), what, why), []).append((op, nbytes))
+    table = Table(title=title)
+    for column in ("module", "operator", "what becomes of its results", "why"):
+        table.add_column(column)
+    for column in ("times", "size", "ms", "runs again"):
+        table.add_column(column, justify="right")
+    for key, entries in rows.items():
+        nbytes, seconds = sum(n for _, n in entries), sum(op.seconds for op, _ in entries)
+        times = sum(again[op.id] for op, _ in entries)
+        size = format_nbytes(nbytes) if nbytes else "-"
+        table.add_row(*key, str(len(entries)), size, f"{1e3 * seconds:.2f}", str(times) if times else "-")
+    return render(table, WIDTH)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import LoweringError, Plan, reserved_nbytes_of, simulate
 from lightning_memopt.plan.forms import codec_of
-from lightning_memopt.report.explain import items, kept, rebuilt
+from lightning_memopt.report.fates import items, kept, rebuilt
 from lightning_memopt.report.text import Table, render
 from lightning_memopt.runtime.pool import PoolStatus
 from lightning_memopt.session import RunStatus, Transfers

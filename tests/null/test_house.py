@@ -163,12 +163,13 @@ def test_the_check_itself_lets_pass(source: str) -> None:
     assert not list(forbidden(ast.parse(source)))
 
 
-def test_every_error_has_the_base_and_one_line_that_says_its_cause() -> None:
+def test_every_error_has_the_base_and_says_its_cause_in_one_line_and_what_to_do() -> None:
     classes = [value for _, value in inspect.getmembers(errors, inspect.isclass) if value.__module__ == errors.__name__]
     assert errors.MemOptError in classes and len(classes) > 1
     for value in classes:
         assert issubclass(value, errors.MemOptError)
-        assert value.__doc__ and "\n" not in value.__doc__.strip()
+        cause, _, remedy = (inspect.getdoc(value) or "").partition("\n\nRemedy: ")
+        assert cause and "\n" not in cause and remedy, value
 
 
 def test_every_public_exception_of_the_package_has_the_base() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from test_ordering_steps import step
 
 from lightning_memopt.graph import Graph
-from lightning_memopt.report.explain import another_order
+from lightning_memopt.report.helps import another_order
 
 MIB = 1 << 20
 

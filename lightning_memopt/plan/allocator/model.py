@@ -35,7 +35,10 @@ _ADDRESS_SPACE_NBYTES = 1 << 46
 
 
 class ExhaustedError(MemOptError):
-    """The modelled device has no room for a block, with all that is cached given back."""
+    """The modelled device has no room for a block, with all that is cached given back.
+
+    Remedy: give the model a device of more bytes.
+    """
 
 
 class Allocator:

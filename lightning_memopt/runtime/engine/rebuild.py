@@ -64,6 +64,8 @@ class StartChangedError(ModifiedError):
     """A rebuild would start from a version that was changed after the forward. The engine raises an error with a name instead.
 
     version: the version.
+
+    Remedy: as of ModifiedError.
     """
 
     def __init__(self, version: Version) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -62,6 +63,31 @@ def test_plan_with_a_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     ):
         assert main(["plan", alone, "--budget", "min", *options]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_what_explain_names_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The budgets of "what would help most": 10 % more takes the time that it says, the smallest with a disk can be kept."""
+    first, more, least = (str(tmp_path / name) for name in ("first.json", "more.json", "least.json"))
+    assert main(["plan", "tests.cpu.public.test_cli_plan:build", "--budget", "min", "-o", first]) == 0
+    budget_nbytes = 3 * read_plan(first)[0].budget_nbytes // 2
+    assert main(["plan", first, "--budget", str(budget_nbytes), "-o", first]) == 0
+    assert main(["plan", first, "--budget", str(budget_nbytes * 11 // 10), "-o", more]) == 0
+    (now, _), (plan, _) = read_plan(first), read_plan(more)
+    assert plan.predicted.extra_seconds < now.predicted.extra_seconds
+    capsys.readouterr()
+    assert main(["explain", first]) == 0
+    text = capsys.readouterr().out
+    assert f": {1e3 * plan.predicted.extra_seconds:.2f} in the place of" in text
+    size = re.search(r"`offload='disk'` lowers the smallest budget by .* to ([\d.]+ \w+)[;.]", text)
+    assert size is not None, text
+    budget = f"{float(size[1].split()[0]) + 0.01:.2f}{size[1].split()[1]}"  # the page rounds
+    assert main(["plan", first, "--budget", budget, "-o", least]) == 3, "not by recomputation alone"
+    assert main(["plan", first, "--budget", budget, "--offload", f"disk:{tmp_path}", "-o", least]) == 0
+    capsys.readouterr()
+    assert main(["explain", least]) == 0
+    text = capsys.readouterr().out
+    assert "parked: " in text and "on the disk until backward asks for it" in text
+    assert "recomputation alone, which needs" in text and "offload='disk'" not in text, "the plan has it"
 
 
 @pytest.mark.parametrize("source", ["no.such.module:build", f"{__name__}:missing", "neither a file nor a factory"])

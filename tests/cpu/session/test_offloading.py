@@ -20,7 +20,8 @@ from lightning_memopt.errors import ConfigError, InfeasibleError, OffloadError
 from lightning_memopt.integrations.plain import Run
 from lightning_memopt.plan.forms import codec_of, tier_of
 from lightning_memopt.plan.rates import Coding, Link, MachineRates
-from lightning_memopt.report.explain import explain, kept
+from lightning_memopt.report.explain import tensors
+from lightning_memopt.report.fates import kept
 from lightning_memopt.report.table import parked_text
 from lightning_memopt.session import plan_cache
 from lightning_memopt.session.offloading import Offloading
@@ -116,7 +117,7 @@ def test_below_what_recomputation_can_do(smallest: int) -> None:
     assert main.depot is not None and (main.depot.forwards, main.depot.timed) == (4, 4)
     away = {life.tensor for life in run.plan.lives if life.how == "fetch"}
     assert sum(count for _, count, _ in kept(main.program.graph, run.plan)) + len(away) <= len(main.program.graph.saves_of)
-    assert "fetch from disk" in explain(run.plan, main.program.graph)
+    assert "fetch from disk" in tensors(run.plan, main.program.graph)
     text = parked_text(run.plan, run.session.transfers())  # as Lightning shows it: the session is over
     assert "not measured" not in text and moved == main.depot.moved_nbytes // 4
 

@@ -1,0 +1,234 @@
+"""Writes docs/troubleshooting.md from the code of the package: python docs/troubleshooting.py
+
+Errors have their cause and remedy in their docstrings, reasons in their two texts. Those of warnings and lines are in `SAID`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from messages import Error, Line, Reason, errors, lines, reasons
+
+PAGE = Path(__file__).with_suffix(".md")
+NOTHING = "Nothing is to be done."
+HEAD = """\
+# Troubleshooting
+
+Generated from the code by `python docs/troubleshooting.py`; do not edit. Search this page for the words of a message: values
+are written as `…`. Each message has its cause and what to do about it. A run that has no plan trains as the plain run does.
+
+"""
+SAID: dict[tuple[str, str], tuple[str, str]] = {
+    # (file, how the line begins): (cause, remedy)
+    ("_registration.py", "MemOpt: the strategies"): (
+        "The installed Lightning is not one that the strategies work with.",
+        "Install a tested version, or use `optimize` in a loop.",
+    ),
+    ("callbacks/monitor.py", "MemOpt: … failed"): (
+        "A measurement or the logger raised an error.",
+        "Mend what the message names; the figure has no value until then.",
+    ),
+    ("fabric/models.py", "MemOpt: there is no plan"): (
+        "The plan needs to know which model an optimizer updates.",
+        "Give both to one `fabric.setup(model, optimizer)`.",
+    ),
+    ("integrations/accelerate.py", "MemOpt: …\n…"): ("The run is over: this is its table.", NOTHING),
+    ("integrations/checkpointing.py", "MemOpt: gradient checkpointing in compiled code"): (
+        "The checkpointing is a part of what was compiled.",
+        NOTHING,
+    ),
+    ("integrations/checkpointing.py", "MemOpt: gradient checkpointing is back"): (
+        "Without a plan, the model's own checkpointing lowers its memory.",
+        "See the line that says why there is no plan.",
+    ),
+    ("integrations/checkpointing.py", "MemOpt: gradient checkpointing is replaced"): (
+        "A plan within the budget costs less than running each layer again.",
+        NOTHING,
+    ),
+    ("integrations/checkpointing.py", "MemOpt: gradient checkpointing stays"): (
+        "The checkpointing is of a kind that cannot be switched off and on here.",
+        "Leave checkpointing out of the model; the plan lowers its memory.",
+    ),
+    ("native/build.py", "MemOpt: building"): ("A part in C++ is used for the first time on this machine.", "Wait for it once."),
+    ("native/engine/__init__.py", "MemOpt: building"): ("The engine is used for the first time on this machine.", "Wait once."),
+    ("native/counting.py", "MemOpt: the native memory meter"): (
+        "There is no compiler, or the meter does not suit this torch.",
+        "Install a C++ compiler, or accept that these steps are not measured.",
+    ),
+    ("native/engine/__init__.py", "MemOpt: the native engine is not there"): (
+        "There is no compiler, or the engine does not suit this torch.",
+        "Install a C++ compiler, or accept slower steps; results are the same.",
+    ),
+    ("runtime/early_updates.py", "MemOpt: backward raised"): (
+        "An exception came in the middle of a backward that updates parameters.",
+        "Restore a checkpoint; set `optimizer_in_backward='never'` where backward may raise.",
+    ),
+    ("runtime/engine/observing.py", "MemOpt: running"): (
+        "An op gave other bits when it ran a second time: it is not deterministic.",
+        "Use deterministic algorithms to have it rebuilt; else its result is kept, and nothing is wrong.",
+    ),
+    ("runtime/pool/windows.py", "MemOpt: a step differs"): (
+        "The step asked the allocator for other bytes than the planned one.",
+        "Nothing, if it is rare; pad batches to few shapes if it is not.",
+    ),
+    ("runtime/pool/windows.py", "MemOpt: no planned pool for this batch"): (
+        "The requests of this batch cannot have addresses, for the reason named.",
+        "Leave `pool` out, or give the budget more room.",
+    ),
+    ("runtime/pool/windows.py", "MemOpt: … steps in a row"): ("The loop has changed since its requests were logged.", NOTHING),
+    ("runtime/tiers/streams.py", "… of host memory"): (
+        "The system lets this user lock less memory.",
+        "Raise `ulimit -l`; until then copies are slow.",
+    ),
+    ("session/agreement.py", "MemOpt: rank … decides by itself"): (
+        "Only a part of the ranks has opened a run.",
+        "Open the run on every rank, before the first forward.",
+    ),
+    ("session/budget.py", "MemOpt: other programs now leave"): (
+        "Another program has taken memory of the device since the run began.",
+        "Lower the budget, or end the other program.",
+    ),
+    ("session/budget.py", "MemOpt: the budget is"): (
+        "Another program has memory of the device.",
+        "End the other program to have all of the budget.",
+    ),
+    ("session/compiled_regions.py", "MemOpt: compiled regions stay"): (
+        "The ranks do not agree on what is compiled, or it cannot be planned.",
+        "Make the change that the line names, or leave the model eager.",
+    ),
+    ("session/compiled_regions.py", "MemOpt: compiling"): ("The step does not fit with the present regions.", NOTHING),
+    ("session/compiled_regions.py", "MemOpt: … of … compiled regions"): ("Regions have plans from an earlier run.", NOTHING),
+    ("session/compiling.py", "MemOpt: compiling"): ("`compile=True` was given.", NOTHING),
+    ("session/compiling.py", "MemOpt: the model is compiled already"): ("You compile it, too.", "Leave one out."),
+    ("session/early_updates.py", "MemOpt: parameters are updated after backward"): (
+        "Early updates would change this training; the line says why.",
+        "See [early updates](#why-parameters-are-not-updated-early).",
+    ),
+    ("session/early_updates.py", "MemOpt: … of … parameters"): (
+        "The others are shared, read later, or get their gradient in parts.",
+        NOTHING,
+    ),
+    ("session/failed.py", "MemOpt: a step without a plan"): (
+        "The step needs more than the budget, and nothing lowers it.",
+        "Mend why there is no plan, make the batch smaller, or the budget larger.",
+    ),
+    ("session/foresight.py", "MemOpt: the step does not fit"): ("The unmodified step is above the budget.", NOTHING),
+    ("session/pooling.py", "MemOpt: no planned pool:"): (
+        "The pool cannot be installed, for the reason named.",
+        "Leave `pool` out, or end the other run that has it.",
+    ),
+    ("session/pooling.py", "MemOpt: planned pool in force"): ("The arena is there.", NOTHING),
+    ("session/session.py", "MemOpt: DistributedDataParallel"): ("DDP orders its buckets after the first step.", NOTHING),
+    ("session/silence.py", "MemOpt: batches of ever new shapes"): (
+        "Each plan serves batches of one size, or a little smaller ones.",
+        "Pad batches to a few lengths, or sort them by length.",
+    ),
+    ("session/silence.py", "MemOpt: there is no plan yet"): (
+        "No whole step was seen; the line says what is missing.",
+        "See [no plan yet](#why-there-is-no-plan-yet).",
+    ),
+    ("session/silence.py", "MemOpt: …"): (
+        "Nothing can be rebuilt inside of compiled code: its backend or its kind has no joint graph that could be changed.",
+        "Leave these layers eager, or compile with the backend that the line names.",
+    ),
+    ("session/solving.py", "MemOpt:   …"): ("What the solver is doing.", NOTHING),
+    ("session/solving.py", "MemOpt: no plan is smaller"): (
+        "No tensor that a plan could drop is in memory at the peak.",
+        "One of the remedies at the end of the line.",
+    ),
+    ("session/solving.py", "MemOpt: plan in force"): ("A plan was found.", NOTHING),
+    ("session/solving.py", "MemOpt: solving"): ("The observed steps are being planned.", NOTHING),
+    ("session/states.py", "MemOpt: a step took more"): ("The step has changed since it was observed.", NOTHING),
+    ("session/states.py", "MemOpt: observing"): ("A run has begun.", NOTHING),
+    ("session/states.py", "MemOpt: the forward left the plan"): (
+        "This forward runs other ops than the observed ones (a branch, another shape).",
+        "Nothing, if it is rare: the step is exact. Else make the step the same each time.",
+    ),
+    ("session/states.py", "MemOpt: the step changed"): ("Two observed steps ran other ops.", NOTHING),
+    ("session/states.py", "MemOpt: this model trains without a plan"): (
+        "Every forward is another one, so no plan would match.",
+        "Take random branches out of the forward, or give them a fixed order.",
+    ),
+    ("session/states.py", "MemOpt: …"): (
+        "A step was measured above the budget and no smaller plan exists; or a larger batch's plan does not serve it.",
+        "Raise the budget to what the line names, or make the batch smaller; nothing, in the second case.",
+    ),
+    ("session/states.py", "MemOpt: … forwards in a row"): ("The step has changed for good.", NOTHING),
+    ("session/states.py", "MemOpt: …; observing again"): ("A step was above the budget; it may have changed.", NOTHING),
+    ("session/states.py", "MemOpt: …; replanned"): (
+        "A step was measured above the budget, and a smaller plan took its place.",
+        "Set `headroom` if the first planned step must not exceed the budget.",
+    ),
+    ("solvers/planner.py", "a plan of … asks"): ("A solver's plan is not valid for this step.", NOTHING),
+    ("solvers/planner.py", "time limit"): ("The search has ended early.", "Give more `solver_seconds` for a better plan."),
+    ("solvers/planner.py", "…, … levels"): ("What the solver is doing.", NOTHING),
+    ("telemetry/energy.py", "MemOpt: no energy"): ("The counter cannot be read.", "Mend what the line names, or do without."),
+    ("trace/memory.py", "MemOpt: steps beside another profiler"): (
+        "Another profiler of torch is running.",
+        "Stop it, or install a C++ compiler: the native meter does not disturb it.",
+    ),
+    ("versions.py", "MemOpt: torch … is outside"): (
+        "This torch was not tested.",
+        "Install a torch of the range, or a newer lightning-memopt.",
+    ),
+}  # fmt: skip
+EARLY = ("early_updates.py", "session/processes.py", "integrations/")
+"""Files whose reasons are about early updates."""
+
+
+def told(line: Line) -> bool:
+    """Whether the line has words of its own: the text of others is made elsewhere, and is there."""
+    return bool(line.text.strip("… \n"))
+
+
+def key_of(line: Line) -> tuple[str, str]:
+    """The entry of `SAID` for a line: the longest one that it begins with. Raises KeyError where there is none."""
+    if (line.path, line.text) in SAID:
+        return line.path, line.text
+    keys = [key for key in SAID if key[0] == line.path and line.text.startswith(key[1]) and key[1] != "MemOpt: …"]
+    if not keys:
+        raise KeyError(f"{line.path} says {line.text!r}: give it a cause and a remedy in docs/troubleshooting.py")
+    return max(keys, key=lambda key: len(key[1]))
+
+
+def cell(text: str) -> str:
+    """The text on one line, as code: it may have characters that mean something on a page."""
+    return f"`` {' '.join(text.replace('|', '/').split())} ``"
+
+
+def table(head: str, rows: list[tuple[str, ...]]) -> str:
+    columns = head.split(" | ")
+    bars = [f"| {' | '.join(cells)} |" for cells in (tuple(columns), ("---",) * len(columns), *rows)]
+    return "\n".join(bars) + "\n"
+
+
+def of_reasons(chosen: list[Reason]) -> str:
+    return table("the line says | what to do", [(cell(r.what), f"{r.fix}.") for r in chosen])
+
+
+def of_error(error: Error) -> str:
+    bases = ", ".join(base.rpartition(".")[2] for base in error.bases)
+    text = f"### {error.name}\n\n{error.cause} (A {bases}.)\n\nWhat to do: {error.remedy}\n"
+    return text + "".join(f"\n- {cell(message)}" for message in error.messages) + ("\n" if error.messages else "")
+
+
+def page() -> str:
+    said = [(cell(line.text), *SAID[key_of(line)]) for line in lines() if told(line)]
+    early = [r for r in reasons() if any(part in r.path for part in EARLY)]
+    parts = [
+        "## Why there is no plan yet\n\nA warning, once a run: `MemOpt: there is no plan yet, because …`\n",
+        of_reasons([r for r in reasons() if r not in early]),
+        "## Why parameters are not updated early\n\nA line: `MemOpt: parameters are updated after backward, as usual: …`\n",
+        of_reasons(early),
+        "## Warnings and lines\n",
+        table("message | cause | what to do", [row for row in said if row[2] != NOTHING]),
+        "These say what is going on, and ask for nothing:\n",
+        table("message | cause", [row[:2] for row in said if row[2] == NOTHING]),
+        "## Errors\n\nEach is a `MemOptError`. Messages say what was wrong, the numbers, and what to do.\n",
+        *(of_error(error) for error in errors()),
+    ]
+    return HEAD + "\n".join(parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,190 @@
+"""What would help a planned step most: computed from its graph, its plan, and plans for other budgets and techniques.
+
+Input: a plan and its graph. Output: lines of text, those that save the most bytes first. Bytes of other techniques are what the
+best plan needs that was found; no link or codec is timed, so their seconds are not said. Imports torch for the forms in which
+tensors can be parked, and nothing else of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lightning_memopt.errors import InfeasibleError
+from lightning_memopt.graph import Graph
+from lightning_memopt.plan import Life, Plan
+from lightning_memopt.plan.peak import Breakdown, at_peak
+from lightning_memopt.report.blocks import blocks
+from lightning_memopt.report.fates import operator, runs_again
+from lightning_memopt.solvers import joint, planner
+from lightning_memopt.solvers.ordering import Savings, savings
+from lightning_memopt.units import format_nbytes
+
+_SCALING = ("feature maps", "held to rebuild", "rebuilt", "generator states", "in use", "workspace", "inputs")
+"""Structures whose bytes grow with the batch."""
+_MOST_PLANS = 8
+"""So many plans are tried as starts for parked tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Help:
+    """nbytes: what it saves at most; 0 where it saves time, or nothing. text: a sentence."""
+
+    nbytes: int
+    text: str
+
+
+def helps(plan: Plan, graph: Graph, limit_seconds: float = 10.0) -> str:
+    """A list of sentences with a title. `limit_seconds`: of the search for plans for other budgets."""
+    peak = at_peak(graph, plan.lives)
+    frontier = planner.solve(graph, limit_seconds=limit_seconds)
+    entries = [*_parking(graph, plan, frontier), *_order(savings(graph)), *_batch(peak)]
+    ranked = sorted(entries, key=lambda entry: -entry.nbytes)
+    lines = [*costliest(graph, plan), *_budget(plan, frontier), *(entry.text for entry in ranked)]
+    return "\n".join(["What would help most:", *(f"- {line}" for line in lines)])
+
+
+def costliest(graph: Graph, plan: Plan) -> Iterator[str]:
+    """The block and the operator that take most of the time of ops that run again."""
+    total = plan.predicted.extra_seconds
+    if total <= 0:
+        yield (
+            "Nothing runs again: the step costs no extra time."
+            if not plan.predicted.stall_seconds
+            else (f"No op runs again; the step waits {1e3 * plan.predicted.stall_seconds:.2f} ms for copies.")
+        )
+        return
+    block = max(blocks(graph, plan), key=lambda b: b.extra_seconds)
+    seconds: dict[str, float] = {}
+    for op_id, times in runs_again(graph, plan).items():
+        op = graph.ops[op_id]
+        seconds[operator(op.name)] = seconds.get(operator(op.name), 0.0) + times * op.seconds
+    name = max(seconds, key=seconds.__getitem__)
+    yield (
+        f"Most extra time is that of {block.name}: {1e3 * block.extra_seconds:.2f} of {1e3 * total:.2f} ms; by operator, that "
+        f"of {name}: {1e3 * seconds[name]:.2f} ms."
+    )
+
+
+def _seconds(plan: Plan) -> float:
+    """Extra seconds without those that were measured of an engine, which a plan that is only computed does not have."""
+    return plan.predicted.seconds - plan.predicted.overhead_seconds
+
+
+def _budget(plan: Plan, frontier: planner.Frontier) -> Iterator[str]:
+    """What 10 % more and 10 % less of the budget would cost, and the smallest budget, by recomputation alone."""
+    if not (plan.predicted.rebuilt_ops or any(life.how == "fetch" for life in plan.lives)):
+        yield f"The step fits {format_nbytes(plan.budget_nbytes)} as it is: a larger budget changes nothing."
+    else:
+        yield _more(plan, frontier)
+    less = plan.budget_nbytes * 9 // 10
+    try:
+        seconds = frontier.within(less).predicted.seconds
+        yield f"10 % less budget ({format_nbytes(less)}) would cost {1e3 * seconds:.2f} ms a step, by recomputation alone."
+    except InfeasibleError:
+        yield (
+            f"10 % less budget ({format_nbytes(less)}) cannot be kept by recomputation alone: the smallest is "
+            f"{format_nbytes(frontier.smallest_nbytes)}."
+        )
+
+
+def _more(plan: Plan, frontier: planner.Frontier) -> str:
+    more, now = plan.budget_nbytes * 11 // 10, _seconds(plan)
+    text = f"10 % more budget ({format_nbytes(more)})"
+    try:
+        best = frontier.within(more).predicted
+    except InfeasibleError:  # the plan parks, too
+        return f"{text} does not suffice for recomputation alone, which needs {format_nbytes(frontier.smallest_nbytes)}."
+    if not best.rebuilt_ops:
+        return f"{text} is all that the step needs: it saves the {1e3 * now:.2f} ms that the plan costs."
+    if best.seconds >= now:
+        return f"{text} buys nothing by recomputation alone: {1e3 * best.seconds:.2f} ms a step, this plan {1e3 * now:.2f}."
+    return f"{text} buys {1e3 * (now - best.seconds):.2f} ms a step: {1e3 * best.seconds:.2f} in the place of {1e3 * now:.2f}."
+
+
+def _parking(graph: Graph, plan: Plan, frontier: planner.Frontier) -> Iterator[Help]:
+    """The smallest budgets with offload and with lossless compression, where the plan parks nothing yet."""
+    if any(life.how == "fetch" for life in plan.lives):
+        return
+    try:
+        import torch
+    except ModuleNotFoundError:
+        yield Help(0, "Offload and compression were not looked at: torch is not installed.")
+        return
+    from lightning_memopt.config import MemOptConfig
+    from lightning_memopt.session.joint_frontier import peak_nbytes
+    from lightning_memopt.session.offloading import Offloading
+
+    tier = "disk" if graph.device == "cpu" else "host"
+    starts = _spread([c.lives for c in frontier.candidates])
+    for option, value in (("offload", tier), ("compress", "lossless")):
+        config = MemOptConfig(**{option: value})  # type: ignore[arg-type]
+        forms = Offloading(torch.device(graph.device), config).forms(graph)
+        least, lives = joint.least(graph, starts, forms, lambda lives: peak_nbytes(graph, lives))
+        saved = frontier.smallest_nbytes - least - planner.UNSEEN_NBYTES
+        if saved <= 0 or not any(life.how == "fetch" for life in lives):
+            yield Help(0, f"`{option}={value!r}` does not lower the smallest budget.")
+            continue
+        alone, parked = joint.least(graph, [], forms, lambda lives: peak_nbytes(graph, lives))
+        copied = 2 * sum(life.parked_nbytes or graph.tensors[life.tensor].nbytes for life in parked if life.how == "fetch")
+        price = f", with {format_nbytes(copied)} copied a step at most" if option == "offload" else ""
+        enough = alone + planner.UNSEEN_NBYTES <= plan.budget_nbytes and plan.predicted.rebuilt_ops
+        yield Help(
+            saved,
+            f"`{option}={value!r}` lowers the smallest budget by {format_nbytes(saved)}, from "
+            f"{format_nbytes(frontier.smallest_nbytes)} to {format_nbytes(least + planner.UNSEEN_NBYTES)}"
+            f"{'; it keeps this budget with nothing rebuilt' + price if enough else ''}.",
+        )
+
+
+def _spread(plans: list[tuple[Life, ...]]) -> list[tuple[Life, ...]]:
+    """At most `_MOST_PLANS` of the plans, evenly spread, the first and the last among them."""
+    if len(plans) <= _MOST_PLANS:
+        return plans
+    return [plans[i * (len(plans) - 1) // (_MOST_PLANS - 1)] for i in range(_MOST_PLANS)]
+
+
+def _order(worth: Savings | None) -> Iterator[Help]:
+    """What early updates save, and what another order of the ops could save at most."""
+    if worth is None:
+        return
+    early = worth.given_nbytes - min(worth.early_nbytes, worth.apart_nbytes)
+    yield Help(max(0, early), order_text(worth))
+
+
+def order_text(worth: Savings | None) -> str:
+    """One line: what another order of the ops of the unmodified step could save at most, and what updates in backward save."""
+    if worth is None:
+        return "There is no op whose order could be another one."
+    given, most = worth.given_nbytes, worth.most_nbytes
+    early, apart = given - worth.early_nbytes, given - worth.apart_nbytes
+
+    def share(nbytes: int) -> str:
+        return f"{nbytes / given:.1%} ({format_nbytes(nbytes)})"
+
+    line = f"Another order of ops could save at most {share(most)}" if most else "No other order of ops needs less memory"
+    if most and 2 * early >= most:
+        return f"{line}, {format_nbytes(early)} of it by updates in backward (`optimizer_in_backward`)."
+    if apart > most:  # one op updates all parameters
+        return f"{line}; updates of single parameters in backward (`optimizer_in_backward`) at most {share(apart)}."
+    return f"{line}; eager code runs in its own order." if most else f"{line}."
+
+
+def another_order(graph: Graph) -> str:
+    """`order_text` of a graph."""
+    return order_text(savings(graph))
+
+
+def _batch(peak: Breakdown) -> Iterator[Help]:
+    """What half of the batch would save at the peak of this plan."""
+    nbytes = scaling_nbytes(peak) // 2
+    if nbytes:
+        yield Help(
+            nbytes,
+            f"Half of the batch saves about {format_nbytes(nbytes)} at this plan's peak: half of what grows with it there.",
+        )
+
+
+def scaling_nbytes(peak: Breakdown) -> int:
+    """The bytes at a peak that grow with the batch: activations, what backward works on, inputs; not those of an update."""
+    return sum(nbytes for (layer, structure), nbytes in peak.nbytes.items() if structure in _SCALING and layer != "update")
