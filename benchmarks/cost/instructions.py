@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.lib.paths import ROOT
-from benchmarks.lib.tiny_ops import OPS, TinyOps
+from benchmarks.lib.tiny_ops import LINKS, TinyOps
 
 STEPS = 10
 NAMES = ("eager", "native engine, nothing dropped", "native engine, all dropped")
@@ -58,7 +58,7 @@ def _counted(name: str, part: str) -> dict[str, float]:
         subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
         listing = ["callgrind_annotate", "--threshold=100", "--auto=no", str(file)]
         lines = subprocess.run(listing, check=True, capture_output=True, text=True).stdout.splitlines()
-    return by_owner(lines, STEPS * OPS)
+    return by_owner(lines, STEPS * 4 * LINKS)
 
 
 def by_owner(lines: list[str], ops: int) -> dict[str, float]:

@@ -1,13 +1,15 @@
-"""A chain of ops on 4 x 4 tensors, and contexts to run it in: what is measured on it is overhead."""
+"""Models of tiny ops, and contexts to run them in: what is measured on them is overhead."""
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
+import transformers
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,7 +22,6 @@ from lightning_memopt.session.recording import PlannedRecording
 from lightning_memopt.solvers import planner
 
 LINKS = 50
-OPS = 4 * LINKS
 
 
 class Chain(nn.Module):
@@ -36,6 +37,27 @@ class Chain(nn.Module):
         return x
 
 
+class TinyGPT2(nn.Module):
+    """GPT-2 of two layers of width 16, with dropout: its loss on eight words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 16, "n_positions": 8}
+        config = transformers.GPT2Config(**sizes, use_cache=False, bos_token_id=0, eos_token_id=0)
+        self.inner: Any = transformers.GPT2LMHeadModel(config).train()
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.inner(input_ids=words, labels=words).loss
+        return loss
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
+    "chain": lambda: (Chain(), torch.randn(4, 4)),
+    "tiny GPT-2": lambda: (TinyGPT2(), torch.randint(0, 16, (1, 8))),
+}
+"""Name -> (model, its input)."""
+
+
 class Empty(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -48,17 +70,18 @@ def empty_and_hooks() -> Iterator[None]:
 
 
 class TinyOps:
-    """The chain, and contexts for its forward.
+    """A model, and contexts for its forward.
 
+    ops: how many ops it has.
     contexts: name -> context manager, for one forward.
     again: name -> how many ops run again in its backward.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "chain") -> None:
         torch.set_num_threads(1)
         torch.manual_seed(0)
         install_native(print)
-        self.model, self.x = Chain(), torch.randn(4, 4)
+        self.model, self.x = MODELS[name]()
         self.contexts: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
             "eager": contextlib.nullcontext,
             "empty mode": Empty,
@@ -66,6 +89,7 @@ class TinyOps:
         }
         self.again: dict[str, int] = {}
         graph = self._observed()
+        self.ops = len(graph.forward)
         candidates = planner.solve(graph).candidates
         for who in ("Python", "native"):
             for what, candidate in (("nothing", candidates[-1]), ("all", candidates[0])):
@@ -97,3 +121,13 @@ class TinyOps:
                 yield stack.enter_context(PlannedRecording(PlannedEngine(learned), self.model))
 
         return context
+
+    def packing(self, context: str, calls: int = 1000) -> float:
+        """Seconds of `calls` times to pack a tensor and to unpack it, by the hooks of this context."""
+        with self.contexts[context]() as recording:
+            pack, unpack = recording._hooks.pack_hook, recording._hooks.unpack_hook
+            t = torch.ones(4, 4, requires_grad=True)
+            began = time.thread_time()
+            for _ in range(calls):
+                unpack(pack(t))
+            return time.thread_time() - began
