@@ -261,7 +261,7 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument("source", help="the record of a run, which report= writes beside its page (run.json), or a plan file")
     report.add_argument("-o", "--output", default="report.html", help="the page (default: report.html)")
     report.add_argument(
-        "--solver-seconds", type=float, default=10.0, help="for a plan file: limit of finding its other plans; 0: leave them out"
+        "--solver-seconds", type=float, default=10.0, help="for a plan file: limit of the search for its other plans; 0: none"
     )
     report.set_defaults(run=_report)
     breakdown = commands.add_parser(

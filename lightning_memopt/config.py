@@ -57,8 +57,8 @@ class MemOptConfig:
             it has none; a model that is compiled already stays as it is. Compiled code rounds otherwise than eager code.
         verify: compare rebuilt tensors bit by bit with the originals in observed steps, and by checksum in the first planned
             step.
-        report: path of a page, `"run.html"`, that is written when the run ends, also by an exception: one file with pictures and
-            tables of what the plan did, for a browser. The run's record, which `memopt report` reads, is put beside it
+        report: path of a page, `"run.html"`, that is written when the run ends, also by an exception: one file for a browser,
+            with pictures and tables of what the plan did. The run's record, which `memopt report` reads, is put beside it
             (`run.json`). None: nothing is written.
         verbose: print progress, and the table at the end.
     """

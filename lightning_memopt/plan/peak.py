@@ -1,7 +1,7 @@
 """The bytes in memory in a planned step, by purpose (`stacks`), and at its peak by layer, too (`at_peak`).
 
-They add up to the simulator's figures, to the byte. Source: Echo (ISCA 2020), section III-B and figures 4, 16, 21, 23: *by layer
-types* and *by data structures*.
+They add up to the simulator's figures, to the byte. Source: Echo (ISCA 2020), section III-B and figures 4, 16, 21, 23: *by
+layer types* and *by data structures*.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def at_peak(graph: Graph, lives: Iterable[Life], layer: LayerOf = layer_of) -> B
 
 
 def stacks(graph: Graph, lives: Iterable[Life]) -> dict[str, list[int]]:
-    """Structure -> bytes at every point of a planned step, at the worst moment within the point: they add up to `simulate`'s."""
+    """Structure -> bytes at every point of a planned step, at the worst moment within it: they add up to `simulate`'s."""
     lives = tuple(lives)
     schedule, n = lower(graph, lives), len(graph.points)
     levels = {structure: Levels(n) for structure in STRUCTURES}

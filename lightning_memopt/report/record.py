@@ -187,9 +187,10 @@ def _record(top: Fields) -> RunRecord:
         graph = graph_from_json(top.value("graph"))
     if type(top.value("deviates")) is not bool:
         top.refuse("deviates", None, "neither true nor false")
+    simple: dict[str, Any] = {key: top.string(key) for key in _TEXTS}
+    simple |= {key: None if top.value(key) is None else top.integer(key) for key in _AMOUNTS}
     return RunRecord(
-        **{key: top.string(key) for key in _TEXTS},
-        **{key: None if top.value(key) is None else top.integer(key) for key in _AMOUNTS},
+        **simple,
         replans=top.integer("replans"),
         deviates=top.value("deviates"),
         checkpointed=tuple(top.strings("checkpointed")),

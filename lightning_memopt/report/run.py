@@ -1,8 +1,8 @@
 """Write the report of a run when the run ends: the page, and the record beside it.
 
-A front makes a `RunReport` before anything runs, which refuses a path that cannot be written, and calls `write` at the end, also
-where an exception ends the run. Nothing that goes wrong there ends a training, or takes the place of its exception: it is a
-warning.
+A front makes a `RunReport` before anything runs, which refuses a path that cannot be written, and has it written at the end,
+also where an exception ends the run. Nothing that goes wrong then ends a training, or takes the place of its exception: it is
+a warning.
 """
 
 from __future__ import annotations
@@ -102,9 +102,7 @@ class RunReport:
             session.say(f"MemOpt: report written to {path}")
 
 
-def record_of(
-    session: Session, status: RunStatus, meter: Meter | None = None, error: BaseException | None = None
-) -> RunRecord:
+def record_of(session: Session, status: RunStatus, meter: Meter | None = None, error: BaseException | None = None) -> RunRecord:
     """The record of a run as it is now."""
     from lightning_memopt.report.record import Arena, RunRecord
 

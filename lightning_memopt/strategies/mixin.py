@@ -89,7 +89,8 @@ class MemOptMixin(abc.ABC):
     def __getstate__(self) -> dict[str, Any]:
         """A copy or pickle of the strategy, or of its Trainer, has no session: it has not been set up."""
         state: Any = super().__getstate__()
-        return {name: value for name, value in state.items() if name not in ("session", "telemetry", "_checkpointing", "_report")}
+        own = ("session", "telemetry", "_checkpointing", "_report")
+        return {name: value for name, value in state.items() if name not in own}
 
     # -- results -----------------------------------------------------------------------------------
 

@@ -40,7 +40,8 @@ def render(record: RunRecord) -> str:
     """The page as text."""
     what = "Plan" if record.phase == "file" else "Run"
     title = f"MemOpt: {record.model}" if record.model else f"MemOpt: {what.lower()}"
-    return document(title, [section(record) for section in _SECTIONS], f"{what} report by lightning_memopt. Sizes are 2^10-based.")
+    foot = f"{what} report by lightning_memopt. Sizes are 2^10-based."
+    return document(title, [section(record) for section in _SECTIONS], foot)
 
 
 def write_page(path: str | os.PathLike[str], record: RunRecord) -> None:

@@ -38,7 +38,7 @@ def section(record: RunRecord) -> Section:
     runs = record.phase != "file"
     if arena is None:
         if runs:
-            return Section("arena", title, ('The ordinary allocator served this run: no pool was asked for (`pool="planned"`).',))
+            return Section("arena", title, ("The ordinary allocator served this run: option pool did not ask for an arena.",))
         arena = would_be(record)
     if arena is None:
         return Section("arena", title, ("There is no plan whose requests could have addresses.",))
@@ -58,18 +58,16 @@ def section(record: RunRecord) -> Section:
             f"{format_nbytes(arena.reserved_nbytes)}."
         )
     else:
-        lead.append('Predicted: a run with `pool="planned"` would get such an arena.')
+        lead.append('Predicted: a run with the option pool="planned" would get such an arena.')
     shown = largest(arena.placed, MOST)
     if len(shown) < len(arena.placed):
         lead.append(f"The {len(shown)} largest of {len(arena.placed)} buffers are drawn.")
     data = {"rects": [list(p) for p in shown], "period": arena.period, "arena": arena.arena_nbytes}
     label = f"{len(arena.placed)} buffers in {format_nbytes(arena.arena_nbytes)} over {arena.period} requests"
-    rows = [
-        [count(p.first), count(p.until), size(p.offset), size(p.nbytes)] for p in sorted(largest(arena.placed, _ROWS))
-    ]
+    rows = [[count(p.first), count(p.until), size(p.offset), size(p.nbytes)] for p in sorted(largest(arena.placed, _ROWS))]
     caption = f"{'All' if len(rows) == len(arena.placed) else 'The largest'} {len(rows)} buffers"
     table = Grid("arena-buffers", caption, ("from request", "until request", "address", "bytes"), rows)
-    return Section("arena", title, tuple(lead), (Picture("rects", title, label, data),), grids=(table,))
+    return Section("arena", title, tuple(lead), pictures=(Picture("rects", title, label, data),), grids=(table,))
 
 
 def largest(placed: Sequence[Placed], most: int) -> list[Placed]:

@@ -22,11 +22,11 @@ def section(record: RunRecord) -> Section:
     if plan is None:
         return Section("frontier", title, ("There is no plan.",))
     if not rows:
-        why = "The plan came from a file, which has one plan and no others; `memopt report` with --solver-seconds finds them."
+        why = "The plan came from a file, which has no other plans; memopt report with --solver-seconds above 0 finds them."
         return Section("frontier", title, (why,))
     lead = [
-        "Each step of the line is a plan that was found: the memory that it needs, and the time that it adds to a step. All are "
-        "predicted."
+        "Each point of the line is a plan that was found: the memory that it needs, and the time that it adds to a step, "
+        "predicted. The red point is this plan. The triangle is proven: no plan within the budget that only rebuilds adds less."
     ]
     if any(life.how == "fetch" for life in plan.lives):
         lead.append("The line has plans that only rebuild; this one also parks tensors, so it may lie below the line.")
@@ -45,19 +45,16 @@ def section(record: RunRecord) -> Section:
         "measured": record.measured_peak_nbytes,
     }
     label = (
-        f"{len(rows)} plans from {format_nbytes(rows[0].peak_nbytes)} to {format_nbytes(rows[-1].peak_nbytes)}; this run's plan "
+        f"{len(rows)} plans from {format_nbytes(rows[0].peak_nbytes)} to {format_nbytes(rows[-1].peak_nbytes)}; this run's "
         f"needs {format_nbytes(plan.predicted_peak_nbytes)} and adds {ms(plan.predicted.seconds).text} a step"
     )
     table = Grid(
         "frontier-plans",
         f"{len(rows)} plans",
         ("peak, predicted", "extra time a step, predicted", "extra FLOPs", "rebuilt", "found by"),
-        [
-            [size(r.peak_nbytes), ms(r.extra_seconds), count(r.extra_flops), size(r.rebuilt_nbytes), r.solver]
-            for r in rows
-        ],
+        [[size(r.peak_nbytes), ms(r.extra_seconds), count(r.extra_flops), size(r.rebuilt_nbytes), r.solver] for r in rows],
     )
-    return Section("frontier", title, tuple(lead), (Picture("frontier", title, label, data),), grids=(table,))
+    return Section("frontier", title, tuple(lead), pictures=(Picture("frontier", title, label, data),), grids=(table,))
 
 
 def _sentence(record: RunRecord, rows: tuple[Row, ...], budget: int) -> str:
@@ -67,9 +64,11 @@ def _sentence(record: RunRecord, rows: tuple[Row, ...], budget: int) -> str:
     more = next_row(rows, budget - beside)
     larger = int(budget * (1 + _MORE))
     if more is None or more.extra_seconds >= plan.predicted.seconds:
+        if any(life.how == "fetch" for life in plan.lives):
+            return f"No plan that only rebuilds within 10 % more budget ({format_nbytes(larger)}) is faster than this one."
         return f"10 % more budget ({format_nbytes(larger)}) would buy nothing: no plan found within it is faster."
     gain = plan.predicted.seconds - more.extra_seconds
     return (
-        f"10 % more budget ({format_nbytes(larger)}) would buy {ms(gain).text} a step: {ms(more.extra_seconds).text} extra in the "
-        f"place of {ms(plan.predicted.seconds).text}, at a peak of {format_nbytes(more.peak_nbytes)}."
+        f"10 % more budget ({format_nbytes(larger)}) would buy {ms(gain).text} a step: {ms(more.extra_seconds).text} extra in "
+        f"the place of {ms(plan.predicted.seconds).text}, at a peak of {format_nbytes(more.peak_nbytes)}."
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_memopt.report.page.parts import Cell, Grid, Section, count, ms, size
+from lightning_memopt.report.page.parts import Card, Cell, Grid, Section, count, ms, size
 from lightning_memopt.report.page.steps import usual_seconds
 from lightning_memopt.report.record import RunRecord
 from lightning_memopt.units import format_nbytes
@@ -27,18 +27,18 @@ def summary(record: RunRecord) -> str:
     saved = 100 * (1 - after / before) if before else 0.0
     slower = f", {100 * plan.predicted.seconds / plan.step_seconds:.1f} % of the step's ops" if plan.step_seconds else ""
     return (
-        f"A step peaks at {format_nbytes(after)} ({how}) in the place of {format_nbytes(before)} (predicted): {saved:.0f} % less. "
-        f"That adds {ms(plan.predicted.seconds).text} a step (predicted{slower})."
+        f"A step peaks at {format_nbytes(after)} ({how}) in the place of {format_nbytes(before)} (predicted): {saved:.0f} % "
+        f"less. That adds {ms(plan.predicted.seconds).text} a step (predicted{slower})."
     )
 
 
 def section(record: RunRecord) -> Section:
     plan = record.plan
-    lead = [summary(record)]
+    lead, alarms = [summary(record)], []
     if record.error:
-        lead.append(f"The run was ended by {record.error}")
+        alarms.append(f"The run was ended by {record.error}")
     if record.deviates:
-        lead.append("A forward deviated from the plan: tensors that did not match were kept.")
+        alarms.append("A forward deviated from the plan: tensors that did not match were kept.")
     if record.checkpointed:
         lead.append(f"The plan replaces the gradient checkpointing of {len(record.checkpointed)} layers.")
     if record.compiled:
@@ -56,7 +56,7 @@ def section(record: RunRecord) -> Section:
             ("step without a plan", ms(plan.step_seconds), "measured: seconds of its ops"),
             ("wall time of a step", ms(usual_seconds(record)), "measured: median, data loading included"),
             ("ops run again a step", count(plan.predicted.rebuilt_ops), "predicted"),
-            ("rebuilt a step", size(plan.predicted.rebuilt_nbytes), "predicted"),
+            ("made by ops that run again, a step", size(plan.predicted.rebuilt_nbytes), "predicted"),
         ]
         if plan.predicted.reserved_nbytes:
             rows.insert(2, ("reserved by the allocator at the peak", size(plan.predicted.reserved_nbytes), "predicted"))
@@ -66,8 +66,23 @@ def section(record: RunRecord) -> Section:
     about = [f"{name} {value}" for name, value in (("device", record.device), ("torch", record.torch)) if value]
     if about:
         rows.append(("made on", Cell(", ".join(about)), ""))
-    grid = Grid("figures", "All figures", ("figure", "value", "how it is known"), rows, opened=True)
-    return Section("headline", "In short", tuple(lead), grids=(grid,))
+    grid = Grid("figures", "All figures", ("figure", "value", "how it is known"), rows)
+    return Section("headline", "In short", tuple(lead), tuple(alarms), _cards(record, budget), grids=(grid,))
+
+
+def _cards(record: RunRecord, budget: Cell) -> tuple[Card, ...]:
+    plan = record.plan
+    if plan is None:
+        return (Card("budget", budget, "given"),)
+    measured = record.measured_peak_nbytes
+    return (
+        Card("budget", budget, "given"),
+        Card("peak with the plan", size(plan.predicted.needed_nbytes), "predicted"),
+        Card("peak with the plan", size(measured), "measured" if measured is not None else "no step was measured"),
+        Card("peak without a plan", size(plan.unmodified_peak_nbytes), "predicted"),
+        Card("extra time a step", ms(plan.predicted.seconds), "predicted"),
+        Card("lower bound of it", ms(plan.lower_bound_seconds), "proven: no plan that only rebuilds adds less"),
+    )
 
 
 def _parked(record: RunRecord) -> list[tuple[str, Cell, str]]:
@@ -93,7 +108,7 @@ def rates(record: RunRecord) -> Section:
     if now is None:
         seconds = usual_seconds(record)
         steps = f" Steps: {1 / seconds:.4g} a second (measured, median)." if seconds else ""
-        hint = "Samples were not counted: `run.monitor()`, or the callback MemOptMonitor, counts them."
+        hint = "Samples were not counted: run.monitor() counts them, and in Lightning the callback MemOptMonitor."
         return Section("rates", title, (hint + steps,))
     figures = (
         ("batch, samples a step", "samples_per_step"),

@@ -60,22 +60,34 @@ def document(title: str, sections: Sequence[Section], foot: str) -> str:
 def _section(section: Section, numbers: Iterable[int]) -> str:
     key = escape(section.key)
     lead = "".join(f"<p>{escape(text)}</p>" for text in section.lead)
+    lead += "".join(f'<p class="alarm">{escape(text)}</p>' for text in section.alarms)
+    cards = "".join(
+        f"<div><dt>{escape(card.name)}</dt>{_cell(card.cell, 'dd')}<dd>{escape(card.how)}</dd></div>" for card in section.cards
+    )
+    lead += f'<dl class="cards">{cards}</dl>' if cards else ""
     pictures = "".join(
-        f'<figure><figcaption>{escape(p.title)}</figcaption><div class="picture" data-picture="{n}" role="img" '
+        f'<figure>{_titled(p.title, section)}<div class="picture" data-picture="{n}" role="img" '
         f'aria-label="{escape(p.label)}"></div><p class="noscript">{escape(p.label)}</p></figure>'
         for p, n in zip(section.pictures, numbers, strict=False)
     )
-    tree = f'<div class="tree">{"".join(_branch(b, True) for b in section.tree)}</div>' if section.tree else ""
+    tree = f'<div class="tree">{"".join(map(_branch, section.tree))}</div>' if section.tree else ""
     grids = "".join(map(_grid, section.grids))
-    return f'<section id="{key}" aria-labelledby="{key}-title"><h2 id="{key}-title">{escape(section.title)}</h2>{lead}{pictures}{tree}{grids}</section>'
+    head = f'<h2 id="{key}-title">{escape(section.title)}</h2>'
+    return f'<section id="{key}" aria-labelledby="{key}-title">{head}{lead}{pictures}{tree}{grids}</section>'
 
 
-def _branch(branch: Branch, opened: bool = False) -> str:
-    head = f'<span class="name">{escape(branch.title)}</span> <span class="line">{escape(branch.line)}</span>'
+def _titled(title: str, section: Section) -> str:
+    return "" if title == section.title else f"<figcaption>{escape(title)}</figcaption>"
+
+
+def _branch(branch: Branch) -> str:
+    bars = "".join(f'<i class="{escape(name)}" style="width:{100 * share:.2f}%"></i>' for name, share in branch.shares if share)
+    bar = f'<span class="bar" aria-hidden="true">{bars}</span>' if bars else ""
+    head = f'{bar}<span class="name">{escape(branch.title)}</span> <span class="line">{escape(branch.line)}</span>'
     inner = "".join(map(_branch, branch.branches)) + "".join(map(_grid, branch.grids))
     if not inner:
         return f'<p class="leaf">{head}</p>'
-    return f"<details{' open' if opened else ''}><summary>{head}</summary>{inner}</details>"
+    return f"<details{' open' if branch.opened else ''}><summary>{head}</summary>{inner}</details>"
 
 
 def _grid(grid: Grid) -> str:
@@ -83,13 +95,13 @@ def _grid(grid: Grid) -> str:
     rows = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in grid.rows)
     name = escape(grid.caption)
     table = (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{name}"><table id="{escape(grid.key)}">'
+        f'<div class="scroll{" whole" if grid.opened else ""}" tabindex="0" role="region" aria-label="{name}">'
+        f'<table id="{escape(grid.key)}">'
         f"<caption>{name}</caption><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
     )
     return table if grid.opened else f'<details class="table"><summary>Table: {name}</summary>{table}</details>'
 
 
-def _cell(cell: Cell | str) -> str:
-    if isinstance(cell, str):
-        return f"<td>{escape(cell)}</td>"
-    return f"<td>{escape(cell.text)}</td>" if cell.value is None else f'<td data-value="{cell.value!r}">{escape(cell.text)}</td>'
+def _cell(cell: Cell | str, tag: str = "td") -> str:
+    text, value = (cell, None) if isinstance(cell, str) else cell
+    return f"<{tag}>{escape(text)}</{tag}>" if value is None else f'<{tag} data-value="{value!r}">{escape(text)}</{tag}>'

@@ -7,12 +7,13 @@ maximum is lost. What is in memory at the peak is exact.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life, lower
 from lightning_memopt.plan.lower import Rebuild, Schedule
 from lightning_memopt.plan.peak import STRUCTURES, layer_name, parts_at, stacks
-from lightning_memopt.report.page.parts import Cell, Grid, Picture, Section, count, size
+from lightning_memopt.report.page.parts import Grid, Picture, Rows, Section, count, size
 from lightning_memopt.report.record import RunRecord
 from lightning_memopt.solvers.recompute.baselines import unmodified
 from lightning_memopt.units import format_nbytes
@@ -44,7 +45,7 @@ def kept_points(totals: list[int], most: int = MOST_POINTS) -> list[int]:
         return list(range(n))
     parts = most - 2
     edges = [i * n // parts for i in range(parts + 1)]
-    largest = {max(range(first, last), key=totals.__getitem__) for first, last in zip(edges, edges[1:], strict=False)}
+    largest = {max(range(first, last), key=totals.__getitem__) for first, last in pairwise(edges)}
     return sorted(largest | {0, n - 1})
 
 
@@ -79,9 +80,10 @@ def section(record: RunRecord) -> Section:
     title = "Memory over the step"
     if graph is None or not graph.points:
         return Section("memory", title, ("No step was recorded, so there is nothing to draw.",))
-    lead = (
+    lead: tuple[str, ...] = (
         "Predicted, to the byte, from the observed step. From left to right: every op, and every moment when autograd asks for "
         "a saved tensor or lets go of it, in their order. Widths are no times: the timeline below has those.",
+        "Feature maps are the tensors that autograd saves for backward; those are what a plan changes.",
     )
     named: list[tuple[str, str, tuple[Life, ...]]] = [("before", "Without a plan", unmodified(graph))]
     if plan is not None:
@@ -102,8 +104,8 @@ def section(record: RunRecord) -> Section:
     if plan is not None and tops[-1] != plan.predicted_peak_nbytes:
         beside = plan.predicted_peak_nbytes - tops[-1]
         lead += (f"Beside what the picture shows, the plan counts {format_nbytes(beside)} that are held outside of the step.",)
-    meanings = Grid("purposes", "What the colours mean", ("purpose", "is"), list(MEANINGS.items()))
-    return Section("memory", title, lead, tuple(pictures), grids=(*grids, meanings))
+    meanings = Grid("purposes", "What the colours mean", ("purpose", "is"), [list(item) for item in MEANINGS.items()])
+    return Section("memory", title, lead, pictures=tuple(pictures), grids=(*grids, meanings))
 
 
 def _drawn(
@@ -125,15 +127,17 @@ def _drawn(
     }
     what, layer, tensor = event(graph, schedule, peak)
     where = f"{what}{f' in {layer}' if layer else ''}"
-    label = f"{name}: stacked areas of bytes over {len(graph.points)} points; the peak is {format_nbytes(top)} at point {peak} ({where})"
-    rows = [
-        [count(p), *text, size(totals[p]), *(size(levels[s][p]) for s in structures)] for p, text in zip(points, says, strict=True)
+    label = f"{name}: bytes over {len(graph.points)} points; the peak is {format_nbytes(top)} at point {peak} ({where})"
+    rows: Rows = [
+        [count(p), *text, size(totals[p]), *(size(levels[s][p]) for s in structures)]
+        for p, text in zip(points, says, strict=True)
     ]
     dropped = len(graph.points) - len(points)
-    caption = f"{name}: bytes at {len(points)} points" + (f" ({dropped} smaller ones between them are left out)" if dropped else "")
+    caption = f"{name}: bytes at {len(points)} points"
+    caption += f" ({dropped} smaller ones between them are left out)" if dropped else ""
     table = Grid(f"memory-{key}", caption, ("point", "what happens", "layer", "tensor", "in memory", *structures), rows)
     at_peak = sorted(parts_at(graph, lives, peak), key=lambda part: -part.nbytes)
-    shown = [
+    shown: Rows = [
         [
             part.of if isinstance(part.of, str) else part.of.name,
             part.of if isinstance(part.of, str) else layer_name(graph, part.of, str),
@@ -161,6 +165,3 @@ def phases(graph: Graph) -> list[dict[str, object]]:
     backward = min(graph.backward_begins, update)
     spans = (("forward", 0, backward), ("backward", backward, update), ("update", update, n))
     return [{"name": name, "first": first, "last": last} for name, first, last in spans if last > first]
-
-
-__all__ = ["Cell", "MEANINGS", "event", "kept_points", "phases", "section"]

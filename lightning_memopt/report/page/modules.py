@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.graph import BEFORE, Graph
@@ -11,12 +12,14 @@ from lightning_memopt.plan import Plan, lower
 from lightning_memopt.plan.forms import codec_of, tier_of
 from lightning_memopt.plan.lower import Rebuild
 from lightning_memopt.plan.rates import MachineRates
-from lightning_memopt.report.page.parts import Branch, Grid, Section, ms, size
+from lightning_memopt.report.page.parts import Branch, Grid, Rows, Section, ms, size
 from lightning_memopt.report.record import RunRecord
 from lightning_memopt.units import format_nbytes
 
 _MOST_TENSORS = 12
 _MOST_MODULES = 1500
+_UNFOLDED = 24
+"""The most lines that are unfolded at first."""
 FATES = ("kept", "rebuilt", "parked", "there anyway")
 """What becomes of a saved tensor. `there anyway`: the program itself holds it until backward asks for it."""
 
@@ -116,7 +119,8 @@ def section(record: RunRecord) -> Section:
         tree = figures(graph, plan, None)
     lead = [
         "Bytes are those of tensors that autograd saves in a module and in all that is in it; milliseconds are predicted from "
-        "the observed step. Unfold a module to see what is in it."
+        "the observed step. Unfold a module to see what is in it. Bars: blue is kept, green rebuilt, purple parked, grey held "
+        "by the program anyway."
     ]
     if any(life.how == "fetch" for life in plan.lives) and record.rates is None:
         lead.append("The rates of copies and codecs are not known here, so parked bytes have no milliseconds.")
@@ -128,7 +132,7 @@ def section(record: RunRecord) -> Section:
     for path in tree:  # in the order of the forward
         if path and len(path) <= depth:
             children[path[:-1]].append(path)
-    rows = [
+    rows: Rows = [
         [
             ".".join(path) or record.model or "the model",
             *(size(f.nbytes[fate]) for fate in FATES),
@@ -142,33 +146,40 @@ def section(record: RunRecord) -> Section:
     ]
     columns = ("module", *FATES, "forward", "rebuilds", "copies", "codecs")
     table = Grid("modules-all", "All modules", columns, rows)
-    root = _branch(graph, tree, children, (), record.model or "the model")
+    levels = [n for n in range(depth + 1) if sum(len(path) <= n + 1 for path in tree) <= _UNFOLDED]
+    unfolded = {path for path in tree if len(path) in (0, *levels)}
+    root = _branch(_Drawn(graph, tree, children, unfolded), (), record.model or "the model")
     return Section("modules", title, tuple(lead), tree=(root,), grids=(table,))
 
 
-def _branch(
-    graph: Graph,
-    tree: dict[tuple[str, ...], Figures],
-    children: dict[tuple[str, ...], list[tuple[str, ...]]],
-    path: tuple[str, ...],
-    name: str,
-) -> Branch:
-    f = tree.get(path, Figures())
-    below = tuple(_branch(graph, tree, children, child, child[-1]) for child in children.get(path, ()))
+class _Drawn(NamedTuple):
+    graph: Graph
+    tree: dict[tuple[str, ...], Figures]
+    children: dict[tuple[str, ...], list[tuple[str, ...]]]
+    unfolded: set[tuple[str, ...]]
+
+
+def _branch(drawn: _Drawn, path: tuple[str, ...], name: str) -> Branch:
+    def made_by(t: int) -> str:
+        return graph.producers[t].name if t in graph.producers else ""
+
+    graph, f = drawn.graph, drawn.tree.get(path, Figures())
+    below = tuple(_branch(drawn, child, child[-1]) for child in drawn.children.get(path, ()))
+    whole = max(1, sum(drawn.tree.get((), Figures()).nbytes.values()))
+    shares = tuple((fate.replace(" ", "-"), f.nbytes[fate] / whole) for fate in FATES)
     grids: tuple[Grid, ...] = ()
     if f.own:
         largest = sorted(f.own, key=lambda own: -graph.tensors[own[0]].nbytes)
-        rows: list[list[object]] = [
-            [graph.tensors[t].name, graph.producers[t].name if t in graph.producers else "", size(graph.tensors[t].nbytes), fate]
-            for t, fate in largest[:_MOST_TENSORS]
+        rows: Rows = [
+            [graph.tensors[t].name, made_by(t), size(graph.tensors[t].nbytes), fate] for t, fate in largest[:_MOST_TENSORS]
         ]
         rest = [t for t, _ in largest[_MOST_TENSORS:]]
         if rest:
             rows.append([f"{len(rest)} smaller ones", "", size(sum(graph.tensors[t].nbytes for t in rest)), ""])
         own = "" if not below else " in the module itself"
         key = "module-" + "-".join(path) if path else "module"
-        grids = (Grid(key, f"saved tensors{own}", ("tensor", "made by", "bytes", "fate"), rows, opened=True),)  # type: ignore[arg-type]
-    return Branch(name, line(f), grids, below)
+        grids = (Grid(key, f"saved tensors{own}", ("tensor", "made by", "bytes", "fate"), rows, opened=not below),)
+    return Branch(name, line(f), shares, path in drawn.unfolded, grids, below)
 
 
 def line(f: Figures) -> str:
@@ -178,7 +189,7 @@ def line(f: Figures) -> str:
     for fate in FATES:
         if f.tensors[fate]:
             takes = f", {ms(seconds[fate]).text}" if seconds.get(fate) else ""
-            said.append(f"{fate} {format_nbytes(f.nbytes[fate])} ({f.tensors[fate]} tensors{takes})")
+            said.append(f"{fate} {format_nbytes(f.nbytes[fate])} ({f.tensors[fate]} tensor{'s'[: f.tensors[fate] > 1]}{takes})")
     if not f.tensors["rebuilt"] and f.rebuild_seconds:
         said.append(f"runs again for others, {ms(f.rebuild_seconds).text}")
     return "; ".join(said) or "saves nothing"

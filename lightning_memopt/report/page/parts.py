@@ -36,6 +36,9 @@ def share(part: float, whole: float) -> Cell:
     return Cell(f"{100 * part / whole:.1f} %" if whole else "", part / whole if whole else None)
 
 
+Rows = list[list[Cell | str]]
+
+
 @dataclass(frozen=True)
 class Grid:
     """A table. `key`: its id on the page. `opened`: it is shown at once, and not behind its caption."""
@@ -57,23 +60,40 @@ class Picture:
     data: dict[str, Any]
 
 
+class Card(NamedTuple):
+    """A figure that is shown large. `how`: how it is known."""
+
+    name: str
+    cell: Cell
+    how: str
+
+
 @dataclass(frozen=True)
 class Branch:
-    """A node of a tree that can be folded: a line, tables below it, and nodes below it."""
+    """A node of a tree that can be folded: a line, tables below it, and nodes below it.
+
+    shares: name -> length in a bar before the line; 1 is the whole width. `opened`: it is not folded at first.
+    """
 
     title: str
     line: str
+    shares: tuple[tuple[str, float], ...] = ()
+    opened: bool = False
     grids: tuple[Grid, ...] = ()
     branches: tuple[Branch, ...] = ()
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page with a heading. `lead`: paragraphs. `tree`: drawn between pictures and tables."""
+    """A part of the page with a heading. `lead`: paragraphs. `alarms`: paragraphs that must be seen. `tree`: between pictures
+    and tables.
+    """
 
     key: str
     title: str
     lead: tuple[str, ...]
+    alarms: tuple[str, ...] = ()
+    cards: tuple[Card, ...] = ()
     pictures: tuple[Picture, ...] = ()
     tree: tuple[Branch, ...] = ()
     grids: tuple[Grid, ...] = ()

@@ -27,7 +27,7 @@ def section(record: RunRecord) -> Section:
     errors = [m / p - 1 for m, p in pairs if m is not None and p]
     if errors:
         worst = max(errors, key=abs)
-        lead.append(f"Of {len(errors)} entries that were both predicted and measured, the largest difference is {100 * worst:+.2f} %.")
+        lead.append(f"Of {len(errors)} entries both predicted and measured, the largest difference is {100 * worst:+.2f} %.")
     merged = sum(s.steps > 1 for s in steps)
     if merged:
         lead.append(f"{merged} entries are several steps in a row: their peak is the largest one, their time the mean.")
@@ -42,7 +42,8 @@ def section(record: RunRecord) -> Section:
     top = f"the largest measured peak is {format_nbytes(max(measured))}" if measured else "no peak was measured"
     picture = Picture("steps", title, f"{first - 1} steps; {top}", {"steps": data, "budget": record.budget_nbytes})
     columns = ("step", "kind", "peak, predicted", "peak, measured", "difference", "wall time a step, measured")
-    return Section("steps", title, tuple(lead), (picture,), grids=(Grid("steps-all", f"{len(steps)} entries", columns, rows),))
+    table = Grid("steps-all", f"{len(steps)} entries", columns, rows)
+    return Section("steps", title, tuple(lead), pictures=(picture,), grids=(table,))
 
 
 def _named(first: int, step: StepEntry) -> Cell:

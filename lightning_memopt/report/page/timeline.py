@@ -8,7 +8,7 @@ from lightning_memopt.errors import ConfigError
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import lower
 from lightning_memopt.plan.clocks import Interval, intervals
-from lightning_memopt.report.page.parts import Grid, Picture, Section, count, ms, share
+from lightning_memopt.report.page.parts import Grid, Picture, Rows, Section, count, ms, share
 from lightning_memopt.report.record import RunRecord
 
 MOST = 1500
@@ -28,7 +28,8 @@ def section(record: RunRecord) -> Section:
         log, moved = intervals(graph, plan.lives, lower(graph, plan.lives), record.rates)
     except ConfigError as error:  # rates of another machine
         return Section("timeline", title, (f"The plan parks tensors, and their times are not known: {error}.",))
-    lead = ["Predicted from the observed times of the ops" + (" and the measured rates of copies and codecs." if parks else ".")]
+    rates = " and the measured rates of copies and codecs" if parks else ""
+    lead = [f"Predicted from the observed times of the ops{rates}."]
     if not parks:
         lead.append("This plan parks nothing, so there are no copies, and nothing waits for them.")
     elif not moved.stall_seconds:
@@ -47,16 +48,17 @@ def section(record: RunRecord) -> Section:
     totals: dict[tuple[str, str], list[float]] = {}
     for i in log:
         totals.setdefault((i.lane, i.what), []).append(i.ends - i.begins)
-    rows = [
-        [_LANES[lane], what, count(len(spans)), ms(sum(spans)), share(sum(spans), whole)] for (lane, what), spans in totals.items()
+    rows: Rows = [
+        [_LANES[lane], what, count(len(spans)), ms(sum(spans)), share(sum(spans), whole)]
+        for (lane, what), spans in totals.items()
     ]
     grids = [Grid("timeline-totals", "Seconds by kind", ("lane", "what", "intervals", "time", "of the step"), rows)]
     waits = sorted((i for i in log if i.what == "wait"), key=lambda i: i.begins - i.ends)[:_MOST_WAITS]
     if waits:
-        stalls = [[graph.tensors[i.tensor].name, ms(i.begins), ms(i.ends - i.begins)] for i in waits]
+        stalls: Rows = [[graph.tensors[i.tensor].name, ms(i.begins), ms(i.ends - i.begins)] for i in waits]
         grids.append(Grid("timeline-waits", "The longest waits for copies", ("tensor", "begins at", "waits"), stalls))
-    label = f"{len(drawn)} intervals in {len(data['lanes'])} lanes over {ms(whole).text}; {ms(moved.stall_seconds).text} of them waiting"  # type: ignore[arg-type]
-    return Section("timeline", title, tuple(lead), (Picture("lanes", title, label, data),), grids=tuple(grids))
+    label = f"{len(drawn)} intervals over {ms(whole).text}; compute waits {ms(moved.stall_seconds).text} for copies"
+    return Section("timeline", title, tuple(lead), pictures=(Picture("lanes", title, label, data),), grids=tuple(grids))
 
 
 def merged(graph: Graph, log: Sequence[Interval], most: int = MOST) -> list[tuple[Interval, int]]:

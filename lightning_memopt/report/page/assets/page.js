@@ -139,7 +139,7 @@
         width, height: 280, marginLeft: 52, marginTop: 26, marginRight: 14,
         x: { label: "step →", domain: [0, steps[steps.length - 1].step + 1], tickFormat: (x) => (Number.isInteger(x) ? `${x}` : "") },
         y: { label: `↑ peak, ${unit}`, domain: [0, (1.12 * top) / scale], grid: true },
-        color: { ...present(KINDS, new Set(steps.map((s) => s.kind))), legend: true },
+        color: { ...present(KINDS, new Set(steps.filter((s) => s.measured !== null).map((s) => s.kind))), legend: steps.some((s) => s.measured !== null) },
         marks: [
           ...(d.budget && known.length && d.budget <= 4 * Math.max(...known) ? budgetRule(d.budget, scale) : []),
           Plot.ruleY(steps.filter((s) => s.predicted !== null), { x1: (s) => s.step - 0.5, x2: (s) => s.step + 0.5, y: (s) => s.predicted / scale, stroke: "currentColor", strokeWidth: 2 }),
@@ -162,7 +162,7 @@
     place.classList.add("drawn");
   };
   places.forEach(show);
-  const resized = new ResizeObserver((entries) => entries.forEach((entry) => show(entry.target)));
+  const resized = new ResizeObserver((entries) => requestAnimationFrame(() => entries.forEach((entry) => show(entry.target))));
   places.forEach((place) => resized.observe(place));
   addEventListener("beforeprint", () => document.querySelectorAll(".tree details").forEach((branch) => { branch.open = true; }));
 })();
