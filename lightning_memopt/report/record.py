@@ -20,7 +20,7 @@ from lightning_memopt.plan.files import FORMAT as PLAN_FORMAT
 from lightning_memopt.plan.rates import MachineRates
 from lightning_memopt.report.frontier import Row
 from lightning_memopt.runtime.pool import PoolStatus
-from lightning_memopt.session import Transfers
+from lightning_memopt.session import Phase, Transfers
 from lightning_memopt.session.history import StepEntry, StepKind
 from lightning_memopt.telemetry import Throughput
 from lightning_memopt.telemetry.throughput import throughput_of
@@ -183,8 +183,12 @@ def read_record(path: str | os.PathLike[str]) -> RunRecord:
 
 def _record(top: Fields) -> RunRecord:
     plan, graph = plan_from_json(top.value("plan")) if top.value("plan") is not None else (None, None)
-    if graph is None and top.value("graph") is not None:
+    if top.value("graph") is not None:
+        if plan is not None:
+            top.refuse("graph", None, "the plan has its own")
         graph = graph_from_json(top.value("graph"))
+    if top.string("phase") not in get_args(Phase):
+        top.refuse("phase", None, f"none of {', '.join(get_args(Phase))}")
     if type(top.value("deviates")) is not bool:
         top.refuse("deviates", None, "neither true nor false")
     simple: dict[str, Any] = {key: top.string(key) for key in _TEXTS}
