@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 _open: weakref.WeakSet[RunReport] = weakref.WeakSet()
 """Reports that will be written: two runs of a process that are open together write two pages."""
-_LONGEST = 2000
-"""The most characters of an exception's message that are kept."""
 
 
 def check_target(path: str | os.PathLike[str]) -> Path:
@@ -86,10 +84,12 @@ class RunReport:
         if run is None or path is None or sys.is_finalizing():
             return
         session, status, meter = run
+        if error is not None:
+            session.history.ended_by(error)
         try:
             from lightning_memopt.report.page import write_page  # only runs that end with a page need it
 
-            record = record_of(session, status(), meter(), error)
+            record = record_of(session, status(), meter())
             write_page(path, record)
             record.write(path.with_suffix(".json"))
         except Exception as failed:
@@ -102,11 +102,10 @@ class RunReport:
             session.say(f"MemOpt: report written to {path}")
 
 
-def record_of(session: Session, status: RunStatus, meter: Meter | None = None, error: BaseException | None = None) -> RunRecord:
+def record_of(session: Session, status: RunStatus, meter: Meter | None = None) -> RunRecord:
     """The record of a run as it is now."""
     from lightning_memopt.report.record import Arena, RunRecord
 
-    error = error if error is not None else session.history.error
     device = session.device
     return RunRecord(
         phase=status.phase,
@@ -115,7 +114,7 @@ def record_of(session: Session, status: RunStatus, meter: Meter | None = None, e
         torch=str(torch.__version__),
         reason=status.reason or "",
         remedy=status.remedy or "",
-        error="" if error is None else f"{type(error).__name__}: {_message(error)}",
+        error=session.history.error,
         compiled=status.compiled or "",
         budget_nbytes=status.budget_nbytes,
         measured_peak_nbytes=status.measured_peak_nbytes,
@@ -132,12 +131,3 @@ def record_of(session: Session, status: RunStatus, meter: Meter | None = None, e
         throughput=None if meter is None else meter.rates(),
         before=None if meter is None else meter.before,
     )
-
-
-def _message(error: BaseException) -> str:
-    """What the error says, without halves of surrogate pairs, which no file of JSON has."""
-    try:
-        text = str(error)
-    except Exception:  # an exception of the user's own may fail to say anything
-        text = "(no message)"
-    return text[:_LONGEST].encode("utf-8", errors="replace").decode()

@@ -10,6 +10,9 @@ from lightning_memopt.clocks import perf_counter
 MOST = 2048
 """The most entries that are kept. Then neighbours of one kind become one entry."""
 
+_LONGEST = 2000
+"""The most characters of an exception's message that are kept."""
+
 StepKind = Literal["observed", "planned", "unplanned"]
 
 
@@ -35,12 +38,13 @@ class StepEntry:
 class History:
     """Entries of the steps of a session, at most `MOST`; none unless `wanted`.
 
-    error: what ended the run; None where it ended well, or goes on.
+    error: type and message of what ended the run; "" where it ended well, or goes on. The exception itself is not kept: its
+        traceback holds the tensors of its frames.
     """
 
     def __init__(self, wanted: bool) -> None:
         self.wanted = wanted
-        self.error: BaseException | None = None
+        self.error = ""
         self._entries: list[StepEntry] = []
         self._ended_at: float | None = None
 
@@ -50,7 +54,8 @@ class History:
 
     def ended_by(self, error: BaseException) -> BaseException:
         """An error ends the run. Returns it."""
-        self.error = error
+        if self.wanted:
+            self.error = f"{type(error).__name__}: {_message(error)}"
         return error
 
     def step_ended(self, kind: StepKind, predicted_nbytes: int | None, measured_nbytes: int | None) -> None:
@@ -85,6 +90,15 @@ def merged(entries: list[StepEntry]) -> list[StepEntry]:
         else:
             result.append(entry)
     return result
+
+
+def _message(error: BaseException) -> str:
+    """What the error says, without halves of surrogate pairs, which no file of JSON has."""
+    try:
+        text = str(error)
+    except Exception:  # an exception of the user's own may fail to say anything
+        text = "(no message)"
+    return text[:_LONGEST].encode("utf-8", errors="replace").decode()
 
 
 def _larger(a: int | None, b: int | None) -> int | None:

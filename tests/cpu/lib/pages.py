@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_memopt import optimize
 from lightning_memopt.integrations.plain import Run
+from tests.cpu.lib.loops import budget_at
 
 
 class Page(HTMLParser):
@@ -99,8 +100,13 @@ class Blocks(nn.Module):
         return self.get_submodule(self.name)(x)
 
 
-def trained(path: Path, steps: int = 8, name: str = "blocks", **options: Any) -> Run:
-    """A run of some steps that writes its report to `path`; its budget is `"min"` unless the options say otherwise."""
+def trained(path: Path | None, steps: int = 8, name: str = "blocks", share: float | None = None, **options: Any) -> Run:
+    """A run of `steps` steps that writes its report to `path`; its budget is `"min"` unless the options say otherwise.
+
+    share: the budget holds this share of what the unmodified step has on top of what is resident (`budget_at`).
+    """
+    if share is not None:
+        options["budget"] = budget_at(trained(None, 4, name), share)
     torch.manual_seed(0)
     model = Blocks(name)
     optimizer = torch.optim.Adam(model.parameters())

@@ -64,7 +64,7 @@ def served() -> Iterator[tuple[ThreadingHTTPServer, list[str]]]:
 
 def test_a_run_in_a_browser(tmp_path: Path, served: tuple[ThreadingHTTPServer, list[str]]) -> None:
     """All five kinds of pictures, from a run with a pool; the numbers in the browser are those of the run."""
-    run = trained(tmp_path / "run.html", budget="3800KiB", pool="planned")
+    run = trained(tmp_path / "run.html", share=0.5, pool="planned")
     plan, status = run.plan, run.status()
     assert plan is not None
     server, asked = served
