@@ -243,6 +243,7 @@ def test_accelerate(tmp_path: Path) -> None:
     checked(tmp_path / "run.html", "Blocks", 6)
     with pytest.raises(ConfigError, match="does not exist"):
         loop(tmp_path / "missing" / "run.html")
+    front.end()  # the model that was prepared
     assert wire.options_of({"report": "run.html"}) == {"report": "run.html"}
     with pytest.raises(ConfigError, match=r"ends with \.html"):
         wire.options_of({"report": "run.txt"})
