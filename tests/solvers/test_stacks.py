@@ -43,7 +43,9 @@ def test_stacks_add_up_at_every_point(seed: int) -> None:
 
 
 def test_parked_tensors_have_purposes_of_their_own() -> None:
-    seen = {name for seed in range(12) for graph, lives in plans(seed) for name, level in stacks(graph, lives).items() if any(level)}
+    seen = {
+        name for seed in range(12) for graph, lives in plans(seed) for name, level in stacks(graph, lives).items() if any(level)
+    }
     assert {"feature maps", "rebuilt", "fetched", "gradients", "weights"} <= seen
 
 

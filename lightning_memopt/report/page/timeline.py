@@ -22,9 +22,10 @@ def section(record: RunRecord) -> Section:
     if graph is None or plan is None:
         return Section("timeline", title, ("There is no plan.",))
     parks = any(life.how == "fetch" for life in plan.lives)
+    if parks and record.rates is None:
+        why = "The plan parks tensors. How long that takes is not known: a plan file has no rates of copies and codecs."
+        return Section("timeline", title, (why,))
     try:
-        if parks and record.rates is None:
-            raise ConfigError("the rates of links and codecs are not in a plan file")
         log, moved = intervals(graph, plan.lives, lower(graph, plan.lives), record.rates)
     except ConfigError as error:  # rates of another machine
         return Section("timeline", title, (f"The plan parks tensors, and their times are not known: {error}.",))

@@ -104,7 +104,10 @@ def test_what_goes_wrong_at_the_end_is_a_warning(tmp_path: Path, monkeypatch: py
     folder.mkdir()
     model = Blocks()
     optimizer = torch.optim.Adam(model.parameters())
-    with pytest.warns(UserWarning, match="could not be written"), optimize(model, optimizer, report=folder / "run.html", **OPTIONS):
+    with (
+        pytest.warns(UserWarning, match="could not be written"),
+        optimize(model, optimizer, report=folder / "run.html", **OPTIONS),
+    ):
         folder.rmdir()
     monkeypatch.setattr(page_module, "render", lambda record: 1 / 0)
     with pytest.raises(ValueError, match="mine"), pytest.warns(UserWarning, match="ZeroDivisionError"):

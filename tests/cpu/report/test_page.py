@@ -176,7 +176,9 @@ def test_a_huge_step_stays_small_and_quick() -> None:
     """15,000 ops and more."""
     graph = training_step(random_steps(random.Random(1), 7600), inputs={"input": 64})
     assert len(graph.ops) >= 15_000
-    graph = replace(graph, ops=tuple(replace(op, seconds=1e-5, scope=f"stack.{op.id % 300}.layer.{op.id % 7}") for op in graph.ops))
+    graph = replace(
+        graph, ops=tuple(replace(op, seconds=1e-5, scope=f"stack.{op.id % 300}.layer.{op.id % 7}") for op in graph.ops)
+    )
     frontier_plan = planner.Frontier(graph, (_kept(graph),), 1, max(unmodified_levels(graph)), (), 0.0).plan(1 << 60)
     began = perf_counter()
     page = Page(text := render(record_of_plan(frontier_plan, graph)))
