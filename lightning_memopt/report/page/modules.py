@@ -179,7 +179,7 @@ def _branch(drawn: _Drawn, path: tuple[str, ...], name: str) -> Branch:
         own = "" if not below else " in the module itself"
         key = "module-" + "-".join(path) if path else "module"
         grids = (Grid(key, f"saved tensors{own}", ("tensor", "made by", "bytes", "fate"), rows, opened=not below),)
-    return Branch(name, line(f), shares, path in drawn.unfolded, grids, below)
+    return Branch(name, line(f), shares, bool(below) and path in drawn.unfolded, grids, below)
 
 
 def line(f: Figures) -> str:

@@ -184,7 +184,7 @@ def test_a_huge_step_stays_small_and_quick() -> None:
     page = Page(text := render(record_of_plan(frontier_plan, graph)))
     assert perf_counter() - began < 20  # on a loaded machine; alone about 3 s, of which 2 are the search for addresses
     assert len(text.encode()) < LARGEST_NBYTES
-    (before, after) = page.pictures("stack")
+    before, _ = page.pictures("stack")
     assert before["peak"]["nbytes"] == max(unmodified_levels(graph))
     assert len(before["points"]) <= 500 and len(page.pictures("lanes")[0]["spans"]) <= 1500
 
