@@ -59,6 +59,11 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "There is no compiler, or the engine does not suit this torch.",
         "Install a C++ compiler, or accept slower steps; results are the same.",
     ),
+    ("report/run.py", "MemOpt: the report"): (
+        "The page or its record could not be written when the run ended, for the reason named.",
+        "Give `report=` a path that can be written to. The training itself is not affected.",
+    ),
+    ("report/run.py", "MemOpt: report written"): ("The run is over: this is its page.", NOTHING),
     ("runtime/early_updates.py", "MemOpt: backward raised"): (
         "An exception came in the middle of a backward that updates parameters.",
         "Restore a checkpoint; set `optimizer_in_backward='never'` where backward may raise.",

@@ -86,7 +86,7 @@ def _train(
     console.print(f"\n[bold]{name}[/bold]: {_PLAIN_STEPS} plain steps, then the whole training within {budget}")
     began = time.perf_counter()
     plain = _fit(workload, settings, "auto", max_steps=_PLAIN_STEPS, limit_val_batches=0)[1]  # its model would count
-    strategy = MemOptStrategy(budget=budget)
+    strategy = MemOptStrategy(budget=budget, report=folder / f"{name}.html")
     trainer, log = _fit(workload, settings, strategy, **limits)
     status = strategy.status()
     plan = status.plan
@@ -113,7 +113,7 @@ def _train(
 
 
 def run(folder: Path, quick: bool = False) -> list[Outcome]:
-    """Train the digits ResNet and the character GPT; write `summary.json` and the plans into `folder`."""
+    """Train the digits ResNet and the character GPT; write `summary.json`, the plans and the reports into `folder`."""
     console = Console()
     folder.mkdir(parents=True, exist_ok=True)
     resnet, gpt = (digits.DigitsSettings(), chargpt.CharGPTSettings())
@@ -142,7 +142,7 @@ def run(folder: Path, quick: bool = False) -> list[Outcome]:
     console.print(table)
     target = folder / "summary.json"
     target.write_text(json.dumps({"workloads": [asdict(o) for o in outcomes]}, indent=2) + "\n")
-    console.print(f"wrote {target} and {folder / 'plan.json'}")
+    console.print(f"wrote {target} and {folder / 'plan.json'}; open {folder / 'chargpt.html'} in a browser")
     return outcomes
 
 

@@ -1,4 +1,4 @@
-"""The command line `memopt`: demo, plan, explain, breakdown, chain, place.
+"""The command line `memopt`: demo, plan, explain, report, breakdown, chain, place.
 
 Exit codes: 0 done, 1 a demo whose losses differ, 2 bad input, 3 no plan fits the budget, or no placement the capacity.
 """
@@ -122,6 +122,28 @@ def _explain(args: argparse.Namespace) -> int:
         from lightning_memopt.report.helps import helps
 
         print(helps(plan, graph, args.seconds))
+    return 0
+
+
+def _report(args: argparse.Namespace) -> int:
+    from dataclasses import replace
+
+    from lightning_memopt.report.frontier import rows
+    from lightning_memopt.report.page import write_page
+    from lightning_memopt.report.record import read_record
+    from lightning_memopt.report.run import check_target
+    from lightning_memopt.solvers import planner
+
+    target = check_target(args.output)
+    record = read_record(args.source)
+    if record.phase == "file" and record.graph is not None and args.solver_seconds > 0:
+        frontier = planner.solve(record.graph, limit_seconds=args.solver_seconds)
+        record = replace(record, frontier=tuple(rows(frontier)))
+    try:
+        write_page(target, record)
+    except OSError as error:
+        raise ConfigError(f"{args.output} cannot be written: {error}; give -o another path") from error
+    print(f"{args.output}: {target.stat().st_size} bytes; open it in a browser")
     return 0
 
 
@@ -254,6 +276,13 @@ def parser() -> argparse.ArgumentParser:
         help="limit of the search for what would help most (default: 10; 0: leave it out)",
     )
     explain.set_defaults(run=_explain)
+    report = commands.add_parser("report", help="a page with pictures and tables, from the record of a run or from a plan file")
+    report.add_argument("source", help="the record of a run, which report= writes beside its page (run.json), or a plan file")
+    report.add_argument("-o", "--output", default="report.html", help="the page (default: report.html)")
+    report.add_argument(
+        "--solver-seconds", type=float, default=10.0, help="for a plan file: limit of the search for its other plans; 0: none"
+    )
+    report.set_defaults(run=_report)
     breakdown = commands.add_parser(
         "breakdown", help="bytes in memory at a plan's peak, by layer and by data structure, beside simpler policies"
     )

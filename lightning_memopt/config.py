@@ -57,6 +57,9 @@ class MemOptConfig:
             it has none; a model that is compiled already stays as it is. Compiled code rounds otherwise than eager code.
         verify: compare rebuilt tensors bit by bit with the originals in observed steps, and by checksum in the first planned
             step.
+        report: path of a page, `"run.html"`, that is written when the run ends, also by an exception: one file for a browser,
+            with pictures and tables of what the plan did. The run's record, which `memopt report` reads, is put beside it
+            (`run.json`). None: nothing is written.
         verbose: print progress, and the table at the end.
     """
 
@@ -74,6 +77,7 @@ class MemOptConfig:
     pool: str | None = None
     compile: bool = False
     verify: bool = True
+    report: str | os.PathLike[str] | None = None
     verbose: bool = True
 
     def __post_init__(self) -> None:
@@ -102,6 +106,8 @@ class MemOptConfig:
             )
         if self.pool not in (None, "planned"):
             raise ConfigError(f"pool is {self.pool!r}; use 'planned' or None.")
+        if self.report is not None and not _is_page(self.report):
+            raise ConfigError(f"report is {self.report!r}; give the path of a page, which ends with .html, or None.")
         if self.objective == "flops" and (self.offload, self.compress) != ("none", "none"):
             raise ConfigError(
                 "objective='flops' counts neither copies nor codecs; leave offload and compress out, or objective."
@@ -144,6 +150,7 @@ class PlanOptions(TypedDict, total=False):
     pool: str | None
     compile: bool
     verify: bool
+    report: str | os.PathLike[str] | None
     verbose: bool
 
 
@@ -182,6 +189,10 @@ def with_option_texts(cls: type[Decorated]) -> type[Decorated]:
         texts = MemOptConfig.__doc__.partition("Args:\n")[2].rstrip()
         cls.__doc__ = cls.__doc__.replace("Args:\n", f"Args:\n{texts}\n", 1)
     return cls
+
+
+def _is_page(path: object) -> bool:
+    return isinstance(path, (str, os.PathLike)) and str(os.fspath(path)).endswith(".html")
 
 
 def device_nbytes(device: torch.device) -> int:

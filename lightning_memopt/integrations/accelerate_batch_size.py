@@ -53,7 +53,7 @@ class _Trial:
     def config(self, config: MemOptConfig) -> MemOptConfig:
         if str(config.budget).strip().lower() == "min":
             raise ConfigError("budget='min' fits any batch size to itself. Give the bytes that a step may use.")
-        return dataclasses.replace(config, profile_steps=1, verbose=False)
+        return dataclasses.replace(config, profile_steps=1, verbose=False, report=None)
 
     def began(self, watched: front.Watched) -> None:
         self.begun = True

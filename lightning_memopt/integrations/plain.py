@@ -21,6 +21,7 @@ from lightning_memopt.integrations.checkpointing import LayerCheckpointing
 from lightning_memopt.plan import Plan
 from lightning_memopt.record import instead_of_calls, uncompiled, uncompiled_itself
 from lightning_memopt.report.frontier import Row, rows
+from lightning_memopt.report.run import RunReport
 from lightning_memopt.report.table import summary
 from lightning_memopt.runtime.early_updates import Reason
 from lightning_memopt.session import RunStatus, Session
@@ -282,10 +283,13 @@ def _opened(
 ) -> Run:
     """A run that ends when the stack is closed."""
     optimizers = unwrapped(optimizer)
+    report = RunReport(config)
+    stack.push(report)  # first in, so that the session is closed when it is written
     session = Session(model, optimizers, config, say)
     for _ in range(2):  # the second call does nothing, unless the first one was interrupted
         stack.callback(_close, session)
     run = Run(session)
+    report.begins(session, run.status, lambda: run._meter)
     stack.push(run._end_meter)
     if session.enabled:  # otherwise the loop runs exactly as without a run
         session.update_in_backward(lambda: [*reasons(), *_reasons_against_early_updates(model, optimizers)])

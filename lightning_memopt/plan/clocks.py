@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
-from lightning_memopt.graph import BEFORE, Graph, Levels
+from lightning_memopt.graph import BEFORE, Graph, Levels, Op
 from lightning_memopt.plan.forms import codec_of, tier_of
 from lightning_memopt.plan.lower import Fetch, Rebuild, Schedule
 from lightning_memopt.plan.model import Life
@@ -38,6 +38,24 @@ class Transfers:
     tier_nbytes: int = 0
 
 
+class Interval(NamedTuple):
+    """What one clock does for a while.
+
+    lane: the clock: compute, or one direction of the links.
+    what: the phase of an op that runs, or "rebuild", "encode", "decode"; "wait" where compute waits; "copy" on the links.
+    begins, ends: seconds since the step began.
+    op: id of the op; -1 where there is none.
+    tensor: id of the tensor that is copied, coded or waited for; -1 where an op runs.
+    """
+
+    lane: Literal["compute", "out", "in"]
+    what: str
+    begins: float
+    ends: float
+    op: int = -1
+    tensor: int = -1
+
+
 def leaves_at(graph: Graph, tensor: int) -> int:
     """The point after which a tensor may be parked: it has been packed, or made where autograd does not save it."""
     first = min((s.op for s in graph.saves_of.get(tensor, ())), default=None)
@@ -49,56 +67,92 @@ def leaves_at(graph: Graph, tensor: int) -> int:
 
 
 class _Clocks:
-    def __init__(self, graph: Graph, rates: TransferRates) -> None:
-        self.graph, self.rates = graph, rates
+    def __init__(self, graph: Graph, rates: TransferRates | None, log: list[Interval] | None) -> None:
+        self.graph, self.log = graph, log
+        self._rates = rates
         self.now = self.stalled = self.codec = self.copied = 0.0
         self.moved = 0
         self.out_free = self.in_free = 0.0
         self.gone_at: dict[int, float] = {}
         self.there_at: dict[int, float] = {}
 
+    @property
+    def rates(self) -> TransferRates:
+        assert self._rates is not None, "a plan that parks tensors has a price at some rates only"
+        return self._rates
+
+    def runs(self, op: Op, what: str) -> None:
+        begins = self.now
+        self.now += op.seconds
+        if self.log is not None:
+            self.log.append(Interval("compute", what, begins, self.now, op.id))
+
     def store(self, tensor: int, form: str, nbytes: int) -> None:
         if codec := codec_of(form):
-            self._code(self.rates.encode_seconds(codec, self.graph.tensors[tensor].nbytes))
+            self._code("encode", tensor, self.rates.encode_seconds(codec, self.graph.tensors[tensor].nbytes))
         if tier := tier_of(form):
-            self.out_free = max(self.now, self.out_free) + self._copy(self.rates.out_seconds(tier, nbytes), nbytes)
+            begins = max(self.now, self.out_free)
+            self.out_free = begins + self._copy(self.rates.out_seconds(tier, nbytes), nbytes)
             self.gone_at[tensor] = self.out_free
+            self._logs("out", "copy", begins, self.out_free, tensor)
 
     def fetch(self, tensor: int, form: str, nbytes: int) -> None:
         if tier := tier_of(form):
             begins = max(self.now, self.in_free, self.gone_at[tensor])
             self.in_free = begins + self._copy(self.rates.in_seconds(tier, nbytes), nbytes)
             self.there_at[tensor] = self.in_free
+            self._logs("in", "copy", begins, self.in_free, tensor)
 
     def wait_gone(self, tensor: int) -> None:
-        self._until(self.gone_at.get(tensor, 0.0))
+        self._until(self.gone_at.get(tensor, 0.0), tensor)
 
     def read(self, tensor: int, form: str) -> None:
         """A tensor is read for the first time since it began to come back."""
-        self._until(self.there_at.pop(tensor, 0.0))
+        self._until(self.there_at.pop(tensor, 0.0), tensor)
         if codec := codec_of(form):
-            self._code(self.rates.decode_seconds(codec, self.graph.tensors[tensor].nbytes))
+            self._code("decode", tensor, self.rates.decode_seconds(codec, self.graph.tensors[tensor].nbytes))
 
     def _copy(self, seconds: float, nbytes: int) -> float:
         self.copied += seconds
         self.moved += nbytes
         return seconds
 
-    def _code(self, seconds: float) -> None:
+    def _logs(self, lane: Literal["compute", "out", "in"], what: str, begins: float, ends: float, tensor: int) -> None:
+        if self.log is not None and ends > begins:
+            self.log.append(Interval(lane, what, begins, ends, tensor=tensor))
+
+    def _code(self, what: str, tensor: int, seconds: float) -> None:
         self.codec += seconds
+        self._logs("compute", what, self.now, self.now + seconds, tensor)
         self.now += seconds
 
-    def _until(self, then: float) -> None:
+    def _until(self, then: float, tensor: int) -> None:
         if then > self.now:
+            self._logs("compute", "wait", self.now, then, tensor)
             self.stalled += then - self.now
             self.now = then
 
 
+def intervals(
+    graph: Graph, lives: Iterable[Life], schedule: Schedule, rates: TransferRates | None
+) -> tuple[list[Interval], Transfers]:
+    """What each clock does in a planned step, in the order of its begins, and its price. `rates` may be None for a plan that
+    parks nothing.
+    """
+    log: list[Interval] = []
+    return log, _run(graph, lives, schedule, rates, log)
+
+
 def transfers(graph: Graph, lives: Iterable[Life], schedule: Schedule, rates: TransferRates) -> Transfers:
     """Copies, stalls and codecs of the parked tensors, for these rates and the ops' seconds in the graph."""
+    lives = [life for life in lives if life.how == "fetch"]
+    return _run(graph, lives, schedule, rates, None) if lives else Transfers()
+
+
+def _run(
+    graph: Graph, lives: Iterable[Life], schedule: Schedule, rates: TransferRates | None, log: list[Interval] | None
+) -> Transfers:
     fetched = [life for life in lives if life.how == "fetch"]
-    if not fetched:
-        return Transfers()
     nbytes = {life.tensor: life.parked_nbytes for life in fetched}
     leaving: dict[int, list[int]] = {}
     for t in schedule.parked:
@@ -112,7 +166,7 @@ def transfers(graph: Graph, lives: Iterable[Life], schedule: Schedule, rates: Tr
     for t, form in schedule.parked.items():
         if tier_of(form):
             in_tiers.add(leaves_at(graph, t), ends[t], nbytes[t])
-    clocks = _Clocks(graph, rates)
+    clocks = _Clocks(graph, rates, log)
     coming: set[int] = set()
 
     def reads(tensors: Iterable[int]) -> None:
@@ -129,14 +183,15 @@ def transfers(graph: Graph, lives: Iterable[Life], schedule: Schedule, rates: Tr
                 coming.add(step.tensor)
             elif isinstance(step, Rebuild):
                 reads(graph.ops[step.op].inputs)
-                clocks.now += graph.ops[step.op].seconds
+                clocks.runs(graph.ops[step.op], "rebuild")
         if point.kind == "unpack":
             reads((graph.saves[point.id].tensor,))
         elif point.kind == "op":
-            clocks.now += graph.ops[point.id].seconds
+            op = graph.ops[point.id]
+            clocks.runs(op, op.phase)
         for t in leaving.get(p, ()):
             clocks.store(t, schedule.parked[t], nbytes[t])
         for t in schedule.frees.get(p, ()):
             if t in schedule.parked and p < last[t]:
                 clocks.wait_gone(t)
-    return Transfers(clocks.moved, clocks.copied, clocks.stalled, clocks.codec, max(in_tiers.levels()))
+    return Transfers(clocks.moved, clocks.copied, clocks.stalled, clocks.codec, max(in_tiers.levels(), default=0))

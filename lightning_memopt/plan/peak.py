@@ -1,7 +1,7 @@
-"""The bytes in memory at the peak of a plan, by layer and by purpose.
+"""The bytes in memory in a planned step, by purpose (`stacks`), and at its peak by layer, too (`at_peak`).
 
-They add up to the simulator's peak, to the byte. Source: Echo (ISCA 2020), section III-B and figures 4, 16, 21, 23: *by layer
-types* and *by data structures*.
+They add up to the simulator's figures, to the byte. Source: Echo (ISCA 2020), section III-B and figures 4, 16, 21, 23: *by
+layer types* and *by data structures*.
 """
 
 from __future__ import annotations
@@ -9,16 +9,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from lightning_memopt.graph import BEFORE, Graph, Tensor
-from lightning_memopt.plan.lower import Rebuild, Schedule, lower
+from lightning_memopt.graph import BEFORE, Graph, Levels, Op, Tensor
+from lightning_memopt.plan.lower import Free, Rebuild, Schedule, lower
 from lightning_memopt.plan.model import Life
-from lightning_memopt.plan.simulate import simulate
+from lightning_memopt.plan.simulate import encoded, simulate
 
 STRUCTURES = (
     "feature maps",
     "held to rebuild",
     "rebuilt",
+    "fetched",
+    "encoded",
     "generator states",
     "in use",
     "gradients",
@@ -28,7 +31,8 @@ STRUCTURES = (
     "inputs",
 )
 """The purposes of bytes. `feature maps`: held because autograd saves them. `held to rebuild`: autograd does not save them, but
-rebuilds start from them. `rebuilt`: made again by ops. `in use`: user code, or the step itself, holds them at that moment.
+rebuilds start from them. `rebuilt`: made again by ops. `fetched`: parked before, and in memory again. `encoded`: in the form
+of a codec. `in use`: user code, or the step itself, holds them at that moment.
 `gradients`: made by backward.
 """
 _KINDS = {"parameter": "weights", "buffer": "weights", "optimizer_state": "optimizer state", "input": "inputs"}
@@ -71,58 +75,110 @@ def layer_name(graph: Graph, tensor: Tensor, layer: LayerOf) -> str:
     return layer(op.scope) if op.phase == "forward" else op.phase
 
 
+class Part(NamedTuple):
+    """Bytes that are in memory for an interval of points.
+
+    of: the tensor, or the scope of the op.
+    structure: one of `STRUCTURES`.
+    nbytes: its bytes.
+    first, last: the points of the interval.
+    born: whether a segment at the point `first` makes them, so that they are not there while it runs.
+    """
+
+    of: Tensor | str
+    structure: str
+    nbytes: int
+    first: int
+    last: int
+    born: bool = False
+
+
+def parts(graph: Graph, lives: Sequence[Life], schedule: Schedule) -> Iterator[Part]:
+    """All that is in memory in a planned step, without what segments make on the way."""
+    for t in graph.tensors:
+        for first, last in t.spans:
+            yield from _used(graph, t, first, last)
+    for life in lives:
+        t = graph.tensors[life.tensor]
+        if life.how == "original":
+            first, saved_until = max(life.born_at, t.freed_at + 1), graph.saved_until(t.id)
+            yield Part(t, "feature maps", t.nbytes, first, min(life.freed_at, saved_until))
+            yield Part(t, "held to rebuild", t.nbytes, max(first, saved_until + 1), life.freed_at)
+        else:
+            rebuilt = life.how == "rebuild"
+            yield Part(t, "rebuilt" if rebuilt else "fetched", t.nbytes, life.born_at, life.freed_at, rebuilt)
+    if schedule.parked:
+        for tensor, first, last, nbytes in encoded(graph, lives):
+            yield Part(graph.tensors[tensor], "encoded", nbytes, first, last)
+    for op_id in schedule.rebuilt:
+        op = graph.ops[op_id]
+        if op.state_nbytes:
+            yield Part(op.scope, "generator states", op.state_nbytes, op.at, graph.last_release)
+    for op in graph.ops:
+        if op.workspace_nbytes:
+            yield Part(op.scope if op.phase == "forward" else op.phase, "workspace", op.workspace_nbytes, op.at, op.at)
+
+
+def _used(graph: Graph, t: Tensor, first: int, last: int) -> Iterator[Part]:
+    """The interval of a tensor that is in memory without any plan."""
+    if t.born_at == BEFORE:
+        yield Part(t, _KINDS.get(t.kind, "gradients"), t.nbytes, first, last)
+    elif t.kind == "gradient":
+        yield Part(t, "gradients", t.nbytes, first, last)
+    else:
+        saved_until = graph.saved_until(t.id) if t.kind == "activation" else BEFORE
+        yield Part(t, "feature maps", t.nbytes, first, min(last, saved_until))
+        yield Part(t, "in use", t.nbytes, max(first, saved_until + 1), last)
+
+
+def parts_at(graph: Graph, lives: Iterable[Life], point: int) -> list[Part]:
+    """What is in memory at the worst moment of a point of a plan; the bytes add up to those that `simulate` predicts."""
+    lives = tuple(lives)
+    schedule = lower(graph, lives)
+    there = [part for part in parts(graph, lives, schedule) if part.first <= point <= part.last]
+    in_segment = _in_segment(graph, schedule, point)
+    born = sum(part.nbytes for part in there if part.born and part.first == point)
+    if sum(part.nbytes for part in in_segment) > born:
+        there = [part for part in there if not (part.born and part.first == point)] + in_segment
+    return there
+
+
 def at_peak(graph: Graph, lives: Iterable[Life], layer: LayerOf = layer_of) -> Breakdown:
     """What is in memory at the peak of a plan; `total` is the peak that `simulate` predicts."""
     lives = tuple(lives)
-    schedule = lower(graph, lives)
-    timeline = simulate(graph, lives, schedule)
-    point = timeline.peak_at
-    parts = list(_at_rest(graph, lives, schedule, point, births=True))
-    if sum(nbytes for *_, nbytes in parts) < timeline.predicted.peak_nbytes:
-        parts = [*_at_rest(graph, lives, schedule, point, births=False), *_in_segment(graph, schedule, point)]
     totals: Counter[tuple[str, str]] = Counter()
-    for where, structure, nbytes in parts:
-        totals[layer(where) if isinstance(where, str) else layer_name(graph, where, layer), structure] += nbytes
+    for part in parts_at(graph, lives, simulate(graph, lives).peak_at):
+        where = layer(part.of) if isinstance(part.of, str) else layer_name(graph, part.of, layer)
+        totals[where, part.structure] += part.nbytes
     return Breakdown({key: nbytes for key, nbytes in totals.items() if nbytes})
 
 
-_Part = tuple[Tensor | str, str, int]
-"""(a tensor, or the scope of an op; its structure; bytes)"""
+def stacks(graph: Graph, lives: Iterable[Life]) -> dict[str, list[int]]:
+    """Structure -> bytes at every point of a planned step, at the worst moment within it: they add up to `simulate`'s."""
+    lives = tuple(lives)
+    schedule, n = lower(graph, lives), len(graph.points)
+    levels = {structure: Levels(n) for structure in STRUCTURES}
+    born: Counter[int] = Counter()
+    for part in parts(graph, lives, schedule):
+        levels[part.structure].add(part.first, part.last, part.nbytes)
+        if part.born:
+            born[part.first] += part.nbytes
+    nbytes = {structure: level.levels() for structure, level in levels.items()}
+    for point in schedule.segments:
+        in_segment = _in_segment(graph, schedule, point)
+        if sum(part.nbytes for part in in_segment) > born[point]:
+            nbytes["rebuilt"][point] -= born[point]
+            for part in in_segment:
+                nbytes[part.structure][point] += part.nbytes
+    return nbytes
 
 
-def _at_rest(graph: Graph, lives: Sequence[Life], schedule: Schedule, point: int, births: bool) -> Iterator[_Part]:
-    """The parts in memory at a point, without those that a segment makes on the way. `births`: with lives that begin there."""
-    for t in graph.tensors:
-        if t.there(point):
-            yield t, _structure(graph, t, point), t.nbytes
-    for life in lives:
-        t = graph.tensors[life.tensor]
-        if life.how == "original" and max(life.born_at, t.freed_at + 1) <= point <= life.freed_at:
-            yield t, "feature maps" if graph.saved_until(t.id) >= point else "held to rebuild", t.nbytes
-        elif life.how == "rebuild" and life.born_at <= point <= life.freed_at and (births or life.born_at < point):
-            yield t, "rebuilt", t.nbytes
-    for op_id in schedule.rebuilt:
-        op = graph.ops[op_id]
-        if op.at <= point <= graph.last_release:
-            yield op.scope, "generator states", op.state_nbytes
-    if graph.points[point].kind == "op":
-        op = graph.ops[graph.points[point].id]
-        yield (op.scope if op.phase == "forward" else op.phase), "workspace", op.workspace_nbytes
-
-
-def _structure(graph: Graph, t: Tensor, point: int) -> str:
-    if t.born_at == BEFORE:
-        return _KINDS.get(t.kind, "gradients")
-    if t.kind == "gradient":
-        return "gradients"
-    return "feature maps" if graph.saved_until(t.id) >= point and t.kind == "activation" else "in use"
-
-
-def _in_segment(graph: Graph, schedule: Schedule, point: int) -> list[_Part]:
+def _in_segment(graph: Graph, schedule: Schedule, point: int) -> list[Part]:
     """The parts that the segment at a point has made and not freed, at its worst moment."""
     there: Counter[int] = Counter()
     now = most = 0
-    worst: list[_Part] = []
+    worst: Counter[int] = Counter()
+    at_work: Op | None = None
     for step in schedule.segments.get(point, ()):
         if isinstance(step, Rebuild):
             op = graph.ops[step.op]
@@ -131,10 +187,11 @@ def _in_segment(graph: Graph, schedule: Schedule, point: int) -> list[_Part]:
                 there[t] += 1
                 now += graph.tensors[t].nbytes
             if now + op.workspace_nbytes > most:
-                most = now + op.workspace_nbytes
-                worst = [(graph.tensors[t], "rebuilt", n * graph.tensors[t].nbytes) for t, n in there.items() if n]
-                worst.append((op.scope, "workspace", op.workspace_nbytes))
-        else:
+                most, at_work, worst = now + op.workspace_nbytes, op, there.copy()
+        elif isinstance(step, Free):
             there[step.tensor] -= 1
             now -= graph.tensors[step.tensor].nbytes
-    return worst
+    made = [Part(graph.tensors[t], "rebuilt", n * graph.tensors[t].nbytes, point, point) for t, n in worst.items() if n]
+    if at_work is not None:
+        made.append(Part(at_work.scope, "workspace", at_work.workspace_nbytes, point, point))
+    return made

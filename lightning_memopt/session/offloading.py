@@ -70,6 +70,12 @@ class Offloading:
         """The rates of the tier and of the codecs, measured once, in less than a second."""
         return times.current.of_transfers(self._measured)
 
+    @property
+    def measured(self) -> MachineRates | None:
+        """The rates if they were needed; else None, and nothing is measured."""
+        rates: MachineRates | None = vars(self).get("rates")
+        return rates
+
     def _measured(self) -> MachineRates:
         used = {"bools", "positive", self.codec, self._gated} & set(NAMES) if self.config.compress != "none" else set()
         tiers = [self.depots.tier(self.tier, _PROBE_NBYTES)] if self.tier else []

@@ -126,9 +126,10 @@ class _Solver:
         placement = place_cyclic(buffers, step.period, seconds, self._alignment)
         self._left_seconds -= placement.seconds
         offsets: list[int | None] = [None] * step.period
+        until = [0] * step.period
         for request, offset in zip(step.requests, placement.offsets, strict=True):
-            offsets[request.number] = offset
-        addresses = Addresses(step.nbytes, tuple(offsets), placement.height_nbytes, placement.bound_nbytes)
+            offsets[request.number], until[request.number] = offset, request.until
+        addresses = Addresses(step.nbytes, tuple(offsets), placement.height_nbytes, placement.bound_nbytes, tuple(until))
         beside_nbytes = step.beside_nbytes + (step.crossing_nbytes if self._reserves else 0)
         needed = addresses.arena_nbytes + beside_nbytes - (0 if self._reserves else step.rounding_nbytes)
         if needed > budget_nbytes:

@@ -31,6 +31,7 @@ from lightning_memopt.session.early_updates import EarlyUpdating, wanted
 from lightning_memopt.session.ends import Ends
 from lightning_memopt.session.foresight import Foresight
 from lightning_memopt.session.given_plan import read_given, write_status
+from lightning_memopt.session.history import History
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.observed_step import ObservedStep
 from lightning_memopt.session.offloading import Offloading
@@ -70,7 +71,7 @@ class Session:
         self._agreement = Agreement(model, config, self.enabled)
         self.say = self._agreement.first_rank_says((say or print) if config.verbose else (lambda _: None))
         self.budget_nbytes = budget_on(self.device, config) if self.enabled else None
-        self._rounds, self._plan_cache = Rounds(), PlanCache()
+        self._rounds, self._plan_cache, self.history = Rounds(), PlanCache(), History(config.report is not None)
         self._current: State | None = None
         self.given: tuple[Plan, Graph] | None = None
         if config.plan is not None and self.enabled:
@@ -184,10 +185,8 @@ class Session:
         self._observed_step.update_ended()
         if not self._ends.owns(optimizer):
             return
-        over = self._ends.updated(optimizer)
-        if backward_runs() or in_compiled_code():
-            return  # autograd and dynamo restore modes and profilers when their code ends, so none may end inside of it
-        if over:
+        # autograd and dynamo restore modes and profilers when their code ends, so none may end inside of it
+        if self._ends.updated(optimizer) and not (backward_runs() or in_compiled_code()):
             self.step_ended()
 
     def step_ended(self) -> None:
@@ -199,6 +198,7 @@ class Session:
         self._slowed = self._metering.profiling or self._observed_step.now is not None
         measured = self._metering.close(self._observed_step.now)
         peak_nbytes = None if measured is None else measured.peak_nbytes
+        self.history.step_ended(*step.outcome(self._observed_step.now is not None), peak_nbytes)
         if step.plans:
             self._neighbours.step()
         before = self._current
@@ -242,11 +242,11 @@ class Session:
 
     def ended_by(self, error: BaseException) -> RankFailedError | None:
         """An error ends the run. Returns the error to raise instead, where another rank failed first (`Ranks.ended_by`)."""
-        return self._agreement.ended_by(error)
+        return self._agreement.ended_by(self.history.ended_by(error))
 
     def status(self) -> RunStatus:
         """The status of the run so far; where batches differ in shape, that of the batch whose step needs most bytes."""
-        status = status_of(self._plan_cache.main, self.budget_nbytes, self.silence, self.pool)
+        status = status_of(self._plan_cache.main, self.budget_nbytes, self.silence, self.pool, self._offloading.measured)
         return status if self.enabled else RunStatus(phase="off")
 
     def transfers(self) -> Transfers | None:

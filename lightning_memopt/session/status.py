@@ -7,6 +7,7 @@ from typing import Literal
 
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Plan
+from lightning_memopt.plan.rates import MachineRates
 from lightning_memopt.runtime.parked import Depot
 from lightning_memopt.runtime.pool import PoolStatus
 from lightning_memopt.session.failed import Failed
@@ -72,6 +73,7 @@ class RunStatus:
         compiled: which modules run in compiled code, and the effect on the plan; None where there are none.
         checkpointed: names of the layers whose gradient checkpointing the plan replaces.
         pool: the planned pool: its arena, and what became of the requests; None where none was asked for.
+        rates: the measured rates of links and codecs; None where none were needed.
     """
 
     phase: Phase
@@ -89,6 +91,7 @@ class RunStatus:
     compiled: str | None = None
     checkpointed: tuple[str, ...] = ()
     pool: PoolStatus | None = None
+    rates: MachineRates | None = None
 
     @property
     def predicted_peak_nbytes(self) -> int | None:
@@ -101,7 +104,9 @@ class RunStatus:
         return self.plan.unmodified_peak_nbytes if self.plan is not None else None
 
 
-def status_of(state: State | None, budget_nbytes: int | None, silence: Silence, pool: Pooling) -> RunStatus:
+def status_of(
+    state: State | None, budget_nbytes: int | None, silence: Silence, pool: Pooling, rates: MachineRates | None
+) -> RunStatus:
     """The status of an enabled session with this main state."""
     if isinstance(state, Running):
         return RunStatus(
@@ -115,6 +120,7 @@ def status_of(state: State | None, budget_nbytes: int | None, silence: Silence, 
             deviates=state.deviated,
             compiled=silence.compiled,
             pool=pool.status(),
+            rates=rates,
         )
     if isinstance(state, Failed):
         return RunStatus(phase="unplanned", reason=state.reason, budget_nbytes=budget_nbytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from lightning_memopt.session.history import StepKind
 from lightning_memopt.session.states import Running
 
 
@@ -26,6 +27,13 @@ class Step:
     def largest(self) -> Running | None:
         """The state whose plan has the largest predicted peak: the measured peak of the step is compared with it."""
         return max(self.plans, key=lambda state: state.plan.predicted_peak_nbytes, default=None)
+
+    def outcome(self, observed: bool) -> tuple[StepKind, int | None]:
+        """The kind of the step that is over, and the peak that was predicted for it. `observed`: it was recorded."""
+        largest = self.largest
+        if observed or largest is None:
+            return "observed" if observed else "unplanned", None
+        return "planned", largest.plan.predicted.needed_nbytes
 
     def runs(self, state: Running) -> None:
         """A forward under the plan of this state begins."""

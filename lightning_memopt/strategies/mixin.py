@@ -19,6 +19,7 @@ from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.integrations.checkpointing import LayerCheckpointing
 from lightning_memopt.integrations.names import shown
+from lightning_memopt.report.run import RunReport
 from lightning_memopt.report.table import summary
 from lightning_memopt.session import RunStatus, Session
 from lightning_memopt.session.naming import naming
@@ -41,6 +42,8 @@ class MemOptMixin(abc.ABC):
     telemetry: Meter | None = None
     _checkpointing: LayerCheckpointing | None = None
     """The gradient checkpointing of the model's layers, which the plan replaces."""
+    _report: RunReport | None = None
+    """The report that this fit will write."""
     _stepping = False
     """Whether `optimizer_step` is running the closure: its backward is then the last one before the update."""
 
@@ -51,7 +54,9 @@ class MemOptMixin(abc.ABC):
         self._leave()  # the fit before may have ended without `teardown`
         self.session = self._checkpointing = None
         if trainer.state.fn == "fit":
+            self._report = report = RunReport(self.memopt_config)
             self.session = Session(self.model, self.optimizers, self.memopt_config, say=rank_zero_info)  # type: ignore[attr-defined]
+            report.begins(self.session, self.status, lambda: self.telemetry)
             # automatic optimization frees the gradients of a step between the next forward and its backward
             self.session.foresight.keeps_gradients = trainer.lightning_module.automatic_optimization
             self.session.update_in_backward(lambda: of_trainer(trainer))
@@ -66,6 +71,9 @@ class MemOptMixin(abc.ABC):
                 if self.memopt_config.verbose:
                     rank_zero_info(summary(self.status(), self.telemetry, session.transfers()))
         finally:
+            report, self._report = self._report, None
+            if report is not None:
+                report.write()
             super().teardown()  # type: ignore[misc]
 
     def _leave(self) -> None:
@@ -81,7 +89,8 @@ class MemOptMixin(abc.ABC):
     def __getstate__(self) -> dict[str, Any]:
         """A copy or pickle of the strategy, or of its Trainer, has no session: it has not been set up."""
         state: Any = super().__getstate__()
-        return {name: value for name, value in state.items() if name not in ("session", "telemetry", "_checkpointing")}
+        own = ("session", "telemetry", "_checkpointing", "_report")
+        return {name: value for name, value in state.items() if name not in own}
 
     # -- results -----------------------------------------------------------------------------------
 

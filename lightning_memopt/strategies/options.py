@@ -29,6 +29,7 @@ class MemOptOptions(MemOptMixin):
         pool: str | None = None,
         compile: bool = False,
         verify: bool = True,
+        report: str | os.PathLike[str] | None = None,
         verbose: bool = True,
         config: MemOptConfig | None = None,
         **kwargs: Any,
@@ -49,6 +50,7 @@ class MemOptOptions(MemOptMixin):
             pool=pool,
             compile=compile,
             verify=verify,
+            report=report,
             verbose=verbose,
         )
         self.memopt_config = config_of(config, options if config is None else changed(options))

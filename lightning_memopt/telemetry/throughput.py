@@ -130,9 +130,15 @@ def read_throughput(path: str | os.PathLike[str]) -> Throughput:
         schema, values["peak_nbytes"] = _SCHEMA, values.pop("peak_bytes")
     if kind != _KIND or schema != _SCHEMA:
         raise PlanFileError(f"{path} is of kind {kind!r}, schema {schema!r}; give a file of {_KIND!r}, schema {_SCHEMA}.")
+    return throughput_of(values, os.fspath(path))
+
+
+def throughput_of(values: object, path: str) -> Throughput:
+    """The throughput whose fields these are. Raises PlanFileError, which names the file at `path`."""
     types = {f.name: str(f.type) for f in fields(Throughput)}
-    if values.keys() != types.keys():
-        raise PlanFileError(f"{path} has the keys {sorted(values)}; {sorted(types)} are wanted: write it again.")
+    if not isinstance(values, dict) or values.keys() != types.keys():
+        keys = sorted(values) if isinstance(values, dict) else type(values).__name__
+        raise PlanFileError(f"{path} has the keys {keys}; {sorted(types)} are wanted: write it again.")
     bad = [key for key, value in values.items() if not _has_type(value, types[key])]
     if bad:
         raise PlanFileError(f"{path} has no usable {bad[0]}: {values[bad[0]]!r}; write it again.")

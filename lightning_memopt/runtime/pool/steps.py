@@ -105,6 +105,8 @@ class Addresses:
 
     nbytes: of every request of the step, in their order.
     offsets: of every request, bytes from the beginning of the arena; None: the ordinary allocator serves it.
+    until: of every request, the number of the request after its end, which may be one of the next step; 0 where it has no
+        address. Only pictures need it.
     arena_nbytes: bytes that the arena needs.
     max_live_nbytes: the most planned bytes that are live at one moment, in multiples of `ALIGNMENT`: no arena is smaller.
     """
@@ -113,6 +115,7 @@ class Addresses:
     offsets: tuple[int | None, ...] = field(repr=False)
     arena_nbytes: int
     max_live_nbytes: int
+    until: tuple[int, ...] = field(default=(), repr=False)
 
     @property
     def planned(self) -> int:

@@ -118,6 +118,7 @@ VALUES = {
     "pool": ("planned", "planned"),
     "compile": ("true", True),
     "verify": ("false", False),
+    "report": ("run.html", "run.html"),
     "verbose": ("false", False),
 }
 """Option -> a flag's text and the value that comes of it."""

@@ -1,0 +1,133 @@
+"""The figures that a reader looks for first, and the rates of the run. Each says whether it was predicted or measured."""
+
+from __future__ import annotations
+
+from lightning_memopt.report.page.parts import Card, Cell, Grid, Section, count, ms, size
+from lightning_memopt.report.page.steps import usual_seconds
+from lightning_memopt.report.record import RunRecord
+from lightning_memopt.units import format_nbytes
+
+_WHY = {
+    "off": "nothing was done (MEMOPT_DISABLE, or a torch that was not tested): the run was the plain one",
+    "waiting": "no training step was seen",
+    "observing": "the run ended while steps were still observed",
+    "unplanned": "there is no plan",
+}
+
+
+def summary(record: RunRecord) -> str:
+    """What came of the run, in one sentence."""
+    plan = record.plan
+    if plan is None:
+        why = f" {record.reason[:1].upper()}{record.reason[1:]}." if record.reason else ""
+        remedy = f" {record.remedy}." if record.remedy else ""
+        return f"{_WHY.get(record.phase, 'There is no plan').capitalize()}.{why}{remedy}"
+    before, after = plan.unmodified_peak_nbytes, record.measured_peak_nbytes or plan.predicted.needed_nbytes
+    how = "measured" if record.measured_peak_nbytes is not None else "predicted"
+    saved = 100 * (1 - after / before) if before else 0.0
+    slower = f", {100 * plan.predicted.seconds / plan.step_seconds:.1f} % of the step's ops" if plan.step_seconds else ""
+    return (
+        f"A step peaks at {format_nbytes(after)} ({how}) in the place of {format_nbytes(before)} (predicted): {saved:.0f} % "
+        f"less. That adds {ms(plan.predicted.seconds).text} a step (predicted{slower})."
+    )
+
+
+def section(record: RunRecord) -> Section:
+    plan = record.plan
+    lead, alarms = [summary(record)], []
+    if record.error:
+        alarms.append(f"The run was ended by {record.error}")
+    if record.deviates:
+        alarms.append("A forward deviated from the plan: tensors that did not match were kept.")
+    if record.checkpointed:
+        lead.append(f"The plan replaces the gradient checkpointing of {len(record.checkpointed)} layers.")
+    if record.compiled:
+        lead.append(f"Compiled: {record.compiled}.")
+    budget = Cell('"min": the smallest plan') if record.budget_nbytes is None else size(record.budget_nbytes)
+    rows: list[tuple[str, Cell, str]] = [("budget", budget, "given")]
+    if plan is not None:
+        rows += [
+            ("peak with the plan", size(plan.predicted_peak_nbytes), "predicted"),
+            ("peak with the plan", size(record.measured_peak_nbytes), "measured"),
+            ("peak without a plan", size(plan.unmodified_peak_nbytes), "predicted"),
+            ("extra time a step", ms(plan.predicted.seconds), "predicted"),
+            ("of it, recording and rebuilding itself", ms(plan.predicted.overhead_seconds), "predicted"),
+            ("no plan that only rebuilds adds less than", ms(plan.lower_bound_seconds), "proven for these op times"),
+            ("step without a plan", ms(plan.step_seconds), "measured: seconds of its ops"),
+            ("wall time of a step", ms(usual_seconds(record)), "measured: median, data loading included"),
+            ("ops run again a step", count(plan.predicted.rebuilt_ops), "predicted"),
+            ("made by ops that run again, a step", size(plan.predicted.rebuilt_nbytes), "predicted"),
+        ]
+        if plan.predicted.reserved_nbytes:
+            rows.insert(2, ("reserved by the allocator at the peak", size(plan.predicted.reserved_nbytes), "predicted"))
+        rows += _parked(record)
+        rows.append(("plans put in force because of a measurement", count(record.replans), "counted"))
+        rows.append(("plan by", Cell(f"{plan.solver}, {plan.solve_seconds:.1f} s"), ""))
+    about = [f"{name} {value}" for name, value in (("device", record.device), ("torch", record.torch)) if value]
+    if about:
+        rows.append(("made on", Cell(", ".join(about)), ""))
+    grid = Grid("figures", "All figures", ("figure", "value", "how it is known"), rows)
+    return Section("headline", "In short", tuple(lead), tuple(alarms), _cards(record, budget), grids=(grid,))
+
+
+def _cards(record: RunRecord, budget: Cell) -> tuple[Card, ...]:
+    plan = record.plan
+    if plan is None:
+        return (Card("budget", budget, "given"),)
+    measured = record.measured_peak_nbytes
+    return (
+        Card("budget", budget, "given"),
+        Card("peak with the plan", size(plan.predicted.needed_nbytes), "predicted"),
+        Card("peak with the plan", size(measured), "measured" if measured is not None else "no step was measured"),
+        Card("peak without a plan", size(plan.unmodified_peak_nbytes), "predicted"),
+        Card("extra time a step", ms(plan.predicted.seconds), "predicted"),
+        Card("lower bound of it", ms(plan.lower_bound_seconds), "proven: no plan that only rebuilds adds less"),
+    )
+
+
+def _parked(record: RunRecord) -> list[tuple[str, Cell, str]]:
+    plan, moved = record.plan, record.transfers
+    assert plan is not None
+    if not any(life.how == "fetch" for life in plan.lives):
+        return []
+    p = plan.predicted
+    rows = [("moved by copies a step", size(p.moved_nbytes), "predicted"), ("stall a step", ms(p.stall_seconds), "predicted")]
+    if moved is not None and moved.forwards:
+        rows.append(("moved by copies a step", size(moved.moved_nbytes // moved.forwards), "measured"))
+    if moved is not None and moved.timed:
+        rows.append(("stall a step", ms(moved.waited_seconds / moved.timed), "measured"))
+        rows.append(("codecs a step", ms(moved.coded_seconds / moved.timed), "measured"))
+    return rows
+
+
+def rates(record: RunRecord) -> Section:
+    """Batch size, throughput and energy."""
+    title, now, before = "Batch size, throughput, energy", record.throughput, record.before
+    if record.phase == "file":
+        return Section("rates", title, ("A plan file has no rates: those are in the record of a run.",))
+    if now is None:
+        seconds = usual_seconds(record)
+        steps = f" Steps: {1 / seconds:.4g} a second (measured, median)." if seconds else ""
+        hint = "Samples were not counted: run.monitor() counts them, and in Lightning the callback MemOptMonitor."
+        return Section("rates", title, (hint + steps,))
+    figures = (
+        ("batch, samples a step", "samples_per_step"),
+        ("samples a second", "samples_per_sec"),
+        ("joules a sample", "joules_per_sample"),
+        ("most bytes reserved on the device", "peak_nbytes"),
+        ("steps that were measured", "steps"),
+    )
+    rows = [(name, _rate(getattr(now, key), key), _rate(getattr(before, key, None), key)) for name, key in figures]
+    lead = [f"Measured in steady planned steps on {now.device}: nothing is recorded or verified in those."]
+    if now.joules_per_sample is None:
+        lead.append("Energy was not measured: there is no counter, or no steady stretch was long enough.")
+    elif now.approximate:
+        lead.append("Joules were integrated from samples of the device's power.")
+    grid = Grid("rates-all", "Rates", ("figure", "this run, measured", "without a plan, measured before"), rows, opened=True)
+    return Section("rates", title, tuple(lead), grids=(grid,))
+
+
+def _rate(value: float | None, key: str) -> Cell:
+    if value is None:
+        return Cell("not measured")
+    return size(int(value)) if key == "peak_nbytes" else Cell(f"{value:,.4g}", value)

@@ -1,0 +1,99 @@
+"""What a page consists of: sections with pictures and tables. A section has text only; `html.py` escapes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from lightning_memopt.units import format_nbytes
+
+
+class Cell(NamedTuple):
+    """A cell of a table: its text, and the exact number that the text rounds; None where the text is no number."""
+
+    text: str
+    value: float | None = None
+
+
+def size(nbytes: int | None, missing: str = "not measured") -> Cell:
+    """Bytes; `missing` where they are None."""
+    return Cell(missing) if nbytes is None else Cell(format_nbytes(nbytes), nbytes)
+
+
+def ms(seconds: float | None, missing: str = "not measured") -> Cell:
+    """Seconds, as milliseconds."""
+    if seconds is None:
+        return Cell(missing)
+    return Cell(f"{1e3 * seconds:,.3f} ms" if seconds < 0.01 else f"{1e3 * seconds:,.1f} ms", seconds)
+
+
+def count(number: int) -> Cell:
+    return Cell(f"{number:,}", number)
+
+
+def share(part: float, whole: float) -> Cell:
+    return Cell(f"{100 * part / whole:.1f} %" if whole else "", part / whole if whole else None)
+
+
+Rows = list[list[Cell | str]]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table. `key`: its id on the page. `opened`: it is shown at once, and not behind its caption."""
+
+    key: str
+    caption: str
+    columns: tuple[str, ...]
+    rows: Sequence[Sequence[Cell | str]]
+    opened: bool = False
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A drawing by page.js. `kind`: which. `label`: what it shows, for those who do not see it. `data`: JSON."""
+
+    kind: str
+    title: str
+    label: str
+    data: dict[str, Any]
+
+
+class Card(NamedTuple):
+    """A figure that is shown large. `how`: how it is known."""
+
+    name: str
+    cell: Cell
+    how: str
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A node of a tree that can be folded: a line, tables below it, and nodes below it.
+
+    shares: name -> length in a bar before the line; 1 is the whole width. `opened`: it is not folded at first.
+    """
+
+    title: str
+    line: str
+    shares: tuple[tuple[str, float], ...] = ()
+    opened: bool = False
+    grids: tuple[Grid, ...] = ()
+    branches: tuple[Branch, ...] = ()
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page with a heading. `lead`: paragraphs. `alarms`: paragraphs that must be seen. `tree`: between pictures
+    and tables.
+    """
+
+    key: str
+    title: str
+    lead: tuple[str, ...]
+    alarms: tuple[str, ...] = ()
+    cards: tuple[Card, ...] = ()
+    pictures: tuple[Picture, ...] = ()
+    tree: tuple[Branch, ...] = ()
+    grids: tuple[Grid, ...] = ()

@@ -1,0 +1,106 @@
+"""Compute and copies over time, and what compute waits for: the three clocks of `plan/clocks.py`, as predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from lightning_memopt.errors import ConfigError
+from lightning_memopt.graph import Graph
+from lightning_memopt.plan import lower
+from lightning_memopt.plan.clocks import Interval, intervals
+from lightning_memopt.report.page.parts import Grid, Picture, Rows, Section, count, ms, share
+from lightning_memopt.report.record import RunRecord
+
+MOST = 1500
+"""The most intervals that are drawn."""
+_LANES = {"compute": "compute", "out": "copies out", "in": "copies in"}
+_MOST_WAITS = 20
+
+
+def section(record: RunRecord) -> Section:
+    title, graph, plan = "Compute and copies over time", record.graph, record.plan
+    if graph is None or plan is None:
+        return Section("timeline", title, ("There is no plan.",))
+    parks = any(life.how == "fetch" for life in plan.lives)
+    if parks and record.rates is None:
+        why = "The plan parks tensors. How long that takes is not known: a plan file has no rates of copies and codecs."
+        return Section("timeline", title, (why,))
+    try:
+        log, moved = intervals(graph, plan.lives, lower(graph, plan.lives), record.rates)
+    except ConfigError as error:  # rates of another machine
+        return Section("timeline", title, (f"The plan parks tensors, and their times are not known: {error}.",))
+    rates = " and the measured rates of copies and codecs" if parks else ""
+    lead = [f"Predicted from the observed times of the ops{rates}."]
+    if not parks:
+        lead.append("This plan parks nothing, so there are no copies, and nothing waits for them.")
+    elif not moved.stall_seconds:
+        lead.append("No op waits for a copy: all of them are hidden behind compute.")
+    log = [interval for interval in log if interval.ends > interval.begins]
+    drawn = merged(graph, log)
+    hidden = len(log) - sum(n for _, n in drawn)
+    if hidden:
+        lead.append(f"{hidden} of the shortest intervals are not drawn; the table has all of them.")
+    whole = max((i.ends for i in log), default=0.0)
+    data = {
+        "lanes": [lane for key, lane in _LANES.items() if any(i.lane == key for i in log)],
+        "spans": [[_LANES[i.lane], i.what, i.begins, i.ends, _says(graph, i, n)] for i, n in drawn],
+        "seconds": whole,
+    }
+    totals: dict[tuple[str, str], list[float]] = {}
+    for i in log:
+        totals.setdefault((i.lane, i.what), []).append(i.ends - i.begins)
+    rows: Rows = [
+        [_LANES[lane], what, count(len(spans)), ms(sum(spans)), share(sum(spans), whole)]
+        for (lane, what), spans in totals.items()
+    ]
+    grids = [Grid("timeline-totals", "Seconds by kind", ("lane", "what", "intervals", "time", "of the step"), rows)]
+    waits = sorted((i for i in log if i.what == "wait"), key=lambda i: i.begins - i.ends)[:_MOST_WAITS]
+    if waits:
+        stalls: Rows = [[graph.tensors[i.tensor].name, ms(i.begins), ms(i.ends - i.begins)] for i in waits]
+        grids.append(Grid("timeline-waits", "The longest waits for copies", ("tensor", "begins at", "waits"), stalls))
+    label = f"{len(drawn)} intervals over {ms(whole).text}; compute waits {ms(moved.stall_seconds).text} for copies"
+    return Section("timeline", title, tuple(lead), pictures=(Picture("lanes", title, label, data),), grids=tuple(grids))
+
+
+def merged(graph: Graph, log: Sequence[Interval], most: int = MOST) -> list[tuple[Interval, int]]:
+    """(interval, of how many it consists), at most `most`: neighbours of one module, then of one kind, become one. What does
+    not fit even then is left out, the shortest first.
+    """
+
+    def module(i: Interval) -> object:
+        return graph.ops[i.op].scope if i.op >= 0 else i.tensor
+
+    drawn = [(i, 1) for i in log]
+    keys: tuple[Callable[[Interval], object], ...] = (module, lambda i: None)
+    for key in keys:
+        if len(drawn) > most:
+            drawn = _joined(drawn, key)
+    if len(drawn) > most:
+        longest = sorted(drawn, key=lambda pair: pair[0].begins - pair[0].ends)[:most]
+        drawn = sorted(longest, key=lambda pair: pair[0].begins)
+    return drawn
+
+
+def _joined(drawn: list[tuple[Interval, int]], key: Callable[[Interval], object]) -> list[tuple[Interval, int]]:
+    """Neighbours that touch, of the same lane, kind and key, as one."""
+    last: dict[str, int] = {}
+    result: list[tuple[Interval, int]] = []
+    for interval, n in drawn:
+        at = last.get(interval.lane)
+        if at is not None:
+            before, m = result[at]
+            same = before.what == interval.what and key(before) == key(interval)
+            if same and interval.begins - before.ends <= 1e-9:
+                result[at] = before._replace(ends=interval.ends), m + n
+                continue
+        last[interval.lane] = len(result)
+        result.append((interval, n))
+    return result
+
+
+def _says(graph: Graph, i: Interval, n: int) -> str:
+    if i.op >= 0:
+        op = graph.ops[i.op]
+        where = f" in {op.scope}" if op.scope else ""
+        return f"{op.name}{f' and {n - 1} more' if n > 1 else ''}{where}"
+    return graph.tensors[i.tensor].name if i.tensor >= 0 else ""

@@ -1,0 +1,133 @@
+"""Write the report of a run when the run ends: the page, and the record beside it.
+
+A front makes a `RunReport` before anything runs, which refuses a path that cannot be written, and has it written at the end,
+also where an exception ends the run. Nothing that goes wrong then ends a training, or takes the place of its exception: it is
+a warning.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import traceback
+import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import distributed
+
+from lightning_memopt.config import MemOptConfig
+from lightning_memopt.errors import ConfigError
+from lightning_memopt.report.frontier import rows
+from lightning_memopt.session import RunStatus, Session
+from lightning_memopt.telemetry import Meter
+
+if TYPE_CHECKING:
+    from lightning_memopt.report.record import RunRecord
+
+_open: weakref.WeakSet[RunReport] = weakref.WeakSet()
+"""Reports that will be written: two runs of a process that are open together write two pages."""
+
+
+def check_target(path: str | os.PathLike[str]) -> Path:
+    """The absolute path. Raises ConfigError if no file could be written there: asked before training, not after it."""
+    target = Path(path).expanduser().absolute()
+    for file in (target, target.with_suffix(".json")):
+        if file.exists() and not file.is_file():
+            raise ConfigError(f"report: {file} is not a regular file; give the path of a page that may be written")
+    if not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
+        why = "cannot be written to" if target.parent.is_dir() else "does not exist"
+        raise ConfigError(f"report: the folder {target.parent} {why}; give a page in a folder that can be written to")
+    return target
+
+
+class RunReport:
+    """The report that one run will write. Raises ConfigError for a path that cannot be written.
+
+    As a context manager, it is written when the block ends, however it ends.
+
+    path: of the page; None where no page is wanted, on all ranks but the first, and when it is written.
+    """
+
+    def __init__(self, config: MemOptConfig) -> None:
+        self.path: Path | None = None
+        self._run: tuple[Session, Callable[[], RunStatus], Callable[[], Meter | None]] | None = None
+        if config.report is None:
+            return
+        wanted = check_target(config.report)
+        if distributed.is_available() and distributed.is_initialized() and distributed.get_rank() != 0:
+            return
+        taken = {report.path for report in _open}
+        free = (wanted if n == 1 else wanted.with_name(f"{wanted.stem}-{n}.html") for n in itertools.count(1))
+        self.path = next(path for path in free if path not in taken)
+        _open.add(self)
+
+    def begins(self, session: Session, status: Callable[[], RunStatus], meter: Callable[[], Meter | None]) -> None:
+        """The run begins: before that, nothing is written. `status`, `meter`: give those of the run when it has ended."""
+        if session.enabled:
+            self._run = session, status, meter
+
+    def __enter__(self) -> RunReport:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.write(error)
+
+    def write(self, error: BaseException | None = None) -> None:
+        """Write page and record, once. `error`: what ended the run, where the session was not told."""
+        run, path = self._run, self.path
+        self._run = self.path = None
+        if run is None or path is None or sys.is_finalizing():
+            return
+        session, status, meter = run
+        if error is not None:
+            session.history.ended_by(error)
+        try:
+            from lightning_memopt.report.page import write_page  # only runs that end with a page need it
+
+            record = record_of(session, status(), meter())
+            write_page(path, record)
+            record.write(path.with_suffix(".json"))
+        except Exception as failed:
+            warnings.warn(
+                f"MemOpt: the report {path} could not be written: {''.join(traceback.format_exception_only(failed)).strip()}. "
+                "The run itself is not affected.",
+                stacklevel=2,
+            )
+        else:
+            session.say(f"MemOpt: report written to {path}")
+
+
+def record_of(session: Session, status: RunStatus, meter: Meter | None = None) -> RunRecord:
+    """The record of a run as it is now."""
+    from lightning_memopt.report.record import Arena, RunRecord
+
+    device = session.device
+    return RunRecord(
+        phase=status.phase,
+        model=type(session.model).__name__,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        torch=str(torch.__version__),
+        reason=status.reason or "",
+        remedy=status.remedy or "",
+        error=session.history.error,
+        compiled=status.compiled or "",
+        budget_nbytes=status.budget_nbytes,
+        measured_peak_nbytes=status.measured_peak_nbytes,
+        replans=status.replans,
+        deviates=status.deviates,
+        checkpointed=status.checkpointed,
+        plan=status.plan,
+        graph=status.graph if status.plan is not None else session.observed_graph,
+        frontier=tuple(rows(status.frontier)),
+        steps=session.history.entries,
+        rates=status.rates,
+        transfers=session.transfers(),
+        pool=None if status.pool is None else Arena.of(status.pool),
+        throughput=None if meter is None else meter.rates(),
+        before=None if meter is None else meter.before,
+    )
