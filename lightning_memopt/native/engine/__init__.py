@@ -8,13 +8,14 @@ engine can take over at any op. Python stays complete: it is the reference, and 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.machinery
 import importlib.util
 import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,17 @@ _module: Any = None
 def loaded() -> Any:
     """The module, where `install` has loaded it; else None. Its functions: module.cpp."""
     return _module
+
+
+@contextlib.contextmanager
+def without() -> Iterator[None]:
+    """Within, the Python engine runs though the module is loaded: to compare the two. For the whole process."""
+    global _module
+    module, _module = _module, None
+    try:
+        yield
+    finally:
+        _module = module
 
 
 def install(say: Callable[[str], None], prepare: Callable[[Any], None]) -> None:
