@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -40,7 +40,6 @@ class Applied:
     facts: Callable[[], dict[str, Any]] = dict
     extra_flops: Callable[[], float] | None = None
     note: str = ""
-    more: dict[str, Any] = field(default_factory=dict)
 
 
 Opening = Callable[[Subject], contextlib.AbstractContextManager[Applied]]
@@ -67,12 +66,20 @@ def blocks_of(subject: Subject) -> list[nn.Module]:
     """The blocks of the subject. Raises UnsupportedError if there are none."""
     if blocks := subject.blocks():
         return blocks
-    raise UnsupportedError("the model has no list of blocks of the same class, so there is nothing to wrap")
+    raise UnsupportedError("the model has no list with several blocks of the same class, so there is nothing to wrap")
 
 
 @contextlib.contextmanager
-def unmodified(subject: Subject) -> Iterator[Applied]:
-    yield Applied()
+def eagerly(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """The modules run as they are, though they are compiled in place."""
+    code: list[tuple[Any, Any]] = [(module, vars(module).get("_compiled_call_impl")) for module in modules]
+    for module, _ in code:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, compiled in code:
+            module._compiled_call_impl = compiled
 
 
 @contextlib.contextmanager

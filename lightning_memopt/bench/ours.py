@@ -9,14 +9,17 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from lightning_memopt.bench.methods import Applied
+from lightning_memopt.bench.methods import Applied, eagerly
 from lightning_memopt.bench.subject import Subject
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.integrations.plain import optimize
 from lightning_memopt.native import engine
+from lightning_memopt.record import compiled_modules
 
-_MOST_STEPS = 12
-"""A plan is in force after three observed steps, unless the observed steps differ."""
+_MOST_STEPS, _MOST_COMPILED_STEPS = 12, 24
+"""A plan is in force after three observed steps, unless the observed steps differ. A region of torch.compile is compiled up to
+six times, and a step in which code is compiled is not observed.
+"""
 
 
 @contextlib.contextmanager
@@ -30,13 +33,14 @@ def planned(subject: Subject, budget_nbytes: int, native: bool = True, **options
         by(),
         optimize(subject.model, subject.training.optimizer, budget=budget_nbytes, verbose=False, **options) as run,
     ):
-        for _ in range(_MOST_STEPS):
+        steps = _MOST_COMPILED_STEPS if options.get("compile") else _MOST_STEPS
+        for _ in range(steps):
             subject.step()
-            if run.status().phase in ("planned", "unplanned", "off"):
+            if run.status().phase in ("planned", "unplanned", "off") and not options.get("compile"):
                 break
         status = run.status()
         if status.plan is None:
-            raise UnsupportedError(status.reason or f"{_MOST_STEPS} steps gave no plan")
+            raise UnsupportedError(status.reason or f"{steps} steps gave no plan")
         if native and engine.loaded() is None:
             raise UnsupportedError("the native engine could not be built here; the rows of the Python engine are measured")
 
@@ -61,4 +65,9 @@ def planned(subject: Subject, budget_nbytes: int, native: bool = True, **options
             plan = run.plan
             return float(plan.predicted.extra_flops) if plan is not None else 0.0
 
-        yield Applied(without=run.pause, facts=facts, extra_flops=extra_flops)
+        @contextlib.contextmanager
+        def paused() -> Iterator[None]:
+            with run.pause(), eagerly(compiled_modules(subject.model)):
+                yield
+
+        yield Applied(without=paused, facts=facts, extra_flops=extra_flops)

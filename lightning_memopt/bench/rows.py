@@ -13,6 +13,7 @@ from lightning_memopt.bench.subject import Outcome, Seconds, Subject
 from lightning_memopt.clocks import perf_counter
 from lightning_memopt.errors import InfeasibleError, MemOptError
 
+MIB = 2**20
 Row = dict[str, Any]
 LONGEST_REASON = 300
 
@@ -54,7 +55,9 @@ def measured(spec: Spec, subject: Subject, reference: Reference, rounds: int) ->
             row |= _measured(applied, subject, reference, rounds)
         row["state"] = "measured"
     except InfeasibleError as error:
-        row |= {"state": "refused", "reason": _line(error), "smallest_nbytes": error.smallest_nbytes}
+        least = error.smallest_nbytes
+        above = f"{(least - subject.held_nbytes()) / MIB:.1f} MiB above what is resident" if least is not None else "not known"
+        row |= {"state": "refused", "reason": f"no plan fits; the smallest budget is {above}", "smallest_nbytes": least}
     except MemOptError as error:
         row |= {"state": "refused", "reason": _line(error)}
     except Exception as error:

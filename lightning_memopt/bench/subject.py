@@ -21,6 +21,7 @@ from lightning_memopt.clocks import perf_counter, process_time
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.integrations.plain import Optimizers, unwrapped
 from lightning_memopt.native import counter
+from lightning_memopt.session.compiling import repeated_blocks
 from lightning_memopt.session.resident import foreign_nbytes, resident_tensors
 from lightning_memopt.trace import metered_cpu
 from lightning_memopt.trace.living import count_all
@@ -203,12 +204,3 @@ class Subject:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The modules of the outermost lists (`ModuleList`, `Sequential`) that have two modules of the same class or more."""
-    if isinstance(model, nn.ModuleList | nn.Sequential):
-        children = list(model.children())
-        if len(children) > 1 and len({type(child) for child in children}) == 1 and any(children[0].parameters()):
-            return children
-    return [block for child in model.children() for block in repeated_blocks(child)]

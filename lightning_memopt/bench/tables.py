@@ -6,9 +6,8 @@ from typing import Any
 
 from lightning_memopt.bench.catalogue import OURS, TITLES
 from lightning_memopt.bench.results import Rows
+from lightning_memopt.bench.rows import MIB, Row
 
-MIB = 2**20
-Row = dict[str, Any]
 _HEAD = ("method", "budget", "peak, MiB", "extra FLOPs", "CPU time", "wall time", "bits", "remarks")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_memopt.bench.methods import Applied
+from lightning_memopt.bench.methods import Applied, eagerly
 from lightning_memopt.bench.subject import Subject
 from lightning_memopt.compiled.backends import asking_backends
 from lightning_memopt.compiled.joint import flops_of
@@ -55,25 +55,20 @@ def compiled(subject: Subject, backend: str, memory_budget: float) -> Iterator[A
     """The model of the subject compiled in place by this backend."""
     model: Any = subject.model
 
-    @contextlib.contextmanager
-    def eagerly() -> Iterator[None]:
-        call, model._compiled_call_impl = model._compiled_call_impl, None
-        try:
-            yield
-        finally:
-            model._compiled_call_impl = call
+    def call(*args: Any, **kwargs: Any) -> Any:  # a frame of its own: dynamo skips those of torch.nn, also a whole Sequential
+        return model._call_impl(*args, **kwargs)
 
     torch._dynamo.reset()
     try:
         with torch_splits(memory_budget) as flops:
-            model.compile(backend=backend)
+            model._compiled_call_impl = torch.compile(call, backend=backend)
 
             def extra() -> float:
                 if not flops["joint"]:
                     raise UnsupportedError("torch.compile made no graph of this step: it does not call the model itself")
                 return float(flops["all"] - flops["joint"])
 
-            yield Applied(without=eagerly, extra_flops=extra)
+            yield Applied(without=lambda: eagerly([model]), extra_flops=extra)
     finally:
         model._compiled_call_impl = None
         torch._dynamo.reset()
