@@ -6,7 +6,7 @@ A budget is a share of what the unmodified step takes above the bytes that are t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ WHOLE = {
     "streamed-offload": methods.streamed_offload,
 }
 """Methods without a budget."""
-SHARED = {
+SHARED: dict[str, Callable[..., Any]] = {
     "torch-eager": partial(torch_compiled.compiled, backend=torch_compiled.EAGER),
     "torch-inductor": partial(torch_compiled.compiled, backend="inductor"),
     "ckptplan": by_ckptplan,

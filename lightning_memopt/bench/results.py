@@ -57,7 +57,8 @@ class Results:
     @contextlib.contextmanager
     def running(self, model: str, label: str, method: str, budget: str) -> Iterator[None]:
         """A row is being measured. If the process dies in it, the file says so, and the row is not begun again."""
-        self.rows(model)[label] = {"method": method, "budget": budget, "state": "died", "reason": "the process died in this row"}
+        died = {"method": method, "budget": budget, "state": "died", "reason": "the process died in this row"}
+        self.rows(model)[label] = died
         self.write()
         try:
             yield

@@ -11,6 +11,7 @@ import gc
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from lightning_memopt.trace import metered_cpu
 from lightning_memopt.trace.living import count_all
 
 SEED = 3
+Pair = tuple[torch.Tensor | None, torch.Tensor | None]
 Blocks = Callable[[nn.Module], list[nn.Module]]
 
 
@@ -65,13 +67,13 @@ class Outcome(NamedTuple):
 
     def differs(self, other: Outcome) -> str:
         """What of this outcome has other bits than in the other one, with the largest difference; "" where nothing has."""
-        parts = ([self.loss], self.gradients, self.buffers), ([other.loss], other.gradients, other.buffers)
-        said = []
-        for name, mine, theirs in zip(("loss", "gradients", "buffers"), *parts, strict=True):
-            pairs = list(zip(mine, theirs, strict=True))
-            if not all(_same(a, b) for a, b in pairs):
-                said.append(f"{name} by {max(map(_distance, *zip(*pairs, strict=True))):.1g}")
-        return ", ".join(said)
+        parts: dict[str, list[Pair]] = {
+            "loss": [(self.loss, other.loss)],
+            "gradients": list(zip(self.gradients, other.gradients, strict=True)),
+            "buffers": list(zip(self.buffers, other.buffers, strict=True)),
+        }
+        most = {name: max(starmap(_distance, pairs)) for name, pairs in parts.items() if not all(starmap(_same, pairs))}
+        return ", ".join(f"{name} by {distance:.1g}" for name, distance in most.items())
 
 
 def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:

@@ -31,8 +31,8 @@ def page(data: dict[str, Any]) -> str:
         "",
         f"{machine['device']}, {machine['processors']} processors, torch {machine['torch']}, {asked['threads'] or 'all'} "
         f"threads, {asked['rounds']} rounds. Peaks are above the bytes that are in memory between steps; a budget of 40 % is "
-        "that share of the unmodified peak. Times are medians of paired ratios to the unmodified step, with quartiles. Bits: of "
-        "loss, gradients and buffers, against the unmodified step.",
+        "that share of the unmodified peak. Times are medians of paired ratios to the unmodified step, with quartiles. Bits: "
+        "of loss, gradients and buffers, against the unmodified step.",
     ]
     for model, rows in data["models"].items():
         lines += ["", f"## {model}", "", *model_table(rows), "", *verdict(rows)]
@@ -82,7 +82,8 @@ def _ratio(row: Row, key: str, spread: bool = False) -> str:
 def verdict(rows: Rows) -> list[str]:
     """What ours takes at the peak of each other method, and each case in which that is not less."""
     ours: dict[str, list[Row]] = {}
-    peaks = {row["peak_nbytes"]: label for label, row in reversed(rows.items()) if row["method"] not in OURS and "peak_nbytes" in row}
+    others = [(label, row) for label, row in rows.items() if row["method"] not in OURS and "peak_nbytes" in row]
+    peaks = {row["peak_nbytes"]: label for label, row in reversed(others)}
     for row in rows.values():
         if row.get("at"):
             ours.setdefault(row["at"], []).append(row)

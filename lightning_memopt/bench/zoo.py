@@ -20,6 +20,8 @@ Built = tuple[nn.Module, dict[str, Tensor], Blocks]
 """A model, a batch, and the blocks of such a model."""
 
 transformers.logging.set_verbosity_error()
+configs: Any = transformers
+"""Its configurations take keywords that their signatures do not name."""
 
 
 def _words(batch: int, length: int, vocabulary: int = 1024) -> torch.Tensor:
@@ -28,7 +30,7 @@ def _words(batch: int, length: int, vocabulary: int = 1024) -> torch.Tensor:
 
 def gpt2(layers: int = 8, batch: int = 8, length: int = 256) -> Built:
     """GPT-2, 8 layers: batch 8, 256 tokens, width 256, dropout on."""
-    config = transformers.GPT2Config(
+    config = configs.GPT2Config(
         n_layer=layers, n_embd=256, n_head=4, vocab_size=1024, n_positions=256, use_cache=False, bos_token_id=0, eos_token_id=0
     )
     x = torch.randint(0, 1024, (batch, length))
@@ -37,7 +39,7 @@ def gpt2(layers: int = 8, batch: int = 8, length: int = 256) -> Built:
 
 def llama(layers: int = 8, batch: int = 8, length: int = 256) -> Built:
     """Llama, 8 layers: batch 8, 256 tokens, width 256, grouped-query attention, attention dropout on."""
-    config = transformers.LlamaConfig(
+    config = configs.LlamaConfig(
         num_hidden_layers=layers,
         hidden_size=256,
         intermediate_size=768,
@@ -53,7 +55,7 @@ def llama(layers: int = 8, batch: int = 8, length: int = 256) -> Built:
 
 def resnet50(batch: int = 32) -> Built:
     """ResNet-50, 1/8 width: bottleneck, 3-4-6-3, batch 32, 64 x 64 pixels."""
-    config = transformers.ResNetConfig(
+    config = configs.ResNetConfig(
         embedding_size=16, hidden_sizes=[32, 64, 128, 256], depths=[3, 4, 6, 3], layer_type="bottleneck", num_labels=10
     )
     images = {"pixel_values": torch.randn(batch, 3, 64, 64), "labels": torch.randint(0, 10, (batch,))}
@@ -63,7 +65,7 @@ def resnet50(batch: int = 32) -> Built:
 
 def t5(batch: int = 8, source: int = 128, target: int = 96) -> Built:
     """T5, 4 + 4 layers: batch 8, 128 and 96 tokens, width 192, dropout on; all layers of a side share one position bias."""
-    config = transformers.T5Config(
+    config = configs.T5Config(
         d_model=192,
         d_kv=48,
         d_ff=512,
@@ -80,7 +82,7 @@ def t5(batch: int = 8, source: int = 128, target: int = 96) -> Built:
 
 def bert(batch: int = 8, length: int = 160) -> Built:
     """BERT, 6 layers: masked words, batch 8, 160 tokens of which some are padding, width 192, dropout on."""
-    config = transformers.BertConfig(
+    config = configs.BertConfig(
         vocab_size=1024,
         hidden_size=192,
         num_hidden_layers=6,
@@ -96,7 +98,7 @@ def bert(batch: int = 8, length: int = 160) -> Built:
 
 def vit(batch: int = 24) -> Built:
     """ViT, 8 layers: batch 24, 64 x 64 pixels in patches of 8, width 192, dropout on."""
-    config = transformers.ViTConfig(
+    config = configs.ViTConfig(
         hidden_size=192,
         num_hidden_layers=8,
         num_attention_heads=4,
@@ -113,7 +115,7 @@ def vit(batch: int = 24) -> Built:
 
 def whisper(batch: int = 8) -> Built:
     """Whisper, 4 + 4 layers: two convolutions in front, batch 8, 300 frames, 64 tokens, width 192, dropout on."""
-    config = transformers.WhisperConfig(
+    config = configs.WhisperConfig(
         vocab_size=1024,
         num_mel_bins=40,
         d_model=192,
@@ -141,7 +143,7 @@ def whisper(batch: int = 8) -> Built:
 
 def mixtral(batch: int = 8, length: int = 160) -> Built:
     """Mixtral, 4 layers of 4 experts: batch 8, 160 tokens, width 192; noise in the routing: sizes vary from step to step."""
-    config = transformers.MixtralConfig(
+    config = configs.MixtralConfig(
         vocab_size=1024,
         hidden_size=192,
         intermediate_size=384,
