@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.session import RunStatus
 from lightning_memopt.telemetry.sampling import Sample, Sampler
 
@@ -42,7 +43,9 @@ class Timeline:
         wanted = step % self.every == 0 or (planned and not self._planned)
         if self._sampler is None and wanted and step:
             self._planned |= planned
-            self._sampler = Sampler(device)
+            self._sampler = sampler = Sampler(device)
+            if not sampler.available:
+                self._attempt("the memory timeline", _refuse)
 
     def ended(self, loggers: Sequence[Any], step: int, status: RunStatus) -> None:
         """The step is over: write it, if it was sampled."""
@@ -57,6 +60,10 @@ class Timeline:
         """The samples of the step that is being sampled; empty where none is."""
         sampler, self._sampler = self._sampler, None
         return sampler.stop() if sampler is not None else []
+
+
+def _refuse() -> None:
+    raise UnsupportedError("nothing counts the bytes of this device: on the CPU, that begins with a strategy of MemOpt")
 
 
 def write(logger: Any, samples: Sequence[Sample], step: int, status: RunStatus) -> None:
