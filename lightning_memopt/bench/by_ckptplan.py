@@ -67,7 +67,9 @@ def by_ckptplan(subject: Subject, share: float) -> Iterator[Applied]:
     modules = blocks_of(subject)
     seen = _Seen(subject, modules)
     if len(seen.inputs) < len(modules):
-        raise UnsupportedError(f"{len(modules) - len(seen.inputs)} of {len(modules)} blocks did not run in a step")
+        raise UnsupportedError(
+            f"{len(modules) - len(seen.inputs)} of {len(modules)} blocks did not run in a step: give blocks that do"
+        )
     declared = ckptplan.declare_blocks(subject.model, [(f"block{i}", block) for i, block in enumerate(modules)])
     profiles, note = _profiles(subject, declared, seen)
     whole = sum(profile.activation_bytes_estimate for profile in profiles)
@@ -81,10 +83,11 @@ def by_ckptplan(subject: Subject, share: float) -> Iterator[Applied]:
         )
     except Exception as error:  # its own classes: no plan fits, or a block must not be checkpointed
         excluded = {profile.exclusion_reason for profile in profiles} - {None}
-        raise UnsupportedError(f"ckptplan: {error}{f' ({len(excluded)} reasons: {excluded})' if excluded else ''}") from None
+        why = f" It leaves blocks out: {', '.join(sorted(excluded))}." if excluded else ""
+        raise UnsupportedError(f"ckptplan refuses a budget of {100 * share:g} %: {error}.{why} Give it a larger one.") from None
     selected = [block for block, decision in zip(modules, plan.decisions, strict=True) if decision.checkpointed]
     if not selected:
-        raise UnsupportedError("ckptplan selects no block")
+        raise UnsupportedError("ckptplan selects no block for this budget. Give it a smaller one.")
     yield Applied(lambda: checkpointed(selected), note=f"{len(selected)} of {len(modules)} blocks selected{note}")
 
 

@@ -116,7 +116,7 @@ def _builder(name: str, device: Any, factory: Callable[[str], Any], more: dict[s
     try:
         from lightning_memopt.bench import zoo
     except ModuleNotFoundError as error:
-        raise MissingExtraError(f"{error}. The zoo needs it: pip install 'lightning-memopt[bench]'") from None
+        raise MissingExtraError(f"{error}. The zoo needs it. Install it with: pip install 'lightning-memopt[bench]'") from None
     models = {**zoo.MODELS, **more}
     if name not in models:
         raise ConfigError(f"there is no model {name!r}; there are {', '.join(models)}, or give package.module:function.")

@@ -110,7 +110,7 @@ def run(
     limit_seconds: float | None = None,
     say: Say = print,
 ) -> Results:
-    """Measure what is not in `folder/bench.json` yet, and write bench.json, bench.md, bench.svg and bench.png there.
+    """Measure what is not in the folder's results yet, and write bench.json, bench.md, bench.svg and bench.png there.
 
     Args:
         builders: name of a model -> a function that builds its training.

@@ -66,7 +66,9 @@ def blocks_of(subject: Subject) -> list[nn.Module]:
     """The blocks of the subject. Raises UnsupportedError if there are none."""
     if blocks := subject.blocks():
         return blocks
-    raise UnsupportedError("the model has no list with several blocks of the same class, so there is nothing to wrap")
+    raise UnsupportedError(
+        "the model has no list with several blocks of the same class, so there is nothing to wrap. Give Training(blocks=...)"
+    )
 
 
 @contextlib.contextmanager
@@ -118,7 +120,9 @@ def by_transformers(subject: Subject) -> Iterator[Applied]:
     """`model.gradient_checkpointing_enable()` of transformers."""
     model: Any = subject.model
     if not hasattr(model, "gradient_checkpointing_enable"):
-        raise UnsupportedError("the model is none of transformers: it has no gradient_checkpointing_enable()")
+        raise UnsupportedError(
+            "the model is none of transformers: it has no gradient_checkpointing_enable(). Give one that has."
+        )
 
     @contextlib.contextmanager
     def enabled() -> Iterator[None]:
@@ -147,5 +151,7 @@ def save_on_cpu(subject: Subject) -> Iterator[Applied]:
 def streamed_offload(subject: Subject) -> Iterator[Applied]:
     """Offload as torchtune does it, written again in a few lines."""
     if subject.device.type != "cuda":
-        raise UnsupportedError("it copies between a CUDA device and the host, and this run measures the host's memory")
+        raise UnsupportedError(
+            "it copies between a CUDA device and the host, and here the host is measured. Run with --device cuda."
+        )
     yield Applied(lambda: StreamedOffload(subject.device), note="our few lines after torchtune's OffloadActivations")

@@ -40,14 +40,16 @@ def planned(subject: Subject, budget_nbytes: int, native: bool = True, **options
                 break
         status = run.status()
         if status.plan is None:
-            raise UnsupportedError(status.reason or f"{steps} steps gave no plan")
+            raise UnsupportedError(status.reason or f"{steps} steps gave no plan. Run `memopt plan` to see why.")
         if native and engine.loaded() is None:
-            raise UnsupportedError("the native engine could not be built here; the rows of the Python engine are measured")
+            raise UnsupportedError(
+                "the native engine could not be built here. Install a C++ compiler; ours-python runs without."
+            )
 
         def facts() -> dict[str, Any]:
             status = run.status()
             if status.plan is None or status.phase != "planned":
-                raise UnsupportedError(f"the plan did not stay in force: {status.reason}")
+                raise UnsupportedError(f"the plan did not stay in force: {status.reason}. Give a larger budget.")
             return {
                 "predicted_nbytes": status.plan.predicted.needed_nbytes,
                 "session_peak_nbytes": status.measured_peak_nbytes,

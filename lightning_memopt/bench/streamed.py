@@ -2,7 +2,7 @@
 
 Saved tensors of a CUDA device are copied to pinned host memory on a second stream; at most two copies are under way at once,
 which bounds the bytes that are there twice. Backward copies each back when it asks for it. torchtune also fetches ahead; these
-lines do not. Source: torchtune, `torchtune/training/_activation_offloading.py`.
+lines do not. Source: torchtune, `OffloadActivations` (2024).
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Training:
             return built
         if isinstance(built, tuple) and len(built) == 3 and isinstance(built[0], nn.Module) and callable(built[2]):
             return cls(*built)
-        raise ConfigError(f"{spec} returned {type(built).__name__}; it must return (model, optimizer, step)")
+        raise ConfigError(f"{spec} returned {type(built).__name__}; make it return (model, optimizer, step).")
 
 
 class Outcome(NamedTuple):

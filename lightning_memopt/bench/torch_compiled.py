@@ -65,7 +65,7 @@ def compiled(subject: Subject, backend: str, memory_budget: float) -> Iterator[A
 
             def extra() -> float:
                 if not flops["joint"]:
-                    raise UnsupportedError("torch.compile made no graph of this step: it does not call the model itself")
+                    raise UnsupportedError("torch.compile made no graph of this step. Give a step that calls the model itself.")
                 return float(flops["all"] - flops["joint"])
 
             yield Applied(without=lambda: eagerly([model]), extra_flops=extra)

@@ -63,7 +63,7 @@ class Timeline:
 
 
 def _refuse() -> None:
-    raise UnsupportedError("nothing counts the bytes of this device: on the CPU, that begins with a strategy of MemOpt")
+    raise UnsupportedError("nothing counts the bytes of this device. On the CPU, use a strategy of MemOpt, which begins to.")
 
 
 def write(logger: Any, samples: Sequence[Sample], step: int, status: RunStatus) -> None:

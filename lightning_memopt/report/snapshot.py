@@ -7,7 +7,7 @@ place of a file, the module.
 
     python -m torch.cuda._memory_viz trace_plot snapshot.pickle -o step.html      # or drop the file on pytorch.org/memory_viz
 
-Source: torch/cuda/_memory_viz.py, torch/cuda/memory.py (`_snapshot`).
+Source: `torch.cuda._memory_viz`, `torch.cuda.memory._snapshot`.
 """
 
 from __future__ import annotations

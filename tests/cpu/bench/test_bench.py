@@ -194,7 +194,7 @@ def test_an_interrupted_row_is_measured_in_the_next_run(tmp_path: Path, monkeypa
         ([f"{HERE}:build", "--methods", "magic"], "there is no magic"),
         ([f"{HERE}:build", "--rounds", "0"], "--rounds is 0"),
         ([f"{HERE}:nothing"], "cannot be imported"),
-        ([f"{HERE}:not_a_training"], "must return"),
+        ([f"{HERE}:not_a_training"], "make it return"),
         (["gpt17"], "there is no model"),
     ],
 )
