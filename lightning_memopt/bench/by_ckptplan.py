@@ -66,10 +66,8 @@ def by_ckptplan(subject: Subject, share: float) -> Iterator[Applied]:
         raise UnsupportedError(f"{error}; pip install ckptplan") from None
     modules = blocks_of(subject)
     seen = _Seen(subject, modules)
-    if len(seen.inputs) < len(modules):
-        raise UnsupportedError(
-            f"{len(modules) - len(seen.inputs)} of {len(modules)} blocks did not run in a step: give blocks that do"
-        )
+    if idle := len(modules) - len(seen.inputs):
+        raise UnsupportedError(f"{idle} of {len(modules)} blocks did not run in a step. Give blocks that do.")
     declared = ckptplan.declare_blocks(subject.model, [(f"block{i}", block) for i, block in enumerate(modules)])
     profiles, note = _profiles(subject, declared, seen)
     whole = sum(profile.activation_bytes_estimate for profile in profiles)

@@ -6,12 +6,20 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_memopt.errors import ConfigError, MissingExtraError
 
-_GPU_SECONDS = 420.0
-"""With the row that is running when they are over, less than eight minutes."""
+
+class _Defaults(NamedTuple):
+    """What is not given. On a GPU: less than eight minutes, with the row that is running when the limit is over."""
+
+    budgets: str
+    solver_seconds: float
+    limit_seconds: float | None
+
+
+_CPU, _CUDA = _Defaults("60%,40%,25%", 30.0, None), _Defaults("50%,25%", 5.0, 420.0)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,14 +30,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="package.module:function returning (model, optimizer, step), or one of the zoo: gpt2, llama, resnet50, t5, bert, "
         "vit, whisper, mixtral (needs transformers)",
     )
-    parser.add_argument("--budgets", default="60%,40%,25%", help="shares of the unmodified peak above what is resident")
+    parser.add_argument(
+        "--budgets", default=None, help="shares of the unmodified peak above what is resident: 60%%,40%%,25%% (default)"
+    )
     parser.add_argument("--methods", default=None, help="names, with commas between them (default: all)")
-    parser.add_argument("--rounds", type=int, default=25, help="paired steps that are timed for a row (default: 25)")
+    parser.add_argument("--rounds", type=int, default=25, help="pairs of steps that are timed for a row (default: 25)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="of torch on the CPU (default: 1, which times steadiest)")
-    parser.add_argument("--solver-seconds", type=float, default=30.0)
     parser.add_argument(
-        "--limit-seconds", type=float, default=None, help=f"no row begins later (default: {_GPU_SECONDS:.0f} on cuda)"
+        "--solver-seconds", type=float, default=None, help=f"limit of a solver (default: {_CPU.solver_seconds:.0f})"
+    )
+    parser.add_argument(
+        "--limit-seconds", type=float, default=None, help=f"no row begins later (default: {_CUDA.limit_seconds:.0f} on cuda)"
     )
     parser.add_argument("--quick", action="store_true", help="one budget, two rounds, and few methods")
     parser.add_argument("--again", action="store_true", help="measure everything once more")
@@ -55,17 +67,18 @@ def run(args: argparse.Namespace, factory: Callable[[str], Any], more: dict[str,
     names = tuple(dict.fromkeys(args.models))
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no CUDA device here. Use --device cpu.")
+    default = _CUDA if args.device == "cuda" else _CPU
     asked = compare.Asked(
         models=names,
         methods=_methods(args.methods or (_QUICK if args.quick else None)),
-        budgets=_budgets("40%" if args.quick else args.budgets),
+        budgets=_budgets(args.budgets or ("40%" if args.quick else default.budgets)),
         rounds=_least("--rounds", 2 if args.quick else args.rounds, 1),
         device=args.device,
         threads=_least("--threads", args.threads, 0),
-        solver_seconds=args.solver_seconds,
+        solver_seconds=default.solver_seconds if args.solver_seconds is None else args.solver_seconds,
     )
     builders = {name: _builder(name, torch.device(args.device), factory, more or {}) for name in names}
-    limit = args.limit_seconds if args.limit_seconds is not None else _GPU_SECONDS if args.device == "cuda" else None
+    limit = default.limit_seconds if args.limit_seconds is None else args.limit_seconds
     results = compare.run(asked, builders, args.out, args.again, limit, _progress)
     print(tables.page(results.data))
     return 0
@@ -88,7 +101,7 @@ def _methods(text: str | None) -> tuple[str, ...]:
 
     names = catalogue.DEFAULT if text is None else tuple(dict.fromkeys(text.split(",")))
     if unknown := [name for name in names if name not in catalogue.TITLES]:
-        raise ConfigError(f"--methods: there is no {', '.join(unknown)}; there are {', '.join(catalogue.TITLES)}.")
+        raise ConfigError(f"--methods: there is no {', '.join(unknown)}. Give some of {', '.join(catalogue.TITLES)}.")
     return names
 
 
