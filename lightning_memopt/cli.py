@@ -1,6 +1,7 @@
 """The command line `memopt`: demo, plan, explain, breakdown, bench, chain, place.
 
-Exit codes: 0 done, 1 a demo whose losses differ, 2 bad input, 3 no plan fits the budget, or no placement the capacity.
+Exit codes: 0 done, 1 a demo whose losses differ, or a bench whose unmodified step fails, 2 bad input, 3 no plan fits the
+budget, or no placement the capacity.
 """
 
 from __future__ import annotations

@@ -58,7 +58,8 @@ def run(args: argparse.Namespace, factory: Callable[[str], Any], more: dict[str,
         factory: `package.module:function` -> the function; raises ConfigError.
         more: builders of models beside those of the zoo.
 
-    Raises ConfigError or MissingExtraError before anything is measured.
+    Returns 0, or 1 where the unmodified step of a model fails. Raises ConfigError or MissingExtraError before anything is
+    measured.
     """
     import torch
 
@@ -81,7 +82,7 @@ def run(args: argparse.Namespace, factory: Callable[[str], Any], more: dict[str,
     limit = default.limit_seconds if args.limit_seconds is None else args.limit_seconds
     results = compare.run(asked, builders, args.out, args.again, limit, _progress)
     print(tables.page(results.data))
-    return 0
+    return int(any(results.rows(name)["unmodified"]["state"] != "measured" for name in names))
 
 
 def _progress(line: str) -> None:

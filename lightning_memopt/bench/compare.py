@@ -16,8 +16,9 @@ from lightning_memopt import clocks
 from lightning_memopt.bench import catalogue, tables
 from lightning_memopt.bench.catalogue import Spec
 from lightning_memopt.bench.results import Results, Rows
-from lightning_memopt.bench.rows import Reference, measured
+from lightning_memopt.bench.rows import Reference, Row, measured, said
 from lightning_memopt.bench.subject import Subject, Training
+from lightning_memopt.errors import MemOptError
 from lightning_memopt.native import engine
 from lightning_memopt.runtime import install_native
 
@@ -80,14 +81,25 @@ class _Model:
 
     def run(self, stopwatch: Stopwatch) -> None:
         """Measure every row that is not there yet, until the time is up."""
-        if "unmodified" not in self.rows:
-            subject, reference = self.built()
-            self.rows["unmodified"] = reference.row(subject)
+        if self.rows.get("unmodified", {}).get("state") != "measured":
+            self.rows["unmodified"] = self._unmodified()
             self.results.write()
             self.say(tables.progress(self.name, 0, 0, "unmodified", self.rows["unmodified"]))
+        if self.rows["unmodified"]["state"] != "measured":
+            return
         options = self.asked.solver_seconds, self.rows["unmodified"]["peak_nbytes"]
         self._each(list(catalogue.specs(self.asked.methods, self.asked.budgets, *options)), stopwatch)
         self._each(list(catalogue.at_peaks(self.asked.methods, self.rows, *options)), stopwatch)
+
+    def _unmodified(self) -> Row:
+        """The row of the unmodified step; with the reason where the training cannot be built, or its step fails."""
+        try:
+            subject, reference = self.built()
+            return reference.row(subject)
+        except MemOptError:
+            raise
+        except Exception as error:
+            return {"method": "unmodified", "budget": "", "state": "failed", "reason": said(error)}
 
     def _each(self, specs: list[Spec], stopwatch: Stopwatch) -> None:
         for number, spec in enumerate(specs, 1):

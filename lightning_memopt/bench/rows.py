@@ -61,9 +61,14 @@ def measured(spec: Spec, subject: Subject, reference: Reference, rounds: int) ->
     except MemOptError as error:
         row |= {"state": "refused", "reason": _line(error)}
     except Exception as error:
-        row |= {"state": "failed", "reason": f"{type(error).__name__}: {_line(error)}"}
+        row |= {"state": "failed", "reason": said(error)}
     gc.collect()
     return row | {"seconds": perf_counter() - began}
+
+
+def said(error: Exception) -> str:
+    """An error that is not ours, in one line."""
+    return f"{type(error).__name__}: {_line(error)}"
 
 
 def _line(error: Exception) -> str:

@@ -17,15 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_memopt.config import MemOptConfig, Options, config_of
-from lightning_memopt.errors import ConfigError
 from lightning_memopt.integrations.checkpointing import LayerCheckpointing
 from lightning_memopt.plan import Plan
 from lightning_memopt.record import instead_of_calls, uncompiled, uncompiled_itself
-from lightning_memopt.report import snapshot
 from lightning_memopt.report.frontier import Row, rows
 from lightning_memopt.report.table import summary
 from lightning_memopt.runtime.early_updates import Reason
 from lightning_memopt.session import RunStatus, Session
+from lightning_memopt.session.given_plan import write_snapshot
 from lightning_memopt.session.naming import naming
 from lightning_memopt.telemetry import Meter
 from lightning_memopt.telemetry.meter import MeterOptions
@@ -71,13 +70,10 @@ class Run:
         """Write a planned step as a memory snapshot in the format of `torch.cuda.memory._dump_snapshot`, for torch's own viewer
         (pytorch.org/memory_viz, `python -m torch.cuda._memory_viz`).
 
-        The events are simulated from the plan in force and the step that it was made for, not recorded: report/snapshot.py.
+        The events are simulated from the plan in force and the step that it was made for, not recorded: plan/snapshot.py.
         Raises ConfigError if there is no plan, or the file cannot be written.
         """
-        status = self.status()
-        if status.plan is None or status.graph is None:
-            raise ConfigError("There is no plan in force, so there is no planned step to write. Train a few steps first.")
-        snapshot.dump(status.graph, status.plan, path)
+        write_snapshot(path, self.status())
 
     def report(self) -> str:
         """A table: budget, peaks (predicted, measured, unmodified), extra time, rebuilt tensors, and why the rest is kept."""

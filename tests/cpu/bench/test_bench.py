@@ -154,6 +154,24 @@ def test_a_step_that_does_not_repeat_is_not_called_exact() -> None:
     assert row["exact"] == "not known: the unmodified step differs from itself"
 
 
+def failing() -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], torch.Tensor]]:
+    model, optimizer, _ = build()
+
+    def step() -> torch.Tensor:
+        raise ValueError("no data")
+
+    return model, optimizer, step
+
+
+def test_a_model_whose_step_fails_does_not_stop_the_others(tmp_path: Path) -> None:
+    words = ["bench", f"{HERE}:failing", f"{HERE}:build", "--quick", "--methods", "per-block", "--out", str(tmp_path)]
+    assert main(words) == 1
+    models = json.loads((tmp_path / "bench.json").read_text())["models"]
+    assert models[f"{HERE}:failing"]["unmodified"]["reason"] == "ValueError: no data"
+    assert models[f"{HERE}:build"]["per-block"]["state"] == "measured"
+    assert "ValueError: no data" in (tmp_path / "bench.md").read_text()
+
+
 def test_a_second_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, first = bench(tmp_path, "--methods", "per-block,ours", "--limit-seconds", "0")
     assert code == 0 and list(first) == ["unmodified"]  # no row begins after the limit
@@ -216,7 +234,7 @@ def test_results_of_other_arguments_are_not_gone_on_with(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match="rounds was 2"):
         Results(path, {"rounds": 3}, {})
     assert Results(path, {"rounds": 3}, {}, again=True).data["models"] == {}
-    path.write_text("[]")
+    path.write_text("{}")
     with pytest.raises(ConfigError, match="is no file of"):
         Results(path, {"rounds": 3}, {})
     path.write_text("{")

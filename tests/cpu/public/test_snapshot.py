@@ -14,6 +14,8 @@ from torch.cuda import _memory_viz
 from lightning_memopt import optimize
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.integrations.plain import Run
+from tests.cpu.lib.fits import fit, memopt
+from tests.cpu.lib.trainers import callback, trainer
 
 
 def planned(path: Path, **options: Any) -> tuple[Run, dict[str, Any]]:
@@ -79,9 +81,24 @@ def test_the_viewer_of_torch_reads_it(tmp_path: Path) -> None:
 def test_without_a_plan_it_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
     with optimize(model, torch.optim.SGD(model.parameters(), 0.1), budget="1GiB", verbose=False) as run:
-        with pytest.raises(ConfigError, match="no plan in force"):
+        with pytest.raises(ConfigError, match="no plan yet"):
             run.dump_snapshot(str(tmp_path / "step.pickle"))
     assert not (tmp_path / "step.pickle").exists()
+
+
+def test_lightning_and_transformers_write_it_too(tmp_path: Path) -> None:
+    strategy = memopt()
+    with pytest.raises(ConfigError, match="no plan yet"):
+        strategy.dump_snapshot(str(tmp_path / "none.pickle"))
+    fit(strategy, max_epochs=1)
+    strategy.dump_snapshot(str(tmp_path / "fit.pickle"))
+    with pytest.raises(ConfigError, match="no plan yet"):
+        (watching := callback()).dump_snapshot(str(tmp_path / "none.pickle"))
+    trainer(callbacks=[watching]).train()
+    watching.dump_snapshot(str(tmp_path / "train.pickle"))
+    for name in ("fit", "train"):
+        snapshot = pickle.loads((tmp_path / f"{name}.pickle").read_bytes())
+        assert "total_allocated" in _memory_viz.segsum(snapshot) and snapshot["device_traces"][0]
 
 
 def test_a_path_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -20,8 +20,9 @@ from typing import Any
 
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.graph import Graph
-from lightning_memopt.plan import Plan, Rebuild, lower
 from lightning_memopt.plan.allocator import Described, Name, described
+from lightning_memopt.plan.lower import Rebuild, lower
+from lightning_memopt.plan.model import Plan
 
 _PAGE_NBYTES = 2 << 20
 _BASE = 1 << 32
