@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,18 @@ def test_bad_arguments_give_one_line(words: list[str], said: str, tmp_path: Path
     assert main(["bench", *words, "--out", str(tmp_path / "out")]) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("memopt: ")]
     assert len(lines) == 1 and said in lines[0]
+
+
+def test_without_matplotlib_there_are_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "lightning_memopt.bench.picture", raising=False)
+    monkeypatch.delattr(sys.modules["lightning_memopt.bench"], "picture", raising=False)
+    code, measured = bench(tmp_path, "--methods", "per-block")
+    assert code == 0 and measured["per-block"]["state"] == "measured"
+    assert {path.name for path in tmp_path.iterdir()} == {"bench.json", "bench.md"}
+    assert "pip install 'lightning-memopt[bench]'" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
