@@ -30,16 +30,22 @@ def draw(data: dict[str, Any], paths: Sequence[Path]) -> None:
             for number, name in enumerate(TITLES):
                 points = sorted(_points(rows, name, key))
                 if points:
-                    line = "-" if name in OURS else "none" if len(points) == 1 else ":"
-                    color, marker = matplotlib.colormaps["tab20"](number % 20), _MARKERS[number % len(_MARKERS)]
-                    style: dict[str, Any] = {"color": color, "marker": marker, "linestyle": line, "markersize": 5}
+                    colors, line = (
+                        (matplotlib.colormaps["Dark2"], "-") if name in OURS else (matplotlib.colormaps["tab10"], "none")
+                    )
+                    style: dict[str, Any] = {
+                        "color": colors(number % colors.N),
+                        "marker": _MARKERS[number % len(_MARKERS)],
+                        "linestyle": line,
+                        "markersize": 5 if name in OURS else 7,
+                    }
                     handles[TITLES[name]] = ax.plot(*zip(*points, strict=True), linewidth=1, **style)[0]
             ax.set_title(f"{model}: {title}", fontsize=10)
             ax.set_xlabel("peak above what is resident, MiB", fontsize=9)
             ax.set_xlim(left=0)
             ax.grid(alpha=0.3)
     figure.legend(list(handles.values()), list(handles), loc="lower center", ncols=4, fontsize=8, frameon=False)
-    figure.tight_layout(rect=(0, 1.1 / (4 * len(models) + 1), 1, 1))
+    figure.tight_layout(rect=(0, 1.2 / (4 * len(models) + 1), 1, 1))
     for path in paths:
         figure.savefig(path, dpi=90, metadata={"Date": None} if path.suffix == ".svg" else None)
 
