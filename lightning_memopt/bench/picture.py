@@ -36,7 +36,7 @@ def draw(data: dict[str, Any], paths: Sequence[Path]) -> None:
                     style: dict[str, Any] = {
                         "color": colors(number % colors.N),
                         "marker": _MARKERS[number % len(_MARKERS)],
-                        "linestyle": line,
+                        "linestyle": "-" if name in OURS else "none",
                         "markersize": 5 if name in OURS else 7,
                     }
                     handles[TITLES[name]] = ax.plot(*zip(*points, strict=True), linewidth=1, **style)[0]
