@@ -30,9 +30,7 @@ def draw(data: dict[str, Any], paths: Sequence[Path]) -> None:
             for number, name in enumerate(TITLES):
                 points = sorted(_points(rows, name, key))
                 if points:
-                    colors, line = (
-                        (matplotlib.colormaps["Dark2"], "-") if name in OURS else (matplotlib.colormaps["tab10"], "none")
-                    )
+                    colors = matplotlib.colormaps["Dark2" if name in OURS else "tab10"]
                     style: dict[str, Any] = {
                         "color": colors(number % colors.N),
                         "marker": _MARKERS[number % len(_MARKERS)],
