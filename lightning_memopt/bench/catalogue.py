@@ -92,8 +92,8 @@ def share_of(text: str) -> float:
     return share
 
 
-def specs(names: Sequence[str], budgets: Sequence[str], solver_seconds: float, activations_nbytes: int) -> Iterator[Spec]:
-    """The rows of methods x budgets, the unmodified step aside. `activations_nbytes`: above what is there between steps."""
+def others(names: Sequence[str], budgets: Sequence[str]) -> Iterator[Spec]:
+    """The rows of the other methods, the unmodified step aside."""
     for name in names:
         if name in WHOLE:
             yield Spec(name, "", WHOLE[name])
@@ -103,6 +103,10 @@ def specs(names: Sequence[str], budgets: Sequence[str], solver_seconds: float, a
             for budget in dict.fromkeys((*whole, *budgets)):
                 key = "share" if name == "ckptplan" else "memory_budget"
                 yield Spec(name, budget, partial(SHARED[name], **{key: share_of(budget)}))
+
+
+def within(names: Sequence[str], budgets: Sequence[str], solver_seconds: float, activations_nbytes: int) -> Iterator[Spec]:
+    """Ours within the budgets. `activations_nbytes`: what the unmodified step takes above what is there between steps."""
     for name in names:
         if name in OURS:
             for budget in budgets:
@@ -113,15 +117,15 @@ def at_peaks(
     names: Sequence[str], rows: dict[str, dict[str, Any]], solver_seconds: float, activations_nbytes: int
 ) -> Iterator[Spec]:
     """Ours at the peak of every other method that lowers it; once where several have the same peak."""
-    seen: set[int] = set()
+    first: dict[int, str] = {}
     for label, row in rows.items():
         peak = row.get("peak_nbytes")
         other = row["method"] not in OURS and row["method"] != "unmodified"
-        if not other or peak is None or peak >= activations_nbytes or peak in seen:
-            continue
-        seen.add(peak)
-        for name in names:
-            if name in AT_PEAKS and (name != "ours-inductor" or row["method"] == "torch-inductor"):
+        if other and peak is not None and peak < activations_nbytes:
+            first.setdefault(peak, label)
+    for name in AT_PEAKS:
+        for peak, label in first.items():
+            if name in names and (name != "ours-inductor" or rows[label]["method"] == "torch-inductor"):
                 yield _ours(name, f"at the peak of {label}", peak, solver_seconds, label)
 
 

@@ -88,8 +88,9 @@ class _Model:
         if self.rows["unmodified"]["state"] != "measured":
             return
         options = self.asked.solver_seconds, self.rows["unmodified"]["peak_nbytes"]
-        self._each(list(catalogue.specs(self.asked.methods, self.asked.budgets, *options)), stopwatch)
-        self._each(list(catalogue.at_peaks(self.asked.methods, self.rows, *options)), stopwatch)
+        self._each(list(catalogue.others(self.asked.methods, self.asked.budgets)), stopwatch)
+        self._each(list(catalogue.at_peaks(self.asked.methods, self.rows, *options)), stopwatch)  # what most want to know
+        self._each(list(catalogue.within(self.asked.methods, self.asked.budgets, *options)), stopwatch)
 
     def _unmodified(self) -> Row:
         """The row of the unmodified step; with the reason where the training cannot be built, or its step fails."""

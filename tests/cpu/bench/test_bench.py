@@ -93,7 +93,7 @@ def test_the_peak_of_ours_is_the_meters(subject: Subject) -> None:
     """Of the session's own meter, which counts what is resident, too."""
     reference = rows.Reference(subject)
     budget = reference.peak_nbytes // 2
-    (spec,) = catalogue.specs(["ours"], ["50%"], 10.0, reference.peak_nbytes)
+    (spec,) = catalogue.within(["ours"], ["50%"], 10.0, reference.peak_nbytes)
     held = subject.held_nbytes()
     row = rows.measured(spec, subject, reference, rounds=1)
     assert row["state"] == "measured", row
@@ -125,7 +125,7 @@ def test_a_method_that_changes_numbers_differs(subject: Subject) -> None:
     reference = rows.Reference(subject)
     row = rows.measured(Spec("per-block", "", rounding), subject, reference, rounds=1)
     assert row["state"] == "measured" and row["exact"].startswith("differs: gradients by")
-    (lossy,) = catalogue.specs(["ours-lossy"], ["50%"], 10.0, reference.peak_nbytes)
+    (lossy,) = catalogue.within(["ours-lossy"], ["50%"], 10.0, reference.peak_nbytes)
     assert rows.measured(lossy, subject, reference, rounds=1)["state"] == "measured"
     plain = rows.measured(Spec("per-block", "", catalogue.WHOLE["per-block"]), subject, reference, rounds=1)
     assert plain["exact"] == "equal"  # what ran before has left nothing
