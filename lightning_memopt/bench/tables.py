@@ -80,28 +80,26 @@ def _ratio(row: Row, key: str, spread: bool = False) -> str:
 
 
 def verdict(rows: Rows) -> list[str]:
-    """What ours takes at the peak of each other method, and each case in which that is not less."""
+    """Ours at the peak of each other method, by the better of our plans there: each case in which it takes more."""
     ours: dict[str, list[Row]] = {}
-    others = [(label, row) for label, row in rows.items() if row["method"] not in OURS and "peak_nbytes" in row]
-    peaks = {row["peak_nbytes"]: label for label, row in reversed(others)}
     for row in rows.values():
         if row.get("at"):
             ours.setdefault(row["at"], []).append(row)
-    behind = []
-    compared = 0
-    for label, row in rows.items():
-        if row["method"] in OURS or row["method"] == "unmodified" or row["state"] != "measured":
-            continue
-        mine = ours.get(label) or ours.get(peaks[row["peak_nbytes"]], [])
-        if not mine:
-            continue
-        compared += 1
-        behind += [f"- {label}: {text}" for text in _behind(row, mine)]
-    if not compared:
-        return []
-    if not behind:
-        return [f"At the peak of each of the {compared} other rows, ours has fewer extra FLOPs and less time."]
-    return [f"Ours at the peak of {compared} other rows. Not ahead of:", "", *behind]
+    ran = {label: row for label, row in rows.items() if row["method"] not in OURS and row["state"] == "measured"}
+    whole = ran.pop("unmodified", {}).get("peak_nbytes", 0)
+    peaks = {row["peak_nbytes"]: label for label, row in reversed(ran.items())}
+    lower = {label: ours.get(peaks[row["peak_nbytes"]], []) for label, row in ran.items() if row["peak_nbytes"] < whole}
+    compared = [label for label, mine in lower.items() if mine]
+    behind = [f"- {label}: {text}" for label in compared for text in _behind(ran[label], lower[label])]
+    lines = []
+    if compared:
+        said = "Not ahead of:" if behind else "It has no more extra FLOPs, and takes less time, than any of them."
+        lines += [f"Ours at the peak of {', '.join(compared)}, by the better of its plans. {said}", "", *behind, ""]
+    if left := [label for label in lower if label not in compared]:
+        lines += [f"No plan of ours was run at the peak of {', '.join(left)}.", ""]
+    if high := [label for label in ran if label not in lower]:
+        lines += [f"No lower peak than unmodified: {', '.join(high)}.", ""]
+    return lines[:-1]
 
 
 def _behind(row: Row, mine: list[Row]) -> list[str]:
