@@ -28,6 +28,8 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "A measurement or the logger raised an error.",
         "Mend what the message names; the figure has no value until then.",
     ),
+    ("bench/compare.py", "MemOpt: time is up"): ("The bench ran for the minutes that it was given.", "Run the same command again."),
+    ("bench/compare.py", "MemOpt: no pictures"): ("Pictures need matplotlib.", "Run the command that the line ends with."),
     ("fabric/models.py", "MemOpt: there is no plan"): (
         "The plan needs to know which model an optimizer updates.",
         "Give both to one `fabric.setup(model, optimizer)`.",
@@ -63,7 +65,6 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "The page or its record could not be written when the run ended, for the reason named.",
         "Give `report=` a path that can be written to. The training itself is not affected.",
     ),
-    ("report/run.py", "MemOpt: report written"): ("The run is over: this is its page.", NOTHING),
     ("runtime/early_updates.py", "MemOpt: backward raised"): (
         "An exception came in the middle of a backward that updates parameters.",
         "Restore a checkpoint; set `optimizer_in_backward='never'` where backward may raise.",

@@ -1,6 +1,7 @@
-"""The command line `memopt`: demo, plan, explain, report, breakdown, chain, place.
+"""The command line `memopt`: demo, plan, explain, report, breakdown, bench, chain, place.
 
-Exit codes: 0 done, 1 a demo whose losses differ, 2 bad input, 3 no plan fits the budget, or no placement the capacity.
+Exit codes: 0 done, 1 a demo whose losses differ, or a bench whose unmodified step fails, 2 bad input, 3 no plan fits the
+budget, or no placement the capacity.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_memopt import jsonio
+from lightning_memopt.bench import command as bench_command
 from lightning_memopt.errors import ConfigError, InfeasibleError, MemOptError
 from lightning_memopt.units import format_nbytes, parse_budget
 
@@ -167,6 +169,10 @@ def _breakdown(args: argparse.Namespace) -> int:
     return 0
 
 
+def _bench(args: argparse.Namespace) -> int:
+    return bench_command.run(args, _factory)
+
+
 def _chain(args: argparse.Namespace) -> int:
     from lightning_memopt.solvers.chain.by_numbers import Status, solve_sequence
 
@@ -290,6 +296,9 @@ def parser() -> argparse.ArgumentParser:
     breakdown.add_argument("--layers", type=int, default=12, help="rows for the largest layers (default: 12)")
     breakdown.add_argument("--png", type=Path, default=None, help="stacked bars as a picture (needs matplotlib)")
     breakdown.set_defaults(run=_breakdown)
+    bench = commands.add_parser("bench", help="a model under every method that saves memory, measured side by side")
+    bench_command.add_arguments(bench)
+    bench.set_defaults(run=_bench)
     chain = commands.add_parser("chain", help="optimal checkpointing of a sequence given by numbers")
     chain.add_argument("chain", help='JSON: {"stages": [...]}, see docs/formulation.md')
     chain.add_argument("--budget", required=True, help="bytes, 11GiB, ...: of all memory, the chain's input included")

@@ -13,7 +13,6 @@ import argparse
 import json
 import sys
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -34,7 +33,7 @@ def by_python(forward: Forward) -> Forward:
     """The forward, recorded and rebuilt by the Python engine."""
 
     def run() -> torch.Tensor:
-        with mock.patch.object(engine, "_module", None):
+        with engine.without():
             return forward()
 
     return run

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.models.registry import MODELS
+from lightning_memopt.bench.methods import checkpointed
 from lightning_memopt.graph import Graph
 from lightning_memopt.native import counter
 from lightning_memopt.runtime import Learned, PlannedEngine, Program
@@ -88,15 +88,8 @@ class Bench:
     @contextlib.contextmanager
     def per_block(self) -> Iterator[None]:
         """Every block of the model under torch's own checkpointing."""
-        blocks = self.blocks(self.model)
-        originals = [type(b).forward for b in blocks]
-        for block, original in zip(blocks, originals, strict=True):
-            block.forward = lambda *a, _b=block, _f=original, **k: checkpoint(_f, _b, *a, use_reentrant=False, **k)
-        try:
+        with checkpointed(self.blocks(self.model)):
             yield
-        finally:
-            for block in blocks:
-                del block.forward
 
     def observe(self, steps: int = 3) -> Graph:
         """The graph of the step, with times made robust over `steps` observed ones."""

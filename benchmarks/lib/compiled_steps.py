@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import fx
 
 from benchmarks.lib.bench import held_nbytes
 from benchmarks.lib.digests import hashed
 from benchmarks.models.registry import MODELS
 from lightning_memopt import InfeasibleError, optimize
-from lightning_memopt.compiled.backends import asking_backends
-from lightning_memopt.compiled.joint import flops_of
-from lightning_memopt.compiled.partitioner import as_torch_does, asked_by_this_thread
+from lightning_memopt.bench.torch_compiled import torch_splits
 from lightning_memopt.session import region_choice
-from lightning_memopt.torch_private import AOT_ENTRY
 from lightning_memopt.trace import metered_cpu
 
 STEPS = 14
@@ -30,34 +25,6 @@ TIMED = 3
 """So many last steps are timed."""
 
 Row = dict[str, Any]
-
-
-def _flops(module: fx.GraphModule) -> int:
-    return sum(map(flops_of, module.graph.nodes))
-
-
-@contextlib.contextmanager
-def torch_splits(memory_budget: float) -> Iterator[dict[str, int]]:
-    """Regions are split as torch does with this `activation_memory_budget`. FLOPs of a step: in all, and those of the joint
-    graphs, in which nothing runs again.
-    """
-    import torch._dynamo.backends.common
-    import torch._functorch.config
-    import torch._inductor.config
-
-    flops = {"all": 0, "joint": 0}
-
-    def counting(gm: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
-        flops["joint"] += _flops(gm)
-        halves = as_torch_does(gm, joint_inputs, **options)
-        flops["all"] += sum(map(_flops, halves))
-        return halves
-
-    functorch = torch._functorch.config.patch(activation_memory_budget=memory_budget, enable_autograd_cache=False)
-    asked = asked_by_this_thread(counting, as_torch_does)
-    others = mock.patch.object(torch._dynamo.backends.common, AOT_ENTRY, asking_backends(lambda _: asked))
-    with functorch, torch._inductor.config.patch(custom_partitioner_fn=asked), others:
-        yield flops
 
 
 class Training:

@@ -22,9 +22,10 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from benchmarks.lib.compiled_steps import STEPS, Training, torch_splits
+from benchmarks.lib.compiled_steps import STEPS, Training
 from benchmarks.lib.paths import RESULTS
 from lightning_memopt import optimize
+from lightning_memopt.bench.torch_compiled import torch_splits
 from lightning_memopt.session import region_choice
 from lightning_memopt.trace import count_all
 

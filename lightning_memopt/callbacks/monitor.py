@@ -26,6 +26,8 @@ from typing import Any
 import torch
 
 from lightning_memopt.callbacks.reduction import Reduction
+from lightning_memopt.callbacks.timeline import EVERY, Timeline
+from lightning_memopt.errors import ConfigError
 from lightning_memopt.plan import Plan
 from lightning_memopt.plan.forms import codec_of, tier_of
 from lightning_memopt.session import RunStatus, Session
@@ -47,6 +49,8 @@ class MemOptMonitor(Callback):
         before: throughput of the same training without a plan, shown for comparison; or the path that `save` wrote it to.
         save: path to write the throughput of this run to, as JSON. With `MEMOPT_DISABLE=1` it is that of the plain run.
         verbose: print the throughput at the end of training.
+        timeline: write the memory of a step over time to every logger, in the first planned step and then in every 200th, or in
+            every one of this number (timeline.py has how each logger gets it).
 
     Attributes:
         meter: the meter of the current or last fit; None before the first.
@@ -59,6 +63,7 @@ class MemOptMonitor(Callback):
         before: Throughput | str | os.PathLike[str] | None = None,
         save: str | os.PathLike[str] | None = None,
         verbose: bool = True,
+        timeline: bool | int = False,
     ) -> None:
         super().__init__()
         self.batch_size_fn, self.cpu, self.save, self.verbose = batch_size_fn, cpu, save, verbose
@@ -68,10 +73,14 @@ class MemOptMonitor(Callback):
         self._plan: Plan | None = None
         self._profile_seconds: float | None = None
         self._warned: set[str] = set()
+        if not isinstance(timeline, int) or timeline < 0:
+            raise ConfigError(f"timeline is {timeline!r}; give True, False or a number of steps.")
+        self.timeline = EVERY if timeline is True else int(timeline)
+        self._timeline: Timeline | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy or pickle has measured nothing, because the counters of devices belong to their process."""
-        return vars(self) | {"meter": None, "_reduction": None}
+        return vars(self) | {"meter": None, "_reduction": None, "_timeline": None}
 
     # -- Lightning's hooks -------------------------------------------------------------------------
 
@@ -89,6 +98,13 @@ class MemOptMonitor(Callback):
         self._reduction = Reduction(trainer.world_size, device, self.meter.energies)
         if session is not None:
             trainer.strategy.telemetry = self.meter
+        if self.timeline and trainer.is_global_zero:
+            self._timeline = Timeline(self.timeline, self._try)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self._timeline is not None:
+            step = lightning_private.batches_that_stepped(trainer)
+            self._timeline.begins(trainer.strategy.root_device, step, _status(trainer).plan is not None)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.meter is None:
@@ -102,6 +118,8 @@ class MemOptMonitor(Callback):
         if plan is not None and self._profile_seconds is None:
             self._profile_seconds = max(0.0, self.meter.total.seconds - plan.solve_seconds)
         every, step = trainer.log_every_n_steps, lightning_private.batches_that_stepped(trainer)
+        if self._timeline is not None:
+            self._timeline.ended(trainer.loggers, step, _status(trainer))
         if every and (step + 1) % every == 0:  # depends on the step alone, so that all ranks log in the same step
             self._log(trainer, step)
 
@@ -137,6 +155,9 @@ class MemOptMonitor(Callback):
     def _close(self) -> None:
         if self.meter is not None:
             self.meter.abandon()  # a second call does nothing
+        timeline, self._timeline = self._timeline, None
+        if timeline is not None:
+            timeline.stop()
 
     # -- the logged values -------------------------------------------------------------------------
 

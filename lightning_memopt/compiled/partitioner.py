@@ -100,6 +100,19 @@ _inductor_seams: Seams[Asked] = Seams(lambda: [(inductor_config(), "custom_parti
 _cache_seams: Seams[Asked] = Seams(lambda: [(autograd_config(), "enable_autograd_cache", lambda _: False)])
 
 
+@contextlib.contextmanager
+def asked_to_split(asking: Callable[[Splitter], Splitter]) -> Iterator[None]:
+    """Within, `asking(partitioner)` is used in the place of `partitioner` for regions that this thread compiles."""
+    asked: Asked = threading.get_ident(), asking
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_cache_seams.listening(asked))
+        if inductor_compiles():
+            stack.enter_context(_inductor_seams.listening(asked))
+        if backends() is not None:
+            stack.enter_context(backend_seams.listening(asked))
+        yield
+
+
 def _set(stack: contextlib.ExitStack, config: Any, name: str, value: Any) -> None:
     """Change a setting until the stack is closed. (`config.patch` makes a class each time: garbage in a cycle.)"""
     stack.callback(setattr, config, name, getattr(config, name))
@@ -157,13 +170,7 @@ class Regions:
         with contextlib.ExitStack() as stack:
             stack.callback(told.remove)
             stack.callback(self._own_order.close)
-            asked: Asked = threading.get_ident(), lambda default: partial(self._answer, default)
-            stack.enter_context(_cache_seams.listening(asked))
-            if inductor_compiles():
-                stack.enter_context(_inductor_seams.listening(asked))
-            if backends() is not None:
-                stack.enter_context(backend_seams.listening(asked))
-            with around_compiled(self._code_runs):
+            with asked_to_split(lambda default: partial(self._answer, default)), around_compiled(self._code_runs):
                 yield
 
     @contextlib.contextmanager

@@ -21,6 +21,7 @@ from lightning_memopt.integrations.plain import Run, optimize
 from lightning_memopt.report.table import summary
 from lightning_memopt.runtime.early_updates import Reason, refusal
 from lightning_memopt.session import RunStatus
+from lightning_memopt.session.given_plan import write_snapshot
 from lightning_memopt.session.naming import naming
 
 if TYPE_CHECKING:
@@ -71,6 +72,10 @@ class MemOptTrainerCallback(transformers.TrainerCallback):
         if self.run is None:
             raise ConfigError("There is no plan yet: this callback's Trainer has not trained. Run trainer.train() first.")
         self.run.save_plan(path)
+
+    def dump_snapshot(self, path: str) -> None:
+        """Write a planned step for torch's memory viewer: `Run.dump_snapshot`. Raises ConfigError if there is no plan."""
+        write_snapshot(path, self.status())
 
     def close(self) -> None:
         """Leave the model, as at the end of `train()`. May be called again."""

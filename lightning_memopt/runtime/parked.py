@@ -33,6 +33,7 @@ from lightning_memopt.errors import TierFullError
 from lightning_memopt.plan.forms import EXACT, codec_of, tier_of
 from lightning_memopt.record import fills, uncompiled
 from lightning_memopt.record.tensors import bytes_of
+from lightning_memopt.runtime import spans
 from lightning_memopt.runtime.codecs import codec
 from lightning_memopt.runtime.tiers import Stopwatch, Stored, Tier
 
@@ -162,7 +163,8 @@ class ParkedTensor:
                 self._codec.encode(t, self._bytes)
         self._nbytes = self._bytes.numel()
         if tier := tier_of(form):
-            self._stored = depot.store(tier, self._bytes, what)
+            with spans.transfer("park", self._nbytes):
+                self._stored = depot.store(tier, self._bytes, what)
             depot.moved_nbytes += self._nbytes
 
     def wait_copied(self) -> None:
@@ -180,7 +182,8 @@ class ParkedTensor:
         if self._stored is not None and self._arriving is None:
             self._begun_on = current_stream(self._device)
             arriving = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
-            self._stored.fetch(arriving)
+            with spans.transfer("fetch", self._nbytes):
+                self._stored.fetch(arriving)
             self._arriving = arriving  # not before: where the tier refuses, nothing comes
             self._depot.moved_nbytes += self._nbytes
 
@@ -202,7 +205,7 @@ class ParkedTensor:
         if self._stored is not None:
             # where the copy fails or the wait is interrupted, it begins anew (A6)
             bytes_, self._arriving = self._arriving, None
-            with self._depot.waited.running(current_stream(self._device)):
+            with self._depot.waited.running(current_stream(self._device)), spans.transfer("wait for", self._nbytes):
                 self._stored.wait_fetched()
         assert bytes_ is not None
         self._read_on = now = current_stream(self._device)

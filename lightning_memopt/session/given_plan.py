@@ -9,7 +9,7 @@ import torch
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import ConfigError, InfeasibleError, PlanMismatchError
 from lightning_memopt.graph import Graph
-from lightning_memopt.plan import Plan, read_plan, write_plan
+from lightning_memopt.plan import Plan, read_plan, snapshot, write_plan
 from lightning_memopt.plan.forms import LOSSLESS, codec_of
 from lightning_memopt.session.status import RunStatus
 
@@ -50,6 +50,17 @@ def read_given(
 
 def write_status(path: str, status: RunStatus) -> None:
     """Write the plan of a status, with its graph, as JSON. Raises ConfigError where it has none."""
+    plan, graph = _planned(status)
+    write_plan(path, plan, graph)
+
+
+def write_snapshot(path: str, status: RunStatus) -> None:
+    """Write the step of a status as a memory snapshot. Raises ConfigError where it has no plan."""
+    plan, graph = _planned(status)
+    snapshot.dump(graph, plan, path)
+
+
+def _planned(status: RunStatus) -> tuple[Plan, Graph]:
     if status.plan is None or status.graph is None:
         raise ConfigError("There is no plan yet: it is made after the observed steps. Run them first.")
-    write_plan(path, status.plan, status.graph)
+    return status.plan, status.graph

@@ -22,6 +22,7 @@ from lightning_memopt.integrations.names import shown
 from lightning_memopt.report.run import RunReport
 from lightning_memopt.report.table import summary
 from lightning_memopt.session import RunStatus, Session
+from lightning_memopt.session.given_plan import write_snapshot
 from lightning_memopt.session.naming import naming
 from lightning_memopt.strategies.early_updates import of_trainer
 from lightning_memopt.telemetry import Meter
@@ -106,6 +107,10 @@ class MemOptMixin(abc.ABC):
         if self.session is None:
             raise ConfigError("There is no plan yet: nothing was fitted with this strategy. Run `trainer.fit` first.")
         self.session.save_plan(path)
+
+    def dump_snapshot(self, path: str) -> None:
+        """Write a planned step for torch's memory viewer: `Run.dump_snapshot`. Raises ConfigError if there is no plan."""
+        write_snapshot(path, self.status())
 
     # -- a step ------------------------------------------------------------------------------------
 

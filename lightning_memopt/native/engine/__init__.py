@@ -8,6 +8,7 @@ engine can take over at any op. Python stays complete: it is the reference, and 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.machinery
 import importlib.util
@@ -15,7 +16,7 @@ import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -57,6 +58,17 @@ def maker(kind: type[T]) -> Callable[..., T]:
 
 def _shown(thing: T) -> T:
     return thing
+
+
+@contextlib.contextmanager
+def without() -> Iterator[None]:
+    """Within, the Python engine runs though the module is loaded: to compare the two. For the whole process."""
+    global _module
+    module, _module = _module, None
+    try:
+        yield
+    finally:
+        _module = module
 
 
 def install(say: Callable[[str], None], prepare: Callable[[Any], None]) -> None:

@@ -5,17 +5,28 @@
 """
 
 from lightning_memopt.plan.allocator.model import Allocator, ExhaustedError
-from lightning_memopt.plan.allocator.reserved import Reserved, requests, reserved, reserved_nbytes_of
+from lightning_memopt.plan.allocator.reserved import (
+    Described,
+    Name,
+    Reserved,
+    described,
+    requests,
+    reserved,
+    reserved_nbytes_of,
+)
 from lightning_memopt.plan.allocator.settings import Settings
 from lightning_memopt.plan.allocator.trace import Comparison, compare
 
 __all__ = [
     "Allocator",
     "Comparison",
+    "Described",
     "ExhaustedError",
+    "Name",
     "Reserved",
     "Settings",
     "compare",
+    "described",
     "requests",
     "reserved",
     "reserved_nbytes_of",

@@ -85,6 +85,8 @@ class _Step:
     resident: allocations that are there all the time.
     before: allocations that the step starts from and does not keep (old gradients).
     after: allocations that it leaves (new gradients).
+    ends: for each point, how many actions there are up to its end.
+    tensors: name of an allocation of a rebuild or a fetch -> the tensor that it was first made for.
     """
 
     def __init__(self, graph: Graph, until: Mapping[int, int], schedule: Schedule, lives: Iterable[Life] = ()) -> None:
@@ -93,6 +95,8 @@ class _Step:
         self.resident: list[_Span] = []
         self.before: list[_Span] = []
         self.after: list[_Span] = []
+        self.ends: list[int] = []
+        self.tensors: dict[Name, int] = {}
         self._made: dict[int, list[Name]] = {}
         self._count = 0
         last = len(graph.points) - 1
@@ -130,6 +134,7 @@ class _Step:
             self.actions += [(span.name, -1) for span in freed.get(p, ())]
             if p == graph.last_release:
                 self.actions += [(("state", op), -1) for op in schedule.rebuilt]
+            self.ends.append(len(self.actions))
 
     def _work(self, nbytes: int) -> None:
         if nbytes:
@@ -138,6 +143,7 @@ class _Step:
     def _make(self, tensor: int, nbytes: int) -> Name:
         self._count += 1
         name = ("again", self._count)
+        self.tensors[name] = tensor
         self.actions.append((name, nbytes))
         return name
 
@@ -207,6 +213,35 @@ def requests(graph: Graph, lives: Iterable[Life] | None = None) -> list[Action]:
         lives = tuple(lives)
         step = _planned(graph, lives, lower(graph, lives))
     return [(span.name, span.nbytes) for span in step.before] + step.actions
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """The requests of one planned step, and what each is for.
+
+    resident: (tensor, bytes) of what is there before, and all the time or until it is freed in the step.
+    actions: the allocations and frees of the step, in order.
+    points: the point of each action.
+    again: name of an allocation of a rebuild or a fetch -> its tensor. Other names that are numbers are tensors themselves, or,
+        from the number of tensors on, windowed ones.
+    """
+
+    resident: list[tuple[int, int]]
+    actions: list[Action]
+    points: list[int]
+    again: dict[Name, int]
+
+
+def described(graph: Graph, lives: Iterable[Life]) -> Described:
+    """The requests of a step that is planned by `lives`."""
+    lives = tuple(lives)
+    step = _planned(graph, lives, lower(graph, lives))
+    points, before = [], 0
+    for p, end in enumerate(step.ends):
+        points += [p] * (end - before)
+        before = end
+    resident = [(span.name, span.nbytes) for span in (*step.resident, *step.before)]
+    return Described(resident, step.actions, points, step.tensors)
 
 
 def reserved(

@@ -14,6 +14,7 @@ from lightning_memopt.plan import Fetch, Free, Segment
 from lightning_memopt.record import Origin, Recorder, uncompiled
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.interrupts import raise_deferred
+from lightning_memopt.runtime import spans
 from lightning_memopt.runtime.engine.base import Engine
 from lightning_memopt.runtime.engine.checks import Checks
 from lightning_memopt.runtime.engine.cursor import Cursor
@@ -252,7 +253,7 @@ class PlannedEngine(Engine):
         versions = self.tape.versions
         # before the ops run: so tensors that are rebuilt on demand, for another op of the segment, stay, too
         self.holdings.active.update(t for t in self.program.births.get(point, ()) if t in versions)
-        with below_autograd(), flags_of(self.tape):
+        with below_autograd(), flags_of(self.tape), spans.segment(self.program.graph, steps):
             for step in steps:
                 if isinstance(step, Fetch):
                     self.fetch(step.tensor)
@@ -265,7 +266,8 @@ class PlannedEngine(Engine):
 
     def perform_natively(self, segment: int) -> None:
         """Run a segment of a step that is as planned. Called by the native engine."""
-        with below_autograd(), flags_of(self.tape):
+        span = spans.segment(self.program.graph, self.program.schedule.segments.get(self.cursor.point))
+        with below_autograd(), flags_of(self.tape), span:
             loaded().perform(self._backward, self, segment)
 
     def fetch(self, tensor: int) -> None:

@@ -1,0 +1,80 @@
+"""The file of a comparison. It is written after each row, so a run that ended goes on where it was.
+
+    {"format": "lightning_memopt.bench", "schema": 1, "asked": {...}, "machine": {...}, "models": {MODEL: {LABEL: ROW}}}
+
+`asked` is what decides the rows and their numbers. A file of another `asked` is never gone on with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lightning_memopt import jsonio
+from lightning_memopt.errors import ConfigError
+
+_FORMAT, _SCHEMA = "lightning_memopt.bench", 1
+Rows = dict[str, dict[str, Any]]
+
+
+class Results:
+    """What was measured so far. Opens the file of an earlier run with the same arguments, if there is one.
+
+    Args:
+        path: the file; its folder is made.
+        asked: the arguments, as JSON.
+        machine: where it runs, as JSON; those of a run that goes on are kept.
+        again: measure everything once more.
+
+    Raises ConfigError if the file is of other arguments, or is none of these files.
+    """
+
+    def __init__(self, path: Path, asked: dict[str, Any], machine: dict[str, Any], again: bool = False) -> None:
+        self.path = path
+        self.data: dict[str, Any] = {"format": _FORMAT, "schema": _SCHEMA, "asked": asked, "machine": machine, "models": {}}
+        if path.exists() and not again:
+            self.data = read(path)
+            if self.data["asked"] != asked:
+                then = self.data["asked"]
+                other = sorted(name for name in {*then, *asked} if then.get(name) != asked.get(name))
+                said = ", ".join(f"{name} was {then.get(name)}" for name in other)
+                raise ConfigError(f"{path} is of other arguments: {said}. Give another --out, or --again to measure all of it.")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--out {path.parent}: {error.strerror}. Give a folder that can be written to.") from None
+
+    def rows(self, model: str) -> Rows:
+        """The rows of a model by label, in the order in which they were measured."""
+        rows: Rows = self.data["models"].setdefault(model, {})
+        return rows
+
+    def write(self) -> None:
+        jsonio.write(self.path, self.data)
+
+    @contextlib.contextmanager
+    def running(self, model: str, label: str, method: str, budget: str) -> Iterator[None]:
+        """A row is being measured. If the process dies in it, the file says so, and the row is not begun again."""
+        died = {"method": method, "budget": budget, "state": "died", "reason": "the process died in this row"}
+        self.rows(model)[label] = died
+        self.write()
+        try:
+            yield
+        except BaseException:  # an interrupt: the row was not at fault, and is measured in the next run
+            self.rows(model).pop(label, None)
+            self.write()
+            raise
+        self.write()
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The content of a file of results. Raises ConfigError if it is none."""
+    try:
+        data = jsonio.read(path)
+    except ValueError as error:
+        raise ConfigError(f"{path} cannot be read: {error}. Delete it, or give another --out.") from None
+    if not isinstance(data, dict) or (data.get("format"), data.get("schema")) != (_FORMAT, _SCHEMA):
+        raise ConfigError(f"{path} is no file of `memopt bench` of schema {_SCHEMA}. Give another --out.")
+    return data

@@ -1,0 +1,120 @@
+"""A comparison as text: a line of progress for each row, and the Markdown page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_memopt.bench.catalogue import OURS, TITLES
+from lightning_memopt.bench.results import Rows
+from lightning_memopt.bench.rows import MIB, Row
+
+_HEAD = ("method", "budget", "peak, MiB", "extra FLOPs", "CPU time", "wall time", "bits", "remarks")
+
+
+def progress(model: str, number: int, count: int, label: str, row: Row) -> str:
+    """One line about a row that was measured."""
+    where = f"{model} {number}/{count}" if count else model
+    if row["state"] != "measured":
+        return f"{where}  {label}: {row['state']}: {row['reason']}"
+    cells = [f"{_mib(row)} MiB"]
+    if "cpu_ratio" in row:
+        cells += [f"{_flops(row)} FLOPs", f"{_ratio(row, 'cpu_ratio')} CPU time", f"{_ratio(row, 'wall_ratio')} wall time"]
+        cells += [f"in {row['seconds']:.0f} s"]
+    return f"{where}  {label}: {', '.join(cells)}; bits: {row['exact']}"
+
+
+def page(data: dict[str, Any]) -> str:
+    """The whole comparison as Markdown."""
+    asked, machine = data["asked"], data["machine"]
+    lines = [
+        "# Comparison",
+        "",
+        f"{machine['device']}, {machine['processors']} processors, torch {machine['torch']}, {asked['threads'] or 'all'} "
+        f"threads, {asked['rounds']} rounds. Peaks are above the bytes that are in memory between steps; a budget of 40 % is "
+        "that share of the unmodified peak. Times are medians of paired ratios to the unmodified step, with quartiles. Bits: "
+        "of loss, gradients and buffers, against the unmodified step.",
+    ]
+    for model, rows in data["models"].items():
+        lines += ["", f"## {model}", "", *model_table(rows), "", *verdict(rows)]
+    return "\n".join(lines) + "\n"
+
+
+def model_table(rows: Rows) -> list[str]:
+    """A line for each row: by method, and by budget within it."""
+    lines = ["| " + " | ".join(_HEAD) + " |", "|" + "---|" * len(_HEAD)]
+    for name in TITLES:
+        for row in (row for row in rows.values() if row["method"] == name):
+            lines.append("| " + " | ".join(_cells(row)) + " |")
+    return lines
+
+
+def _cells(row: Row) -> list[str]:
+    title = [TITLES[row["method"]], row["budget"]]
+    if row["state"] != "measured":
+        return [*title, "", "", "", "", "", f"{row['state']}: {_cell(row['reason'])}"]
+    times = [_ratio(row, "cpu_ratio", True), _ratio(row, "wall_ratio", True)]
+    return [*title, _mib(row), _flops(row), *times, row["exact"], _cell(row.get("note", ""))]
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _mib(row: Row) -> str:
+    return f"{row['peak_nbytes'] / MIB:.1f}"
+
+
+def _flops(row: Row) -> str:
+    return "" if row["extra_flops"] is None else f"{100 * row['extra_flops']:+.1f} %"
+
+
+def _ratio(row: Row, key: str, spread: bool = False) -> str:
+    if key not in row:
+        return ""
+    ratio = row[key]
+    quartiles = f" ({ratio['low']:.2f} to {ratio['high']:.2f})" if spread else ""
+    return f"x{ratio['median']:.2f}{quartiles}"
+
+
+# -- where ours is not ahead ---------------------------------------------------------------------------
+
+
+def verdict(rows: Rows) -> list[str]:
+    """Ours at the peak of each other method, by the better of our plans there: each case in which it takes more."""
+    ours: dict[str, list[Row]] = {}
+    for row in rows.values():
+        if row.get("at"):
+            ours.setdefault(row["at"], []).append(row)
+    ran = {label: row for label, row in rows.items() if row["method"] not in OURS and row["state"] == "measured"}
+    whole = ran.pop("unmodified", {}).get("peak_nbytes", 0)
+    peaks = {row["peak_nbytes"]: label for label, row in reversed(ran.items())}
+    lower = {label: ours.get(peaks[row["peak_nbytes"]], []) for label, row in ran.items() if row["peak_nbytes"] < whole}
+    compared = [label for label, mine in lower.items() if mine]
+    behind = [f"- {label}: {text}" for label in compared for text in _behind(ran[label], lower[label])]
+    lines = []
+    if compared:
+        said = "Not ahead of:" if behind else "It has no more extra FLOPs, and takes less time, than any of them."
+        lines += [f"Ours at the peak of {', '.join(compared)}, by the better of its plans. {said}", "", *behind, ""]
+    if left := [label for label in lower if label not in compared]:
+        lines += [f"No plan of ours was run at the peak of {', '.join(left)}.", ""]
+    if high := [label for label in ran if label not in lower]:
+        lines += [f"No lower peak than unmodified: {', '.join(high)}.", ""]
+    return lines[:-1]
+
+
+def _behind(row: Row, mine: list[Row]) -> list[str]:
+    """Sentences on what the best of ours at this peak does not beat."""
+    ran = [each for each in mine if each["state"] == "measured"]
+    if not ran:
+        return [f"ours {mine[0]['state']}: {mine[0]['reason']}"]
+    said = []
+    bits = "" if row["exact"] == "equal" else f"; its bits: {row['exact']}"
+    flops = [each["extra_flops"] for each in ran if each["extra_flops"] is not None]
+    if row["extra_flops"] is not None and flops and min(flops) > row["extra_flops"]:
+        said.append(f"extra FLOPs: {100 * row['extra_flops']:+.1f} %, ours {100 * min(flops):+.1f} %{bits}")
+    for key, name in (("cpu_ratio", "CPU time"), ("wall_ratio", "wall time")):
+        best = min(ran, key=lambda each: float(each[key]["median"]))
+        if best[key]["median"] >= row[key]["median"]:
+            near = ", within the quartiles" if best[key]["low"] <= row[key]["high"] else ""
+            said.append(f"{name}: {_ratio(row, key)}, ours {_ratio(best, key)}{near}{bits}")
+    return said
