@@ -28,7 +28,7 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "A measurement or the logger raised an error.",
         "Mend what the message names; the figure has no value until then.",
     ),
-    ("bench/compare.py", "MemOpt: time is up"): ("The bench ran for the minutes that it was given.", "Run the same command again."),
+    ("bench/compare.py", "MemOpt: time is up"): ("The bench ran for the minutes that it was given.", "Run it again to go on."),
     ("bench/compare.py", "MemOpt: no pictures"): ("Pictures need matplotlib.", "Run the command that the line ends with."),
     ("fabric/models.py", "MemOpt: there is no plan"): (
         "The plan needs to know which model an optimizer updates.",
