@@ -123,9 +123,9 @@ def test_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_two_runs_that_are_open_together_write_two_pages(tmp_path: Path) -> None:
-    one, other = Blocks(), nn.Linear(4, 4)
-    with optimize(one, torch.optim.SGD(one.parameters(), 0.1), report=tmp_path / "run.html", **OPTIONS):
-        with optimize(other, torch.optim.SGD(other.parameters(), 0.1), report=tmp_path / "run.html", **OPTIONS):
+    outer, inner = Blocks(), nn.Linear(4, 4)
+    with optimize(outer, torch.optim.SGD(outer.parameters(), 0.1), report=tmp_path / "run.html", **OPTIONS):
+        with optimize(inner, torch.optim.SGD(inner.parameters(), 0.1), report=tmp_path / "run.html", **OPTIONS):
             pass
     assert "MemOpt: Blocks" in page_at(tmp_path / "run.html").text
     assert "MemOpt: Linear" in page_at(tmp_path / "run-2.html").text
