@@ -7,6 +7,7 @@ those of the joint graphs, in which nothing runs again.
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightning_memopt.bench.subject import Subject
 from lightning_memopt.compiled.joint import flops_of
 from lightning_memopt.compiled.partitioner import as_torch_does, asked_to_split
 from lightning_memopt.errors import UnsupportedError
+from lightning_memopt.torch_private import AOT_BACKENDS, autograd_config
 
 EAGER = "aot_eager_decomp_partition"
 
@@ -31,10 +33,7 @@ def torch_splits(memory_budget: float) -> Iterator[dict[str, int]]:
     """Regions are split as torch does with this `activation_memory_budget`. FLOPs of a step: in all, and those of the joint
     graphs, in which nothing runs again.
     """
-    import torch._dynamo.backends.common  # what `asked_to_split` looks for
-    import torch._functorch.config
-    import torch._inductor.config
-
+    importlib.import_module(AOT_BACKENDS)  # `asked_to_split` looks for it
     flops = {"all": 0, "joint": 0}
 
     def counting(gm: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
@@ -43,7 +42,7 @@ def torch_splits(memory_budget: float) -> Iterator[dict[str, int]]:
         flops["all"] += sum(map(_flops, halves))
         return halves
 
-    functorch = torch._functorch.config.patch(activation_memory_budget=memory_budget)
+    functorch = autograd_config().patch(activation_memory_budget=memory_budget)
     with functorch, asked_to_split(lambda _: counting):
         yield flops
 
@@ -56,7 +55,7 @@ def compiled(subject: Subject, backend: str, memory_budget: float) -> Iterator[A
     def call(*args: Any, **kwargs: Any) -> Any:  # a frame of its own: dynamo skips those of torch.nn, also a whole Sequential
         return model._call_impl(*args, **kwargs)
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     try:
         with torch_splits(memory_budget) as flops:
             model._compiled_call_impl = torch.compile(call, backend=backend)
@@ -69,4 +68,4 @@ def compiled(subject: Subject, backend: str, memory_budget: float) -> Iterator[A
             yield Applied(without=lambda: eagerly([model]), extra_flops=extra)
     finally:
         model._compiled_call_impl = None
-        torch._dynamo.reset()
+        torch.compiler.reset()

@@ -69,7 +69,7 @@ class Run:
 
     def dump_snapshot(self, path: str) -> None:
         """Write a planned step as a memory snapshot in the format of `torch.cuda.memory._dump_snapshot`, for torch's own viewer
-        (pytorch.org/memory_viz, `python -m torch.cuda._memory_viz`).
+        (pytorch.org/memory_viz, or the module `torch.cuda._memory_viz`).
 
         The events are simulated from the plan in force and the step that it was made for, not recorded: plan/snapshot.py.
         Raises ConfigError if there is no plan, or the file cannot be written.

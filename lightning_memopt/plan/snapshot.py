@@ -5,7 +5,8 @@ requests, in order, at the times that were measured or predicted for its ops. By
 predicted peak; addresses are the lowest that are free, not those of a device. A frame of an event names the op and, in the
 place of a file, the module.
 
-    python -m torch.cuda._memory_viz trace_plot snapshot.pickle -o step.html      # or drop the file on pytorch.org/memory_viz
+The file can be dropped on pytorch.org/memory_viz, or drawn by `torch.cuda._memory_viz` (run as a module: `trace_plot
+snapshot.pickle -o step.html`).
 
 Source: `torch.cuda._memory_viz`, `torch.cuda.memory._snapshot`.
 """

@@ -169,6 +169,7 @@ class PlannedRecording(Recording):
         cursor, names = self.engine.cursor, self.engine.program.names
         if threading.get_ident() == self._thread and names[cursor.position : cursor.position + 1] == [COMPILED]:
             cursor.advance()
+            wake_hooks()  # the plan may handle a result that the code saves now
 
     def _module_begins(self, module: nn.Module) -> None:
         if self._outside is not None:

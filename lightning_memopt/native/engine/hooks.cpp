@@ -35,7 +35,11 @@ thread_local bool have_rested = false;  // in one of them
 std::vector<PyObject*>& idle = *new std::vector<PyObject*>;  // pack hooks that no forward uses; under the interpreter's lock
 
 // So many references that those of torch, which are not counted within a forward, never make it zero.
-void make_immortal(PyObject* object) { Py_SET_REFCNT(object, Py_REFCNT(object) + (Py_ssize_t{1} << 29)); }
+// A node that outlives the forward drops a reference that was not counted, so the number falls, and is renewed.
+void make_immortal(PyObject* object) {
+  constexpr Py_ssize_t kMany = Py_ssize_t{1} << 29;
+  if (Py_REFCNT(object) < kMany / 2) Py_SET_REFCNT(object, kMany);
+}
 
 // Whether a transform of `torch.func` is under way (record/levels.py).
 bool is_in_transform() { return !at::functorch::getDynamicLayerStack().empty(); }
@@ -105,18 +109,20 @@ PyObject* pack_hook(PyObject*, PyObject* engine) {
   if (idle.empty()) {
     hook = pack_type->tp_alloc(pack_type, 0);
     if (hook == nullptr) return nullptr;
-    make_immortal(hook);
   } else {
     hook = Py_NewRef(idle.back());
     idle.pop_back();
   }
+  make_immortal(hook);
+  make_immortal(unpack_function);
   reinterpret_cast<Hook*>(hook)->engine = Py_NewRef(engine);
   return hook;
 }
 
 // Torch does not call hooks while it traces: this is how they rest. A backward has the state of the thread that began it, and
-// puts it back after each node, so nothing rests in a backward.
+// puts it back after each node, so nothing rests in a backward. Of nested forwards, both see an op of the inner one: none rests.
 void rest_hooks() {
+  if (planned != 1) return;
   const auto& state = at::SavedTensorDefaultHooks::get_tls_state();
   if (state.is_tracing || state.stack.empty() || !is_hook(state.stack.top().first.ptr(getPyInterpreter()))) return;
   if (torch::autograd::get_current_graph_task_id() != -1) return;
@@ -130,7 +136,10 @@ void wake_hooks() {
   if (have_rested) at::SavedTensorDefaultHooks::set_tracing(false);
 }
 
-void begin_resting() { ++planned; }
+void begin_resting() {
+  wake_hooks();
+  ++planned;
+}
 
 void end_resting() {
   wake_hooks();

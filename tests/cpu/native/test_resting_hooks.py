@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -9,9 +11,10 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_memopt.native import engine
 from lightning_memopt.runtime import Learned, PlannedEngine, Program
 from lightning_memopt.session.recording import PlannedRecording
-from lightning_memopt.solvers import planner
+from lightning_memopt.solvers.recompute.baselines import recompute_everything
 from tests.cpu.lib.engines import Made, by_python, needs_native, observed_graph, steps
 
 pytestmark = needs_native
@@ -119,8 +122,7 @@ def aliased(part: Callable[[], torch.Tensor]) -> torch.Tensor:
 @pytest.mark.parametrize("within", [penalised, aliased])
 def test_forwards_in_which_they_must_not_rest_are_the_same_by_both_engines(within: Callable) -> None:
     graph = observed_graph(made(within))
-    plans = [candidate.lives for candidate in planner.solve(graph).candidates]
-    for lives in (plans[0], plans[len(plans) // 2], plans[-1]):
+    for lives in (recompute_everything(graph), ()):
         for ours, reference in zip(steps(made(within), graph, lives), by_python(made(within), graph, lives), strict=True):
             assert ours._replace(native_ops=0) == reference
 
@@ -139,3 +141,39 @@ def test_hooks_wake_where_an_op_fails() -> None:
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         planned(model, learned, x)
     assert not is_tracing()
+
+
+def test_nested_forwards_call_all_hooks() -> None:
+    """Both see the ops of the inner one; what the outer plan handles says nothing of the inner plan's saves."""
+    inner, x = made()()
+    graph = observed_graph(made())
+    learned = Learned(Program(graph, recompute_everything(graph)))
+    handles: list[int] = []
+
+    def inside() -> torch.Tensor:
+        recorded = PlannedEngine(learned)
+        with PlannedRecording(recorded, inner):
+            loss: torch.Tensor = inner(x)
+            handles.append(sum(version.holding.handles for version in recorded.tape.versions.values()))
+        return loss
+
+    for _ in range(3):
+        inside().backward()
+    alone = handles[-1]
+    assert alone > 0
+    outer, _ = made(lambda part: part() + inside())()
+    around = Learned(Program(observed_graph(made(lambda part: part() + inner(x))), ()))
+    for _ in range(4):
+        planned(outer, around, x)[0].backward()
+        assert handles[-1] == alone
+
+
+def test_references_to_hooks_are_renewed() -> None:
+    """Nodes that outlive a forward drop references that were not counted in it: the number must not fall to zero."""
+    model, x = made()()
+    graph = observed_graph(made())
+    learned = Learned(Program(graph, recompute_everything(graph)))
+    unpack = engine.loaded().unpack
+    ctypes.c_ssize_t.from_address(id(unpack)).value = 1000  # as after many forwards
+    planned(model, learned, x)[0].backward()
+    assert sys.getrefcount(unpack) > 1 << 28

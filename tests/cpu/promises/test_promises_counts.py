@@ -23,8 +23,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_memopt import optimize
 from lightning_memopt.plan import Rebuild as Again
-from lightning_memopt.record import StorageVersion
-from lightning_memopt.runtime import Handle
+from lightning_memopt.record import Tape
 from lightning_memopt.session.states import Running
 from tests.cpu.lib.inside import state_of
 from tests.cpu.lib.loops import budget_at
@@ -133,18 +132,17 @@ STEPS = 1000
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="resident memory is read from /proc")
 def test_p11_a_thousand_steps_of_random_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the garbage collector off: no handle and no slot outlives its step, and resident memory does not grow."""
+    """With the garbage collector off: no tape, and so no handle, outlives its step, and resident memory does not grow."""
     alive: dict[str, int] = collections.Counter()
-    for kind in (Handle, StorageVersion):
-        original = kind.__init__
+    original = Tape.__init__
 
-        def init(self: Any, *args: Any, original: Any = original, **options: Any) -> None:
-            original(self, *args, **options)
-            if alive["watching"]:
-                alive["made"] += 1
-                tapes.add(self.engine.tape if isinstance(self, Handle) else args[2])
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        original(self, *args, **options)
+        if alive["watching"]:
+            alive["made"] += 1
+            tapes.add(self)
 
-        monkeypatch.setattr(kind, "__init__", init)
+    monkeypatch.setattr(Tape, "__init__", init)
     tapes: weakref.WeakSet[Any] = weakref.WeakSet()
     rng = random.Random(0)
     sizes = [8 * rng.randint(1, 24) for _ in range(STEPS)]  # more sizes than there may be plans
@@ -159,7 +157,7 @@ def test_p11_a_thousand_steps_of_random_shapes(monkeypatch: pytest.MonkeyPatch) 
                 step(model, o, data(size, 8, seed=i))
                 seen.append(rss_nbytes())
                 assert not tapes, f"{len(tapes)} tapes are alive after step {i}"
-            assert alive["made"] > 100 and run.plan is not None
+            assert alive["made"] >= STEPS // 50 and run.plan is not None
     finally:
         gc.enable()
     last = seen[STEPS // 2 :]
