@@ -202,6 +202,13 @@ def partitioner_class() -> Any:
 
 
 AOT_BACKENDS, AOT_ENTRY = "torch._dynamo.backends.common", "aot_module_simplified"
+
+
+def aot_entry() -> Any:
+    """The function by which backends reach AOT autograd; its module is imported."""
+    return _named(f"{AOT_BACKENDS}:{AOT_ENTRY}")
+
+
 """The module with the function by which backends reach AOT autograd; replaced in compiled/backends.py."""
 DYNAMO = "torch._dynamo.eval_frame"
 INDUCTOR = "torch._inductor.compile_fx"

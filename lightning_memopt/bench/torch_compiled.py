@@ -7,7 +7,6 @@ those of the joint graphs, in which nothing runs again.
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +18,7 @@ from lightning_memopt.bench.subject import Subject
 from lightning_memopt.compiled.joint import flops_of
 from lightning_memopt.compiled.partitioner import as_torch_does, asked_to_split
 from lightning_memopt.errors import UnsupportedError
-from lightning_memopt.torch_private import AOT_BACKENDS, autograd_config
+from lightning_memopt.torch_private import aot_entry, autograd_config
 
 EAGER = "aot_eager_decomp_partition"
 
@@ -33,7 +32,7 @@ def torch_splits(memory_budget: float) -> Iterator[dict[str, int]]:
     """Regions are split as torch does with this `activation_memory_budget`. FLOPs of a step: in all, and those of the joint
     graphs, in which nothing runs again.
     """
-    importlib.import_module(AOT_BACKENDS)  # `asked_to_split` looks for it
+    aot_entry()  # `asked_to_split` looks for its module
     flops = {"all": 0, "joint": 0}
 
     def counting(gm: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
