@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 import transformers
@@ -117,7 +116,7 @@ class TinyOps:
         def context() -> Iterator[Any]:
             with contextlib.ExitStack() as stack:
                 if not native:
-                    stack.enter_context(mock.patch.object(native_engine, "_module", None))
+                    stack.enter_context(native_engine.without())
                 yield stack.enter_context(PlannedRecording(PlannedEngine(learned), self.model))
 
         return context

@@ -30,7 +30,7 @@ struct Hook {
 
 PyTypeObject* pack_type = nullptr;
 PyObject* unpack_function = nullptr;
-thread_local int planned = 0;         // forwards of this thread that are under way
+thread_local int planned = 0;           // forwards of this thread that are under way
 thread_local bool have_rested = false;  // in one of them
 std::vector<PyObject*>& idle = *new std::vector<PyObject*>;  // pack hooks that no forward uses; under the interpreter's lock
 

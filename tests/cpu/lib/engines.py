@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
@@ -110,5 +109,5 @@ def by_python(
     made: Made, graph: Graph, lives: tuple[Life, ...], n: int = 3, before: Callable[[nn.Module, int], None] | None = None
 ) -> list[Step]:
     """`steps`, all of them by the Python engine."""
-    with mock.patch.object(engine, "_module", None):
+    with engine.without():
         return steps(made, graph, lives, n, before)
