@@ -8,12 +8,13 @@ from functools import cache, cached_property
 import torch
 
 from lightning_memopt.graph import BEFORE, Graph
+from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import Life, Schedule, Segment, lower
 from lightning_memopt.plan.forms import EXACT, codec_of
 from lightning_memopt.record import is_norm
 
-_WORTHWHILE = 4
-"""A module with fewer ops is recorded: to leave and enter the recorder would take longer."""
+_WORTHWHILE = {"native": 16, "Python": 4}
+"""A module with fewer ops is recorded: to leave and enter the recorder would take longer than the engine takes for the ops."""
 
 
 def sized_by_data(graph: Graph) -> frozenset[int]:
@@ -212,8 +213,9 @@ class Program:
         """Modules that run without the recorder: path -> (position of their first op, of the first op after them).
 
         All their ops pass (`passes`), autograd saves no tracked tensor in them, they are called once a step, no other op runs
-        meanwhile, and they have at least `_WORTHWHILE` ops.
+        meanwhile, they have as many ops as `_WORTHWHILE` says, and no module that holds them is quiet itself.
         """
+        fewest = _WORTHWHILE["Python" if loaded() is None else "native"]
         saving = {save.op for save in self.graph.saves if save.id in self._handled}
         spans: dict[str, list[int]] = {}
         for j, op in enumerate(self.graph.forward):
@@ -222,14 +224,15 @@ class Program:
                 spans.setdefault(path, []).append(j)
                 path = path.rpartition(".")[0]
         again = {path.partition("#")[0] for path in spans if "#" in path}
-        return {
+        quiet = {
             path: (js[0], js[-1] + 1)
             for path, js in spans.items()
-            if len(js) >= _WORTHWHILE
+            if len(js) >= fewest
             and js[-1] - js[0] + 1 == len(js)
             and not any(other == path or other.startswith(path + ".") for other in again)
             and all(self.passes(j) and j not in saving and not self._disturbs(j) for j in js)
         }
+        return {path: span for path, span in quiet.items() if not any(path.startswith(outer + ".") for outer in quiet)}
 
     @cached_property
     def saved(self) -> list[tuple[int, int]]:
