@@ -42,7 +42,7 @@ def by_python(forward: Forward) -> Forward:
 def measured(name: str, rounds: int) -> dict[str, Any]:
     measuring = Measuring(name)
     bench, graph = measuring.bench, measuring.graph
-    frontier = planner.solve(graph, overhead=lambda lives: costs.measured().of(Program(graph, lives)))
+    frontier = planner.solve(graph, overhead=costs.overhead(graph))
     plan = frontier.plan(measuring.per_block())
     program = Program(graph, plan.lives)
     forwards: dict[str, Forward | None] = {

@@ -15,7 +15,6 @@ from benchmarks.lib.bench import MIB, Bench, held_nbytes
 from benchmarks.models.gpu import Build
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Plan, reserved
-from lightning_memopt.runtime import Program
 from lightning_memopt.session import costs
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.planner import Frontier
@@ -149,9 +148,8 @@ def observed(bench: GpuBench, deadline: float) -> tuple[Graph, Frontier]:
     """The step as it was observed, and what recomputation can do for it."""
     in_time(deadline, "observing")
     graph = bench.observe(steps=2)
-    measured = costs.measured(graph.device)
     frontier = planner.solve(
-        graph, limit_seconds=min(20.0, seconds_left(deadline) / 3), overhead=lambda lives: measured.of(Program(graph, lives))
+        graph, limit_seconds=min(20.0, seconds_left(deadline) / 3), overhead=costs.overhead(graph)
     )
     return graph, frontier
 

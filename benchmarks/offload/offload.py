@@ -45,7 +45,7 @@ def run(name: str, seconds: float) -> dict[str, Any]:
     resident, unmodified = resident_nbytes(graph), bench.peak()
     config = MemOptConfig(budget="min", offload="disk", compress="lossless", solver_seconds=seconds)
     offloading = Offloading(bench.device, config)
-    alone = planner.solve(graph, limit_seconds=seconds, overhead=lambda lives: costs.measured().of(Program(graph, lives)))
+    alone = planner.solve(graph, limit_seconds=seconds, overhead=costs.overhead(graph))
     frontier = offloading.frontier(alone)
     row: dict[str, Any] = {
         "title": bench.title,

@@ -77,7 +77,7 @@ class Evaluation:
         self.flops = counter.get_total_flops()
         self.graph: Graph = bench.observe(steps=2)
         self.resident = resident_nbytes(self.graph)
-        self.frontier = planner.solve(self.graph, overhead=lambda lives: costs.measured().of(Program(self.graph, lives)))
+        self.frontier = planner.solve(self.graph, overhead=costs.overhead(self.graph))
 
     def policies(self) -> dict[str, Lives]:
         """Baseline first."""

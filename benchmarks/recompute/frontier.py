@@ -132,9 +132,7 @@ def run(name: str, rounds: int, with_compile: bool) -> dict[str, Any]:
     measuring = Measuring(name)
     graph, resident = measuring.graph, measuring.resident
 
-    def overhead(lives: Any) -> float:
-        return costs.measured().of(Program(graph, lives))
-
+    overhead = costs.overhead(graph)
     frontiers = {
         "ours": planner.solve(graph, overhead=overhead),
         "fewest FLOPs": planner.solve(graph, objective="flops", overhead=overhead),

@@ -4,10 +4,14 @@ An op of a planned forward takes longer than in eager mode; if the plan depends 
 To the Python engine, an op costs more the more arguments it has, because they pass through Python. An op that runs again costs
 a fixed time on top of the op. All of this is the host's time. A CUDA device works meanwhile, so only the seconds by which the
 host takes longer than the device are lost.
+
+On the CPU, the tensors of an op push the engine out of the caches, and its own work then takes up to three times as long. So it is
+measured for each magnitude of tensors, while as many bytes as these have are copied between the ops.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import threading
 from collections.abc import Callable, Iterable
@@ -19,9 +23,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn import functional
 
-from lightning_memopt.clocks import perf_counter
-from lightning_memopt.graph import Graph
+from lightning_memopt.clocks import perf_counter, thread_time
+from lightning_memopt.graph import Graph, requests_of
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import Life, Rebuild
 from lightning_memopt.record import Outside
@@ -29,12 +34,14 @@ from lightning_memopt.runtime import Learned, PlannedEngine, Program
 from lightning_memopt.session import times
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.recording import PlannedRecording
-from lightning_memopt.solvers.recompute.baselines import recompute_everything
+from lightning_memopt.solvers.rollout import Rollout
 from lightning_memopt.torch_private import schema_of
 
 T = TypeVar("T")
 _LINKS = 12
 """Links of the measured chain, or calls of a measured op."""
+_FEWEST_TOUCHED, _MOST_TOUCHED = 2**16, 2**20
+"""Bytes of an op's tensors: fewer leave the engine in the caches, more hardly slow it down further and take long to measure."""
 _ROUNDS = 15
 """How often each function is timed; the median counts."""
 
@@ -91,16 +98,17 @@ class _Empty(Outside):
 
 
 def _medians(runs: dict[str, Callable[[], Any]], device: torch.device) -> dict[str, float]:
-    """Median seconds of each function. Their runs take turns."""
+    """Median seconds of each function. Their runs take turns. On the CPU it is this thread's time: others may be busy, too."""
     synchronize: Callable[[], Any] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    clock = perf_counter if device.type == "cuda" else thread_time
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(_ROUNDS):
         for name, run in runs.items():
             synchronize()
-            began = perf_counter()
+            began = clock()
             run()
             synchronize()
-            seconds[name].append(perf_counter() - began)
+            seconds[name].append(clock() - began)
     return {name: statistics.median(s) for name, s in seconds.items()}
 
 
@@ -114,16 +122,22 @@ def _in_mode(run: Callable[[], Any]) -> Callable[[], Any]:
 
 
 class _Chain:
-    """tanh(y * weight + y), then sin, of tiny tensors: each time that it takes is overhead.
+    """relu(batch_norm(convolution(y))) + y of tiny tensors: each time that it takes is overhead.
+
+    Its ops have as many arguments, results and saved tensors as those that take most of a step.
 
     links: how often.
+    nbytes: bytes that are touched behind each op.
     """
 
-    def __init__(self, links: int, device: torch.device) -> None:
+    def __init__(self, links: int, device: torch.device, nbytes: int = 0) -> None:
         self.links, self.device = links, device
+        self._here, self._there = bytearray(nbytes // 2), bytearray(nbytes // 2)
         self.holder = nn.Module()
-        self.holder.w = self._weight = nn.Parameter(torch.ones(4, 4, device=device))
-        self._x = torch.ones(4, 4, device=device)
+        self.holder.kernel = self._kernel = nn.Parameter(torch.ones(1, 1, 1, 1, device=device))
+        self.holder.scale = self._scale = nn.Parameter(torch.ones(1, device=device))
+        self._mean, self._variance = torch.zeros(1, device=device), torch.ones(1, device=device)
+        self._x = torch.ones(1, 1, 4, 4, device=device)
 
     @property
     def ops(self) -> int:
@@ -132,8 +146,25 @@ class _Chain:
     def forward(self) -> torch.Tensor:
         y = self._x
         for _ in range(self.links):
-            y = torch.tanh(y * self._weight + y).sin()
+            z = self._touching(torch.conv2d(y, self._kernel))
+            z = self._touching(functional.batch_norm(z, self._mean, self._variance, self._scale, training=True))
+            y = self._touching(self._touching(z.relu()) + y)
         return y
+
+    def _touching(self, y: torch.Tensor) -> torch.Tensor:
+        """The tensor. Other memory is touched now, and again when its gradient is there."""
+        if self._here:
+            self.touch()
+            if y.requires_grad:
+                y.register_hook(self.touch)
+        return y
+
+    def touch(self, _: object = None) -> None:
+        self._there[:] = self._here
+
+    def touch_for_each_op(self) -> None:
+        for _ in range(self.ops):
+            self.touch()
 
     def graph(self) -> Graph:
         """Its observed step."""
@@ -158,21 +189,47 @@ class _Chain:
         return forward
 
 
-def measured(device_type: str = "cpu") -> Costs:
-    """The costs on this machine, from a chain of tiny ops and a tiny convolution; takes about 0.3 s, once a process."""
-    return times.current.of_our_work(lambda: _once(torch.device(device_type)))
+def _checkpointed(graph: Graph) -> tuple[Life, ...]:
+    """A plan of a chain: the result of each link is held, and its other ops run again when its backward begins."""
+    held = {op.outputs[0] for op in graph.forward if op.name == "aten::add.Tensor"}
+    roll = Rollout(graph)
+    roll.serve([(point, save.tensor) for point, save in requests_of(graph.saves)], held)
+    return roll.lives()
 
 
-def _once(device: torch.device) -> Costs:
+def overhead(graph: Graph) -> Callable[[tuple[Life, ...]], float]:
+    """Lives of a plan of this graph -> seconds of the engine's own work in a step."""
+    return lambda lives: measured(graph).of(Program(graph, lives))
+
+
+def measured(graph: Graph) -> Costs:
+    """The costs on this machine beside ops of such sizes, from a chain of tiny ops and a tiny convolution.
+
+    It takes 0.1 to 0.5 s, once a process for each magnitude of sizes.
+    """
+    return times.current.of_our_work(lambda: _once(torch.device(graph.device), _touched(graph)))
+
+
+def _touched(graph: Graph) -> int:
+    """Bytes that an op of the forward reads and writes in the mean, a power of four; 0 if few, or not in the host's memory."""
+    if graph.device != "cpu" or not graph.forward:
+        return 0
+    nbytes = sum(graph.tensors[t].nbytes for op in graph.forward for t in {*op.inputs, *op.outputs}) / len(graph.forward)
+    if nbytes < _FEWEST_TOUCHED:
+        return 0
+    return min(4 ** round(math.log(nbytes, 4)), _MOST_TOUCHED)
+
+
+def _once(device: torch.device, nbytes: int) -> Costs:
     with _measuring:  # two sessions at once would measure each other
         key = str(device), loaded() is not None
-        if key not in _known:
-            _known[key] = in_own_thread(lambda: _measured(device))
-        return _known[key]
+        if (*key, nbytes) not in _known:
+            _known[(*key, nbytes)] = in_own_thread(lambda: _measured(device, nbytes))
+        return _known[(*key, nbytes)]
 
 
-_known: dict[tuple[str, bool], Costs] = {}
-"""(device, whether the native engine is in use) -> the costs."""
+_known: dict[tuple[str, bool, int], Costs] = {}
+"""(device, whether the native engine is in use, bytes touched behind each op) -> the costs."""
 _measuring = threading.Lock()
 
 
@@ -184,34 +241,36 @@ def in_own_thread(measure: Callable[[], T]) -> T:
         return thread.submit(measure).result()
 
 
-def _measured(device: torch.device) -> Costs:
+def _measured(device: torch.device, nbytes: int = 0) -> Costs:
+    """`nbytes`: so many bytes are touched behind each op."""
     with torch.enable_grad():
-        chain, short = _Chain(_LINKS, device), _Chain(1, device)
+        chain, short = _Chain(_LINKS, device, nbytes), _Chain(1, device, nbytes)
         graph = chain.graph()
-        passing, everything = chain.planned(graph, ()), chain.planned(graph, recompute_everything(graph))
+        passing, rebuilding = chain.planned(graph, ()), chain.planned(graph, lives := _checkpointed(graph))
         took = _medians(
             {
                 "forward": chain.forward,
                 "short": short.forward,
                 "passing": passing,
                 "short, passing": short.planned(short.graph(), ()),
-                "everything": everything,
+                "rebuilding": rebuilding,
                 "step": lambda: chain.forward().sum().backward(),
-                "everything, step": lambda: everything().sum().backward(),
+                "rebuilding, step": lambda: rebuilding().sum().backward(),
                 "alone": torch.no_grad()(chain.forward),
+                "touching": chain.touch_for_each_op,
             },
             device,
         )
         argument = _of_an_argument(device) if loaded() is None else 0.0
     passes, short_passes = took["passing"] - took["forward"], took["short, passing"] - took["short"]
     an_op = max(0.0, (passes - short_passes) / (chain.ops - short.ops))
-    again = Program(graph, tuple(recompute_everything(graph))).schedule.rebuilt
-    backward = took["everything, step"] - took["everything"] - (took["step"] - took["forward"])
+    backward = took["rebuilding, step"] - took["rebuilding"] - (took["step"] - took["forward"])
+    alone = (took["alone"] - took["touching"]) / chain.ops
     return Costs(
         call=max(0.0, an_op - argument * sum(_arguments(op.name) for op in graph.forward) / chain.ops),
         argument=argument,
-        recorded=max(0.0, (took["everything"] - took["passing"]) / chain.ops),
-        rebuilt=max(0.0, backward / len(again) - took["alone"] / chain.ops),
+        recorded=max(0.0, (took["rebuilding"] - took["passing"]) / chain.ops),
+        rebuilt=max(0.0, backward / len(Program(graph, lives).schedule.rebuilt) - alone),
         eager=took["forward"] / chain.ops if device.type == "cuda" else 0.0,
         forward=max(0.0, short_passes - an_op * short.ops),
     )

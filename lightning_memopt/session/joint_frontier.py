@@ -19,7 +19,6 @@ from lightning_memopt.plan.clocks import leaves_at
 from lightning_memopt.plan.forms import codec_of
 from lightning_memopt.plan.rates import MachineRates
 from lightning_memopt.plan.simulate import first_read
-from lightning_memopt.runtime import Program
 from lightning_memopt.runtime.codecs import codec
 from lightning_memopt.session import costs, times
 from lightning_memopt.solvers import joint
@@ -77,10 +76,7 @@ class JointFrontier(Frontier):
             least, fields["least"] = joint.least(graph, plans, offloading.forms(graph), lambda lives: peak_nbytes(graph, lives))
             fields["smallest_nbytes"] = min(frontier.smallest_nbytes, least + UNSEEN_NBYTES)
 
-        def overhead(lives: tuple[Life, ...]) -> float:
-            return costs.measured(graph.device).of(Program(graph, lives))
-
-        return cls(**fields, offloading=offloading, overhead=overhead)
+        return cls(**fields, offloading=offloading, overhead=costs.overhead(graph))
 
     @cached_property
     def _forms(self) -> dict[int, list[joint.Form]]:

@@ -10,7 +10,6 @@ from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import COMPILED, Graph
 from lightning_memopt.plan import Plan
-from lightning_memopt.runtime import Program
 from lightning_memopt.session import costs, times
 from lightning_memopt.session.advice import advice
 from lightning_memopt.session.foresight import unmodified_peak
@@ -49,7 +48,7 @@ def frontier_of(graph: Graph, offloading: Offloading, say: Say) -> planner.Front
             objective=offloading.config.objective,
             limit_seconds=offloading.config.solver_seconds,
             say=lambda s: say(f"MemOpt:   {s}"),
-            overhead=lambda lives: costs.measured(graph.device).of(Program(graph, lives)),
+            overhead=costs.overhead(graph),
             clock=times.current.solver_clock(thread_time),
         )
     )

@@ -27,9 +27,9 @@ def run() -> Run:
 
 def test_what_is_measured_is_predicted(run, tmp_path):
     """A plan that changes nothing costs nothing; one that rebuilds costs what was measured, in the plan and in its file."""
-    frontier, plan, found = run.status().frontier, run.plan, costs.measured()
+    frontier, plan, found = run.status().frontier, run.plan, costs.measured(run.status().frontier.graph)
     assert found.call >= 0 and found.argument >= 0 and found.recorded > 0 and found.rebuilt > 0
-    assert costs.measured() is found
+    assert costs.measured(frontier.graph) is found
     assert plan.predicted.rebuilt_ops > 0
     assert plan.predicted.overhead_seconds == found.of(Program(frontier.graph, plan.lives)) > 0
     assert plan.predicted_seconds == pytest.approx(frontier.graph.step_seconds + plan.predicted.seconds)
