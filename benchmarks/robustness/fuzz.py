@@ -25,6 +25,7 @@ from benchmarks.lib.paths import ROOT
 from benchmarks.robustness.fuzzing.case import Case, draw
 from benchmarks.robustness.fuzzing.runs import Finding
 from benchmarks.robustness.fuzzing.shrink import shrunk
+from lightning_memopt.runtime import install_native
 
 LIMIT_SECONDS = 60.0
 """A case that takes longer hangs."""
@@ -85,6 +86,7 @@ def fuzz(minutes: float, seed: int, say: Callable[[str], None] = print) -> list[
     """Cases from `seed` on until the time is over; what is wrong with any of them, with the smallest case that shows it."""
     worker, ends, count = Worker(), time.monotonic() + 60 * minutes, 0
     findings = []
+    install_native(say)  # to build it takes longer than a case may
     try:
         while time.monotonic() < ends:
             case = draw(seed + count)
