@@ -77,6 +77,18 @@ def test_what_bytes_are_for() -> None:
     assert found.by(1)["feature maps"] == 1100 and found.by(1)["in use"] == 10 and found.by(1)["weights"] == 8
 
 
+def test_what_was_there_before_the_step_is_no_gradient() -> None:
+    """The data set, or another model, counts beside the step; only gradients that are accumulated into count as gradients."""
+    step = Step()
+    w = step.given(8)
+    step.given(500, kind="temporary")
+    step.given(8, kind="gradient")
+    step.op(w, makes=(100,), saves=("out",))
+    graph = step.build(gradient=40)
+    found = breakdown.at_peak(graph, keep_all(graph)).by(1)
+    assert found["outside the step"] == 500 and found["gradients"] == 48 and found["weights"] == 8
+
+
 def test_the_command_prints_bytes_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     graph = training_step(lstm_steps(40), inputs={"input": 1})

@@ -22,6 +22,7 @@ MOST_POINTS = 500
 _MOST_TENSORS = 20
 
 MEANINGS = {
+    "outside the step": "there before the step and no part of it: the data set, another model",
     "weights": "parameters and buffers",
     "optimizer state": "the optimizer's state",
     "inputs": "the batch",
