@@ -86,6 +86,8 @@ class RunReport:
         session, status, meter = run
         if error is not None:
             session.history.ended_by(error)
+        else:
+            session.history.ends(handled=False)
         try:
             from lightning_memopt.report.page import write_page  # only runs that end with a page need it
 
