@@ -56,9 +56,7 @@ def test_the_keyboard_reaches_everything_in_the_order_of_the_page(page: Page) ->
     stops = [(tag, given) for tag, given in page.elements if tag in ("a", "summary") or "tabindex" in given]
     assert stops[0][1].get("class") == "skip"
     assert all(given.get("tabindex", "0") == "0" for _, given in stops)
-    assert not any(name.startswith("on") for _, given in page.elements for name in given), (
-        "only a pointer reaches it"
-    )
+    assert not any(name.startswith("on") for _, given in page.elements for name in given), "only a pointer reaches it"
     tags = [tag for tag, _ in page.elements]
     assert tags.count("h1") == tags.count("main") == tags.count("nav") == 1
     assert tags.count("details") == tags.count("summary") and tags.count("section") == tags.count("h2")

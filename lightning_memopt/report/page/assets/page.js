@@ -74,7 +74,7 @@
       const [times, time] = secondsOf(Math.max(d.run.seconds, ...d.plans.map((p) => p[1])));
       const plans = d.plans.map(([n, s, solver]) => ({ x: n / scale, y: s * times, says: `${bytes(n)} at the peak\n${ms(s)} extra a step\nfound by: ${solver}` }));
       const run = { x: d.run.nbytes / scale, y: d.run.seconds * times };
-      const right = run.x > (plans[0].x + plans[plans.length - 1].x) / 2;
+      const right = run.x > plans[0].x + 0.8 * (plans[plans.length - 1].x - plans[0].x);  // else it is free above and to the right
       return Plot.plot({
         width, height: Math.min(360, Math.max(260, width * 0.4)), marginLeft: 52, marginBottom: 40, marginTop: 26, marginRight: 20,
         x: { label: `peak of a step, ${unit} →`, grid: true, nice: true },
