@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -45,23 +46,29 @@ class Outcome:
     seconds: float
 
 
+class _Steps(NamedTuple):
+    """Losses and times of the steps of a run."""
+
+    losses: list[float]
+    seconds: list[float]
+
+
 class _Log(pl.Callback):
-    """Losses and step times as they happen."""
+    """Notes the steps as they happen."""
 
     def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.seconds: list[float] = []
+        self.steps = _Steps([], [])
         self._began = 0.0
 
     def on_train_batch_start(self, *_: Any) -> None:
         self._began = time.perf_counter()
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
-        self.seconds.append(time.perf_counter() - self._began)
-        self.losses.append(float(outputs["loss"]))
+        self.steps.seconds.append(time.perf_counter() - self._began)
+        self.steps.losses.append(float(outputs["loss"]))
 
 
-def _fit(workload: Any, settings: Any, strategy: Any, **limits: Any) -> tuple[pl.Trainer, _Log]:
+def _fit(workload: Any, settings: Any, strategy: Any, **limits: Any) -> tuple[pl.Trainer, _Steps]:
     torch.manual_seed(0)
     log = _Log()
     trainer = pl.Trainer(
@@ -77,7 +84,7 @@ def _fit(workload: Any, settings: Any, strategy: Any, **limits: Any) -> tuple[pl
         **limits,
     )
     trainer.fit(workload.task(settings), datamodule=workload.data(settings))
-    return trainer, log
+    return trainer, log.steps  # Lightning gives callbacks a method of the model, so who holds `log` holds the model
 
 
 def _train(
@@ -85,9 +92,10 @@ def _train(
 ) -> Outcome:
     console.print(f"\n[bold]{name}[/bold]: {_PLAIN_STEPS} plain steps, then the whole training within {budget}")
     began = time.perf_counter()
-    plain = _fit(workload, settings, "auto", max_steps=_PLAIN_STEPS, limit_val_batches=0)[1]  # its model would count
+    plain = _fit(workload, settings, "auto", max_steps=_PLAIN_STEPS, limit_val_batches=0)[1]
+    gc.collect()  # a Trainer refers to itself; what the plain run leaves would count in the planned one
     strategy = MemOptStrategy(budget=budget, report=folder / f"{name}.html")
-    trainer, log = _fit(workload, settings, strategy, **limits)
+    trainer, steps = _fit(workload, settings, strategy, **limits)
     status = strategy.status()
     plan = status.plan
     if plan is None or status.budget_nbytes is None:
@@ -101,11 +109,11 @@ def _train(
         predicted_peak_nbytes=plan.predicted_peak_nbytes,
         measured_peak_nbytes=status.measured_peak_nbytes,
         unmodified_peak_nbytes=plan.unmodified_peak_nbytes,
-        step_time_ratio=statistics.median(log.seconds[warm + 4 :]) / statistics.median(plain.seconds[warm:]),
+        step_time_ratio=statistics.median(steps.seconds[warm + 4 :]) / statistics.median(plain.seconds[warm:]),
         extra_seconds_predicted=plan.predicted.seconds,
-        losses_identical=log.losses[:_PLAIN_STEPS] == plain.losses,
-        loss_first=statistics.fmean(log.losses[:10]),
-        loss_last=statistics.fmean(log.losses[-10:]),
+        losses_identical=steps.losses[:_PLAIN_STEPS] == plain.losses,
+        loss_first=statistics.fmean(steps.losses[:10]),
+        loss_last=statistics.fmean(steps.losses[-10:]),
         held_out_accuracy=float(trainer.callback_metrics["val_acc"]),
         held_out_loss=float(trainer.callback_metrics["val_loss"]),
         seconds=time.perf_counter() - began,

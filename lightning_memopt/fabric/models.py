@@ -53,11 +53,17 @@ class Model:
         self.end(say=False)
         self.run = open_run(self.called, self.optimizers, config, rank_zero_info)
 
-    def end(self, say: bool) -> None:
-        """End the run if there is one. `say`: print its table."""
+    def end(self, say: bool, called: bool = False) -> None:
+        """End the run if there is one.
+
+        say: print its table.
+        called: the loop, or the end of the process, ends it: see `History.ends`.
+        """
         run, self.run = self.run, None
         if run is None:
             return
+        if called:
+            run.session.history.ends(handled=True)
         run.close()
         if say and run.session.config.verbose:
             rank_zero_info(run.report())
@@ -164,9 +170,9 @@ class Models:
             )
         return runs[0]
 
-    def close(self) -> None:
-        """End all runs, and print their tables. The models train plainly from then on."""
+    def close(self, called: bool = False) -> None:
+        """End all runs, and print their tables. The models train plainly from then on. `called`: as for `Model.end`."""
         models, self._models = self._models, []
         self._undo.close()
         for model in models:
-            model.end(say=True)
+            model.end(say=True, called=called)

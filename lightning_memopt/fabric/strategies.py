@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import weakref
 from dataclasses import fields
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
@@ -62,13 +63,15 @@ class MemOptFabricMixin(abc.ABC):
         if self._models is None:
             self._models = Models(self.memopt_config)
             weakref.finalize(self, self._models.close)  # also at the exit of the process
+            # multiprocessing ends its processes without `atexit`, and while the error that ended them is still handled
+            Finalize(self._models, _process_ends, (weakref.ref(self._models),), exitpriority=100)
         return self._models
 
     def close(self) -> None:
         """End all runs, and print their tables. The models train plainly from then on."""
         models, self._models = self._models, None
         if models is not None:
-            models.close()
+            models.close(called=True)
 
     def teardown(self) -> None:
         try:
@@ -95,6 +98,12 @@ class MemOptFabricMixin(abc.ABC):
             ConfigError: the model has no run, or none was given and not exactly one has a run.
         """
         return (self._models or Models(self.memopt_config)).run(model)
+
+
+def _process_ends(reference: weakref.ref[Models]) -> None:
+    models = reference()
+    if models is not None:
+        models.close(called=True)
 
 
 @with_option_texts

@@ -109,17 +109,23 @@ class Watched:
             if _process.trial is not None:
                 _process.trial.began(self)
 
-    def end(self, last: bool = False) -> None:
-        """End all runs, and forget what was prepared. `last`: the process ends."""
+    def end(self, last: bool = False, called: bool = False) -> None:
+        """End all runs, and forget what was prepared.
+
+        last: the process ends.
+        called: the loop, or the end of the process, ends them: see `History.ends`.
+        """
         for model in tuple(self.models):
-            self._end(model, last)
+            self._end(model, last, called)
         self.models.clear()
         self.optimizers.clear()
 
-    def _end(self, model: nn.Module, last: bool = False) -> None:
+    def _end(self, model: nn.Module, last: bool = False, called: bool = False) -> None:
         run = self.runs.pop(id(model), None)
         if run is None:
             return
+        if called:
+            run.session.history.ends(handled=True)
         run.close()
         status = run.status()
         trained = status.phase not in ("observing", "waiting") or status.observed_steps or status.reason is not None
@@ -186,7 +192,7 @@ class _Process:
     def end(self) -> None:
         """End the runs of all Accelerators."""
         while self.watched:
-            self.watched.pop().end(last=True)
+            self.watched.pop().end(last=True, called=True)
 
 
 _process = _Process()
@@ -338,5 +344,5 @@ def _backward(name: str, method: Callable[..., Any], accelerator: Any, *args: An
 def _ending(name: str, method: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
     watched = _process.find(accelerator)
     if watched is not None:
-        watched.end()
+        watched.end(called=True)
     return method(accelerator, *args, **kwargs)

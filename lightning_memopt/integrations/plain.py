@@ -293,7 +293,7 @@ def _opened(
 ) -> Run:
     """A run that ends when the stack is closed."""
     optimizers = unwrapped(optimizer)
-    report = RunReport(config)
+    report = RunReport(config, model)
     stack.push(report)  # first in, so that the session is closed when it is written
     session = Session(model, optimizers, config, say)
     for _ in range(2):  # the second call does nothing, unless the first one was interrupted

@@ -141,6 +141,8 @@ def _left_afterwards(train: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             for callback in callbacks:
                 callback._trainer = None
+                if callback.run is not None:
+                    callback.run.session.history.ends(handled=True)
                 callback.close()
 
     train_and_leave._memopt = True  # type: ignore[attr-defined]

@@ -29,13 +29,20 @@ STRUCTURES = (
     "weights",
     "optimizer state",
     "inputs",
+    "outside the step",
 )
 """The purposes of bytes. `feature maps`: held because autograd saves them. `held to rebuild`: autograd does not save them, but
 rebuilds start from them. `rebuilt`: made again by ops. `fetched`: parked before, and in memory again. `encoded`: in the form
 of a codec. `in use`: user code, or the step itself, holds them at that moment.
-`gradients`: made by backward.
+`gradients`: made by backward. `outside the step`: there before the step and no part of it: the data set, another model.
 """
-_KINDS = {"parameter": "weights", "buffer": "weights", "optimizer_state": "optimizer state", "input": "inputs"}
+_KINDS = {
+    "parameter": "weights",
+    "buffer": "weights",
+    "optimizer_state": "optimizer state",
+    "input": "inputs",
+    "gradient": "gradients",
+}
 LayerOf = Callable[[str], str]
 
 
@@ -122,7 +129,7 @@ def parts(graph: Graph, lives: Sequence[Life], schedule: Schedule) -> Iterator[P
 def _used(graph: Graph, t: Tensor, first: int, last: int) -> Iterator[Part]:
     """The interval of a tensor that is in memory without any plan."""
     if t.born_at == BEFORE:
-        yield Part(t, _KINDS.get(t.kind, "gradients"), t.nbytes, first, last)
+        yield Part(t, _KINDS.get(t.kind, "outside the step"), t.nbytes, first, last)
     elif t.kind == "gradient":
         yield Part(t, "gradients", t.nbytes, first, last)
     else:

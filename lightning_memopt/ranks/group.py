@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import os
 from typing import Any
 
 from torch import distributed, nn
@@ -19,6 +20,26 @@ _runs: collections.Counter[str] = collections.Counter()
 def several_processes() -> bool:
     """Whether this process is one of several that compute together."""
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def rank_in_all() -> int:
+    """The rank of this process among all; where there is no process group (yet, or any longer), as its launcher says, or 0."""
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank()
+    told = os.environ.get("RANK", "")
+    return int(told) if told.isdecimal() else 0
+
+
+def rank_and_ranks(model: nn.Module) -> tuple[int, list[int]]:
+    """(this rank, those that train the model together): all ranks where no DistributedDataParallel says so."""
+    rank = rank_in_all()
+    if not several_processes():
+        told = os.environ.get("WORLD_SIZE", "")
+        return rank, list(range(max(rank + 1, int(told) if told.isdecimal() else 1)))
+    wrapper = wrapper_of(model)
+    if wrapper is None:
+        return rank, list(range(distributed.get_world_size()))
+    return rank, distributed.get_process_group_ranks(wrapper.process_group)
 
 
 def ranks_of(model: nn.Module) -> Ranks | None:

@@ -17,10 +17,26 @@ from lightning_memopt.plan.peak import STRUCTURES, Breakdown, LayerOf, at_peak, 
 from lightning_memopt.report.text import Table, render
 from lightning_memopt.units import format_nbytes
 
-__all__ = ["FATES", "STRUCTURES", "Breakdown", "at_peak", "compared", "layer_of", "line", "plot", "saved"]
+__all__ = ["COLOURS", "FATES", "STRUCTURES", "Breakdown", "at_peak", "compared", "layer_of", "line", "plot", "saved"]
 
 FATES = ("held", "rebuilt", "there anyway")
 """What becomes of a saved tensor. `there anyway`: user code holds it until backward asks for it."""
+COLOURS = {
+    "outside the step": "#cdbfa8",
+    "weights": "#4e79a7",
+    "optimizer state": "#76b7b2",
+    "inputs": "#8c8cd9",
+    "gradients": "#e15759",
+    "feature maps": "#f28e2b",
+    "held to rebuild": "#d4b02a",
+    "fetched": "#b07aa1",
+    "encoded": "#d37295",
+    "rebuilt": "#59a14f",
+    "generator states": "#9d7660",
+    "in use": "#a0a7ae",
+    "workspace": "#6b7178",
+}
+"""Structure -> its colour, the same as on the page of a report (page.js)."""
 
 
 def saved(graph: Graph, lives: Iterable[Life], layer: LayerOf = layer_of) -> Breakdown:
@@ -85,16 +101,16 @@ def plot(named: dict[str, Breakdown], path: Path, title: str, most: int = 8) -> 
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(12, 5))
+    figure, axes = plt.subplots(1, 2, figsize=(13, 4.5))
     for axis, (ax, kind) in enumerate(zip(axes, ("layer", "data structure"), strict=True)):
         columns = {name: b.by(axis) for name, b in named.items()}
         bottom = [0.0] * len(columns)
         for row, names in _rows(columns, axis, most).items():
             mib = [sum(c[n] for n in names) / 2**20 for c in columns.values()]
-            ax.bar(list(columns), mib, bottom=bottom, label=row)
+            ax.bar(list(columns), mib, bottom=bottom, label=row, color=COLOURS.get(row) if axis else None)
             bottom = [b + m for b, m in zip(bottom, mib, strict=True)]
-        ax.set(title=f"{title}, by {kind}", ylabel="MiB at the peak")
-        ax.legend(fontsize=7)
+        ax.set(title=f"{title}, by {kind}", ylabel="MiB at the peak", ylim=(0, 1.05 * max(bottom) or 1))
+        ax.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)

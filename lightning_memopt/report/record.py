@@ -31,8 +31,8 @@ SCHEMA = 1
 _TEXTS = ("model", "device", "torch", "phase", "reason", "remedy", "error", "compiled")
 _AMOUNTS = ("budget_nbytes", "measured_peak_nbytes")
 _KEYS = (
-    *("format", "schema", *_TEXTS, *_AMOUNTS, "replans", "deviates", "checkpointed", "plan", "graph", "frontier", "steps"),
-    *("rates", "transfers", "pool", "throughput", "before"),
+    *("format", "schema", *_TEXTS, *_AMOUNTS, "rank", "ranks", "replans", "deviates", "checkpointed"),
+    *("plan", "graph", "frontier", "steps", "rates", "transfers", "pool", "throughput", "before"),
 )
 _FRONTIER = ("peak_nbytes", "extra_seconds", "extra_flops", "rebuilt_nbytes", "solvers", "solver")
 _STEPS = ("kind", "steps", "seconds", "predicted_nbytes", "measured_nbytes")
@@ -99,6 +99,7 @@ class RunRecord:
 
     model: the class of the model; "" for a plan file.
     torch: the version of torch; "" for a plan file.
+    rank: which of the processes that train the model wrote this. ranks: how many they are.
     error: the exception that ended the run, with its type; "" where it ended well.
     graph: the step that the plan was made for; without a plan, the last observed step; None where there is none.
     frontier: all plans that were found.
@@ -116,6 +117,8 @@ class RunRecord:
     compiled: str = ""
     budget_nbytes: int | None = None
     measured_peak_nbytes: int | None = None
+    rank: int = 0
+    ranks: int = 1
     replans: int = 0
     deviates: bool = False
     checkpointed: tuple[str, ...] = ()
@@ -134,7 +137,7 @@ class RunRecord:
         plan, graph, rows, steps = self.plan, self.graph, self.frontier, self.steps
         solvers = sorted({row.solver for row in rows})
         obj: dict[str, Any] = {"format": FORMAT, "schema": SCHEMA}
-        obj |= {key: getattr(self, key) for key in (*_TEXTS, *_AMOUNTS, "replans", "deviates")}
+        obj |= {key: getattr(self, key) for key in (*_TEXTS, *_AMOUNTS, "rank", "ranks", "replans", "deviates")}
         obj["checkpointed"] = list(self.checkpointed)
         obj["plan"] = plan_to_json(plan, graph) if plan is not None and graph is not None else None
         obj["graph"] = graph_to_json(graph) if plan is None and graph is not None else None
@@ -195,6 +198,8 @@ def _record(top: Fields) -> RunRecord:
     simple |= {key: None if top.value(key) is None else top.integer(key) for key in _AMOUNTS}
     return RunRecord(
         **simple,
+        rank=top.integer("rank"),
+        ranks=top.integer("ranks"),
         replans=top.integer("replans"),
         deviates=top.value("deviates"),
         checkpointed=tuple(top.strings("checkpointed")),

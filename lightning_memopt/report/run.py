@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import distributed
+from torch import nn
 
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import ConfigError
+from lightning_memopt.ranks import rank_and_ranks, rank_in_all
 from lightning_memopt.report.frontier import rows
 from lightning_memopt.session import RunStatus, Session
 from lightning_memopt.telemetry import Meter
@@ -50,17 +51,23 @@ class RunReport:
 
     As a context manager, it is written when the block ends, however it ends.
 
+    Of the ranks that train a model together, the first one writes. Where that is not rank 0, the file is `run-rank2.html`.
+
     path: of the page; None where no page is wanted, on all ranks but the first, and when it is written.
     """
 
-    def __init__(self, config: MemOptConfig) -> None:
+    def __init__(self, config: MemOptConfig, model: nn.Module) -> None:
         self.path: Path | None = None
         self._run: tuple[Session, Callable[[], RunStatus], Callable[[], Meter | None]] | None = None
         if config.report is None:
             return
         wanted = check_target(config.report)
-        if distributed.is_available() and distributed.is_initialized() and distributed.get_rank() != 0:
+        self._rank, ranks = rank_and_ranks(model)
+        self._ranks = len(ranks)
+        if self._rank != ranks[0]:
             return
+        if self._rank:
+            wanted = wanted.with_name(f"{wanted.stem}-rank{self._rank}.html")
         taken = {report.path for report in _open}
         free = (wanted if n == 1 else wanted.with_name(f"{wanted.stem}-{n}.html") for n in itertools.count(1))
         self.path = next(path for path in free if path not in taken)
@@ -83,13 +90,17 @@ class RunReport:
         self._run = self.path = None
         if run is None or path is None or sys.is_finalizing():
             return
+        if rank_in_all() > self._rank:  # the run began before there were ranks
+            return
         session, status, meter = run
         if error is not None:
             session.history.ended_by(error)
+        else:
+            session.history.ends(handled=False)
         try:
             from lightning_memopt.report.page import write_page  # only runs that end with a page need it
 
-            record = record_of(session, status(), meter())
+            record = record_of(session, status(), meter(), self._rank, self._ranks)
             write_page(path, record)
             record.write(path.with_suffix(".json"))
         except Exception as failed:
@@ -102,13 +113,15 @@ class RunReport:
             session.say(f"MemOpt: report written to {path}")
 
 
-def record_of(session: Session, status: RunStatus, meter: Meter | None = None) -> RunRecord:
-    """The record of a run as it is now."""
+def record_of(session: Session, status: RunStatus, meter: Meter | None = None, rank: int = 0, ranks: int = 1) -> RunRecord:
+    """The record of a run as it is now. `rank`, `ranks`: which process this is, and how many train the model together."""
     from lightning_memopt.report.record import Arena, RunRecord
 
     device = session.device
     return RunRecord(
         phase=status.phase,
+        rank=rank,
+        ranks=ranks,
         model=type(session.model).__name__,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         torch=str(torch.__version__),

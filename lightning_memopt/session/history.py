@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -47,16 +48,28 @@ class History:
         self.error = ""
         self._entries: list[StepEntry] = []
         self._ended_at: float | None = None
+        self._errors_before = _ids(_on_their_way(handled=True)) if wanted else set()
 
     @property
     def entries(self) -> tuple[StepEntry, ...]:
         return tuple(self._entries)
 
     def ended_by(self, error: BaseException) -> BaseException:
-        """An error ends the run. Returns it."""
-        if self.wanted:
+        """An error ends the run. Returns it. An exit without an error code is none."""
+        if self.wanted and not (isinstance(error, SystemExit) and not error.code):
             self.error = f"{type(error).__name__}: {_message(error)}"
         return error
+
+    def ends(self, handled: bool) -> None:
+        """The run ends, and no front has said why: looks for an error that came after the last step.
+
+        handled: the error that is handled at this moment counts. Not where the run ends because its model is collected: garbage
+            is collected at any moment, also while an unrelated error is handled.
+        """
+        if self.wanted and not self.error:
+            errors = [error for error in _on_their_way(handled) if id(error) not in self._errors_before]
+            if errors:
+                self.ended_by(errors[0])
 
     def step_ended(self, kind: StepKind, predicted_nbytes: int | None, measured_nbytes: int | None) -> None:
         """A step is over."""
@@ -65,6 +78,7 @@ class History:
         now = perf_counter()
         seconds = None if self._ended_at is None else now - self._ended_at
         self._ended_at = now
+        self._errors_before = _ids(_on_their_way(handled=True))
         self._entries.append(
             StepEntry(kind=kind, seconds=seconds, predicted_nbytes=predicted_nbytes, measured_nbytes=measured_nbytes)
         )
@@ -90,6 +104,21 @@ def merged(entries: list[StepEntry]) -> list[StepEntry]:
         else:
             result.append(entry)
     return result
+
+
+def _on_their_way(handled: bool) -> list[BaseException]:
+    """Errors that may be what ends a run that ends now: with `handled` the one that is handled at this moment, and the last one
+    that nobody caught. Where a process exits because of an error, that error comes first.
+    """
+    current = sys.exc_info()[1] if handled else None
+    cause = current.__context__ if isinstance(current, SystemExit) else None
+    uncaught = getattr(sys, "last_value", None)  # Python keeps it for debuggers
+    return [error for error in (cause, current, uncaught) if isinstance(error, BaseException)]
+
+
+def _ids(errors: list[BaseException]) -> set[int]:
+    """Of the errors the ids only: their tracebacks hold the tensors of their frames."""
+    return set(map(id, errors))
 
 
 def _message(error: BaseException) -> str:

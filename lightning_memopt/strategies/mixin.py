@@ -55,7 +55,7 @@ class MemOptMixin(abc.ABC):
         self._leave()  # the fit before may have ended without `teardown`
         self.session = self._checkpointing = None
         if trainer.state.fn == "fit":
-            self._report = report = RunReport(self.memopt_config)
+            self._report = report = RunReport(self.memopt_config, self.model)  # type: ignore[attr-defined]
             self.session = Session(self.model, self.optimizers, self.memopt_config, say=rank_zero_info)  # type: ignore[attr-defined]
             report.begins(self.session, self.status, lambda: self.telemetry)
             # automatic optimization frees the gradients of a step between the next forward and its backward

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,26 @@ def test_what_bytes_are_for() -> None:
     found = breakdown.at_peak(graph, keep_all(graph))
     assert found.by(0)["h.*.mlp"] == 110 and found.by(0)["head"] == 1000
     assert found.by(1)["feature maps"] == 1100 and found.by(1)["in use"] == 10 and found.by(1)["weights"] == 8
+
+
+def test_what_was_there_before_the_step_is_no_gradient() -> None:
+    """The data set, or another model, counts beside the step; only gradients that are accumulated into count as gradients."""
+    step = Step()
+    w = step.given(8)
+    step.given(500, kind="temporary")
+    step.given(8, kind="gradient")
+    step.op(w, makes=(100,), saves=("out",))
+    graph = step.build(gradient=40)
+    found = breakdown.at_peak(graph, keep_all(graph)).by(1)
+    assert found["outside the step"] == 500 and found["gradients"] == 48 and found["weights"] == 8
+
+
+def test_every_purpose_has_the_colour_of_the_page() -> None:
+    page = (Path(breakdown.__file__).parent / "page" / "assets" / "page.js").read_text()
+    colours = page.partition("const PURPOSES = {")[2].partition("};")[0]
+    assert dict(re.findall(r'"([^"]+)": "(#\w+)"', colours)) == breakdown.COLOURS
+    assert set(breakdown.COLOURS) == set(breakdown.STRUCTURES)
+    assert len(set(breakdown.COLOURS.values())) == len(breakdown.COLOURS)
 
 
 def test_the_command_prints_bytes_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

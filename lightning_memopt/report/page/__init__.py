@@ -22,6 +22,7 @@ from pathlib import Path
 from lightning_memopt import jsonio
 from lightning_memopt.report.page import addresses, budget, headline, memory, modules, steps, timeline
 from lightning_memopt.report.page.html import document
+from lightning_memopt.report.page.parts import Section
 from lightning_memopt.report.record import RunRecord
 
 _SECTIONS = (
@@ -40,8 +41,13 @@ def render(record: RunRecord) -> str:
     """The page as text."""
     what = "Plan" if record.phase == "file" else "Run"
     title = f"MemOpt: {record.model}" if record.model else f"MemOpt: {what.lower()}"
-    foot = f"{what} report by lightning_memopt. Sizes are 2^10-based."
-    return document(title, [section(record) for section in _SECTIONS], foot)
+    foot = f"{what} report by lightning_memopt. 1 MiB is 1024 KiB, and 1 KiB is 1024 bytes."
+    sections = [section(record) for section in _SECTIONS]
+    shown = [section for section in sections if not section.absent]
+    reasons = tuple(f"{section.title}: {' '.join(section.lead)}" for section in sections if section.absent)
+    if reasons:
+        shown.append(Section("absent", "Not in this report", reasons))
+    return document(title, shown, foot)
 
 
 def write_page(path: str | os.PathLike[str], record: RunRecord) -> None:

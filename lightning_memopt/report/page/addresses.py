@@ -38,12 +38,14 @@ def section(record: RunRecord) -> Section:
     runs = record.phase != "file"
     if arena is None:
         if runs:
-            return Section("arena", title, ("The ordinary allocator served this run: option pool did not ask for an arena.",))
+            why = 'The ordinary allocator served this run. The option pool="planned" asks for an arena.'
+            return Section("arena", title, (why,), absent=True)
         arena = would_be(record)
     if arena is None:
-        return Section("arena", title, ("There is no plan whose requests could have addresses.",))
+        return Section("arena", title, ("There is no plan whose requests could have addresses.",), absent=True)
     if not arena.placed:
-        return Section("arena", title, (f"There is no arena: {arena.reason or 'no request of a step has an address'}.",))
+        why = f"There is no arena: {arena.reason or 'no request of a step has an address'}."
+        return Section("arena", title, (why,), absent=True)
     fragmentation = arena.arena_nbytes / arena.max_live_nbytes - 1 if arena.max_live_nbytes else 0.0
     lead = [
         f"Each rectangle is a buffer: how long it lives, counted in requests of the step, and its addresses. The arena has "

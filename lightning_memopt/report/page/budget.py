@@ -20,16 +20,19 @@ def next_row(rows: tuple[Row, ...], budget_nbytes: int) -> Row | None:
 def section(record: RunRecord) -> Section:
     title, plan, rows = "Budget against time", record.plan, record.frontier
     if plan is None:
-        return Section("frontier", title, ("There is no plan.",))
+        return Section("frontier", title, ("There is no plan.",), absent=True)
     if not rows:
         why = "The plan came from a file, which has no other plans; memopt report with --solver-seconds above 0 finds them."
-        return Section("frontier", title, (why,))
+        return Section("frontier", title, (why,), absent=True)
     lead = [
-        "Each point of the line is a plan that was found: the memory that it needs, and the time that it adds to a step, "
-        "predicted. The red point is this plan. The triangle is proven: no plan within the budget that only rebuilds adds less."
+        "What would another budget cost? Each point of the line is a plan that was found: the memory that it needs (to the "
+        "right), and the time that it adds to a step (upwards), both predicted. The red point is this plan. The triangle is "
+        "proven: no plan within the budget that only rebuilds adds less time."
     ]
     if any(life.how == "fetch" for life in plan.lives):
         lead.append("The line has plans that only rebuild; this one also parks tensors, so it may lie below the line.")
+    elif any(row.peak_nbytes <= plan.predicted_peak_nbytes and row.extra_seconds > plan.predicted.seconds for row in rows):
+        lead.append("This plan may lie a little below the line: it was searched for with its budget alone.")
     budget = record.budget_nbytes
     if budget is None:
         lead.append('The budget is "min", the smallest plan: a tenth more of it is not looked at.')

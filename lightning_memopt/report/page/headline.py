@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from lightning_memopt.report.page.parts import Card, Cell, Grid, Section, count, ms, size
 from lightning_memopt.report.page.steps import usual_seconds
 from lightning_memopt.report.record import RunRecord
@@ -14,6 +16,23 @@ _WHY = {
     "unplanned": "there is no plan",
 }
 
+WORDS = {
+    "step": "the forwards, the backwards and the update that end with one optimizer.step()",
+    "budget": "the most bytes of the training device that a step may use, weights and all else included",
+    "peak": "the most bytes in memory at one moment of a step",
+    "saved tensor": 'a tensor that autograd keeps in forward, because backward reads it; in the pictures "feature maps"',
+    "plan": "the decision for every saved tensor: to keep, rebuild or park it. Losses and gradients do not change",
+    "rebuild": "let go of a saved tensor in forward, and run its ops again just before backward reads it. That takes time",
+    "park": "copy a saved tensor to the host or a disk, or compress it, and fetch it in backward",
+    "op": "one operation of PyTorch, such as a matrix product",
+    "point": "one event of a step: an op ran, or autograd asked for a saved tensor, or let go of it",
+    "observed step": "a training step that was recorded, op by op. Plans and predictions are made from it",
+    "predicted": "computed from the observed step",
+    "measured": "read from the allocator, or from a clock",
+    "proven": "a limit that no plan can go below, for the observed times",
+}
+"""Word -> what it means, as in docs/glossary.md."""
+
 
 def summary(record: RunRecord) -> str:
     """What came of the run, in one sentence."""
@@ -25,16 +44,33 @@ def summary(record: RunRecord) -> str:
     before, after = plan.unmodified_peak_nbytes, record.measured_peak_nbytes or plan.predicted.needed_nbytes
     how = "measured" if record.measured_peak_nbytes is not None else "predicted"
     saved = 100 * (1 - after / before) if before else 0.0
-    slower = f", {100 * plan.predicted.seconds / plan.step_seconds:.1f} % of the step's ops" if plan.step_seconds else ""
+    share = 100 * plan.predicted.seconds / plan.step_seconds if plan.step_seconds else 0.0
+    slower = f", {share:.1f} % of the time of the step's ops" if plan.step_seconds else ""
     return (
-        f"A step peaks at {format_nbytes(after)} ({how}) in the place of {format_nbytes(before)} (predicted): {saved:.0f} % "
-        f"less. That adds {ms(plan.predicted.seconds).text} a step (predicted{slower})."
+        f"With the plan, a step needs {format_nbytes(after)} of memory at its peak ({how}) in the place of "
+        f"{format_nbytes(before)} (predicted): {saved:.0f} % less. That adds {ms(plan.predicted.seconds).text} to a step "
+        f"(predicted{slower})."
     )
+
+
+def about(record: RunRecord) -> str:
+    """What the page is of."""
+    if record.phase == "file":
+        return "This page shows what a plan file does to a training step."
+    steps: Counter[str] = Counter()
+    for step in record.steps:
+        steps["without a plan" if step.kind == "unplanned" else step.kind] += step.steps
+    said = [f"{n} {kind}" for kind, n in steps.items()]
+    counted = f": {steps.total()} steps ({', '.join(said)})" if said else ""
+    of_ranks = ""
+    if record.ranks > 1:
+        of_ranks = f" It is of rank {record.rank} of {record.ranks}: the other ranks have peaks of their own, and no page."
+    return f"This page shows what a memory budget did to one training run on {record.device or 'a device'}{counted}.{of_ranks}"
 
 
 def section(record: RunRecord) -> Section:
     plan = record.plan
-    lead, alarms = [summary(record)], []
+    lead, alarms = [summary(record), about(record)], []
     if record.error:
         alarms.append(f"The run was ended by {record.error}")
     if record.deviates:
@@ -63,25 +99,28 @@ def section(record: RunRecord) -> Section:
         rows += _parked(record)
         rows.append(("plans put in force because of a measurement", count(record.replans), "counted"))
         rows.append(("plan by", Cell(f"{plan.solver}, {plan.solve_seconds:.1f} s"), ""))
-    about = [f"{name} {value}" for name, value in (("device", record.device), ("torch", record.torch)) if value]
-    if about:
-        rows.append(("made on", Cell(", ".join(about)), ""))
-    grid = Grid("figures", "All figures", ("figure", "value", "how it is known"), rows)
-    return Section("headline", "In short", tuple(lead), tuple(alarms), _cards(record, budget), grids=(grid,))
+    where = [f"{name} {value}" for name, value in (("device", record.device), ("torch", record.torch)) if value]
+    if where:
+        rows.append(("made on", Cell(", ".join(where)), ""))
+    grid = Grid("figures", "All figures", ("figure", "value", "how it is known"), rows, printed=True)
+    words = Grid("words", "The words of this page", ("word", "is"), [list(item) for item in WORDS.items()], printed=True)
+    return Section("headline", "In short", tuple(lead), tuple(alarms), _cards(record, budget), grids=(words, grid))
 
 
 def _cards(record: RunRecord, budget: Cell) -> tuple[Card, ...]:
     plan = record.plan
     if plan is None:
         return (Card("budget", budget, "given"),)
-    measured = record.measured_peak_nbytes
+    measured, predicted = record.measured_peak_nbytes, size(plan.predicted.needed_nbytes)
+    peak = Card("peak with the plan", predicted, "predicted; no step was measured")
+    if measured is not None:
+        peak = Card("peak with the plan", size(measured), f"measured; predicted {predicted.text}")
     return (
         Card("budget", budget, "given"),
-        Card("peak with the plan", size(plan.predicted.needed_nbytes), "predicted"),
-        Card("peak with the plan", size(measured), "measured" if measured is not None else "no step was measured"),
         Card("peak without a plan", size(plan.unmodified_peak_nbytes), "predicted"),
+        peak,
         Card("extra time a step", ms(plan.predicted.seconds), "predicted"),
-        Card("lower bound of it", ms(plan.lower_bound_seconds), "proven: no plan that only rebuilds adds less"),
+        Card("least extra time possible", ms(plan.lower_bound_seconds), "proven, for plans that only rebuild"),
     )
 
 
@@ -104,12 +143,10 @@ def rates(record: RunRecord) -> Section:
     """Batch size, throughput and energy."""
     title, now, before = "Batch size, throughput, energy", record.throughput, record.before
     if record.phase == "file":
-        return Section("rates", title, ("A plan file has no rates: those are in the record of a run.",))
+        return Section("rates", title, ("A plan file has no rates: those are in the record of a run.",), absent=True)
     if now is None:
-        seconds = usual_seconds(record)
-        steps = f" Steps: {1 / seconds:.4g} a second (measured, median)." if seconds else ""
         hint = "Samples were not counted: run.monitor() counts them, and in Lightning the callback MemOptMonitor."
-        return Section("rates", title, (hint + steps,))
+        return Section("rates", title, (hint,), absent=True)
     figures = (
         ("batch, samples a step", "samples_per_step"),
         ("samples a second", "samples_per_sec"),

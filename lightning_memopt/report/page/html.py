@@ -70,7 +70,9 @@ def _section(section: Section, numbers: Iterable[int]) -> str:
         f'aria-label="{escape(p.label)}"></div><p class="noscript">{escape(p.label)}</p></figure>'
         for p, n in zip(section.pictures, numbers, strict=False)
     )
-    tree = f'<div class="tree">{"".join(map(_branch, section.tree))}</div>' if section.tree else ""
+    legend = "".join(f'<li><i class="{escape(name)}"></i>{escape(text)}</li>' for name, text in section.legend)
+    tree = f'<ul class="legend">{legend}</ul>' if legend else ""
+    tree += f'<div class="tree">{"".join(map(_branch, section.tree))}</div>' if section.tree else ""
     grids = "".join(map(_grid, section.grids))
     head = f'<h2 id="{key}-title">{escape(section.title)}</h2>'
     return f'<section id="{key}" aria-labelledby="{key}-title">{head}{lead}{pictures}{tree}{grids}</section>'
@@ -99,7 +101,9 @@ def _grid(grid: Grid) -> str:
         f'<table id="{escape(grid.key)}">'
         f"<caption>{name}</caption><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
     )
-    return table if grid.opened else f'<details class="table"><summary>Table: {name}</summary>{table}</details>'
+    if grid.opened:
+        return table
+    return f'<details class="table{" printed" if grid.printed else ""}"><summary>Table: {name}</summary>{table}</details>'
 
 
 def _cell(cell: Cell | str, tag: str = "td") -> str:

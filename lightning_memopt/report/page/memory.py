@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 from lightning_memopt.graph import Graph
-from lightning_memopt.plan import Life, lower
+from lightning_memopt.plan import Life, Plan, lower
 from lightning_memopt.plan.lower import Rebuild, Schedule
 from lightning_memopt.plan.peak import STRUCTURES, layer_name, parts_at, stacks
 from lightning_memopt.report.page.parts import Grid, Picture, Rows, Section, count, size
@@ -22,6 +22,7 @@ MOST_POINTS = 500
 _MOST_TENSORS = 20
 
 MEANINGS = {
+    "outside the step": "there before the step and no part of it: the data set, another model",
     "weights": "parameters and buffers",
     "optimizer state": "the optimizer's state",
     "inputs": "the batch",
@@ -79,11 +80,12 @@ def section(record: RunRecord) -> Section:
     graph, plan = record.graph, record.plan
     title = "Memory over the step"
     if graph is None or not graph.points:
-        return Section("memory", title, ("No step was recorded, so there is nothing to draw.",))
+        return Section("memory", title, ("No step was recorded, so there is nothing to draw.",), absent=True)
     lead: tuple[str, ...] = (
-        "Predicted, to the byte, from the observed step. From left to right: every op, and every moment when autograd asks for "
-        "a saved tensor or lets go of it, in their order. Widths are no times: the timeline below has those.",
-        "Feature maps are the tensors that autograd saves for backward; those are what a plan changes.",
+        "The height is all that is in memory. The circle is the peak; the dashed line is the budget. Orange are the saved "
+        "tensors (feature maps): without a plan they pile up in forward, until backward has read them." + _with_plan(plan),
+        "Predicted, to the byte, from the observed step. From left to right are its points, in their order: each op, and each "
+        "moment when autograd asks for a saved tensor or lets go of it. Widths are no times.",
     )
     named: list[tuple[str, str, tuple[Life, ...]]] = [("before", "Without a plan", unmodified(graph))]
     if plan is not None:
@@ -104,8 +106,17 @@ def section(record: RunRecord) -> Section:
     if plan is not None and tops[-1] != plan.predicted_peak_nbytes:
         beside = plan.predicted_peak_nbytes - tops[-1]
         lead += (f"Beside what the picture shows, the plan counts {format_nbytes(beside)} that are held outside of the step.",)
-    meanings = Grid("purposes", "What the colours mean", ("purpose", "is"), [list(item) for item in MEANINGS.items()])
-    return Section("memory", title, lead, pictures=tuple(pictures), grids=(*grids, meanings))
+    shown = {s["name"] for picture in pictures for s in picture.data["series"]}
+    rows: Rows = [[name, meaning] for name, meaning in MEANINGS.items() if name in shown]
+    meanings = Grid("purposes", "What the colours mean", ("purpose", "is"), rows, printed=True)
+    return Section("memory", title, lead, pictures=tuple(pictures), grids=(meanings, *grids))
+
+
+def _with_plan(plan: Plan | None) -> str:
+    """What a plan's picture shows instead."""
+    hows = {life.how for life in plan.lives} if plan is not None else set()
+    text = " Green are those that the plan rebuilds just before backward reads them." if "rebuild" in hows else ""
+    return text + (" Purple are those that it parks, when they are back." if "fetch" in hows else "")
 
 
 def _drawn(

@@ -22,6 +22,12 @@ _UNFOLDED = 24
 """The most lines that are unfolded at first."""
 FATES = ("kept", "rebuilt", "parked", "there anyway")
 """What becomes of a saved tensor. `there anyway`: the program itself holds it until backward asks for it."""
+_MEANINGS = {
+    "kept": "stays in memory until backward has read it",
+    "rebuilt": "dropped in forward, its ops run again in backward",
+    "parked": "copied or compressed in forward, fetched in backward",
+    "there anyway": "held by the program itself",
+}
 
 
 @dataclass
@@ -112,16 +118,17 @@ def _upwards(scope: str) -> list[tuple[str, ...]]:
 def section(record: RunRecord) -> Section:
     graph, plan, title = record.graph, record.plan, "The plan on the modules"
     if plan is None or graph is None:
-        return Section("modules", title, ("There is no plan.",))
+        return Section("modules", title, ("There is no plan.",), absent=True)
     try:
         tree = figures(graph, plan, record.rates)
     except ConfigError:  # rates of another machine
         tree = figures(graph, plan, None)
     lead = [
-        "Bytes are those of tensors that autograd saves in a module and in all that is in it; milliseconds are predicted from "
-        "the observed step. Unfold a module to see what is in it. Bars: blue is kept, green rebuilt, purple parked, grey held "
-        "by the program anyway."
+        "What becomes of the saved tensors of each module, with all that is in it. A full bar stands for all saved tensors of "
+        "the model. Milliseconds are what that adds to a step, predicted. Unfold a module to see what is in it."
     ]
+    if any(f.rebuild_seconds and not f.tensors["rebuilt"] for f in tree.values()):
+        lead.append("A module that runs again for others saves nothing: a tensor of another module is made from its result.")
     if any(life.how == "fetch" for life in plan.lives) and record.rates is None:
         lead.append("The rates of copies and codecs are not known here, so parked bytes have no milliseconds.")
     depth = max((n for n in range(1, 20) if sum(len(path) <= n for path in tree) <= _MOST_MODULES), default=1)
@@ -149,7 +156,9 @@ def section(record: RunRecord) -> Section:
     levels = [n for n in range(depth + 1) if sum(len(path) <= n + 1 for path in tree) <= _UNFOLDED]
     unfolded = {path for path in tree if len(path) in (0, *levels)}
     root = _branch(_Drawn(graph, tree, children, unfolded), (), record.model or "the model")
-    return Section("modules", title, tuple(lead), tree=(root,), grids=(table,))
+    there = {fate for f in tree.values() for fate in FATES if f.tensors[fate]}
+    legend = tuple((fate.replace(" ", "-"), f"{fate}: {_MEANINGS[fate]}") for fate in FATES if fate in there)
+    return Section("modules", title, tuple(lead), legend=legend, tree=(root,), grids=(table,))
 
 
 class _Drawn(NamedTuple):

@@ -41,13 +41,19 @@ Rows = list[list[Cell | str]]
 
 @dataclass(frozen=True)
 class Grid:
-    """A table. `key`: its id on the page. `opened`: it is shown at once, and not behind its caption."""
+    """A table.
+
+    key: its id on the page.
+    opened: it is shown at once, and not behind its caption.
+    printed: it is unfolded on paper.
+    """
 
     key: str
     caption: str
     columns: tuple[str, ...]
     rows: Sequence[Sequence[Cell | str]]
     opened: bool = False
+    printed: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,8 +91,13 @@ class Branch:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page with a heading. `lead`: paragraphs. `alarms`: paragraphs that must be seen. `tree`: between pictures
-    and tables.
+    """A part of the page with a heading.
+
+    lead: paragraphs.
+    alarms: paragraphs that must be seen.
+    legend: (class of the colour, what it stands for), before the tree.
+    tree: between pictures and tables.
+    absent: there is nothing to show; the lead says why.
     """
 
     key: str
@@ -95,5 +106,7 @@ class Section:
     alarms: tuple[str, ...] = ()
     cards: tuple[Card, ...] = ()
     pictures: tuple[Picture, ...] = ()
+    legend: tuple[tuple[str, str], ...] = ()
     tree: tuple[Branch, ...] = ()
     grids: tuple[Grid, ...] = ()
+    absent: bool = False

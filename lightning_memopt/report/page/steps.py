@@ -19,18 +19,20 @@ def usual_seconds(record: RunRecord) -> float | None:
 def section(record: RunRecord) -> Section:
     title, steps = "Predicted and measured, step by step", record.steps
     if record.phase == "file":
-        return Section("steps", title, ("A plan file has no measured steps: those are in the record of a run.",))
+        return Section("steps", title, ("A plan file has no measured steps: those are in the record of a run.",), absent=True)
     if not steps:
-        return Section("steps", title, ("No step of this run has ended.",))
-    lead = ["Peaks are measured by the allocator, where a step was measured."]
+        return Section("steps", title, ("No step of this run has ended.",), absent=True)
+    lead = ["Dots are the peaks that the allocator measured, step by step; the lines are what was predicted."]
     pairs = [(s.measured_nbytes, s.predicted_nbytes) for s in steps if s.kind == "planned"]
     errors = [m / p - 1 for m, p in pairs if m is not None and p]
     if errors:
         worst = max(errors, key=abs)
-        lead.append(f"Of {len(errors)} entries both predicted and measured, the largest difference is {100 * worst:+.2f} %.")
+        lead.append(f"The largest difference between both is {100 * worst:+.2f} %, of {len(errors)} that are known.")
+    if any(s.kind == "observed" for s in steps):
+        lead.append("Observed steps, from which the plan was made, have no prediction.")
     merged = sum(s.steps > 1 for s in steps)
     if merged:
-        lead.append(f"{merged} entries are several steps in a row: their peak is the largest one, their time the mean.")
+        lead.append(f"{merged} dots and rows are several steps: their peak is the largest one, their time the mean.")
     lead.append("Times are wall time from the end of one step to the end of the next: loading data and validation are in them.")
     first, rows, data = 1, [], []
     for step in steps:
@@ -42,7 +44,7 @@ def section(record: RunRecord) -> Section:
     top = f"the largest measured peak is {format_nbytes(max(measured))}" if measured else "no peak was measured"
     picture = Picture("steps", title, f"{first - 1} steps; {top}", {"steps": data, "budget": record.budget_nbytes})
     columns = ("step", "kind", "peak, predicted", "peak, measured", "difference", "wall time a step, measured")
-    table = Grid("steps-all", f"{len(steps)} entries", columns, rows)
+    table = Grid("steps-all", f"{first - 1} steps" + (f" in {len(steps)} rows" if merged else ""), columns, rows)
     return Section("steps", title, tuple(lead), pictures=(picture,), grids=(table,))
 
 

@@ -20,19 +20,24 @@ _MOST_WAITS = 20
 def section(record: RunRecord) -> Section:
     title, graph, plan = "Compute and copies over time", record.graph, record.plan
     if graph is None or plan is None:
-        return Section("timeline", title, ("There is no plan.",))
+        return Section("timeline", title, ("There is no plan.",), absent=True)
     parks = any(life.how == "fetch" for life in plan.lives)
     if parks and record.rates is None:
         why = "The plan parks tensors. How long that takes is not known: a plan file has no rates of copies and codecs."
-        return Section("timeline", title, (why,))
+        return Section("timeline", title, (why,), absent=True)
     try:
         log, moved = intervals(graph, plan.lives, lower(graph, plan.lives), record.rates)
     except ConfigError as error:  # rates of another machine
-        return Section("timeline", title, (f"The plan parks tensors, and their times are not known: {error}.",))
+        why = f"The plan parks tensors, and their times are not known: {error}."
+        return Section("timeline", title, (why,), absent=True)
     rates = " and the measured rates of copies and codecs" if parks else ""
-    lead = [f"Predicted from the observed times of the ops{rates}."]
+    lead = [
+        f"What the device does from the beginning to the end of a step, predicted from the observed times of the ops{rates}."
+    ]
+    if any(i.what == "rebuild" for i in log):
+        lead.append("Green is compute that the plan adds: saved tensors are rebuilt, so their ops run a second time.")
     if not parks:
-        lead.append("This plan parks nothing, so there are no copies, and nothing waits for them.")
+        lead.append("This plan parks nothing, so nothing is copied, and nothing waits for a copy.")
     elif not moved.stall_seconds:
         lead.append("No op waits for a copy: all of them are hidden behind compute.")
     log = [interval for interval in log if interval.ends > interval.begins]

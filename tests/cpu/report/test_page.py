@@ -99,8 +99,12 @@ def test_frontier_steps_and_timeline_are_those_of_the_run(run: SimpleNamespace) 
 
 
 def test_what_is_not_there_is_said(run: SimpleNamespace) -> None:
-    text = run.page.text
-    assert "did not ask for an arena" in text and "parks nothing" in text and "Samples were not counted" in text
+    """In one place at the end, not as empty sections."""
+    text, last = run.page.text, run.page.text.partition("Not in this report")[2].partition("Not in this report")[2]
+    assert "asks for an arena" in last and "Samples were not counted" in last and "parks nothing" in text
+    links = [str(given["href"]) for tag, given in run.page.elements if tag == "a"]
+    assert "#absent" in links and not {"#arena", "#rates"} & set(links)
+    assert set(links) <= {f"#{given.get('id')}" for _, given in run.page.elements}
 
 
 def test_a_page_needs_nothing_else_and_every_number_is_reached(run: SimpleNamespace) -> None:

@@ -4,6 +4,7 @@
   const pictures = JSON.parse(document.getElementById("data").textContent);
   const MIB = 2 ** 20;
   const PURPOSES = {
+    "outside the step": "#cdbfa8",
     "weights": "#4e79a7", "optimizer state": "#76b7b2", "inputs": "#8c8cd9", "gradients": "#e15759", "feature maps": "#f28e2b",
     "held to rebuild": "#d4b02a", "fetched": "#b07aa1", "encoded": "#d37295", "rebuilt": "#59a14f",
     "generator states": "#9d7660", "in use": "#a0a7ae", "workspace": "#6b7178",
@@ -73,7 +74,7 @@
       const [times, time] = secondsOf(Math.max(d.run.seconds, ...d.plans.map((p) => p[1])));
       const plans = d.plans.map(([n, s, solver]) => ({ x: n / scale, y: s * times, says: `${bytes(n)} at the peak\n${ms(s)} extra a step\nfound by: ${solver}` }));
       const run = { x: d.run.nbytes / scale, y: d.run.seconds * times };
-      const right = run.x > (plans[0].x + plans[plans.length - 1].x) / 2;
+      const right = run.x > plans[0].x + 0.8 * (plans[plans.length - 1].x - plans[0].x);  // else it is free above and to the right
       return Plot.plot({
         width, height: Math.min(360, Math.max(260, width * 0.4)), marginLeft: 52, marginBottom: 40, marginTop: 26, marginRight: 20,
         x: { label: `peak of a step, ${unit} →`, grid: true, nice: true },
@@ -143,7 +144,7 @@
         marks: [
           ...(d.budget && known.length && d.budget <= 4 * Math.max(...known) ? budgetRule(d.budget, scale) : []),
           Plot.ruleY(steps.filter((s) => s.predicted !== null), { x1: (s) => s.step - 0.5, x2: (s) => s.step + 0.5, y: (s) => s.predicted / scale, stroke: "currentColor", strokeWidth: 2 }),
-          Plot.dot(steps.filter((s) => s.measured !== null), { x: "step", y: (s) => s.measured / scale, fill: "kind", r: 4 }),
+          Plot.dot(steps.filter((s) => s.measured !== null), { x: "step", y: (s) => s.measured / scale, fill: "kind", r: Math.max(1.5, Math.min(4, width / steps.length / 3)) }),
           Plot.tip(steps, Plot.pointerX({ x: "step", y: "y", title: "says", fill: "var(--ground)" })),
           Plot.ruleY([0]),
         ],
@@ -153,8 +154,9 @@
 
   const places = [...document.querySelectorAll("[data-picture]")];
   const widths = new Map();
+  let printing = false;
   const show = (place) => {
-    const width = Math.floor(place.clientWidth);
+    const width = printing ? 700 : Math.floor(place.clientWidth);
     if (!width || widths.get(place) === width) return;
     widths.set(place, width);
     const picture = pictures[Number(place.dataset.picture)];
@@ -164,5 +166,17 @@
   places.forEach(show);
   const resized = new ResizeObserver((entries) => requestAnimationFrame(() => entries.forEach((entry) => show(entry.target))));
   places.forEach((place) => resized.observe(place));
-  addEventListener("beforeprint", () => document.querySelectorAll(".tree details").forEach((branch) => { branch.open = true; }));
+  // paper has another width than the window; and what is folded there is lost, so the short tables are unfolded
+  const unfolded = [];
+  addEventListener("beforeprint", () => {
+    printing = true;
+    places.forEach(show);
+    unfolded.push(...document.querySelectorAll("details.printed:not([open])"));
+    unfolded.forEach((table) => { table.open = true; });
+  });
+  addEventListener("afterprint", () => {
+    printing = false;
+    places.forEach(show);
+    unfolded.splice(0).forEach((table) => { table.open = false; });
+  });
 })();
