@@ -5,8 +5,8 @@ To the Python engine, an op costs more the more arguments it has, because they p
 a fixed time on top of the op. All of this is the host's time. A CUDA device works meanwhile, so only the seconds by which the
 host takes longer than the device are lost.
 
-On the CPU, the tensors of an op push the engine out of the caches, and its own work then takes up to three times as long. So it is
-measured for each magnitude of tensors, while as many bytes as these have are copied between the ops.
+On the CPU, the tensors of an op push the engine out of the caches, and its own work then takes up to three times as long.
+So it is measured for each magnitude of tensors, while as many bytes as these have are copied between the ops.
 """
 
 from __future__ import annotations
