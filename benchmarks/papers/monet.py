@@ -40,7 +40,7 @@ from lightning_memopt.solvers.recompute import bound
 FILE = RESULTS / "monet.json"
 GIB = 2**30
 CARD = Device(nbytes=16 * GIB, flops_per_second={"float32": 9.3e12}, bytes_per_second=732e9, launch_seconds=5e-6)
-"""A P100 by its data sheet. The launch is assumed."""
+"""A P100 by its data sheet: a card of 16 GB of that time, for MONeT's README names none. The launch is assumed."""
 EFFICIENCY = 0.7
 """Of the card's FLOP rate: assumed, as in benchmarks/papers/transfer_papers.py."""
 CURVE = (1.5, 2.0, 2.5, 3.0, 3.5)
