@@ -100,6 +100,25 @@ JOIN_DIVIDES = "_divide_by_initial_world_size"  # attribute of wrappers in `Join
 register_comm_hook = _named("torch:_C._distributed_c10d._register_comm_hook")  # without a note on the wrapper, which is copied
 C: Any = _named("torch:_C")  # getters and setters of numeric settings, each by name (settings.py)
 
+# -- modules -----------------------------------------------------------------------------------------
+
+
+def which_are_trained(model: Any) -> tuple[bool, ...]:
+    """For each parameter of the model, whether it requires a gradient; one that two modules share is there twice.
+
+    Each step asks for it. `model.parameters()` takes four times as long: a millisecond for a thousand modules.
+    """
+    modules, known = [model], {id(model)}
+    trained = []
+    for module in modules:
+        trained += [p.requires_grad for p in module._parameters.values() if p is not None]
+        for child in module._modules.values():
+            if child is not None and id(child) not in known:
+                known.add(id(child))
+                modules.append(child)
+    return tuple(trained)
+
+
 # -- sharded modules (FSDP2) -------------------------------------------------------------------------
 # Imported when a model is sharded, not before: the module takes long to import.
 

@@ -8,15 +8,22 @@ Nothing here is measured.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_memopt import jsonio
 from lightning_memopt.batching.fit import StepFit, fit
 from lightning_memopt.graph import Graph, Op, graph_from_json, graph_to_json
 from lightning_memopt.plan.rates import Device
+from lightning_memopt.record import storage_id
+from lightning_memopt.trace import Tracer
 
 KEPT = 8
 """Graphs of a fitted step that are kept, each some hundred MiB."""
@@ -108,6 +115,33 @@ def priced(steps: tuple[Step, Step], sizes: tuple[int, int], price: Price) -> Pr
     """Raises FitError where the steps are not the same one at two sizes."""
     both = fit(steps[0].graph, steps[1].graph, sizes)
     return PricedFit(both.small, both.large, sizes, (steps[0].moved, steps[1].moved), price)
+
+
+def _nbytes(t: Tensor) -> int:
+    """Bytes that reading or writing all of it moves: an expanded dimension is there once."""
+    count = 1
+    for n, stride in zip(t.shape, t.stride(), strict=True):
+        count *= n if stride or not n else 1
+    return count * t.element_size()
+
+
+def _tensors(*values: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(values) if isinstance(t, Tensor)]
+
+
+@contextlib.contextmanager
+def counting_moved() -> Iterator[list[int]]:
+    """The bytes that each op reads and writes, of all steps that are observed within this context."""
+    moved: list[int] = []
+    end = Tracer.end
+
+    def counted(self: Tracer, record: Any, args: tuple, kwargs: dict, out: Any) -> None:
+        read = {(storage_id(t), t.storage_offset(), t.shape, t.stride()): _nbytes(t) for t in _tensors(args, kwargs)}
+        moved.append(sum(read.values()) + sum(map(_nbytes, _tensors(out))))
+        end(self, record, args, kwargs, out)
+
+    with mock.patch.object(Tracer, "end", counted):
+        yield moved
 
 
 def recorded(observe: Callable[[int], Step], name: str, sizes: tuple[int, int], traces: Path | None) -> tuple[Step, Step]:

@@ -9,18 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from benchmarks.lib.priced import Step
+from benchmarks.lib.priced import Step, counting_moved
 from benchmarks.models import recurrent
-from lightning_memopt.record import storage_id
 from lightning_memopt.session.observation import Observation
-from lightning_memopt.trace import Tracer
 
 Batch = dict[str, Tensor]
 _CPU = torch.device("cpu")
@@ -107,18 +102,6 @@ SETUPS = {
 }
 
 
-def _nbytes(t: Tensor) -> int:
-    """Bytes that reading or writing all of it moves: an expanded dimension is there once."""
-    count = 1
-    for n, stride in zip(t.shape, t.stride(), strict=True):
-        count *= n if stride or not n else 1
-    return count * t.element_size()
-
-
-def _tensors(*values: Any) -> list[Tensor]:
-    return [t for t in tree_leaves(values) if isinstance(t, Tensor)]
-
-
 def observe(setup: Setup, size: int) -> Step:
     """One real training step at this batch size, update included, in the steady state."""
     torch.manual_seed(0)
@@ -129,16 +112,8 @@ def observe(setup: Setup, size: int) -> Step:
     optimizer.step()  # makes its state
     optimizer.zero_grad()
     batch = setup.data(size)
-    moved: list[int] = []
-    end = Tracer.end
-
-    def counted(self: Tracer, record: Any, args: tuple, kwargs: dict, out: Any) -> None:
-        read = {(storage_id(t), t.storage_offset(), t.shape, t.stride()): _nbytes(t) for t in _tensors(args, kwargs)}
-        moved.append(sum(read.values()) + sum(map(_nbytes, _tensors(out))))
-        end(self, record, args, kwargs, out)
-
     observation = Observation(model, [optimizer], _CPU, None, verify=False, meter=False)
-    with mock.patch.object(Tracer, "end", counted):
+    with counting_moved() as moved:
         with observation.begin_round(batch):
             loss = model(**batch).loss
         observation.forward_ended()

@@ -47,6 +47,7 @@ from lightning_memopt.session.silence import BLOCKED, WAITS, Silence, trains
 from lightning_memopt.session.states import Observing, Running, State, Waiting
 from lightning_memopt.session.status import RunStatus, Transfers, status_of, transfers_of
 from lightning_memopt.session.step import Step
+from lightning_memopt.torch_private import which_are_trained
 from lightning_memopt.trace import backward_runs
 from lightning_memopt.versions import supported
 
@@ -299,9 +300,8 @@ class Session:
         if self._early is not None:
             self._early.updates.stop_reading()
         self._same_device()
-        trained = tuple(p.requires_grad for p in self.model.parameters())  # unfrozen layers save more and need another plan
         with self._agreement.first_forward():
-            state = self._state_of(signature_of(part, trained, batch), batch)
+            state = self._state_of(signature_of(part, which_are_trained(self.model), batch), batch)
         before = self._current
         if state is not before and self._observed_step.now is not None:
             if isinstance(before, Observing | Waiting) and self._observed_step.has_backward:

@@ -6,15 +6,47 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from lightning_memopt.session.budget import device_of
 from lightning_memopt.session.plan_cache import PLANS, PlanCache
 from lightning_memopt.session.shapes import serves, signature_of
 from lightning_memopt.session.solves import Solves
 from lightning_memopt.session.states import Observing, Waiting
+from lightning_memopt.torch_private import which_are_trained
 
 
 def signature(*shape: int) -> Any:
     return signature_of(0, (True,), (torch.empty(shape, device="meta"), torch.empty(shape[:1], dtype=torch.long)))
+
+
+def test_which_parameters_are_trained() -> None:
+    """As torch's own walk through the parameters has it, but that a shared one is there for each module."""
+    inner = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.PReLU())
+    model = nn.ModuleDict({"first": inner, "again": inner, "last": nn.Linear(3, 1, bias=False)})
+    assert which_are_trained(model) == tuple(p.requires_grad for p in model.parameters()) == (True,) * 6
+    inner[1].requires_grad_(False)
+    assert sorted(which_are_trained(model)) == [False, False, True, True, True, True]
+    model["tied"] = nn.Linear(3, 1, bias=False)
+    model["tied"].weight = model["last"].weight
+    assert len(which_are_trained(model)) == 7 and len(list(model.parameters())) == 6
+    assert which_are_trained(torch.jit.script(nn.Linear(2, 2))) == (True, True)
+
+
+def test_to_ask_for_the_device_walks_no_further_than_the_first_tensor() -> None:
+    """Each step asks for it: to walk through all modules took 0.7 ms for a ResNet-50."""
+    asked = []
+
+    class Counted(nn.Sequential):
+        def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+            for name, module in super().named_modules(*args, **kwargs):
+                asked.append(name)
+                yield name, module
+
+    model = Counted(*(nn.Linear(1, 1) for _ in range(10)))
+    assert device_of(model) == torch.device("cpu") and len(asked) == 2
+    assert device_of(nn.Sequential(nn.ReLU())) == torch.device("cpu")
+    assert device_of(nn.BatchNorm1d(1, affine=False).to("meta")) == torch.device("meta")
 
 
 def test_serves() -> None:
