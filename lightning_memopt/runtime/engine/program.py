@@ -8,13 +8,12 @@ from functools import cache, cached_property
 import torch
 
 from lightning_memopt.graph import BEFORE, Graph
-from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import Life, Schedule, Segment, lower
 from lightning_memopt.plan.forms import EXACT, codec_of
 from lightning_memopt.record import is_norm
 
-_WORTHWHILE = {"native": 16, "Python": 4}
-"""A module with fewer ops is recorded: to leave and enter the recorder would take longer than the engine takes for the ops."""
+_WORTHWHILE = 16
+"""A module with fewer ops is recorded: to leave and enter the recorder takes as long as the native engine takes for so many."""
 
 
 def sized_by_data(graph: Graph) -> frozenset[int]:
@@ -213,9 +212,8 @@ class Program:
         """Modules that run without the recorder: path -> (position of their first op, of the first op after them).
 
         All their ops pass (`passes`), autograd saves no tracked tensor in them, they are called once a step, no other op runs
-        meanwhile, they have as many ops as `_WORTHWHILE` says, and no module that holds them is quiet itself.
+        meanwhile, they have at least `_WORTHWHILE` ops, and no module that holds them is quiet itself.
         """
-        fewest = _WORTHWHILE["Python" if loaded() is None else "native"]
         saving = {save.op for save in self.graph.saves if save.id in self._handled}
         spans: dict[str, list[int]] = {}
         for j, op in enumerate(self.graph.forward):
@@ -227,7 +225,7 @@ class Program:
         quiet = {
             path: (js[0], js[-1] + 1)
             for path, js in spans.items()
-            if len(js) >= fewest
+            if len(js) >= _WORTHWHILE
             and js[-1] - js[0] + 1 == len(js)
             and not any(other == path or other.startswith(path + ".") for other in again)
             and all(self.passes(j) and j not in saving and not self._disturbs(j) for j in js)

@@ -87,7 +87,7 @@ def test_bits_and_budget(accumulate: int, mixed: bool) -> None:
         assert abs(state.measured_nbytes / run.plan.predicted_peak_nbytes - 1) <= 0.01
         plans.append(run.plan)
         resident = resident_nbytes(state.program.graph)
-        budget = resident + (run.plan.predicted_peak_nbytes - resident) * 2
+        budget = resident + (run.plan.predicted_peak_nbytes - resident) * 3
         del run, state, found  # what is alive counts
         gc.collect()
     least, more = plans
