@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 from collections.abc import Iterator
@@ -11,12 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memopt.errors import OffloadError
+from lightning_memopt.native import engine
 from lightning_memopt.plan import simulate
 from lightning_memopt.runtime import Program
 from lightning_memopt.solvers.recompute.baselines import recompute_everything
 from lightning_memopt.solvers.rollout import keep_all
+from tests.cpu.lib.engines import needs_native
 from tests.cpu.lib.loops import batches, loss_of, small
 from tests.cpu.lib.stepped import Stepped, held, same
+from tests.cpu.lib.stepped import stepped as stepped_by
 
 
 @pytest.fixture
@@ -145,3 +149,30 @@ def test_an_op_that_the_plan_does_not_know_stops_no_rebuild() -> None:
         assert len(stepped.rebuilt) == predicted.rebuilt_ops
         assert abs(stepped.peak_nbytes(program) - predicted.peak_nbytes) <= 0.01 * predicted.peak_nbytes
     stepped.depot.close()
+
+
+class Sorting(nn.Module):
+    """`argsort` drops the sorted values: autograd lets go of what it saved for them before the next op runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.a, self.b, self.x = nn.Linear(64, 64), nn.Linear(64, 64), torch.randn(32, 64)
+
+    def forward(self) -> Tensor:
+        h = torch.tanh(self.a(self.x))
+        picked = self.b(h).gather(1, h.argsort(1)).sin()
+        return picked.repeat(1, 8).abs().mean()  # the peak, when everything above is away
+
+
+@pytest.mark.parametrize("native", [pytest.param(True, marks=needs_native), False], ids=["native", "python"])
+def test_what_autograd_lets_go_of_within_the_forward(native: bool) -> None:
+    """It is no deviation. What is packed again, for the next op, is dropped after that op."""
+    with contextlib.nullcontext() if native else engine.without(), stepped_by(Sorting()) as one:
+        graph = one.graph
+        assert any(point.kind == "release" for point in graph.points[: graph.backward_begins])
+        expected, program = one.step(), one.away(least=0)
+        for _ in range(3):
+            assert same(expected, one.step(program))
+            assert not one.deviation.out_of_order
+        assert one.peak_nbytes(program) == simulate(graph, program.lives).predicted.peak_nbytes
