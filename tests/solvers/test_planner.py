@@ -58,7 +58,7 @@ def test_fewest_flops() -> None:
 
 def test_plans_between_others_use_what_a_budget_leaves() -> None:
     """They are never slower."""
-    seconds = {"dense": 0.0, "plain": 0.0}
+    seconds, between = {"dense": 0.0, "plain": 0.0}, {"dense": 0, "plain": 0}
     for graph in map(random_graph, range(6)):
         frontiers = {"dense": planner.solve(graph, dense=True), "plain": planner.solve(graph)}
         least, most = frontiers["plain"].smallest_nbytes, frontiers["plain"].unmodified_peak_nbytes
@@ -67,7 +67,9 @@ def test_plans_between_others_use_what_a_budget_leaves() -> None:
             assert plans["dense"].predicted.seconds <= plans["plain"].predicted.seconds
             for name, plan in plans.items():
                 seconds[name] += plan.predicted.seconds
+                between[name] += plan.solver == "mixed"
     assert seconds["dense"] < 0.97 * seconds["plain"]
+    assert between["dense"] and not between["plain"]
 
 
 def test_plans_between_two_plans_are_plans() -> None:

@@ -13,6 +13,7 @@ from test_plan import disjoint, random_lives
 
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life, LoweringError, lower, simulate, validate
+from lightning_memopt.plan.allocator.reserved import reserved
 from lightning_memopt.solvers.offload.trips import Trip, TripPlanner, gaps, send_away
 from lightning_memopt.solvers.rollout import Rollout, keep_all
 
@@ -55,7 +56,9 @@ def random_trips(graph: Graph, lives: tuple[Life, ...], rng: random.Random) -> l
 
 
 def test_both_counts_agree_on_random_trips() -> None:
-    """The validator carries the schedule out without a problem and counts the bytes that simulator and planner count."""
+    """The validator carries the schedule out without a problem and counts the bytes that simulator, planner and the requests
+    to the allocator count.
+    """
     away = counted = 0
     for seed in range(300):
         rng = random.Random(seed)
@@ -70,6 +73,7 @@ def test_both_counts_agree_on_random_trips() -> None:
         assert report.ok, (seed, report.problems[:3])
         line = simulate(graph, lives, schedule)
         assert report.peak_nbytes == line.predicted.peak_nbytes, seed
+        assert reserved(graph, lives, schedule=schedule).requested_nbytes == line.predicted.peak_nbytes, seed
         if all(max(t.gone_at, graph.tensors[t.gap.tensor].freed_at) < t.back_at for t in trips):
             assert TripPlanner(graph, base, Link()).levels(trips) == list(line.nbytes), seed
             counted += 1
