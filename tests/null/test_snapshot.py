@@ -78,7 +78,7 @@ def filled(segment: dict[str, Any], held_nbytes: int) -> None:
 
 
 def test_frames_and_times() -> None:
-    """What the bytes are, then the op that asks for them; a rebuild takes its time before the point at which it is asked for."""
+    """What the bytes are, then the op that asks for them; a rebuild takes its time before the point that asks for it."""
     step = Step()
     t = step.given(100)
     for i in range(9):

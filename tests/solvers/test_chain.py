@@ -293,7 +293,13 @@ def test_refusals() -> None:
         Chain(())
     stage = random_chain(random.Random(2), 1).stages[0]
     changed = {name: getattr(stage, name) for name in stage.__slots__}
-    for key, value in [("input_nbytes", -1), ("sweep_seconds", math.nan), ("input_nbytes", 1.5), ("options", ())]:
+    for key, value in [
+        ("input_nbytes", -1),
+        ("sweep_seconds", math.nan),
+        ("sweep_seconds", math.inf),
+        ("input_nbytes", 1.5),
+        ("options", ()),
+    ]:
         with pytest.raises(ChainError, match="stage 0"):
             Chain((Stage(**{**changed, key: value}),))
     chain = Chain((stage,))

@@ -9,7 +9,7 @@ import pytest
 from graphs import lstm_steps, random_steps, step, training_step
 
 from lightning_memopt.errors import InfeasibleError
-from lightning_memopt.graph import BEFORE, Graph
+from lightning_memopt.graph import BEFORE, LATE_HOOK, Graph
 from lightning_memopt.plan import LoweringError, lower, simulate, validate
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.recompute.between import mixed, moments_between
@@ -36,6 +36,21 @@ def test_the_smallest_budget_does_not_depend_on_measured_times() -> None:
             frontier = planner.solve(timed_otherwise(graph, seed))
             assert frontier.smallest_nbytes == smallest
             assert frontier.plan(smallest).predicted_peak_nbytes <= smallest
+
+
+def test_plans_for_few_bytes_are_the_same_whatever_was_measured() -> None:
+    graph = random_graph(0)
+    plans = dict(planner._smallest(graph))
+    assert len(plans) > 3
+    assert all(dict(planner._smallest(timed_otherwise(graph, seed))) == plans for seed in range(5))
+
+
+def test_room_is_left_for_the_buffers_of_a_collective_that_are_freed_late_on_the_cpu() -> None:
+    graph = training_step([step("a", reads=["x"], saves=["a"], nbytes=8), step("b", reads=["a"], nbytes=8)])
+    hooked = replace(graph, ops=(*graph.ops[:-1], replace(graph.ops[-1], name=LATE_HOOK, workspace_nbytes=70)))
+    assert {c.beside_nbytes for c in planner.solve(hooked).candidates} == {70}
+    assert {c.beside_nbytes for c in planner.solve(replace(hooked, device="cuda")).candidates} == {0}
+    assert {c.beside_nbytes for c in planner.solve(graph).candidates} == {0}
 
 
 def test_fewest_flops() -> None:
@@ -95,9 +110,10 @@ def test_a_budget_is_refused_with_one_that_works() -> None:
     dropped = 0
     for graph in map(random_graph, range(7)):
         frontier = planner.solve(graph)
+        budget = frontier.candidates[0].predicted.peak_nbytes - 1
         with pytest.raises(InfeasibleError) as refused:
-            frontier.plan(frontier.candidates[0].predicted.peak_nbytes - 1)
-        assert refused.value.smallest_nbytes is not None
+            frontier.plan(budget)
+        assert refused.value.smallest_nbytes is not None and refused.value.budget_nbytes == budget
         dropped += frontier.plan(refused.value.smallest_nbytes).predicted.rebuilt_ops > 0
     assert dropped > 2
 
