@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from lightning_memopt.native import counter
+from lightning_memopt.native.counting import install as install_counter
 from lightning_memopt.runtime import install_native
 from lightning_memopt.session import times
 from tests.cpu.lib.loops import without_counter
@@ -23,7 +24,9 @@ from tests.cpu.lib.times import Known, given
 os.environ["MEMOPT_CACHE"] = "0"  # no test begins with the plans of another one
 torch.set_num_threads(1)  # more only wait for each other on tensors this small
 
-install_native(print)  # what no session runs is tested with it, too
+# Sessions install both. Tests without a session have them too, whatever ran before.
+install_native(print)
+install_counter(print)
 
 LEFT_NBYTES = 200_000
 """Small beside every budget of a module that does not ask what is held."""

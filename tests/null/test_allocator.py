@@ -139,6 +139,11 @@ def test_blocks_above_max_split_size_are_neither_split_nor_taken_by_smaller_requ
     a.free("large")
     a.alloc("20 MiB less", 44 * MIB)
     assert a.reserved == 132 * MIB
+    c = filled(64 * MIB, 40 * MIB, 48 * MIB, settings=settings, limit_nbytes=200 * MIB)
+    for i in range(3):
+        c.free(i)
+    c.alloc("larger than each of them: the largest go until their sum is enough", 100 * MIB)
+    assert c.reserved == (40 + 100) * MIB
     b = filled(24 * MIB, 64 * MIB, 40 * MIB, settings=settings, limit_nbytes=130 * MIB)
     b.free(1)
     b.free(0)

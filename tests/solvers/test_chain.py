@@ -280,6 +280,8 @@ def test_event_log_of_one_schedule() -> None:
     assert whole == [("hold", k, 0) for k in range(3)] + [("backward", k) for k in (2, 1, 0)]
     with pytest.raises(ChainError, match="next backward is that of stage 2"):
         simulate_operations(chain, [("backward", 0)])
+    with pytest.raises(ChainError, match="stage 2 comes after stage 1, whose backward is next"):
+        simulate_operations(chain, [("keep", 0), ("keep", 1), ("hold", 2, 0), ("backward", 2), ("keep", 1), ("hold", 2, 0)])
     with pytest.raises(ChainError, match="stages 0..2 not done"):
         simulate_operations(chain, [])
     with pytest.raises(ChainError, match="user's own forward"):
@@ -291,7 +293,13 @@ def test_refusals() -> None:
         Chain(())
     stage = random_chain(random.Random(2), 1).stages[0]
     changed = {name: getattr(stage, name) for name in stage.__slots__}
-    for key, value in [("input_nbytes", -1), ("sweep_seconds", math.nan), ("input_nbytes", 1.5), ("options", ())]:
+    for key, value in [
+        ("input_nbytes", -1),
+        ("sweep_seconds", math.nan),
+        ("sweep_seconds", math.inf),
+        ("input_nbytes", 1.5),
+        ("options", ()),
+    ]:
         with pytest.raises(ChainError, match="stage 0"):
             Chain((Stage(**{**changed, key: value}),))
     chain = Chain((stage,))

@@ -104,6 +104,24 @@ def test_two_tensors_that_share_one_are_not_worth_it() -> None:
     assert echo(graph) == unmodified(graph)
 
 
+def test_bytes_that_a_removal_lets_go_of() -> None:
+    """All tensors that only what is removed reads, each once; ops upstream go with it, at most so many as are allowed."""
+    graph = training_step(
+        [
+            *(step(name, reads=["w"], heavy=True, nbytes=nbytes) for name, nbytes in (("p", 3), ("q", 50), ("r", 700))),
+            step("one", reads=["p", "q"], nbytes=1),
+            step("two", reads=["one", "r"], nbytes=1),
+            step("three", reads=["two", "r"], nbytes=1, saves=["three"]),
+        ]
+    )
+    path = Footprint(graph)
+    three, two, one = (op.id for op in reversed(graph.forward) if op.name in ("one", "two", "three"))
+    assert path.ops == {one, two, three}
+    for limit, gone, nbytes in ((None, path.ops, 753), (2, path.ops, 753), (1, {two, three}, 700), (0, {three}, 0)):
+        removed = {three}
+        assert path.upstream(removed, limit) == nbytes and removed == gone, limit
+
+
 def test_subgraphs_are_disjoint_and_meet_at_heavy_ops_only() -> None:
     graph = training_step(random_steps(random.Random(3), 120), inputs={"input": 8})
     path = Footprint(graph)

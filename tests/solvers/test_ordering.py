@@ -237,6 +237,8 @@ def test_what_means_nothing_is_refused() -> None:
         Problem(before=((1,), ()), makers=(), users=(), nbytes=(), workspace=(0, 0))
     with pytest.raises(OrderingError, match="give one of each"):
         Problem(before=((),), makers=(0,), users=(), nbytes=(), workspace=(0,))
+    with pytest.raises(OrderingError, match=r"buffer 0 is made by 2 and used by \(\); give ops below 2"):
+        Problem(before=((), ()), makers=(2,), users=((),), nbytes=(1,), workspace=(0, 0))
     with pytest.raises(OrderingError, match="before 1 makes it"):
         Problem(before=((), ()), makers=(1,), users=((0,),), nbytes=(1,), workspace=(0, 0))
     with pytest.raises(OrderingError, match="leave it out"):

@@ -9,7 +9,7 @@ import pytest
 from graphs import lstm_steps, random_steps, step, training_step
 
 from lightning_memopt.errors import InfeasibleError
-from lightning_memopt.graph import BEFORE, Graph
+from lightning_memopt.graph import BEFORE, LATE_HOOK, Graph
 from lightning_memopt.plan import LoweringError, lower, simulate, validate
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.recompute.between import mixed, moments_between
@@ -38,6 +38,21 @@ def test_the_smallest_budget_does_not_depend_on_measured_times() -> None:
             assert frontier.plan(smallest).predicted_peak_nbytes <= smallest
 
 
+def test_plans_for_few_bytes_are_the_same_whatever_was_measured() -> None:
+    graph = random_graph(0)
+    plans = dict(planner._smallest(graph))
+    assert len(plans) > 3
+    assert all(dict(planner._smallest(timed_otherwise(graph, seed))) == plans for seed in range(5))
+
+
+def test_room_is_left_for_the_buffers_of_a_collective_that_are_freed_late_on_the_cpu() -> None:
+    graph = training_step([step("a", reads=["x"], saves=["a"], nbytes=8), step("b", reads=["a"], nbytes=8)])
+    hooked = replace(graph, ops=(*graph.ops[:-1], replace(graph.ops[-1], name=LATE_HOOK, workspace_nbytes=70)))
+    assert {c.beside_nbytes for c in planner.solve(hooked).candidates} == {70}
+    assert {c.beside_nbytes for c in planner.solve(replace(hooked, device="cuda")).candidates} == {0}
+    assert {c.beside_nbytes for c in planner.solve(graph).candidates} == {0}
+
+
 def test_fewest_flops() -> None:
     """The other objective: fewer FLOPs than the fastest plans take, and never below their lower bound of time."""
     flops = {"fastest": 0, "cheapest": 0}
@@ -58,7 +73,7 @@ def test_fewest_flops() -> None:
 
 def test_plans_between_others_use_what_a_budget_leaves() -> None:
     """They are never slower."""
-    seconds = {"dense": 0.0, "plain": 0.0}
+    seconds, between = {"dense": 0.0, "plain": 0.0}, {"dense": 0, "plain": 0}
     for graph in map(random_graph, range(6)):
         frontiers = {"dense": planner.solve(graph, dense=True), "plain": planner.solve(graph)}
         least, most = frontiers["plain"].smallest_nbytes, frontiers["plain"].unmodified_peak_nbytes
@@ -67,7 +82,9 @@ def test_plans_between_others_use_what_a_budget_leaves() -> None:
             assert plans["dense"].predicted.seconds <= plans["plain"].predicted.seconds
             for name, plan in plans.items():
                 seconds[name] += plan.predicted.seconds
+                between[name] += plan.solver == "mixed"
     assert seconds["dense"] < 0.97 * seconds["plain"]
+    assert between["dense"] and not between["plain"]
 
 
 def test_plans_between_two_plans_are_plans() -> None:
@@ -93,9 +110,10 @@ def test_a_budget_is_refused_with_one_that_works() -> None:
     dropped = 0
     for graph in map(random_graph, range(7)):
         frontier = planner.solve(graph)
+        budget = frontier.candidates[0].predicted.peak_nbytes - 1
         with pytest.raises(InfeasibleError) as refused:
-            frontier.plan(frontier.candidates[0].predicted.peak_nbytes - 1)
-        assert refused.value.smallest_nbytes is not None
+            frontier.plan(budget)
+        assert refused.value.smallest_nbytes is not None and refused.value.budget_nbytes == budget
         dropped += frontier.plan(refused.value.smallest_nbytes).predicted.rebuilt_ops > 0
     assert dropped > 2
 

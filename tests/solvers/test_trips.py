@@ -13,6 +13,7 @@ from test_plan import disjoint, random_lives
 
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life, LoweringError, lower, simulate, validate
+from lightning_memopt.plan.allocator.reserved import reserved
 from lightning_memopt.solvers.offload.trips import Trip, TripPlanner, gaps, send_away
 from lightning_memopt.solvers.rollout import Rollout, keep_all
 
@@ -55,7 +56,9 @@ def random_trips(graph: Graph, lives: tuple[Life, ...], rng: random.Random) -> l
 
 
 def test_both_counts_agree_on_random_trips() -> None:
-    """The validator carries the schedule out without a problem and counts the bytes that simulator and planner count."""
+    """The validator carries the schedule out without a problem and counts the bytes that simulator, planner and the requests
+    to the allocator count.
+    """
     away = counted = 0
     for seed in range(300):
         rng = random.Random(seed)
@@ -70,6 +73,7 @@ def test_both_counts_agree_on_random_trips() -> None:
         assert report.ok, (seed, report.problems[:3])
         line = simulate(graph, lives, schedule)
         assert report.peak_nbytes == line.predicted.peak_nbytes, seed
+        assert reserved(graph, lives, schedule=schedule).requested_nbytes == line.predicted.peak_nbytes, seed
         if all(max(t.gone_at, graph.tensors[t.gap.tensor].freed_at) < t.back_at for t in trips):
             assert TripPlanner(graph, base, Link()).levels(trips) == list(line.nbytes), seed
             counted += 1
@@ -84,6 +88,31 @@ def chain(n: int = 12, nbytes: int = 100) -> Graph:
     steps += [step(b, reads=[a], saves=[a], nbytes=nbytes, recomputable=False) for a, b in pairwise(names)]
     graph = training_step(steps, inputs={"in": nbytes}, gradients=False)
     return replace(graph, ops=tuple(op if op.phase == "forward" else replace(op, seconds=2.0) for op in graph.ops))
+
+
+@pytest.mark.parametrize("rate", [15.0, 40.0, 99.0, 100.0, 101.0, 1000.0])
+def test_one_trip_leaves_as_its_copy_ends_and_comes_back_in_time(rate: float) -> None:
+    """By definition: the first fence at which the copy out has ended, and the last request from which the copy back ends before
+    the tensor is needed; the first one where none is that early.
+    """
+    graph, link = chain(), Link(rate)
+    planner = TripPlanner(graph, keep_all(graph), link)
+    forms = {t: ("disk", graph.tensors[t].nbytes) for t in planner.gaps}
+    fences, requests = planner.fences(forms), planner.requests(forms)
+    ends = [sum(op.seconds for op in graph.ops if op.at <= p) for p in range(len(graph.points))]
+    seen = set()
+    for t, gap in planner.gaps.items():
+        planner.fences = lambda _: fences  # type: ignore[assignment,method-assign]
+        planner.requests = lambda _: requests  # type: ignore[assignment,method-assign]
+        (trip,) = planner.plan({t: forms[t]})
+        takes = graph.tensors[t].nbytes / rate
+        gone = [p for p in fences if p >= gap.leaves and ends[p] >= ends[gap.leaves] + takes]
+        assert trip.gone_at == (gone or fences[-1:])[0]
+        after = [p for p in requests if max(trip.gone_at, graph.tensors[t].freed_at) < p <= gap.needed]
+        back = [p for p in after if ends[p - 1] + takes <= ends[gap.needed - 1]]
+        assert trip.back_at == (back[-1] if back else (after or [gap.needed])[0])
+        seen.add((trip.gone_at - gap.leaves, gap.needed - trip.back_at))
+    assert len(seen) > 1 or rate == 1000.0
 
 
 def test_a_fast_link_hides_everything() -> None:

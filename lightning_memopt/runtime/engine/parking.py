@@ -47,12 +47,14 @@ class Parking:
 
     # -- in forward --------------------------------------------------------------------------------
 
-    def pass_fences(self) -> None:
+    def pass_fences(self, over: bool = False) -> None:
         """Drop the bytes of tensors whose fence is an op that has run. Waits for their copies out.
 
-        It is called before the next op runs. Autograd has packed the inputs of the last op by then.
+        It is called before the next op runs. Autograd has packed the inputs of the last op by then. `over`: the recorded
+        forward is over. The plan's later ops, those of the loss, run unseen, so their fences are passed now: what user code
+        still reads it holds itself, as autocast holds its casts of weights.
         """
-        fences, position = self._program.fences, self._cursor.position
+        fences, position = self._program.fences, NEVER if over else self._cursor.position
         while self._next_fence < len(fences) and fences[self._next_fence][0] < position:
             tensor = fences[self._next_fence][1]
             self._next_fence += 1

@@ -17,7 +17,7 @@ from lightning_memopt.record.interrupts import raise_deferred
 from lightning_memopt.runtime import spans
 from lightning_memopt.runtime.engine.base import Engine
 from lightning_memopt.runtime.engine.checks import Checks
-from lightning_memopt.runtime.engine.cursor import Cursor
+from lightning_memopt.runtime.engine.cursor import NEVER, Cursor
 from lightning_memopt.runtime.engine.guard import Guard
 from lightning_memopt.runtime.engine.handles import Handle, Kept
 from lightning_memopt.runtime.engine.holding import Holding, Version, rebuildable
@@ -95,8 +95,8 @@ class PlannedEngine(Engine):
         return Matcher(self, self.tape, self.holdings, self.learned, self.unproven)
 
     def end_forward(self) -> None:
-        if self.recorder is not None and self.cursor.past_fence:
-            self.parking.pass_fences()
+        if self.recorder is not None and self.cursor.fence < NEVER:
+            self.parking.pass_fences(over=True)
         self.packing = None
         super().end_forward()
         native = loaded()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cache, cached_property
 
@@ -106,10 +107,15 @@ class Program:
 
     @cached_property
     def fences(self) -> list[tuple[int, int]]:
-        """(forward op, parked tensor), in order: when the op has run, the tensor's bytes are dropped."""
-        points, last = self.graph.points, len(self.graph.forward)
-        at_ops = ((points[p].id, t) for p, ts in self.schedule.frees.items() if points[p].kind == "op" for t in ts)
-        return sorted((op, t) for op, t in at_ops if op < last and t in self.parked)
+        """(forward op, parked tensor), in order: when the op has run, the tensor's bytes are dropped.
+
+        Autograd lets go of a save within the forward where user code drops a result that it saved (`argsort` drops the sorted
+        values). What is freed there may be packed again for the next op, so it has a fence as well.
+        """
+        points, begins = self.graph.points, [op.at for op in self.graph.forward]
+        in_forward = (p for p in self.schedule.frees if p < self.graph.backward_begins and points[p].kind != "unpack")
+        at_ops = ((bisect_right(begins, p) - 1, t) for p in in_forward for t in self.schedule.frees[p])
+        return sorted((op, t) for op, t in at_ops if t in self.parked)
 
     @cached_property
     def fence_of(self) -> dict[int, int]:

@@ -78,4 +78,5 @@ class Turns:
         releases a graph, within the forward, and the plan does not know of that.
         """
         saves, upto = self._program.graph.saves, self._program.turns.get(event, -1) + 1
-        return any(saves[save].op >= self._cursor.position for _, save, _ in self._program.events[self.next : upto])
+        before = (save for _, save, _ in self._program.events[self.next : upto] if save not in self.packed)
+        return any(saves[save].op >= self._cursor.position for save in before)

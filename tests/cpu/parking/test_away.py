@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_memopt.errors import OffloadError
-from lightning_memopt.plan import simulate
+from lightning_memopt.native import engine
+from lightning_memopt.plan import simulate, validate
 from lightning_memopt.runtime import Program
+from lightning_memopt.session.recording import PlannedRecording
 from lightning_memopt.solvers.recompute.baselines import recompute_everything
 from lightning_memopt.solvers.rollout import keep_all
+from tests.cpu.lib.engines import needs_native
 from tests.cpu.lib.loops import batches, loss_of, small
+from tests.cpu.lib.planned import engine_of
 from tests.cpu.lib.stepped import Stepped, held, same
+from tests.cpu.lib.stepped import stepped as stepped_by
 
 
 @pytest.fixture
@@ -145,3 +153,71 @@ def test_an_op_that_the_plan_does_not_know_stops_no_rebuild() -> None:
         assert len(stepped.rebuilt) == predicted.rebuilt_ops
         assert abs(stepped.peak_nbytes(program) - predicted.peak_nbytes) <= 0.01 * predicted.peak_nbytes
     stepped.depot.close()
+
+
+class Sorting(nn.Module):
+    """`argsort` drops the sorted values: autograd lets go of what it saved for them before the next op runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.a, self.b, self.x = nn.Linear(64, 64), nn.Linear(64, 64), torch.randn(32, 64)
+
+    def forward(self) -> Tensor:
+        h = torch.tanh(self.a(self.x))
+        picked = self.b(h).gather(1, h.argsort(1)).sin()
+        return picked.repeat(1, 8).abs().mean()  # the peak, when everything above is away
+
+
+@pytest.mark.parametrize("native", [pytest.param(True, marks=needs_native), False], ids=["native", "python"])
+def test_what_autograd_lets_go_of_within_the_forward(native: bool) -> None:
+    """It is no deviation. What is packed again, for the next op, is dropped after that op."""
+    with contextlib.nullcontext() if native else engine.without(), stepped_by(Sorting()) as one:
+        graph = one.graph
+        assert any(point.kind == "release" for point in graph.points[: graph.backward_begins])
+        expected, program = one.step(), one.away(least=0)
+        for _ in range(3):
+            assert same(expected, one.step(program))
+            assert not one.deviation.out_of_order
+        assert one.peak_nbytes(program) == simulate(graph, program.lives).predicted.peak_nbytes
+
+
+class LossOutside(Stepped):
+    """The model's forward is recorded, and what makes a loss of its result is not. Autocast, which keeps its casts of weights
+    until it ends, is around both.
+    """
+
+    def __init__(self, depth: int = 4) -> None:
+        torch.manual_seed(1)
+        model = nn.Sequential(*(layer for _ in range(depth) for layer in (nn.Linear(64, 64), nn.Tanh())))
+        self.x = torch.randn(32, 64)
+        super().__init__(model, lambda: self.run(contextlib.nullcontext()))
+
+    def run(self, recording: contextlib.AbstractContextManager[Any]) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            with recording:
+                h = self.model(self.x)
+            return h.repeat(1, 8).sin().float().square().mean()  # its backward is the peak
+
+    def forward(self, program: Program | None, verify: bool = True, sized: bool = True) -> Tensor:
+        if program is None:
+            return super().forward(None)
+        self._begin()
+        return self.run(PlannedRecording(engine_of(program, sized, verify=verify, depot=self.depot), self.model))
+
+
+def test_what_the_loss_frees_goes_away_before_backward() -> None:
+    """The plan has the casts until user code lets go of them, after an op of the loss, which nobody records."""
+    one = LossOutside()
+    graph, until = one.graph, {t.id: t.freed_at for t in one.graph.tensors}
+    loss = next(op.id for op in graph.forward if op.name == "aten::repeat")
+    lives = one.away(least=0, only=lambda t: t in graph.producers and graph.producers[t].id < loss).lives
+    ends = (max(life.freed_at, until[life.tensor]) if life.how == "original" else life.freed_at for life in lives)
+    program = Program(graph, tuple(replace(life, freed_at=end) for life, end in zip(lives, ends, strict=True)))
+    assert validate(graph, program.lives, program.schedule).ok
+    assert sum(op > loss for op, _ in program.fences) >= 3
+    expected = one.step()
+    for _ in range(3):
+        assert same(expected, one.step(program))
+    assert one.peak_nbytes(program) == simulate(graph, program.lives).predicted.peak_nbytes
+    one.depot.close()

@@ -146,6 +146,7 @@ def test_p15_what_comes_back_is_as_it_was(one: Stepped) -> None:
     for program in programs(one):
         for _ in range(3):
             assert same(expected, one.step(program))
+            assert not one.deviation.out_of_order
         assert one.used_nbytes() == 0
         found = over(one, program)
         if found > 1024:
