@@ -162,8 +162,8 @@ class Session:
         state, early, savable = self._current, self._early, self._compiled.savable_nbytes
         others = [] if self._attachment is None else self._attachment.others()
         try:
-            learns = early is not None and isinstance(state, Observing | Waiting)
-            names, refusal = early.shown(observation) if early is not None and learns else (None, None)
+            # the last backward of a step that waits for a plan is not looked at: it shows nothing
+            names, refusal = early.shown(observation) if early is not None and isinstance(state, Observing) else (None, None)
             shown = names if isinstance(state, Observing) and not state.early_known else None
             plans = observation is not None and isinstance(state, Observing) and state.plans_next
             with self._agreement.update(plans, shown):

@@ -15,9 +15,11 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from lightning_memopt import optimize
 from lightning_memopt.errors import UpdatesInBackwardError
 from lightning_memopt.integrations.plain import Run
+from lightning_memopt.session.solves import Solves
+from lightning_memopt.session.states import Waiting
 from tests.cpu.lib.early import OPTIMIZERS, WIDE, plain, same_as_plain
 from tests.cpu.lib.loops import leaves_nothing
-from tests.cpu.lib.models import Body, made, squares
+from tests.cpu.lib.models import Body, data, made, squares
 from tests.cpu.lightning.test_lightning_copies import Task, loader, trainer_of
 
 LATER = 3
@@ -143,3 +145,11 @@ def test_clipping_that_a_trainer_begins_later(updates: list[Tensor]) -> None:
         ends.append(task.state_dict())
     assert all(torch.equal(ends[0][name], t) for name, t in ends[1].items())
     assert len(updates) == 6 * (LATER - 1)
+
+
+def test_a_shape_that_waits_for_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A larger batch for which no plan is made now: its parameters are updated after backward, and nothing is refused."""
+    monkeypatch.setattr(Solves, "allows", lambda self, signature, planned, alone: not planned)
+    sizes = [8] * 5 + [24, 8, 24]
+    run = same_as_plain(Body, OPTIMIZERS["sgd"], [data(size, 16, seed=s) for s, size in enumerate(sizes)])
+    assert any(isinstance(state, Waiting) for state in run.session._plan_cache.values())
