@@ -32,6 +32,8 @@ from lightning_memopt.session import times
 
 EVERY = 25
 """A sample is taken every so many steps."""
+LEAST = 8
+"""Of fewer samples no growth is said."""
 ALLOWED: dict[str, float] = {"resident_nbytes": 1 << 20, "objects": 10, "python_blocks": 40, "references_to_none": 10}
 """The most that a quantity may grow by; nothing for those that are not here. Python makes objects of its own now and then. What
 is left by each departure, or by each exception, of 5,000 steps exceeds these numbers."""
@@ -159,8 +161,12 @@ class Samples:
         return {name: [values[0], values[self.count - 1]] for name, values in self.values.items()}
 
     def growth(self) -> dict[str, float]:
-        """How much each quantity grows, after the first fifth, and after the first steps in any case."""
+        """How much each quantity grows, after the first fifth, and after the first steps in any case. Empty where there are too
+        few steps to say so.
+        """
         begin = max(self.count // 5, self.warm // EVERY)
+        if self.count - begin < LEAST:
+            return {}
         return {name: round(growth(values[begin : self.count]), 1) for name, values in self.values.items()}
 
 
