@@ -125,12 +125,15 @@ class EarlyUpdates:
     updated: identities of the parameters that this step has updated already. A second gradient for such a parameter is an
         error: it comes from a backward that should not have followed.
     halfway: the number of parameters that were updated when a step raised an error; 0 where none has.
+    loaded: a checkpoint was loaded into the optimizer after these updates.
+    over: the optimizer's step is not waited for: it has come, though a hook raised in it, or a checkpoint was loaded instead.
     """
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self.optimizer = optimizer
         self.updated: set[int] = set()
         self.halfway = 0
+        self.loaded = self.over = False
         self._raw: Callable[..., Any] = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]  # without step hooks
         self._lock = threading.RLock()
         self._handles: list[Any] = []
@@ -164,6 +167,7 @@ class EarlyUpdates:
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
         # in every step: so these hooks run after the user's, which see the gradient, and no copy of the model gets them
         self._handles = [p.register_post_accumulate_grad_hook(self._hook) for p in params if p.requires_grad and p.is_leaf]
+        self._handles.append(self.optimizer.register_load_state_dict_post_hook(self._loads))
         try:
             with contextlib.nullcontext() if buckets is None else buckets.told(self.full, reduced):
                 self._reduced = frozenset() if buckets is None else buckets.parameters()
@@ -220,11 +224,20 @@ class EarlyUpdates:
         while self._handles:
             self._handles.pop().remove()
         self.updated.clear()
+        self.loaded = self.over = False
         self._groups, self._options = {}, []
+
+    def _loads(self, _: optim.Optimizer) -> None:
+        """A checkpoint is loaded. (No hook can be removed here: torch is going through them.)"""
+        self.stop_reading()
+        self.loaded = self.over = bool(self.updated)
 
     @uncompiled
     def _hook(self, p: torch.Tensor) -> None:
         with self._lock:
+            if self.over:  # the next step has begun, with an unmarked backward
+                self.updated.clear()
+                self.loaded = self.over = False
             if id(p) in self.updated:
                 p.grad = None  # code that catches the error must not step the parameter a second time
                 raise UpdatesInBackwardError(

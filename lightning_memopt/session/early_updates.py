@@ -51,6 +51,8 @@ _SCHEDULED = Reason(
     "learning rates, or other options of the optimizer, are set between backward and optimizer.step()",
     "Set them before backward(), or after the step",
 )
+_LOADED = Reason("a checkpoint is loaded between backward and optimizer.step()", "Load it before backward(), or after the step")
+_EVALUATED = Reason("the model is evaluated before optimizer.step()", "Evaluate after the step")
 _GIVEN = Reason("the given plan does not say which parameters are updated early", "Leave plan out")
 _OTHER_RANK = Reason("another rank does so", "Set optimizer_in_backward alike on all ranks, and read gradients on none")
 _COMPILED = Reason("the optimizer's step is compiled, and rounds otherwise", "Step without torch.compile")
@@ -118,6 +120,8 @@ class EarlyUpdating:
 
         Raises UpdatesInBackwardError where no optimizer.step() followed an earlier backward that updated parameters.
         """
+        if self.updates.over:
+            self.updates.step_ended()
         if self.updates.updated:
             count = len(self.updates.updated)
             self.updates.step_ended()
@@ -163,17 +167,29 @@ class EarlyUpdating:
         """The optimizer is about to step. Raises UpdatesInBackwardError where options or gradients have changed since
         parameters were updated early: the usual update would use the new ones.
         """
-        count = len(self.updates.updated)
-        if not count:
+        if not self.updates.updated:
             return
         if self.updates.options_changed():
             what, fix = _SCHEDULED
+        elif self.updates.loaded:
+            what, fix = _LOADED
         elif self.updates.given():
             what, fix = "gradients are set between backward and optimizer.step()", "Set none"
         else:
+            self.updates.over = True
             return
+        raise self._too_late(what, fix)
+
+    def evaluates(self) -> None:
+        """The model is called in evaluation. Raises UpdatesInBackwardError where parameters were updated before the step."""
+        if self.updates.updated and not self.updates.over:
+            raise self._too_late(*_EVALUATED)
+
+    def _too_late(self, what: str, fix: str) -> UpdatesInBackwardError:
+        """The error for a step whose early updates turn out to be wrong. The step is given up."""
+        count = len(self.updates.updated)
         self.updates.step_ended()
-        raise UpdatesInBackwardError(
+        return UpdatesInBackwardError(
             f"{count} parameters were updated in backward already, but {what}: this step cannot be put right. {fix}, or set "
             "optimizer_in_backward='never'."
         )

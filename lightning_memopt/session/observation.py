@@ -141,8 +141,10 @@ class Observation:
 
     @property
     def has_backward(self) -> bool:
-        """Whether a backward of the last forward was seen. Any backward counts where that forward saved nothing."""
-        if self._round is None:
+        """Whether a backward of the last forward was seen, and none raised: a plan of its part would let go of what the
+        rest asks for. Any backward counts where that forward saved nothing.
+        """
+        if self._round is None or self._round[0].backwards.failed:
             return False
         tracer, engine, _ = self._round
         return tracer.asked or (tracer.backward_ran and not engine.packs)

@@ -66,8 +66,7 @@ class Session:
         say: Callable[[str], None] | None = None,
     ) -> None:
         self.model = model
-        self.optimizers, self.config = list(optimizers), config
-        self.device = device_of(model)
+        self.device, self.optimizers, self.config = device_of(model), list(optimizers), config
         self.enabled = not disabled() and supported()
         self._agreement = Agreement(model, config, self.enabled)
         self.say = self._agreement.first_rank_says((say or print) if config.verbose else (lambda _: None))
@@ -163,8 +162,7 @@ class Session:
         state, early, savable = self._current, self._early, self._compiled.savable_nbytes
         others = [] if self._attachment is None else self._attachment.others()
         try:
-            learns = early is not None and isinstance(state, Observing | Waiting)
-            names, refusal = early.shown(observation) if early is not None and learns else (None, None)
+            names, refusal = early.shown(observation) if early is not None and isinstance(state, Observing) else (None, None)
             shown = names if isinstance(state, Observing) and not state.early_known else None
             plans = observation is not None and isinstance(state, Observing) and state.plans_next
             with self._agreement.update(plans, shown):
@@ -289,6 +287,8 @@ class Session:
         if self._ends.awaited or (self._step.began and self._ends.written_by_hand(self._observed_step.now)):
             self.step_ended()
         if not trains(self.model):
+            if self._early is not None:
+                self._early.evaluates()
             self._observed_step.evaluates(self.silence)
             self.pool.evaluates(within_step=self._step.began)
 

@@ -1,12 +1,13 @@
 """Observe one real training step through the recorder, and build its `Graph`."""
 
+from lightning_memopt.trace.backwards import backward_runs
 from lightning_memopt.trace.counted import Ledger
 from lightning_memopt.trace.gathered import Gathered
 from lightning_memopt.trace.living import count_all
 from lightning_memopt.trace.memory import AllocatorEvents, metered_cpu
 from lightning_memopt.trace.resident import adopt_all, others_nbytes
 from lightning_memopt.trace.scopes import Scopes
-from lightning_memopt.trace.tracer import Tracer, backward_runs
+from lightning_memopt.trace.tracer import Tracer
 from lightning_memopt.trace.unrecorded import generated_code
 
 __all__ = [

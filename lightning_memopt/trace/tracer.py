@@ -20,7 +20,8 @@ from lightning_memopt.graph import BEFORE, Graph, Point
 from lightning_memopt.graph.model import Kind, Phase
 from lightning_memopt.native.engine import hiding, maker
 from lightning_memopt.record import OpRecord, Origin, Recorder, StorageVersion, fills, storage_id, uncompiled, written_by
-from lightning_memopt.torch_private import OpOverload, backward_task
+from lightning_memopt.torch_private import OpOverload
+from lightning_memopt.trace.backwards import Backwards, backward_runs
 from lightning_memopt.trace.building import graph_of
 from lightning_memopt.trace.counted import Ledger
 from lightning_memopt.trace.flops import Flops
@@ -35,14 +36,8 @@ _CUDA_ROUND_NBYTES = 512
 _UNSEEN = -1
 """Id of the memory that Python does not know; versions count from 0."""
 _OUTSIDE, _UNRECORDED, _LINGERS = "held outside of the step", "made by what is not recorded", "held by what is not recorded"
-_NO_BACKWARD = -1
 _CPU_GENERATOR_NBYTES, _CUDA_GENERATOR_NBYTES = 5056, 16
 """Bytes of the state of a random generator, which a rebuild of a random op needs."""
-
-
-def backward_runs() -> bool:
-    """Whether autograd runs a backward in this thread."""
-    return bool(backward_task() != _NO_BACKWARD)
 
 
 class _Watch(weakref.ref[torch.UntypedStorage]):
@@ -65,6 +60,7 @@ class Tracer:
     states_nbytes: bytes of the generators' states of all random ops so far.
     backward_ran: autograd ran an op after the forward, maybe for another model (a GAN's discriminator).
     asked: autograd asked for a save of this forward.
+    backwards: those that asked.
     written: a later op wrote to a parameter, outside of any optimizer's step.
     generated: point at which code ran that a compiler generated -> its op. What it made is known when a recorded op reads it.
     """
@@ -74,6 +70,7 @@ class Tracer:
         self.scope = scope
         self.phase: Phase = "forward"
         self.forward_over = self.backward_ran = self.asked = self.written = False
+        self.backwards = Backwards()
         self.generated: dict[int, int] = {}
         self.largest_nbytes = self.live_nbytes = self.states_nbytes = 0
         self.points: list[Point] = []
@@ -333,6 +330,7 @@ class Tracer:
     def autograd_asked(self) -> None:
         """Autograd reads a save of this forward, kept or not: its backward has begun."""
         self.asked = self.asked or self.forward_over
+        self.backwards.asks()
         self.backward_begins()
 
     def backward_begins(self) -> None:

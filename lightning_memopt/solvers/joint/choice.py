@@ -150,6 +150,7 @@ def chosen(
     solver.parameters.relative_gap_limit = _CLOSE
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = 0
+    solver.parameters.catch_sigint_signal = False  # it would leave the handler that ends the process at once
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
     return {pick.gap.tensor: pick.cost.form for pick, x in picks if solver.value(x)}

@@ -84,6 +84,7 @@ def solved(
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = workers
+    solver.parameters.catch_sigint_signal = False  # it would leave the handler that ends the process at once
     status = solver.solve(model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return Solved(list(sequence), False)

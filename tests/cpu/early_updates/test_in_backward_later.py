@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +16,11 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from lightning_memopt import optimize
 from lightning_memopt.errors import UpdatesInBackwardError
 from lightning_memopt.integrations.plain import Run
+from lightning_memopt.session.solves import Solves
+from lightning_memopt.session.states import Waiting
 from tests.cpu.lib.early import OPTIMIZERS, WIDE, plain, same_as_plain
 from tests.cpu.lib.loops import leaves_nothing
-from tests.cpu.lib.models import Body, made, squares
+from tests.cpu.lib.models import Body, data, made, squares
 from tests.cpu.lightning.test_lightning_copies import Task, loader, trainer_of
 
 LATER = 3
@@ -143,3 +146,81 @@ def test_clipping_that_a_trainer_begins_later(updates: list[Tensor]) -> None:
         ends.append(task.state_dict())
     assert all(torch.equal(ends[0][name], t) for name, t in ends[1].items())
     assert len(updates) == 6 * (LATER - 1)
+
+
+def test_a_shape_that_waits_for_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A larger batch for which no plan is made now: its parameters are updated after backward, and nothing is refused."""
+    monkeypatch.setattr(Solves, "allows", lambda self, signature, planned, alone: not planned)
+    sizes = [8] * 5 + [24, 8, 24]
+    run = same_as_plain(Body, OPTIMIZERS["sgd"], [data(size, 16, seed=s) for s, size in enumerate(sizes)])
+    assert any(isinstance(state, Waiting) for state in run.session._plan_cache.values())
+
+
+def restored(backwards: int, steps: bool) -> list[Tensor]:
+    """A loop that is interrupted between backward and the optimizer's step, and goes on from a checkpoint. `backwards`: of the
+    next step; the last one is marked. `steps`: it steps at once instead.
+    """
+    model = made(Body)
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    with optimize(model, optimizer, budget="min", optimizer_in_backward="always", profile_steps=1, verbose=False) as run:
+        plain(model, run, optimizer, [data(8, 16, seed=s) for s in range(4)])
+        kept = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+        loss = squares(model, data(8, 16, seed=5))
+        with run.last_backward():
+            loss.backward()
+        assert run.session._early is not None and run.session._early.updates.updated
+        model.load_state_dict(kept[0])
+        optimizer.load_state_dict(kept[1])
+        if steps:
+            optimizer.step()
+        optimizer.zero_grad()
+        plain(model, run, optimizer, [data(8, 16, seed=s) for s in range(6, 9)], backwards)
+    return list(model.parameters())
+
+
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_a_checkpoint_is_restored_between_backward_and_step(backwards: int) -> None:
+    """The interrupted step is given up: the next ones are those of a run that goes on from the checkpoint plainly."""
+    model = made(Body)
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    plain(model, None, optimizer, [data(8, 16, seed=s) for s in range(4)])
+    plain(model, None, optimizer, [data(8, 16, seed=s) for s in range(6, 9)], backwards)
+    assert all(map(torch.equal, restored(backwards, False), model.parameters()))
+
+
+def test_a_checkpoint_is_loaded_before_the_step() -> None:
+    """What the step would do with the loaded state has been done with another one."""
+    with pytest.raises(UpdatesInBackwardError, match="checkpoint is loaded between backward"):
+        restored(1, steps=True)
+
+
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_a_hook_raises_after_the_step(backwards: int) -> None:
+    """The optimizer has stepped: the next step is waited for, not this one again."""
+
+    def loop(model: nn.Module, run: Run | None, optimizer: torch.optim.Optimizer, batches: list[Any]) -> None:
+        plain(model, run, optimizer, batches[:4])
+        handle = optimizer.register_step_post_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            plain(model, run, optimizer, batches[4:5])
+        handle.remove()
+        optimizer.zero_grad()
+        plain(model, run, optimizer, batches[5:], backwards)
+
+    same_as_plain(Body, OPTIMIZERS["adam"], [data(8, 16, seed=s) for s in range(8)], loop)
+
+
+def test_an_evaluation_before_the_step() -> None:
+    """It would see weights that are updated already."""
+
+    def loop(model: nn.Module, run: Run | None, optimizer: torch.optim.Optimizer, batches: list[Any]) -> None:
+        plain(model, run, optimizer, batches[:4])
+        loss = squares(model, batches[4])
+        with run.last_backward() if run is not None else contextlib.nullcontext():
+            loss.backward()
+        model.eval()
+        with torch.no_grad():
+            model(batches[4])
+
+    with pytest.raises(UpdatesInBackwardError, match="evaluated before"):
+        same_as_plain(Body, OPTIMIZERS["adam"], [data(8, 16, seed=s) for s in range(5)], loop)

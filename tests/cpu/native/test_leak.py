@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks.robustness import leak
+from benchmarks.robustness.samples import EVERY, NAMES, growth, leaks
 from lightning_memopt.native import engine
 
 STEPS = 1100
@@ -19,14 +20,14 @@ def test_a_thousand_steps(by: str) -> None:
     result = leak.by(by, STEPS)
     assert (result["engine"], result["departures"], result["exceptions"]) == (by, 19, 15)
     assert result["native_ops"] > 3 * result["python_ops"] or by == "python"
-    assert leak.leaks(result["growth"]) == []
+    assert leaks(result["growth"]) == []
 
 
 def test_what_grows_is_said() -> None:
     """One object for each exception, and a tensor for each departure, of 5,000 steps."""
-    flat = {name: 0.0 for name in leak.NAMES}
-    assert leak.leaks(flat) == []
-    values = [i * leak.SAMPLES // leak.RAISES for i in range(200)]
-    assert leak.leaks(flat | {"objects": leak.growth(values)}) == ["objects"]
-    held = [i * leak.SAMPLES // leak.DEPARTS * torch.ones(64).nbytes for i in range(200)]
-    assert leak.leaks(flat | {"tensor_nbytes": leak.growth(held)}) == ["tensor_nbytes"]
+    flat = {name: 0.0 for name in NAMES}
+    assert leaks(flat) == []
+    values = [i * EVERY // leak.RAISES for i in range(200)]
+    assert leaks(flat | {"objects": growth(values)}) == ["objects"]
+    held = [i * EVERY // leak.DEPARTS * torch.ones(64).nbytes for i in range(200)]
+    assert leaks(flat | {"tensor_nbytes": growth(held)}) == ["tensor_nbytes"]

@@ -1,0 +1,191 @@
+"""What is there after a step of a long run, and how much of it grows: samples, their slopes, and what is allowed.
+
+The growth of a quantity is the slope of the line of least squares through its samples, without those of the first fifth, times
+the steps from the first to the last of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import sys
+import threading
+from array import array
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as modules
+from torch.optim import optimizer as optimizers
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from lightning_memopt.integrations.plain import Run
+from lightning_memopt.native import counter
+from lightning_memopt.plan.rates import Coding, Link, MachineRates
+from lightning_memopt.record import StorageVersion, Tape
+from lightning_memopt.runtime import Handle, Kept, PlannedEngine
+from lightning_memopt.session import times
+
+EVERY = 25
+"""A sample is taken every so many steps."""
+LEAST = 8
+"""Of fewer samples no growth is said."""
+ALLOWED: dict[str, float] = {"resident_nbytes": 1 << 20, "objects": 10, "python_blocks": 40, "references_to_none": 10}
+"""The most that a quantity may grow by; nothing for those that are not here. Python makes objects of its own now and then. What
+is left by each departure, or by each exception, of 5,000 steps exceeds these numbers."""
+NAMES = {
+    "tensor_nbytes": "bytes of tensors",
+    "resident_nbytes": "resident bytes of the process, after `malloc_trim`",
+    "objects": "objects that the garbage collector knows",
+    "our_objects": "tapes, engines, handles and storage versions among them",
+    "python_blocks": "blocks of Python's allocator",
+    "references_to_none": "references to `None`",
+    "references_to_classes": "references to our classes: one for each object of them, known to the collector or not",
+    "threads": "threads of Python",
+    "system_threads": "threads of the process",
+    "files": "open files",
+    "files_on_disk": "files in the folder of the run",
+    "hooks": "hooks and modes",
+    "states": "plan states",
+    "parked_nbytes": "bytes in tiers",
+}
+"""What a sample has."""
+_OURS = Tape, PlannedEngine, Handle, Kept, StorageVersion
+
+_LINK = Link(out_bytes_per_second=1e8, in_bytes_per_second=1e8)
+_FAST = Coding(encode_bytes_per_second=1e12, decode_bytes_per_second=1e12)
+RATES = MachineRates(name="a slow disk, fast codecs", links={"disk": _LINK}, codecs={"positive": _FAST, "bools": _FAST})
+
+
+class _Times(times.Times):
+    def of_transfers(self, measure: Any) -> MachineRates:
+        return RATES
+
+
+@contextlib.contextmanager
+def fixed_rates() -> Iterator[None]:
+    """Plans solved in this block take links and codecs to be as fast as `RATES` says, so that they park and encode."""
+    before, times.current = times.current, _Times()
+    try:
+        yield
+    finally:
+        times.current = before
+
+
+def hooks(model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None) -> int:
+    """Hooks for all modules and optimizers, saved-tensor hooks, dispatch modes, and the collector's callbacks; and those of
+    this model, its modules and parameters, and of this optimizer.
+    """
+    names = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+    count = sum(len(getattr(modules, f"_global_{name}")) for name in names)
+    count += len(optimizers._global_optimizer_pre_hooks) + len(optimizers._global_optimizer_post_hooks)
+    saving = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    count += (saving is not None) + len(_get_current_dispatch_mode_stack()) + len(gc.callbacks)
+    for module in model.modules() if model is not None else ():
+        count += sum(len(getattr(module, f"_{name}")) for name in names)
+    for p in model.parameters() if model is not None else ():
+        count += len(p._backward_hooks or ()) + len(p._post_accumulate_grad_hooks or ())
+    if optimizer is not None:
+        count += len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
+    return count
+
+
+def _resident_nbytes() -> int:
+    with contextlib.suppress(OSError, AttributeError):  # only glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def sample(
+    run: Run | None, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, folder: Path | None = None
+) -> dict[str, int]:
+    """What is there after a step. `run`: None where the model trains plainly. `folder`: where the run puts its files. Linux
+    alone.
+    """
+    gc.collect()
+    counts = counter()
+    parked_nbytes = 0
+    if run is not None:
+        depots = [depot for _, depot in run.session._offloading.depots._of_plan.values() if depot is not None]
+        parked_nbytes = sum(depot.used_nbytes for depot in depots)
+        del depots
+    objects = gc.get_objects()
+    ours = sum(type(o) in _OURS for o in objects)
+    number = len(objects)
+    del objects
+    return {
+        "tensor_nbytes": counts.live_nbytes if counts is not None else 0,
+        "resident_nbytes": _resident_nbytes(),
+        "objects": number,
+        "our_objects": ours,
+        "python_blocks": sys.getallocatedblocks(),
+        "references_to_none": sys.getrefcount(None),
+        "references_to_classes": sum(map(sys.getrefcount, _OURS)),
+        "threads": threading.active_count(),
+        "system_threads": len(os.listdir("/proc/self/task")),
+        "files": len(os.listdir("/proc/self/fd")),
+        "files_on_disk": 0 if folder is None else sum(1 for path in folder.rglob("*") if path.is_file()),
+        "hooks": hooks(model, optimizer),
+        "states": 0 if run is None else len(run.session._plan_cache),
+        "parked_nbytes": parked_nbytes,
+    }
+
+
+class Samples:
+    """`count` samples, in memory that is there from the beginning: they do not grow themselves.
+
+    warm: so many steps at the beginning show no growth: what comes for the first time then stays.
+    values: quantity -> its values.
+    """
+
+    def __init__(self, count: int, warm: int) -> None:
+        self.count, self.warm = 0, warm
+        self._room = count
+        self.values: dict[str, array[int]] = {}
+
+    def take(self, quantities: dict[str, int]) -> None:
+        for name, value in quantities.items():
+            if name not in self.values:
+                self.values[name] = array("q", bytes(8 * self._room))
+            self.values[name][self.count] = value
+        self.count += 1
+
+    @property
+    def ends(self) -> dict[str, list[int]]:
+        """The first and the last value of each quantity."""
+        return {name: [values[0], values[self.count - 1]] for name, values in self.values.items()}
+
+    def growth(self) -> dict[str, float]:
+        """How much each quantity grows, after the first fifth, and after the first steps in any case. Empty where there are too
+        few steps to say so.
+        """
+        begin = max(self.count // 5, self.warm // EVERY)
+        if self.count - begin < LEAST:
+            return {}
+        return {name: round(growth(values[begin : self.count]), 1) for name, values in self.values.items()}
+
+
+def growth(values: Sequence[int]) -> float:
+    """Of the least-squares line through the values, from the first to the last."""
+    n, mean, middle = len(values), sum(values) / len(values), (len(values) - 1) / 2
+    slope = sum((i - middle) * (v - mean) for i, v in enumerate(values)) / sum((i - middle) ** 2 for i in range(n))
+    return slope * (n - 1)
+
+
+def leaks(grown: dict[str, float]) -> list[str]:
+    """The quantities that grow more than they may."""
+    return [name for name, value in grown.items() if value > ALLOWED.get(name, 0)]
+
+
+def table(columns: dict[str, dict[str, Any]]) -> str:
+    """Name of a column -> its "growth" and "first_and_last", as Markdown: a row a quantity."""
+    lines = ["| | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
+    for name in next(iter(columns.values()))["growth"]:
+        cells = (f"{r['growth'][name] + 0.0:+,.1f} ({r['first_and_last'][name][1]:,})" for r in columns.values())
+        lines.append(f"| {NAMES[name]} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
