@@ -6,7 +6,10 @@ import re
 import sys
 from pathlib import Path
 
-import tomllib
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10, whose pip has the same module
+    from pip._vendor import tomli as tomllib
 
 TOGETHER = {"lightning": ("lightning", "pytorch-lightning")}
 """`lightning` alone would bring the newest `pytorch-lightning`."""

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The tests of every front, with the lowest versions of the frameworks that pyproject.toml admits. Needs a package index.
-# bash tests/lowest_versions.sh FOLDER     (the environment stays in FOLDER; TORCH sets the version of torch)
+# bash tests/lowest_versions.sh FOLDER     (the environment stays in FOLDER; TORCH sets the version of torch, PYTHON the interpreter)
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 folder="$(mkdir -p "$1" && cd "$1" && pwd)"
@@ -20,7 +20,7 @@ run() {
   done
 }
 
-python3 -m venv "$folder/venv"
+"${PYTHON:-python3}" -m venv "$folder/venv"
 install numpy ortools rich pytest hypothesis scikit-learn matplotlib 'jsonargparse[signatures]' setuptools click
 # Tests of Accelerate train models of transformers, whose Trainer needs a newer Accelerate than ours does.
 # shellcheck disable=SC2046

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # A smoke subset of the tests with the lowest and the newest frameworks that pyproject.toml admits, on each torch that is named.
 # bash tests/matrix.sh FOLDER [TORCH...]     (default: 2.13.0; a torch whose only build is for CUDA is several GB)
-# Environments stay in FOLDER, one a cell; FOLDER/matrix.md is a table of versions and outcomes. CELLS sets "lowest", "newest" or both.
+# Environments stay in FOLDER, one a cell; FOLDER/matrix.md is a table of versions and outcomes. CELLS sets "lowest", "newest" or both,
+# and PYTHON the interpreter.
 set -euo pipefail
 if [ $# -eq 0 ] || [ "${*: -1}" = --help ]; then
   echo "usage: bash tests/matrix.sh FOLDER [TORCH...]"
@@ -29,15 +30,18 @@ for torch in "${torches[@]}"; do
   for cell in ${CELLS:-lowest newest}; do
     venv="$folder/torch-$torch-$cell"
     python="$venv/bin/python"
-    python3 -m venv "$venv"
+    "${PYTHON:-python3}" -m venv "$venv"
     frameworks=(lightning pytorch-lightning accelerate transformers)
     if [ "$cell" = lowest ]; then # transformers' Trainer needs a newer Accelerate than this package does
       read -ra frameworks <<< "$("$python" "$root/tests/lowest.py" lightning) $("$python" "$root/tests/lowest.py" transformers)"
     fi
     "$python" -m pip -q install "torch==$torch" "${base[@]}" "${frameworks[@]}" peft
-    versions="$("$python" -c 'from importlib.metadata import version as v
-print(", ".join(f"{name} {v(name)}" for name in ("torch", "lightning", "accelerate", "transformers", "peft")))')"
-    outcome="$(cd "$root" && PYTHONPATH="$root" OMP_NUM_THREADS=1 "$python" -m pytest -q "${smoke[@]}" 2>&1 | tee "$folder/torch-$torch-$cell.log" | tail -1)" || failed=1
+    versions="$("$python" -c 'import platform
+from importlib.metadata import version
+names = "torch", "lightning", "accelerate", "transformers", "peft"
+print(", ".join(["Python " + platform.python_version(), *(f"{name} {version(name)}" for name in names)]))')"
+    outcome="$(cd "$root" && PYTHONPATH="$root" OMP_NUM_THREADS=1 "$python" -m pytest -q "${smoke[@]}" 2>&1 | tee "$folder/torch-$torch-$cell.log" \
+      | grep -E '(passed|failed|error).* in [0-9]' | tail -1)" || failed=1 # Triton's binding says more after the summary
     echo "$cell: $versions: $outcome"
     echo "| torch $torch, $cell | $versions | ${outcome//|/ } |" >> "$table"
   done

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import lightning_memopt
 from lightning_memopt.errors import EXTRAS, MemOptError, MissingExtraError
+from lightning_memopt.versions import TESTED
 
 ROOT = Path(lightning_memopt.__file__).parents[1]
 FRAMEWORKS = ("accelerate", "jsonargparse", "lightning", "lightning_fabric", "pytorch_lightning", "transformers")
@@ -62,11 +65,28 @@ print(cli.main(["demo"]))
     assert len(lines) == 4 and code == "2" and "lightning-memopt[demo]" in done.stderr
 
 
-def test_the_error_is_of_both_kinds_and_every_extra_exists() -> None:
+def extras() -> dict[str, list[str]]:
     tomllib = pytest.importorskip("tomllib", reason="Python 3.11 reads TOML")
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+
+def test_the_error_is_of_both_kinds_and_every_extra_exists() -> None:
     assert issubclass(MissingExtraError, MemOptError) and issubclass(MissingExtraError, ImportError)
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert set(EXTRAS.values()) <= extras.keys()
+    assert set(EXTRAS.values()) <= extras().keys()
+
+
+@pytest.mark.parametrize("extra", sorted({*EXTRAS.values(), "bench", "demo"}))
+def test_no_extra_of_users_excludes_a_supported_torch(extra: str) -> None:
+    """pip would put an older torch in the place of the one that is installed. Only packages that are installed are asked."""
+    supported = [f"{major}.{minor}.0" for major, minor in TESTED]
+    for requirement in map(Requirement, extras()[extra]):
+        try:
+            needs = [Requirement(text) for text in metadata.requires(requirement.name) or ()]
+        except metadata.PackageNotFoundError:
+            continue
+        for need in needs:
+            if need.name == "torch" and (need.marker is None or need.marker.evaluate({"extra": ""})):
+                assert all(version in need.specifier for version in supported), f"{requirement.name} needs {need}"
 
 
 def test_the_import_is_quick_loads_no_framework_and_patches_nothing() -> None:
