@@ -171,6 +171,22 @@ class Graph:
         return {t: op for op in self.ops for t in op.outputs}
 
     @cached_property
+    def unbroken(self) -> dict[str, tuple[int, int]]:
+        """Modules that are called once, while no other op runs: path -> (their first op, the op after their last)."""
+        spans: dict[str, list[int]] = {}
+        for op in self.forward:
+            path = op.scope
+            while path:
+                spans.setdefault(path, []).append(op.id)
+                path = path.rpartition(".")[0]
+        again = tuple({path.partition("#")[0] for path in spans if "#" in path})
+        return {
+            path: (ids[0], ids[-1] + 1)
+            for path, ids in spans.items()
+            if ids[-1] - ids[0] + 1 == len(ids) and not any(path == other or other.startswith(path + ".") for other in again)
+        }
+
+    @cached_property
     def consumers(self) -> dict[int, tuple[Op, ...]]:
         """Tensor id -> the ops that read it, in order."""
         readers: dict[int, list[Op]] = {}

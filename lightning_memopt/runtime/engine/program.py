@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import accumulate
 
 import torch
 
@@ -38,6 +40,12 @@ def _looks_at_data(name: str) -> bool:
     except AttributeError:
         return False
     return torch.Tag.dynamic_output_shape in func.tags
+
+
+def _outer(path: str) -> Iterator[str]:
+    """The paths of the modules around a module."""
+    while path := path.rpartition(".")[0]:
+        yield path
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,11 +194,15 @@ class Program:
         living = {life.tensor for life in self.lives}
         return frozenset(t for t in self.starts - living if self.graph.tensors[t].born_at == BEFORE)
 
+    @cached_property
+    def recorded(self) -> frozenset[int]:
+        """Forward ops that must be recorded: those that run again, and those that make or write a tracked tensor."""
+        makers = (self.graph.producers.get(t) for t in self.tracked)
+        return frozenset(op.id for op in makers if op is not None) | self.schedule.rebuilt.keys()
+
     def passes(self, op: int) -> bool:
         """Whether no tracked tensor depends on a forward op, so that the op need not be recorded."""
-        made = self.graph.ops[op]
-        tensors = (*made.outputs, *(old for old, _ in made.mutates))
-        return op not in self.schedule.rebuilt and self.tracked.isdisjoint(tensors)
+        return op not in self.recorded
 
     @cached_property
     def aside(self) -> frozenset[int]:
@@ -208,10 +220,9 @@ class Program:
         return frozenset(t.nbytes for t in read if t.born_at == BEFORE and t.kind != "parameter")
 
     def _disturbs(self, op: int) -> bool:
-        """Whether a batch norm, of whose running statistics the graph says nothing, may write over what a rebuild reads."""
-        made = self.graph.ops[op]
-        sizes = (self.graph.tensors[t].nbytes for t in made.outputs[1:])
-        return is_norm(made.name) and not self._starts_nbytes.isdisjoint(sizes)
+        """Whether this batch norm, of whose running statistics the graph says nothing, may write over what a rebuild reads."""
+        sizes = (self.graph.tensors[t].nbytes for t in self.graph.ops[op].outputs[1:])
+        return not self._starts_nbytes.isdisjoint(sizes)
 
     @cached_property
     def quiet(self) -> dict[str, tuple[int, int]]:
@@ -220,23 +231,15 @@ class Program:
         All their ops pass (`passes`), autograd saves no tracked tensor in them, they are called once a step, no other op runs
         meanwhile, they have at least `_WORTHWHILE` ops, and no module that holds them is quiet itself.
         """
-        saving = {save.op for save in self.graph.saves if save.id in self._handled}
-        spans: dict[str, list[int]] = {}
-        for j, op in enumerate(self.graph.forward):
-            path = op.scope
-            while path:
-                spans.setdefault(path, []).append(j)
-                path = path.rpartition(".")[0]
-        again = {path.partition("#")[0] for path in spans if "#" in path}
+        busy = set(self.recorded) | {save.op for save in self.graph.saves if save.id in self._handled}
+        busy.update(j for name, js in self.places.items() if is_norm(name) for j in js if self._disturbs(j))
+        before = [0, *accumulate(j in busy for j in range(len(self.names)))]
         quiet = {
-            path: (js[0], js[-1] + 1)
-            for path, js in spans.items()
-            if len(js) >= _WORTHWHILE
-            and js[-1] - js[0] + 1 == len(js)
-            and not any(other == path or other.startswith(path + ".") for other in again)
-            and all(self.passes(j) and j not in saving and not self._disturbs(j) for j in js)
+            path: (first, end)
+            for path, (first, end) in self.graph.unbroken.items()
+            if end - first >= _WORTHWHILE and before[first] == before[end]
         }
-        return {path: span for path, span in quiet.items() if not any(path.startswith(outer + ".") for outer in quiet)}
+        return {path: span for path, span in quiet.items() if quiet.keys().isdisjoint(_outer(path))}
 
     @cached_property
     def saved(self) -> list[tuple[int, int]]:
