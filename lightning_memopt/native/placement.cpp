@@ -171,7 +171,7 @@ class Search : public State {
     double snug = 1;
     const int before = first_[j] - 1, behind = last_[j];
     if (before < 0 || crossing_[before] == 0 || floor_[before] == top) snug *= snug_;
-    if (behind >= sections_ || crossing_[behind - 1] == 0 || floor_[behind] == top) snug *= snug_;
+    if (crossing_[behind - 1] == 0 || floor_[behind] == top) snug *= snug_;
     return static_cast<double>(size_[j]) * length * (long_ ? length : 1) * static_cast<double>(noise_[j]) * (flush == length ? 1024.0 : 1.0) * snug;
   }
 

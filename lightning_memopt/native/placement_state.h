@@ -184,7 +184,7 @@ class State {
   std::vector<int64_t> weight_;
   std::vector<int64_t> options_;
   std::vector<std::vector<int>> enders_, starters_;  // of the boundary behind each section
-  std::vector<int> crossing_;  // unplaced buffers that go across it
+  std::vector<int> crossing_;  // unplaced buffers that go across its end; none across the last one's
   int dirty_first_ = 0, dirty_last_ = 0;
   std::vector<Change> trail_;
   int64_t quantum_ = 0;
@@ -226,7 +226,7 @@ class State {
   // What goes across the boundary between sections `s` and `s + 1` has the same bottom on both sides. So below the lowest of it,
   // what ends there reaches as high as what begins there, but for wasted bytes. Returns false if no choice of them does.
   bool level(int s) {
-    if (s < 0 || s + 1 >= sections_ || crossing_[s] == 0) return true;
+    if (s < 0 || crossing_[s] == 0) return true;
     if (floor_[s] == floor_[s + 1]) return true;
     const int64_t higher = floor_[s] - floor_[s + 1];
     if (higher <= slack_[s + 1] && -higher <= slack_[s]) return true;

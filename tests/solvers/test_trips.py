@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
-from build import random_step
+from build import Step, random_step
 from graphs import names, step, training_step
 from test_plan import disjoint, random_lives
 
@@ -90,12 +90,23 @@ def chain(n: int = 12, nbytes: int = 100) -> Graph:
     return replace(graph, ops=tuple(op if op.phase == "forward" else replace(op, seconds=2.0) for op in graph.ops))
 
 
+def asked_twice() -> Graph:
+    """Each save is asked for again after all of them, right after a backward op that takes two seconds."""
+    hand = Step()
+    t = hand.given(100)
+    for _ in range(6):
+        (t,) = hand.op(t, makes=(100,), saves=("out",), recomputable=False)
+    graph = hand.build(twice=True)
+    return replace(graph, ops=tuple(op if op.phase == "forward" else replace(op, seconds=2.0) for op in graph.ops))
+
+
 @pytest.mark.parametrize("rate", [15.0, 40.0, 99.0, 100.0, 101.0, 1000.0])
-def test_one_trip_leaves_as_its_copy_ends_and_comes_back_in_time(rate: float) -> None:
+@pytest.mark.parametrize("spread", [True, False])
+def test_one_trip_leaves_as_its_copy_ends_and_comes_back_in_time(rate: float, spread: bool) -> None:
     """By definition: the first fence at which the copy out has ended, and the last request from which the copy back ends before
     the tensor is needed; the first one where none is that early.
     """
-    graph, link = chain(), Link(rate)
+    graph, link = chain() if spread else asked_twice(), Link(rate)
     planner = TripPlanner(graph, keep_all(graph), link)
     forms = {t: ("disk", graph.tensors[t].nbytes) for t in planner.gaps}
     fences, requests = planner.fences(forms), planner.requests(forms)

@@ -175,7 +175,7 @@ class Search:
 
     def _level(self, s: int) -> bool:
         """Whether both sides of the boundary behind section `s` can be equally high below what crosses it."""
-        if s < 0 or s + 1 >= self.m or self.crossing[s] == 0 or self.floor[s] == self.floor[s + 1]:
+        if s < 0 or self.crossing[s] == 0 or self.floor[s] == self.floor[s + 1]:
             return True
         higher = self.floor[s] - self.floor[s + 1]
         terms = [self.size[j] for j in self.starters[s] if self.offset[j] < 0]
@@ -305,7 +305,7 @@ class Search:
         level = 1.0
         if before < 0 or self.crossing[before] == 0 or self.floor[before] == top:
             level *= snug
-        if behind >= self.m or self.crossing[behind - 1] == 0 or self.floor[behind] == top:
+        if self.crossing[behind - 1] == 0 or self.floor[behind] == top:
             level *= snug
         return float(self.size[j]) * length * (length if long else 1) * float(self.noise[j]) * factor * level
 

@@ -15,6 +15,11 @@ from tests.cpu.lib.fabrics import SAVED_AT, STEPS, assert_same, fabric_of, middl
 from tests.cpu.lib.loops import leaves_nothing
 
 KINDS = ("plain", "accumulation", "clipping", "schedule", "ema")
+CASES = [
+    *((name, precision, kind) for name, precision in (("gpt2", "32-true"), ("convolutions", "bf16-mixed")) for kind in KINDS),
+    *(("gpt2", "bf16-mixed", "plain"), ("convolutions", "32-true", "plain")),
+]
+"""Each kind of loop with each model and with each precision, and each model with each precision."""
 
 
 @pytest.fixture(autouse=True)
@@ -37,9 +42,7 @@ def assert_kept(fabric: Any, left: dict[str, Any], budget: int) -> None:
     assert abs(status.measured_peak_nbytes - predicted) <= 0.01 * predicted
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("name", ["gpt2", "convolutions"])
+@pytest.mark.parametrize(("name", "precision", "kind"), CASES)
 def test_same_state(name: str, precision: str, kind: str) -> None:
     """Parameters, buffers, optimizer state, losses, norms, averaged weights and generator are bit-equal; the budget is kept."""
     build = build_of(name)

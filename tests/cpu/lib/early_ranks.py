@@ -37,7 +37,7 @@ from tests.cpu.lib.process import digest
 from tests.cpu.lib.sharded import peak
 from tests.cpu.lib.times import Known
 
-STEPS = 20
+STEPS = 10
 
 
 class Net(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from math import ceil
 from typing import Any
 
 import pytest
@@ -50,7 +51,7 @@ def test_planned_steps_are_the_same() -> None:
     graph = observed_graph(made)
     plans = [candidate.lives for candidate in planner.solve(graph).candidates]
     assert len(plans) > 3
-    for lives in plans:
+    for lives in plans[:: ceil(len(plans) / 12)]:
         native = steps(made, graph, lives)
         for ours, reference in zip(native, by_python(made, graph, lives), strict=True):
             assert ours._replace(native_ops=0) == reference
