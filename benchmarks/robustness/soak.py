@@ -35,12 +35,18 @@ MOSTLY = 0.6
 """The least share of forwards that run as planned: of fewer, the soak proves little."""
 
 
+HANGS_SECONDS = 2.0
+"""A process that takes longer for a step, on average, hangs."""
+
+
 def in_process(name: str, seed: int, count: int, plain: bool, digests: Path) -> dict[str, Any]:
-    """`measured` for a combination, in a process of its own."""
+    """`measured` for a combination, in a process of its own. Raises subprocess.TimeoutExpired where it hangs."""
     command = [sys.executable, "-m", "benchmarks.robustness.soak", "--only", name, "--steps", str(count), "--seed", str(seed)]
     command += ["--digests", str(digests), *(["--plain"] if plain else [])]
     environment = os.environ | {"MEMOPT_CACHE": "0"}
-    result: dict[str, Any] = json.loads(subprocess.check_output(command, cwd=ROOT, env=environment, text=True).splitlines()[-1])
+    seconds = 120 + HANGS_SECONDS * count
+    output = subprocess.check_output(command, cwd=ROOT, env=environment, text=True, timeout=seconds)
+    result: dict[str, Any] = json.loads(output.splitlines()[-1])
     return result
 
 

@@ -128,11 +128,9 @@ class DiskTier:
     def release(self, parked: _DiskParked) -> None:
         """T5. A destructor may call this, even while its own thread has the lock: then the next `_reclaim` does the work."""
         self._released.append(parked)
-        if self._lock.acquire(blocking=False):
-            try:
+        if not self._lock.locked():
+            with self._lock:  # an interrupt between `acquire` and `try` would leave it taken for ever
                 self._reclaim()
-            finally:
-                self._lock.release()
 
     def _reclaim(self) -> None:
         """Free the space of released storages that no copy uses. Call with the lock."""

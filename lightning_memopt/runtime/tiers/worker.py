@@ -6,18 +6,26 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
+_PATIENCE_SECONDS = 1.0
+
 
 class Copy:
     """A copy that a worker carries out. It ends once. Anybody may wait for it, and repeat a wait that was interrupted (T7).
 
+    An interrupt inside the Python code of `threading.Event` may leave its lock taken: then the worker waits for ever, and so do
+    all that wait for it. So there is a lock of C alone, and `ended` says how it is.
+
+    ended: the copy is over.
     error: the exception that the copy raised, or None.
     """
 
-    __slots__ = ("_ended", "_work", "error")
+    __slots__ = ("_running", "_work", "ended", "error")
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work: Callable[[], None] | None = work
-        self._ended = threading.Event()
+        self.ended = False
+        self._running = threading.Lock()
+        self._running.acquire()
         self.error: BaseException | None = None
 
     def run(self) -> None:
@@ -28,14 +36,14 @@ class Copy:
             self.error = error.with_traceback(None)  # its frames would hold the tensor
         finally:
             self._work = None
-            self._ended.set()
-
-    @property
-    def ended(self) -> bool:
-        return self._ended.is_set()
+            self.ended = True
+            self._running.release()
 
     def wait(self) -> None:
-        self._ended.wait()
+        while not self.ended:
+            # another thread that waits, and was interrupted in the next line, may have the lock: then time goes by
+            if self._running.acquire(timeout=_PATIENCE_SECONDS):
+                self._running.release()
 
 
 class Worker:

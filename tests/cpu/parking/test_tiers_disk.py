@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import errno
 import os
 import resource
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from lightning_memopt.errors import OffloadError
 from lightning_memopt.runtime.tiers import DiskTier
 from lightning_memopt.runtime.tiers.base import buffer
 from lightning_memopt.runtime.tiers.scratch import Scratch
+from lightning_memopt.runtime.tiers.worker import Copy
 from tests.cpu.lib.tier_bytes import Gate, back, random_bytes
 
 ROOT = Path(__file__).parents[3]
@@ -236,6 +239,61 @@ def test_what_is_released_before_it_is_written_is_not_written(tier: Any, monkeyp
     for one in (first, second):
         one._store.wait()
     assert second._store.error is not None and tier.used_nbytes == 0
+
+
+def interrupted_at(call: int, action: Any) -> bool:
+    """Do this, and raise KeyboardInterrupt after one of its calls, where Python looks for signals. Whether it has that call."""
+    left, last = call, dict[Any, str]()
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal left
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= last.get(frame, "RESUME").startswith(("CALL", "RESUME"))
+            last[frame] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            if left == -1:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        action()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_t7_an_interrupt_at_any_call_of_a_wait() -> None:
+    """The copy ends, and whoever waits for it afterwards goes on."""
+    for call in range(1000):
+        copy = Copy(partial(time.sleep, 0.005))
+        thread = threading.Thread(target=copy.run, daemon=True)
+        thread.start()
+        came = interrupted_at(call, copy.wait)
+        thread.join(5)
+        assert not thread.is_alive() and copy.ended, call
+        copy.wait()
+        if not came:
+            break
+    assert 1 < call < 1000
+
+
+def test_t7_an_interrupt_at_any_call_of_a_release(tmp_path: Path) -> None:
+    """The tier's lock does not stay taken: copies go on."""
+    for call in range(1000):
+        tier = DiskTier(4 * 4096, tmp_path)
+        parked = tier.store(random_bytes(4096), "a tensor")
+        parked.wait_stored()
+        came = interrupted_at(call, parked.release)
+        assert not tier._lock.locked(), call
+        assert torch.equal(back(tier.store(random_bytes(4096, seed=1), "another one")), random_bytes(4096, seed=1))
+        tier.close()
+        if not came:
+            break
+    assert 1 < call < 1000
 
 
 def test_a_wait_that_is_interrupted_can_be_taken_up_again(tier: Any, monkeypatch: Any) -> None:
