@@ -109,14 +109,13 @@ class Techniques:
 class Soak:
     """`count` steps of the loop. `options`: of `optimize`; None: the loop is plain."""
 
-    def __init__(self, seed: int, count: int, early: bool, options: dict[str, Any] | None, folder: Path) -> None:
+    def __init__(self, seed: int, count: int, early: bool, options: dict[str, Any] | None, folder: Path, digests: Path) -> None:
         self.seed, self.count, self.early, self.options = seed, count, early, options
         self.loop = Loop(seed, early, folder)
-        self.folder = folder
+        self.folder, self.digests = folder, digests
         self.techniques = Techniques()
         self.samples = Samples(count // EVERY + 1, WARM)
         self.outcomes: Counter[str] = Counter()
-        self.lines: list[list[str]] = []
 
     def runs(self) -> None:
         """All steps, restarts among them."""
@@ -149,19 +148,21 @@ class Soak:
         loop = self.loop
         loop.step(number, draw(self.seed, number, self.early))
         self.outcomes[loop.outcome] += 1
-        self.lines.append([loop.outcome, *loop.digests])
+        with self.digests.open("a") as file:  # not kept: what the soak has grows otherwise
+            file.write(json.dumps([loop.outcome, *loop.digests]) + "\n")
         if number % EVERY == EVERY // 2:
             self.samples.take(sample(run, loop.model, loop.optimizer, self.folder))
 
 
 def measured(seed: int, count: int, early: bool, options: dict[str, Any] | None, digests: Path) -> dict[str, Any]:
-    """Run the loop. Writes a line of digests for each step."""
+    """Run the loop. `digests`: a file that gets a line for each step."""
     install_counter()
     with tempfile.TemporaryDirectory() as name, fixed_rates(), ctrl_c(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if options is not None and options.get("offload") == "disk":
             options = options | {"offload": f"disk:{name}"}
-        soak = Soak(seed, count, early, options, Path(name))
+        digests.unlink(missing_ok=True)
+        soak = Soak(seed, count, early, options, Path(name), digests)
         gc.collect()
         gc.freeze()  # what modules made is not walked for each sample, and not counted
         before = hooks(soak.loop.model, soak.loop.optimizer)
@@ -169,7 +170,6 @@ def measured(seed: int, count: int, early: bool, options: dict[str, Any] | None,
         native = engine.loaded()
         native_ops, python_ops = (0, 0) if native is None else native.counts()
         left = hooks(soak.loop.model, soak.loop.optimizer) - before
-    digests.write_text("\n".join(map(json.dumps, soak.lines)))
     return {
         "engine": "plain" if options is None else "python" if native is None else "native",
         "steps": count,

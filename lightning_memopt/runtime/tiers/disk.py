@@ -22,7 +22,7 @@ from lightning_memopt.errors import OffloadError
 from lightning_memopt.record import uncompiled
 from lightning_memopt.runtime.tiers.base import buffer, check_flat, check_process, closed, full, usage
 from lightning_memopt.runtime.tiers.scratch import Scratch
-from lightning_memopt.runtime.tiers.space import Space
+from lightning_memopt.runtime.tiers.space import Piece, Space
 from lightning_memopt.runtime.tiers.staging import Staging
 from lightning_memopt.runtime.tiers.stopwatch import Stopwatch
 from lightning_memopt.runtime.tiers.streams import marked
@@ -58,7 +58,8 @@ class DiskTier:
         self._writer, self._reader = Worker("memopt-io-out"), Worker("memopt-io-in")
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._released: deque[_DiskParked] = deque()
+        self._pieces: set[Piece] = set()  # of all that is parked here: they must be there when their owners die
+        self._released: deque[Piece] = deque()  # of what was released, or has died
         self._closing = False
         self._held = self._pid, self.file, self._writer, self._reader, staging
         self._finalizer = weakref.finalize(self, _end, *self._held)
@@ -73,15 +74,19 @@ class DiskTier:
     def store(self, t: Tensor, what: str) -> _DiskParked:
         self.check(what)
         check_flat(t)
-        nbytes, offset = t.numel(), 0
-        if nbytes:
+        parked = _DiskParked(self, t, what)
+        if parked.nbytes:
             with self._lock:
                 self._reclaim()
-                taken = self._space.take(nbytes)
-                if taken is None:
-                    raise full(self.name, what, nbytes, self._space)
-                offset = taken
-        return _DiskParked(self, t, what, offset)
+                self._pieces.add(parked.piece)
+                if self._space.take(parked.nbytes, parked.piece) is None:
+                    raise full(self.name, what, parked.nbytes, self._space)
+        parked.begin()
+        return parked
+
+    def piece_of(self, parked: _DiskParked) -> Piece:
+        """The piece of what is about to be parked. Its callback runs no Python code, so no interrupt can get lost in it."""
+        return Piece(parked, self._released.append, parked.nbytes)
 
     def close(self) -> None:
         if os.getpid() == self._pid:
@@ -127,7 +132,7 @@ class DiskTier:
 
     def release(self, parked: _DiskParked) -> None:
         """T5. A destructor may call this, even while its own thread has the lock: then the next `_reclaim` does the work."""
-        self._released.append(parked)
+        self._released.append(parked.piece)
         if not self._lock.locked():
             with self._lock:  # an interrupt between `acquire` and `try` would leave it taken for ever
                 self._reclaim()
@@ -135,12 +140,15 @@ class DiskTier:
     def _reclaim(self) -> None:
         """Free the space of released storages that no copy uses. Call with the lock."""
         for _ in range(len(self._released)):
-            parked = self._released.popleft()
-            if parked.copies:
-                self._released.append(parked)
-            elif parked.nbytes and not parked.given:
-                parked.given = True
-                self._space.give(parked.offset, parked.nbytes)
+            piece = self._released[0]
+            parked = piece()
+            if parked is not None and parked.copies and not piece.given:
+                self._released.rotate(-1)
+                continue
+            if piece.offset is not None and not piece.given:
+                self._space.give(piece.offset, piece.nbytes, piece)
+            self._pieces.discard(piece)
+            self._released.popleft()
 
     def failed(self, parked: _DiskParked, error: BaseException, verb: str) -> OffloadError:
         """The error to raise for the error of a copy; `verb`: "to" or "from" the tier (T6)."""
@@ -161,23 +169,29 @@ class _DiskParked:
 
     what: its name in errors.
     nbytes: its size.
-    offset: where it begins in the file.
+    piece: where it is in the file.
     copies: copies of it that are queued or under way, both out and back.
     released: its bytes are not needed any more.
-    given: its space is free again.
     """
 
-    def __init__(self, tier: DiskTier, t: Tensor, what: str, offset: int) -> None:
+    def __init__(self, tier: DiskTier, t: Tensor, what: str) -> None:
         self._tier = tier
         self.what = what
         self.nbytes = t.numel()
-        self.offset = offset
         self.copies = 0
-        self.released = self.given = False
+        self.released = False
+        self.piece = tier.piece_of(self)
         self._fetches: tuple[Copy, ...] = ()
         self._store = Copy(partial(self._write, t, self._ready()))  # T2: holds `t` until it has ended
+
+    @property
+    def offset(self) -> int:
+        return self.piece.offset or 0
+
+    def begin(self) -> None:
+        """Begin to store it. It has its piece."""
         if self.nbytes:
-            tier.submit(self, self._store, out=True)
+            self._tier.submit(self, self._store, out=True)
         else:
             self._store.run()
 
@@ -233,8 +247,8 @@ class _DiskParked:
             raise OffloadError(f"{self.what}: it was released, and is not in the disk tier any more; keep what is parked")
         if self.nbytes:
             copy = Copy(partial(self._read, out, self._ready()))
-            self._fetches += (copy,)
             self._tier.submit(self, copy, out=False)
+            self._fetches += (copy,)  # behind it: after an interrupt, nobody waits for what was not submitted
 
     def wait_fetched(self) -> None:
         check_process(self._tier.name, self._tier._pid)

@@ -2,9 +2,36 @@
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_left
+from collections.abc import Callable
+from typing import Any
 
 from lightning_memopt.units import round_up
+
+
+class Piece(weakref.ref[Any]):
+    """The bytes of one object in a space. Who holds it learns of the object's death by a callback.
+
+    An interrupt may come after any call. So a space marks a piece where it counts its bytes, without a call in between: bytes
+    are never taken without a piece that says so, and never given back twice.
+
+    nbytes: how many.
+    offset: where they begin; None before they are taken.
+    given: they are free again.
+    """
+
+    __slots__ = ("given", "nbytes", "offset")
+
+    def __new__(cls, owner: Any, dies: Callable[[Any], None], nbytes: int) -> Piece:
+        return super().__new__(cls, owner, dies)
+
+    def __init__(self, owner: Any, dies: Callable[[Any], None], nbytes: int) -> None:
+        super().__init__(owner, dies)  # type: ignore[call-arg]  # which weakref.ref takes
+        hash(self)  # that of the owner, which must be known when it has died
+        self.nbytes = nbytes
+        self.offset: int | None = None
+        self.given = False
 
 
 class Space:
@@ -33,7 +60,7 @@ class Space:
         """The size of the piece that `nbytes` take."""
         return round_up(nbytes, self.align)
 
-    def take(self, nbytes: int) -> int | None:
+    def take(self, nbytes: int, piece: Piece | None = None) -> int | None:
         """The offset of a piece of `nbytes` (at least 1), from the smallest free piece that has them; None where none has."""
         size = self.rounded(nbytes)
         if size <= 0:
@@ -45,9 +72,11 @@ class Space:
         i = bisect_left(self._free, (offset,))
         self._free[i : i + 1] = [(offset + size, free_size - size)] if free_size > size else []
         self.used_nbytes += size
+        if piece is not None:
+            piece.offset = offset
         return offset
 
-    def give(self, offset: int, nbytes: int) -> None:
+    def give(self, offset: int, nbytes: int, piece: Piece | None = None) -> None:
         """Give back the piece at `offset` that `take(nbytes)` returned. Raises ValueError for bytes that are free already."""
         size = self.rounded(nbytes)
         end = offset + size
@@ -62,3 +91,5 @@ class Space:
         finish = sum(after) if last > i else end
         self._free[first:last] = [(begin, finish - begin)]
         self.used_nbytes -= size
+        if piece is not None:
+            piece.given = True

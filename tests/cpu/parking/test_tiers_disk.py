@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import errno
+import gc
 import os
 import resource
 import signal
@@ -281,19 +282,34 @@ def test_t7_an_interrupt_at_any_call_of_a_wait() -> None:
     assert 1 < call < 1000
 
 
-def test_t7_an_interrupt_at_any_call_of_a_release(tmp_path: Path) -> None:
-    """The tier's lock does not stay taken: copies go on."""
+def stores(tier: DiskTier) -> Any:
+    return lambda: back(tier.store(random_bytes(4096), "a tensor"))
+
+
+def releases(tier: DiskTier) -> Any:
+    parked = tier.store(random_bytes(4096), "a tensor")
+    parked.wait_stored()
+    return parked.release
+
+
+@pytest.mark.parametrize("begins", [stores, releases])
+def test_t7_an_interrupt_at_any_call(begins: Any, tmp_path: Path) -> None:
+    """No lock stays taken, copies go on, and all space is free again."""
+    tier = DiskTier(4 * 4096, tmp_path)
     for call in range(1000):
-        tier = DiskTier(4 * 4096, tmp_path)
-        parked = tier.store(random_bytes(4096), "a tensor")
-        parked.wait_stored()
-        came = interrupted_at(call, parked.release)
+        action = begins(tier)
+        came = interrupted_at(call, action)
+        del action
+        gc.collect()
         assert not tier._lock.locked(), call
-        assert torch.equal(back(tier.store(random_bytes(4096, seed=1), "another one")), random_bytes(4096, seed=1))
-        tier.close()
+        last = tier.store(random_bytes(4096, seed=1), "another one")
+        assert torch.equal(back(last), random_bytes(4096, seed=1))
+        del last
+        assert tier.used_nbytes == 0, call
         if not came:
             break
     assert 1 < call < 1000
+    tier.close()
 
 
 def test_a_wait_that_is_interrupted_can_be_taken_up_again(tier: Any, monkeypatch: Any) -> None:
