@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test bench docs matrix clean
+.PHONY: setup demo test coverage bench docs matrix clean
 
 setup: $(STAMP)
 
@@ -25,6 +25,10 @@ test: setup
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
+# Lines and branches of the package that the tests run, in subprocesses too. The C++ of the engines is not counted.
+coverage: setup
+	$(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-report=term:skip-covered
+
 bench: setup
 	$(BIN)/python -m benchmarks --short
 
@@ -40,5 +44,6 @@ matrix: setup
 # What the other targets made; recorded runs (runs/, lightning_logs/) are yours and stay.
 clean:
 	rm -rf $(VENV) build dist site demo matrix *.egg-info
-	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis mutants
+	rm -f .coverage .coverage.*
 	find lightning_memopt examples tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -28,7 +28,8 @@ def run() -> Run:
 def test_what_is_measured_is_predicted(run, tmp_path):
     """A plan that changes nothing costs nothing; one that rebuilds costs what was measured, in the plan and in its file."""
     frontier, plan, found = run.status().frontier, run.plan, costs.measured(run.status().frontier.graph)
-    assert found.call >= 0 and found.argument >= 0 and found.recorded > 0 and found.rebuilt > 0
+    # differences of times, at least 0: on a busy machine the larger one may have been measured the smaller
+    assert min(found.call, found.argument, found.rebuilt) >= 0 < found.recorded
     assert costs.measured(frontier.graph) is found
     assert plan.predicted.rebuilt_ops > 0
     assert plan.predicted.overhead_seconds == found.of(Program(frontier.graph, plan.lives)) > 0
@@ -50,7 +51,7 @@ def test_measured_beside_whatever_is_entered_here():
     """A budget may be refused in the middle of a step: its modes and precision have no part in what is measured."""
     with _Counting() as mode, torch.autocast("cpu"), torch.no_grad():
         found = costs.in_own_thread(lambda: costs._measured(torch.device("cpu")))
-    assert mode.ops == 0 and found.recorded > 0 and found.rebuilt > 0
+    assert mode.ops == 0 and found.recorded > 0 <= found.rebuilt
 
 
 def test_a_plan_must_be_worth_its_overhead(run):
