@@ -20,13 +20,11 @@ import contextlib
 import cProfile
 import gc
 import json
-import os
 import pstats
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
 from unittest import mock
@@ -35,8 +33,8 @@ import torch
 
 from benchmarks.cost.observed import OfRegistry
 from benchmarks.cost.planning import eager_step
-from benchmarks.lib.paths import RESULTS
-from lightning_memopt import optimize
+from benchmarks.lib.paths import RESULTS, ROOT
+from lightning_memopt import jsonio, optimize
 from lightning_memopt.integrations.plain import Run, _Call
 from lightning_memopt.session.session import Session
 
@@ -184,14 +182,14 @@ def _command(*words: str) -> list[str]:
 
 def _answer(*words: str) -> Any:
     """What a process of its own says in its last line."""
-    lines = subprocess.run(_command(*words), stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
+    lines = subprocess.run(_command(*words), cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
     return json.loads(lines[-1])
 
 
 @contextlib.contextmanager
 def _worker(*words: str) -> Iterator[Callable[[], Seconds]]:
     """A process that takes turns; calling the result gives it one."""
-    process = subprocess.Popen(_command(*words), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(_command(*words), cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None and process.stdout is not None
     wants, says = process.stdin, process.stdout
     try:
@@ -292,17 +290,18 @@ def main() -> int:
     if args.worker:
         _work(args.worker, args.profile)
         return 0
-    results: dict[str, Any] = json.loads(FILE.read_text()) if FILE.exists() else {}
-    os.chdir(Path(__file__).parents[2])
-    if not args.table:
-        results["torch"] = torch.__version__
-        if args.only != "rest":
-            results.setdefault("start", {})["gpt2"] = starts("gpt2", args.starts, args.profile)
-        for name in () if args.only == "start" else args.models:
-            results.setdefault("at rest", {})[name] = at_rest(name, args.rounds, args.sets)
-            FILE.write_text(json.dumps(results, indent=1) + "\n")
+    results: dict[str, Any] = jsonio.read(FILE) if FILE.exists() else {}
+
+    def keep(part: str, name: str, row: dict[str, Any]) -> None:
+        results.setdefault(part, {})[name] = row
         if not args.profile:
-            FILE.write_text(json.dumps(results, indent=1) + "\n")
+            jsonio.write(FILE, results | {"torch": torch.__version__}, indent=1)
+
+    if not args.table:
+        if args.only != "rest":
+            keep("start", "gpt2", starts("gpt2", args.starts, args.profile))
+        for name in () if args.only == "start" else args.models:
+            keep("at rest", name, at_rest(name, args.rounds, args.sets))
     print(table(results))
     return 0
 

@@ -10,7 +10,6 @@ plan, the one whose peak is not above that of per-block checkpointing.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from typing import Any
 
@@ -20,6 +19,7 @@ from benchmarks.lib.bench import Forward
 from benchmarks.lib.paths import RESULTS
 from benchmarks.models.registry import MODELS
 from benchmarks.recompute.frontier import Measuring
+from lightning_memopt import jsonio
 from lightning_memopt.native import engine
 from lightning_memopt.runtime import Program, install_native
 from lightning_memopt.session import costs
@@ -85,7 +85,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--table", action="store_true", help="print what is recorded")
     args = parser.parse_args()
-    results: dict[str, dict[str, Any]] = json.loads(FILE.read_text()) if FILE.exists() else {}
+    results: dict[str, dict[str, Any]] = jsonio.read(FILE) if FILE.exists() else {}
     if not args.table:
         torch.set_num_threads(1)
         torch.use_deterministic_algorithms(True)
@@ -93,7 +93,7 @@ def main() -> int:
         for name in args.models or MODELS:
             results[name] = measured(name, args.rounds)
             print(table({name: results[name]}).splitlines()[-1], flush=True)
-            FILE.write_text(json.dumps(results, indent=1) + "\n")
+            jsonio.write(FILE, results, indent=1)
     print(table(results))
     return 0
 

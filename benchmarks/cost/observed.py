@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 from time import process_time
@@ -23,6 +22,7 @@ from benchmarks.cost.planning import KINDS, eager_step, observed_step
 from benchmarks.lib.paths import RESULTS
 from benchmarks.models.full_size import SETUPS
 from benchmarks.models.registry import MODELS
+from lightning_memopt import jsonio
 from lightning_memopt.graph import Graph, resident_nbytes, unmodified_levels
 from lightning_memopt.runtime import install_native
 from lightning_memopt.trace import count_all
@@ -109,7 +109,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=4, help="with --full: samples")
     parser.add_argument("--table", action="store_true", help="print what is recorded")
     args = parser.parse_args()
-    results: dict[str, Any] = json.loads(FILE.read_text()) if FILE.exists() else {}
+    results: dict[str, Any] = jsonio.read(FILE) if FILE.exists() else {}
     if not args.table:
         torch.set_num_threads(1)
         torch.use_deterministic_algorithms(True)
@@ -120,7 +120,7 @@ def main() -> int:
             label = f"{name}, full size, batch {args.batch}" if args.full else name
             results[label] = measured(training, args.rounds)
             print(table({label: results[label]}).splitlines()[-1], flush=True)
-            FILE.write_text(json.dumps(results, indent=1) + "\n")
+            jsonio.write(FILE, results, indent=1)
     print(table(results))
     return 0
 

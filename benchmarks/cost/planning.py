@@ -29,6 +29,7 @@ import torch
 import transformers
 
 from benchmarks.lib.paths import RESULTS
+from lightning_memopt import jsonio
 from lightning_memopt.graph import Graph, graph_from_json, graph_to_json
 from lightning_memopt.runtime import install_native
 from lightning_memopt.session import costs
@@ -189,7 +190,7 @@ def main() -> int:
     if args.graph:
         args.graph.write_text(json.dumps(graph_to_json(graph)))
     if not args.profile:
-        FILE.write_text(json.dumps(results, indent=1) + "\n")
+        jsonio.write(FILE, results, indent=1)
     print(table(results))
     return 0
 

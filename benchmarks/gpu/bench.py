@@ -148,9 +148,7 @@ def observed(bench: GpuBench, deadline: float) -> tuple[Graph, Frontier]:
     """The step as it was observed, and what recomputation can do for it."""
     in_time(deadline, "observing")
     graph = bench.observe(steps=2)
-    frontier = planner.solve(
-        graph, limit_seconds=min(20.0, seconds_left(deadline) / 3), overhead=costs.overhead(graph)
-    )
+    frontier = planner.solve(graph, limit_seconds=min(20.0, seconds_left(deadline) / 3), overhead=costs.overhead(graph))
     return graph, frontier
 
 

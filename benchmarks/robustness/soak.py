@@ -29,6 +29,7 @@ from benchmarks.robustness.samples import leaks, table
 from benchmarks.robustness.soaking.draws import draw
 from benchmarks.robustness.soaking.loop import PARTS
 from benchmarks.robustness.soaking.measured import COMBINATIONS, measured
+from lightning_memopt import jsonio
 
 FILE = RESULTS / "soak.json"
 MOSTLY = 0.6
@@ -115,7 +116,7 @@ def main() -> int:
     torch.set_num_threads(1)
     if args.only is not None:
         return _only(args)
-    results: dict[str, Any] = json.loads(FILE.read_text()) if FILE.exists() else {}
+    results: dict[str, Any] = jsonio.read(FILE) if FILE.exists() else {}
     if args.table:
         print(_table(results))
         return 0
@@ -127,7 +128,7 @@ def main() -> int:
             failed = failed or bool(wrong(result))
             print(f"{name}, {result['engine']}: {'; '.join(wrong(result)) or 'exact, nothing grows'}", flush=True)
             if not args.dry:
-                FILE.write_text(json.dumps(results, indent=1) + "\n")
+                jsonio.write(FILE, results, indent=1)
     return int(failed)
 
 

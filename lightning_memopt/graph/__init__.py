@@ -3,7 +3,7 @@
 from lightning_memopt.graph.fingerprint import fingerprint, first_difference
 from lightning_memopt.graph.json_io import graph_from_json, graph_to_json
 from lightning_memopt.graph.liveness import Levels, base_levels, resident_nbytes, unmodified_levels, workspaces
-from lightning_memopt.graph.model import BEFORE, COMPILED, HOOK, LATE_HOOK, Graph, Op, Point, Save, Tensor, requests_of
+from lightning_memopt.graph.model import BEFORE, COMPILED, HOOK, LATE_HOOK, Graph, Op, Point, Save, Tensor, around, requests_of
 
 __all__ = [
     "BEFORE",
@@ -16,6 +16,7 @@ __all__ = [
     "Point",
     "Save",
     "Tensor",
+    "around",
     "base_levels",
     "fingerprint",
     "first_difference",

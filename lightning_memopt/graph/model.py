@@ -136,6 +136,13 @@ class Save:
     released_at: int
 
 
+def around(path: str) -> Iterator[str]:
+    """The paths of a module and of those around it, from the inside; nothing for the model itself, whose path is empty."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+
+
 def requests_of(saves: Iterable[Save]) -> list[tuple[int, Save]]:
     """(point, save) of every unpack of these saves, points rising."""
     requests = [(point, save.id, save) for save in saves for point in save.unpacked_at]
@@ -175,10 +182,8 @@ class Graph:
         """Modules that are called once, while no other op runs: path -> (their first op, the op after their last)."""
         spans: dict[str, list[int]] = {}
         for op in self.forward:
-            path = op.scope
-            while path:
+            for path in around(op.scope):
                 spans.setdefault(path, []).append(op.id)
-                path = path.rpartition(".")[0]
         again = tuple({path.partition("#")[0] for path in spans if "#" in path})
         return {
             path: (ids[0], ids[-1] + 1)

@@ -72,7 +72,7 @@ class Costs:
         quiet = {j for first, end in program.quiet.values() for j in range(first, end)}
         loud = [op for op in program.graph.forward if op.id not in quiet]
         dispatched = sum(self.call + self.argument * _arguments(op.name) for op in loud)
-        recorded = sum(1 for op in loud if not program.passes(op.id))
+        recorded = sum(op.id in program.recorded for op in loud)
         host = self.forward + dispatched + self.recorded * recorded + self.rebuilt * len(program.schedule.rebuilt)
         if not self.eager:
             return host
@@ -198,8 +198,9 @@ def _checkpointed(graph: Graph) -> tuple[Life, ...]:
 
 
 def overhead(graph: Graph) -> Callable[[tuple[Life, ...]], float]:
-    """Lives of a plan of this graph -> seconds of the engine's own work in a step."""
-    return lambda lives: measured(graph).of(Program(graph, lives))
+    """Lives of a plan of this graph -> seconds of the engine's own work in a step. The first one may measure."""
+    of_graph = cache(lambda: measured(graph))
+    return lambda lives: of_graph().of(Program(graph, lives))
 
 
 def measured(graph: Graph) -> Costs:

@@ -86,8 +86,8 @@ def test_what_was_there_before_the_step_is_no_gradient() -> None:
     step.given(8, kind="gradient")
     step.op(w, makes=(100,), saves=("out",))
     graph = step.build(gradient=40)
-    found = breakdown.at_peak(graph, keep_all(graph)).by(1)
-    assert found["outside the step"] == 500 and found["gradients"] == 48 and found["weights"] == 8
+    at_peak = breakdown.at_peak(graph, keep_all(graph)).by(1)
+    assert at_peak["outside the step"] == 500 and at_peak["gradients"] == 48 and at_peak["weights"] == 8
 
 
 def test_every_purpose_has_the_colour_of_the_page() -> None:

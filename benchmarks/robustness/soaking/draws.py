@@ -47,7 +47,6 @@ class Step:
     validates: "", "after" the step, or "within": between two batches that accumulate.
     saves: a checkpoint is written after the step.
     resumes: "", from the "file", or from a "copy" in memory, before the step.
-    in_place: gradients are set to zero in place.
     fault: what goes wrong; None where nothing does.
     """
 

@@ -45,7 +45,7 @@ class Loop:
         self._gradients = ""
         torch.manual_seed(seed)
         self._make()
-        self._copy = self._state()
+        self._copy = copy.deepcopy(self._state())
         self._save(None)
 
     def _make(self) -> None:
@@ -57,7 +57,7 @@ class Loop:
         """New objects go on from the checkpoint."""
         self._make()
         self._load(torch.load(self.path))
-        self._copy = self._state()
+        self._copy = copy.deepcopy(self._state())
 
     def step(self, number: int, step: Step) -> None:
         """One step, whatever happens in it. Then `digests` and `outcome` say what it left."""
@@ -88,7 +88,7 @@ class Loop:
             self._validate(number)
         if step.saves:
             self._save(step.fault)
-            self._copy = self._state()
+            self._copy = copy.deepcopy(self._state())
 
     def _update(self, number: int, step: Step) -> None:
         model, trap, last = self.model, self.model.trap, len(step.shapes) - 1
@@ -154,16 +154,14 @@ class Loop:
         return torch.randint(0, WORDS, SHAPES[shape], generator=generator)
 
     def _state(self) -> dict[str, Any]:
-        """A copy of all that a checkpoint has."""
+        """All that a checkpoint has: the tensors themselves, but for the generator's."""
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        return copy.deepcopy(state) | {"generator": torch.get_rng_state()}
+        return state | {"generator": torch.get_rng_state()}
 
     def _save(self, fault: Fault | None) -> None:
         """Write a checkpoint, and put it in the place of the one before when it is complete."""
-        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        state["generator"] = torch.get_rng_state()
         partial = self.path.with_suffix(".part")
-        torch.save(state, partial)
+        torch.save(self._state(), partial)
         if fault is not None:
             self.model.trap.at("save")
         os.replace(partial, self.path)

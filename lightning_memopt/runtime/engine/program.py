@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
 
 import torch
 
-from lightning_memopt.graph import BEFORE, Graph
+from lightning_memopt.graph import BEFORE, Graph, around
 from lightning_memopt.plan import Life, Schedule, Segment, lower
 from lightning_memopt.plan.forms import EXACT, codec_of
 from lightning_memopt.record import is_norm
@@ -40,12 +39,6 @@ def _looks_at_data(name: str) -> bool:
     except AttributeError:
         return False
     return torch.Tag.dynamic_output_shape in func.tags
-
-
-def _outer(path: str) -> Iterator[str]:
-    """The paths of the modules around a module."""
-    while path := path.rpartition(".")[0]:
-        yield path
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,7 +232,7 @@ class Program:
             for path, (first, end) in self.graph.unbroken.items()
             if end - first >= _WORTHWHILE and before[first] == before[end]
         }
-        return {path: span for path, span in quiet.items() if quiet.keys().isdisjoint(_outer(path))}
+        return {path: span for path, span in quiet.items() if quiet.keys().isdisjoint(around(path.rpartition(".")[0]))}
 
     @cached_property
     def saved(self) -> list[tuple[int, int]]:

@@ -208,16 +208,16 @@ class LossOutside(Stepped):
 
 def test_what_the_loss_frees_goes_away_before_backward() -> None:
     """The plan has the casts until user code lets go of them, after an op of the loss, which nobody records."""
-    one = LossOutside()
-    graph, until = one.graph, {t.id: t.freed_at for t in one.graph.tensors}
+    outside = LossOutside()
+    graph, until = outside.graph, {t.id: t.freed_at for t in outside.graph.tensors}
     loss = next(op.id for op in graph.forward if op.name == "aten::repeat")
-    lives = one.away(least=0, only=lambda t: t in graph.producers and graph.producers[t].id < loss).lives
+    lives = outside.away(least=0, only=lambda t: t in graph.producers and graph.producers[t].id < loss).lives
     ends = (max(life.freed_at, until[life.tensor]) if life.how == "original" else life.freed_at for life in lives)
     program = Program(graph, tuple(replace(life, freed_at=end) for life, end in zip(lives, ends, strict=True)))
     assert validate(graph, program.lives, program.schedule).ok
     assert sum(op > loss for op, _ in program.fences) >= 3
-    expected = one.step()
+    expected = outside.step()
     for _ in range(3):
-        assert same(expected, one.step(program))
-    assert one.peak_nbytes(program) == simulate(graph, program.lives).predicted.peak_nbytes
-    one.depot.close()
+        assert same(expected, outside.step(program))
+    assert outside.peak_nbytes(program) == simulate(graph, program.lives).predicted.peak_nbytes
+    outside.depot.close()
