@@ -30,19 +30,27 @@ from lightning_memopt.solvers.planner import UNSEEN_NBYTES, Candidate, Frontier
 ROOM_NBYTES = 4096
 """What a step may take above its plan: what the planner leaves free in every budget."""
 
+_HALFWAY = "had been updated in it"
+"""Words of the warning that a backward raised after it had updated parameters (docs/hazards.md, F7)."""
+
 
 @dataclass
 class Outcome:
-    """What a run left: of every step its loss, or the name of the error that ended it; then weights, buffers, state of the
-    optimizer, the average, and the generator.
+    """What a run left.
 
-    `refused`: the step that this package refused by an error of its own. `crashed`: the error of a step that it should not have
-    ended. `over_nbytes`: by how much a step was measured above its plan.
+    steps: of every step its loss, or the name of the error that ended it.
+    end: weights, buffers, state of the optimizer, the average, and the generator.
+    refused: the step that this package refused by an error of its own.
+    halfway: the step whose backward raised an error after it had updated parameters, which a warning says.
+    error: the last error that ended a step.
+    planned: whether a plan that rebuilds was in force.
+    over_nbytes: by how much a step was measured above its plan.
     """
 
     steps: list[Tensor | str] = field(default_factory=list)
     end: dict[str, Tensor] = field(default_factory=dict)
     refused: int | None = None
+    halfway: int | None = None
     error: BaseException | None = None
     planned: bool = False
     over_nbytes: int = 0
@@ -123,7 +131,9 @@ def _loop(case: Case, model: Model, optimizer: torch.optim.Optimizer, run: Run |
     for i, step in enumerate(case.steps):
         x = data.batch(step.rows)
         try:
-            _step(case, model, optimizer, run, step, x, data, average, outcome)
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                _step(case, model, optimizer, run, step, x, data, average, outcome)
         except MemOptError as error:
             outcome.refused, outcome.error = i, error
             return
@@ -131,6 +141,9 @@ def _loop(case: Case, model: Model, optimizer: torch.optim.Optimizer, run: Run |
             outcome.steps.append(type(error).__name__)
             outcome.error = error
             optimizer.zero_grad()
+            if any(_HALFWAY in str(warning.message) for warning in warned):
+                outcome.halfway = i
+                return
         finally:
             model.kept.clear()
         if run is not None:
@@ -232,7 +245,8 @@ def judge(case: Case) -> Finding | None:
     """What is wrong with the case under its plan; None where all is as it should be.
 
     A step may be refused by an error of this package where it is one of those that are documented (`may_be_refused`): that is
-    loud, and nothing is wrong. Steps before it must be those of the plain run all the same.
+    loud, and nothing is wrong. Steps before it must be those of the plain run all the same. The same holds where an error of
+    user code ends a backward that has updated parameters.
     """
     plain = ran(case, planned=False)
     ours = ran(case, planned=True)
@@ -244,7 +258,7 @@ def judge(case: Case) -> Finding | None:
         if isinstance(b, str):
             return Finding("error", f"step {i}: {type(ours.error).__name__}: {ours.error}")
         return Finding("missing error" if isinstance(a, str) else "bits", f"step {i}: {a} plain, {b} under the plan")
-    if ours.refused is not None:
+    if ours.refused is not None or ours.halfway is not None:
         return None
     for name, value in plain.end.items():
         if not _same(value, ours.end[name]):

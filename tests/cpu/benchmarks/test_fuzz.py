@@ -99,6 +99,17 @@ def test_what_the_fuzzer_found(name: str) -> None:
     assert finding is None, finding
 
 
+def test_an_error_after_early_updates() -> None:
+    """User code writes into an input that backward needs after a parameter is updated: a warning says that half a step is left,
+    and what comes after it is not compared.
+    """
+    steps = *(Step(8),) * 3, Step(8, after=("input",))
+    case = Case(seed=1125218, nodes=(Node("transposed", 1, 0, 5),), steps=steps, plan=60864, held=0.0, early=True, observed=1)
+    ours = ran(case, planned=True)
+    assert ours.halfway == 3 and ours.steps[3] == "RuntimeError"
+    assert judge(case) is None
+
+
 def test_plans_are_in_force() -> None:
     """What is compared was rebuilt."""
     assert ran(PLAIN, planned=True).planned
