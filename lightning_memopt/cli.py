@@ -89,12 +89,17 @@ def _plan(args: argparse.Namespace) -> int:
             if frontier is None:
                 raise ConfigError(f"{args.source}: three steps gave no plan. {run.report()}")
             graph = frontier.graph
+    wanted = None if args.budget == "min" else parse_budget(args.budget, args.device_nbytes or _NO_DEVICE)
     frontier = planner.solve(
-        graph, objective=args.objective, limit_seconds=args.solver_seconds, say=lambda s: print(s, file=sys.stderr)
+        graph,
+        objective=args.objective,
+        limit_seconds=args.solver_seconds,
+        budgets=() if wanted is None else (wanted,),
+        say=lambda s: print(s, file=sys.stderr),
     )
     if (args.offload, args.compress) != ("none", "none"):
         frontier = _offloading(graph.device, args).frontier(frontier)
-    budget = frontier.smallest_nbytes if args.budget == "min" else parse_budget(args.budget, args.device_nbytes or _NO_DEVICE)
+    budget = frontier.smallest_nbytes if wanted is None else wanted
     plan = frontier.plan(budget)
     write_plan(args.output, plan, graph)
     print(

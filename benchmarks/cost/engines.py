@@ -42,8 +42,8 @@ def by_python(forward: Forward) -> Forward:
 def measured(name: str, rounds: int) -> dict[str, Any]:
     measuring = Measuring(name)
     bench, graph = measuring.bench, measuring.graph
-    frontier = planner.solve(graph, overhead=costs.overhead(graph))
-    plan = frontier.plan(measuring.per_block())
+    budget = measuring.per_block()
+    plan = planner.solve(graph, overhead=costs.overhead(graph), budgets=[budget]).plan(budget)
     program = Program(graph, plan.lives)
     forwards: dict[str, Forward | None] = {
         "unmodified": None,

@@ -147,8 +147,8 @@ def _compared(
             bench.step()
             rows[label] = {"equal": bench.equal(outcome)} | bench.peaks()
         forwards[label], contexts[label] = None, peer
-    graph, frontier = observed(bench, deadline)
     peaks = {label: int(MIB * rows[label].get("reserved_mib", rows[label]["allocated_mib"])) for label in peers}
+    graph, frontier = observed(bench, deadline, lambda _: peaks.values())
     choices = wanted(graph, frontier, peaks)
     result |= {"ops": len(graph.ops), "ops_seconds": graph.step_seconds}
     result["rates"] = {

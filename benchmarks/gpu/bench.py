@@ -6,7 +6,7 @@ import contextlib
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -144,12 +144,12 @@ def reference(bench: GpuBench, rows: dict[str, Any]) -> tuple[torch.Tensor, tupl
     return loss, outcome
 
 
-def observed(bench: GpuBench, deadline: float) -> tuple[Graph, Frontier]:
-    """The step as it was observed, and what recomputation can do for it."""
+def observed(bench: GpuBench, deadline: float, budgets: Callable[[Graph], Iterable[int]]) -> tuple[Graph, Frontier]:
+    """The step as it was observed, and what recomputation can do for it. `budgets`: those that plans are made for."""
     in_time(deadline, "observing")
     graph = bench.observe(steps=2)
-    frontier = planner.solve(graph, limit_seconds=min(20.0, seconds_left(deadline) / 3), overhead=costs.overhead(graph))
-    return graph, frontier
+    limit = min(20.0, seconds_left(deadline) / 3)
+    return graph, planner.solve(graph, limit_seconds=limit, overhead=costs.overhead(graph), budgets=budgets(graph))
 
 
 def against(bench: GpuBench, graph: Graph, plan: Plan, budget: int, row: dict[str, Any]) -> None:

@@ -19,8 +19,10 @@ from benchmarks.lib import torch_budget
 from benchmarks.lib.bench import MIB
 from benchmarks.models.gpu import Build
 from lightning_memopt.errors import InfeasibleError
-from lightning_memopt.graph import resident_nbytes, unmodified_levels
+from lightning_memopt.graph import Graph, resident_nbytes, unmodified_levels
+from lightning_memopt.plan import reserved_nbytes_of
 from lightning_memopt.runtime import Program
+from lightning_memopt.solvers.rollout import keep_all
 
 SHARES = (0.7, 0.5, 0.3)
 COMPILED = (0.5, 0.2)
@@ -41,14 +43,18 @@ def replay(name: str, build: Build, device: torch.device, seconds: float, rounds
     return run(name, build, device, seconds, partial(_replay, rounds=rounds, with_compile=with_compile))
 
 
+def _budgets(graph: Graph) -> dict[str, int]:
+    """Shares of what the unmodified step takes, or reserves."""
+    reserve, resident = reserved_nbytes_of(graph), resident_nbytes(graph)
+    top = max(unmodified_levels(graph)) if reserve is None else reserve(keep_all(graph))
+    return {f"ours f={f}": int(resident + f * (top - resident)) for f in SHARES}
+
+
 def _replay(bench: GpuBench, result: dict[str, Any], deadline: float, rounds: int, with_compile: bool) -> None:
     rows = result["rows"]
     loss, outcome = reference(bench, rows)
-    graph, frontier = observed(bench, deadline)
+    graph, frontier = observed(bench, deadline, lambda graph: _budgets(graph).values())
     resident = resident_nbytes(graph)
-    top = frontier.unmodified_peak_nbytes
-    if frontier.reserve is not None:
-        top = frontier.reserve(frontier.candidates[-1].lives)
     result |= {
         "ops": len(graph.ops),
         "plans": len(frontier.candidates),
@@ -60,7 +66,7 @@ def _replay(bench: GpuBench, result: dict[str, Any], deadline: float, rounds: in
     }
     forwards: dict[str, Callable[[], Any] | None] = {"unmodified": None}
     contexts: dict[str, Callable[[], Any]] = {}
-    for label, budget in [(f"ours f={f}", int(resident + f * (top - resident))) for f in SHARES] + [("ours smallest", 0)]:
+    for label, budget in (_budgets(graph) | {"ours smallest": 0}).items():
         in_time(deadline, label)
         rows[label] = row = {"budget_mib": (budget or frontier.smallest_nbytes) / MIB}
         try:

@@ -14,7 +14,7 @@ recorded ops again, their FLOPs are counted, and seconds are those of the roofli
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from benchmarks.models.convolutional import Built
 from benchmarks.models.registry import MODELS
 from lightning_memopt import jsonio
 from lightning_memopt.errors import InfeasibleError
-from lightning_memopt.graph import Graph, resident_nbytes
+from lightning_memopt.graph import Graph, resident_nbytes, unmodified_levels
 from lightning_memopt.plan.rates import Device
 from lightning_memopt.runtime import Program, install_native
 from lightning_memopt.solvers import planner
@@ -45,6 +45,8 @@ EFFICIENCY = 0.7
 """Of the card's FLOP rate: assumed, as in benchmarks/papers/transfer_papers.py."""
 CURVE = (1.5, 2.0, 2.5, 3.0, 3.5)
 """Further points: the unmodified step's memory over the budget."""
+_SECONDS = 120.0
+"""The limit of solving for all points of a table."""
 _SAME = 0.02
 """The table leaves out points that are this close to MONeT's."""
 
@@ -104,14 +106,17 @@ def recorded(build: Callable[..., Built], batch: int) -> Graph:
 
 
 class Planned:
-    """The plans of a step, for the fewest FLOPs and for the fewest seconds, and what no plan goes below."""
+    """The plans of a step, for the fewest FLOPs and for the fewest seconds, and what no plan goes below. `less`: what the
+    unmodified step's memory is divided by.
+    """
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, less: Iterable[float]) -> None:
         self.graph = graph
         self.flops = sum(op.flops for op in graph.ops)
-        self.fewest = planner.solve(graph, objective="flops")
-        self.fastest = planner.solve(graph)
-        self.unmodified_nbytes = self.fewest.unmodified_peak_nbytes
+        self.unmodified_nbytes = max(unmodified_levels(graph))
+        budgets = [int(self.unmodified_nbytes / x) for x in less]
+        self.fewest = planner.solve(graph, objective="flops", limit_seconds=_SECONDS, budgets=budgets)
+        self.fastest = planner.solve(graph, limit_seconds=_SECONDS, budgets=budgets)
         in_flops = replace(graph, ops=tuple(replace(op, seconds=op.flops / self.flops) for op in graph.ops))
         self._moments = bound.moments(in_flops)
 
@@ -148,7 +153,7 @@ class Planned:
 
 def predicted(case: Case) -> dict[str, Any]:
     """A network at MONeT's batch."""
-    planned = Planned(recorded(case.build, case.batch))
+    planned = Planned(recorded(case.build, case.batch), [*(case.gib / gib for gib, _ in case.points), *CURVE])
     smallest = min(planned.fewest.candidates[0], planned.fastest.candidates[0], key=lambda c: c.predicted.peak_nbytes)
     return {
         "batch": case.batch,
@@ -199,8 +204,9 @@ def executed(case: Case) -> dict[str, Any]:
     loss, reference = bench.step(), bench.outcome()
     graph = bench.observe(steps=2)
     resident = resident_nbytes(graph)
-    frontier = planner.solve(graph, objective="flops")
-    plan = frontier.plan(int(frontier.unmodified_peak_nbytes / case.less))
+    budget = int(max(unmodified_levels(graph)) / case.less)
+    frontier = planner.solve(graph, objective="flops", budgets=[budget])
+    plan = frontier.plan(budget)
     forward: Forward = bench.planned(Program(graph, plan.lives))
     same = torch.equal(bench.step(forward), loss) and equal(reference, bench.outcome())
     again = convolution_flops(lambda: bench.step(forward)) - convolution_flops(bench.step)

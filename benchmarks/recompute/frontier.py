@@ -23,7 +23,7 @@ from benchmarks.lib.bench import MIB, Bench, Forward, Outcome, equal
 from benchmarks.lib.paths import RESULTS
 from benchmarks.models.registry import MODELS
 from lightning_memopt.errors import InfeasibleError
-from lightning_memopt.graph import Graph, resident_nbytes
+from lightning_memopt.graph import Graph, resident_nbytes, unmodified_levels
 from lightning_memopt.runtime import Program
 from lightning_memopt.session import costs
 from lightning_memopt.solvers import planner
@@ -133,19 +133,18 @@ def run(name: str, rounds: int, with_compile: bool) -> dict[str, Any]:
     graph, resident = measuring.graph, measuring.resident
 
     overhead = costs.overhead(graph)
+    activations = max(unmodified_levels(graph)) - resident
+    budgets = {f"f={f}": int(resident + f * activations) for f in SHARES} | {"at per-block peak": measuring.per_block()}
     frontiers = {
-        "ours": planner.solve(graph, overhead=overhead),
-        "fewest FLOPs": planner.solve(graph, objective="flops", overhead=overhead),
+        "ours": planner.solve(graph, overhead=overhead, budgets=budgets.values()),
+        "fewest FLOPs": planner.solve(graph, objective="flops", overhead=overhead, budgets=budgets.values()),
     }
     ours = frontiers["ours"]
-    activations = ours.unmodified_peak_nbytes - resident
-    at_block = measuring.per_block()
     for who, frontier in frontiers.items():
-        for f in SHARES:
-            measuring.ours(f"{who} f={f}", frontier, int(resident + f * activations))
+        for label, budget in budgets.items():
+            measuring.ours(f"{who} {label}", frontier, budget)
         if frontier is ours:
             measuring.ours("ours smallest", frontier, frontier.smallest_nbytes)
-        measuring.ours(f"{who} at per-block peak", frontier, at_block)
     if with_compile:
         measuring.stock_compiler(rounds)
     for label, ratios in measuring.bench.times(measuring.forwards, rounds, measuring.contexts).items():

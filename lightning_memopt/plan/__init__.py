@@ -4,7 +4,7 @@ from lightning_memopt.plan.allocator import Reserved, reserved, reserved_nbytes_
 from lightning_memopt.plan.files import plan_from_json, plan_to_json, read_plan, write_plan
 from lightning_memopt.plan.lower import Fetch, Free, LoweringError, Rebuild, Schedule, Segment, lower
 from lightning_memopt.plan.model import Life, Plan, Prediction
-from lightning_memopt.plan.simulate import Timeline, simulate
+from lightning_memopt.plan.simulate import SegmentCost, Timeline, added_by, fixed_levels, segment_cost, simulate
 from lightning_memopt.plan.validate import Report, validate
 
 __all__ = [
@@ -19,13 +19,17 @@ __all__ = [
     "Rebuild",
     "Schedule",
     "Segment",
+    "SegmentCost",
     "Timeline",
+    "added_by",
+    "fixed_levels",
     "lower",
     "plan_from_json",
     "plan_to_json",
     "read_plan",
     "reserved",
     "reserved_nbytes_of",
+    "segment_cost",
     "simulate",
     "validate",
     "write_plan",

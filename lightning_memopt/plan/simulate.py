@@ -6,11 +6,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import add
+from typing import NamedTuple
 
 from lightning_memopt.graph import Graph, Levels, base_levels, workspaces
 from lightning_memopt.plan.clocks import TransferRates, Transfers, leaves_at, transfers
 from lightning_memopt.plan.forms import codec_of, tier_of
-from lightning_memopt.plan.lower import Fetch, Rebuild, Schedule, lower
+from lightning_memopt.plan.lower import Fetch, Rebuild, Schedule, Segment, lower
 from lightning_memopt.plan.model import Life, Prediction
 
 
@@ -31,14 +32,65 @@ class Timeline:
         return self.nbytes.index(self.predicted.peak_nbytes)
 
 
+class SegmentCost(NamedTuple):
+    """What a segment costs.
+
+    rise_nbytes: the most bytes at once above those at its begin. Lives that begin at its point are part of them.
+    seconds, flops: of its ops.
+    made_nbytes: bytes that its ops make, copies included.
+    ops: how many ops it runs.
+    """
+
+    rise_nbytes: int
+    seconds: float
+    flops: int
+    made_nbytes: int
+    ops: int
+
+
 @lru_cache(maxsize=4)
-def _fixed(graph: Graph) -> tuple[list[int], list[int]]:
-    """Bytes at every point that no plan changes, workspaces included; and bytes that every op makes when it runs again."""
+def fixed_levels(graph: Graph) -> list[int]:
+    """Bytes at every point that no plan changes, workspaces included."""
+    return list(map(add, base_levels(graph), workspaces(graph)))
+
+
+@lru_cache(maxsize=4)
+def _made(graph: Graph) -> list[int]:
+    """Bytes that every op makes when it runs again."""
     made = []
     for op in graph.ops:
         in_place = {new for _, new in op.mutates}
         made.append(sum(graph.tensors[t].nbytes for t in op.outputs if t not in in_place))
-    return list(map(add, base_levels(graph), workspaces(graph))), made
+    return made
+
+
+def added_by(graph: Graph, life: Life) -> tuple[int, int, int]:
+    """(first point, last point, bytes) of what a life adds to `fixed_levels`: they have the tensor until user code frees it."""
+    t = graph.tensors[life.tensor]
+    return max(life.born_at, t.freed_at + 1) if life.how == "original" else life.born_at, life.freed_at, t.nbytes
+
+
+def segment_cost(graph: Graph, steps: Segment) -> SegmentCost:
+    """Price a segment by itself."""
+    made = _made(graph)
+    now = rise = flops = made_nbytes = count = 0
+    seconds = 0.0
+    for step in steps:
+        if isinstance(step, Rebuild):
+            op = graph.ops[step.op]
+            seconds += op.seconds
+            flops += op.flops
+            count += 1
+            allocated = made[step.op]
+            for clone in step.clones:
+                allocated += graph.tensors[clone].nbytes
+            made_nbytes += allocated
+            now += allocated
+            if now + op.workspace_nbytes > rise:
+                rise = now + op.workspace_nbytes
+        elif not isinstance(step, Fetch):
+            now -= graph.tensors[step.tensor].nbytes
+    return SegmentCost(rise, seconds, flops, made_nbytes, count)
 
 
 def simulate(
@@ -56,14 +108,12 @@ def simulate(
     """
     lives = tuple(lives)
     schedule = schedule or lower(graph, lives)
-    fixed, made = _fixed(graph)
+    fixed = fixed_levels(graph)
     first_point, last_point = window or (0, len(graph.points) - 1)
     levels = Levels(last_point - first_point + 1)
     for life in lives:
-        t = graph.tensors[life.tensor]
-        # the base has the tensor until user code frees it: a life adds bytes only after that
-        first = max(life.born_at, t.freed_at + 1) if life.how == "original" else life.born_at
-        levels.add(first - first_point, life.freed_at - first_point, t.nbytes)
+        first, last, life_nbytes = added_by(graph, life)
+        levels.add(first - first_point, last - first_point, life_nbytes)
     if schedule.parked:
         for _, first, last, encoded_nbytes in encoded(graph, lives):
             levels.add(first - first_point, last - first_point, encoded_nbytes)
@@ -80,23 +130,13 @@ def simulate(
     for point, steps in schedule.segments.items():
         if not first_point <= point <= last_point:
             continue
-        now = peak = nbytes[point - first_point] - born_nbytes.get(point, 0)
-        for step in steps:
-            if isinstance(step, Rebuild):
-                op = graph.ops[step.op]
-                seconds += op.seconds
-                flops += op.flops
-                count += 1
-                allocated = made[step.op]
-                for clone in step.clones:
-                    allocated += graph.tensors[clone].nbytes
-                rebuilt += allocated
-                now += allocated
-                if now + op.workspace_nbytes > peak:
-                    peak = now + op.workspace_nbytes
-            elif not isinstance(step, Fetch):
-                now -= graph.tensors[step.tensor].nbytes
-        nbytes[point - first_point] = max(nbytes[point - first_point], peak)
+        cost = segment_cost(graph, steps)
+        seconds += cost.seconds
+        flops += cost.flops
+        rebuilt += cost.made_nbytes
+        count += cost.ops
+        began = nbytes[point - first_point] - born_nbytes.get(point, 0)
+        nbytes[point - first_point] = max(nbytes[point - first_point], began + cost.rise_nbytes)
     moved = transfers(graph, lives, schedule, rates) if rates is not None and schedule.parked else Transfers()
     predicted = Prediction(
         peak_nbytes=max(nbytes, default=0),

@@ -22,6 +22,8 @@ from lightning_memopt.units import format_nbytes
 
 _SCALING = ("feature maps", "held to rebuild", "rebuilt", "generator states", "in use", "workspace", "inputs")
 """Structures whose bytes grow with the batch."""
+_LESS, _MORE = 9, 11
+"""Tenths of the budget that are tried in its place."""
 _MOST_PLANS = 8
 """So many plans are tried as starts for parked tensors."""
 
@@ -37,7 +39,8 @@ class Help:
 def helps(plan: Plan, graph: Graph, limit_seconds: float = 10.0) -> str:
     """A list of sentences with a title. `limit_seconds`: of the search for plans for other budgets."""
     peak = at_peak(graph, plan.lives)
-    frontier = planner.solve(graph, limit_seconds=limit_seconds)
+    budgets = [plan.budget_nbytes * share // 10 for share in (_LESS, _MORE)]
+    frontier = planner.solve(graph, limit_seconds=limit_seconds, budgets=budgets)
     entries = [*_parking(graph, plan, frontier), *_order(savings(graph)), *_batch(peak)]
     ranked = sorted(entries, key=lambda entry: -entry.nbytes)
     lines = [*costliest(graph, plan), *_budget(plan, frontier), *(entry.text for entry in ranked)]
@@ -77,7 +80,7 @@ def _budget(plan: Plan, frontier: planner.Frontier) -> Iterator[str]:
         yield f"The step fits {format_nbytes(plan.budget_nbytes)} as it is: a larger budget changes nothing."
     else:
         yield _more(plan, frontier)
-    less = plan.budget_nbytes * 9 // 10
+    less = plan.budget_nbytes * _LESS // 10
     try:
         seconds = frontier.within(less).predicted.seconds
         yield f"10 % less budget ({format_nbytes(less)}) would cost {1e3 * seconds:.2f} ms a step, by recomputation alone."
@@ -89,7 +92,7 @@ def _budget(plan: Plan, frontier: planner.Frontier) -> Iterator[str]:
 
 
 def _more(plan: Plan, frontier: planner.Frontier) -> str:
-    more, now = plan.budget_nbytes * 11 // 10, _seconds(plan)
+    more, now = plan.budget_nbytes * _MORE // 10, _seconds(plan)
     text = f"10 % more budget ({format_nbytes(more)})"
     try:
         best = frontier.within(more).predicted

@@ -35,18 +35,19 @@ class Solved(NamedTuple):
 
 def solved(graph: Graph, limit_nbytes: int | None, offloading: Offloading, say: Say) -> Solved:
     """Solve for a graph, and choose its plan. Raises InfeasibleError as `chosen` does."""
-    frontier = frontier_of(graph, offloading, say)
+    frontier = frontier_of(graph, offloading, say, limit_nbytes)
     return Solved(frontier, *chosen(frontier, graph, limit_nbytes, offloading.config, say))
 
 
-def frontier_of(graph: Graph, offloading: Offloading, say: Say) -> planner.Frontier:
-    """The frontier of this graph, with parked tensors where the config allows them."""
+def frontier_of(graph: Graph, offloading: Offloading, say: Say, limit_nbytes: int | None = None) -> planner.Frontier:
+    """The frontier of this graph, with parked tensors where the config allows them, and with more plans for one limit."""
     say(f"MemOpt: solving for {len(graph.ops)} ops, {len(graph.saves)} saved tensors")
     return offloading.frontier(
         planner.solve(
             graph,
             objective=offloading.config.objective,
             limit_seconds=offloading.config.solver_seconds,
+            budgets=() if limit_nbytes is None else (limit_nbytes,),
             say=lambda s: say(f"MemOpt:   {s}"),
             overhead=costs.overhead(graph),
             clock=times.current.solver_clock(thread_time),

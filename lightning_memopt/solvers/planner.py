@@ -1,9 +1,9 @@
 """The frontier of plans of a graph, and the one that fits a budget.
 
 All solvers' plans go into one pool, priced by the same simulator: keep-all, checkpointing of each sharded unit, the op-level
-minimum cuts of the whole graph, Echo, and the chain programme at many levels of memory. The pool does not depend on the budget,
-and only its Pareto set is kept; so the frontier is monotone by construction: a smaller budget never yields a larger peak, a
-larger one never a slower plan.
+minimum cuts of the whole graph, Echo, and the chain programme at many levels of memory. Where the budget is known, a local
+search adds plans for it. Only the Pareto set is kept; so the frontier is monotone by construction: a smaller budget never
+yields a larger peak, a larger one never a slower plan.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_memopt.plan import Life, LoweringError, Plan, Prediction, reserve
 from lightning_memopt.plan.model import Objective
 from lightning_memopt.solvers import chain as dp
 from lightning_memopt.solvers.collector import collector_paused
-from lightning_memopt.solvers.recompute import bound, stage_chain
+from lightning_memopt.solvers.recompute import bound, local_search, stage_chain
 from lightning_memopt.solvers.recompute.baselines import per_unit
 from lightning_memopt.solvers.recompute.between import mixed, moments_between
 from lightning_memopt.solvers.recompute.echo import echo
@@ -233,11 +233,16 @@ def _smallest(graph: Graph) -> Iterator[tuple[str, tuple[Life, ...]]]:
         return _OP_SECONDS + nbytes / _BYTES_PER_SECOND + op.flops / _FLOPS_PER_SECOND
 
     timeless = replace(graph, ops=tuple(replace(op, seconds=seconds(op)) for op in graph.ops))
-    yield "Echo", echo(timeless)
+    plans = [("Echo", echo(timeless))]
     for moment in bound.moments(timeless, vertices=6):
-        yield from _whole_graph(moment)
+        plans += _whole_graph(moment)
     for name, model in _chains(timeless):
-        yield f"{name}, smallest", stage_chain.lives(model, dp.smallest_tree(model.chain))
+        with contextlib.suppress(LoweringError):
+            plans.append((f"{name}, smallest", stage_chain.lives(model, dp.smallest_tree(model.chain))))
+    yield from plans
+    smaller = local_search.smaller(timeless, [lives for _, lives in plans])
+    if smaller is not None:
+        yield "local search, smallest", smaller
 
 
 def smallest(graph: Graph) -> Candidate:
@@ -296,6 +301,18 @@ def _between(graph: Graph, pool: list[Candidate], objective: Objective) -> Itera
                     yield "mixed", mixed(graph, early.lives, late.lives, moment)
 
 
+def _near(
+    graph: Graph, front: list[Candidate], budget_nbytes: int, reserve: Callable[[tuple[Life, ...]], int] | None
+) -> Iterator[tuple[str, tuple[Life, ...]]]:
+    """Plans for a budget that a local search reaches from those of the frontier."""
+    fitting = bisect_right([_needs(c) for c in front], budget_nbytes)
+    if fitting < len(front):  # the unmodified step does not fit
+        near = _with_reserved(front[max(0, fitting - 1)], reserve)
+        beside = near.predicted.needed_nbytes - near.predicted.peak_nbytes + near.beside_nbytes + UNSEEN_NBYTES
+        for lives in local_search.within(graph, [c.lives for c in front], fitting, budget_nbytes - beside):
+            yield "local search", lives
+
+
 @collector_paused()
 def solve(
     graph: Graph,
@@ -303,6 +320,7 @@ def solve(
     objective: Objective = "throughput",
     limit_seconds: float = 30.0,
     dense: bool = False,
+    budgets: Iterable[int] = (),
     say: Progress = lambda _: None,
     overhead: Callable[[tuple[Life, ...]], float] = lambda _: 0.0,
     beside: Callable[[tuple[Life, ...]], int] = lambda _: 0,
@@ -310,10 +328,10 @@ def solve(
 ) -> Frontier:
     """The frontier of a graph. Past the time limit it is made of the plans found so far, keep-all among them.
 
-    `dense`: with plans between neighbours that are far apart. `overhead`: seconds that recording and rebuilding take by
-    themselves, for the lives of a plan. `beside`: bytes that a plan needs in other steps or calls at the same time. `clock`:
-    what the limit is counted by: this thread's seconds of CPU, for a busy machine would have other plans, and could keep fewer
-    budgets.
+    `dense`: with plans between neighbours that are far apart. `budgets`: bytes for which a local search looks for plans.
+    `overhead`: seconds that recording and rebuilding take by themselves, for the lives of a plan. `beside`: bytes that a plan
+    needs in other steps or calls at the same time. `clock`: what the limit is counted by: this thread's seconds of CPU, for a
+    busy machine would have other plans, and could keep fewer budgets.
     """
     began, began_clock = perf_counter(), clock()
     unmodified = max(unmodified_levels(graph), default=0)
@@ -346,6 +364,8 @@ def solve(
         yield from _chain(priced, unmodified, say)
         if dense:
             yield from _between(graph, pool, objective)
+        for budget in budgets:
+            yield from _near(priced, _pareto(pool, objective), budget, reserve)
 
     saves = any(s.unpacked_at and s.tensor in graph.producers for s in graph.saves)
     searched = fenced(graph)

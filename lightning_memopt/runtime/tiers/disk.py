@@ -174,15 +174,17 @@ class _DiskParked:
     released: its bytes are not needed any more.
     """
 
+    released = True  # also where an interrupt ends the constructor: there is nothing to release
+
     def __init__(self, tier: DiskTier, t: Tensor, what: str) -> None:
         self._tier = tier
         self.what = what
         self.nbytes = t.numel()
         self.copies = 0
-        self.released = False
         self.piece = tier.piece_of(self)
         self._fetches: tuple[Copy, ...] = ()
         self._store = Copy(partial(self._write, t, self._ready()))  # T2: holds `t` until it has ended
+        self.released = False
 
     @property
     def offset(self) -> int:

@@ -1,0 +1,178 @@
+"""A plan of which one tensor's lives change at a time, and what each change costs.
+
+To price a plan, `plan.simulate` walks the whole step. A change of one tensor touches a few segments: those in which it is made
+or read. A `Draft` lowers only these again, and adds what is otherwise to the bytes of every point. Prices are those of the
+simulator (tests/solvers/test_local_search.py compares them).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_memopt.graph import Graph
+from lightning_memopt.plan import (
+    Life,
+    LoweringError,
+    Rebuild,
+    Segment,
+    SegmentCost,
+    added_by,
+    fixed_levels,
+    lower,
+    segment_cost,
+)
+from lightning_memopt.plan.lower import Residency, segment
+from lightning_memopt.solvers.rollout import Rollout
+
+Lives = tuple[Life, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """Other lives of a tensor, and the plan that they lead to.
+
+    tensor: the tensor.
+    lives: its lives.
+    segments: point -> the segment there, where it is another one than before; empty where nothing runs any more.
+    nbytes: bytes at every point, as of `Timeline.nbytes`.
+    extra_seconds: by how much the ops that run again take longer than before; below 0: they take less.
+    """
+
+    tensor: int
+    lives: tuple[Life, ...]
+    segments: dict[int, Segment]
+    nbytes: np.ndarray
+    extra_seconds: float
+
+    @property
+    def peak_nbytes(self) -> int:
+        return int(self.nbytes.max())
+
+
+class Draft:
+    """A plan that only rebuilds, open to changes.
+
+    graph: the graph.
+    lives: all lives, as in a plan.
+    lives_of: tensor -> its lives, in their order.
+    segments: unpack point -> what runs there.
+    nbytes: bytes at every point.
+    """
+
+    def __init__(self, graph: Graph, lives: Iterable[Life]) -> None:
+        self.graph = graph
+        self.lives = lives = tuple(lives)
+        self._resident = Residency(graph, lives)
+        self.lives_of = self._resident.lives
+        self.segments = dict(lower(graph, lives).segments)
+        self._births: dict[int, set[int]] = {}
+        self._costs = {point: segment_cost(graph, steps) for point, steps in self.segments.items()}
+        self._touching: dict[int, set[int]] = {}
+        self._level = np.array(fixed_levels(graph), dtype=np.int64)
+        self._runs: Counter[int] = Counter()
+        for life in lives:
+            self._add(self._level, life, 1)
+            if life.how == "rebuild":
+                self._births.setdefault(life.born_at, set()).add(life.tensor)
+        for point, steps in self.segments.items():
+            for t in self._touched(steps):
+                self._touching.setdefault(t, set()).add(point)
+            self._runs.update(self._with_state(steps))
+        for op in self._runs:
+            self._add_state(self._level, op, 1)
+        self.nbytes = self._level.copy()
+        for point in self.segments:
+            self.nbytes[point] += self._above(point, self._costs[point], self._births.get(point, set()))
+
+    @property
+    def peak_nbytes(self) -> int:
+        return int(self.nbytes.max())
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the ops that run again."""
+        return sum(cost.seconds for cost in self._costs.values())
+
+    @property
+    def peak_at(self) -> int:
+        return int(self.nbytes.argmax())
+
+    def segments_of(self, tensor: int) -> set[int]:
+        """The points of the segments whose ops read or make a tensor."""
+        return self._touching.get(tensor, set())
+
+    def change(self, tensor: int, lives: Iterable[Life]) -> Change | None:
+        """What comes of other lives of a tensor. None where a life could not begin."""
+        before, after = self.lives_of.get(tensor, []), list(lives)
+        born = {life.born_at for life in after if life.how == "rebuild"}
+        unborn = {life.born_at for life in before if life.how == "rebuild"} - born
+        touched = self.segments_of(tensor)
+        there = {point: self._resident(tensor, point) for point in touched}
+        self.lives_of[tensor] = after
+        segments: dict[int, Segment] = {}
+        try:
+            for point in born | unborn | {p for p in touched if self._resident(tensor, p) != there[p]}:
+                births = self._births.get(point, set()) - {tensor} | ({tensor} if point in born else set())
+                segments[point] = segment(self.graph, point, births, self._resident) if births else ()
+        except LoweringError:
+            return None
+        finally:
+            self.lives_of[tensor] = before
+        return self._priced(tensor, after, segments, born)
+
+    def after(self, change: Change) -> Draft:
+        """The plan with a change, and with all lives only as long as they are read then. Raises LoweringError."""
+        roll = Rollout(self.graph)
+        for point, steps in (self.segments | change.segments).items():
+            roll.run(point, (step.op for step in steps if isinstance(step, Rebuild)))
+        return Draft(self.graph, roll.lives())
+
+    def _priced(self, tensor: int, after: list[Life], segments: dict[int, Segment], born: set[int]) -> Change:
+        level = self._level.copy()
+        for life in self.lives_of.get(tensor, ()):
+            self._add(level, life, -1)
+        for life in after:
+            self._add(level, life, 1)
+        runs = Counter[int]()
+        seconds = 0.0
+        costs = {point: segment_cost(self.graph, steps) for point, steps in segments.items()}
+        for point, steps in segments.items():
+            runs.update(self._with_state(steps))
+            runs.subtract(self._with_state(self.segments.get(point, ())))
+            seconds += costs[point].seconds
+            if point in self._costs:
+                seconds -= self._costs[point].seconds
+        for op, more in runs.items():
+            self._add_state(level, op, (self._runs[op] + more > 0) - (self._runs[op] > 0))
+        nbytes = level + (self.nbytes - self._level)
+        for point, cost in costs.items():
+            births = self._births.get(point, set()) - {tensor} | ({tensor} if point in born else set())
+            nbytes[point] = level[point] + self._above(point, cost, births)
+        return Change(tensor, tuple(after), segments, nbytes, seconds)
+
+    def _above(self, point: int, cost: SegmentCost, births: set[int]) -> int:
+        """Bytes above those of the point's lives while its segment runs."""
+        return max(0, cost.rise_nbytes - sum(self.graph.tensors[t].nbytes for t in births))
+
+    def _touched(self, steps: Segment) -> Iterator[int]:
+        for step in steps:
+            if isinstance(step, Rebuild):
+                op = self.graph.ops[step.op]
+                yield from op.inputs
+                yield from op.outputs
+
+    def _with_state(self, steps: Segment) -> list[int]:
+        """The ops of a segment that draw numbers."""
+        return [step.op for step in steps if isinstance(step, Rebuild) and self.graph.ops[step.op].state_nbytes]
+
+    def _add(self, level: np.ndarray, life: Life, times: int) -> None:
+        first, last, nbytes = added_by(self.graph, life)
+        level[max(first, 0) : last + 1] += times * nbytes
+
+    def _add_state(self, level: np.ndarray, op_id: int, times: int) -> None:
+        op = self.graph.ops[op_id]
+        level[op.at : self.graph.last_release + 1] += times * op.state_nbytes

@@ -1,0 +1,192 @@
+"""Improve plans that only rebuild by one tensor at a time: drop one at the peak, or keep one where there is room.
+
+Minimum cuts look at one or two points of the step, and a chain at its stages; their plans leave a peak at a third point, or
+room beside it. A walk *down* drops, of the largest tensors at the peak of a plan, the one whose rebuild takes the least time
+for a byte; then the peak is somewhere else. A walk *up* keeps tensors that are rebuilt although there is room to keep them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from operator import itemgetter
+
+from lightning_memopt.graph import Graph
+from lightning_memopt.plan import Life, LoweringError, Rebuild
+from lightning_memopt.solvers.recompute.draft import Change, Draft, Lives
+
+_FEW = 12
+"""So many of the largest tensors at a peak are looked at."""
+_STARTS, _STRIDE = 12, 3
+"""A search begins at so many plans above the limit: every third one first."""
+_LOOSER = (1.05, 1.1, 1.2, 1.4) * 2
+"""The best plan walks up to so many times the limit, and down again."""
+_STEPS = 60
+"""The most steps of a walk down. One that does not reach the limit by then is given up."""
+_WORK, _LEAST = 400_000, 20
+"""A search makes plans for so many points of the step in all, and so many plans at least: a count, so that the result does not
+depend on how busy the machine is.
+"""
+
+
+def within(graph: Graph, plans: Sequence[Lives], fitting: int, limit_nbytes: int) -> Iterator[Lives]:
+    """Plans within a limit, each faster than the one before, that walks from the plans of a frontier lead to. `plans`: peaks
+    rising, and seconds falling; the first `fitting` of them are within the limit.
+    """
+    walks = Walks(graph)
+    above = range(fitting, min(len(plans), fitting + _STARTS))
+    starts = [*range(max(0, fitting - 1), fitting), *(i for first in range(_STRIDE) for i in above[first::_STRIDE])]
+    best: Draft | None = None
+    for i in starts:
+        draft = walks.within(Draft(graph, plans[i]), limit_nbytes)
+        if draft is not None and (best is None or draft.seconds < best.seconds):
+            best = draft
+            yield draft.lives
+    for looser in _LOOSER:
+        between = best and walks.within(best, int(looser * limit_nbytes))
+        draft = between and walks.within(between, limit_nbytes)
+        if best is not None and draft is not None and draft.seconds < best.seconds:
+            best = draft
+            yield draft.lives
+
+
+def smaller(graph: Graph, plans: Iterable[Lives]) -> Lives | None:
+    """The last plan of a walk down from the smallest of these; None where there is no way down."""
+    drafts = []
+    for lives in plans:
+        with contextlib.suppress(LoweringError):
+            drafts.append(Draft(graph, lives))
+    start = min(drafts, key=lambda draft: draft.peak_nbytes)
+    *_, last = [start, *itertools.islice(Walks(graph).down(start), _STEPS)]
+    return None if last is start else last.lives
+
+
+class Walks:
+    """Walks through the plans of a graph.
+
+    graph: the graph. Seconds are those of its ops.
+    left: so many plans may still be made.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.left = max(_LEAST, _WORK // max(1, len(graph.points)))
+
+    def down(self, draft: Draft) -> Iterator[Draft]:
+        """Plans of falling peak, until no tensor can be dropped at the peak."""
+        while (after := self._down(draft)) is not None:
+            draft = after
+            yield draft
+
+    def up(self, draft: Draft, limit_nbytes: int) -> Iterator[Draft]:
+        """Faster and faster plans within the limit, until no tensor that is rebuilt can be kept."""
+        tried: set[tuple[int, int]] = set()
+        while (after := self._up(draft, limit_nbytes, tried)) is not None:
+            draft = after
+            yield draft
+
+    def within(self, draft: Draft, limit_nbytes: int) -> Draft | None:
+        """The plan within the limit to which a walk down leads, and then one up. None where there is none."""
+        down = itertools.islice(self.down(draft), _STEPS)
+        while draft.peak_nbytes > limit_nbytes:
+            after = next(down, None)
+            if after is None:
+                return None
+            draft = after
+        return deque([draft, *self.up(draft, limit_nbytes)], maxlen=1).pop()
+
+    def _down(self, draft: Draft) -> Draft | None:
+        peak_at, level = draft.peak_at, draft.peak_nbytes
+
+        def lower(plan: Draft | Change) -> bool:
+            return int(plan.nbytes[peak_at]) < level and plan.peak_nbytes <= level
+
+        def price(change: Change) -> tuple[float, int]:
+            """Seconds for a byte at the peak."""
+            return max(0.0, change.extra_seconds) / (level - int(change.nbytes[peak_at])), change.peak_nbytes
+
+        drops = sorted(filter(lower, _drops(draft, peak_at)), key=price)
+        return next(filter(lower, self._after(draft, drops)), None)
+
+    def _up(self, draft: Draft, limit_nbytes: int, tried: set[tuple[int, int]]) -> Draft | None:
+        def keeps() -> Iterator[Change]:
+            for t, point, kept in _keeps(draft, limit_nbytes):
+                if (t, point) not in tried:
+                    tried.add((t, point))
+                    change = draft.change(t, kept)
+                    if change is not None and change.peak_nbytes <= limit_nbytes and change.extra_seconds < 0:
+                        yield change
+
+        afters = self._after(draft, keeps())
+        return next((a for a in afters if a.peak_nbytes <= limit_nbytes and a.seconds < draft.seconds), None)
+
+    def _after(self, draft: Draft, changes: Iterable[Change]) -> Iterator[Draft]:
+        """The plans with each of these changes, while there is work left."""
+        for change in changes:
+            if not self.left:
+                return
+            self.left -= 1
+            with contextlib.suppress(LoweringError):
+                yield draft.after(change)
+
+
+def _drops(draft: Draft, at: int) -> Iterator[Change]:
+    """Changes that drop one of the largest tensors at a point, and rebuild it where autograd next asks for it, or where an op
+    that runs again next reads it.
+    """
+    graph = draft.graph
+    there = [
+        life
+        for life in draft.lives
+        if life.born_at <= at <= life.freed_at and (life.how == "rebuild" or graph.tensors[life.tensor].freed_at < at)
+    ]
+    for life in sorted(there, key=lambda life: -graph.tensors[life.tensor].nbytes)[:_FEW]:
+        t = life.tensor
+        op = graph.producers.get(t)
+        reads = list(graph.reads(t))
+        if op is None or not op.recomputable or any(asked <= at <= released for asked, released in reads):
+            continue
+        asked = sorted(p for p, _ in reads if life.born_at <= p <= life.freed_at)
+        read = sorted({*asked, *(p for p in draft.segments_of(t) if life.born_at < p <= life.freed_at)})
+        lives = [other for other in draft.lives_of[t] if other is not life]
+        if any(p < at for p in read) or (life.how == "rebuild" and life.born_at < at):
+            lives.append(replace(life, freed_at=at - 1))
+        for again in {next((p for p in points if p > at), None) for points in (asked, read)}:
+            rebuilt = [] if again is None else [Life(tensor=t, born_at=again, freed_at=life.freed_at, how="rebuild")]
+            change = draft.change(t, [*lives, *rebuilt])
+            if change is not None:
+                yield change
+
+
+def _keeps(draft: Draft, limit_nbytes: int) -> Iterator[tuple[int, int, list[Life]]]:
+    """(tensor, point at which it is rebuilt, its lives if it was kept until then), where there is room. The first is the one
+    whose op takes the longest for each byte and point of keeping its result.
+    """
+    graph = draft.graph
+    options = []
+    for point, steps in draft.segments.items():
+        for op in (graph.ops[step.op] for step in steps if isinstance(step, Rebuild)):
+            for t in op.outputs:
+                tensor, lives = graph.tensors[t], draft.lives_of.get(t, [])
+                before = [life for life in lives if life.born_at < point]
+                if before and before[-1].freed_at >= point:
+                    continue  # a second copy, which is freed at once
+                since = before[-1].freed_at if before else tensor.born_at
+                if not before or before[-1].how == "original":
+                    if t in graph.overwritten:
+                        continue
+                    since = max(since, tensor.freed_at)
+                if limit_nbytes - int(draft.nbytes[since + 1 : point].max(initial=0)) < tensor.nbytes:
+                    continue
+                after = lives[len(before) :]
+                here = after[:1] if after and after[0].born_at == point else []
+                until = here[0].freed_at if here else point
+                original = Life(tensor=t, born_at=tensor.born_at, freed_at=until, how="original")
+                kept = replace(before[-1], freed_at=until) if before else original
+                value = op.seconds / max(1, tensor.nbytes * (point - since))
+                options.append((value, t, point, [*before[:-1], kept, *after[len(here) :]]))
+    for _, t, point, lives in sorted(options, key=itemgetter(0), reverse=True):
+        yield t, point, lives
