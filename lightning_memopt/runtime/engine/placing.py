@@ -70,7 +70,7 @@ class Placing:
             for version, tensor in place.others:
                 self._read_instead(version, tensor, place.position, given)
             if place.others and self.holdings.can_run(record.call, record.reads):
-                for version, _ in record.made:  # the versions that it reads instead are held now
+                for version, _ in made:  # the versions that it reads instead are held now
                     version.holding.reachable = record.remakes(version)
         unheld = False
         for version in (*record.reads, *(new for _, new, _ in record.mutates)):

@@ -82,3 +82,30 @@ def test_noise_where_the_plan_has_another_op(kind: str) -> None:
             assert (step.deviation.first is not None) == model.shorter
             if not model.shorter or KINDS[kind]:
                 assert number_of(noise) in step.rebuilt
+
+
+class Added(nn.Module):
+    """The loss of one batch. `other`: what is added in place was made by an op that never runs again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.x, self.other = nn.Linear(WIDTH, WIDTH), torch.randn(8, WIDTH), False
+
+    def forward(self) -> Tensor:
+        a = self.layer(self.x)
+        added = a.sort(0).values if self.other else a.tanh()
+        return (a * 2).add_(added).sin().cos().sum()
+
+
+def test_a_sum_in_place_with_what_never_runs_again() -> None:
+    """What is added is held, so the sum and what follows it are made again."""
+    model = Added()
+    with stepped(model) as step:
+        roll = Rollout(step.graph)
+        roll.serve(requests(step.graph), {*unrepeatable(step.graph)})
+        program = Program(step.graph, roll.lives())
+        sums = [op.id for op in step.graph.forward if op.name.startswith(("aten::add_", "aten::sin"))]
+        for model.other in (True, False, True):
+            assert same(step.step(), step.step(program)), f"other: {model.other}"
+            assert {number_of(op) for op in sums} <= set(step.rebuilt)
