@@ -96,5 +96,5 @@ class Owner(Protocol):
     def resizes(self, version: StorageVersion) -> None:
         """The storage of a version is about to get another size."""
 
-    def wants_state(self) -> bool:
-        """Whether the next op needs the generator's state, to run again."""
+    def wants_state(self, name: str) -> bool:
+        """Whether the next op, of this name, needs the generator's state, to run again."""

@@ -273,7 +273,7 @@ class Recorder(Outside):
         call = Call(op, func, held_args, held_kwargs, ids, torch.is_grad_enabled())
         self.tape.hide(call)
         if rule.handling == "random":
-            call.repeats = self.owner.wants_state()
+            call.repeats = self.owner.wants_state(record.func._name)
             if call.repeats:
                 generator = generator_of_call(args, kwargs, (version.device for version in reads))
                 if generator is None:

@@ -73,7 +73,7 @@ class Engine:
         """An op ran (see `record.Owner`)."""
         raise NotImplementedError
 
-    def wants_state(self) -> bool:
+    def wants_state(self, name: str) -> bool:
         """See `record.Owner`."""
         return True
 

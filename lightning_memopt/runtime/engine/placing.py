@@ -70,7 +70,7 @@ class Placing:
             for version, tensor in place.others:
                 self._read_instead(version, tensor, place.position, given)
             if place.others and self.holdings.can_run(record.call, record.reads):
-                for version, _ in record.made:  # the versions that it reads instead are held now
+                for version, _ in made:  # the versions that it reads instead are held now
                     version.holding.reachable = record.remakes(version)
         unheld = False
         for version in (*record.reads, *(new for _, new, _ in record.mutates)):
@@ -116,10 +116,15 @@ class Placing:
             for version, _ in record.made:
                 if not version.empty:
                     version.call, version.holding.reachable = None, False
+        stays = again and not self.holdings.can_run(record.call, record.reads)
+        if stays:
+            record.call = None  # so it becomes no template, either
         for version, t in made:
             own = version.holding.tensor
-            if again and record.call is None and own is not None and not version.empty:
-                # it reads memory that it did not read when it was observed (memory of another library): its result stays
+            if stays and own is not None and not version.empty:
+                # The plan makes it again, and this step cannot: the op reads memory that it did not read when it was observed
+                # (memory of another library), or the generator's state was not noted. So the result stays.
+                version.call = None
                 self.holdings.hold(version, t)
                 self.holdings.guard.keep({version.id}, self._wanted_until([own]))
             elif own in program.holds:

@@ -104,8 +104,11 @@ class PlannedEngine(Engine):
             step = self.tape.versions, self.holdings.active, self.cursor, self.turns, self.guard, self._due, self.rebuilt_ops
             self._backward = native.backward(self.learned.actions, *step)
 
-    def wants_state(self) -> bool:
-        return self.cursor.lost or self.cursor.position in self.program.random
+    def wants_state(self, name: str) -> bool:
+        position, names = self.cursor.position, self.program.names
+        if self.cursor.lost or position in self.program.random:
+            return True
+        return position >= len(names) or names[position] != name  # it may be another op of the plan, which runs again
 
     def begin_forward(self, recorder: Recorder) -> None:
         super().begin_forward(recorder)

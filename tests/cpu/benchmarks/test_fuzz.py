@@ -90,6 +90,15 @@ FOUND = {
         held=0.1,
         observed=1,
     ),
+    # noise where the plan has a write: no state was noted, and what was made of it was let go, to be made again from the noise
+    "noise without a state": Case(
+        seed=26,
+        nodes=(Node("noisy", 0, 0, 0), Node("square", 0, 0, 0)),
+        steps=(Step(8, during=(Departure(0, "data", 4),)), Step(8)),
+        plan=51617,
+        held=0.6,
+        observed=1,
+    ),
 }
 
 

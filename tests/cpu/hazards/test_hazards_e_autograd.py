@@ -79,7 +79,7 @@ def test_e7_random_results_whose_state_was_not_noted():
     """EXACT: without the generator's state a random op is never run again; what is made from it is kept."""
 
     class Stateless(ObservingEngine):
-        def wants_state(self):
+        def wants_state(self, name):
             return False
 
     plain = made(Noisy)

@@ -1,0 +1,111 @@
+"""Forwards that leave the plan at an op that the plan runs again, and that may not run again in this step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.robustness.fuzzing.plans import requests
+from lightning_memopt.graph import Graph
+from lightning_memopt.runtime import Program
+from lightning_memopt.runtime.engine.rejoining import number_of
+from lightning_memopt.solvers.rollout import Rollout, unrepeatable
+from tests.cpu.lib.stepped import same, stepped
+
+WIDTH = 16
+
+
+class Noises(nn.Module):
+    """The loss of one batch, with noise of a kind. `shorter`: without the op before the noise."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.x = nn.Linear(WIDTH, WIDTH), torch.randn(8, WIDTH)
+        self.kind, self.shorter = kind, False
+
+    def forward(self) -> Tensor:
+        a = self.layer(self.x)
+        b, before = a.cos(), a
+        if self.kind == "after another op":
+            if not self.shorter:
+                before = a.detach().square()
+            noise = torch.rand_like(b)
+        elif self.kind == "after another noise":
+            if not self.shorter:
+                before = torch.rand_like(a)
+            noise = torch.rand_like(b)
+        else:
+            before, noise = a.detach().clone(), b.detach().clone()
+            if not self.shorter:
+                before.uniform_()
+            noise.uniform_()
+        twice = noise * 2
+        return ((b + twice).sin() * twice * before).sum()
+
+
+def forgetful(graph: Graph) -> Program:
+    """A plan that holds twice the noise, lets go of it after its first use, and makes it again from the noise for the second
+    one. It holds what was there before the noise.
+    """
+    producers, held = graph.producers, unrepeatable(graph)
+    drawn = [op for op in graph.forward if op.name.startswith(("aten::rand_like", "aten::uniform_"))]
+    noise = drawn[-1].outputs[-1]
+    twice = next(op.outputs[0] for op in graph.forward if op.name.startswith("aten::mul") and op.inputs == (noise,))
+    held |= {op.outputs[-1] for op in drawn[:-1]} - graph.overwritten
+    roll, have = Rollout(graph), {*held, twice}
+    for request in requests(graph):
+        roll.serve([request], have)
+        if request[1] == twice:
+            have.discard(twice)
+    program = Program(graph, roll.lives())
+    assert twice in program.holds and noise not in program.holds
+    assert {producers[twice].id, producers[noise].id} <= program.schedule.rebuilt.keys()
+    return program
+
+
+KINDS = {"after another op": True, "after another noise": False, "in place": False}
+"""Kind of noise -> whether its op has another name than the next op of the plan: then the generator's state is noted."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_noise_where_the_plan_has_another_op(kind: str) -> None:
+    """What is made of the noise was let go as the plan says, and nothing could make it again."""
+    model = Noises(kind)
+    with stepped(model) as step:
+        program = forgetful(step.graph)
+        (noise,) = program.random
+        for model.shorter in (True, False, True, True, False):  # at first without a template of any op
+            expected = step.step()
+            assert same(expected, step.step(program)), f"shorter: {model.shorter}"
+            assert (step.deviation.first is not None) == model.shorter
+            if not model.shorter or KINDS[kind]:
+                assert number_of(noise) in step.rebuilt
+
+
+class Added(nn.Module):
+    """The loss of one batch. `other`: what is added in place was made by an op that never runs again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.x, self.other = nn.Linear(WIDTH, WIDTH), torch.randn(8, WIDTH), False
+
+    def forward(self) -> Tensor:
+        a = self.layer(self.x)
+        added = a.sort(0).values if self.other else a.tanh()
+        return (a * 2).add_(added).sin().cos().sum()
+
+
+def test_a_sum_in_place_with_what_never_runs_again() -> None:
+    """What is added is held, so the sum and what follows it are made again."""
+    model = Added()
+    with stepped(model) as step:
+        roll = Rollout(step.graph)
+        roll.serve(requests(step.graph), {*unrepeatable(step.graph)})
+        program = Program(step.graph, roll.lives())
+        sums = [op.id for op in step.graph.forward if op.name.startswith(("aten::add_", "aten::sin"))]
+        for model.other in (True, False, True):
+            assert same(step.step(), step.step(program)), f"other: {model.other}"
+            assert {number_of(op) for op in sums} <= set(step.rebuilt)
