@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_memopt.graph import Graph
+from lightning_memopt.graph import Graph, Levels
 from lightning_memopt.plan import (
     Life,
     LoweringError,
@@ -72,16 +72,17 @@ class Draft:
         self._births: dict[int, set[int]] = {}
         self._costs = {point: segment_cost(graph, steps) for point, steps in self.segments.items()}
         self._touching: dict[int, set[int]] = {}
-        self._level = np.array(fixed_levels(graph), dtype=np.int64)
+        levels = Levels(len(graph.points))
         self._runs: Counter[int] = Counter()
         for life in lives:
-            self._add(self._level, life, 1)
+            levels.add(*added_by(graph, life))
             if life.how == "rebuild":
                 self._births.setdefault(life.born_at, set()).add(life.tensor)
         for point, steps in self.segments.items():
             for t in self._touched(steps):
                 self._touching.setdefault(t, set()).add(point)
             self._runs.update(self._with_state(steps))
+        self._level = np.array(fixed_levels(graph), dtype=np.int64) + np.array(levels.levels(), dtype=np.int64)
         for op in self._runs:
             self._add_state(self._level, op, 1)
         self.nbytes = self._level.copy()

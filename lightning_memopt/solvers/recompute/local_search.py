@@ -26,7 +26,7 @@ _LOOSER = (1.05, 1.1, 1.2, 1.4) * 2
 """The best plan walks up to so many times the limit, and down again."""
 _STEPS = 60
 """The most steps of a walk down. One that does not reach the limit by then is given up."""
-_WORK, _LEAST = 400_000, 20
+_WORK, _LEAST = 250_000, 20
 """A search makes plans for so many points of the step in all, and so many plans at least: a count, so that the result does not
 depend on how busy the machine is.
 """
@@ -46,11 +46,11 @@ def within(graph: Graph, plans: Sequence[Lives], fitting: int, limit_nbytes: int
             best = draft
             yield draft.lives
     for looser in _LOOSER:
-        between = best and walks.within(best, int(looser * limit_nbytes))
-        draft = between and walks.within(between, limit_nbytes)
-        if best is not None and draft is not None and draft.seconds < best.seconds:
-            best = draft
-            yield draft.lives
+        if best is not None:
+            draft = walks.within(walks.topmost(best, int(looser * limit_nbytes)), limit_nbytes)
+            if draft is not None and draft.seconds < best.seconds:
+                best = draft
+                yield draft.lives
 
 
 def smaller(graph: Graph, plans: Iterable[Lives]) -> Lives | None:
@@ -73,6 +73,8 @@ class Walks:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
+        self._passed: set[tuple[Lives, int]] = set()
+        """Plans from which a walk has gone on, each with its limit: another walk would end where that one did."""
         self.left = max(_LEAST, _WORK // max(1, len(graph.points)))
 
     def down(self, draft: Draft) -> Iterator[Draft]:
@@ -89,13 +91,22 @@ class Walks:
             yield draft
 
     def within(self, draft: Draft, limit_nbytes: int) -> Draft | None:
-        """The plan within the limit to which a walk down leads, and then one up. None where there is none."""
+        """The plan within the limit to which a walk down leads, and then one up. None where there is none, or where another
+        walk was there before.
+        """
         down = itertools.islice(self.down(draft), _STEPS)
-        while draft.peak_nbytes > limit_nbytes:
+        while (draft.lives, limit_nbytes) not in self._passed:
+            self._passed.add((draft.lives, limit_nbytes))
+            if draft.peak_nbytes <= limit_nbytes:
+                return self.topmost(draft, limit_nbytes)
             after = next(down, None)
             if after is None:
                 return None
             draft = after
+        return None
+
+    def topmost(self, draft: Draft, limit_nbytes: int) -> Draft:
+        """The plan to which a walk up leads."""
         return deque([draft, *self.up(draft, limit_nbytes)], maxlen=1).pop()
 
     def _down(self, draft: Draft) -> Draft | None:
