@@ -43,7 +43,7 @@ def planned(subject: Subject, budget_nbytes: int, native: bool = True, **options
             raise UnsupportedError(status.reason or f"{steps} steps gave no plan. Run `memopt plan` to see why.")
         if native and engine.loaded() is None:
             raise UnsupportedError(
-                "the native engine could not be built here. Install a C++ compiler; ours-python runs without."
+                "there is no native engine: no C++ compiler, or MEMOPT_NATIVE=0. Install or allow it; ours-python runs without."
             )
 
         def facts() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 
@@ -88,7 +89,12 @@ def test_more_buffers_than_python_can_search_are_placed(monkeypatch: pytest.Monk
     monkeypatch.setattr(native, "available", lambda: False)
     buffers = [Buffer(str(i), i % 7, i % 7 + 3, 1 + i % 5) for i in range(1500)]
     sections = Sections.of(Problem.of(buffers))
-    offsets, proven, _ = search.search(sections, int(sections.load_nbytes.max()), **limits())
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)  # other libraries raise it
+    try:
+        offsets, proven, _ = search.search(sections, int(sections.load_nbytes.max()), **limits())
+    finally:
+        sys.setrecursionlimit(before)
     assert offsets is None and not proven
     placement = place(buffers, seconds=1)
     assert not faults(buffers, placement.offsets, placement.height_nbytes)

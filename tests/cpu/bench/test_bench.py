@@ -20,6 +20,7 @@ from lightning_memopt.bench.results import Results
 from lightning_memopt.bench.subject import Subject, Training
 from lightning_memopt.cli import main
 from lightning_memopt.errors import ConfigError
+from tests.cpu.lib.engines import needs_native
 
 HERE = "tests.cpu.bench.test_bench"
 CPU = torch.device("cpu")
@@ -56,6 +57,7 @@ def bench(folder: Path, *more: str) -> tuple[int, dict[str, dict[str, Any]]]:
     return code, json.loads((folder / "bench.json").read_text())["models"][f"{HERE}:build"]
 
 
+@needs_native
 def test_every_method_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = [name for name in catalogue.DEFAULT if name not in ("torch-inductor", "ours-inductor")]  # these need a minute
     code, measured = bench(tmp_path, "--methods", ",".join(names))
@@ -89,6 +91,7 @@ def test_every_method_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert {path.name for path in tmp_path.iterdir()} == {"bench.json", "bench.md", "bench.svg", "bench.png"}
 
 
+@needs_native
 def test_the_peak_of_ours_is_the_meters(subject: Subject) -> None:
     """Of the session's own meter, which counts what is resident, too."""
     reference = rows.Reference(subject)
@@ -121,6 +124,7 @@ def broken(subject: Subject) -> Iterator[Applied]:
     yield
 
 
+@needs_native
 def test_a_method_that_changes_numbers_differs(subject: Subject) -> None:
     reference = rows.Reference(subject)
     row = rows.measured(Spec("per-block", "", rounding), subject, reference, rounds=1)
