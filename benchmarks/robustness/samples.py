@@ -1,7 +1,8 @@
 """What is there after a step of a long run, and how much of it grows: samples, their slopes, and what is allowed.
 
-The growth of a quantity is the slope of the line of least squares through its samples, without those of the first fifth, times
-the steps from the first to the last of them.
+The growth of a quantity is the slope of the lines of least squares through its samples, without those of the first fifth,
+times the steps from the first to the last of them. There is a line for each kind of samples, all with one slope: where another
+plan is in force, there are other objects and threads, and nothing has grown.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import os
 import sys
 import threading
 from array import array
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +36,19 @@ EVERY = 25
 """A sample is taken every so many steps."""
 LEAST = 8
 """Of fewer samples no growth is said."""
-ALLOWED: dict[str, float] = {"resident_nbytes": 1 << 20, "objects": 10, "python_blocks": 40, "references_to_none": 10}
+ALLOWED: dict[str, float] = {
+    "resident_nbytes": 1 << 20,
+    "heap_nbytes": 1 << 16,
+    "objects": 10,
+    "python_blocks": 40,
+    "references_to_none": 10,
+}
 """The most that a quantity may grow by; nothing for those that are not here. Python makes objects of its own now and then. What
 is left by each departure, or by each exception, of 5,000 steps exceeds these numbers."""
 NAMES = {
     "tensor_nbytes": "bytes of tensors",
-    "resident_nbytes": "resident bytes of the process, after `malloc_trim`",
+    "resident_nbytes": "resident bytes of the process without those of files, after `malloc_trim`",
+    "heap_nbytes": "bytes that `malloc` has given out",
     "objects": "objects that the garbage collector knows",
     "our_objects": "tapes, engines, handles and storage versions among them",
     "python_blocks": "blocks of Python's allocator",
@@ -94,11 +103,26 @@ def hooks(model: nn.Module | None = None, optimizer: torch.optim.Optimizer | Non
     return count
 
 
-def _resident_nbytes() -> int:
-    with contextlib.suppress(OSError, AttributeError):  # only glibc has it
-        ctypes.CDLL(None).malloc_trim(0)
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+class _Heap(ctypes.Structure):
+    """What `mallinfo2` of glibc answers."""
+
+    _names = "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names]
+
+
+def _memory() -> tuple[int, int]:
+    """Resident bytes without those of files, whose pages stay once they were read; and bytes that `malloc` has given out, 0
+    where this is not glibc.
+    """
+    libc, heap_nbytes = ctypes.CDLL(None), 0
+    with contextlib.suppress(AttributeError):
+        libc.malloc_trim(0)
+        libc.mallinfo2.restype = _Heap
+        heap = libc.mallinfo2()
+        heap_nbytes = heap.uordblks + heap.hblkhd
+    with open("/proc/self/status") as file:
+        (line,) = (line for line in file if line.startswith("RssAnon:"))
+    return int(line.split()[1]) * 1024, heap_nbytes
 
 
 def sample(
@@ -118,9 +142,11 @@ def sample(
     ours = sum(type(o) in _OURS for o in objects)
     number = len(objects)
     del objects
+    resident_nbytes, heap_nbytes = _memory()
     return {
         "tensor_nbytes": counts.live_nbytes if counts is not None else 0,
-        "resident_nbytes": _resident_nbytes(),
+        "resident_nbytes": resident_nbytes,
+        "heap_nbytes": heap_nbytes,
         "objects": number,
         "our_objects": ours,
         "python_blocks": sys.getallocatedblocks(),
@@ -147,8 +173,12 @@ class Samples:
         self.count, self.warm = 0, warm
         self._room = count
         self.values: dict[str, array[int]] = {}
+        self._kinds: dict[Hashable, int] = {}
+        self._kind_of = array("q", bytes(8 * count))
 
-    def take(self, quantities: dict[str, int]) -> None:
+    def take(self, quantities: dict[str, int], kind: Hashable = None) -> None:
+        """`kind`: samples of another one may differ in anything."""
+        self._kind_of[self.count] = self._kinds.setdefault(kind, len(self._kinds))
         for name, value in quantities.items():
             if name not in self.values:
                 self.values[name] = array("q", bytes(8 * self._room))
@@ -167,14 +197,21 @@ class Samples:
         begin = max(self.count // 5, self.warm // EVERY)
         if self.count - begin < LEAST:
             return {}
-        return {name: round(growth(values[begin : self.count]), 1) for name, values in self.values.items()}
+        kinds = self._kind_of[begin : self.count]
+        return {name: round(growth(values[begin : self.count], kinds), 1) for name, values in self.values.items()}
 
 
-def growth(values: Sequence[int]) -> float:
-    """Of the least-squares line through the values, from the first to the last."""
-    n, mean, middle = len(values), sum(values) / len(values), (len(values) - 1) / 2
-    slope = sum((i - middle) * (v - mean) for i, v in enumerate(values)) / sum((i - middle) ** 2 for i in range(n))
-    return slope * (n - 1)
+def growth(values: Sequence[int], kinds: Sequence[int] = ()) -> float:
+    """Of the lines of least squares through the values of each kind, all with one slope, from the first to the last value."""
+    places: dict[int, list[int]] = defaultdict(list)
+    for i, kind in enumerate(kinds or [0] * len(values)):
+        places[kind].append(i)
+    with_time = of_time = 0.0
+    for at in places.values():
+        middle, mean = sum(at) / len(at), sum(values[i] for i in at) / len(at)
+        with_time += sum((i - middle) * (values[i] - mean) for i in at)
+        of_time += sum((i - middle) ** 2 for i in at)
+    return with_time / of_time * (len(values) - 1) if of_time else 0.0
 
 
 def leaks(grown: dict[str, float]) -> list[str]:

@@ -8,7 +8,7 @@ import json
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -151,7 +151,18 @@ class Soak:
         with self.digests.open("a") as file:  # not kept: what the soak has grows otherwise
             file.write(json.dumps([loop.outcome, *loop.digests]) + "\n")
         if number % EVERY == EVERY // 2:
-            self.samples.take(sample(run, loop.model, loop.optimizer, self.folder))
+            self.samples.take(sample(run, loop.model, loop.optimizer, self.folder), _in_force(run))
+
+
+def _in_force(run: Run | None) -> Hashable:
+    """The run, and the state of each of its signatures, with its plan."""
+    if run is None:
+        return None
+    states = run.session._plan_cache.items()
+    plans = (
+        (str(signature), type(s).__name__, s.plan.fingerprint if isinstance(s, Running) else "") for signature, s in states
+    )
+    return id(run), tuple(sorted(plans))
 
 
 def measured(seed: int, count: int, early: bool, options: dict[str, Any] | None, digests: Path) -> dict[str, Any]:

@@ -31,3 +31,11 @@ def test_what_grows_is_said() -> None:
     assert leaks(flat | {"objects": growth(values)}) == ["objects"]
     held = [i * EVERY // leak.DEPARTS * torch.ones(64).nbytes for i in range(200)]
     assert leaks(flat | {"tensor_nbytes": growth(held)}) == ["tensor_nbytes"]
+
+
+def test_another_plan_is_no_growth() -> None:
+    """Samples of each plan are beside each other; what grows under all of them is noticed all the same."""
+    kinds = [0] * 30 + [1] * 20 + [0] * 10
+    plans = [500 + 40 * kind for kind in kinds]
+    assert growth(plans) > 10 and growth(plans, kinds) == 0
+    assert growth([value + i for i, value in enumerate(plans)], kinds) == pytest.approx(len(kinds) - 1)

@@ -23,7 +23,6 @@ import torch
 from lightning_memopt.errors import OffloadError
 from lightning_memopt.runtime.tiers import DiskTier
 from lightning_memopt.runtime.tiers.base import buffer
-from lightning_memopt.runtime.tiers.disk import _DiskParked
 from lightning_memopt.runtime.tiers.scratch import Scratch
 from lightning_memopt.runtime.tiers.worker import Copy
 from tests.cpu.lib.tier_bytes import Gate, back, random_bytes
@@ -51,23 +50,6 @@ def test_users_may_resize_what_was_parked(tier: DiskTier) -> None:
         assert used.untyped_storage().resizable()
         used.untyped_storage().resize_(0)
     parked.release()
-
-
-def test_an_interrupt_in_the_constructor_leaves_nothing(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it had made, its destructor has nothing to release, and says nothing."""
-    said: list[Any] = []
-    monkeypatch.setattr(sys, "unraisablehook", said.append)
-
-    def interrupted(*_: Any) -> Any:
-        raise KeyboardInterrupt
-
-    for owner, name in ((torch.Tensor, "numel"), (DiskTier, "piece_of"), (_DiskParked, "_ready")):
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                _DiskParked(tier, random_bytes(64, seed=5), "a tensor")
-        gc.collect()
-        assert not said and tier.used_nbytes == 0
 
 
 def test_the_memory_of_a_view_lives_as_long_as_the_view() -> None:
