@@ -159,9 +159,7 @@ def _in_force(run: Run | None) -> Hashable:
     if run is None:
         return None
     states = run.session._plan_cache.items()
-    plans = (
-        (str(signature), type(s).__name__, s.plan.fingerprint if isinstance(s, Running) else "") for signature, s in states
-    )
+    plans = ((str(signature), type(s).__name__, hash(s.plan.lives) if isinstance(s, Running) else 0) for signature, s in states)
     return id(run), tuple(sorted(plans))
 
 

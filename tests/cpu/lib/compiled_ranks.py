@@ -1,11 +1,12 @@
 """Two real processes with gloo between them train a model that is compiled by Inductor, in DistributedDataParallel.
 
-`python -m tests.cpu.lib.compiled_ranks FOLDER CASE`: rank r writes its outcome into FOLDER/r.json.
+`python -m tests.cpu.lib.compiled_ranks FOLDER CASE ...`: rank r writes the outcomes, by case, into FOLDER/r.json.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 import os
@@ -131,9 +132,14 @@ def _unmodified(run: Any) -> int | None:
     return measured[0].peak_nbytes if measured else None
 
 
+@functools.cache
+def saves_all(around: bool = True) -> dict[str, Any]:
+    return train("min", around, keeps_all=True)
+
+
 def budgets(around: bool) -> dict[str, Any]:
     """Everything saved, the smallest plan, and a budget between the two."""
-    keeps, smallest = train("min", around, keeps_all=True), train("min", around)
+    keeps, smallest = saves_all(around), train("min", around)
     budget = [(smallest["unmodified"] + smallest["measured"]) // 2]
     distributed.broadcast_object_list(budget)
     return {"keeps": keeps, "smallest": smallest, "middle": train(budget[0], around), "budget": budget[0]}
@@ -161,7 +167,7 @@ def compiles_on_one() -> dict[str, Any]:
         if i == 1 and distributed.get_rank() == 1:
             torch._dynamo.reset()
 
-    return {"keeps": train("min", keeps_all=True), "planned": train("min", hook=hook)}
+    return {"keeps": saves_all(), "planned": train("min", hook=hook)}
 
 
 def other_options() -> dict[str, Any]:
@@ -205,7 +211,7 @@ CASES: dict[str, Callable[[], Any]] = {
 }
 
 
-def member(name: str, rank: int, folder: Path) -> None:
+def member(names: list[str], rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     board.BEAT_SECONDS, ranks.SILENT_SECONDS, ranks.LAST_WORDS_SECONDS = 0.2, PATIENT_SECONDS, PATIENT_SECONDS
@@ -214,7 +220,7 @@ def member(name: str, rank: int, folder: Path) -> None:
     count_all(lambda _: None)
     began = time.monotonic()
     try:
-        outcome = CASES[name]()
+        outcome = {name: CASES[name]() for name in names}
     except Exception as error:
         outcome = {"error": f"{type(error).__name__}: {error}"}
     (folder / f"{rank}.json").write_text(json.dumps(outcome | {"seconds": time.monotonic() - began}))
@@ -222,4 +228,4 @@ def member(name: str, rank: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(failed(forked(member, [(sys.argv[2], rank, Path(sys.argv[1])) for rank in range(WORLD)], seconds=280)))
+    sys.exit(failed(forked(member, [(sys.argv[2:], rank, Path(sys.argv[1])) for rank in range(WORLD)], seconds=480)))

@@ -14,18 +14,23 @@ from tests.cpu.lib.written import needs_gloo, of_ranks
 
 pytestmark = needs_gloo
 Outcome = dict[str, Any]
+TOGETHER = "around", "within", "other_shapes", "other_lengths_of_one_code", "compiles_on_one", "other_options"
 
 
-@pytest.fixture(autouse=True)
-def counted() -> None:
+def outcomes(folder: Path, *cases: str) -> list[Outcome]:
+    """What each rank wrote. No rank hung."""
     count_all(lambda _: None)
     if counter() is None:
         pytest.skip("bytes of compiled code are counted by the native counter, which needs a C++ compiler, as Inductor does")
+    return of_ranks(WORLD, "compiled_ranks", folder, *cases, timeout=500)
 
 
-def outcomes(folder: Path, case: str) -> list[Outcome]:
-    """What each rank wrote. No rank hung."""
-    return of_ranks(WORLD, "compiled_ranks", folder, case, timeout=300)
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
+    """Of each rank the outcomes of the cases in which no rank fails: the same processes run all of them."""
+    ranks = outcomes(tmp_path_factory.mktemp("ranks"), *TOGETHER)
+    assert not any("error" in rank for rank in ranks), ranks
+    return ranks
 
 
 def one_decision(ranks: list[Outcome], regions: int) -> None:
@@ -36,9 +41,9 @@ def one_decision(ranks: list[Outcome], regions: int) -> None:
 
 
 @pytest.mark.parametrize("case", ["around", "within"])
-def test_n4_all_ranks_keep_the_budget_with_one_plan_and_the_same_bits(tmp_path: Path, case: str) -> None:
+def test_n4_all_ranks_keep_the_budget_with_one_plan_and_the_same_bits(ran: list[Outcome], case: str) -> None:
     """The wrapper is compiled, or the model in it. Dynamo's DDPOptimizer makes two regions of two buckets."""
-    ranks = outcomes(tmp_path, case)
+    ranks = [rank[case] for rank in ran]
     for run in ("keeps", "smallest", "middle"):
         one_decision([rank[run] for rank in ranks], regions=2)
     for rank in ranks:
@@ -50,9 +55,9 @@ def test_n4_all_ranks_keep_the_budget_with_one_plan_and_the_same_bits(tmp_path: 
             assert run["measured"] == pytest.approx(run["peak"], rel=0.01)
 
 
-def test_n4_ranks_with_other_shapes_leave_their_regions_as_they_are(tmp_path: Path) -> None:
+def test_n4_ranks_with_other_shapes_leave_their_regions_as_they_are(ran: list[Outcome]) -> None:
     """With the bits of a run without us. One line says why."""
-    for rank in outcomes(tmp_path, "other_shapes"):
+    for rank in (rank["other_shapes"] for rank in ran):
         planned = rank["planned"]
         assert planned["state"] == rank["plain"]["state"] and planned["weights"] == rank["plain"]["weights"]
         assert planned["planned"] == 0 and planned["regions"] == 2
@@ -60,9 +65,9 @@ def test_n4_ranks_with_other_shapes_leave_their_regions_as_they_are(tmp_path: Pa
         assert "0 of 2 compiled regions run ops again; not planned: the compiled regions of the" in planned["compiled"]
 
 
-def test_code_that_serves_all_sizes_has_one_plan_for_ranks_with_other_sizes(tmp_path: Path) -> None:
+def test_code_that_serves_all_sizes_has_one_plan_for_ranks_with_other_sizes(ran: list[Outcome]) -> None:
     """The plan is made for the rank with most bytes."""
-    ranks = outcomes(tmp_path, "other_lengths_of_one_code")
+    ranks = [rank["other_lengths_of_one_code"] for rank in ran]
     one_decision([rank["planned"] for rank in ranks], regions=1)
     for rank in ranks:
         assert rank["planned"]["state"] == rank["keeps"]["state"]
@@ -70,16 +75,16 @@ def test_code_that_serves_all_sizes_has_one_plan_for_ranks_with_other_sizes(tmp_
     assert ranks[1]["planned"]["peak"] < ranks[0]["planned"]["peak"] == ranks[0]["planned"]["predicted"]
 
 
-def test_a_step_in_which_one_rank_compiles_is_discarded_by_all(tmp_path: Path) -> None:
-    ranks = outcomes(tmp_path, "compiles_on_one")
+def test_a_step_in_which_one_rank_compiles_is_discarded_by_all(ran: list[Outcome]) -> None:
+    ranks = [rank["compiles_on_one"] for rank in ran]
     one_decision([rank["planned"] for rank in ranks], regions=2)
     for rank in ranks:
         assert rank["planned"]["observed"] == rank["keeps"]["observed"] + 1
         assert rank["planned"]["state"] == rank["keeps"]["state"]
 
 
-def test_lives_are_sent_because_solvers_may_have_other_options(tmp_path: Path) -> None:
-    one_decision(outcomes(tmp_path, "other_options"), regions=2)
+def test_lives_are_sent_because_solvers_may_have_other_options(ran: list[Outcome]) -> None:
+    one_decision([rank["other_options"] for rank in ran], regions=2)
 
 
 @pytest.mark.parametrize("failing", [0, 1])
