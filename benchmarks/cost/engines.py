@@ -68,14 +68,14 @@ def measured(name: str, rounds: int) -> dict[str, Any]:
 
 def table(results: dict[str, dict[str, Any]]) -> str:
     lines = [
-        "| model | ops | run again | per block | Python engine | native engine | bits |",
-        "|---|---|---|---|---|---|---|",
+        "| model | ops | run again | per block | Python engine | native engine | predicted | bits |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, row in results.items():
         ratios = (row["ratios"][label] for label in WITH)
         cells = " | ".join(f"x{each['cpu_ratio']:.2f} (x{each['time_ratio']:.2f})" for each in ratios)
         bits = "equal" if all(row["equal"].values()) else "differ"
-        lines.append(f"| {name} | {row['ops']} | {row['rebuilt_ops']} | {cells} | {bits} |")
+        lines.append(f"| {name} | {row['ops']:,} | {row['rebuilt_ops']:,} | {cells} | x{row['predicted_ratio']:.2f} | {bits} |")
     return "\n".join(lines)
 
 
