@@ -82,7 +82,8 @@ bool know(PyObject* objects) {
       find(objects, "View", &w.type,
            {FIELD(w, version), FIELD(w, size), FIELD(w, stride), FIELD(w, offset), FIELD(w, dtype), FIELD(w, conj), FIELD(w, neg)}) &&
       find(objects, "Call", &c.type,
-           {FIELD(c, op), FIELD(c, prepared), FIELD(c, reads), FIELD(c, grad), FIELD(c, rng), FIELD(c, made), FIELD(c, mutates)}) &&
+           {FIELD(c, op), FIELD(c, prepared), FIELD(c, reads), FIELD(c, grad), FIELD(c, rng), FIELD(c, made), FIELD(c, mutates),
+            FIELD(c, repeats)}) &&
       find(objects, "StorageVersion", &v.type,
            {FIELD(v, id), FIELD(v, nbytes), FIELD(v, device), FIELD(v, weak), FIELD(v, origin), FIELD(v, call), FIELD(v, index),
             FIELD(v, counter), FIELD(v, counter_in_op), FIELD(v, next), FIELD(v, parameter), FIELD(v, exposed), FIELD(v, read),

@@ -32,7 +32,7 @@ struct ViewSlots {
 };
 struct CallSlots {
   PyObject* type;
-  Slot op, prepared, reads, grad, rng, made, mutates;
+  Slot op, prepared, reads, grad, rng, made, mutates, repeats;
 };
 struct VersionSlots {
   PyObject* type;

@@ -4,6 +4,9 @@
 #include <torch/csrc/Stream.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <unordered_set>
+#include <vector>
+
 #include "objects.h"
 
 namespace memopt {
@@ -38,6 +41,26 @@ const at::Tensor* value_of(PyObject* holding) {
 bool is_rebuildable(PyObject* version) {
   PyObject* const holding = version_slots.holding.get(version);
   return version_slots.call.get(version) != Py_None && holding_slots.reachable.get(holding) == Py_True;
+}
+
+bool can_make_from_memory(PyObject* versions, PyObject* version) {
+  std::vector<PyObject*> wanted{version};
+  std::unordered_set<PyObject*> seen{version};
+  while (!wanted.empty()) {
+    PyObject* const made = wanted.back();
+    PyObject* const call = version_slots.call.get(made);
+    wanted.pop_back();
+    const bool empty = version_slots.origin.get(made) == constants.empty;
+    if (call == Py_None || call_slots.repeats.get(call) != Py_True || !(empty || is_rebuildable(made))) return false;
+    PyObject* const reads = call_slots.reads.get(call);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(reads); ++i) {
+      PyObject* const source = version_with(versions, PyTuple_GET_ITEM(reads, i));
+      if (source == nullptr) return false;
+      const bool held = holding_slots.value.get(version_slots.holding.get(source)) != Py_None;
+      if (!held && seen.insert(source).second) wanted.push_back(source);
+    }
+  }
+  return true;
 }
 
 bool is_parked(PyObject* holding) { return holding_slots.parked.get(holding) != Py_None; }

@@ -11,6 +11,8 @@ PyObject* version_with(PyObject* versions, PyObject* id);
 const at::Tensor* value_of(PyObject* holding);
 // `rebuildable`: the version's own call makes its bytes again.
 bool is_rebuildable(PyObject* version);
+// `can_make`, without bytes that are parked: the version's own call makes its bytes again, from what is in memory now.
+bool can_make_from_memory(PyObject* versions, PyObject* version);
 bool is_parked(PyObject* holding);
 // `Holding.intact`.
 bool is_intact(PyObject* holding, const at::Tensor& value);

@@ -47,6 +47,7 @@ bool overwrites(const Forward& forward, const at::Tensor& t) {
   PyObject* const holding = version_slots.holding.get(version);
   const bool held = holding_slots.value.get(holding) != Py_None;
   if (!is_rebuildable(version)) return !held || version_slots.read.get(version) != Py_True;  // else its bytes are copied
+  if (held && !can_make_from_memory(forward.versions.ptr(), version)) return false;
   drop(holding);
   return true;
 }

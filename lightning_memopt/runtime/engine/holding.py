@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -146,6 +146,12 @@ class Holding:
         """
         return self.value is None or self.expected == UNKNOWN or self.value._version <= self.expected
 
+    @property
+    def there(self) -> bool:
+        """Whether the bytes are in memory, or parked bit-identically. Calls nothing of torch: modes of the user see that."""
+        parked = self.parked
+        return self.value is not None or (parked is not None and parked.exact and not parked.spent)
+
     def fetch(self) -> bool:
         """Fetch the value where it is parked bit-identically. Returns whether it was."""
         if self.parked is None or not self.parked.exact or self.parked.spent:
@@ -160,8 +166,28 @@ Version: TypeAlias = StorageVersion[Holding]
 
 
 def rebuildable(version: Version) -> bool:
-    """Whether the version's own call makes its bytes again, from what is held or reachable."""
+    """Whether the version's own call makes its bytes again, from what was held or reachable when it was recorded."""
     return version.call is not None and version.holding.reachable
+
+
+def can_make(version: Version, versions: Mapping[int, Version]) -> bool:
+    """Whether the version's own call makes its bytes again, from what is in memory or parked now. `versions`: the tape's.
+
+    `rebuildable` says whether it could when it was recorded. Later the plan lets go of bytes that no op makes again, as soon as
+    its own rebuilds need them no more. Then a version that was rebuilt from them, and is still held, cannot be made again.
+    """
+    wanted, seen = [version], {version.id}
+    while wanted:
+        version = wanted.pop()
+        call = version.call
+        if call is None or not (call.repeats and (version.holding.reachable or version.empty)):
+            return False
+        for id in call.reads:
+            source = versions[id]
+            if id not in seen and not source.holding.there:
+                seen.add(id)
+                wanted.append(source)
+    return True
 
 
 def in_order(holding: Holding) -> None:
@@ -189,6 +215,10 @@ def copy_of(t: torch.Tensor) -> torch.Tensor:
 class Holdings:
     """Decides what is held of the storage versions of one forward, by the rules that both engines share (`record.Holdings`)."""
 
+    def makes_again(self, version: Version) -> bool:
+        """Whether the bytes of the version may be dropped in the forward, because its own call makes them again."""
+        return rebuildable(version)
+
     def met(self, version: Version) -> None:
         version.holding.reachable = True
 
@@ -201,7 +231,7 @@ class Holdings:
         version.holding.reachable = reachable
 
     def overwrites(self, version: Version) -> None:
-        if rebuildable(version):
+        if self.makes_again(version):
             version.holding.drop()  # an alias of the memory that is about to change; its call rebuilds the bytes
         elif version.read:
             self.copy(version)
@@ -226,7 +256,7 @@ class Holdings:
 
     def replaced(self, old: Version, new: Version, t: torch.Tensor) -> bool:
         before: Holding = old.holding
-        if rebuildable(old):
+        if self.makes_again(old):
             before.drop()
         new.holding.inherit_claim(before)
         return before.value is not None

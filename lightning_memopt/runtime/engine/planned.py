@@ -20,7 +20,7 @@ from lightning_memopt.runtime.engine.checks import Checks
 from lightning_memopt.runtime.engine.cursor import NEVER, Cursor
 from lightning_memopt.runtime.engine.guard import Guard
 from lightning_memopt.runtime.engine.handles import Handle, Kept
-from lightning_memopt.runtime.engine.holding import Holding, Version, rebuildable
+from lightning_memopt.runtime.engine.holding import Holding, Version, can_make
 from lightning_memopt.runtime.engine.learned import Learned
 from lightning_memopt.runtime.engine.matching import Matcher
 from lightning_memopt.runtime.engine.naming import GraphNames, Names, modified
@@ -66,7 +66,7 @@ class PlannedEngine(Engine):
         self.checks = Checks(verify)
         self.guard = Guard(len(program.graph.points))
         self.parking = Parking(program, self.tape, self.cursor, self.checks, set(program.outlasting), depot)
-        self.holdings = PlannedHoldings(program, self.cursor, self.guard, self.parking)
+        self.holdings = PlannedHoldings(program, self.cursor, self.guard, self.parking, self.tape.versions)
         self.turns = Turns(program, self.cursor)
         self._names = GraphNames(program.graph)
         self._labels: set[int] = set()
@@ -318,7 +318,7 @@ class PlannedEngine(Engine):
             if version is None or self.holdings.lives(version):
                 continue
             holding: Holding = version.holding
-            lost = passed and holding.parked is None and not rebuildable(version)
+            lost = passed and holding.parked is None and not can_make(version, self.tape.versions)
             if lost and self.holdings.may_drop(version):
                 self._due.append(tensor)
             else:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from lightning_memopt.graph import BEFORE
 from lightning_memopt.runtime.engine.cursor import Cursor
 from lightning_memopt.runtime.engine.guard import Guard
-from lightning_memopt.runtime.engine.holding import Claim, Holding, Holdings, Version, rebuildable
+from lightning_memopt.runtime.engine.holding import Claim, Holding, Holdings, Version, can_make, rebuildable
 from lightning_memopt.runtime.engine.parking import Parking
 from lightning_memopt.runtime.engine.program import Program
 
@@ -20,16 +22,24 @@ class PlannedHoldings(Holdings):
     active: tensors that the plan has in memory now.
     guard: versions that stay longer than the plan says.
     parking: the parked tensors.
+    versions: the versions of the tape, by id.
     """
 
-    def __init__(self, program: Program, cursor: Cursor, guard: Guard, parking: Parking) -> None:
+    def __init__(
+        self, program: Program, cursor: Cursor, guard: Guard, parking: Parking, versions: Mapping[int, Version]
+    ) -> None:
         self.program = program
         self.cursor = cursor
         self.guard = guard
         self.parking = parking
+        self.versions = versions
         self.active = parking.active
 
     # -- told by the recorder ----------------------------------------------------------------------
+
+    def makes_again(self, version: Version) -> bool:
+        """Where nothing is held, nothing is dropped: what the bytes would be made from is not looked for."""
+        return rebuildable(version) and (version.holding.value is None or can_make(version, self.versions))
 
     def overwrites(self, version: Version) -> None:
         holding: Holding = version.holding
@@ -122,16 +132,16 @@ class PlannedHoldings(Holdings):
         holding: Holding = version.holding
         if holding.claim is Claim.PINNED:
             return False
-        if rebuildable(version):
-            return True
         last = BEFORE if holding.tensor is None else self.program.last_fetch.get(holding.tensor, BEFORE)
         fetched_later = self.cursor.point < last  # the plan fetches it later, but this step did not park it
-        return not (self.cursor.deviation.out_of_order or version.id in self.guard.needed or fetched_later)
+        if not (self.cursor.deviation.out_of_order or version.id in self.guard.needed or fetched_later):
+            return True
+        return can_make(version, self.versions)
 
     def unguard(self, version: Version) -> None:
         """The guard needs the version no longer: drop it if the plan has dropped its tensor already."""
         holding: Holding = version.holding
-        stands = version.id in self.guard.stands and (rebuildable(version) or holding.handles == 0)
+        stands = version.id in self.guard.stands and (can_make(version, self.versions) or holding.handles == 0)
         held = holding.tensor in self.program.holds or stands
         if held and not self.lives(version) and self.may_drop(version) and not self.parking.must_stay(version):
             holding.drop()

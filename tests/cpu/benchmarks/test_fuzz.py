@@ -99,6 +99,15 @@ FOUND = {
         held=0.6,
         observed=1,
     ),
+    # a value is not used: what a gradient in the forward rebuilt was let go with it, and what it was made from was gone by then
+    "nothing left to start from": Case(
+        seed=1,
+        nodes=(Node("penalised", 0, 0, 0), Node("tanh", 0, 0, 0), Node("penalised", 1, 0, 0), Node("tanh", 0, 0, 0)),
+        steps=(Step(8), Step(8, during=(Departure(3, "extra", 4),))),
+        plan=1,
+        held=0.0,
+        observed=1,
+    ),
 }
 
 

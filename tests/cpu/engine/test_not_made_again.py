@@ -1,6 +1,8 @@
-"""Forwards that leave the plan at an op that the plan runs again, and that may not run again in this step."""
+"""Steps in which an op that the plan runs again may not run again, or has nothing left to start from."""
 
 from __future__ import annotations
+
+import contextlib
 
 import pytest
 import torch
@@ -8,9 +10,11 @@ from torch import Tensor, nn
 
 from benchmarks.robustness.fuzzing.plans import requests
 from lightning_memopt.graph import Graph
+from lightning_memopt.native import engine
 from lightning_memopt.runtime import Program
 from lightning_memopt.runtime.engine.rejoining import number_of
 from lightning_memopt.solvers.rollout import Rollout, unrepeatable
+from tests.cpu.lib.engines import needs_native
 from tests.cpu.lib.stepped import same, stepped
 
 WIDTH = 16
@@ -65,6 +69,13 @@ def forgetful(graph: Graph) -> Program:
     return program
 
 
+def least(graph: Graph) -> Program:
+    """A plan that holds nothing but what no op can make again."""
+    roll = Rollout(graph)
+    roll.serve(requests(graph), {*unrepeatable(graph)})
+    return Program(graph, roll.lives())
+
+
 KINDS = {"after another op": True, "after another noise": False, "in place": False}
 """Kind of noise -> whether its op has another name than the next op of the plan: then the generator's state is noted."""
 
@@ -102,10 +113,55 @@ def test_a_sum_in_place_with_what_never_runs_again() -> None:
     """What is added is held, so the sum and what follows it are made again."""
     model = Added()
     with stepped(model) as step:
-        roll = Rollout(step.graph)
-        roll.serve(requests(step.graph), {*unrepeatable(step.graph)})
-        program = Program(step.graph, roll.lives())
+        program = least(step.graph)
         sums = [op.id for op in step.graph.forward if op.name.startswith(("aten::add_", "aten::sin"))]
         for model.other in (True, False, True):
             assert same(step.step(), step.step(program)), f"other: {model.other}"
             assert {number_of(op) for op in sums} <= set(step.rebuilt)
+
+
+class Penalised(nn.Module):
+    """The loss of one batch, with two gradients that are taken in the forward. The second one needs `lower`, which is rebuilt
+    and stays; then the plan lets go of what it was made from.
+
+    kind: "written": `lower` is written over in the forward, and backward starts from its old bytes;
+        "unused": in a `shorter` step a tensor that was made from it is not used.
+    shorter: see `kind`.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.x = nn.Linear(WIDTH, WIDTH), torch.randn(8, WIDTH)
+        self.kind, self.shorter = kind, False
+
+    def slope(self, a: Tensor) -> Tensor:
+        energy = self.layer(a).square().sum()
+        return torch.autograd.grad(energy, a, retain_graph=True)[0]
+
+    def forward(self) -> Tensor:
+        a = self.layer(self.x)
+        lower = a - 0.01 * self.slope(a)
+        early = lower.tanh()
+        late = (lower - 0.01 * self.slope(lower)).tanh()
+        if self.kind == "written":
+            lower.mul_(1.5)
+            return early.sum() + late.sum()
+        unused = early.tanh()  # its handle is let go when the forward ends, and events of the plan are passed over
+        loss = 0.0 if self.shorter else unused.square().sum()
+        return loss + late.square().sum()
+
+
+@pytest.mark.parametrize("native", [False, pytest.param(True, marks=needs_native)])
+@pytest.mark.parametrize("kind", ["written", "unused"])
+def test_what_a_backward_in_the_forward_rebuilt_stays(kind: str, native: bool) -> None:
+    """It was dropped because an op had made it; but what this op reads had been let go."""
+    model = Penalised(kind)
+    with stepped(model) as step, contextlib.nullcontext() if native else engine.without():
+        program = least(step.graph)
+        made = number_of(next(op.id for op in step.graph.forward if op.name.startswith("aten::sub")))
+        for shorter in (False, True, True, False):  # at first without a template of any op
+            model.shorter = shorter and kind == "unused"
+            assert same(step.step(), step.step(program)), f"shorter: {model.shorter}"
+            assert step.deviation.out_of_order == model.shorter
+            assert step.rebuilt.count(made) == 1, "the plan makes it once, for the gradient in the forward"
