@@ -214,9 +214,9 @@ def growth(values: Sequence[int], kinds: Sequence[int] = ()) -> float:
     return with_time / of_time * (len(values) - 1) if of_time else 0.0
 
 
-def leaks(grown: dict[str, float]) -> list[str]:
-    """The quantities that grow more than they may."""
-    return [name for name, value in grown.items() if value > ALLOWED.get(name, 0)]
+def leaks(grown: dict[str, float], **allowed: float) -> list[str]:
+    """The quantities that grow more than they may. `allowed`: in the place of `ALLOWED`, by quantity."""
+    return [name for name, value in grown.items() if value > (ALLOWED | allowed).get(name, 0)]
 
 
 def table(columns: dict[str, dict[str, Any]]) -> str:

@@ -28,6 +28,8 @@ torch.set_num_threads(1)  # more only wait for each other on tensors this small
 install_native(print)
 install_counter(print)
 
+LONG = "public", "ranks", "compiled", "sharded", "accelerate", "benchmarks"
+"""Files of these rooms take longest. They come first, so that no worker of several waits long for another one at the end."""
 LEFT_NBYTES = 200_000
 """Small beside every budget of a module that does not ask what is held."""
 
@@ -35,6 +37,10 @@ LEFT_NBYTES = 200_000
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "real_times: plans are chosen by what things take on this machine: that is tested")
     config.addinivalue_line("markers", "profiled: torch's profiler measures, which sees the bytes of a run alone")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: (*LONG, item.path.parent.name).index(item.path.parent.name))
 
 
 class Before(NamedTuple):
