@@ -32,8 +32,8 @@ from benchmarks.robustness.soaking.measured import COMBINATIONS, measured
 from lightning_memopt import jsonio
 
 FILE = RESULTS / "soak.json"
-BLOCKS = 400
-"""Python's blocks may grow by so many: the plain loop leaves 50 itself, and one block for each fault would be 800."""
+FOR_FAULTS = {"objects": 200, "python_blocks": 400}
+"""By so much these may grow: the plain loop leaves 50 blocks itself, and something left by each fault would be 800."""
 MOSTLY = 0.6
 """The least share of forwards that run as planned: of fewer, the soak proves little."""
 
@@ -84,7 +84,7 @@ def wrong(result: dict[str, Any]) -> list[str]:
     forwards = result["techniques"]["forwards"]
     share = forwards.get("planned", 0) / max(1, sum(forwards.values()))
     said = [f"{result['different']} steps differ, {result['first'][0]}"] if result["different"] else []
-    said += [f"{quantity} grows" for quantity in leaks(result["growth"], python_blocks=BLOCKS)]
+    said += [f"{quantity} grows" for quantity in leaks(result["growth"], **FOR_FAULTS)]
     proves = COMBINATIONS[result["combination"]].proves
     said += [f"{technique} was never on" for technique in proves if technique not in result["on"]]
     said += [f"{100 * share:.0f} % of forwards as planned"] if share < MOSTLY else []
