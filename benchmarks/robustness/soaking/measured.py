@@ -23,6 +23,7 @@ from lightning_memopt import optimize
 from lightning_memopt.integrations.plain import Run
 from lightning_memopt.native import engine
 from lightning_memopt.native import install as install_counter
+from lightning_memopt.plan import Life
 from lightning_memopt.plan.forms import codec_of
 from lightning_memopt.session.states import Running
 
@@ -155,12 +156,13 @@ class Soak:
 
 
 def _in_force(run: Run | None) -> Hashable:
-    """The run, and the state of each of its signatures, with its plan."""
+    """The run, the state of each of its signatures, with its plan, and how many lives of plans are kept."""
     if run is None:
         return None
+    lives = sum(type(o) is Life for o in gc.get_objects())
     states = run.session._plan_cache.items()
     plans = ((str(signature), type(s).__name__, hash(s.plan.lives) if isinstance(s, Running) else 0) for signature, s in states)
-    return id(run), tuple(sorted(plans))
+    return id(run), lives, tuple(sorted(plans))
 
 
 def measured(seed: int, count: int, early: bool, options: dict[str, Any] | None, digests: Path) -> dict[str, Any]:
