@@ -15,7 +15,7 @@ from lightning_memopt.solvers.rollout import Rollout
 Lives = tuple[Life, ...]
 
 
-def tight(graph: Graph, lives: Iterable[Life]) -> Lives:
+def _tight(graph: Graph, lives: Iterable[Life]) -> Lives:
     """The lives of the same rebuilds, each only as long as it is read. Raises LoweringError."""
     roll = Rollout(graph)
     for point, steps in lower(graph, lives).segments.items():
@@ -30,7 +30,7 @@ def mixed(graph: Graph, early: Iterable[Life], late: Iterable[Life], moment: int
     """
     born = [tensor.born_at for tensor in graph.tensors]
     lives = [life for life in early if born[life.tensor] < moment] + [life for life in late if born[life.tensor] >= moment]
-    return tight(graph, sorted(lives, key=lambda life: (life.tensor, life.born_at)))
+    return _tight(graph, sorted(lives, key=lambda life: (life.tensor, life.born_at)))
 
 
 def moments_between(graph: Graph, one: Iterable[Life], other: Iterable[Life], parts: int) -> list[int]:

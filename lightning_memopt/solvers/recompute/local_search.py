@@ -22,8 +22,8 @@ _FEW = 12
 """So many of the largest tensors at a peak are looked at."""
 _STARTS, _STRIDE = 12, 3
 """A search begins at so many plans above the limit: every third one first."""
-_LOOSER = (1.05, 1.1, 1.2, 1.4) * 2
-"""The best plan walks up to so many times the limit, and down again."""
+_LOOSER = 1.05, 1.1, 1.2, 1.4
+"""The best plan walks up to so many times the limit, and down again, until none of these helps."""
 _STEPS = 60
 """The most steps of a walk down. One that does not reach the limit by then is given up."""
 _WORK, _LEAST = 250_000, 20
@@ -45,20 +45,25 @@ def within(graph: Graph, plans: Sequence[Lives], fitting: int, limit_nbytes: int
         if draft is not None and (best is None or draft.seconds < best.seconds):
             best = draft
             yield draft.lives
-    for looser in _LOOSER:
-        if best is not None:
-            draft = walks.within(walks.topmost(best, int(looser * limit_nbytes)), limit_nbytes)
-            if draft is not None and draft.seconds < best.seconds:
-                best = draft
-                yield draft.lives
+    in_vain = 0
+    for looser in itertools.cycle(_LOOSER):
+        if best is None or in_vain == len(_LOOSER):
+            return
+        in_vain += 1
+        draft = walks.within(walks.topmost(best, int(looser * limit_nbytes)), limit_nbytes)
+        if draft is not None and draft.seconds < best.seconds:
+            best, in_vain = draft, 0
+            yield draft.lives
 
 
 def smaller(graph: Graph, plans: Iterable[Lives]) -> Lives | None:
     """The last plan of a walk down from the smallest of these; None where there is no way down."""
-    drafts = []
+    drafts: list[Draft] = []
     for lives in plans:
         with contextlib.suppress(LoweringError):
             drafts.append(Draft(graph, lives))
+    if not drafts:
+        return None
     start = min(drafts, key=lambda draft: draft.peak_nbytes)
     *_, last = [start, *itertools.islice(Walks(graph).down(start), _STEPS)]
     return None if last is start else last.lives
