@@ -30,7 +30,7 @@ import transformers
 
 from benchmarks.lib.paths import RESULTS
 from lightning_memopt import jsonio
-from lightning_memopt.graph import Graph, graph_from_json, graph_to_json
+from lightning_memopt.graph import Graph, graph_from_json, graph_to_json, unmodified_levels
 from lightning_memopt.runtime import install_native
 from lightning_memopt.session import costs
 from lightning_memopt.session.graphs import smoothed
@@ -42,7 +42,14 @@ FILE = RESULTS / "planning.json"
 LAYERS = (12, 24, 48)
 KINDS = {"verified": (True, False), "plain": (False, False), "metered": (False, True)}
 """The three observed steps of a session: whether ops run twice, and whether the allocator is metered."""
-STAGES = {"echo": "Echo", "bound.moments": "minimum cuts", "_chains": "stages of chains", "simulate": "prices of plans"}
+STAGES = {
+    "echo": "Echo",
+    "bound.moments": "minimum cuts",
+    "_chains": "stages of chains",
+    "simulate": "prices of plans",
+    "local_search.smaller": "walk to the smallest plan",
+    "local_search.within": "local search for half of the peak",
+}
 """Functions that `planner` calls -> what they are called in the table."""
 _NO_LIMIT = 1 << 60
 """A budget that evicts nothing: live bytes are compared with it, as in a session."""
@@ -103,7 +110,8 @@ def solved(graph: Graph) -> tuple[planner.Frontier, dict[str, float]]:
     def clocked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             with timed(seconds, name):
-                return function(*args, **kwargs)
+                answer = function(*args, **kwargs)
+                return list(answer) if isinstance(answer, Iterator) else answer
 
         return run
 
@@ -114,7 +122,8 @@ def solved(graph: Graph) -> tuple[planner.Frontier, dict[str, float]]:
             stack.enter_context(mock.patch.object(owner, attribute, clocked(name, getattr(owner, attribute))))
         overhead = clocked("costs of our own work", costs.overhead(graph))
         with timed(seconds, "solve"):
-            frontier = planner.solve(graph, limit_seconds=1e9, overhead=overhead)
+            half = max(unmodified_levels(graph)) // 2
+            frontier = planner.solve(graph, limit_seconds=1e9, overhead=overhead, budgets=[half])
     of_stages = sum(took for name, took in seconds.items() if name != "solve")
     seconds["plans as lives, and the rest"] = seconds["solve"] - of_stages
     return frontier, dict(seconds)
