@@ -237,8 +237,7 @@ def _smallest(graph: Graph) -> Iterator[tuple[str, tuple[Life, ...]]]:
     for moment in bound.moments(timeless, vertices=6):
         plans += _whole_graph(moment)
     for name, model in _chains(timeless):
-        with contextlib.suppress(LoweringError):
-            plans.append((f"{name}, smallest", stage_chain.lives(model, dp.smallest_tree(model.chain))))
+        plans.append((f"{name}, smallest", stage_chain.lives(model, dp.smallest_tree(model.chain))))
     yield from plans
     smaller = local_search.smaller(timeless, [lives for _, lives in plans])
     if smaller is not None:

@@ -8,12 +8,12 @@ simulator (tests/solvers/test_local_search.py compares them).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_memopt.graph import Graph, Levels
+from lightning_memopt.graph import Graph, Levels, Op
 from lightning_memopt.plan import (
     Life,
     LoweringError,
@@ -79,15 +79,16 @@ class Draft:
             if life.how == "rebuild":
                 self._births.setdefault(life.born_at, set()).add(life.tensor)
         for point, steps in self.segments.items():
-            for t in self._touched(steps):
-                self._touching.setdefault(t, set()).add(point)
+            for op in self.ops(steps):
+                for t in (*op.inputs, *op.outputs):
+                    self._touching.setdefault(t, set()).add(point)
             self._runs.update(self._with_state(steps))
         self._level = np.array(fixed_levels(graph), dtype=np.int64) + np.array(levels.levels(), dtype=np.int64)
-        for op in self._runs:
-            self._add_state(self._level, op, 1)
+        for id in self._runs:
+            self._add_state(self._level, id, 1)
         self.nbytes = self._level.copy()
         for point in self.segments:
-            self.nbytes[point] += self._above(point, self._costs[point], self._births.get(point, set()))
+            self.nbytes[point] += self._above(self._costs[point], self._births.get(point, set()))
 
     @property
     def peak_nbytes(self) -> int:
@@ -102,6 +103,10 @@ class Draft:
     def peak_at(self) -> int:
         return int(self.nbytes.argmax())
 
+    def ops(self, steps: Segment) -> list[Op]:
+        """The ops of a segment."""
+        return [self.graph.ops[step.op] for step in steps if isinstance(step, Rebuild)]
+
     def segments_of(self, tensor: int) -> set[int]:
         """The points of the segments whose ops read or make a tensor."""
         return self._touching.get(tensor, set())
@@ -114,25 +119,27 @@ class Draft:
         touched = self.segments_of(tensor)
         there = {point: self._resident(tensor, point) for point in touched}
         self.lives_of[tensor] = after
+        births: dict[int, set[int]] = {}
         segments: dict[int, Segment] = {}
         try:
             for point in born | unborn | {p for p in touched if self._resident(tensor, p) != there[p]}:
-                births = self._births.get(point, set()) - {tensor} | ({tensor} if point in born else set())
-                segments[point] = segment(self.graph, point, births, self._resident) if births else ()
+                births[point] = self._births.get(point, set()) - {tensor} | ({tensor} if point in born else set())
+                segments[point] = segment(self.graph, point, births[point], self._resident) if births[point] else ()
         except LoweringError:
             return None
         finally:
             self.lives_of[tensor] = before
-        return self._priced(tensor, after, segments, born)
+        return self._priced(tensor, after, segments, births)
 
     def after(self, change: Change) -> Draft:
         """The plan with a change, and with all lives only as long as they are read then. Raises LoweringError."""
         roll = Rollout(self.graph)
         for point, steps in (self.segments | change.segments).items():
-            roll.run(point, (step.op for step in steps if isinstance(step, Rebuild)))
+            roll.run(point, (op.id for op in self.ops(steps)))
         return Draft(self.graph, roll.lives())
 
-    def _priced(self, tensor: int, after: list[Life], segments: dict[int, Segment], born: set[int]) -> Change:
+    def _priced(self, tensor: int, after: list[Life], segments: dict[int, Segment], births: dict[int, set[int]]) -> Change:
+        """`births`: point of a segment -> the tensors that it makes for lives."""
         level = self._level.copy()
         for life in self.lives_of.get(tensor, ()):
             self._add(level, life, -1)
@@ -151,24 +158,16 @@ class Draft:
             self._add_state(level, op, (self._runs[op] + more > 0) - (self._runs[op] > 0))
         nbytes = level + (self.nbytes - self._level)
         for point, cost in costs.items():
-            births = self._births.get(point, set()) - {tensor} | ({tensor} if point in born else set())
-            nbytes[point] = level[point] + self._above(point, cost, births)
+            nbytes[point] = level[point] + self._above(cost, births[point])
         return Change(tensor, tuple(after), segments, nbytes, seconds)
 
-    def _above(self, point: int, cost: SegmentCost, births: set[int]) -> int:
-        """Bytes above those of the point's lives while its segment runs."""
+    def _above(self, cost: SegmentCost, births: set[int]) -> int:
+        """Bytes above those of the lives at its point while a segment runs."""
         return max(0, cost.rise_nbytes - sum(self.graph.tensors[t].nbytes for t in births))
-
-    def _touched(self, steps: Segment) -> Iterator[int]:
-        for step in steps:
-            if isinstance(step, Rebuild):
-                op = self.graph.ops[step.op]
-                yield from op.inputs
-                yield from op.outputs
 
     def _with_state(self, steps: Segment) -> list[int]:
         """The ops of a segment that draw numbers."""
-        return [step.op for step in steps if isinstance(step, Rebuild) and self.graph.ops[step.op].state_nbytes]
+        return [op.id for op in self.ops(steps) if op.state_nbytes]
 
     def _add(self, level: np.ndarray, life: Life, times: int) -> None:
         first, last, nbytes = added_by(self.graph, life)

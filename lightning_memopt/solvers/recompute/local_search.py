@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections import deque
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from operator import itemgetter
 
 from lightning_memopt.graph import Graph
-from lightning_memopt.plan import Life, LoweringError, Rebuild
+from lightning_memopt.plan import Life, LoweringError, simulate
 from lightning_memopt.solvers.recompute.draft import Change, Draft, Lives
 
 _FEW = 12
@@ -58,14 +58,17 @@ def within(graph: Graph, plans: Sequence[Lives], fitting: int, limit_nbytes: int
 
 def smaller(graph: Graph, plans: Iterable[Lives]) -> Lives | None:
     """The last plan of a walk down from the smallest of these; None where there is no way down."""
-    drafts: list[Draft] = []
+    smallest: Lives | None = None
+    least = math.inf
     for lives in plans:
         with contextlib.suppress(LoweringError):
-            drafts.append(Draft(graph, lives))
-    if not drafts:
+            peak_nbytes = simulate(graph, lives).predicted.peak_nbytes
+            if peak_nbytes < least:
+                smallest, least = lives, peak_nbytes
+    if smallest is None:
         return None
-    start = min(drafts, key=lambda draft: draft.peak_nbytes)
-    *_, last = [start, *itertools.islice(Walks(graph).down(start), _STEPS)]
+    start = Draft(graph, smallest)
+    *_, last = start, *itertools.islice(Walks(graph).down(start), _STEPS)
     return None if last is start else last.lives
 
 
@@ -112,7 +115,8 @@ class Walks:
 
     def topmost(self, draft: Draft, limit_nbytes: int) -> Draft:
         """The plan to which a walk up leads."""
-        return deque([draft, *self.up(draft, limit_nbytes)], maxlen=1).pop()
+        *_, last = draft, *self.up(draft, limit_nbytes)
+        return last
 
     def _down(self, draft: Draft) -> Draft | None:
         peak_at, level = draft.peak_at, draft.peak_nbytes
@@ -184,7 +188,7 @@ def _keeps(draft: Draft, limit_nbytes: int) -> Iterator[tuple[int, int, list[Lif
     graph = draft.graph
     options = []
     for point, steps in draft.segments.items():
-        for op in (graph.ops[step.op] for step in steps if isinstance(step, Rebuild)):
+        for op in draft.ops(steps):
             for t in op.outputs:
                 tensor, lives = graph.tensors[t], draft.lives_of.get(t, [])
                 before = [life for life in lives if life.born_at < point]
@@ -198,11 +202,11 @@ def _keeps(draft: Draft, limit_nbytes: int) -> Iterator[tuple[int, int, list[Lif
                 if limit_nbytes - int(draft.nbytes[since + 1 : point].max(initial=0)) < tensor.nbytes:
                     continue
                 after = lives[len(before) :]
-                here = after[:1] if after and after[0].born_at == point else []
-                until = here[0].freed_at if here else point
+                rebuilt = after[:1] if after and after[0].born_at == point else []
+                until = rebuilt[0].freed_at if rebuilt else point
                 original = Life(tensor=t, born_at=tensor.born_at, freed_at=until, how="original")
                 kept = replace(before[-1], freed_at=until) if before else original
                 value = op.seconds / max(1, tensor.nbytes * (point - since))
-                options.append((value, t, point, [*before[:-1], kept, *after[len(here) :]]))
+                options.append((value, t, point, [*before[:-1], kept, *after[len(rebuilt) :]]))
     for _, t, point, lives in sorted(options, key=itemgetter(0), reverse=True):
         yield t, point, lives
