@@ -84,11 +84,11 @@ class Evaluation:
     def policies(self) -> dict[str, Lives]:
         """Baseline first."""
         graph = self.graph
-        found = {"Baseline": unmodified(graph), "Mirror": mirror(graph), "all light": all_light(graph), "Echo": self.echo}
+        policies = {"Baseline": unmodified(graph), "Mirror": mirror(graph), "all light": all_light(graph), "Echo": self.echo}
         if self.at_echo >= self.frontier.smallest_nbytes:
-            found["ours at Echo's peak"] = self.frontier.plan(self.at_echo).lives
-        found["ours, smallest"] = self.frontier.plan(self.frontier.smallest_nbytes).lives
-        return found
+            policies["ours at Echo's peak"] = self.frontier.plan(self.at_echo).lives
+        policies["ours, smallest"] = self.frontier.plan(self.frontier.smallest_nbytes).lives
+        return policies
 
     def measure(self, lives: Lives) -> tuple[dict[str, Any], Step]:
         """Prediction and measurement of a plan, and how to run it again."""

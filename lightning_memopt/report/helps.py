@@ -39,7 +39,7 @@ class Help:
 def helps(plan: Plan, graph: Graph, limit_seconds: float = 10.0) -> str:
     """A list of sentences with a title. `limit_seconds`: of the search for plans for other budgets."""
     peak = at_peak(graph, plan.lives)
-    budgets = [plan.budget_nbytes * share // 10 for share in (_LESS, _MORE)]
+    budgets = [_tenths(plan, share) for share in (_LESS, _MORE)]
     frontier = planner.solve(graph, limit_seconds=limit_seconds, budgets=budgets)
     entries = [*_parking(graph, plan, frontier), *_order(savings(graph)), *_batch(peak)]
     ranked = sorted(entries, key=lambda entry: -entry.nbytes)
@@ -74,13 +74,18 @@ def _seconds(plan: Plan) -> float:
     return plan.predicted.seconds - plan.predicted.overhead_seconds
 
 
+def _tenths(plan: Plan, share: int) -> int:
+    """So many tenths of a plan's budget, in bytes."""
+    return plan.budget_nbytes * share // 10
+
+
 def _budget(plan: Plan, frontier: planner.Frontier) -> Iterator[str]:
     """What 10 % more and 10 % less of the budget would cost, and the smallest budget, by recomputation alone."""
     if not (plan.predicted.rebuilt_ops or any(life.how == "fetch" for life in plan.lives)):
         yield f"The step fits {format_nbytes(plan.budget_nbytes)} as it is: a larger budget changes nothing."
     else:
         yield _more(plan, frontier)
-    less = plan.budget_nbytes * _LESS // 10
+    less = _tenths(plan, _LESS)
     try:
         seconds = frontier.within(less).predicted.seconds
         yield f"10 % less budget ({format_nbytes(less)}) would cost {1e3 * seconds:.2f} ms a step, by recomputation alone."
@@ -92,17 +97,17 @@ def _budget(plan: Plan, frontier: planner.Frontier) -> Iterator[str]:
 
 
 def _more(plan: Plan, frontier: planner.Frontier) -> str:
-    more, now = plan.budget_nbytes * _MORE // 10, _seconds(plan)
+    more, own = _tenths(plan, _MORE), _seconds(plan)
     text = f"10 % more budget ({format_nbytes(more)})"
     try:
         best = frontier.within(more).predicted
     except InfeasibleError:  # the plan parks, too
         return f"{text} does not suffice for recomputation alone, which needs {format_nbytes(frontier.smallest_nbytes)}."
     if not best.rebuilt_ops:
-        return f"{text} is all that the step needs: it saves the {1e3 * now:.2f} ms that the plan costs."
-    if best.seconds >= now:
-        return f"{text} buys nothing by recomputation alone: {1e3 * best.seconds:.2f} ms a step, this plan {1e3 * now:.2f}."
-    return f"{text} buys {1e3 * (now - best.seconds):.2f} ms a step: {1e3 * best.seconds:.2f} in the place of {1e3 * now:.2f}."
+        return f"{text} is all that the step needs: it saves the {1e3 * own:.2f} ms that the plan costs."
+    if best.seconds >= own:
+        return f"{text} buys nothing by recomputation alone: {1e3 * best.seconds:.2f} ms a step, this plan {1e3 * own:.2f}."
+    return f"{text} buys {1e3 * (own - best.seconds):.2f} ms a step: {1e3 * best.seconds:.2f} in the place of {1e3 * own:.2f}."
 
 
 def _parking(graph: Graph, plan: Plan, frontier: planner.Frontier) -> Iterator[Help]:

@@ -149,15 +149,21 @@ class Holding:
     @property
     def there(self) -> bool:
         """Whether the bytes are in memory, or parked bit-identically. Calls nothing of torch: modes of the user see that."""
+        return self.value is not None or self._fetchable is not None
+
+    @property
+    def _fetchable(self) -> ParkedTensor | None:
+        """The parked bytes, where they are bit-identical and not used up."""
         parked = self.parked
-        return self.value is not None or (parked is not None and parked.exact and not parked.spent)
+        return parked if parked is not None and parked.exact and not parked.spent else None
 
     def fetch(self) -> bool:
         """Fetch the value where it is parked bit-identically. Returns whether it was."""
-        if self.parked is None or not self.parked.exact or self.parked.spent:
+        parked = self._fetchable
+        if parked is None:
             return False
         with below_autograd():
-            value = self.parked.value()
+            value = parked.value()
         self.rebuilt(value, current_stream(value.device))
         return True
 
