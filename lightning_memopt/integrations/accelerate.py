@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing.util import Finalize
@@ -189,6 +190,11 @@ class _Process:
         """The Accelerator if it is watched."""
         return next((w for w in self.watched if w.accelerator() is accelerator), None)
 
+    def raised(self, error: BaseException) -> bool:
+        """Whether the session of an Accelerator's run raised this error, and not one of another front in this process."""
+        sessions = {id(run.session) for watched in self.watched for run in watched.runs.values()}
+        return any(id(frame.f_locals.get("self")) in sessions for frame, _ in traceback.walk_tb(error.__traceback__))
+
     def end(self) -> None:
         """End the runs of all Accelerators."""
         while self.watched:
@@ -301,7 +307,7 @@ def _install() -> None:
             "free_memory": _ending,
             "end_training": _ending,
         },
-        watches=lambda: _process.always is not None or bool(_process.watched),
+        ours=_process.raised,
     )
 
 

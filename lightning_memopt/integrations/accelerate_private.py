@@ -56,11 +56,11 @@ def shards(accelerator: Any) -> bool:
     return bool(getattr(accelerator, "is_fsdp2", False))
 
 
-def replace(methods: Mapping[str, Replacement], watches: Callable[[], bool]) -> None:
+def replace(methods: Mapping[str, Replacement], ours: Callable[[InfeasibleError], bool]) -> None:
     """Replace methods of the class `Accelerator`. May be repeated.
 
-    Also makes `find_executable_batch_size` try fewer samples after an InfeasibleError, as after a lack of memory, while
-    `watches()` says that models of an Accelerator are within a budget.
+    Also makes `find_executable_batch_size` try fewer samples after an InfeasibleError, as after a lack of memory, where `ours`
+    says that the budget is one of an Accelerator.
     """
     cls = named("accelerate.accelerator:Accelerator")
     for name, replacement in methods.items():
@@ -68,12 +68,14 @@ def replace(methods: Mapping[str, Replacement], watches: Callable[[], bool]) -> 
     _replace(
         importlib.import_module("accelerate.utils.memory"),
         "should_reduce_batch_size",
-        functools.partial(_lacks_memory, watches),
+        functools.partial(_lacks_memory, ours),
     )
 
 
-def _lacks_memory(watches: Callable[[], bool], plain: Callable[[Exception], bool], exception: Exception) -> bool:
-    return (isinstance(exception, InfeasibleError) and watches()) or plain(exception)
+def _lacks_memory(
+    ours: Callable[[InfeasibleError], bool], plain: Callable[[Exception], bool], exception: Exception
+) -> bool:
+    return (isinstance(exception, InfeasibleError) and ours(exception)) or plain(exception)
 
 
 def _replace(owner: Any, name: str, replacement: Callable[..., Any]) -> None:

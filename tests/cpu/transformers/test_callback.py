@@ -14,11 +14,13 @@ from torch.utils.data import Dataset
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from accelerate import Accelerator
 from transformers import Trainer, TrainerCallback
 
 from benchmarks.robustness.front_models import Samples, built
 from lightning_memopt import MemOptConfig, MemOptTrainerCallback, optimize
 from lightning_memopt.errors import ConfigError, InfeasibleError, UnsupportedError, UpdatesInBackwardError
+from lightning_memopt.integrations.accelerate import prepare
 from tests.cpu.lib.loops import QUIET, budget_at, leaves_nothing
 from tests.cpu.lib.trainers import agrees, arguments, assert_same, callback, ends, kept, train, trainer
 
@@ -107,8 +109,13 @@ def test_left_when_training_raises(at: int) -> None:
 
 
 def test_infeasible() -> None:
-    """A hopeless budget ends training before any update; it is not taken for running out of memory."""
+    """A hopeless budget ends training before any update; it is not taken for running out of memory.
+
+    Nor where an Accelerator of the same process has a budget, whose loops `find_executable_batch_size` may begin again.
+    """
     model = built("gpt2")
+    accelerator, other = Accelerator(cpu=True), torch.nn.Linear(2, 2)
+    prepare(accelerator, other, torch.optim.SGD(other.parameters()), budget="min", verbose=False)
     before = copy.deepcopy(model.state_dict())
     used = trainer([callback(200_000)], model, auto_find_batch_size=True)
     with pytest.raises(InfeasibleError) as error:
@@ -116,6 +123,7 @@ def test_infeasible() -> None:
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     assert error.value.smallest_nbytes is not None
     assert used.args.per_device_train_batch_size == used._train_batch_size == 4
+    accelerator.free_memory()
 
 
 class TooLarge(Trainer):
