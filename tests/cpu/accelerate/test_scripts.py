@@ -20,6 +20,9 @@ STEADY = ("cv_example", "gradient_accumulation", "checkpointing", "early_stoppin
 """Scripts that hold no more in later steps than when the plan was made. Others hold the last batch of an evaluation while they
 train on, which the budget of the smallest plan does not count."""
 
+BATCH_NBYTES = 8 * 24 * 32 * 4
+"""Of a batch. Garbage of the script before may hold one while the plan is made; Python collects it when it likes."""
+
 
 def ends(folder: Path, name: str, rank: int = 0) -> list[object]:
     return [torch.load(folder / f"{name}.{how}.{rank}", weights_only=True) for how in ("plain", "planned")]
@@ -54,7 +57,8 @@ def test_two_processes(tmp_path: Path) -> None:
             peaks = [peak for peak in facts[name]["peaks"] if peak is not None]
             assert peaks
             for measured, predicted, budget in peaks if name in STEADY else ():
-                assert measured <= budget and measured == pytest.approx(predicted, rel=0.01), (name, rank, peaks)
+                assert measured <= budget, (name, rank, peaks)
+                assert measured == pytest.approx(predicted, rel=0.01, abs=BATCH_NBYTES), (name, rank, peaks)
 
 
 @pytest.mark.skipif(not distributed.is_gloo_available() or sys.platform == "win32", reason="no gloo")
