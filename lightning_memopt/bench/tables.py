@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from lightning_memopt.bench.catalogue import OURS, TITLES
 from lightning_memopt.bench.results import Rows
@@ -35,7 +36,10 @@ def page(data: dict[str, Any]) -> str:
         "of loss, gradients and buffers, against the unmodified step.",
     ]
     for model, rows in data["models"].items():
-        lines += ["", f"## {model}", "", *model_table(rows), "", *verdict(rows)]
+        lines += ["", f"## {model}", ""]
+        if short := beside_table(rows):
+            lines += ["Each method, and the better of our plans at its peak:", "", *short, ""]
+        lines += [*verdict(rows), "", "Every row:", "", *model_table(rows)]
     return "\n".join(lines) + "\n"
 
 
@@ -65,7 +69,7 @@ def _mib(row: Row) -> str:
 
 
 def _flops(row: Row) -> str:
-    return "" if row["extra_flops"] is None else f"{100 * row['extra_flops']:+.1f} %"
+    return "" if row.get("extra_flops") is None else f"{100 * row['extra_flops']:+.1f} %"
 
 
 def _ratio(row: Row, key: str, spread: bool = False) -> str:
@@ -76,44 +80,88 @@ def _ratio(row: Row, key: str, spread: bool = False) -> str:
     return f"x{ratio['median']:.2f}{quartiles}"
 
 
-# -- where ours is not ahead ---------------------------------------------------------------------------
+# -- ours at the peaks of the others -------------------------------------------------------------------
 
 
-def verdict(rows: Rows) -> list[str]:
-    """Ours at the peak of each other method, by the better of our plans there: each case in which it takes more."""
+class Beside(NamedTuple):
+    """The other methods of a model, and our plans at the peak of each.
+
+    compared: label of another method -> its row, and the measured rows of ours at its peak, or else the refused ones.
+    left: labels of methods at whose peak no plan of ours was run.
+    high: labels of methods with no lower peak than the unmodified step.
+    """
+
+    compared: dict[str, tuple[Row, list[Row]]]
+    left: list[str]
+    high: list[str]
+
+
+def beside(rows: Rows) -> Beside:
     ours: dict[str, list[Row]] = {}
     for row in rows.values():
         if row.get("at"):
             ours.setdefault(row["at"], []).append(row)
     ran = {label: row for label, row in rows.items() if row["method"] not in OURS and row["state"] == "measured"}
     whole = ran.pop("unmodified", {}).get("peak_nbytes", 0)
-    peaks = {row["peak_nbytes"]: label for label, row in reversed(ran.items())}
-    lower = {label: ours.get(peaks[row["peak_nbytes"]], []) for label, row in ran.items() if row["peak_nbytes"] < whole}
-    compared = [label for label, mine in lower.items() if mine]
-    behind = [f"- {label}: {text}" for label in compared for text in _behind(ran[label], lower[label])]
+    peaks = {row["peak_nbytes"]: label for label, row in reversed(ran.items())}  # several may have the same
+    there = {label: ours.get(peaks[row["peak_nbytes"]], []) for label, row in ran.items() if row["peak_nbytes"] < whole}
+    measured = {label: [row for row in mine if row["state"] == "measured"] or mine for label, mine in there.items()}
+    return Beside(
+        compared={label: (ran[label], mine) for label, mine in measured.items() if mine},
+        left=[label for label, mine in measured.items() if not mine],
+        high=[label for label in ran if label not in there],
+    )
+
+
+def beside_table(rows: Rows) -> list[str]:
+    """A line for each method: what it takes, and what the better of our plans at its peak takes. Empty without any."""
+    head = ("method", "peak, MiB", "extra FLOPs", "ours", "CPU time", "ours", "wall time", "ours", "its bits")
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for label, (row, mine) in beside(rows).compared.items():
+        cells = [label, _mib(row), _flops(row), _flops(min(mine, key=_extra_flops))]
+        for key in ("cpu_ratio", "wall_ratio"):
+            cells += [_ratio(row, key), _ratio(min(mine, key=partial(_median, key)), key)]
+        lines.append("| " + " | ".join([*cells, row["exact"]]) + " |")
+    return lines if len(lines) > 2 else []
+
+
+def verdict(rows: Rows) -> list[str]:
+    """Each case in which the better of our plans at the peak of another method takes more than that method."""
+    compared, left, high = beside(rows)
+    behind = [f"- {label}: {text}" for label, (row, mine) in compared.items() for text in _behind(row, mine)]
     lines = []
     if compared:
         said = "Not ahead of:" if behind else "It has no more extra FLOPs, and takes less time, than any of them."
-        lines += [f"Ours at the peak of {', '.join(compared)}, by the better of its plans. {said}", "", *behind, ""]
-    if left := [label for label in lower if label not in compared]:
+        lines += [f"Ours at the peak of {', '.join(compared)}, by the better of its plans. {said}", ""]
+        lines += [*behind, ""] if behind else []
+    if left:
         lines += [f"No plan of ours was run at the peak of {', '.join(left)}.", ""]
-    if high := [label for label in ran if label not in lower]:
+    if high:
         lines += [f"No lower peak than unmodified: {', '.join(high)}.", ""]
     return lines[:-1]
 
 
+def _extra_flops(row: Row) -> float:
+    """Of a row that has none: more than any."""
+    extra = row.get("extra_flops")
+    return float("inf") if extra is None else float(extra)
+
+
+def _median(key: str, row: Row) -> float:
+    return float(row[key]["median"]) if key in row else float("inf")
+
+
 def _behind(row: Row, mine: list[Row]) -> list[str]:
     """Sentences on what the best of ours at this peak does not beat."""
-    ran = [each for each in mine if each["state"] == "measured"]
-    if not ran:
+    if mine[0]["state"] != "measured":
         return [f"ours {mine[0]['state']}: {mine[0]['reason']}"]
     said = []
     bits = "" if row["exact"] == "equal" else f"; its bits: {row['exact']}"
-    flops = [each["extra_flops"] for each in ran if each["extra_flops"] is not None]
-    if row["extra_flops"] is not None and flops and min(flops) > row["extra_flops"]:
-        said.append(f"extra FLOPs: {100 * row['extra_flops']:+.1f} %, ours {100 * min(flops):+.1f} %{bits}")
+    fewest = min(mine, key=_extra_flops)
+    if _extra_flops(fewest) > _extra_flops(row):
+        said.append(f"extra FLOPs: {_flops(row)}, ours {_flops(fewest)}{bits}")
     for key, name in (("cpu_ratio", "CPU time"), ("wall_ratio", "wall time")):
-        best = min(ran, key=lambda each: float(each[key]["median"]))
+        best = min(mine, key=partial(_median, key))
         if best[key]["median"] >= row[key]["median"]:
             near = ", within the quartiles" if best[key]["low"] <= row[key]["high"] else ""
             said.append(f"{name}: {_ratio(row, key)}, ours {_ratio(best, key)}{near}{bits}")
