@@ -1,26 +1,42 @@
 """`memopt bench` on the models of the benchmarks: every method that saves memory, side by side, at its budgets and peaks.
 
     python -m benchmarks compare gpt2 resnet50 --rounds 5
+    python -m benchmarks compare --table        # each method beside ours at its peak, of all that is in results/compare
 
-All arguments are those of `memopt bench`; results go to results/compare. It writes bench.json after each row, then bench.md,
-bench.svg and bench.png.
+All other arguments are those of `memopt bench`; results go to results/compare. It writes bench.json after each row, then
+bench.md, bench.svg and bench.png.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any, NoReturn
 
 from benchmarks.lib.paths import RESULTS
 from benchmarks.models.registry import MODELS
 from lightning_memopt import cli
-from lightning_memopt.bench import command
+from lightning_memopt.bench import command, results
 from lightning_memopt.errors import MemOptError
+
+
+class Table(argparse.Action):
+    """Prints the summaries of the recorded comparisons, and ends."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        from lightning_memopt.bench import tables
+
+        for path in sorted((RESULTS / "compare").rglob("bench.json")):
+            data = results.read(path)
+            for model, rows in data["models"].items():
+                print(f"## {model}\n\n{data['asked']['rounds']} rounds.\n", *tables.summary(rows), "", sep="\n")
+        parser.exit()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks compare", description=(__doc__ or "").partition("\n")[0])
     command.add_arguments(parser)
+    parser.add_argument("--table", nargs=0, action=Table, help="print what is recorded")
     parser.set_defaults(out=RESULTS / "compare")
     try:
         return command.run(parser.parse_args(), cli._factory, MODELS)

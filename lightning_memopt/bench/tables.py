@@ -36,11 +36,14 @@ def page(data: dict[str, Any]) -> str:
         "of loss, gradients and buffers, against the unmodified step.",
     ]
     for model, rows in data["models"].items():
-        lines += ["", f"## {model}", ""]
-        if short := beside_table(rows):
-            lines += ["Each method, and the better of our plans at its peak:", "", *short, ""]
-        lines += [*verdict(rows), "", "Every row:", "", *model_table(rows)]
+        lines += ["", f"## {model}", "", *summary(rows), "", "Every row:", "", *model_table(rows)]
     return "\n".join(lines) + "\n"
+
+
+def summary(rows: Rows) -> list[str]:
+    """Each method beside ours at its peak, as a table, and where ours takes more."""
+    short = beside_table(rows)
+    return [*(["Each method, and the better of our plans at its peak:", "", *short, ""] if short else []), *verdict(rows)]
 
 
 def model_table(rows: Rows) -> list[str]:
