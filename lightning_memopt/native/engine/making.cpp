@@ -16,8 +16,7 @@ PyObject* make(PyObject* type) {
   auto* const kind = reinterpret_cast<PyTypeObject*>(type);
   PyObject* const made = kind->tp_alloc(kind, 0);
   if (made == nullptr) throw py::error_already_set();
-  PyObject_GC_UnTrack(made);
-  return made;
+  return hidden(made);
 }
 
 PyObject* none() { return Py_NewRef(Py_None); }
@@ -27,7 +26,7 @@ PyObject* ref(py::handle object) { return Py_NewRef(object.ptr()); }
 PyObject* tuple_of(c10::IntArrayRef numbers) {
   PyObject* const made = PyTuple_New(numbers.size());
   for (size_t i = 0; i < numbers.size(); ++i) PyTuple_SET_ITEM(made, i, PyLong_FromLongLong(numbers[i]));
-  return made;
+  return hidden(made);
 }
 
 PyObject* holding_of(py::handle tensor, bool reachable) {
@@ -44,6 +43,11 @@ PyObject* holding_of(py::handle tensor, bool reachable) {
 }
 
 }  // namespace
+
+PyObject* hidden(PyObject* object) {
+  if (PyObject_GC_IsTracked(object)) PyObject_GC_UnTrack(object);
+  return object;
+}
 
 PyObject* view_of(const at::Tensor& t, PyObject* version) {
   PyObject* const made = make(view_slots.type);
@@ -101,9 +105,9 @@ bool is_current(PyObject* version, const at::Tensor& t) {
 
 py::object kept(const at::Tensor& t, const py::object& about) {
   PyObject* const made = make(kept_slots.type);
-  const bool has_history = t.requires_grad() && !t.is_leaf();
-  kept_slots.about.set(made, ref(about));
-  kept_slots.t.set(made, wrapped(has_history && is_plain(t) ? alias_of(t) : t).release().ptr());
+  const bool is_own = t.requires_grad() && !t.is_leaf() && is_plain(t);
+  kept_slots.about.set(made, hidden(ref(about)));
+  kept_slots.t.set(made, is_own ? hidden(wrapped(alias_of(t)).release().ptr()) : wrapped(t).release().ptr());
   kept_slots.counter.set(made, PyLong_FromLongLong(t.is_inference() ? constants.unknown : t._version()));
   return py::reinterpret_steal<py::object>(made);
 }

@@ -14,6 +14,8 @@ struct NewVersion {
   bool reachable;
 };
 
+// The object, which the garbage collector no longer looks through.
+PyObject* hidden(PyObject* object);
 // A `StorageVersion` of the storage of `t`, with its `Holding`. `weak`: the tape's list of weak references.
 pybind11::object version_of(const at::Tensor& t, const NewVersion& as, const pybind11::list& weak);
 // A `View` of `t` on the version with this id.

@@ -16,11 +16,6 @@ namespace {
 
 namespace py = pybind11;
 
-PyObject* hidden(PyObject* object) {
-  if (PyObject_GC_IsTracked(object)) PyObject_GC_UnTrack(object);
-  return object;
-}
-
 // The arguments of one op.
 struct Arguments {
   PyObject *of_storage, *reads;

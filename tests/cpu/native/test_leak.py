@@ -10,6 +10,8 @@ from benchmarks.robustness.samples import EVERY, NAMES, growth, leaks
 from lightning_memopt.native import engine
 
 STEPS = 1100
+BLOCKS = 200
+"""Python's own caches may take so many blocks at once. A block that each step left would be 880."""
 
 
 @pytest.mark.real_times
@@ -20,7 +22,7 @@ def test_a_thousand_steps(by: str) -> None:
     result = leak.by(by, STEPS)
     assert (result["engine"], result["departures"], result["exceptions"]) == (by, 19, 15)
     assert result["native_ops"] > 3 * result["python_ops"] or by == "python"
-    assert leaks(result["growth"]) == []
+    assert leaks(result["growth"], python_blocks=BLOCKS) == [], result["growth"]
 
 
 def test_what_grows_is_said() -> None:
