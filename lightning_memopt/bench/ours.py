@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning_memopt.bench.methods import Applied, eagerly
 from lightning_memopt.bench.subject import Subject
+from lightning_memopt.bench.torch_compiled import compiled_in_place
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.integrations.plain import optimize
 from lightning_memopt.native import engine
@@ -23,20 +24,28 @@ six times, and a step in which code is compiled is not observed.
 
 
 @contextlib.contextmanager
-def planned(subject: Subject, budget_nbytes: int, native: bool = True, **options: Any) -> Iterator[Applied]:
-    """The subject within a budget. `native`: by the native engine, else by the one in Python. `options`: of `MemOptConfig`.
+def planned(
+    subject: Subject, budget_nbytes: int, native: bool = True, compiled: bool = False, **options: Any
+) -> Iterator[Applied]:
+    """The subject within a budget.
+
+    Args:
+        native: by the native engine, else by the one in Python.
+        compiled: its user has compiled the model by Inductor.
+        options: of `MemOptConfig`.
 
     Raises InfeasibleError if no plan keeps the budget, UnsupportedError if there is no plan for another reason.
     """
-    by = contextlib.nullcontext if native else engine.without
+    compiles = compiled or options.get("compile")
     with (
-        by(),
+        contextlib.nullcontext() if native else engine.without(),
+        compiled_in_place(subject.model, "inductor") if compiled else contextlib.nullcontext(),
         optimize(subject.model, subject.training.optimizer, budget=budget_nbytes, verbose=False, **options) as run,
     ):
-        steps = _MOST_COMPILED_STEPS if options.get("compile") else _MOST_STEPS
+        steps = _MOST_COMPILED_STEPS if compiles else _MOST_STEPS
         for _ in range(steps):
             subject.step()
-            if run.status().phase in ("planned", "unplanned", "off") and not options.get("compile"):
+            if run.status().phase in ("planned", "unplanned", "off") and not compiles:
                 break
         status = run.status()
         if status.plan is None:

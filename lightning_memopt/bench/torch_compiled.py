@@ -47,24 +47,29 @@ def torch_splits(memory_budget: float) -> Iterator[dict[str, int]]:
 
 
 @contextlib.contextmanager
-def compiled(subject: Subject, backend: str, memory_budget: float) -> Iterator[Applied]:
-    """The model of the subject compiled in place by this backend."""
-    model: Any = subject.model
+def compiled_in_place(model: Any, backend: str) -> Iterator[None]:
+    """The model is compiled, with all that it calls. At the end it is eager again."""
 
     def call(*args: Any, **kwargs: Any) -> Any:  # a frame of its own: dynamo skips those of torch.nn, also a whole Sequential
         return model._call_impl(*args, **kwargs)
 
     torch.compiler.reset()
     try:
-        with torch_splits(memory_budget) as flops:
-            model._compiled_call_impl = torch.compile(call, backend=backend)
-
-            def extra() -> float:
-                if not flops["joint"]:
-                    raise UnsupportedError("torch.compile made no graph of this step. Give a step that calls the model itself.")
-                return float(flops["all"] - flops["joint"])
-
-            yield Applied(without=lambda: eagerly([model]), extra_flops=extra)
+        model._compiled_call_impl = torch.compile(call, backend=backend)
+        yield
     finally:
         model._compiled_call_impl = None
         torch.compiler.reset()
+
+
+@contextlib.contextmanager
+def compiled(subject: Subject, backend: str, memory_budget: float) -> Iterator[Applied]:
+    """The model of the subject compiled in place by this backend."""
+    with torch_splits(memory_budget) as flops, compiled_in_place(subject.model, backend):
+
+        def extra() -> float:
+            if not flops["joint"]:
+                raise UnsupportedError("torch.compile made no graph of this step. Give a step that calls the model itself.")
+            return float(flops["all"] - flops["joint"])
+
+        yield Applied(without=lambda: eagerly([subject.model]), extra_flops=extra)
