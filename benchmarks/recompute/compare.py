@@ -26,10 +26,13 @@ class Table(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         from lightning_memopt.bench import tables
 
-        for path in sorted((RESULTS / "compare").rglob("bench.json")):
-            data = results.read(path)
+        folder = RESULTS / "compare"
+        for path in sorted(folder.rglob("bench.json")):
+            data, parts = results.read(path), path.parent.relative_to(folder).parts
             for model, rows in data["models"].items():
-                print(f"## {model}\n\n{data['asked']['rounds']} rounds.\n", *tables.summary(rows), "", sep="\n")
+                heading = "/".join(dict.fromkeys([*parts, model]))
+                lines = [f"## {heading}", "", f"{data['asked']['rounds']} rounds.", "", *tables.summary(rows), ""]
+                print("\n".join(lines))
         parser.exit()
 
 
