@@ -100,6 +100,7 @@ class Beside(NamedTuple):
 
 
 def beside(rows: Rows) -> Beside:
+    """Which of our plans are at the peak of which other method of a model."""
     ours: dict[str, list[Row]] = {}
     for row in rows.values():
         if row.get("at"):

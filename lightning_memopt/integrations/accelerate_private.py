@@ -72,9 +72,7 @@ def replace(methods: Mapping[str, Replacement], ours: Callable[[InfeasibleError]
     )
 
 
-def _lacks_memory(
-    ours: Callable[[InfeasibleError], bool], plain: Callable[[Exception], bool], exception: Exception
-) -> bool:
+def _lacks_memory(ours: Callable[[InfeasibleError], bool], plain: Callable[[Exception], bool], exception: Exception) -> bool:
     return (isinstance(exception, InfeasibleError) and ours(exception)) or plain(exception)
 
 
