@@ -1,7 +1,9 @@
-"""A training run that ends in the middle, for tests that compare processes: `python -m tests.cpu.lib.exits HOW CASE`.
+"""Training runs that end in the middle, for tests that compare processes: `python -m tests.cpu.lib.exits FOLDER`.
 
-HOW is `plain` or `planned`. CASE is a function of this module. The process prints what it has to say to standard output.
-`planned` prints to standard error if the run has no plan, or one that rebuilds nothing.
+Each run is a process of its own, forked before anything has run, so that all share the imports. HOW is `plain` or `planned`,
+CASE a function of this module, with "+open" where the run is left open. What a process prints is in FOLDER/HOW.CASE.out and
+FOLDER/HOW.CASE.err, its exit code in FOLDER/HOW.CASE.code. `planned` prints to standard error if the run has no plan, or one
+that rebuilds nothing.
 """
 
 from __future__ import annotations
@@ -12,13 +14,17 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # optimizers would import it in each process
 from torch import Tensor
 
 from lightning_memopt import optimize
+from lightning_memopt.session import times
 from tests.cpu.lib.loops import Small, batches, loss_of, sgd, small, step
+from tests.cpu.lib.times import Known
 
 DATA = batches(4)
 live: list[Any] = []
@@ -176,5 +182,23 @@ def main(how: str, case: str) -> None:
         CASES[name](process)
 
 
+def in_turn(folder: Path) -> tuple[str, str] | None:
+    """In each of the forked processes: what it is to run. None in the first one, when all have ended."""
+    for how, suffix in (("plain", ""), ("planned", ""), ("planned", "+open")):
+        for name in CASES:
+            stem = folder / f"{how}.{name}{suffix}"
+            pid = os.fork()
+            if pid == 0:
+                for stream, ending in ((1, "out"), (2, "err")):
+                    os.dup2(os.open(f"{stem}.{ending}", os.O_CREAT | os.O_WRONLY), stream)
+                return how, f"{name}{suffix}"
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            Path(f"{stem}.code").write_text(str(code))
+    return None
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    times.current = Known()  # to measure this machine takes a second in each process
+    run = in_turn(Path(sys.argv[1]))
+    if run is not None:
+        main(*run)
