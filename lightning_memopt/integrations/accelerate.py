@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from lightning_memopt.config import Options
+    from lightning_memopt.session import Session
 
 _REFUSED = {
     "DEEPSPEED": "DeepSpeed partitions and updates parameters by itself",
@@ -105,7 +106,8 @@ class Watched:
                 continue
             for watched in _process.watched:
                 watched._end(model)
-            self.runs[id(model)] = open_run(model, optimizers, self.config, self._say, self._reasons)
+            run = self.runs[id(model)] = open_run(model, optimizers, self.config, self._say, self._reasons)
+            _process.sessions.add(run.session)
             _process.planned = True
             if _process.trial is not None:
                 _process.trial.began(self)
@@ -161,9 +163,11 @@ class _Process:
     now: the options for the call of `prepare` that is running.
     planned: whether a run was opened.
     trial: a trial of a batch size that is running; None while there is none.
+    sessions: those of the runs of all Accelerators, also where a run was closed, as long as anybody holds them.
     """
 
     def __init__(self) -> None:
+        self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self.trial: Trial | None = None
         self.always: MemOptConfig | None = None
         self.now: MemOptConfig | None = None
@@ -192,7 +196,7 @@ class _Process:
 
     def raised(self, error: BaseException) -> bool:
         """Whether the session of an Accelerator's run raised this error, and not one of another front in this process."""
-        sessions = {id(run.session) for watched in self.watched for run in watched.runs.values()}
+        sessions = set(map(id, self.sessions))
         return any(id(frame.f_locals.get("self")) in sessions for frame, _ in traceback.walk_tb(error.__traceback__))
 
     def end(self) -> None:

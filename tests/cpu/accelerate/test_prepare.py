@@ -219,8 +219,9 @@ def test_a_model_moves_to_the_next_accelerator() -> None:
     assert plans(first) == [] and plans(second)[0] > 0
 
 
-def test_a_budget_that_no_plan_keeps_makes_the_batch_smaller() -> None:
-    """For `find_executable_batch_size`, an InfeasibleError is a lack of memory."""
+@pytest.mark.parametrize("frees", [False, True])
+def test_a_budget_that_no_plan_keeps_makes_the_batch_smaller(frees: bool) -> None:
+    """For `find_executable_batch_size`, an InfeasibleError is a lack of memory, also where the function has closed its run."""
     accelerator = fresh()
     sizes = []
 
@@ -230,11 +231,15 @@ def test_a_budget_that_no_plan_keeps_makes_the_batch_smaller() -> None:
         accelerator.free_memory()
         own = small()
         model, optimizer = front.prepare(accelerator, own, adam(own), budget=budget, profile_steps=1, verbose=False)
-        for batch in batches(3, batch_size):
-            accelerator.backward(loss_of(model, batch))
-            optimizer.step()
-            optimizer.zero_grad()
-        assert run_of(accelerator, model).status().measured_peak_nbytes <= budget  # type: ignore[union-attr, operator]
+        try:
+            for batch in batches(3, batch_size):
+                accelerator.backward(loss_of(model, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+            assert run_of(accelerator, model).status().measured_peak_nbytes <= budget  # type: ignore[union-attr, operator]
+        finally:
+            if frees:
+                accelerator.free_memory()
 
     budget = counted_nbytes() + 4_000_000
     train()
