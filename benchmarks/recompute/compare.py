@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from benchmarks.lib.paths import RESULTS
 from benchmarks.models.registry import MODELS
 from lightning_memopt import cli
-from lightning_memopt.bench import command, results
+from lightning_memopt.bench import command, results, tables
 from lightning_memopt.errors import MemOptError
 
 
@@ -24,8 +24,6 @@ class Table(argparse.Action):
     """Prints the summaries of the recorded comparisons, and ends."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        from lightning_memopt.bench import tables
-
         folder = RESULTS / "compare"
         for path in sorted(folder.rglob("bench.json")):
             data, parts = results.read(path), path.parent.relative_to(folder).parts

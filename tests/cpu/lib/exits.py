@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -189,6 +190,7 @@ def in_turn(folder: Path) -> tuple[str, str] | None:
             stem = folder / f"{how}.{name}{suffix}"
             pid = os.fork()
             if pid == 0:
+                signal.alarm(120)  # one that hangs is killed
                 for stream, ending in ((1, "out"), (2, "err")):
                     os.dup2(os.open(f"{stem}.{ending}", os.O_CREAT | os.O_WRONLY), stream)
                 return how, f"{name}{suffix}"

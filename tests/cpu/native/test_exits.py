@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.cpu.lib.exits import CASES
-from tests.cpu.lib.launched import ran
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no fork")
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no fork")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What every process printed, and its exit code."""
     folder = tmp_path_factory.mktemp("exits")
-    done = ran("tests.cpu.lib.exits", str(folder), timeout=500)
+    done = subprocess.run([sys.executable, "-m", "tests.cpu.lib.exits", str(folder)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return folder
 
