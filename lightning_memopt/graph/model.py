@@ -161,6 +161,7 @@ class Graph:
     step_seconds: time of the unmodified step, measured or estimated from its ops.
     lines: id of a forward op -> line of user code that ran it. Not in files.
     save_lines: id of a save -> line of user code during which autograd packed it. Not in files.
+    unbroken: modules that are called once in the forward: path -> (their first op, the op after their last). Not in files.
     """
 
     ops: tuple[Op, ...]
@@ -171,25 +172,12 @@ class Graph:
     step_seconds: float = 0.0
     lines: Mapping[int, str] = field(default_factory=dict, repr=False)
     save_lines: Mapping[int, str] = field(default_factory=dict, repr=False)
+    unbroken: Mapping[str, tuple[int, int]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def producers(self) -> dict[int, Op]:
         """Tensor id -> the op that made it. Tensors from before the step are not in it."""
         return {t: op for op in self.ops for t in op.outputs}
-
-    @cached_property
-    def unbroken(self) -> dict[str, tuple[int, int]]:
-        """Modules that are called once, while no other op runs: path -> (their first op, the op after their last)."""
-        spans: dict[str, list[int]] = {}
-        for op in self.forward:
-            for path in around(op.scope):
-                spans.setdefault(path, []).append(op.id)
-        again = tuple({path.partition("#")[0] for path in spans if "#" in path})
-        return {
-            path: (ids[0], ids[-1] + 1)
-            for path, ids in spans.items()
-            if ids[-1] - ids[0] + 1 == len(ids) and not any(path == other or other.startswith(path + ".") for other in again)
-        }
 
     @cached_property
     def consumers(self) -> dict[int, tuple[Op, ...]]:

@@ -8,7 +8,7 @@ tensors can be parked, and nothing else of it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph
@@ -18,6 +18,7 @@ from lightning_memopt.report.blocks import blocks
 from lightning_memopt.report.fates import operator, runs_again
 from lightning_memopt.solvers import joint, planner
 from lightning_memopt.solvers.ordering import Savings, savings
+from lightning_memopt.solvers.overhead import FREE, Overhead
 from lightning_memopt.units import format_nbytes
 
 _SCALING = ("feature maps", "held to rebuild", "rebuilt", "generator states", "in use", "workspace", "inputs")
@@ -40,11 +41,17 @@ def helps(plan: Plan, graph: Graph, limit_seconds: float = 10.0) -> str:
     """A list of sentences with a title. `limit_seconds`: of the search for plans for other budgets."""
     peak = at_peak(graph, plan.lives)
     budgets = [_tenths(plan, share) for share in (_LESS, _MORE)]
-    frontier = planner.solve(graph, limit_seconds=limit_seconds, budgets=budgets)
+    frontier = planner.solve(graph, limit_seconds=limit_seconds, budgets=budgets, overhead=_searched_with(plan))
     entries = [*_parking(graph, plan, frontier), *_order(savings(graph)), *_batch(peak)]
     ranked = sorted(entries, key=lambda entry: -entry.nbytes)
     lines = [*costliest(graph, plan), *_budget(plan, frontier), *(entry.text for entry in ranked)]
     return "\n".join(["What would help most:", *(f"- {line}" for line in lines)])
+
+
+def _searched_with(plan: Plan) -> Overhead:
+    """For plans that are found as this one was, with few ops that run again, and priced without the engine's own work."""
+    ops = plan.predicted.rebuilt_ops
+    return replace(FREE, rebuilt_op=plan.predicted.overhead_seconds / ops if ops else 0.0)
 
 
 def costliest(graph: Graph, plan: Plan) -> Iterator[str]:

@@ -34,6 +34,7 @@ from lightning_memopt.runtime import Learned, PlannedEngine, Program
 from lightning_memopt.session import times
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.recording import PlannedRecording
+from lightning_memopt.solvers.overhead import Overhead
 from lightning_memopt.solvers.rollout import Rollout
 from lightning_memopt.torch_private import schema_of
 
@@ -73,13 +74,19 @@ class Costs:
         loud = [op for op in program.graph.forward if op.id not in quiet]
         dispatched = sum(self.call + self.argument * _arguments(op.name) for op in loud)
         recorded = sum(op.id in program.recorded for op in loud)
-        host = self.forward + dispatched + self.recorded * recorded + self.rebuilt * len(program.schedule.rebuilt)
-        if not self.eager:
-            return host
         ops = program.graph.ops
         rebuilding = [ops[s.op] for steps in program.schedule.segments.values() for s in steps if isinstance(s, Rebuild)]
+        host = self.forward + dispatched + self.recorded * recorded + self.rebuilt * len(rebuilding)
+        if not self.eager:
+            return host
         device = sum(op.seconds for op in ops) + sum(op.seconds for op in rebuilding)
         return max(0.0, host + self.eager * (len(ops) + len(rebuilding)) - device)
+
+    def of_rebuilt_op(self, graph: Graph) -> float:
+        """About how many of these seconds are due to each op that runs again; 0 where a device takes longer than the host."""
+        if self.eager and self.eager * len(graph.ops) < sum(op.seconds for op in graph.ops):
+            return 0.0
+        return self.recorded + self.rebuilt
 
 
 @cache
@@ -197,10 +204,10 @@ def _checkpointed(graph: Graph) -> tuple[Life, ...]:
     return roll.lives()
 
 
-def overhead(graph: Graph) -> Callable[[tuple[Life, ...]], float]:
-    """Lives of a plan of this graph -> seconds of the engine's own work in a step. The first one may measure."""
-    of_graph = cache(lambda: measured(graph))
-    return lambda lives: of_graph().of(Program(graph, lives))
+def overhead(graph: Graph) -> Overhead:
+    """The engine's own work in a step under a plan of this graph. It may measure."""
+    on_this_machine = measured(graph)
+    return Overhead(lambda lives: on_this_machine.of(Program(graph, lives)), on_this_machine.of_rebuilt_op(graph))
 
 
 def measured(graph: Graph) -> Costs:

@@ -76,7 +76,7 @@ class JointFrontier(Frontier):
             least, fields["least"] = joint.least(graph, plans, offloading.forms(graph), lambda lives: peak_nbytes(graph, lives))
             fields["smallest_nbytes"] = min(frontier.smallest_nbytes, least + UNSEEN_NBYTES)
 
-        return cls(**fields, offloading=offloading, overhead=costs.overhead(graph))
+        return cls(**fields, offloading=offloading, overhead=costs.overhead(graph).of)
 
     @cached_property
     def _forms(self) -> dict[int, list[joint.Form]]:

@@ -114,7 +114,7 @@ class Observation:
             if self.events.available:
                 tracer.marks = self.events.mark
         self._contexts = contextlib.ExitStack()
-        self._contexts.enter_context(self.scopes.tracking())
+        self._contexts.enter_context(self.scopes.tracking(lambda: None if tracer.forward_over else len(tracer.ops)))
         self._contexts.enter_context(watching_sizes(recorder.resizing, recorder.resized))
         recorder.enter_in(self._contexts, beneath=True)
         self._contexts.enter_context(around_compiled(lambda: observed_code(recorder, tracer, engine)))
@@ -311,8 +311,9 @@ class Observation:
         return freed_early(kept(self.so_far(), finals), finals)
 
     def _corrected(self, graph: Graph) -> Graph:
-        """The graph with metered workspaces. Ops that gave other bits when they ran again are not recomputable in it, nor are
-        ops whose inputs, in any forward of the step, were overwritten before backward was done with them.
+        """The graph with metered workspaces and the modules' ops. Ops that gave other bits when they ran again are not
+        recomputable in it, nor are ops whose inputs, in any forward of the step, were overwritten before backward was done with
+        them.
         """
         metered = self.events.workspaces if self.events is not None and self.events.available else None
         opaque = {name.replace("::", ".") for name in self.opaque_ops}
@@ -325,7 +326,7 @@ class Observation:
                 return op  # a copy takes ten times as long
             return dataclasses.replace(op, workspace_nbytes=workspace, recomputable=recomputable)
 
-        return dataclasses.replace(graph, ops=tuple(map(corrected, graph.ops)))
+        return dataclasses.replace(graph, ops=tuple(map(corrected, graph.ops)), unbroken=self.scopes.unbroken)
 
 
 def observing() -> bool:

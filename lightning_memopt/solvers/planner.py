@@ -22,6 +22,7 @@ from lightning_memopt.plan import Life, LoweringError, Plan, Prediction, reserve
 from lightning_memopt.plan.model import Objective
 from lightning_memopt.solvers import chain as dp
 from lightning_memopt.solvers.collector import collector_paused
+from lightning_memopt.solvers.overhead import FREE, Overhead
 from lightning_memopt.solvers.recompute import bound, local_search, stage_chain
 from lightning_memopt.solvers.recompute.baselines import per_unit
 from lightning_memopt.solvers.recompute.between import mixed, moments_between
@@ -266,12 +267,13 @@ def _priced_by_flops(graph: Graph) -> Graph:
     return replace(graph, ops=tuple(replace(op, seconds=op.flops * rate + op.seconds * _TIE) for op in graph.ops))
 
 
-def _pareto(pool: Iterable[Candidate], objective: Objective) -> list[Candidate]:
-    """Peaks rising, the objective falling."""
+def _pareto(pool: Iterable[Candidate], objective: Objective, rebuilt_op_seconds: float = 0.0) -> list[Candidate]:
+    """Peaks rising, the objective falling. `rebuilt_op_seconds`: what each op that runs again takes beside its own seconds."""
 
     def price(c: Candidate) -> tuple[float, ...]:
         p = c.predicted
-        return (p.seconds,) if objective == "throughput" else (p.extra_flops, p.seconds)
+        seconds = p.seconds + rebuilt_op_seconds * p.rebuilt_ops
+        return (seconds,) if objective == "throughput" else (p.extra_flops, seconds)
 
     best: list[Candidate] = []
     for c in sorted(pool, key=lambda c: (_needs(c), *price(c), c.predicted.rebuilt_ops)):
@@ -280,11 +282,11 @@ def _pareto(pool: Iterable[Candidate], objective: Objective) -> list[Candidate]:
     return best
 
 
-def _between(graph: Graph, pool: list[Candidate], objective: Objective) -> Iterator[tuple[str, tuple[Life, ...]]]:
-    """Plans between neighbours of the frontier that are far apart, the widest gap first. What was made goes into the pool."""
+def _between(graph: Graph, front: Callable[[], list[Candidate]]) -> Iterator[tuple[str, tuple[Life, ...]]]:
+    """Plans between neighbours of the frontier that are far apart, the widest gap first. `front`: the frontier by now."""
     filled: set[tuple[int, int]] = set()
     for _ in range(_GAPS):
-        pairs = itertools.pairwise(_pareto(pool, objective))
+        pairs = itertools.pairwise(front())
         gaps = [
             (_needs(large) - _needs(small), small, large)
             for small, large in pairs
@@ -321,14 +323,14 @@ def solve(
     dense: bool = False,
     budgets: Iterable[int] = (),
     say: Progress = lambda _: None,
-    overhead: Callable[[tuple[Life, ...]], float] = lambda _: 0.0,
+    overhead: Overhead = FREE,
     beside: Callable[[tuple[Life, ...]], int] = lambda _: 0,
     clock: Callable[[], float] = thread_time,
 ) -> Frontier:
     """The frontier of a graph. Past the time limit it is made of the plans found so far, keep-all among them.
 
     `dense`: with plans between neighbours that are far apart. `budgets`: bytes for which a local search looks for plans.
-    `overhead`: seconds that recording and rebuilding take by themselves, for the lives of a plan. `beside`: bytes that a plan
+    `overhead`: seconds that recording and rebuilding take by themselves. `beside`: bytes that a plan
     needs in other steps or calls at the same time. `clock`: what the limit is counted by: this thread's seconds of CPU, for a
     busy machine would have other plans, and could keep fewer budgets.
     """
@@ -354,17 +356,20 @@ def solve(
                 return False
         return True
 
+    def front() -> list[Candidate]:
+        return _pareto(pool, objective, overhead.rebuilt_op)
+
     def timed() -> Iterator[tuple[str, tuple[Life, ...]]]:
-        priced = searched if objective == "throughput" else _priced_by_flops(searched)
+        priced = overhead.added_to(searched) if objective == "throughput" else _priced_by_flops(searched)
         yield "Echo", echo(priced)
         moments.extend(bound.moments(graph))  # of all plans, those among them that solvers do not find
         for moment in moments if priced is graph else bound.moments(priced):
             yield from _whole_graph(moment)
         yield from _chain(priced, unmodified, say)
         if dense:
-            yield from _between(graph, pool, objective)
+            yield from _between(graph, front)
         for budget in budgets:
-            yield from _near(priced, _pareto(pool, objective), budget, reserve)
+            yield from _near(priced, front(), budget, reserve)
 
     saves = any(s.unpacked_at and s.tensor in graph.producers for s in graph.saves)
     searched = fenced(graph)
@@ -373,10 +378,10 @@ def solve(
     smallest = _with_reserved(min(pool, key=_needs), reserve)
     if in_time:
         fill(timed())
-    found = [replace(c, predicted=replace(c.predicted, overhead_seconds=overhead(c.lives))) for c in _pareto(pool, objective)]
+    priced = [replace(c, predicted=replace(c.predicted, overhead_seconds=overhead.of(c.lives))) for c in front()]
     return Frontier(
         graph=graph,
-        candidates=tuple(_pareto(found, objective)),
+        candidates=tuple(_pareto(priced, objective)),
         smallest_nbytes=_needs(smallest),
         unmodified_peak_nbytes=unmodified,
         moments=tuple(moments),

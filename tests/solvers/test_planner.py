@@ -9,9 +9,10 @@ import pytest
 from graphs import lstm_steps, random_steps, step, training_step
 
 from lightning_memopt.errors import InfeasibleError
-from lightning_memopt.graph import BEFORE, LATE_HOOK, Graph
+from lightning_memopt.graph import BEFORE, LATE_HOOK, Graph, unmodified_levels
 from lightning_memopt.plan import LoweringError, lower, simulate, validate
 from lightning_memopt.solvers import planner
+from lightning_memopt.solvers.overhead import Overhead
 from lightning_memopt.solvers.recompute.between import mixed, moments_between
 from lightning_memopt.solvers.rollout import Rollout
 
@@ -104,6 +105,25 @@ def test_plans_between_two_plans_are_plans() -> None:
                 assert validate(graph, lives, lower(graph, lives)).ok
                 made += lives not in (small, large)
     assert made > 8
+
+
+def test_what_each_op_that_runs_again_takes_beside_its_seconds_is_searched_with() -> None:
+    """Plans that are priced with it in the end only, as others are, take longer within the same budget."""
+    each = 5.0  # an op takes about a second
+    ops, seconds = {"told": 0, "untold": 0}, {"told": 0.0, "untold": 0.0}
+    for graph in map(random_graph, range(3)):
+        of = lambda lives, graph=graph: each * simulate(graph, lives).predicted.rebuilt_ops  # noqa: E731
+        least, most = planner.smallest_nbytes(graph), max(unmodified_levels(graph))
+        for budget in range(least, most, (most - least) // 4 + 1):
+            for name, rebuilt_op in (("told", each), ("untold", 0.0)):
+                frontier = planner.solve(graph, budgets=[budget], overhead=Overhead(of, rebuilt_op))
+                plan = frontier.plan(budget)
+                assert plan.predicted_peak_nbytes <= budget
+                assert plan.predicted.overhead_seconds == each * plan.predicted.rebuilt_ops
+                assert plan.predicted.extra_seconds >= plan.lower_bound_seconds - 1e-9, "a bound for the ops' own seconds"
+                ops[name] += plan.predicted.rebuilt_ops
+                seconds[name] += plan.predicted.seconds
+    assert seconds["told"] < 0.95 * seconds["untold"] and ops["told"] < 0.95 * ops["untold"]
 
 
 def test_a_budget_is_refused_with_one_that_works() -> None:

@@ -221,8 +221,8 @@ class Program:
     def quiet(self) -> dict[str, tuple[int, int]]:
         """Modules that run without the recorder: path -> (position of their first op, of the first op after them).
 
-        All their ops pass (`passes`), autograd saves no tracked tensor in them, they are called once a step, no other op runs
-        meanwhile, they have at least `_WORTHWHILE` ops, and no module that holds them is quiet itself.
+        All their ops pass (`passes`), autograd saves no tracked tensor in them, they are called once a step, they have at least
+        `_WORTHWHILE` ops, and no module that holds them is quiet itself.
         """
         busy = set(self.recorded) | {save.op for save in self.graph.saves if save.id in self._handled}
         busy.update(j for name, js in self.places.items() if is_norm(name) for j in js if self._disturbs(j))

@@ -12,6 +12,7 @@ from lightning_memopt.plan import read_plan
 from lightning_memopt.runtime import Program
 from lightning_memopt.session import costs
 from lightning_memopt.solvers import planner
+from lightning_memopt.solvers.overhead import Overhead
 from tests.cpu.lib.loops import QUIET, batches, sgd, small, train
 
 pytestmark = pytest.mark.real_times
@@ -39,6 +40,18 @@ def test_what_is_measured_is_predicted(run, tmp_path):
     assert read_plan(str(tmp_path / "plan.json"))[0].predicted == plan.predicted
 
 
+def test_an_op_that_runs_twice_costs_twice(run):
+    """`Plan.predicted.rebuilt_ops` counts runs, and so does the price."""
+    graph = run.status().frontier.graph
+    again = 0
+    only = costs.Costs(call=0.0, argument=0.0, recorded=0.0, rebuilt=1.0)
+    for candidate in run.status().frontier.candidates:
+        program = Program(graph, candidate.lives)
+        assert only.of(program) == candidate.predicted.rebuilt_ops
+        again += candidate.predicted.rebuilt_ops - len(program.schedule.rebuilt)
+    assert again > 0
+
+
 class _Counting(TorchDispatchMode):
     ops = 0
 
@@ -59,7 +72,7 @@ def test_a_plan_must_be_worth_its_overhead(run):
     graph = run.status().frontier.graph
     free = planner.solve(graph)
     rank = {c.lives: 1.0 + i for i, c in enumerate(free.candidates)}  # the larger the peak, the dearer
-    dear = planner.solve(graph, overhead=lambda lives: rank.get(lives, 100.0))
+    dear = planner.solve(graph, overhead=Overhead(lambda lives: rank.get(lives, 100.0)))
     assert len(free.candidates) > 2
     assert [c.lives for c in dear.candidates] == [free.candidates[0].lives]
     assert dear.smallest_nbytes == free.smallest_nbytes
