@@ -111,10 +111,10 @@ def test_what_each_op_that_runs_again_takes_beside_its_seconds_is_searched_with(
     """Plans that are priced with it in the end only, as others are, take longer within the same budget."""
     each = 5.0  # an op takes about a second
     ops, seconds = {"told": 0, "untold": 0}, {"told": 0.0, "untold": 0.0}
-    for graph in map(random_graph, range(3)):
+    for graph in map(random_graph, range(2, 6)):
         of = lambda lives, graph=graph: each * simulate(graph, lives).predicted.rebuilt_ops  # noqa: E731
         least, most = planner.smallest_nbytes(graph), max(unmodified_levels(graph))
-        for budget in range(least, most, (most - least) // 4 + 1):
+        for budget in range(least, most, (most - least) // 3 + 1):
             for name, rebuilt_op in (("told", each), ("untold", 0.0)):
                 frontier = planner.solve(graph, budgets=[budget], overhead=Overhead(of, rebuilt_op))
                 plan = frontier.plan(budget)
