@@ -132,9 +132,9 @@ def run(
 
     Raises ConfigError if the file there is of other arguments. What fails in a row is in the row.
     """
+    install_native(say)  # before the machine says whether it has the native engine
     results = Results(folder / "bench.json", asked.as_json(), machine(asked.device), again)
     stopwatch = Stopwatch(limit_seconds)
-    install_native(say)
     with _settings(asked):
         for name in asked.models:
             _Model(name, builders[name], asked, results, say).run(stopwatch)

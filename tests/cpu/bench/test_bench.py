@@ -57,6 +57,14 @@ def bench(folder: Path, *more: str) -> tuple[int, dict[str, dict[str, Any]]]:
     return code, json.loads((folder / "bench.json").read_text())["models"][f"{HERE}:build"]
 
 
+def test_the_file_names_the_engine_that_the_rows_ran_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a new process no engine is there until the comparison loads it."""
+    engines: list[object] = []
+    monkeypatch.setattr(compare, "install_native", lambda say: engines.append(object()))
+    monkeypatch.setattr(compare.engine, "loaded", lambda: next(iter(engines), None))
+    assert compare.run(compare.Asked(()), {}, tmp_path).data["machine"]["native_engine"]
+
+
 @needs_native
 def test_every_method_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = [name for name in catalogue.DEFAULT if name not in ("torch-inductor", *catalogue.COMPILE)]  # these need a minute
