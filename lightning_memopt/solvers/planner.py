@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -45,6 +45,9 @@ _GAPS, _PARTS = 48, 4
 
 UNSEEN_NBYTES = 4096
 """Bytes left free in every budget, for scalars that no op makes (a loss read by Python, a counter)."""
+
+_EARLY = 0.75
+"""Of the time limit, the rest is for searches near the budgets, which take few seconds and find the best plans."""
 
 _TIE = 1e-3
 _OP_SECONDS, _BYTES_PER_SECOND, _FLOPS_PER_SECOND = 1e-6, 1e9, 8e9
@@ -321,7 +324,7 @@ def solve(
     objective: Objective = "throughput",
     limit_seconds: float = 30.0,
     dense: bool = False,
-    budgets: Iterable[int] = (),
+    budgets: Collection[int] = (),
     say: Progress = lambda _: None,
     overhead: Overhead = FREE,
     beside: Callable[[tuple[Life, ...]], int] = lambda _: 0,
@@ -359,13 +362,18 @@ def solve(
     def front() -> list[Candidate]:
         return _pareto(pool, objective, overhead.rebuilt_op)
 
+    def early(plans: Iterator[tuple[str, tuple[Life, ...]]]) -> Iterator[tuple[str, tuple[Life, ...]]]:
+        while clock() - began_clock < _EARLY * limit_seconds and (plan := next(plans, None)) is not None:
+            yield plan
+
     def timed() -> Iterator[tuple[str, tuple[Life, ...]]]:
         priced = overhead.added_to(searched) if objective == "throughput" else _priced_by_flops(searched)
         yield "Echo", echo(priced)
         moments.extend(bound.moments(graph))  # of all plans, those among them that solvers do not find
         for moment in moments if priced is graph else bound.moments(priced):
             yield from _whole_graph(moment)
-        yield from _chain(priced, unmodified, say)
+        chains = _chain(priced, unmodified, say)
+        yield from early(chains) if budgets else chains
         if dense:
             yield from _between(graph, front)
         for budget in budgets:

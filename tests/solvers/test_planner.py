@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -163,3 +164,22 @@ def test_rebuilding_a_skip_does_not_leave_the_way_down_in_memory() -> None:
         runs.append(predicted.rebuilt_ops)
     assert runs == [6, 12], "the way down is run again once more"
     assert peaks[1] < 0.75 * peaks[0]
+
+
+def test_time_is_left_for_the_search_near_a_budget() -> None:
+    """Chains end early. The plan is better than one of all chains without the search."""
+    graph = random_graph(1)
+    budget = (planner.smallest_nbytes(graph) + max(unmodified_levels(graph))) // 2
+    without_search = planner.solve(graph).plan(budget).predicted.seconds
+
+    def solve(limit: float) -> tuple[planner.Frontier, int, list[str]]:
+        """By a clock that counts how often it is looked at: the frontier, the count, and what was said."""
+        looks, said = itertools.count(), list[str]()
+        clock = lambda: float(next(looks))  # noqa: E731
+        return planner.solve(graph, budgets=[budget], clock=clock, limit_seconds=limit, say=said.append), next(looks), said
+
+    _, all_looks, _ = solve(1e9)
+    for share in (0.7, 0.9):
+        frontier, looks, said = solve(share * all_looks)
+        assert looks <= share * all_looks and not any("time limit" in line for line in said)
+        assert frontier.plan(budget).predicted.seconds < 0.9 * without_search
