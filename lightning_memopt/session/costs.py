@@ -74,13 +74,13 @@ class Costs:
         loud = [op for op in program.graph.forward if op.id not in quiet]
         dispatched = sum(self.call + self.argument * _arguments(op.name) for op in loud)
         recorded = sum(op.id in program.recorded for op in loud)
-        ops = program.graph.ops
-        rebuilding = [ops[s.op] for steps in program.schedule.segments.values() for s in steps if isinstance(s, Rebuild)]
-        host = self.forward + dispatched + self.recorded * recorded + self.rebuilt * len(rebuilding)
+        runs = [s.op for steps in program.schedule.segments.values() for s in steps if isinstance(s, Rebuild)]
+        host = self.forward + dispatched + self.recorded * recorded + self.rebuilt * len(runs)
         if not self.eager:
             return host
-        device = sum(op.seconds for op in ops) + sum(op.seconds for op in rebuilding)
-        return max(0.0, host + self.eager * (len(ops) + len(rebuilding)) - device)
+        ops = program.graph.ops
+        device = sum(op.seconds for op in ops) + sum(ops[o].seconds for o in runs)
+        return max(0.0, host + self.eager * (len(ops) + len(runs)) - device)
 
     def of_rebuilt_op(self, graph: Graph) -> float:
         """About how many of these seconds are due to each op that runs again; 0 where a device takes longer than the host."""

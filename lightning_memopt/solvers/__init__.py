@@ -8,6 +8,7 @@
     joint/      all of them decided together, with a bound
     placement/  addresses: lifetimes and sizes of buffers to offsets in one arena
 
-`rollout` turns "these ops run again at this unpack" into lives; every room may use it. No room imports `planner`; `offload` and
-`recompute` do not import each other, and only `joint` imports both. `lint-imports` checks this.
+`frontier` holds the plans and chooses the one for a budget. `rollout` turns "these ops run again at this unpack" into lives;
+every room may use it. No room imports `planner`; `offload` and `recompute` do not import each other, and only `joint` imports
+both. `lint-imports` checks this.
 """

@@ -12,16 +12,16 @@ import contextlib
 import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
+from operator import attrgetter
 
 from lightning_memopt.clocks import perf_counter, thread_time
-from lightning_memopt.errors import InfeasibleError
-from lightning_memopt.graph import LATE_HOOK, Graph, Op, fingerprint, resident_nbytes, unmodified_levels
-from lightning_memopt.plan import Life, LoweringError, Plan, Prediction, reserved_nbytes_of, simulate
+from lightning_memopt.graph import LATE_HOOK, Graph, Op, unmodified_levels
+from lightning_memopt.plan import Life, LoweringError, reserved_nbytes_of, simulate
 from lightning_memopt.plan.model import Objective
 from lightning_memopt.solvers import chain as dp
 from lightning_memopt.solvers.collector import collector_paused
+from lightning_memopt.solvers.frontier import UNSEEN_NBYTES, Candidate, Frontier, with_reserved
 from lightning_memopt.solvers.overhead import FREE, Overhead
 from lightning_memopt.solvers.recompute import bound, local_search, stage_chain
 from lightning_memopt.solvers.recompute.baselines import per_unit
@@ -31,6 +31,8 @@ from lightning_memopt.solvers.recompute.stages import COARSE, FINE, cut, given_t
 from lightning_memopt.solvers.recompute.windows import fenced
 from lightning_memopt.solvers.rollout import Rollout, keep_all, unrepeatable
 from lightning_memopt.units import ceil_div, format_nbytes
+
+__all__ = ["UNSEEN_NBYTES", "Candidate", "Frontier", "smallest", "smallest_nbytes", "solve"]
 
 _LEVELS = 160
 """So many levels of the chain programme enter the pool."""
@@ -43,8 +45,8 @@ _GAP = 0.02
 _GAPS, _PARTS = 48, 4
 """The most gaps that are filled, and in how many parts one is cut."""
 
-UNSEEN_NBYTES = 4096
-"""Bytes left free in every budget, for scalars that no op makes (a loss read by Python, a counter)."""
+_OF_BOUND = 12
+"""So many cuts at a point prove the bound, where plans come from other cuts."""
 
 _EARLY = 0.75
 """Of the time limit, the rest is for searches near the budgets, which take few seconds and find the best plans."""
@@ -54,22 +56,7 @@ _OP_SECONDS, _BYTES_PER_SECOND, _FLOPS_PER_SECOND = 1e-6, 1e9, 8e9
 """An assumed machine, for plans that must not depend on measured times. Only the ratios matter: those of a core of a CPU."""
 
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True, eq=False)
-class Candidate:
-    """A plan of the pool.
-
-    lives: its lives.
-    predicted: their price.
-    solver: name of the solver that made it.
-    beside_nbytes: bytes that a budget must have beside the prediction: `_late_nbytes`, and those that `solve` was told of.
-    """
-
-    lives: tuple[Life, ...]
-    predicted: Prediction
-    solver: str
-    beside_nbytes: int = 0
+_smallest_budget = attrgetter("budget_nbytes")
 
 
 def _late_nbytes(graph: Graph) -> int:
@@ -78,109 +65,6 @@ def _late_nbytes(graph: Graph) -> int:
     """
     hooks = (op.workspace_nbytes for op in graph.ops if op.name == LATE_HOOK)
     return max(hooks, default=0) if graph.device == "cpu" else 0
-
-
-def _needs(candidate: Candidate) -> int:
-    """The smallest budget for a plan; one that rebuilds nothing needs no room for what is unseen."""
-    unseen = UNSEEN_NBYTES if candidate.predicted.rebuilt_ops else 0
-    return candidate.predicted.needed_nbytes + candidate.beside_nbytes + unseen
-
-
-def _with_reserved(candidate: Candidate, reserve: Callable[[tuple[Life, ...]], int] | None) -> Candidate:
-    if reserve is None:
-        return candidate
-    return replace(candidate, predicted=replace(candidate.predicted, reserved_nbytes=reserve(candidate.lives)))
-
-
-@dataclass(frozen=True, eq=False)
-class Frontier:
-    """The Pareto set of plans of a graph.
-
-    graph: the observed graph.
-    candidates: the plans, needed bytes rising and the objective falling; the last one is the unmodified step or better.
-    smallest_nbytes: the smallest budget that holds for any op times; for the times of this graph a little less may do.
-    unmodified_peak_nbytes: the peak without a plan.
-    moments: points of the step that prove lower bounds.
-    seconds: how long solving took.
-    reserve: lives of a plan -> bytes that the device's allocator reserves, which the budget is then compared with; None where
-        the device has no such allocator.
-    smallest: a plan that reserves at most `smallest_nbytes`; None without `reserve`.
-    """
-
-    graph: Graph
-    candidates: tuple[Candidate, ...]
-    smallest_nbytes: int
-    unmodified_peak_nbytes: int
-    moments: tuple[bound.Moment, ...]
-    seconds: float
-    reserve: Callable[[tuple[Life, ...]], int] | None = None
-    smallest: Candidate | None = None
-
-    @cached_property
-    def _reserving(self) -> dict[int, Candidate]:
-        """Candidates by position, with their reserved bytes, as far as they were asked for."""
-        return {}
-
-    def _reserves(self, i: int) -> Candidate:
-        candidate = self._reserving.get(i)
-        if candidate is None:
-            candidate = self._reserving[i] = _with_reserved(self.candidates[i], self.reserve)
-        return candidate
-
-    def _best(self, budget_nbytes: int) -> Candidate | None:
-        """The last candidate within the budget. Reserved bytes follow allocated ones closely but not strictly: where the last
-        one reserves too much, the next one looked at needs less by as much; then those in between, by halves.
-        """
-        needs = [_needs(c) for c in self.candidates]
-        i = above = bisect_right(needs, budget_nbytes)
-        while i:
-            excess = _needs(self._reserves(i - 1)) - budget_nbytes
-            if excess <= 0:
-                break
-            above, i = i - 1, min(i - 1, bisect_right(needs, needs[i - 1] - excess))
-        if not i:
-            last = self.smallest
-            return last if last is not None and _needs(last) <= budget_nbytes else None
-        while above - i > 0:
-            middle = (i + 1 + above) // 2
-            if _needs(self._reserves(middle - 1)) <= budget_nbytes:
-                i = middle
-            else:
-                above = middle - 1
-        return self._reserves(i - 1)
-
-    def within(self, budget_nbytes: int) -> Candidate:
-        """The best plan whose predicted peak is within the budget. Raises InfeasibleError naming the smallest budget."""
-        best = self._best(budget_nbytes)
-        if best is None:
-            raise InfeasibleError(
-                f"No plan of this model fits {budget_nbytes} bytes ({format_nbytes(budget_nbytes)}): the smallest one peaks at "
-                f"{self.smallest_nbytes} bytes ({format_nbytes(self.smallest_nbytes)}), of which "
-                f"{format_nbytes(resident_nbytes(self.graph))} are parameters, optimizer state and the batch. "
-                f"Set budget={self.smallest_nbytes} or more, or make the batch smaller.",
-                smallest_nbytes=self.smallest_nbytes,
-                budget_nbytes=budget_nbytes,
-            )
-        return best
-
-    def bound_seconds(self, budget_nbytes: int) -> float:
-        """No recomputation plan within the budget takes fewer extra seconds (`bound`)."""
-        return max((moment.bound_seconds(budget_nbytes) for moment in self.moments), default=0.0)
-
-    def plan(self, budget_nbytes: int) -> Plan:
-        """The plan for a budget, with its bound."""
-        best = self.within(budget_nbytes)
-        return Plan(
-            fingerprint=fingerprint(self.graph),
-            lives=best.lives,
-            solver=best.solver,
-            budget_nbytes=budget_nbytes,
-            predicted=best.predicted,
-            unmodified_peak_nbytes=self.unmodified_peak_nbytes,
-            step_seconds=self.graph.step_seconds,
-            solve_seconds=self.seconds,
-            lower_bound_seconds=self.bound_seconds(budget_nbytes),
-        )
 
 
 def _plain(graph: Graph) -> Iterator[tuple[str, tuple[Life, ...]]]:
@@ -256,12 +140,12 @@ def smallest(graph: Graph) -> Candidate:
     for solver, lives in plans:
         with contextlib.suppress(LoweringError):
             pool.append(Candidate(lives, simulate(graph, lives).predicted, solver, late))
-    return _with_reserved(min(pool, key=_needs), reserved_nbytes_of(graph))
+    return with_reserved(min(pool, key=_smallest_budget), reserved_nbytes_of(graph))
 
 
 def smallest_nbytes(graph: Graph) -> int:
     """`Frontier.smallest_nbytes`, with nothing else solved."""
-    return _needs(smallest(graph))
+    return smallest(graph).budget_nbytes
 
 
 def _priced_by_flops(graph: Graph) -> Graph:
@@ -279,7 +163,7 @@ def _pareto(pool: Iterable[Candidate], objective: Objective, rebuilt_op_seconds:
         return (seconds,) if objective == "throughput" else (p.extra_flops, seconds)
 
     best: list[Candidate] = []
-    for c in sorted(pool, key=lambda c: (_needs(c), *price(c), c.predicted.rebuilt_ops)):
+    for c in sorted(pool, key=lambda c: (c.budget_nbytes, *price(c), c.predicted.rebuilt_ops)):
         if not best or price(c) < price(best[-1]):
             best.append(c)
     return best
@@ -291,9 +175,9 @@ def _between(graph: Graph, front: Callable[[], list[Candidate]]) -> Iterator[tup
     for _ in range(_GAPS):
         pairs = itertools.pairwise(front())
         gaps = [
-            (_needs(large) - _needs(small), small, large)
+            (large.budget_nbytes - small.budget_nbytes, small, large)
             for small, large in pairs
-            if _needs(large) - _needs(small) > _GAP * _needs(large) and (id(small), id(large)) not in filled
+            if large.budget_nbytes - small.budget_nbytes > _GAP * large.budget_nbytes and (id(small), id(large)) not in filled
         ]
         if not gaps:
             return
@@ -309,9 +193,9 @@ def _near(
     graph: Graph, front: list[Candidate], budget_nbytes: int, reserve: Callable[[tuple[Life, ...]], int] | None
 ) -> Iterator[tuple[str, tuple[Life, ...]]]:
     """Plans for a budget that a local search reaches from those of the frontier."""
-    fitting = bisect_right([_needs(c) for c in front], budget_nbytes)
+    fitting = bisect_right([c.budget_nbytes for c in front], budget_nbytes)
     if fitting < len(front):  # the unmodified step does not fit
-        near = _with_reserved(front[max(0, fitting - 1)], reserve)
+        near = with_reserved(front[max(0, fitting - 1)], reserve)
         beside = near.predicted.needed_nbytes - near.predicted.peak_nbytes + near.beside_nbytes + UNSEEN_NBYTES
         for lives in local_search.within(graph, [c.lives for c in front], fitting, budget_nbytes - beside):
             yield "local search", lives
@@ -369,7 +253,8 @@ def solve(
     def timed() -> Iterator[tuple[str, tuple[Life, ...]]]:
         priced = overhead.added_to(searched) if objective == "throughput" else _priced_by_flops(searched)
         yield "Echo", echo(priced)
-        moments.extend(bound.moments(graph))  # of all plans, those among them that solvers do not find
+        # the bound is of all plans, those among them that solvers do not find
+        moments.extend(bound.moments(graph) if priced is graph else bound.moments(graph, _OF_BOUND))
         for moment in moments if priced is graph else bound.moments(priced):
             yield from _whole_graph(moment)
         chains = _chain(priced, unmodified, say)
@@ -383,14 +268,14 @@ def solve(
     searched = fenced(graph)
     in_time = fill(_plain(graph)) and saves and fill(_smallest(searched))
     reserve = reserved_nbytes_of(graph)
-    smallest = _with_reserved(min(pool, key=_needs), reserve)
+    smallest = with_reserved(min(pool, key=_smallest_budget), reserve)
     if in_time:
         fill(timed())
     priced = [replace(c, predicted=replace(c.predicted, overhead_seconds=overhead.of(c.lives))) for c in front()]
     return Frontier(
         graph=graph,
         candidates=tuple(_pareto(priced, objective)),
-        smallest_nbytes=_needs(smallest),
+        smallest_nbytes=smallest.budget_nbytes,
         unmodified_peak_nbytes=unmodified,
         moments=tuple(moments),
         seconds=perf_counter() - began,

@@ -1,0 +1,137 @@
+"""The plans of a graph, a smaller budget never a faster one, and the choice of the one for a budget."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from lightning_memopt.errors import InfeasibleError
+from lightning_memopt.graph import Graph, fingerprint, resident_nbytes
+from lightning_memopt.plan import Life, Plan, Prediction
+from lightning_memopt.solvers.recompute import bound
+from lightning_memopt.units import format_nbytes
+
+UNSEEN_NBYTES = 4096
+"""Bytes left free in every budget, for scalars that no op makes (a loss read by Python, a counter)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A plan of the pool.
+
+    lives: its lives.
+    predicted: their price.
+    solver: name of the solver that made it.
+    beside_nbytes: bytes that a budget must have beside the prediction, for what no plan sees.
+    """
+
+    lives: tuple[Life, ...]
+    predicted: Prediction
+    solver: str
+    beside_nbytes: int = 0
+
+    @property
+    def budget_nbytes(self) -> int:
+        """The smallest budget for the plan; one that rebuilds nothing needs no room for what is unseen."""
+        unseen = UNSEEN_NBYTES if self.predicted.rebuilt_ops else 0
+        return self.predicted.needed_nbytes + self.beside_nbytes + unseen
+
+
+def with_reserved(candidate: Candidate, reserve: Callable[[tuple[Life, ...]], int] | None) -> Candidate:
+    """The candidate with the bytes that the device's allocator reserves for it, where there is such an allocator."""
+    if reserve is None:
+        return candidate
+    return replace(candidate, predicted=replace(candidate.predicted, reserved_nbytes=reserve(candidate.lives)))
+
+
+@dataclass(frozen=True, eq=False)
+class Frontier:
+    """The Pareto set of plans of a graph.
+
+    graph: the observed graph.
+    candidates: the plans, needed bytes rising and the objective falling; the last one is the unmodified step or better.
+    smallest_nbytes: the smallest budget that holds for any op times; for the times of this graph a little less may do.
+    unmodified_peak_nbytes: the peak without a plan.
+    moments: points of the step that prove lower bounds.
+    seconds: how long solving took.
+    reserve: lives of a plan -> bytes that the device's allocator reserves, which the budget is then compared with; None where
+        the device has no such allocator.
+    smallest: a plan that reserves at most `smallest_nbytes`; None without `reserve`.
+    """
+
+    graph: Graph
+    candidates: tuple[Candidate, ...]
+    smallest_nbytes: int
+    unmodified_peak_nbytes: int
+    moments: tuple[bound.Moment, ...]
+    seconds: float
+    reserve: Callable[[tuple[Life, ...]], int] | None = None
+    smallest: Candidate | None = None
+
+    @cached_property
+    def _reserving(self) -> dict[int, Candidate]:
+        """Candidates by position, with their reserved bytes, as far as they were asked for."""
+        return {}
+
+    def _reserves(self, i: int) -> Candidate:
+        candidate = self._reserving.get(i)
+        if candidate is None:
+            candidate = self._reserving[i] = with_reserved(self.candidates[i], self.reserve)
+        return candidate
+
+    def _best(self, budget_nbytes: int) -> Candidate | None:
+        """The last candidate within the budget. Reserved bytes follow allocated ones closely but not strictly: where the last
+        one reserves too much, the next one looked at needs less by as much; then those in between, by halves.
+        """
+        needs = [c.budget_nbytes for c in self.candidates]
+        i = above = bisect_right(needs, budget_nbytes)
+        while i:
+            excess = self._reserves(i - 1).budget_nbytes - budget_nbytes
+            if excess <= 0:
+                break
+            above, i = i - 1, min(i - 1, bisect_right(needs, needs[i - 1] - excess))
+        if not i:
+            last = self.smallest
+            return last if last is not None and last.budget_nbytes <= budget_nbytes else None
+        while above - i > 0:
+            middle = (i + 1 + above) // 2
+            if self._reserves(middle - 1).budget_nbytes <= budget_nbytes:
+                i = middle
+            else:
+                above = middle - 1
+        return self._reserves(i - 1)
+
+    def within(self, budget_nbytes: int) -> Candidate:
+        """The best plan whose predicted peak is within the budget. Raises InfeasibleError naming the smallest budget."""
+        best = self._best(budget_nbytes)
+        if best is None:
+            raise InfeasibleError(
+                f"No plan of this model fits {budget_nbytes} bytes ({format_nbytes(budget_nbytes)}): the smallest one peaks at "
+                f"{self.smallest_nbytes} bytes ({format_nbytes(self.smallest_nbytes)}), of which "
+                f"{format_nbytes(resident_nbytes(self.graph))} are parameters, optimizer state and the batch. "
+                f"Set budget={self.smallest_nbytes} or more, or make the batch smaller.",
+                smallest_nbytes=self.smallest_nbytes,
+                budget_nbytes=budget_nbytes,
+            )
+        return best
+
+    def bound_seconds(self, budget_nbytes: int) -> float:
+        """No recomputation plan within the budget takes fewer extra seconds (`bound`)."""
+        return max((moment.bound_seconds(budget_nbytes) for moment in self.moments), default=0.0)
+
+    def plan(self, budget_nbytes: int) -> Plan:
+        """The plan for a budget, with its bound."""
+        best = self.within(budget_nbytes)
+        return Plan(
+            fingerprint=fingerprint(self.graph),
+            lives=best.lives,
+            solver=best.solver,
+            budget_nbytes=budget_nbytes,
+            predicted=best.predicted,
+            unmodified_peak_nbytes=self.unmodified_peak_nbytes,
+            step_seconds=self.graph.step_seconds,
+            solve_seconds=self.seconds,
+            lower_bound_seconds=self.bound_seconds(budget_nbytes),
+        )
