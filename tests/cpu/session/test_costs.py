@@ -52,6 +52,14 @@ def test_an_op_that_runs_twice_costs_twice(run):
     assert again > 0
 
 
+@pytest.mark.parametrize(("host", "expected"), [(0.0, 5.0), (0.5, 0.0), (2.0, 5.0)], ids=["none", "faster", "slower"])
+def test_what_an_op_costs_counts_where_no_device_hides_it(run, host: float, expected: float):
+    """`host`: how long it takes for the step's ops beside a device, as a share of what the device takes."""
+    graph = run.status().frontier.graph
+    eager = host * graph.step_seconds / len(graph.ops)
+    assert costs.Costs(call=1.0, argument=1.0, recorded=2.0, rebuilt=3.0, eager=eager).of_rebuilt_op(graph) == expected
+
+
 class _Counting(TorchDispatchMode):
     ops = 0
 
