@@ -3,7 +3,9 @@
 A `Rollout` walks the backward pass in the observed order. A solver says which tensors are held from forward and which ops run
 at which point; every read, by autograd or by a rebuilt op, uses the newest instance of a tensor, and an instance lives until
 its last read. So solvers never compute the end of a life, and a plan never holds a tensor that is not read any more. A tensor
-that the user's forward made is freed at the next release by autograd: until then a second backward may start from it again.
+that the user's forward made is freed at the next release by autograd: until then a second backward may start from it again. One
+that no op makes again, or that backward never asked for, stays until autograd has released all saves of it: in a later step
+backward may ask.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import attrgetter
 
 from lightning_memopt.graph import BEFORE, Graph, Save, requests_of
@@ -128,10 +131,12 @@ class Rollout:
             if instance.last_use < until:
                 instance.last_use = until
             instance.outside = True
-        lives = []
+        lives, released_at = [], released_last(graph)
         for tensor, instance in done:
             if not instance.outside:
                 continue
+            if not instance.rebuilt and tensor in released_at:
+                instance.last_use = max(instance.last_use, released_at[tensor])
             before = tensors[tensor]
             if before.windows or (before.born_at == BEFORE and before.freed_at >= instance.last_use):
                 continue  # it is given
@@ -161,6 +166,17 @@ def unrepeatable(graph: Graph) -> frozenset[int]:
             lasting.update(op.outputs)
     saved = {s.tensor for s in graph.saves if s.tensor in graph.producers}
     return frozenset(lasting | {t for t in saved if not graph.producers[t].recomputable})
+
+
+@lru_cache(maxsize=4)
+def released_last(graph: Graph) -> dict[int, int]:
+    """Tensors that no op makes again, and those that backward never asks for -> the point at which autograd has released all
+    saves of it.
+    """
+    always = unrepeatable(graph)
+    saved = ((t, saves) for t, saves in graph.saves_of.items() if t in graph.producers)
+    stays = ((t, saves) for t, saves in saved if t in always or not any(save.unpacked_at for save in saves))
+    return {t: max(save.released_at for save in saves) for t, saves in stays}
 
 
 def keep_all(graph: Graph) -> tuple[Life, ...]:

@@ -134,6 +134,35 @@ def test_a_tensor_lives_several_times() -> None:
     assert segments(graph, lives) == [(Rebuild(0), Rebuild(1), Free(a)), (Rebuild(0),), (Rebuild(0),)]
 
 
+@pytest.mark.parametrize("recomputable", [True, False])
+def test_what_no_op_makes_again_stays_until_all_saves_of_it_are_released(recomputable: bool) -> None:
+    """Backward asked for one save of it, and never for the other, which autograd holds longer. In a later step it may ask."""
+    step = Step()
+    (a,) = step.op(step.given(), makes=(100,), saves=("out",))
+    step.op(a, saves=(a,))
+    graph = step.build()
+    graph = replace(graph, ops=(replace(graph.ops[0], recomputable=recomputable), *graph.ops[1:]))
+    unasked, asked = graph.saves
+    assert unasked.tensor == asked.tensor == a and asked.released_at < unasked.released_at
+    graph = replace(graph, saves=(replace(unasked, unpacked_at=()), asked))
+    (life,) = (life for life in served(graph, a) if life.tensor == a)
+    assert life.freed_at == (asked if recomputable else unasked).released_at
+
+
+def test_what_backward_never_asks_for_stays_until_autograd_releases_it() -> None:
+    """Rebuilds start from it, and are over before."""
+    step = Step()
+    (a,) = step.op(step.given(), makes=(100,), saves=("out",))
+    (b,) = step.op(a)
+    step.op(b, saves=(b,))
+    graph = step.build()
+    unasked, asked = graph.saves
+    assert unasked.tensor == a and asked.tensor == b
+    graph = replace(graph, saves=(replace(unasked, unpacked_at=()), asked))
+    (life,) = (life for life in served(graph, a) if life.tensor == a)
+    assert life.freed_at == unasked.released_at > asked.released_at
+
+
 def test_the_state_of_a_random_op_is_held_as_long_as_autograd_holds_anything() -> None:
     step = Step()
     (a,) = step.op(step.given(8), makes=(10,), state=1000, name="dropout")

@@ -108,6 +108,18 @@ FOUND = {
         held=0.0,
         observed=1,
     ),
+    # backward asks for what no observed backward asked for: a factory's tensor, let go when nothing was to be rebuilt from it
+    "asked for the first time": Case(
+        seed=7100246,
+        nodes=(
+            Node("penalised", 0, 0, 3), Node("tanh", 0, 0, 0), Node("tanh", 0, 0, 0), Node("penalised", 0, 0, 0),
+            Node("tanh", 4, 0, 0), Node("tanh", 0, 0, 0), Node("added", 0, 0, 7),
+        ),
+        steps=(Step(8), Step(8, during=(Departure(4, "no grad", 7),))),
+        plan=1124,
+        held=0.0,
+        observed=1,
+    ),
 }
 
 
