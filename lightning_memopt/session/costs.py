@@ -2,8 +2,8 @@
 
 An op of a planned forward takes longer than in eager mode; if the plan depends on it, it is recorded, which takes longer still.
 To the Python engine, an op costs more the more arguments it has, because they pass through Python. An op that runs again costs
-a fixed time on top of the op. All of this is the host's time. A CUDA device works meanwhile, so only the seconds by which the
-host takes longer than the device are lost.
+a fixed time on top of the op, and so does each segment of such ops. All of this is the host's time. A CUDA device works
+meanwhile, so only the seconds by which the host takes longer than the device are lost.
 
 On the CPU, the tensors of an op push the engine out of the caches, and its own work then takes up to three times as long.
 So it is measured for each magnitude of tensors, while as many bytes as these have are copied between the ops.
@@ -41,6 +41,8 @@ from lightning_memopt.torch_private import schema_of
 T = TypeVar("T")
 _LINKS = 12
 """Links of the measured chain, or calls of a measured op."""
+_OPS_OF_A_SEGMENT = 4
+"""As many run again at one request, about: two in a loop over cells, seven in a transformer."""
 _FEWEST_TOUCHED, _MOST_TOUCHED = 2**16, 2**20
 """Bytes of an op's tensors: fewer leave the engine in the caches, more hardly slow it down further and take long to measure."""
 _ROUNDS = 15
@@ -57,6 +59,7 @@ class Costs:
     rebuilt: for each op that runs again.
     eager: the host's seconds for an op without all this, where a device works beside it; 0 where ops run on the host.
     forward: for each planned forward: to enter and leave it.
+    segment: for each segment, which is all that runs again at one request of autograd.
     """
 
     call: float
@@ -65,6 +68,7 @@ class Costs:
     rebuilt: float
     eager: float = 0.0
     forward: float = 0.0
+    segment: float = 0.0
 
     def of(self, program: Program) -> float:
         """Seconds that a step of this program takes on top of its ops, those that run again included."""
@@ -74,8 +78,9 @@ class Costs:
         loud = [op for op in program.graph.forward if op.id not in quiet]
         dispatched = sum(self.call + self.argument * _arguments(op.name) for op in loud)
         recorded = sum(op.id in program.recorded for op in loud)
-        runs = [s.op for steps in program.schedule.segments.values() for s in steps if isinstance(s, Rebuild)]
-        host = self.forward + dispatched + self.recorded * recorded + self.rebuilt * len(runs)
+        segments = program.schedule.segments.values()
+        runs = [s.op for steps in segments for s in steps if isinstance(s, Rebuild)]
+        host = self.forward + dispatched + self.recorded * recorded + self.rebuilt * len(runs) + self.segment * len(segments)
         if not self.eager:
             return host
         ops = program.graph.ops
@@ -86,7 +91,7 @@ class Costs:
         """About how many of these seconds are due to each op that runs again; 0 where a device takes longer than the host."""
         if self.eager and self.eager * len(graph.ops) < sum(op.seconds for op in graph.ops):
             return 0.0
-        return self.recorded + self.rebuilt
+        return self.recorded + self.rebuilt + self.segment / _OPS_OF_A_SEGMENT
 
 
 @cache
@@ -196,9 +201,12 @@ class _Chain:
         return forward
 
 
-def _checkpointed(graph: Graph) -> tuple[Life, ...]:
-    """A plan of a chain: the result of each link is held, and its other ops run again when its backward begins."""
-    held = {op.outputs[0] for op in graph.forward if op.name == "aten::add.Tensor"}
+def _checkpointed(graph: Graph, links: int = 1) -> tuple[Life, ...]:
+    """A plan of a chain: the result of every so many links is held, and the other ops between two run again when backward comes
+    to them.
+    """
+    ends = [op.outputs[0] for op in graph.forward if op.name == "aten::add.Tensor"]
+    held = set(ends[links - 1 :: links])
     roll = Rollout(graph)
     roll.serve([(point, save.tensor) for point, save in requests_of(graph.saves)], held)
     return roll.lives()
@@ -255,6 +263,7 @@ def _measured(device: torch.device, nbytes: int = 0) -> Costs:
         chain, short = _Chain(_LINKS, device, nbytes), _Chain(1, device, nbytes)
         graph = chain.graph()
         passing, rebuilding = chain.planned(graph, ()), chain.planned(graph, lives := _checkpointed(graph))
+        in_few = chain.planned(graph, lives_of_few := _checkpointed(graph, _LINKS // 2))
         took = _medians(
             {
                 "forward": chain.forward,
@@ -264,6 +273,8 @@ def _measured(device: torch.device, nbytes: int = 0) -> Costs:
                 "rebuilding": rebuilding,
                 "step": lambda: chain.forward().sum().backward(),
                 "rebuilding, step": lambda: rebuilding().sum().backward(),
+                "few segments": in_few,
+                "few segments, step": lambda: in_few().sum().backward(),
                 "alone": torch.no_grad()(chain.forward),
                 "touching": chain.touch_for_each_op,
             },
@@ -272,15 +283,27 @@ def _measured(device: torch.device, nbytes: int = 0) -> Costs:
         argument = _of_an_argument(device) if loaded() is None else 0.0
     passes, short_passes = took["passing"] - took["forward"], took["short, passing"] - took["short"]
     an_op = max(0.0, (passes - short_passes) / (chain.ops - short.ops))
-    backward = took["rebuilding, step"] - took["rebuilding"] - (took["step"] - took["forward"])
     alone = (took["alone"] - took["touching"]) / chain.ops
+
+    def in_backward(name: str, lives: tuple[Life, ...]) -> tuple[float, int, int]:
+        """(seconds of a plan beside its ops, how many run again, in how many segments)"""
+        program = Program(graph, lives)
+        runs = sum(isinstance(s, Rebuild) for steps in program.schedule.segments.values() for s in steps)
+        seconds = took[f"{name}, step"] - took[name] - (took["step"] - took["forward"]) - runs * alone
+        return max(0.0, seconds), runs, len(program.schedule.segments)
+
+    many, runs, segments = in_backward("rebuilding", lives)
+    few, runs_in_few, few_segments = in_backward("few segments", lives_of_few)
+    segment = (many * runs_in_few - few * runs) / (segments * runs_in_few - few_segments * runs)
+    segment = min(max(0.0, segment), many / segments)
     return Costs(
         call=max(0.0, an_op - argument * sum(_arguments(op.name) for op in graph.forward) / chain.ops),
         argument=argument,
         recorded=max(0.0, (took["rebuilding"] - took["passing"]) / chain.ops),
-        rebuilt=max(0.0, backward / len(Program(graph, lives).schedule.rebuilt) - alone),
+        rebuilt=(many - segment * segments) / runs,
         eager=took["forward"] / chain.ops if device.type == "cuda" else 0.0,
         forward=max(0.0, short_passes - an_op * short.ops),
+        segment=segment,
     )
 
 

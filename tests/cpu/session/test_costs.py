@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,7 +32,8 @@ def test_what_is_measured_is_predicted(run, tmp_path):
     """A plan that changes nothing costs nothing; one that rebuilds costs what was measured, in the plan and in its file."""
     frontier, plan, found = run.status().frontier, run.plan, costs.measured(run.status().frontier.graph)
     # differences of times, at least 0: on a busy machine the larger one may have been measured the smaller
-    assert min(found.call, found.argument, found.rebuilt) >= 0 < found.recorded
+    assert min(found.call, found.argument, found.rebuilt, found.segment) >= 0 < found.recorded
+    assert found.rebuilt + found.segment > 0
     assert costs.measured(frontier.graph) is found
     assert plan.predicted.rebuilt_ops > 0
     assert plan.predicted.overhead_seconds == found.of(Program(frontier.graph, plan.lives)) > 0
@@ -41,23 +44,25 @@ def test_what_is_measured_is_predicted(run, tmp_path):
 
 
 def test_an_op_that_runs_twice_costs_twice(run):
-    """`Plan.predicted.rebuilt_ops` counts runs, and so does the price."""
+    """`Plan.predicted.rebuilt_ops` counts runs, and so does the price; and each segment has its own."""
     graph = run.status().frontier.graph
     again = 0
     only = costs.Costs(call=0.0, argument=0.0, recorded=0.0, rebuilt=1.0)
     for candidate in run.status().frontier.candidates:
         program = Program(graph, candidate.lives)
         assert only.of(program) == candidate.predicted.rebuilt_ops
+        assert replace(only, rebuilt=0.0, segment=1.0).of(program) == len(program.segments)
         again += candidate.predicted.rebuilt_ops - len(program.schedule.rebuilt)
     assert again > 0
 
 
-@pytest.mark.parametrize(("host", "expected"), [(0.0, 5.0), (0.5, 0.0), (2.0, 5.0)], ids=["none", "faster", "slower"])
+@pytest.mark.parametrize(("host", "expected"), [(0.0, 6.0), (0.5, 0.0), (2.0, 6.0)], ids=["none", "faster", "slower"])
 def test_what_an_op_costs_counts_where_no_device_hides_it(run, host: float, expected: float):
     """`host`: how long it takes for the step's ops beside a device, as a share of what the device takes."""
     graph = run.status().frontier.graph
     eager = host * graph.step_seconds / len(graph.ops)
-    assert costs.Costs(call=1.0, argument=1.0, recorded=2.0, rebuilt=3.0, eager=eager).of_rebuilt_op(graph) == expected
+    found = costs.Costs(call=1.0, argument=1.0, recorded=2.0, rebuilt=3.0, eager=eager, segment=4.0)
+    assert found.of_rebuilt_op(graph) == expected, "a segment runs four ops, about"
 
 
 class _Counting(TorchDispatchMode):
