@@ -262,8 +262,8 @@ def _measured(device: torch.device, nbytes: int = 0) -> Costs:
     with torch.enable_grad():
         chain, short = _Chain(_LINKS, device, nbytes), _Chain(1, device, nbytes)
         graph = chain.graph()
-        passing, rebuilding = chain.planned(graph, ()), chain.planned(graph, lives := _checkpointed(graph))
-        in_few = chain.planned(graph, lives_of_few := _checkpointed(graph, _LINKS // 2))
+        lives, lives_of_few = _checkpointed(graph), _checkpointed(graph, _LINKS // 2)
+        passing, rebuilding, in_few = (chain.planned(graph, of_plan) for of_plan in ((), lives, lives_of_few))
         took = _medians(
             {
                 "forward": chain.forward,
