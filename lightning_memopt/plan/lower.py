@@ -70,6 +70,11 @@ class Schedule:
     rebuilt: dict[int, int]
     parked: dict[int, str] = field(default_factory=dict)
 
+    @property
+    def runs(self) -> list[int]:
+        """The ops that run again, in order: one that does so twice is in it twice."""
+        return [step.op for steps in self.segments.values() for step in steps if isinstance(step, Rebuild)]
+
 
 class Residency:
     """Tells which tensors a rebuild may start from at a point: those that a life holds, and those from before the step.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_memopt.graph import Graph, Op, Tensor
-from lightning_memopt.plan import Life, Plan, Rebuild, Schedule, lower
+from lightning_memopt.plan import Life, Plan, Schedule, lower
 from lightning_memopt.plan.forms import codec_of, tier_of
 from lightning_memopt.units import format_nbytes
 
@@ -111,5 +111,4 @@ def kept(graph: Graph, plan: Plan) -> list[tuple[str, int, int]]:
 
 def runs_again(graph: Graph, plan: Plan, schedule: Schedule | None = None) -> Counter[int]:
     """Id of an op -> how often a step runs it again."""
-    schedule = schedule or lower(graph, plan.lives)
-    return Counter(step.op for steps in schedule.segments.values() for step in steps if isinstance(step, Rebuild))
+    return Counter((schedule or lower(graph, plan.lives)).runs)

@@ -28,7 +28,7 @@ from torch.nn import functional
 from lightning_memopt.clocks import perf_counter, thread_time
 from lightning_memopt.graph import Graph, requests_of
 from lightning_memopt.native.engine import loaded
-from lightning_memopt.plan import Life, Rebuild
+from lightning_memopt.plan import Life
 from lightning_memopt.record import Outside
 from lightning_memopt.runtime import Learned, PlannedEngine, Program
 from lightning_memopt.session import times
@@ -78,9 +78,8 @@ class Costs:
         loud = [op for op in program.graph.forward if op.id not in quiet]
         dispatched = sum(self.call + self.argument * _arguments(op.name) for op in loud)
         recorded = sum(op.id in program.recorded for op in loud)
-        segments = program.schedule.segments.values()
-        runs = [s.op for steps in segments for s in steps if isinstance(s, Rebuild)]
-        host = self.forward + dispatched + self.recorded * recorded + self.rebuilt * len(runs) + self.segment * len(segments)
+        runs, segments = program.schedule.runs, len(program.schedule.segments)
+        host = self.forward + dispatched + self.recorded * recorded + self.rebuilt * len(runs) + self.segment * segments
         if not self.eager:
             return host
         ops = program.graph.ops
@@ -287,10 +286,10 @@ def _measured(device: torch.device, nbytes: int = 0) -> Costs:
 
     def in_backward(name: str, lives: tuple[Life, ...]) -> tuple[float, int, int]:
         """(seconds of a plan beside its ops, how many run again, in how many segments)"""
-        program = Program(graph, lives)
-        runs = sum(isinstance(s, Rebuild) for steps in program.schedule.segments.values() for s in steps)
+        schedule = Program(graph, lives).schedule
+        runs = len(schedule.runs)
         seconds = took[f"{name}, step"] - took[name] - (took["step"] - took["forward"]) - runs * alone
-        return max(0.0, seconds), runs, len(program.schedule.segments)
+        return max(0.0, seconds), runs, len(schedule.segments)
 
     many, runs, segments = in_backward("rebuilding", lives)
     few, runs_in_few, few_segments = in_backward("few segments", lives_of_few)

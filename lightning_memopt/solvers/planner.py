@@ -217,9 +217,9 @@ def solve(
     """The frontier of a graph. Past the time limit it is made of the plans found so far, keep-all among them.
 
     `dense`: with plans between neighbours that are far apart. `budgets`: bytes for which a local search looks for plans.
-    `overhead`: seconds that recording and rebuilding take by themselves. `beside`: bytes that a plan
-    needs in other steps or calls at the same time. `clock`: what the limit is counted by: this thread's seconds of CPU, for a
-    busy machine would have other plans, and could keep fewer budgets.
+    `overhead`: seconds that recording and rebuilding take by themselves. `beside`: bytes that a plan needs in other steps or
+    calls at the same time. `clock`: what the limit is counted by: this thread's seconds of CPU, for a busy machine would have
+    other plans, and could keep fewer budgets.
     """
     began, began_clock = perf_counter(), clock()
     unmodified = max(unmodified_levels(graph), default=0)
@@ -271,10 +271,10 @@ def solve(
     smallest = with_reserved(min(pool, key=_smallest_budget), reserve)
     if in_time:
         fill(timed())
-    priced = [replace(c, predicted=replace(c.predicted, overhead_seconds=overhead.of(c.lives))) for c in front()]
+    whole = [replace(c, predicted=replace(c.predicted, overhead_seconds=overhead.of(c.lives))) for c in front()]
     return Frontier(
         graph=graph,
-        candidates=tuple(_pareto(priced, objective)),
+        candidates=tuple(_pareto(whole, objective)),
         smallest_nbytes=smallest.budget_nbytes,
         unmodified_peak_nbytes=unmodified,
         moments=tuple(moments),

@@ -21,46 +21,42 @@ class Scopes:
     def __init__(self, model: nn.Module) -> None:
         self._names = {id(m): name for name, m in model.named_modules()}
         self._model = weakref.ref(model)
-        self._stack: list[str] = []
+        self._stack: list[tuple[str, int | None]] = []
+        """The calls that are running, as `path#call`, and how many ops ran before each."""
         self._calls: dict[str, int] = {}
-        self._ops: Callable[[], int | None] = _none
-        self._begun: dict[str, int] = {}
         self._spans: dict[str, tuple[int, int]] = {}
-        self._again: set[str] = set()
+        """Calls of the last forward that are over -> (their first op, the op after their last)."""
+        self._ops: Callable[[], int | None] = _none
 
     def current(self) -> str:
         """The innermost module whose forward is running; "" if there is none."""
-        return self._stack[-1] if self._stack else ""
+        return self._stack[-1][0] if self._stack else ""
 
     @property
     def unbroken(self) -> dict[str, tuple[int, int]]:
         """Modules that were called once in the last forward: path -> (their first op, the op after their last)."""
-        once = (path for path in self._spans if path and path not in self._again)
+        again = {call.partition("#")[0] for call in self._spans if "#" in call}
+        once = (call for call in self._spans if call and "#" not in call and call not in again)
         return {path: self._spans[path] for path in once if self._spans[path][0] < self._spans[path][1]}
 
     def _enter(self, module: nn.Module) -> None:
         name = self._names.get(id(module), "")
         call = self._calls.get(name, 0)
         self._calls[name] = call + 1
-        self._stack.append(f"{name}#{call}" if call else name)
-        ops = self._ops()
-        if ops is not None and call:
-            self._again.add(name)
-        elif ops is not None:
-            self._begun[name] = ops
+        self._stack.append((f"{name}#{call}" if call else name, self._ops()))
 
     def _leave(self, module: nn.Module) -> None:
         if self._stack:
-            name, ops = self._stack.pop(), self._ops()
-            if ops is not None and name in self._begun:  # the first call: later ones are on the stack with their numbers
-                self._spans[name] = self._begun[name], ops
+            (call, first), end = self._stack.pop(), self._ops()
+            if first is not None and end is not None:
+                self._spans[call] = first, end
 
     @contextlib.contextmanager
     def tracking(self, ops: Callable[[], int | None] = _none) -> Iterator[None]:
         """Keep the stack up to date inside this block. `ops`: how many ops of the forward ran so far; None behind it."""
         model = self._model()
         self._ops = ops
-        self._begun, self._spans, self._again = {}, {}, set()
+        self._spans = {}
         try:
             with around_calls(eager_modules(model) if model is not None else (), self._enter, self._leave):
                 yield

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_memopt.runtime import Program
 from lightning_memopt.session.recording import PlannedRecording
-from tests.cpu.lib.loops import agrees, sgd
+from tests.cpu.lib.loops import agrees, sgd, train
 from tests.cpu.lib.models import Calls, data, made
 from tests.cpu.lib.observed import graph_of
 from tests.cpu.lib.times import Known, given
@@ -50,24 +50,24 @@ def spans(call: Callable[..., torch.Tensor], *layers: nn.Module) -> tuple[dict[s
 
 
 def test_a_loop_over_a_cell_is_called_once_and_its_cell_is_not() -> None:
-    found, names = spans(lambda x, layer: layer(x).cos(), Calls(loop, Cell()))
-    assert found == {"layers.0": names[: names.index("aten::cos")]}
-    assert len(found["layers.0"]) > 3 * 4
+    modules, names = spans(lambda x, layer: layer(x).cos(), Calls(loop, Cell()))
+    assert modules == {"layers.0": names[: names.index("aten::cos")]}
+    assert len(modules["layers.0"]) > 3 * 4
 
 
 def test_a_list_is_called_by_nobody() -> None:
-    found, _ = spans(lambda x, *layers: layers[1](layers[0](x)), Cell(), Cell())
-    assert set(found) == {"layers.0", "layers.0.layer", "layers.1", "layers.1.layer"}
+    modules, _ = spans(lambda x, *layers: layers[1](layers[0](x)), Cell(), Cell())
+    assert set(modules) == {"layers.0", "layers.0.layer", "layers.1", "layers.1.layer"}
 
 
 def test_a_module_that_calls_itself_is_called_again() -> None:
-    found, _ = spans(lambda x, layer: layer(x), Recursive())
-    assert not found, "nor is the layer in it"
+    modules, _ = spans(lambda x, layer: layer(x), Recursive())
+    assert not modules, "nor is the layer in it"
 
 
 def test_what_has_no_ops_is_left_out() -> None:
-    found, _ = spans(lambda x, nothing, cell: cell(nothing(x)), nn.Identity(), Cell())
-    assert "layers.0" not in found and "layers.1" in found
+    modules, _ = spans(lambda x, nothing, cell: cell(nothing(x)), nn.Identity(), Cell())
+    assert "layers.0" not in modules and "layers.1" in modules
 
 
 def test_a_part_that_another_module_calls_right_behind() -> None:
@@ -76,17 +76,17 @@ def test_a_part_that_another_module_calls_right_behind() -> None:
     def call(x: torch.Tensor, first: nn.Module) -> torch.Tensor:
         return first.layers[0](first(x))
 
-    found, names = spans(call, Calls(lambda x, cell: cell(x).cos(), Cell()))
-    assert found["layers.0"] == names[: names.index("aten::cos") + 1]
-    assert "layers.0.layers.0" not in found
+    modules, names = spans(call, Calls(lambda x, cell: cell(x).cos(), Cell()))
+    assert modules["layers.0"] == names[: names.index("aten::cos") + 1]
+    assert "layers.0.layers.0" not in modules
 
 
 def test_a_module_that_backward_calls_again_is_called_once_in_the_forward() -> None:
     def call(x: torch.Tensor, cell: nn.Module) -> torch.Tensor:
         return torch.utils.checkpoint.checkpoint(cell, x, use_reentrant=False)
 
-    found, _ = spans(call, Cell())
-    assert "layers.0" in found
+    modules, _ = spans(call, Cell())
+    assert "layers.0" in modules
 
 
 class Halves(nn.Module):
@@ -112,13 +112,7 @@ def test_a_loop_that_a_plan_keeps_runs_without_the_recorder(monkeypatch: pytest.
     monkeypatch.setattr(PlannedRecording, "_module_ends", lambda self, m: (left.append(type(m)), ends(self, m)))
 
     def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-        losses = []
-        for _ in range(6):
-            losses.append(model(X).square().mean())
-            losses[-1].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [loss.detach() for loss in losses]
+        return train(model, optimizer, [(X, X)] * 6, lambda model, batch: model(batch[0]).square().mean())
 
     run = agrees(steps, lambda: made(Halves), sgd, budget=8_000_000)
     assert run.plan is not None and run.plan.predicted.rebuilt_ops

@@ -61,8 +61,8 @@ def test_what_an_op_costs_counts_where_no_device_hides_it(run, host: float, expe
     """`host`: how long it takes for the step's ops beside a device, as a share of what the device takes."""
     graph = run.status().frontier.graph
     eager = host * graph.step_seconds / len(graph.ops)
-    found = costs.Costs(call=1.0, argument=1.0, recorded=2.0, rebuilt=3.0, eager=eager, segment=4.0)
-    assert found.of_rebuilt_op(graph) == expected, "a segment runs four ops, about"
+    taken = costs.Costs(call=1.0, argument=1.0, recorded=2.0, rebuilt=3.0, eager=eager, segment=4.0)
+    assert taken.of_rebuilt_op(graph) == expected, "a segment runs four ops, about"
 
 
 class _Counting(TorchDispatchMode):
