@@ -48,14 +48,16 @@ class _Bytes(TorchDispatchMode):
 
 
 class Bench:
-    """One model, one batch, and what is run on it. `forward` is a way to run the forward pass; None is the plain one."""
+    """One model, one batch, and what is run on it. `forward` is a way to run the forward pass; None is the plain one.
+    `sizes`: of the model, where they are to be others than those of the benchmarks.
+    """
 
     device = torch.device("cpu")
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, **sizes: int) -> None:
         torch.manual_seed(0)
         self.name = name
-        self.model, self.batch, self.blocks = MODELS[name]()
+        self.model, self.batch, self.blocks = MODELS[name](**sizes)
         self.title = (MODELS[name].__doc__ or name).partition(":")[0]
         self.buffers = {n: b.clone() for n, b in self.model.named_buffers()}
 

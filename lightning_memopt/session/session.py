@@ -47,7 +47,7 @@ from lightning_memopt.session.silence import BLOCKED, WAITS, Silence, trains
 from lightning_memopt.session.states import Observing, Running, State, Waiting
 from lightning_memopt.session.status import RunStatus, Transfers, status_of, transfers_of
 from lightning_memopt.session.step import Step
-from lightning_memopt.torch_private import which_are_trained
+from lightning_memopt.torch_private import Parameters
 from lightning_memopt.trace import backward_runs
 from lightning_memopt.versions import supported
 
@@ -65,7 +65,7 @@ class Session:
         config: MemOptConfig,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        self.model = model
+        self.model, self._parameters = model, Parameters(model)
         self.device, self.optimizers, self.config = device_of(model), list(optimizers), config
         self.enabled = not disabled() and supported()
         self._agreement = Agreement(model, config, self.enabled)
@@ -301,7 +301,7 @@ class Session:
             self._early.updates.stop_reading()
         self._same_device()
         with self._agreement.first_forward():
-            state = self._state_of(signature_of(part, which_are_trained(self.model), batch), batch)
+            state = self._state_of(signature_of(part, self._parameters.trained(), batch), batch)
         before = self._current
         if state is not before and self._observed_step.now is not None:
             if isinstance(before, Observing | Waiting) and self._observed_step.has_backward:

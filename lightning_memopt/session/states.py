@@ -203,7 +203,9 @@ class Running:
     def overtaken(self) -> frozenset[int]:
         """Ops that the plan runs again although a step changed their inputs too early: the backward of that step raised."""
         changed = {t for deviation in self.deviations for t in deviation.changed}
-        return frozenset(op.id for op in self.program.graph.forward if changed and not changed.isdisjoint(op.inputs))
+        if not changed:  # each step asks
+            return frozenset()
+        return frozenset(op.id for op in self.program.graph.forward if not changed.isdisjoint(op.inputs))
 
     @property
     def unproven(self) -> bool:

@@ -22,7 +22,8 @@ from tests.cpu.lib.loops import without_counter
 from tests.cpu.lib.times import Known, given
 
 os.environ["MEMOPT_CACHE"] = "0"  # no test begins with the plans of another one
-torch.set_num_threads(1)  # more only wait for each other on tensors this small
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start: threads of two processes only wait for each other
+torch.set_num_threads(1)
 
 # Sessions install both. Tests without a session have them too, whatever ran before.
 install_native(print)

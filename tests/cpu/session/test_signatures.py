@@ -13,7 +13,7 @@ from lightning_memopt.session.plan_cache import PLANS, PlanCache
 from lightning_memopt.session.shapes import serves, signature_of
 from lightning_memopt.session.solves import Solves
 from lightning_memopt.session.states import Observing, Waiting
-from lightning_memopt.torch_private import which_are_trained
+from lightning_memopt.torch_private import Parameters
 
 
 def signature(*shape: int) -> Any:
@@ -24,13 +24,37 @@ def test_which_parameters_are_trained() -> None:
     """As torch's own walk through the parameters has it, but that a shared one is there for each module."""
     inner = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.PReLU())
     model = nn.ModuleDict({"first": inner, "again": inner, "last": nn.Linear(3, 1, bias=False)})
-    assert which_are_trained(model) == tuple(p.requires_grad for p in model.parameters()) == (True,) * 6
+    parameters = Parameters(model)
+    assert parameters.trained() == tuple(p.requires_grad for p in model.parameters()) == (True,) * 6
     inner[1].requires_grad_(False)
-    assert sorted(which_are_trained(model)) == [False, False, True, True, True, True]
+    assert sorted(parameters.trained()) == [False, False, True, True, True, True]
     model["tied"] = nn.Linear(3, 1, bias=False)
     model["tied"].weight = model["last"].weight
-    assert len(which_are_trained(model)) == 7 and len(list(model.parameters())) == 6
-    assert which_are_trained(torch.jit.script(nn.Linear(2, 2))) == (True, True)
+    assert len(parameters.trained()) == 7 and len(list(model.parameters())) == 6
+    assert Parameters(torch.jit.script(nn.Linear(2, 2))).trained() == (True, True)
+
+
+@pytest.mark.parametrize("change", ["replaced", "taken out", "one more deep within", "registered", "none"])
+def test_a_changed_model_has_other_parameters(change: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.ReLU(), nn.BatchNorm1d(3)), nn.Linear(3, 1))
+    parameters = Parameters(model)
+    assert parameters.trained() == (True,) * 6
+    if change == "replaced":
+        model[0] = nn.Linear(2, 3, bias=False).requires_grad_(False)
+        assert parameters.trained() == (False, *(True,) * 4)
+    elif change == "taken out":
+        del model[2]
+        assert parameters.trained() == (True,) * 4
+    elif change == "one more deep within":
+        model[1].append(nn.PReLU())
+        model[1][2].requires_grad_(False)
+        assert sorted(parameters.trained()) == [False, *(True,) * 6]
+    elif change == "registered":  # by a module that had no parameter
+        model[1][0].register_parameter("slope", nn.Parameter(torch.ones(1)))
+        assert parameters.trained() == (True,) * 7
+    else:
+        model[0].bias = None
+        assert parameters.trained() == (True,) * 5
 
 
 def test_to_ask_for_the_device_walks_no_further_than_the_first_tensor() -> None:
