@@ -122,17 +122,22 @@ class Parameters:
                 if child is not None and id(child) not in known:
                     known.add(id(child))
                     modules.append(child)
-        self._children = [module._modules for module in modules]
+        tables = [table for module in modules for table in (module._modules, module._parameters)]
+        self._empty = [table for table in tables if not table]
+        self._children = [module._modules for module in modules if module._modules]
+        self._registered = [module._parameters for module in modules if module._parameters]
         self._held = self._now_held()
-        self._registered = [module._parameters for module in modules]
 
     def _now_held(self) -> list[Any]:
         return [child for children in self._children for child in children.values()]
 
+    def _changed(self) -> bool:
+        held = self._now_held()
+        return any(self._empty) or len(held) != len(self._held) or not all(map(is_, held, self._held))
+
     def trained(self) -> tuple[bool, ...]:
         """For each parameter, whether it requires a gradient."""
-        held = self._now_held()
-        if len(held) != len(self._held) or not all(map(is_, held, self._held)):
+        if self._changed():
             self._walk()
         return tuple([p.requires_grad for registered in self._registered for p in registered.values() if p is not None])
 
