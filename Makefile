@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test coverage bench docs matrix clean
+.PHONY: setup demo check test test-all coverage bench docs matrix clean
 
 setup: $(STAMP)
 
@@ -18,11 +18,17 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/memopt demo
 
-# pytest runs last, so that its summary line ends the output.
-test: setup
+check: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# pytest runs last, so that its summary line ends the output.
+test: check
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long"
+
+# The long ones, too: groups of processes, launchers, models of the benchmarks. What is landed passes them.
+test-all: check
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Lines and branches of the package that the tests run, in subprocesses too. The C++ of the engines is not counted.

@@ -105,7 +105,7 @@ C: Any = _named("torch:_C")  # getters and setters of numeric settings, each by 
 
 
 class Parameters:
-    """The parameters of a model; one that two modules share is there twice.
+    """The parameters of a model, in the order of `model.parameters()`; one that two modules share is there twice.
 
     Each step asks which of them are trained. To walk through a thousand modules takes a millisecond, so that is done again only
     where a module holds other modules than before.
@@ -116,12 +116,7 @@ class Parameters:
         self._walk()
 
     def _walk(self) -> None:
-        modules, known = [self._model], {id(self._model)}
-        for module in modules:
-            for child in module._modules.values():
-                if child is not None and id(child) not in known:
-                    known.add(id(child))
-                    modules.append(child)
+        modules = list(self._model.modules())
         tables = [table for module in modules for table in (module._modules, module._parameters)]
         self._empty = [table for table in tables if not table]
         self._children = [module._modules for module in modules if module._modules]
@@ -140,6 +135,11 @@ class Parameters:
         if self._changed():
             self._walk()
         return tuple([p.requires_grad for registered in self._registered for p in registered.values() if p is not None])
+
+    @property
+    def device(self) -> torch.device | None:
+        """That of the first one, as `trained` has last seen them; None where there is none."""
+        return next((p.device for registered in self._registered for p in registered.values() if p is not None), None)
 
 
 # -- sharded modules (FSDP2) -------------------------------------------------------------------------

@@ -299,9 +299,10 @@ class Session:
             self._plan_cache.clear()
         if self._early is not None:
             self._early.updates.stop_reading()
+        trained = self._parameters.trained()
         self._same_device()
         with self._agreement.first_forward():
-            state = self._state_of(signature_of(part, self._parameters.trained(), batch), batch)
+            state = self._state_of(signature_of(part, trained, batch), batch)
         before = self._current
         if state is not before and self._observed_step.now is not None:
             if isinstance(before, Observing | Waiting) and self._observed_step.has_backward:
@@ -367,8 +368,7 @@ class Session:
         return None if self.budget_nbytes is None else self.budget_nbytes - self.config.headroom
 
     def _end_observed(self, state: Observing | Waiting) -> None:
-        graph = self._observed_step.finish()
-        if graph is None:
+        if (graph := self._observed_step.finish()) is None:
             return
         if isinstance(state, Waiting):
             self._plan_cache.waited(state, graph)
@@ -391,7 +391,7 @@ class Session:
             self._current = new if self._current is old else self._current
 
     def _same_device(self) -> None:
-        if (device := device_of(self.model)) != self.device:
+        if (device := self._parameters.device or device_of(self.model)) != self.device:
             self.device = device
             self.budget_nbytes = budget_on(device, self.config)
             self._neighbours = Neighbours(device, self.budget_nbytes)

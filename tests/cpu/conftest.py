@@ -1,7 +1,8 @@
 """Plans of these tests are chosen by times that are known beforehand, so none depends on how busy the machine is.
 
 What tests real times is marked `real_times`, a test or a whole module. A module whose budgets leave no room for what the
-process holds from other tests is marked `profiled`.
+process holds from other tests is marked `profiled`. What starts groups of processes, or trains larger models, is marked `long`:
+`make test` leaves it out, `make test-all` runs everything.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from tests.cpu.lib.loops import without_counter
 from tests.cpu.lib.times import Known, given
 
 os.environ["MEMOPT_CACHE"] = "0"  # no test begins with the plans of another one
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start: threads of two processes only wait for each other
-torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start
+torch.set_num_threads(1)  # more only wait for each other on tensors this small
 
 # Sessions install both. Tests without a session have them too, whatever ran before.
 install_native(print)
 install_counter(print)
 
-LONG = "public", "ranks", "compiled", "sharded", "accelerate", "benchmarks"
+FIRST = "public", "ranks", "compiled", "sharded", "accelerate", "benchmarks"
 """Files of these rooms take longest. They come first, so that no worker of several waits long for another one at the end."""
 LEFT_NBYTES = 200_000
 """Small beside every budget of a module that does not ask what is held."""
@@ -37,11 +38,12 @@ LEFT_NBYTES = 200_000
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "real_times: plans are chosen by what things take on this machine: that is tested")
+    config.addinivalue_line("markers", "long: starts groups of processes or trains larger models; `make test` leaves it out")
     config.addinivalue_line("markers", "profiled: torch's profiler measures, which sees the bytes of a run alone")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: (*LONG, item.path.parent.name).index(item.path.parent.name))
+    items.sort(key=lambda item: (*FIRST, item.path.parent.name).index(item.path.parent.name))
 
 
 class Before(NamedTuple):

@@ -28,6 +28,7 @@ def test_one_process() -> None:
     assert planned.stdout.count("measured peak") == 1 and "40.00 MiB" in planned.stdout
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not distributed.is_gloo_available(), reason="no gloo")
 def test_two_processes() -> None:
     planned = ran(*OURS, *config("accelerate_multi.yaml"), *port(), EXAMPLE, ACCELERATE_USE_CPU="true")
@@ -35,6 +36,7 @@ def test_two_processes() -> None:
     assert planned.stdout.count("measured peak") == 1
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not distributed.is_gloo_available(), reason="no gloo")
 @pytest.mark.skipif(not hasattr(accelerate.Accelerator, "is_fsdp2"), reason="Accelerate without FSDP2")
 def test_two_processes_with_sharded_weights() -> None:

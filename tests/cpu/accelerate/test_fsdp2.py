@@ -22,6 +22,8 @@ if not hasattr(accelerate.Accelerator, "is_fsdp2"):
 
 from tests.cpu.lib.accelerate_sharded import CASES, WORLD  # noqa: E402
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:

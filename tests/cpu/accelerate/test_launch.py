@@ -26,6 +26,7 @@ def shown(table: str, row: str) -> int:
     return parse_budget(match[1], 1 << 62)
 
 
+@pytest.mark.long
 def test_an_unchanged_script_keeps_its_budget_bit_by_bit(tmp_path: Path) -> None:
     """The stock launcher, ours with flags, and ours as a module under the stock launcher end with the same bits."""
     script = str(SCRIPTS / "nlp_example.py")

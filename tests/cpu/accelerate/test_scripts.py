@@ -37,6 +37,7 @@ def test_one_process(name: str, tmp_path: Path) -> None:
     assert printed.count("measured peak") == len([run for run in runs if run.plan is not None])
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not distributed.is_gloo_available(), reason="no gloo")
 def test_two_processes(tmp_path: Path) -> None:
     """The same scripts in two processes under our launcher, with gloo between them: both ranks end as under plain DDP, and each
@@ -61,6 +62,7 @@ def test_two_processes(tmp_path: Path) -> None:
                 assert measured == pytest.approx(predicted, rel=0.01, abs=BATCH_NBYTES), (name, rank, peaks)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not distributed.is_gloo_available() or sys.platform == "win32", reason="no gloo")
 def test_n6_a_launched_script_whose_rank_is_killed(tmp_path: Path) -> None:
     """The launcher ends the other rank at once, and names the one that was killed; no process and no file is left."""

@@ -7,6 +7,8 @@ import pytest
 pytest.importorskip("transformers")
 from benchmarks.robustness.architectures import examine
 
+pytestmark = pytest.mark.long
+
 PLANNED = {
     "fnet": "Fourier transforms, complex views",
     "ctrl": "attention masks made anew every step",

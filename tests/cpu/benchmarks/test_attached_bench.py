@@ -10,6 +10,8 @@ pytest.importorskip("transformers")
 
 from benchmarks.cost import attached
 
+pytestmark = pytest.mark.long
+
 
 def test_a_start_is_counted_up_to_the_first_steady_planned_step() -> None:
     """In a process of its own, as in the benchmark: peaks count all that a process holds."""

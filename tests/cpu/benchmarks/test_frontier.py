@@ -19,7 +19,7 @@ from lightning_memopt.runtime import Program  # noqa: E402
 from lightning_memopt.solvers import planner  # noqa: E402
 from lightning_memopt.solvers.rollout import keep_all  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("deterministic")
+pytestmark = [pytest.mark.usefixtures("deterministic"), pytest.mark.long]
 
 
 BATCH = {"gpt2": 2, "llama": 2, "resnet50": 16, "t5": 4, "unet": 8}

@@ -17,6 +17,8 @@ if not distributed.is_available() or not distributed.is_gloo_available() or sys.
 from benchmarks.lib.paths import ROOT
 from benchmarks.robustness.hosts import FAULTS, FILE, NAMES, faults_of, impossible, table
 
+pytestmark = pytest.mark.long
+
 RECORDED = json.loads(FILE.read_text())
 
 

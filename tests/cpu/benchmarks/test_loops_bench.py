@@ -18,6 +18,8 @@ from benchmarks.robustness import loops, loops_count
 from benchmarks.robustness.loops_judge import examine, judge
 from benchmarks.robustness.scripts import LOOPS
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(loops.__file__).parents[2]
 counts = pytest.mark.skipif(loops_count.built() is None, reason="needs a compiler")
 QUICK = ("lora", "dqn")

@@ -12,6 +12,8 @@ from benchmarks.papers.monet import CASES, Planned, convolution_flops, recorded
 from lightning_memopt.runtime import Program
 from lightning_memopt.solvers import planner
 
+pytestmark = pytest.mark.long
+
 
 def test_networks_have_the_sizes_that_they_are_known_by() -> None:
     """ResNet-50 as torchvision documents it, the U-Net as counted by hand: weights, biases and two numbers a norm's channel."""

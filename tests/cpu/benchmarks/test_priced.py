@@ -21,6 +21,8 @@ from lightning_memopt.plan import LoweringError, Plan, lower, simulate, validate
 from lightning_memopt.plan.rates import Coding, Link, MachineRates
 from lightning_memopt.session.foresight import unmodified_peak
 
+pytestmark = pytest.mark.long
+
 SETUP = Setup(
     title="tiny",
     build=lambda: recurrent.Translator(40, 16, 0.2, fused=False),

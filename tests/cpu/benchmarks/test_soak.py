@@ -53,6 +53,7 @@ def test_a_fault_is_raised_and_the_loop_goes_on(tmp_path: Path) -> None:
     assert {"done", "timer", "forward", "backward"} <= outcomes
 
 
+@pytest.mark.long
 @pytest.mark.real_times
 def test_a_short_soak(tmp_path: Path) -> None:
     """Through a restart and faults: the same bits after every step, and steps that ran as planned."""

@@ -10,7 +10,7 @@ import pytest
 
 from tests.cpu.lib.exits import CASES
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no fork")
+pytestmark = [pytest.mark.skipif(sys.platform == "win32", reason="no fork"), pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

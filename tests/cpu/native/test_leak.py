@@ -9,6 +9,8 @@ from benchmarks.robustness import leak
 from benchmarks.robustness.samples import EVERY, NAMES, growth, leaks
 from lightning_memopt.native import engine
 
+pytestmark = pytest.mark.long
+
 STEPS = 1100
 BLOCKS = 200
 """Python's own caches may take so many blocks at once. A block that each step left would be 880."""

@@ -192,6 +192,7 @@ def test_p10_p12_faults_in_planned_steps(by: str, monkeypatch: pytest.MonkeyPatc
     assert not b.problems, "\n".join(b.problems)
 
 
+@pytest.mark.long
 def test_p10_p12_faults_in_observed_steps() -> None:
     """In every function that an observed step calls, evictions included: nothing is left, the next step is exact."""
     b, found, stack = steady(observing())
@@ -245,6 +246,7 @@ def life(code: CodeType | None = None, error: type[BaseException] | None = None)
     return problems
 
 
+@pytest.mark.long
 def test_p10_p12_faults_at_every_transition() -> None:
     """In the making of a run, its first steps, profiling, solving, the first planned step, and its end: none is lost, none
     leaves anything, and every step that is done again is exact.

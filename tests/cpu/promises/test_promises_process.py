@@ -18,6 +18,8 @@ from lightning_memopt import optimize, versions
 from tests.cpu.lib import process
 from tests.cpu.lib.loops import assert_same, batches, installed, sgd, small, state, train
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(lightning_memopt.__file__).parents[1]
 
 

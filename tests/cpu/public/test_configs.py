@@ -20,6 +20,8 @@ pytest.importorskip("sklearn")
 from examples import lightning_cli, plain_loop
 from lightning_memopt import MemOptBatchScaler, MemOptConfig, MemOptStrategy
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "configs"
 OFF = ("enable_progress_bar", "enable_model_summary", "logger", "enable_checkpointing")

@@ -19,6 +19,7 @@ pytest.importorskip("sklearn")
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.long
 def test_a_quick_demo(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lightning_memopt.cli", "demo", "--quick", "--folder", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=500)
@@ -49,13 +50,14 @@ NOT_SHORT = {"__init__", "chargpt", "demo", "digits", "training"}
 RUN_ELSEWHERE = {"accelerate_script", "transformers_trainer", "peft_lora"}
 """Examples that the rooms of their frameworks run."""
 COMPARES = {"plain_loop", "ddp_torchrun", "fsdp2_torchrun"}
+QUICK = {"plain_loop", "fabric_loop", "plan_offline"}
 
 
 def test_every_example_has_a_test() -> None:
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == EXAMPLES.keys() | NOT_SHORT | RUN_ELSEWHERE
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in EXAMPLES])
 def test_an_example_runs(name: str, tmp_path: Path) -> None:
     """Each short example ends by itself and prints the table; its output files go where it was started."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

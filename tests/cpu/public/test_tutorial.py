@@ -16,6 +16,8 @@ import pytest
 
 pytest.importorskip("lightning")
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", ROOT / "docs" / "tutorial.md"]
 MARK = "--- block"

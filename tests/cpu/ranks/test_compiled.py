@@ -12,7 +12,7 @@ from lightning_memopt.trace import count_all
 from tests.cpu.lib.compiled_ranks import WORLD
 from tests.cpu.lib.written import needs_gloo, of_ranks
 
-pytestmark = needs_gloo
+pytestmark = [needs_gloo, pytest.mark.long]
 Outcome = dict[str, Any]
 TOGETHER = "around", "within", "other_shapes", "other_lengths_of_one_code", "compiles_on_one", "other_options"
 

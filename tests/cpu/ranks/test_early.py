@@ -13,7 +13,7 @@ import pytest
 from lightning_memopt.native import install
 from tests.cpu.lib.written import needs_gloo, of_ranks
 
-pytestmark = needs_gloo
+pytestmark = [needs_gloo, pytest.mark.long]
 DDP, SHARDED = ("default", "static", "unused", "accumulates"), ("sharded", "holds sync", "sharded budget")
 LIGHTNING = ("lightning, DDP", "lightning, FSDP2")
 OTHERS = ("views", "joined", "resumed", "auto and never", "refused", "clips on one")

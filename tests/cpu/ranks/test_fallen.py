@@ -13,7 +13,7 @@ from tests.cpu.lib.fallen import CASES, KILLS
 from tests.cpu.lib.launched import ROOT, ran
 from tests.cpu.lib.written import needs_gloo
 
-pytestmark = needs_gloo
+pytestmark = [needs_gloo, pytest.mark.long]
 BOUND_SECONDS = 60.0
 SHARED = Path("/dev/shm")
 

@@ -9,7 +9,7 @@ import pytest
 from tests.cpu.lib.group import CASES, PATIENT_SECONDS
 from tests.cpu.lib.written import needs_gloo, written
 
-pytestmark = needs_gloo
+pytestmark = [needs_gloo, pytest.mark.long]
 Outcomes = dict[tuple[str, int], dict[str, Any]]
 BOUND_SECONDS = 60.0
 """Ranks that are left end in this time, although patience is shorter in these tests than it is for users."""

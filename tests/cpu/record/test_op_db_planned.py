@@ -24,6 +24,8 @@ from tests.cpu.record.test_op_db import UNINITIALISED, calls
 
 from torch.testing._internal.common_methods_invocations import op_db  # isort: skip  # after the stub for expecttest
 
+pytestmark = pytest.mark.long
+
 SAMPLES = 2
 ROUNDS = 3
 PARTS = 4

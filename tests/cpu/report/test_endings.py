@@ -16,6 +16,8 @@ from tests.cpu.lib.endings import FRONTS, OPTIONS, WAYS
 from tests.cpu.lib.launched import ROOT, ran
 from tests.cpu.lib.pages import Blocks, page_at
 
+pytestmark = pytest.mark.long
+
 IN_PROCESS = {
     "closes": "ValueError: of the loop",
     "handles_another": "",

@@ -13,7 +13,7 @@ from tests.cpu.lib.sharded import CASES, FOUR
 from tests.cpu.lib.written import needs_gloo, of_ranks
 
 WORLD = 2
-pytestmark = needs_gloo
+pytestmark = [needs_gloo, pytest.mark.long]
 
 
 def run(folder: Path, world: int, *cases: str) -> list[dict[str, Any]]:
