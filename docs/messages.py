@@ -12,8 +12,10 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "lightning_memopt"
 TREES = {p.relative_to(PACKAGE).as_posix(): ast.parse(p.read_text(encoding="utf-8")) for p in sorted(PACKAGE.rglob("*.py"))}
-SAYING = {"warnings.warn", "say", "self.say", "self._say"}
+SAYING = {"warnings.warn", "say", "self.say", "self._say", "rank_zero_info", "rank_zero_warn"}
 """Functions that print a line for the user."""
+NAME = "MemOpt: "
+"""What is printed, and begins so, is such a line, too. Other prints are what a command was asked for."""
 REMEDY = "Remedy: "
 """A line of a docstring that begins with this says what to do about an error."""
 
@@ -92,8 +94,9 @@ def lines() -> list[Line]:
     said = [
         Line(path, text)
         for path, call, values in _calls()
-        if ast.unparse(call.func) in SAYING and call.args
+        if (function := ast.unparse(call.func)) in SAYING | {"print"} and call.args
         for text in _texts(call.args[0], values)
+        if function != "print" or text.startswith(NAME)
     ]
     return sorted(set(said), key=lambda line: (line.path, line.text))
 

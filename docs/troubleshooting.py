@@ -24,6 +24,23 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "The installed Lightning is not one that the strategies work with.",
         "Install a tested version, or use `optimize` in a loop.",
     ),
+    ("callbacks/batch_scaler.py", "MemOpt: BatchNorm"): (
+        "BatchNorm's statistics are those of a batch, and the batches are larger now.",
+        "Nothing, if that is as good for you; else set `max_size`, or use a norm that does not look at the batch.",
+    ),
+    ("callbacks/batch_scaler.py", "MemOpt: drop_last=True"): (
+        "The last batch of an epoch, which is left out, may be larger now.",
+        "Nothing, where a few samples do not matter; else `drop_last=False`.",
+    ),
+    ("callbacks/batch_scaler.py", "MemOpt: learning rates"): ("You asked for it by `lr_scaling`.", NOTHING),
+    ("callbacks/batch_scaler.py", "MemOpt: one batch"): (
+        "A larger batch would be fewer updates, and nothing is accumulated that could be less.",
+        "Set `accumulate_grad_batches` above 1, or `keep_effective=False`.",
+    ),
+    ("callbacks/batch_scaler.py", "MemOpt: … count batches"): (
+        "These options of the Trainer are numbers of batches, and each has more samples now.",
+        "Divide them by the factor, or give them as fractions of an epoch.",
+    ),
     ("callbacks/monitor.py", "MemOpt: … failed"): (
         "A measurement or the logger raised an error.",
         "Mend what the message names; the figure has no value until then.",
@@ -35,6 +52,11 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "Give both to one `fabric.setup(model, optimizer)`.",
     ),
     ("integrations/accelerate.py", "MemOpt: …\n…"): ("The run is over: this is its table.", NOTHING),
+    ("integrations/accelerate_batch_size.py", "MemOpt: batch size"): ("The search for a batch size has ended.", NOTHING),
+    ("integrations/accelerate_batch_size.py", "MemOpt: the batch size is the starting one"): (
+        "Sizes are tried on the model that the function prepares; the line says what it did.",
+        "Prepare one model with its optimizer inside of the function, and let it train.",
+    ),
     ("integrations/checkpointing.py", "MemOpt: gradient checkpointing in compiled code"): (
         "The checkpointing is a part of what was compiled.",
         NOTHING,
@@ -51,6 +73,15 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "The checkpointing is of a kind that cannot be switched off and on here.",
         "Leave checkpointing out of the model; the plan lowers its memory.",
     ),
+    ("integrations/transformers.py", "MemOpt: parameters are updated after backward"): (
+        "Early updates would change this training; the line says why.",
+        "See [early updates](#why-parameters-are-not-updated-early).",
+    ),
+    ("integrations/launch.py", "MemOpt: nothing was planned"): (
+        "The launcher plans what a script gives to `Accelerator.prepare`, and this one gave nothing.",
+        "Put the loop into `optimize(...)`, as the line says.",
+    ),
+    ("integrations/launch.py", "MemOpt: off"): ("`MEMOPT_DISABLE` is set.", "Unset it to train within the budget."),
     ("native/build.py", "MemOpt: building"): ("A part in C++ is used for the first time on this machine.", "Wait for it once."),
     ("native/engine/__init__.py", "MemOpt: building"): ("The engine is used for the first time on this machine.", "Wait once."),
     ("native/counting.py", "MemOpt: the native memory meter"): (
@@ -168,6 +199,10 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
     ("solvers/planner.py", "a plan of … asks"): ("A solver's plan is not valid for this step.", NOTHING),
     ("solvers/planner.py", "time limit"): ("The search has ended early.", "Give more `solver_seconds` for a better plan."),
     ("solvers/planner.py", "…, … levels"): ("What the solver is doing.", NOTHING),
+    ("strategies/mixin.py", "MemOpt: this checkpoint was saved"): (
+        "Backward raised in the middle of early updates, and a checkpoint was saved after that.",
+        "Go on from an earlier checkpoint.",
+    ),
     ("telemetry/energy.py", "MemOpt: no energy"): ("The counter cannot be read.", "Mend what the line names, or do without."),
     ("trace/memory.py", "MemOpt: steps beside another profiler"): (
         "Another profiler of torch is running.",

@@ -13,7 +13,7 @@ from email.parser import Parser
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-KINDS = (".py", ".cpp", ".h", ".json", "py.typed")
+KINDS = (".py", ".cpp", ".h", ".json", ".js", ".css", ".LICENSE", "py.typed")
 """Files of the package that are installed end so."""
 
 

@@ -114,7 +114,9 @@ def _kept(run: dict[str, Any]) -> str:
     excess = f"{_kib(run['over'])} over in {run['steps_over']}"
     if run["over"] <= 0:
         return "yes"
-    return f"no, which a line says: {excess}" if run["not_kept_said"] else f"**no**, {excess}"
+    if run["not_kept_said"]:
+        return f"no, which a line says: {excess}"
+    return f"**no**, {excess}" if run["faults"] else f"but for steps unlike all before: {excess}"
 
 
 def _plan(run: dict[str, Any]) -> str:
@@ -186,8 +188,8 @@ def page(results: dict[str, Any]) -> str:
         "plain run's bit by bit. *Kept*: the peak of every step in which a plan was in force is within the budget (`min`: "
         "within the number that it reports), by a count of torch's allocator that is no part of this package (preloaded around "
         "`c10::alloc_cpu`). A step that is larger than all before it is foreseen by nobody: it is no fault where a "
-        "line says so, and later steps are within the budget. *Refusals*: how often a budget was refused; the run was repeated "
-        "within the number that was named. "
+        "line says so, and later steps are within the budget (`min`: within the next number that it reports). *Refusals*: how "
+        "often a budget was refused; the run was repeated within the number that was named. "
         "Bytes are in KiB; seconds of solving are those of a shared machine.",
         "",
         summary(rows) + ".",

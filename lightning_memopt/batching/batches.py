@@ -22,7 +22,7 @@ _HOST_SHARE = 2
 """One in this many parts of the host's memory may be used by batches that wait for training."""
 
 
-class Exhausted(MemOptError):
+class TooFewSamplesError(MemOptError):
     """The data has fewer samples than were asked for; `available` is the number that it has.
 
     Remedy: give more samples, or a smaller largest size; the search itself stops at what there is.
@@ -72,7 +72,7 @@ class FromLoader:
         self.copies = 2 + loader.num_workers * (loader.prefetch_factor or 0)
 
     def batch(self, size: int) -> Any:
-        """A batch as the loader would make it at this size. Raises Exhausted if the data has fewer samples."""
+        """A batch as the loader would make it at this size. Raises TooFewSamplesError if the data has fewer samples."""
         loader = self.loader
         sampler: Any = loader.batch_sampler
         with sized(loader, size):
@@ -82,7 +82,7 @@ class FromLoader:
         if self.iterable:
             samples = list(itertools.islice(iter(loader.dataset), size))
             if len(samples) < size:
-                raise Exhausted(len(samples))
+                raise TooFewSamplesError(len(samples))
         elif hasattr(loader.dataset, "__getitems__"):
             samples = loader.dataset.__getitems__(list(indices))
         else:
@@ -92,7 +92,7 @@ class FromLoader:
     def _refuse_length(self, length: int, size: int) -> None:
         """Raise for a batch sampler that gave `length` indices, not `size`."""
         if length < size:
-            raise Exhausted(length)
+            raise TooFewSamplesError(length)
         raise UnsupportedError(
             f"The batch sampler ({type(self.loader.batch_sampler).__name__}) gave {length} indices with batch_size={size}: it "
             "does not follow its batch_size. Set the batch size there, and leave the batch scaler out."

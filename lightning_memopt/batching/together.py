@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_memopt.batching.batches import Exhausted
+from lightning_memopt.batching.batches import TooFewSamplesError
 from lightning_memopt.batching.result import BatchSizeResult
 from lightning_memopt.batching.trials import Trial, Trials
 from lightning_memopt.errors import ConfigError, InfeasibleError, RankFailedError
@@ -209,19 +209,19 @@ class TrialsOfRanks(Trials):
         return ends_trial
 
     def _batch(self, size: int) -> Any:
-        """This rank's batch, when every rank has its own. Raises Exhausted on all ranks where the data of one has fewer."""
+        """This rank's batch, when every rank has its own. Raises TooFewSamplesError on all ranks if one has fewer."""
         batch: Any = None
         available: int | None = None
         try:
             batch = super()._batch(size)
-        except Exhausted as error:
+        except TooFewSamplesError as error:
             available = error.available
         said = self._meet({"ended": False, "available": available}, _STEP_SECONDS)
         if any(other["ended"] for other in said):
             raise RankFailedError("Memory ran out in this trial on another rank. Make the batches smaller on all ranks.")
         fewest = min((other["available"] for other in said if other["available"] is not None), default=None)
         if fewest is not None:
-            raise Exhausted(fewest)
+            raise TooFewSamplesError(fewest)
         return batch
 
     # -- what the ranks say ------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from lightning_memopt.batching.batches import Exhausted
+from lightning_memopt.batching.batches import TooFewSamplesError
 from lightning_memopt.batching.energy import MeasuredEnergy, StepEnergy
 from lightning_memopt.batching.oom import is_out_of_memory, release
 from lightning_memopt.config import MemOptConfig
@@ -45,7 +45,7 @@ class BatchSource(Protocol):
     copies: int
 
     def batch(self, size: int) -> Any:
-        """A batch of `size` samples. Raises Exhausted if the data has fewer."""
+        """A batch of `size` samples. Raises TooFewSamplesError if the data has fewer."""
 
 
 Step = Callable[[Any, Session | None, bool], None]
@@ -254,7 +254,7 @@ class Trials:
         outcome = _Outcome()
         try:
             yield outcome
-        except Exhausted as error:
+        except TooFewSamplesError as error:
             if error.available < 1:
                 raise ConfigError("The data gave no sample. Give a loader with data.") from None
             self.cap = min(self.cap, error.available)

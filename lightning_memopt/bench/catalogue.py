@@ -37,6 +37,7 @@ OURS: dict[str, dict[str, Any]] = {
     "ours-inductor": {"compile": True},
     "ours-compiled": {"compiled": True},
     "ours-lossless": {"compress": "lossless"},
+    "ours-host": {"offload": "host"},
     "ours-disk": {"compress": "lossless", "offload": "disk"},
     "ours-lossy": {"compress": "lossy"},
 }
@@ -57,13 +58,20 @@ TITLES = {
     "ours-inductor": "ours, blocks compiled by Inductor",
     "ours-compiled": "ours, the whole model compiled by Inductor",
     "ours-lossless": "ours, and lossless codecs",
+    "ours-host": "ours, and host memory",
     "ours-disk": "ours, lossless codecs and a disk",
     "ours-lossy": "ours, and lossy codecs",
 }
 DEFAULT = tuple(name for name in TITLES if name != "ours-lossy")
-AT_PEAKS = ("ours", "ours-flops", "ours-inductor", "ours-compiled")
-"""Of ours, those that are also run at the peaks of other methods; those that compile at the peaks of Inductor alone."""
 COMPILE = ("ours-inductor", "ours-compiled")
+"""Those of ours that compile."""
+AT_PEAKS: dict[str, tuple[str, ...]] = {
+    "ours": (),
+    "ours-flops": (),
+    **dict.fromkeys(COMPILE, ("torch-inductor",)),
+    "ours-host": ("save-on-cpu", "streamed-offload"),
+}
+"""Those of ours that are also run at the peaks of other methods: at those of these ones; (): of all."""
 
 
 @dataclass(frozen=True)
@@ -126,9 +134,9 @@ def at_peaks(
         other = row["method"] not in OURS and row["method"] != "unmodified"
         if other and peak is not None and peak < activations_nbytes:
             first.setdefault(peak, label)
-    for name in AT_PEAKS:
+    for name, beside in AT_PEAKS.items():
         for peak, label in first.items():
-            if name in names and (name not in COMPILE or rows[label]["method"] == "torch-inductor"):
+            if name in names and (not beside or rows[label]["method"] in beside):
                 yield _ours(name, f"at the peak of {label}", peak, solver_seconds, label)
 
 

@@ -140,6 +140,14 @@ def by_transformers(subject: Subject) -> Iterator[Applied]:
     yield Applied(enabled)
 
 
+def needs_a_host(subject: Subject) -> None:
+    """Raise UnsupportedError where the host's memory is the memory that is measured."""
+    if subject.device.type != "cuda":
+        raise UnsupportedError(
+            "it copies between a CUDA device and the host, and here the host is measured. Run with --device cuda."
+        )
+
+
 @contextlib.contextmanager
 def save_on_cpu(subject: Subject) -> Iterator[Applied]:
     on_gpu = subject.device.type == "cuda"
@@ -150,8 +158,5 @@ def save_on_cpu(subject: Subject) -> Iterator[Applied]:
 @contextlib.contextmanager
 def streamed_offload(subject: Subject) -> Iterator[Applied]:
     """Offload as torchtune does it, written again in a few lines."""
-    if subject.device.type != "cuda":
-        raise UnsupportedError(
-            "it copies between a CUDA device and the host, and here the host is measured. Run with --device cuda."
-        )
+    needs_a_host(subject)
     yield Applied(lambda: StreamedOffload(subject.device), note="our few lines after torchtune's OffloadActivations")

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from lightning_memopt.bench.methods import Applied, eagerly
+from lightning_memopt.bench.methods import Applied, eagerly, needs_a_host
 from lightning_memopt.bench.subject import Subject
 from lightning_memopt.bench.torch_compiled import compiled_in_place
 from lightning_memopt.errors import UnsupportedError
@@ -36,6 +36,8 @@ def planned(
 
     Raises InfeasibleError if no plan keeps the budget, UnsupportedError if there is no plan for another reason.
     """
+    if options.get("offload") == "host":
+        needs_a_host(subject)
     compiles = compiled or options.get("compile")
     with (
         contextlib.nullcontext() if native else engine.without(),

@@ -32,8 +32,9 @@ def page(data: dict[str, Any]) -> str:
         "",
         f"{machine['device']}, {machine['processors']} processors, torch {machine['torch']}, {asked['threads'] or 'all'} "
         f"threads, {asked['rounds']} rounds. Peaks are above the bytes that are in memory between steps; a budget of 40 % is "
-        "that share of the unmodified peak. Times are medians of paired ratios to the unmodified step, with quartiles. Bits: "
-        "of loss, gradients and buffers, against the unmodified step.",
+        "that share of the unmodified peak. Times are medians of paired ratios to the unmodified step, with quartiles. Extra "
+        "FLOPs of ours are those of the ops that the plan runs again, of torch's compiled rows those of the graphs; of others "
+        "they are counted while the step runs. Bits: of loss, gradients and buffers, against the unmodified step.",
     ]
     for model, rows in data["models"].items():
         lines += ["", f"## {model}", "", *summary(rows), "", "Every row:", "", *model_table(rows)]

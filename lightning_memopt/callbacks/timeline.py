@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_memopt.errors import UnsupportedError
+from lightning_memopt.errors import MissingExtraError, UnsupportedError
 from lightning_memopt.session import RunStatus
 from lightning_memopt.telemetry.sampling import Sample, Sampler
 
@@ -69,7 +69,7 @@ def _refuse() -> None:
 def write(logger: Any, samples: Sequence[Sample], step: int, status: RunStatus) -> None:
     """Give the timeline of a step to a logger. One that takes neither images nor files gets the peak as a number.
 
-    Raises ModuleNotFoundError if the logger takes images and matplotlib is not installed.
+    Raises MissingExtraError if the logger takes images and matplotlib is not installed.
     """
     if hasattr(logger, "log_image"):  # Weights & Biases
         logger.log_image(key=TAG, images=[picture(samples, step, status)], step=step)
@@ -90,21 +90,24 @@ def _write_files(folder: Path, samples: Sequence[Sample], step: int, status: Run
         rows.writerows((f"{sample.seconds:.6f}", sample.nbytes) for sample in samples)
     try:
         figure = _drawn(samples, step, status)
-    except ModuleNotFoundError:
+    except MissingExtraError:
         return  # the numbers are there
     figure.savefig(path.with_suffix(".png"), dpi=90)
 
 
 def picture(samples: Sequence[Sample], step: int, status: RunStatus) -> np.ndarray:
-    """The timeline as pixels: shape (height, width, 3), uint8. Needs matplotlib."""
+    """The timeline as pixels: shape (height, width, 3), uint8. Raises MissingExtraError without matplotlib."""
     canvas = _drawn(samples, step, status).canvas
     canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()
 
 
 def _drawn(samples: Sequence[Sample], step: int, status: RunStatus) -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(f"{error}. Images need it: pip install 'lightning-memopt[bench]'") from None
 
     figure = Figure(figsize=(8, 3.5))
     FigureCanvasAgg(figure)

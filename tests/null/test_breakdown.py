@@ -98,7 +98,9 @@ def test_every_purpose_has_the_colour_of_the_page() -> None:
     assert len(set(breakdown.COLOURS.values())) == len(breakdown.COLOURS)
 
 
-def test_the_command_prints_bytes_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_bytes_and_draws(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("matplotlib")
     graph = training_step(lstm_steps(40), inputs={"input": 1})
     lives = echo(graph)
@@ -121,6 +123,9 @@ def test_the_command_prints_bytes_and_draws(tmp_path: Path, capsys: pytest.Captu
     peak, *helps = capsys.readouterr().out.partition("At the peak: ")[2].splitlines()
     assert "feature maps" in peak and any(h.endswith(("less memory.", "its own order.")) for h in helps), helps
     assert main(["breakdown", str(tmp_path / "none.json")]) == 2
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["breakdown", file, "--png", str(picture)]) == 2
+    assert capsys.readouterr().err.endswith("Install it with: pip install 'lightning-memopt[bench]'\n")
     _into_a_closed_pipe("explain", file)
     _into_a_closed_pipe("breakdown", file)
 

@@ -38,7 +38,9 @@ def test_a_complete_wheel_has_no_fault(tmp_path: Path) -> None:
     assert distributions.faults_of_wheel(wheel(tmp_path, files)) == []
 
 
-@pytest.mark.parametrize("kind", ["py.typed", "native/engine/all.cpp", "hooks.h", "pcie3-11gb.json", "examples/demo.py"])
+@pytest.mark.parametrize(
+    "kind", ["py.typed", "native/engine/all.cpp", "hooks.h", "pcie3-11gb.json", "assets/page.js", "examples/demo.py"]
+)
 def test_a_file_that_is_left_out_is_named(tmp_path: Path, kind: str) -> None:
     files = {name for name in distributions.expected() if not name.endswith(kind)}
     (fault,) = distributions.faults_of_wheel(wheel(tmp_path, files))

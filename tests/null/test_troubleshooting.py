@@ -58,6 +58,7 @@ def test_every_reason_is_there(modules: tuple[ModuleType, ModuleType]) -> None:
         ("TEXT = 'long'\ndef f():\n    warnings.warn(TEXT + ' end', stacklevel=2)", {"long end"}),
         ("def f(y):\n    why = 'p' if y else 'q'\n    say(why)", {"p", "q"}),
         ("def f(y):\n    say(y)\n    print('not said')", {"…"}),
+        ("def f(y):\n    print('MemOpt: p' if y else y)\n    rank_zero_warn('q')", {"MemOpt: p", "q"}),
     ],
 )
 def test_the_reader_of_code_sees(

@@ -12,7 +12,6 @@ from lightning_memopt.units import format_nbytes
 
 MOST = 1500
 """The most buffers that are drawn: the largest ones by bytes and time."""
-_ROWS = 300
 _SECONDS = 2.0
 """The most seconds that addresses of a plan file are searched for."""
 
@@ -66,7 +65,7 @@ def section(record: RunRecord) -> Section:
         lead.append(f"The {len(shown)} largest of {len(arena.placed)} buffers are drawn.")
     data = {"rects": [list(p) for p in shown], "period": arena.period, "arena": arena.arena_nbytes}
     label = f"{len(arena.placed)} buffers in {format_nbytes(arena.arena_nbytes)} over {arena.period} requests"
-    rows = [[count(p.first), count(p.until), size(p.offset), size(p.nbytes)] for p in sorted(largest(arena.placed, _ROWS))]
+    rows = [[count(p.first), count(p.until), size(p.offset), size(p.nbytes)] for p in sorted(shown)]
     caption = f"{'All' if len(rows) == len(arena.placed) else 'The largest'} {len(rows)} buffers"
     table = Grid("arena-buffers", caption, ("from request", "until request", "address", "bytes"), rows)
     return Section("arena", title, tuple(lead), pictures=(Picture("rects", title, label, data),), grids=(table,))

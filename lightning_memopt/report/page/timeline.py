@@ -44,7 +44,7 @@ def section(record: RunRecord) -> Section:
     drawn = merged(graph, log)
     hidden = len(log) - sum(n for _, n in drawn)
     if hidden:
-        lead.append(f"{hidden} of the shortest intervals are not drawn; the table has all of them.")
+        lead.append(f"{hidden} of the shortest intervals are not drawn; the seconds by kind count all of them.")
     whole = max((i.ends for i in log), default=0.0)
     data = {
         "lanes": [lane for key, lane in _LANES.items() if any(i.lane == key for i in log)],
@@ -63,6 +63,9 @@ def section(record: RunRecord) -> Section:
     if waits:
         stalls: Rows = [[graph.tensors[i.tensor].name, ms(i.begins), ms(i.ends - i.begins)] for i in waits]
         grids.append(Grid("timeline-waits", "The longest waits for copies", ("tensor", "begins at", "waits"), stalls))
+    every: Rows = [[_LANES[i.lane], i.what, _says(graph, i, n), ms(i.begins), ms(i.ends - i.begins)] for i, n in drawn]
+    head = ("lane", "what", "of", "begins at", "takes")
+    grids.append(Grid("timeline-intervals", f"All {len(drawn)} drawn intervals", head, every))
     label = f"{len(drawn)} intervals over {ms(whole).text}; compute waits {ms(moved.stall_seconds).text} for copies"
     return Section("timeline", title, tuple(lead), pictures=(Picture("lanes", title, label, data),), grids=tuple(grids))
 

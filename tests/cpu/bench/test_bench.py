@@ -72,7 +72,7 @@ def test_every_method_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert code == 0
     assert {row["method"] for row in measured.values()} == set(names)
     states = {label: row["state"] for label, row in measured.items()}
-    assert states["transformers"] == states["streamed-offload"] == "refused"
+    assert states["transformers"] == states["streamed-offload"] == states["ours-host 50%"] == "refused"
     assert "none of transformers" in measured["transformers"]["reason"]
     assert all(row["reason"] for row in measured.values() if row["state"] != "measured")
     whole = measured["unmodified"]["peak_nbytes"]

@@ -16,6 +16,8 @@ import pytest
 pytest.importorskip("lightning")
 pytest.importorskip("sklearn")
 
+from tests.distributions import faults_of_wheel
+
 ROOT = Path(__file__).parents[3]
 
 
@@ -70,7 +72,7 @@ def test_an_example_runs(name: str, tmp_path: Path) -> None:
 
 
 def test_a_wheel_has_the_examples(tmp_path: Path) -> None:
-    """setup.py puts the folder into the package, and there `memopt demo` imports it; nothing else comes along."""
+    """setup.py puts the folder into the package, and there `memopt demo` imports it; the wheel has all files, and no others."""
     pytest.importorskip("setuptools")
     for name in ("lightning_memopt", "examples"):
         shutil.copytree(ROOT / name, tmp_path / "source" / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -80,6 +82,7 @@ def test_a_wheel_has_the_examples(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", build], cwd=tmp_path / "source", capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("*.whl")
+    assert faults_of_wheel(wheel) == []
     with zipfile.ZipFile(wheel) as file:
         assert {name.split("/")[0] for name in file.namelist()} == {"lightning_memopt", "lightning_memopt-0.1.0.dist-info"}
         file.extractall(tmp_path / "installed")

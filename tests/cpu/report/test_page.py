@@ -190,7 +190,10 @@ def test_a_huge_step_stays_small_and_quick() -> None:
     assert len(text.encode()) < LARGEST_NBYTES
     before, _ = page.pictures("stack")
     assert before["peak"]["nbytes"] == max(unmodified_levels(graph))
-    assert len(before["points"]) <= 500 and len(page.pictures("lanes")[0]["spans"]) <= 1500
+    spans, rectangles = page.pictures("lanes")[0]["spans"], page.pictures("rects")[0]["rects"]
+    assert len(before["points"]) <= 500 and len(spans) <= 1500
+    assert len(page.rows("timeline-intervals")) == len(spans), "every number of a picture is in a table"
+    assert len(page.rows("arena-buffers")) == len(rectangles) > 1000
 
 
 def _kept(graph: object) -> planner.Candidate:
