@@ -142,6 +142,7 @@ def train_lengths(budget: str | int, lengths: list[int]) -> tuple[list[float], l
     return losses, [p.detach().clone() for p in net.parameters()], status, peaks
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("error:MemOpt")
 def test_lengths_that_change_keep_one_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`dynamic=True`: one region serves all lengths. Once all are planned, no step is above the budget. Another run compiles

@@ -65,6 +65,7 @@ def first_run(budget: Any, folder: Path) -> Path:
     return file
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("text", ["{", "[]", '{"lives": [[0, 5, 3, "rebuild"]]}', "lives of nothing"])
 def test_a_file_that_is_no_plan_is_replaced(text: str, folder: Path) -> None:
     budget = budget_at(0.25)

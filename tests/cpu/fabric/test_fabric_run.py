@@ -44,6 +44,7 @@ def ends(tmp_path: Path, *command: str) -> list[str]:
     return line.split()[1:]
 
 
+@pytest.mark.long
 def test_an_unchanged_script(tmp_path: Path) -> None:
     """The script trains within the plan of the flags, with its own arguments, and ends with the plain loss."""
     Path(tmp_path, "train.py").write_text(SCRIPT)

@@ -35,6 +35,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
+@pytest.mark.long
 def test_m9_p21_resumed_after_a_kill(checkpoints: dict[str, Path]) -> None:
     """Weights, optimizer, schedule, generator and every loss after the checkpoint are those of the uninterrupted plain run."""
     with torch.random.fork_rng():
@@ -55,6 +56,7 @@ def test_m9_p21_resumed_after_a_kill(checkpoints: dict[str, Path]) -> None:
                     assert isinstance(planned, Running) and planned.plan.predicted.rebuilt_ops > 0 and planned.steps
 
 
+@pytest.mark.long
 def test_checkpoints_of_both_are_the_same(checkpoints: dict[str, Path]) -> None:
     """Ours has one key more, primitives; both load with weights_only."""
     one, other = (torch.load(path, weights_only=True) for path in checkpoints.values())

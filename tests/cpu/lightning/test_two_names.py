@@ -68,6 +68,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.long
 def test_pytorch_lightning_is_exact_within_a_plan() -> None:
     """Trainer and Fabric, strings and classes, the callbacks, early updates, a pickled Trainer. The same import as for
     `lightning` gives the classes, and `lightning` itself is not imported.

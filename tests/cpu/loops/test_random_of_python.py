@@ -42,6 +42,7 @@ assert "plan by" in run.report() and "rich.style" in sys.modules
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("use", _USES)
 def test_nothing_is_drawn(use: str) -> None:
     before, body = _USES[use]

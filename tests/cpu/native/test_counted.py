@@ -290,6 +290,7 @@ print("said", sum("another profiler" in str(w.message) for w in said))
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("meter", ["native", "profiled"])
 @pytest.mark.parametrize("loops", [["scheduled()", "waiting()"], ["lightning('pytorch', max_epochs=1)", "lightning(None, fast_dev_run=1)"]], ids=["plain", "lightning"])  # fmt: skip # noqa: E501
 def test_beside_a_profiler_of_the_users(loops: list[str], meter: str, tmp_path: Path) -> None:
@@ -306,6 +307,7 @@ def test_beside_a_profiler_of_the_users(loops: list[str], meter: str, tmp_path: 
     assert lines == [*measured, f"said {int(not native)}"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("meter", ["native", "profiled"])
 def test_torch_says_nothing_of_memory_from_before(meter: str) -> None:
     """"Memory block of unknown size", which is ours to avoid."""

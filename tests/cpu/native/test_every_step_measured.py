@@ -60,6 +60,7 @@ def above(monkeypatch: pytest.MonkeyPatch, kind: type[nn.RNNBase], budget: Any) 
     return excess, (frontier.smallest_nbytes, frontier.unmodified_peak_nbytes)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
 def test_steps_that_meet_templates_take_what_was_predicted(monkeypatch: pytest.MonkeyPatch, kind: type[nn.RNNBase]) -> None:
     """MEASURED: a chain plan of a GRU held what nobody reads (its split is recorded each time, what it splits is not)."""

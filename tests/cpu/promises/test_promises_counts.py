@@ -130,6 +130,7 @@ def slope(values: list[int]) -> float:
 STEPS = 1000
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="resident memory is read from /proc")
 def test_p11_a_thousand_steps_of_random_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the garbage collector off: no tape, and so no handle, outlives its step, and resident memory does not grow."""

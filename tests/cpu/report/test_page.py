@@ -176,6 +176,7 @@ def test_no_maximum_is_lost(n: int) -> None:
         assert {0, n - 1} <= set(points)
 
 
+@pytest.mark.long
 def test_a_huge_step_stays_small_and_quick() -> None:
     """15,000 ops and more."""
     graph = training_step(random_steps(random.Random(1), 7600), inputs={"input": 64})

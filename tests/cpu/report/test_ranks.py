@@ -15,7 +15,7 @@ from lightning_memopt.report.run import RunReport
 from tests.cpu.lib.pages import page_at
 from tests.cpu.lib.written import needs_gloo, written
 
-pytestmark = needs_gloo
+pytestmark = [needs_gloo, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")
