@@ -104,15 +104,19 @@ C: Any = _named("torch:_C")  # getters and setters of numeric settings, each by 
 # -- modules -----------------------------------------------------------------------------------------
 
 
+_WALK_EVERY = 32
+
+
 class Parameters:
     """The parameters of a model, in the order of `model.parameters()`; one that two modules share is there twice.
 
     Each step asks which of them are trained. To walk through a thousand modules takes a millisecond, so that is done again only
-    where a module holds other modules than before.
+    where a module holds other modules than before; and once in a while, for tables that were replaced as a whole.
     """
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        self._asked = 0
         self._walk()
 
     def _walk(self) -> None:
@@ -128,10 +132,12 @@ class Parameters:
 
     def _changed(self) -> bool:
         held = self._now_held()
-        return any(self._empty) or len(held) != len(self._held) or not all(map(is_, held, self._held))
+        same = len(held) == len(self._held) and all(map(is_, held, self._held))
+        return not same or any(self._empty) or self._asked % _WALK_EVERY == 0
 
     def trained(self) -> tuple[bool, ...]:
         """For each parameter, whether it requires a gradient."""
+        self._asked += 1
         if self._changed():
             self._walk()
         return tuple([p.requires_grad for registered in self._registered for p in registered.values() if p is not None])

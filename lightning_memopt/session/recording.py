@@ -6,6 +6,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from operator import is_
 from typing import Any
 
 import torch
@@ -148,12 +149,13 @@ class PlannedRecording(Recording):
         recorder.placing.places.model = weakref.ref(model)
         self._spans = engine.learned.spans_of(model)
         self._outside: nn.Module | None = None
+        self._left: list[object] = []
         self._depth = 0
         self._thread = threading.get_ident()
 
     def _watch(self) -> None:
         if self._spans:
-            quiet = (module for module, _ in self._spans.values())
+            quiet = [module for weak, _ in self._spans.values() if (module := weak()) is not None]
             self._stack.enter_context(around_calls(quiet, self._module_begins, self._module_ends))
         if self.engine.program.graph.windowed:
             self._stack.enter_context(around_units(Hidden(self.recorder)))
@@ -175,11 +177,16 @@ class PlannedRecording(Recording):
         if self._outside is not None:
             if module is self._outside and threading.get_ident() == self._thread:
                 self._depth += 1
-        elif self._spans[id(module)][1][0] == self.engine.cursor.position and self._may_leave():
+        elif self._first_op(module) == self.engine.cursor.position and self._may_leave():
             if self.engine.cursor.past_fence:
                 self.engine.parking.pass_fences()
             self._outside, self._depth = module, 0
             self._saving.close()
+            self._left = _around()
+
+    def _first_op(self, module: nn.Module) -> int | None:
+        span = self._spans.get(id(module))
+        return None if span is None else span[1][0]
 
     def _module_ends(self, module: nn.Module) -> None:
         if module is self._outside and threading.get_ident() == self._thread:
@@ -188,10 +195,22 @@ class PlannedRecording(Recording):
                 return
             self._outside = None
             self.engine.cursor.skip_to(self._spans[id(module)][1][1])
-            self._begin()
+            if len(now := _around()) == len(self._left) and all(map(is_, now, self._left)):
+                self._begin()
+            else:  # a context that it entered must be the innermost one when it is left: the forward goes on unrecorded
+                del self._spans[id(module)]
+
+    def __exit__(self, *error: Any) -> None:
+        self._outside = None  # the forward may end inside of a module: in manual optimization, where backward begins
+        super().__exit__(*error)
 
     def _may_leave(self) -> bool:
         return threading.get_ident() == self._thread and super()._may_leave() and self.recorder.settle()
+
+
+def _around() -> list[object]:
+    """The innermost dispatch mode, the innermost saved-tensor hooks, and whether such hooks are allowed."""
+    return [current_mode(), *(innermost_hooks(True) or ()), hooks_allowed()]
 
 
 def hooks_allowed() -> bool:

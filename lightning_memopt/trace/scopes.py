@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
+from threading import get_ident
 
 from torch import nn
 
@@ -16,21 +17,25 @@ def _none() -> None:
 
 
 class Scopes:
-    """The stack of the model's modules whose forward is running, and the ops that ran in each."""
+    """The model's modules whose forward is running, by thread, and the ops that ran in each. The forward is that of the thread
+    that tracks.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {id(m): name for name, m in model.named_modules()}
         self._model = weakref.ref(model)
-        self._stack: list[tuple[str, int | None]] = []
-        """The calls that are running, as `path#call`, and how many ops ran before each."""
+        self._stacks: dict[int, list[tuple[str, int | None]]] = {}
+        """Thread -> the calls that are running in it, as `path#call`, and how many ops ran before each."""
         self._calls: dict[str, int] = {}
         self._spans: dict[str, tuple[int, int]] = {}
         """Calls of the last forward that are over -> (their first op, the op after their last)."""
         self._ops: Callable[[], int | None] = _none
+        self._thread = get_ident()
 
     def current(self) -> str:
         """The innermost module whose forward is running; "" if there is none."""
-        return self._stack[-1][0] if self._stack else ""
+        stack = self._stacks.get(get_ident())
+        return stack[-1][0] if stack else ""
 
     @property
     def unbroken(self) -> dict[str, tuple[int, int]]:
@@ -43,24 +48,25 @@ class Scopes:
         name = self._names.get(id(module), "")
         call = self._calls.get(name, 0)
         self._calls[name] = call + 1
-        self._stack.append((f"{name}#{call}" if call else name, self._ops()))
+        self._stacks.setdefault(get_ident(), []).append((f"{name}#{call}" if call else name, self._ops()))
 
     def _leave(self, module: nn.Module) -> None:
-        if self._stack:
-            (call, first), end = self._stack.pop(), self._ops()
-            if first is not None and end is not None:
+        thread = get_ident()
+        if stack := self._stacks.get(thread):
+            (call, first), end = stack.pop(), self._ops()
+            if first is not None and end is not None and thread == self._thread:
                 self._spans[call] = first, end
 
     @contextlib.contextmanager
     def tracking(self, ops: Callable[[], int | None] = _none) -> Iterator[None]:
         """Keep the stack up to date inside this block. `ops`: how many ops of the forward ran so far; None behind it."""
         model = self._model()
-        self._ops = ops
+        self._ops, self._thread = ops, get_ident()
         self._spans = {}
         try:
             with around_calls(eager_modules(model) if model is not None else (), self._enter, self._leave):
                 yield
         finally:
             self._ops = _none
-            self._stack.clear()
+            self._stacks.clear()
             self._calls.clear()

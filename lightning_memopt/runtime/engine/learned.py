@@ -13,7 +13,7 @@ from lightning_memopt.plan import Fetch, Free, Rebuild
 from lightning_memopt.runtime.engine.program import Program
 from lightning_memopt.runtime.engine.templates import Templates
 
-Spans = dict[int, tuple[nn.Module, tuple[int, int]]]
+Spans = dict[int, tuple[weakref.ref[nn.Module], tuple[int, int]]]
 """Identity of a module -> (the module, its entry in `Program.quiet`)."""
 
 
@@ -69,6 +69,6 @@ class Learned:
         """`Program.quiet`, by the identity of this model's modules. It is cached: a step has no time to visit all modules."""
         if self._spans is None or self._spans[0]() is not model:
             quiet = self.program.quiet
-            spans = {id(m): (m, quiet[name]) for name, m in model.named_modules() if name in quiet}
+            spans = {id(m): (weakref.ref(m), quiet[name]) for name, m in model.named_modules() if name in quiet}
             self._spans = (weakref.ref(model), spans)
         return self._spans[1]

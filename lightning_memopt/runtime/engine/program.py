@@ -206,33 +206,32 @@ class Program:
         return frozenset(op.id for op in free if self.passes(op.id))
 
     @cached_property
-    def _starts_nbytes(self) -> frozenset[int]:
-        """Sizes of the tensors from before the step, except parameters, that rebuilds start from."""
-        ops, tensors = self.graph.ops, self.graph.tensors
-        read = (tensors[t] for op in self.schedule.rebuilt for t in ops[op].inputs)
-        return frozenset(t.nbytes for t in read if t.born_at == BEFORE and t.kind != "parameter")
-
-    def _disturbs(self, op: int) -> bool:
-        """Whether this batch norm, of whose running statistics the graph says nothing, may write over what a rebuild reads."""
-        sizes = (self.graph.tensors[t].nbytes for t in self.graph.ops[op].outputs[1:])
-        return not self._starts_nbytes.isdisjoint(sizes)
-
-    @cached_property
     def quiet(self) -> dict[str, tuple[int, int]]:
         """Modules that run without the recorder: path -> (position of their first op, of the first op after them).
 
         All their ops pass (`passes`), autograd saves no tracked tensor in them, they are called once a step, they have at least
-        `_WORTHWHILE` ops, and no module that holds them is quiet itself.
+        `_WORTHWHILE` ops, and no module that holds them is quiet itself. None has a batch norm: that writes its running
+        statistics, which may be what a rebuild starts from, and neither the graph nor a version counter tells.
         """
         busy = set(self.recorded) | {save.op for save in self.graph.saves if save.id in self._handled}
-        busy.update(j for name, js in self.places.items() if is_norm(name) for j in js if self._disturbs(j))
+        busy.update(j for name, js in self.places.items() if is_norm(name) for j in js)
         before = [0, *accumulate(j in busy for j in range(len(self.names)))]
         quiet = {
             path: (first, end)
             for path, (first, end) in self.graph.unbroken.items()
-            if end - first >= _WORTHWHILE and before[first] == before[end]
+            if end - first >= _WORTHWHILE and before[first] == before[end] and not self._packs_behind(first, end)
         }
         return {path: span for path, span in quiet.items() if quiet.keys().isdisjoint(around(path.rpartition(".")[0]))}
+
+    def _packs_behind(self, first: int, end: int) -> bool:
+        """Whether these ops may be followed by a save of theirs: a custom Function packs when its forward has ended. Only what
+        the op behind them reads, and none of them, is packed by that one for sure.
+        """
+        behind = {tensor for tensor, position in self.packs_here if position == end}
+        if not behind or end == len(self.names):
+            return bool(behind)
+        mine = {t for j in range(first, end) for t in self.inputs[j]}
+        return not behind <= set(self.inputs[end]) - mine
 
     @cached_property
     def saved(self) -> list[tuple[int, int]]:
