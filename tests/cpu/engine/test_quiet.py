@@ -144,6 +144,29 @@ def test_no_statistics_are_written_where_nobody_sees_it(kind: str) -> None:
     assert not quiet_in(within(lambda: Statistics(kind), verify=False))
 
 
+class Shifted(nn.Module):
+    """A small part that writes its own buffer in one of many steps; rebuilds elsewhere start from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.small, self.steps = Large(), Small(self.act), 0
+        self.small.register_buffer("shift", torch.zeros(WIDTH))
+
+    def act(self, small: Small, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        if self.steps == 4:
+            small.shift.add_(1)  # type: ignore[operator]
+        return chain(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.large(x, self.small.shift) + self.small(x).mean()  # type: ignore[arg-type]
+
+
+def test_a_buffer_of_its_own_that_is_written_later() -> None:
+    """No observed step shows the write: it is seen, and the old bytes are kept for the rebuild."""
+    assert not quiet_in(within(Shifted))
+
+
 class Own(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
