@@ -105,6 +105,7 @@ C: Any = _named("torch:_C")  # getters and setters of numeric settings, each by 
 
 
 _WALK_EVERY = 32
+"""After so many answers the modules are walked through anyway."""
 
 
 class Parameters:

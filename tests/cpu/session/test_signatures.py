@@ -57,6 +57,15 @@ def test_a_changed_model_has_other_parameters(change: str) -> None:
         assert parameters.trained() == (True,) * 5
 
 
+def test_a_table_that_is_replaced_as_a_whole_is_seen_in_the_end() -> None:
+    """No table that was there before tells of it."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    parameters = Parameters(model)
+    assert parameters.trained() == (True,) * 4
+    model._modules = {"0": nn.Linear(2, 3, bias=False), "1": model[1]}
+    assert any(len(parameters.trained()) == 3 for _ in range(64))
+
+
 def test_to_ask_for_the_device_walks_no_further_than_the_first_tensor() -> None:
     """Each step asks for it: to walk through all modules took 0.7 ms for a ResNet-50."""
     asked = []
