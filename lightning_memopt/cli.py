@@ -331,10 +331,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-_EXTRAS = {"matplotlib": "bench"}
-"""Package that a command needs -> the smallest extra that has it. Other packages are needed by the demo alone."""
-
-
 def _run(args: argparse.Namespace) -> int:
     try:
         return int(args.run(args))
@@ -345,8 +341,7 @@ def _run(args: argparse.Namespace) -> int:
         print(f"memopt: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
-        extra = _EXTRAS.get((error.name or "").partition(".")[0], "demo")
-        print(f"memopt: {error}. Install it with: pip install 'lightning-memopt[{extra}]'", file=sys.stderr)
+        print(f"memopt: {error}. Install it with: pip install 'lightning-memopt[demo]'", file=sys.stderr)
         return 2
 
 

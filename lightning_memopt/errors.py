@@ -8,6 +8,9 @@ A class's docstring has the cause in its first line, and what to do after "Remed
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 
 class MemOptError(Exception):
     """Base class of every error of this package.
@@ -172,3 +175,12 @@ class MissingExtraError(MemOptError, ImportError):
 
     Remedy: install the extra that the message names.
     """
+
+
+@contextlib.contextmanager
+def needing(extra: str, whose: str) -> Iterator[None]:
+    """Within, MissingExtraError is raised for a package that is not installed. `whose`: what needs it, as "Pictures need"."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(f"{error}. {whose} it. Install it with: pip install 'lightning-memopt[{extra}]'") from None

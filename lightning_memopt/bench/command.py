@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_memopt.errors import ConfigError, MissingExtraError
+from lightning_memopt.errors import ConfigError, needing
 
 
 class _Defaults(NamedTuple):
@@ -127,10 +127,8 @@ def _builder(name: str, device: Any, factory: Callable[[str], Any], more: dict[s
     if ":" in name:
         function = factory(name)
         return lambda: Training.of(function(), name)
-    try:
+    with needing("bench", "The zoo needs"):
         from lightning_memopt.bench import zoo
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(f"{error}. The zoo needs it. Install it with: pip install 'lightning-memopt[bench]'") from None
     models = {**zoo.MODELS, **more}
     if name not in models:
         raise ConfigError(f"there is no model {name!r}; there are {', '.join(models)}, or give package.module:function.")

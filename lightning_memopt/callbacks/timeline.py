@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_memopt.errors import MissingExtraError, UnsupportedError
+from lightning_memopt.errors import MissingExtraError, UnsupportedError, needing
 from lightning_memopt.session import RunStatus
 from lightning_memopt.telemetry.sampling import Sample, Sampler
 
@@ -103,11 +103,9 @@ def picture(samples: Sequence[Sample], step: int, status: RunStatus) -> np.ndarr
 
 
 def _drawn(samples: Sequence[Sample], step: int, status: RunStatus) -> Any:
-    try:
+    with needing("bench", "Pictures need"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(f"{error}. Images need it: pip install 'lightning-memopt[bench]'") from None
 
     figure = Figure(figsize=(8, 3.5))
     FigureCanvasAgg(figure)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
+from lightning_memopt.errors import needing
 from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.plan import Life
 from lightning_memopt.plan.peak import STRUCTURES, Breakdown, LayerOf, at_peak, layer_name, layer_of
@@ -95,11 +96,12 @@ def _rows(columns: dict[str, Counter[str]], axis: int, most: int) -> dict[str, l
 
 
 def plot(named: dict[str, Breakdown], path: Path, title: str, most: int = 8) -> None:
-    """Write a picture with stacked bars by layer and by structure to `path`. Needs matplotlib."""
-    import matplotlib
+    """Write a picture with stacked bars by layer and by structure to `path`. Raises MissingExtraError without matplotlib."""
+    with needing("bench", "Pictures need"):
+        import matplotlib
 
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
+        matplotlib.use("agg")
+        import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(13, 4.5))
     for axis, (ax, kind) in enumerate(zip(axes, ("layer", "data structure"), strict=True)):

@@ -38,7 +38,8 @@ def bytes_on(device: torch.device, config: MemOptConfig) -> int:
 def device_of(model: nn.Module) -> torch.device:
     """The device of the model's first parameter or buffer; the CPU for a model without any.
 
-    Each step asks for it, and to walk through all modules takes longer than an op: it stops at the first tensor.
+    Each step of a model without parameters asks for it, and to walk through all modules takes longer than an op: it stops at
+    the first tensor.
     """
     return next((t.device for t in itertools.chain(model.parameters(), model.buffers())), torch.device("cpu"))
 

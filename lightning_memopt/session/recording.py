@@ -105,8 +105,7 @@ class Recording:
         """Whether the contexts of this recording are the innermost ones, and can be entered again."""
         if not hooks_allowed() or (self._own_mode and current_mode() is not self.recorder):
             return False
-        top = innermost_hooks(True)
-        return top is not None and top[0] is self._pack
+        return _innermost_pack() is self._pack
 
     def _begin(self) -> None:
         for _ in range(2):  # the second callback does nothing, unless the first was interrupted
@@ -119,8 +118,7 @@ class Recording:
     def _unhook(self) -> None:
         """Leave the hooks, even if the call that entered them was interrupted behind it. May be repeated."""
         wake_hooks()
-        top = innermost_hooks(True)
-        if self._hooked or (top is not None and top[0] is self._pack):
+        if self._hooked or _innermost_pack() is self._pack:
             self._hooked = False
             self._hooks.__exit__()
 
@@ -149,7 +147,7 @@ class PlannedRecording(Recording):
         recorder.placing.places.model = weakref.ref(model)
         self._spans = engine.learned.spans_of(model)
         self._outside: nn.Module | None = None
-        self._left: list[object] = []
+        self._left: tuple[object, ...] = ()
         self._depth = 0
         self._thread = threading.get_ident()
 
@@ -195,7 +193,7 @@ class PlannedRecording(Recording):
                 return
             self._outside = None
             self.engine.cursor.skip_to(self._spans[id(module)][1][1])
-            if len(now := _around()) == len(self._left) and all(map(is_, now, self._left)):
+            if all(map(is_, _around(), self._left)):
                 self._begin()
             else:  # a context that it entered must be the innermost one when it is left: the forward goes on unrecorded
                 del self._spans[id(module)]
@@ -208,9 +206,15 @@ class PlannedRecording(Recording):
         return threading.get_ident() == self._thread and super()._may_leave() and self.recorder.settle()
 
 
-def _around() -> list[object]:
-    """The innermost dispatch mode, the innermost saved-tensor hooks, and whether such hooks are allowed."""
-    return [current_mode(), *(innermost_hooks(True) or ()), hooks_allowed()]
+def _innermost_pack() -> Any:
+    """The pack hook of the innermost saved-tensor hooks; None where there are none."""
+    top = innermost_hooks(True)
+    return None if top is None else top[0]
+
+
+def _around() -> tuple[object, ...]:
+    """The innermost dispatch mode, the innermost pack hook, and whether saved-tensor hooks are allowed."""
+    return current_mode(), _innermost_pack(), hooks_allowed()
 
 
 def hooks_allowed() -> bool:
@@ -226,8 +230,7 @@ def others_hooks() -> bool:
     """Whether other saved-tensor hooks are on that a recording would replace. A checkpoint among them runs the forward twice,
     and everything that it writes is written twice. `save_on_cpu` does not count: it only moves tensors.
     """
-    top = innermost_hooks(True)
-    native = loaded()
-    if top is None or type(top[0]) is _Pack or (native is not None and type(top[0]) is native.Pack):
+    pack, native = _innermost_pack(), loaded()
+    if pack is None or type(pack) is _Pack or (native is not None and type(pack) is native.Pack):
         return False
-    return not getattr(top[0], "__qualname__", "").startswith("save_on_cpu.")
+    return not getattr(pack, "__qualname__", "").startswith("save_on_cpu.")

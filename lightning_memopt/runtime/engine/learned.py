@@ -14,7 +14,7 @@ from lightning_memopt.runtime.engine.program import Program
 from lightning_memopt.runtime.engine.templates import Templates
 
 Spans = dict[int, tuple[weakref.ref[nn.Module], tuple[int, int]]]
-"""Identity of a module -> (the module, its entry in `Program.quiet`)."""
+"""Identity of a module -> (the module, which it does not keep alive, and its entry in `Program.quiet`)."""
 
 
 def actions_for(engine: Any, program: Program) -> object:

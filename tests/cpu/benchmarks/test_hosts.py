@@ -17,8 +17,6 @@ if not distributed.is_available() or not distributed.is_gloo_available() or sys.
 from benchmarks.lib.paths import ROOT
 from benchmarks.robustness.hosts import FAULTS, FILE, NAMES, faults_of, impossible, table
 
-pytestmark = pytest.mark.long
-
 RECORDED = json.loads(FILE.read_text())
 
 
@@ -47,6 +45,7 @@ def test_the_judge_finds_what_is_not_as_promised() -> None:
     assert len(found) == len(begins) and all(map(str.startswith, found, begins)), found
 
 
+@pytest.mark.long
 def test_a_rank_is_killed_on_the_other_host(tmp_path: Path) -> None:
     why = impossible()
     if why is not None:

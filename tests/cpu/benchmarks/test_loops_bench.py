@@ -18,8 +18,6 @@ from benchmarks.robustness import loops, loops_count
 from benchmarks.robustness.loops_judge import examine, judge
 from benchmarks.robustness.scripts import LOOPS
 
-pytestmark = pytest.mark.long
-
 ROOT = Path(loops.__file__).parents[2]
 counts = pytest.mark.skipif(loops_count.built() is None, reason="needs a compiler")
 QUICK = ("lora", "dqn")
@@ -32,6 +30,7 @@ def _output(*arguments: str) -> str:
     ).stdout
 
 
+@pytest.mark.long
 @counts
 def test_a_few_loops_through_the_command(tmp_path: Path) -> None:
     """Exact and never silent; the page has a row for each, and keeps what the file has of others."""
@@ -61,6 +60,7 @@ def test_the_count_of_the_allocator() -> None:
     assert _output("-c", program).split() == ["4500", "500", "4500", "500"]
 
 
+@pytest.mark.long
 @counts
 def test_faults_are_found_in_real_runs() -> None:
     """A bit flipped, a number drawn, memory taken, a process that dies: each is found, and nothing else."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from torch import nn
 
 from lightning_memopt.runtime.engine import program
+from lightning_memopt.session.recording import PlannedRecording
 
 
 @pytest.fixture(autouse=True)
@@ -13,3 +15,12 @@ def leaving_small_modules():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program, "_WORTHWHILE", 4)
         yield
+
+
+@pytest.fixture
+def left(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """Grows by every module whose call ends under a plan in which it may run without the recorder."""
+    modules: list[nn.Module] = []
+    ends = PlannedRecording._module_ends
+    monkeypatch.setattr(PlannedRecording, "_module_ends", lambda self, m: (modules.append(m), ends(self, m)))
+    return modules

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 from lightning_memopt import optimize
 from lightning_memopt.integrations.plain import Run
 from lightning_memopt.runtime import Program
-from lightning_memopt.session.recording import PlannedRecording
 from lightning_memopt.trace.scopes import Scopes
 from tests.cpu.lib.loops import QUIET, agrees, budget_at, sgd, train
 from tests.cpu.lib.models import data, made
@@ -31,14 +30,8 @@ X = data(256, WIDTH)
 
 
 @pytest.fixture(autouse=True)
-def left(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[nn.Module]]:
-    """Grows by every module whose call ends under a plan in which it may be quiet."""
+def times(monkeypatch: pytest.MonkeyPatch) -> None:
     given(monkeypatch, Known())
-    modules: list[nn.Module] = []
-    ends = PlannedRecording._module_ends
-    monkeypatch.setattr(PlannedRecording, "_module_ends", lambda self, m: (modules.append(m), ends(self, m)))
-    yield modules
-    modules.clear()
 
 
 def chain(x: torch.Tensor, rounds: int = 8) -> torch.Tensor:
@@ -192,7 +185,7 @@ def closes(small: Small, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_a_context_that_is_left_elsewhere(name: str, left: list[nn.Module]) -> None:
-    """It stays where it is on its stack: the rest of the forward is not recorded, and the module is recorded from then on."""
+    """It stays where it is on its stack: the rest of the forward is not recorded."""
 
     def factory() -> nn.Module:
         parts = Parts(opens, closes)
