@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import os
@@ -9,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from lightning_memopt import jsonio
+from lightning_memopt import files
 from lightning_memopt.errors import PlacementError
 from lightning_memopt.solvers.placement.buffers import MOST_NBYTES, Buffer
 
@@ -21,18 +22,15 @@ _MOST_FILE_NBYTES = 1 << 28
 def read_buffers(path: str | Path) -> list[Buffer]:
     """The buffers of a file, in its order. The columns may be in any order; lines without text are passed over.
 
-    Raises PlacementError, with the number of the line, for a row that is not a buffer; FileNotFoundError if there is no file.
+    Raises PlacementError, with the number of the line, for a row that is not a buffer.
     """
     try:
         if os.path.getsize(path) > _MOST_FILE_NBYTES:
             raise PlacementError(f"{path} has more than {_MOST_FILE_NBYTES} bytes; give a smaller file")
         text = Path(path).read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise
     except (OSError, UnicodeDecodeError) as error:
-        raise PlacementError(
-            f"{path} cannot be read as text in UTF-8 ({error}); give a CSV file with the columns {','.join(COLUMNS)}"
-        ) from None
+        why = files.reason(error)
+        raise PlacementError(f"{path} cannot be read as text in UTF-8: {why}; give a CSV file of {','.join(COLUMNS)}") from None
     rows = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         return list(_buffers(rows, str(path)))
@@ -86,21 +84,25 @@ def _number(cell: str, column: str, where: str) -> int:
 
 def check_target(path: str | Path) -> None:
     """Raise PlacementError if `write_placed` could not write there: asked before a long search, not after it."""
-    target = Path(path)
-    if target.exists() and not target.is_file():
-        raise PlacementError(f"{path} is not a regular file; give -o the path of a CSV file")
-    if not os.access(target.parent, os.W_OK):
-        raise PlacementError(f"nothing can be written to {target.parent}; give -o a file in a folder that can be written to")
+    with _writing(path):
+        files.check_target(Path(path))
 
 
 def write_placed(path: str | Path, buffers: Sequence[Buffer], offsets: Sequence[int]) -> None:
     """Write buffers and offsets, whole or not at all. Raises PlacementError; a file that was there is unchanged then."""
-    check_target(path)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*COLUMNS, "offset"])
     writer.writerows((*buffer, offset) for buffer, offset in zip(buffers, offsets, strict=True))
+    with _writing(path):
+        files.replace_file(Path(path), text.getvalue().encode())
+
+
+@contextlib.contextmanager
+def _writing(path: str | Path) -> Iterator[None]:
     try:
-        jsonio.replace_file(Path(path), text.getvalue().encode())
+        yield
     except OSError as error:
-        raise PlacementError(f"{path} cannot be written ({error}); give -o a file in a folder that can be written to") from None
+        raise PlacementError(
+            f"{path} cannot be written: {files.reason(error)}; give -o a CSV file in a folder that can be written to"
+        ) from None

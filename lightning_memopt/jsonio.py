@@ -15,7 +15,6 @@ import json
 import math
 import os
 import re
-import secrets
 import stat
 from collections.abc import Callable, Iterator
 from itertools import accumulate
@@ -24,6 +23,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning_memopt.errors import PlanFileError
+from lightning_memopt.files import check_target as check_file
+from lightning_memopt.files import reason, replace_file
 from lightning_memopt.units import format_nbytes
 
 MAX_NBYTES = 64 << 20
@@ -90,13 +91,29 @@ def parse(data: bytes | str, *, name: str = "the JSON text", max_nbytes: int = M
     except json.JSONDecodeError as error:
         where = f"line {error.lineno} column {error.colno} (character {error.pos})"
         ended = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string")
+        what = error.msg.removesuffix(" at")
         hint = "; the file looks truncated: copy or make it again" if ended else ""
-        raise PlanFileError(f"{name} is not JSON: {error.msg} at {where}{hint or '; make the file again'}") from None
+        raise PlanFileError(f"{name} is not JSON: {what} at {where}{hint or '; make the file again'}") from None
     if not isinstance(value, dict):
         kinds = {list: "an array", str: "a string", bool: "true or false", type(None): "null"}
         kind = kinds.get(type(value), "a number")
         raise PlanFileError(f"{name} holds {kind} at its top level; a plan, trace or profile is an object: give one, {{...}}")
     return value
+
+
+def check_target(path: str | os.PathLike[str]) -> None:
+    """Raise PlanFileError if `write` could write no file there: asked before long work, not after it."""
+    with writing(path):
+        check_file(Path(path))
+
+
+@contextlib.contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Within, the file at `path` is written: what goes wrong becomes a PlanFileError."""
+    try:
+        yield
+    except (OSError, ValueError, TypeError) as error:
+        raise PlanFileError(f"{_shown(path)} cannot be written: {_reason(error)}; check the path") from error
 
 
 def write(
@@ -115,34 +132,8 @@ def write(
         raise PlanFileError(f"{name} cannot be written: {_reason(error)}; leave it out of the file") from error
     data = text.encode("ascii") + b"\n"
     parse(data, name=f"what would be written to {name}", max_nbytes=max_nbytes)
-    try:
+    with writing(path):
         replace_file(Path(path), data)
-    except (OSError, ValueError, TypeError) as error:
-        raise PlanFileError(f"{name} cannot be written: {_reason(error)}; check the path") from error
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Put `data` at `path` completely or not at all, for the owner only. Raises OSError; `path` is unchanged then."""
-    # in the same directory, so that the replacement is one rename; with a random name, so that nobody can put a link there
-    temporary = path.parent / f".memopt-{secrets.token_hex(8)}.tmp"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
-    descriptor = os.open(temporary, flags, 0o600)
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(descriptor)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-    with contextlib.suppress(OSError):  # makes the rename durable; not every file system can sync a directory
-        directory = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
 
 
 def _depth(data: bytes) -> int:
@@ -266,4 +257,4 @@ def _clip(text: str) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    return (error.strerror or type(error).__name__) if isinstance(error, OSError) else _clip(str(error))
+    return _clip(reason(error))

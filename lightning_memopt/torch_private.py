@@ -275,8 +275,11 @@ def _backends() -> Any:
 
 
 def inductor_compiles() -> bool:
-    """Whether Inductor may compile in this process: it is imported, or will be by the first call of something compiled."""
-    return INDUCTOR in sys.modules or (DYNAMO in sys.modules and bool(_backends()))
+    """Whether Inductor may compile in this process: it is imported, or will be by the first call of something compiled.
+
+    Dynamo knows a backend then. (For what it never compiles, such as an optimizer's step, it notes None in the place of one.)
+    """
+    return INDUCTOR in sys.modules or (DYNAMO in sys.modules and any(map(callable, list(_backends().values()))))
 
 
 def inlining_code() -> Any:

@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 
 from benchmarks.lib.paths import RESULTS
 from benchmarks.models.registry import MODELS
-from lightning_memopt import cli
 from lightning_memopt.bench import command, results, tables
 from lightning_memopt.errors import MemOptError
 
@@ -40,7 +39,7 @@ def main() -> int:
     parser.add_argument("--table", nargs=0, action=Table, help="print what is recorded")
     parser.set_defaults(out=RESULTS / "compare")
     try:
-        return command.run(parser.parse_args(), cli._factory, MODELS)
+        return command.run(parser.parse_args(), MODELS)
     except MemOptError as error:
         print(f"compare: {error}", file=sys.stderr)
         return 2

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lightning_memopt.bench import user_code
 from lightning_memopt.errors import ConfigError, needing
 
 
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--budgets", default=None, help="shares of the unmodified peak above what is resident: 60%%,40%%,25%% (default)"
     )
     parser.add_argument("--methods", default=None, help="names, with commas between them (default: all)")
-    parser.add_argument("--rounds", type=int, default=25, help="pairs of steps that are timed for a row (default: 25)")
+    parser.add_argument("--rounds", type=int, default=None, help="pairs of steps that are timed for a row (default: 25)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="of torch on the CPU (default: 1, which times steadiest)")
     parser.add_argument(
@@ -51,15 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 _QUICK = "per-block,selective,ours,ours-flops"
 
 
-def run(args: argparse.Namespace, factory: Callable[[str], Any], more: dict[str, Callable[..., Any]] | None = None) -> int:
+def run(args: argparse.Namespace, more: dict[str, Callable[..., Any]] | None = None) -> int:
     """Compare, and print the page of Markdown.
 
     Args:
-        factory: `package.module:function` -> the function; raises ConfigError.
         more: builders of models beside those of the zoo.
 
     Returns 0, or 1 where the unmodified step of a model fails. Raises ConfigError or MissingExtraError before anything is
-    measured.
+    measured; where a function of the user's returns no training, before its model is.
     """
     import torch
 
@@ -69,16 +69,17 @@ def run(args: argparse.Namespace, factory: Callable[[str], Any], more: dict[str,
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no CUDA device here. Use --device cpu.")
     default = _CUDA if args.device == "cuda" else _CPU
+    rounds = (2 if args.quick else 25) if args.rounds is None else args.rounds
     asked = compare.Asked(
         models=names,
         methods=_methods(args.methods or (_QUICK if args.quick else None)),
         budgets=_budgets(args.budgets or ("40%" if args.quick else default.budgets)),
-        rounds=_least("--rounds", 2 if args.quick else args.rounds, 1),
+        rounds=_least("--rounds", rounds, 1),
         device=args.device,
         threads=_least("--threads", args.threads, 0),
         solver_seconds=default.solver_seconds if args.solver_seconds is None else args.solver_seconds,
     )
-    builders = {name: _builder(name, torch.device(args.device), factory, more or {}) for name in names}
+    builders = {name: _builder(name, torch.device(args.device), more or {}) for name in names}
     limit = default.limit_seconds if args.limit_seconds is None else args.limit_seconds
     results = compare.run(asked, builders, args.out, args.again, limit, _progress)
     print(tables.page(results.data))
@@ -120,13 +121,10 @@ def _budgets(text: str) -> tuple[str, ...]:
     return budgets
 
 
-def _builder(name: str, device: Any, factory: Callable[[str], Any], more: dict[str, Callable[..., Any]]) -> Callable[[], Any]:
+def _builder(name: str, device: Any, more: dict[str, Callable[..., Any]]) -> Callable[[], Any]:
     """Builds the training of this name."""
-    from lightning_memopt.bench.subject import Training
-
     if ":" in name:
-        function = factory(name)
-        return lambda: Training.of(function(), name)
+        return user_code.builder(name)
     with needing("bench", "The zoo needs"):
         from lightning_memopt.bench import zoo
     models = {**zoo.MODELS, **more}

@@ -2,7 +2,7 @@
 
     {"format": "lightning_memopt.bench", "schema": 1, "asked": {...}, "machine": {...}, "models": {MODEL: {LABEL: ROW}}}
 
-`asked` is what decides the rows and their numbers. A file of another `asked` is never gone on with.
+`asked` and `machine` are what decides the rows and their numbers. A file of others is never gone on with.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Results:
     Args:
         path: the file; its folder is made.
         asked: the arguments, as JSON.
-        machine: where it runs, as JSON; those of a run that goes on are kept.
+        machine: where it runs, as JSON.
         again: measure everything once more.
 
-    Raises ConfigError if the file is of other arguments, or is none of these files.
+    Raises ConfigError if the file is of other arguments or another machine, or is none of these files.
     """
 
     def __init__(self, path: Path, asked: dict[str, Any], machine: dict[str, Any], again: bool = False) -> None:
@@ -36,11 +36,13 @@ class Results:
         self.data: dict[str, Any] = {"format": _FORMAT, "schema": _SCHEMA, "asked": asked, "machine": machine, "models": {}}
         if path.exists() and not again:
             self.data = read(path)
-            if self.data["asked"] != asked:
-                then = self.data["asked"]
-                other = sorted(name for name in {*then, *asked} if then.get(name) != asked.get(name))
-                said = ", ".join(f"{name} was {then.get(name)}" for name in other)
-                raise ConfigError(f"{path} is of other arguments: {said}. Give another --out, or --again to measure all of it.")
+            for what, now in (("asked", asked), ("machine", machine)):
+                then = self.data[what]
+                other = sorted(name for name in {*then, *now} if then.get(name) != now.get(name))
+                if other:
+                    said = ", ".join(f"{name} was {then.get(name)}, is {now.get(name)}" for name in other)
+                    kind = "other arguments" if what == "asked" else "another machine"
+                    raise ConfigError(f"{path} is of {kind}: {said}. Give another --out, or --again to measure all of it.")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -53,9 +53,17 @@ class Training:
         """What a user's function returned. Raises ConfigError if it is not (model, optimizer, step)."""
         if isinstance(built, Training):
             return built
-        if isinstance(built, tuple) and len(built) == 3 and isinstance(built[0], nn.Module) and callable(built[2]):
-            return cls(*built)
-        raise ConfigError(f"{spec} returned {type(built).__name__}; make it return (model, optimizer, step).")
+        if isinstance(built, tuple) and len(built) == 3:
+            model, optimizer, step = built
+            several = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+            optimizes = bool(several) and all(isinstance(o, torch.optim.Optimizer) for o in several)
+            if isinstance(model, nn.Module) and optimizes and callable(step):
+                return cls(model, optimizer, step)
+        names = ", ".join(type(part).__name__ for part in built) if isinstance(built, tuple) else type(built).__name__
+        raise ConfigError(
+            f"{spec} returned {f'({names})' if isinstance(built, tuple) else names}; make it return (model, optimizer, step): "
+            "a module, its optimizer or a list of them, and a function that runs one whole training step."
+        )
 
 
 class Outcome(NamedTuple):

@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 from lightning_memopt import jsonio
 from lightning_memopt.errors import PlanFileError
+from lightning_memopt.files import replace_file
 from lightning_memopt.graph import BEFORE, Graph, fingerprint
 from lightning_memopt.graph.fields import MOST, Fields, letters
 from lightning_memopt.graph.json_io import graph_from_json, graph_to_json
@@ -157,14 +158,11 @@ def _lives(fields: Fields, graph: Graph) -> tuple[Life, ...]:
 
 def write_plan(path: str | os.PathLike[str], plan: Plan, graph: Graph) -> None:
     """Write a plan file, whole or not at all. Raises PlanFileError for a plan that `read_plan` would refuse."""
-    name = repr(os.fspath(path))
-    try:
+    with jsonio.writing(path):  # what `parse` refuses, too
         data = (_lines(plan_to_json(plan, graph)) + "\n").encode("ascii")
         plan_from_json(jsonio.parse(data, name="what would be written"))
         # not `jsonio.write`, which writes one number per line or everything on one line
-        jsonio.replace_file(Path(path), data)
-    except (OSError, TypeError, ValueError) as error:  # PlanFileError is a ValueError
-        raise PlanFileError(f"{name} cannot be written: {error}; check the path") from error
+        replace_file(Path(path), data)
 
 
 def read_plan(path: str | os.PathLike[str]) -> tuple[Plan, Graph]:

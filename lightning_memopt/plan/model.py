@@ -98,7 +98,8 @@ class Plan:
     predicted: the predicted cost.
     unmodified_peak_nbytes: the predicted peak of the step without a plan.
     step_seconds: seconds of the unmodified step, as observed.
-    lower_bound_seconds: no plan within the budget that only rebuilds takes fewer extra seconds.
+    lower_bound_seconds: no plan within the budget that only rebuilds takes fewer extra seconds; where this one parks, none that
+        rebuilds and parks.
     solve_seconds: how long solving took.
     """
 
@@ -111,6 +112,11 @@ class Plan:
     step_seconds: float = 0.0
     lower_bound_seconds: float = 0.0
     solve_seconds: float = 0.0
+
+    @property
+    def parks(self) -> bool:
+        """Whether tensors are copied to a tier, or compressed, until backward."""
+        return any(life.how == "fetch" for life in self.lives)
 
     @property
     def predicted_peak_nbytes(self) -> int:

@@ -18,16 +18,24 @@ from lightning_memopt.report.text import Table, render
 from lightning_memopt.units import format_nbytes
 
 
+def rebuilds_or_parks(plan: Plan) -> str:
+    """What plans do for which the plan's lower bound is proven."""
+    return "rebuilds and parks" if plan.parks else "only rebuilds"
+
+
 def head(plan: Plan) -> str:
     """The plan in two lines: its budget, peaks and price."""
     p = plan.predicted
     share = f" ({100 * p.seconds / plan.step_seconds:.1f} % of the step's ops)" if plan.step_seconds else ""
     reserved = f", {format_nbytes(p.reserved_nbytes)} reserved" if p.reserved_nbytes else ""
+    parts = {"rebuilding": p.extra_seconds, "waiting for copies": p.stall_seconds}
+    parts |= {"encoding and decoding": p.codec_seconds, "our own work": p.overhead_seconds}
+    shown = ", ".join(f"{1e3 * seconds:.2f} {what}" for what, seconds in parts.items() if seconds)
     return (
         f"Plan by {plan.solver} for {format_nbytes(plan.budget_nbytes)}: peak {format_nbytes(p.peak_nbytes)}{reserved}, "
         f"unmodified {format_nbytes(plan.unmodified_peak_nbytes)}.\n"
-        f"Extra time {1e3 * p.seconds:.2f} ms a step{share}, {p.rebuilt_ops} ops run again; no plan that only rebuilds takes "
-        f"less than {1e3 * plan.lower_bound_seconds:.2f} ms."
+        f"Extra time {1e3 * p.seconds:.2f} ms a step{share}{f': {shown}' if shown else ''}. {p.rebuilt_ops} ops "
+        f"run again. No plan that {rebuilds_or_parks(plan)} takes less than {1e3 * plan.lower_bound_seconds:.2f} ms."
     )
 
 
@@ -63,8 +71,8 @@ def of_operator(plan: Plan, graph: Graph, name: str) -> str:
 
     Raises ConfigError for one that no forward op of the step has, with the nearest ones.
     """
-    wanted = operator(name)
-    chosen = [op for op in graph.forward if operator(op.name) == wanted]
+    wanted = operator(name).lower()
+    chosen = [op for op in graph.forward if operator(op.name).lower() == wanted]
     if not chosen:
         raise _nothing("operator", name, {operator(op.name) for op in graph.forward})
     return _about(plan, graph, chosen, f"{wanted}: {len(chosen)} in a forward")
@@ -89,10 +97,9 @@ def of_module(plan: Plan, graph: Graph, name: str) -> str:
 
 
 def _nothing(kind: str, name: str, known: set[str]) -> ConfigError:
-    nearest = difflib.get_close_matches(name, sorted(known), n=4, cutoff=0.4) or sorted(known)[:4]
-    return ConfigError(
-        f"no {kind} of this step is called {name!r}. The nearest are {', '.join(nearest) or 'none'}: use one of them."
-    )
+    nearest = difflib.get_close_matches(name, sorted(known), n=4, cutoff=0.4)
+    shown = f"The nearest are {', '.join(nearest)}" if nearest else f"There are {', '.join(sorted(known)[:8]) or 'none'}"
+    return ConfigError(f"no {kind} of this step is called {name!r}. {shown}: use one of them.")
 
 
 def _about(plan: Plan, graph: Graph, ops: Iterable[Op], title: str) -> str:

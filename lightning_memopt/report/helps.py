@@ -42,9 +42,14 @@ def helps(plan: Plan, graph: Graph, limit_seconds: float = 10.0) -> str:
     peak = at_peak(graph, plan.lives)
     budgets = [_tenths(plan, share) for share in (_LESS, _MORE)]
     frontier = planner.solve(graph, limit_seconds=limit_seconds, budgets=budgets, overhead=_searched_with(plan))
-    entries = [*_parking(graph, plan, frontier), *_order(savings(graph)), *_batch(peak)]
+    if frontier.cut_off:
+        others = ["Other budgets, offload and compression were not looked at: the time was over before. Give more --seconds."]
+        entries = [*_order(savings(graph)), *_batch(peak)]
+    else:
+        others = [*_budget(plan, frontier)]
+        entries = [*_parking(graph, plan, frontier), *_order(savings(graph)), *_batch(peak)]
     ranked = sorted(entries, key=lambda entry: -entry.nbytes)
-    lines = [*costliest(graph, plan), *_budget(plan, frontier), *(entry.text for entry in ranked)]
+    lines = [*costliest(graph, plan), *others, *(entry.text for entry in ranked)]
     return "\n".join(["What would help most:", *(f"- {line}" for line in lines)])
 
 
@@ -88,7 +93,7 @@ def _tenths(plan: Plan, share: int) -> int:
 
 def _budget(plan: Plan, frontier: planner.Frontier) -> Iterator[str]:
     """What 10 % more and 10 % less of the budget would cost, and the smallest budget, by recomputation alone."""
-    if not (plan.predicted.rebuilt_ops or any(life.how == "fetch" for life in plan.lives)):
+    if not (plan.predicted.rebuilt_ops or plan.parks):
         yield f"The step fits {format_nbytes(plan.budget_nbytes)} as it is: a larger budget changes nothing."
     else:
         yield _more(plan, frontier)
@@ -119,7 +124,7 @@ def _more(plan: Plan, frontier: planner.Frontier) -> str:
 
 def _parking(graph: Graph, plan: Plan, frontier: planner.Frontier) -> Iterator[Help]:
     """The smallest budgets with offload and with lossless compression, where the plan parks nothing yet."""
-    if any(life.how == "fetch" for life in plan.lives):
+    if plan.parks:
         return
     try:
         import torch

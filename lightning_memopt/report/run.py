@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from lightning_memopt import files
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.ranks import rank_and_ranks, rank_in_all
@@ -38,11 +39,11 @@ def check_target(path: str | os.PathLike[str]) -> Path:
     """The absolute path. Raises ConfigError if no file could be written there: asked before training, not after it."""
     target = Path(path).expanduser().absolute()
     for file in (target, target.with_suffix(".json")):
-        if file.exists() and not file.is_file():
-            raise ConfigError(f"report: {file} is not a regular file; give the path of a page that may be written")
-    if not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
-        why = "cannot be written to" if target.parent.is_dir() else "does not exist"
-        raise ConfigError(f"report: the folder {target.parent} {why}; give a page in a folder that can be written to")
+        try:
+            files.check_target(file)
+        except OSError as error:
+            why = files.reason(error)
+            raise ConfigError(f"report: {file} cannot be written: {why}; give the path of another page") from None
     return target
 
 

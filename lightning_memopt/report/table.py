@@ -142,7 +142,7 @@ def summary(status: RunStatus, meter: Meter | None = None, transfers: Transfers 
     table.add_row(
         "ops run again", f"{plan.predicted.rebuilt_ops}, {format_nbytes(plan.predicted.rebuilt_nbytes)} rebuilt a step"
     )
-    if any(life.how == "fetch" for life in plan.lives):
+    if plan.parks:
         table.add_row("parked", parked_text(plan, transfers))
     if status.checkpointed:
         table.add_row("gradient checkpointing", checkpointing_text(graph, plan, status.checkpointed))

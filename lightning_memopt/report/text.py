@@ -51,5 +51,6 @@ def render(table: Table, width: int = 110) -> str:
     for row in table._rows:
         grid.add_row(*row)
     out = io.StringIO()
-    console(file=out, width=width, force_terminal=False).print(grid)
+    # names of modules are the user's: `head[cls]` is no markup, `a:b:c` has no picture
+    console(file=out, width=width, force_terminal=False, markup=False, emoji=False, highlight=False).print(grid)
     return out.getvalue().rstrip()

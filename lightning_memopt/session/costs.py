@@ -237,10 +237,10 @@ def _touched(graph: Graph) -> int:
 
 def _once(device: torch.device, nbytes: int) -> Costs:
     with _measuring:  # two sessions at once would measure each other
-        key = str(device), loaded() is not None
-        if (*key, nbytes) not in _known:
-            _known[(*key, nbytes)] = in_own_thread(lambda: _measured(device, nbytes))
-        return _known[(*key, nbytes)]
+        key = str(device), loaded() is not None, nbytes
+        if key not in _known:
+            _known[key] = in_own_thread(lambda: _measured(device, nbytes))
+        return _known[key]
 
 
 _known: dict[tuple[str, bool, int], Costs] = {}

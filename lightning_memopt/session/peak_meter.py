@@ -14,7 +14,7 @@ from torch import nn
 from lightning_memopt.native import counter
 from lightning_memopt.ranks import buckets_nbytes
 from lightning_memopt.session.observation import Observation
-from lightning_memopt.session.resident import foreign_nbytes, resident_nbytes, resident_tensors
+from lightning_memopt.session.resident import batch_tensors, foreign_nbytes, resident_nbytes, resident_tensors
 from lightning_memopt.torch_private import COMPILED_FRAME
 from lightning_memopt.trace import AllocatorEvents, metered_cpu
 
@@ -121,7 +121,7 @@ class Metering:
         if counts is not None and not self._spoiled:
             if self._foreign_nbytes is None:
                 self._foreign_nbytes = foreign_nbytes(resident_tensors(model, optimizers, ()))
-            foreign = self._foreign_nbytes + foreign_nbytes(resident_tensors(_NO_MODEL, (), batch))
+            foreign = self._foreign_nbytes + foreign_nbytes(batch_tensors(batch))
             self._meter = StepMeter(device, 0, foreign_nbytes=foreign)
         elif counts is None and wanted and self.possible:
             # the profiler reports the end of gradients that it saw being allocated: those of a metered step
@@ -151,6 +151,3 @@ class Metering:
 
     def span_ends(self, optimizer: torch.optim.Optimizer) -> None:
         self._spans.discard(id(optimizer))
-
-
-_NO_MODEL = nn.Module()

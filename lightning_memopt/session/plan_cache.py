@@ -44,6 +44,11 @@ class PlanCache(dict[Signature, State]):
         running = [s for _, s in self._own() if isinstance(s, Running)]
         return max(running, key=lambda s: s.plan.unmodified_peak_nbytes) if running else next(iter(self.values()), None)
 
+    @property
+    def measured_nbytes(self) -> int | None:
+        """The largest measured peak of steps under the plans in force; None where no such step was measured."""
+        return max((s.measured_nbytes for s in self.values() if isinstance(s, Running) and s.measured_nbytes), default=None)
+
     def enter(self, signature: Signature, steps: int) -> State:
         """The state for a forward of this signature. A new state borrows a plan where it may, else observes `steps` steps."""
         self.forwards += 1

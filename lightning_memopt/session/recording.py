@@ -196,7 +196,7 @@ class PlannedRecording(Recording):
             if all(map(is_, _around(), self._left)):
                 self._begin()
             else:  # a context that it entered must be the innermost one when it is left: the forward goes on unrecorded
-                del self._spans[id(module)]
+                self.engine.learned.always_recorded(module)
 
     def __exit__(self, *error: Any) -> None:
         self._outside = None  # the forward may end inside of a module: in manual optimization, where backward begins

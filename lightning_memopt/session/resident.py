@@ -30,6 +30,10 @@ def resident_tensors(model: nn.Module, optimizers: Iterable[torch.optim.Optimize
     for name, b in model.named_buffers():
         yield b, "buffer", name
     yield from state_tensors(optimizers)
+    yield from batch_tensors(batch)
+
+
+def batch_tensors(batch: Any) -> Iterator[Named]:
     for t in tree_leaves(batch):
         if isinstance(t, torch.Tensor):
             yield t, "input", "batch"

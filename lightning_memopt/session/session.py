@@ -245,7 +245,7 @@ class Session:
 
     def status(self) -> RunStatus:
         """The status of the run so far; where batches differ in shape, that of the batch whose step needs most bytes."""
-        status = status_of(self._plan_cache.main, self.budget_nbytes, self.silence, self.pool, self._offloading.measured)
+        status = status_of(self._plan_cache, self.budget_nbytes, self.silence, self.pool, self._offloading.measured)
         return status if self.enabled else RunStatus(phase="off")
 
     def transfers(self) -> Transfers | None:

@@ -11,6 +11,7 @@ from lightning_memopt.plan.rates import MachineRates
 from lightning_memopt.runtime.parked import Depot
 from lightning_memopt.runtime.pool import PoolStatus
 from lightning_memopt.session.failed import Failed
+from lightning_memopt.session.plan_cache import PlanCache
 from lightning_memopt.session.pooling import Pooling
 from lightning_memopt.session.silence import Silence
 from lightning_memopt.session.states import Observing, Running, State, Waiting
@@ -105,9 +106,10 @@ class RunStatus:
 
 
 def status_of(
-    state: State | None, budget_nbytes: int | None, silence: Silence, pool: Pooling, rates: MachineRates | None
+    plans: PlanCache, budget_nbytes: int | None, silence: Silence, pool: Pooling, rates: MachineRates | None
 ) -> RunStatus:
-    """The status of an enabled session with this main state."""
+    """The status of an enabled session with these plans: that of the main one."""
+    state = plans.main
     if isinstance(state, Running):
         return RunStatus(
             phase="planned",
@@ -115,7 +117,7 @@ def status_of(
             plan=state.plan,
             graph=state.program.graph,
             frontier=state.frontier,
-            measured_peak_nbytes=state.measured_nbytes,
+            measured_peak_nbytes=plans.measured_nbytes,
             replans=state.replanned + state.regrown,
             deviates=state.deviated,
             compiled=silence.compiled,

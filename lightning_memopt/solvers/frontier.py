@@ -59,6 +59,7 @@ class Frontier:
     reserve: lives of a plan -> bytes that the device's allocator reserves, which the budget is then compared with; None where
         the device has no such allocator.
     smallest: a plan that reserves at most `smallest_nbytes`; None without `reserve`.
+    cut_off: the time limit was over before the plans for few bytes were made: smaller ones may exist.
     """
 
     graph: Graph
@@ -69,6 +70,7 @@ class Frontier:
     seconds: float
     reserve: Callable[[tuple[Life, ...]], int] | None = None
     smallest: Candidate | None = None
+    cut_off: bool = False
 
     @cached_property
     def _reserving(self) -> dict[int, Candidate]:
@@ -107,11 +109,13 @@ class Frontier:
         """The best plan whose predicted peak is within the budget. Raises InfeasibleError naming the smallest budget."""
         best = self._best(budget_nbytes)
         if best is None:
+            remedy = "Give the solver more seconds, set" if self.cut_off else "Set"
             raise InfeasibleError(
-                f"No plan of this model fits {budget_nbytes} bytes ({format_nbytes(budget_nbytes)}): the smallest one peaks at "
+                f"No plan of this model fits {budget_nbytes} bytes ({format_nbytes(budget_nbytes)}): the smallest one "
+                f"{f'of those that were found in {self.seconds:.2g} s ' if self.cut_off else ''}peaks at "
                 f"{self.smallest_nbytes} bytes ({format_nbytes(self.smallest_nbytes)}), of which "
                 f"{format_nbytes(resident_nbytes(self.graph))} are parameters, optimizer state and the batch. "
-                f"Set budget={self.smallest_nbytes} or more, or make the batch smaller.",
+                f"{remedy} budget={self.smallest_nbytes} or more, or make the batch smaller.",
                 smallest_nbytes=self.smallest_nbytes,
                 budget_nbytes=budget_nbytes,
             )

@@ -266,10 +266,10 @@ def solve(
 
     saves = any(s.unpacked_at and s.tensor in graph.producers for s in graph.saves)
     searched = fenced(graph)
-    in_time = fill(_plain(graph)) and saves and fill(_smallest(searched))
+    in_time = fill(_plain(graph)) and (not saves or fill(_smallest(searched)))
     reserve = reserved_nbytes_of(graph)
     smallest = with_reserved(min(pool, key=_smallest_budget), reserve)
-    if in_time:
+    if in_time and saves:
         fill(timed())
     whole = [replace(c, predicted=replace(c.predicted, overhead_seconds=overhead.of(c.lives))) for c in front()]
     return Frontier(
@@ -281,4 +281,5 @@ def solve(
         seconds=perf_counter() - began,
         reserve=reserve,
         smallest=smallest if reserve is not None else None,
+        cut_off=not in_time,
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_memopt import jsonio
+from lightning_memopt import files, jsonio
 from lightning_memopt.errors import PlanFileError
 
 GOOD = {
@@ -191,7 +191,7 @@ def test_a_symlink_is_replaced_not_followed(tmp_path: Path) -> None:
 def test_a_prepared_temporary_name_is_not_written_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     victim = tmp_path / "victim"
     victim.write_text("precious")
-    monkeypatch.setattr(jsonio.secrets, "token_hex", lambda _: "known")
+    monkeypatch.setattr(files.secrets, "token_hex", lambda _: "known")
     trap = tmp_path / ".memopt-known.tmp"
     trap.symlink_to(victim)
     with pytest.raises(PlanFileError, match="cannot be written"):

@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from lightning_memopt import jsonio
+from lightning_memopt.files import replace_file
 from lightning_memopt.report.page import addresses, budget, headline, memory, modules, steps, timeline
 from lightning_memopt.report.page.html import document
 from lightning_memopt.report.page.parts import Section
@@ -52,4 +52,4 @@ def render(record: RunRecord) -> str:
 
 def write_page(path: str | os.PathLike[str], record: RunRecord) -> None:
     """Write the page, whole or not at all. Raises OSError."""
-    jsonio.replace_file(Path(path), render(record).encode("utf-8", errors="replace"))
+    replace_file(Path(path), render(record).encode("utf-8", errors="replace"))

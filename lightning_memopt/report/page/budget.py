@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_memopt.report.explain import rebuilds_or_parks
 from lightning_memopt.report.frontier import Row
 from lightning_memopt.report.page.parts import Grid, Picture, Section, count, ms, size
 from lightning_memopt.report.record import RunRecord
@@ -27,9 +28,9 @@ def section(record: RunRecord) -> Section:
     lead = [
         "What would another budget cost? Each point of the line is a plan that was found: the memory that it needs (to the "
         "right), and the time that it adds to a step (upwards), both predicted. The red point is this plan. The triangle is "
-        "proven: no plan within the budget that only rebuilds adds less time."
+        f"proven: no plan within the budget that {rebuilds_or_parks(plan)} adds less time."
     ]
-    if any(life.how == "fetch" for life in plan.lives):
+    if plan.parks:
         lead.append("The line has plans that only rebuild; this one also parks tensors, so it may lie below the line.")
     elif any(row.peak_nbytes <= plan.predicted_peak_nbytes and row.extra_seconds > plan.predicted.seconds for row in rows):
         lead.append("This plan may lie a little below the line: it was searched for with its budget alone.")
@@ -67,7 +68,7 @@ def _sentence(record: RunRecord, rows: tuple[Row, ...], budget: int) -> str:
     more = next_row(rows, budget - beside)
     larger = int(budget * (1 + _MORE))
     if more is None or more.extra_seconds >= plan.predicted.seconds:
-        if any(life.how == "fetch" for life in plan.lives):
+        if plan.parks:
             return f"No plan that only rebuilds within 10 % more budget ({format_nbytes(larger)}) is faster than this one."
         return f"10 % more budget ({format_nbytes(larger)}) would buy nothing: no plan found within it is faster."
     gain = plan.predicted.seconds - more.extra_seconds

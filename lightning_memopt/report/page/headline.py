@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from lightning_memopt.report.explain import rebuilds_or_parks
 from lightning_memopt.report.page.parts import Card, Cell, Grid, Section, count, ms, size
 from lightning_memopt.report.page.steps import usual_seconds
 from lightning_memopt.report.record import RunRecord
@@ -43,6 +44,8 @@ def summary(record: RunRecord) -> str:
         return f"{_WHY.get(record.phase, 'There is no plan').capitalize()}.{why}{remedy}"
     before, after = plan.unmodified_peak_nbytes, record.measured_peak_nbytes or plan.predicted.needed_nbytes
     how = "measured" if record.measured_peak_nbytes is not None else "predicted"
+    if not (plan.parks or plan.predicted.rebuilt_ops):
+        return f"The step fits as it is: it needs {format_nbytes(after)} of memory at its peak ({how}). Nothing runs again."
     saved = 100 * (1 - after / before) if before else 0.0
     share = 100 * plan.predicted.seconds / plan.step_seconds if plan.step_seconds else 0.0
     slower = f", {share:.1f} % of the time of the step's ops" if plan.step_seconds else ""
@@ -82,13 +85,14 @@ def section(record: RunRecord) -> Section:
     budget = Cell('"min": the smallest plan') if record.budget_nbytes is None else size(record.budget_nbytes)
     rows: list[tuple[str, Cell, str]] = [("budget", budget, "given")]
     if plan is not None:
+        least = f"no plan that {rebuilds_or_parks(plan)}"
         rows += [
             ("peak with the plan", size(plan.predicted_peak_nbytes), "predicted"),
             ("peak with the plan", size(record.measured_peak_nbytes), "measured"),
             ("peak without a plan", size(plan.unmodified_peak_nbytes), "predicted"),
             ("extra time a step", ms(plan.predicted.seconds), "predicted"),
             ("of it, recording and rebuilding itself", ms(plan.predicted.overhead_seconds), "predicted"),
-            ("no plan that only rebuilds adds less than", ms(plan.lower_bound_seconds), "proven for these op times"),
+            (f"{least} adds less than", ms(plan.lower_bound_seconds), "proven for these op times"),
             ("step without a plan", ms(plan.step_seconds), "measured: seconds of its ops"),
             ("wall time of a step", ms(usual_seconds(record)), "measured: median, data loading included"),
             ("ops run again a step", count(plan.predicted.rebuilt_ops), "predicted"),
@@ -112,6 +116,7 @@ def _cards(record: RunRecord, budget: Cell) -> tuple[Card, ...]:
     if plan is None:
         return (Card("budget", budget, "given"),)
     measured, predicted = record.measured_peak_nbytes, size(plan.predicted.needed_nbytes)
+    least = f"no plan that {rebuilds_or_parks(plan)}"
     peak = Card("peak with the plan", predicted, "predicted; no step was measured")
     if measured is not None:
         peak = Card("peak with the plan", size(measured), f"measured; predicted {predicted.text}")
@@ -120,14 +125,14 @@ def _cards(record: RunRecord, budget: Cell) -> tuple[Card, ...]:
         Card("peak without a plan", size(plan.unmodified_peak_nbytes), "predicted"),
         peak,
         Card("extra time a step", ms(plan.predicted.seconds), "predicted"),
-        Card("least extra time possible", ms(plan.lower_bound_seconds), "proven, for plans that only rebuild"),
+        Card("least extra time possible", ms(plan.lower_bound_seconds), f"proven: {least} adds less"),
     )
 
 
 def _parked(record: RunRecord) -> list[tuple[str, Cell, str]]:
     plan, moved = record.plan, record.transfers
     assert plan is not None
-    if not any(life.how == "fetch" for life in plan.lives):
+    if not plan.parks:
         return []
     p = plan.predicted
     rows = [("moved by copies a step", size(p.moved_nbytes), "predicted"), ("stall a step", ms(p.stall_seconds), "predicted")]

@@ -129,7 +129,7 @@ def section(record: RunRecord) -> Section:
     ]
     if any(f.rebuild_seconds and not f.tensors["rebuilt"] for f in tree.values()):
         lead.append("A module that runs again for others saves nothing: a tensor of another module is made from its result.")
-    if any(life.how == "fetch" for life in plan.lives) and record.rates is None:
+    if plan.parks and record.rates is None:
         lead.append("The rates of copies and codecs are not known here, so parked bytes have no milliseconds.")
     depth = max((n for n in range(1, 20) if sum(len(path) <= n for path in tree) <= _MOST_MODULES), default=1)
     hidden = sum(len(path) > depth for path in tree)

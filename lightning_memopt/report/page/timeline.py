@@ -21,7 +21,7 @@ def section(record: RunRecord) -> Section:
     title, graph, plan = "Compute and copies over time", record.graph, record.plan
     if graph is None or plan is None:
         return Section("timeline", title, ("There is no plan.",), absent=True)
-    parks = any(life.how == "fetch" for life in plan.lives)
+    parks = plan.parks
     if parks and record.rates is None:
         why = "The plan parks tensors. How long that takes is not known: a plan file has no rates of copies and codecs."
         return Section("timeline", title, (why,), absent=True)

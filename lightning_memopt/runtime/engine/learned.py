@@ -72,3 +72,8 @@ class Learned:
             spans = {id(m): (weakref.ref(m), quiet[name]) for name, m in model.named_modules() if name in quiet}
             self._spans = (weakref.ref(model), spans)
         return self._spans[1]
+
+    def always_recorded(self, module: nn.Module) -> None:
+        """From now on this module runs recorded."""
+        if self._spans is not None:
+            self._spans[1].pop(id(module), None)

@@ -199,20 +199,33 @@ def test_a_row_in_which_the_process_died_is_not_begun_again(tmp_path: Path) -> N
     bench(tmp_path, "--methods", "per-block", "--limit-seconds", "0")
     path = tmp_path / "bench.json"
     data = json.loads(path.read_text())
-    results = Results(path, data["asked"], {})
+    results = Results(path, data["asked"], data["machine"])
     died = contextlib.ExitStack()
     died.enter_context(results.running(f"{HERE}:build", "per-block", "per-block", ""))  # never left, as in a crash
     _, measured = bench(tmp_path, "--methods", "per-block")
     assert measured["per-block"]["state"] == "died"
 
 
-def test_an_interrupted_row_is_measured_in_the_next_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_another_engine_are_not_mixed_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench(tmp_path, "--methods", "per-block", "--limit-seconds", "0")
+    other = {**compare.machine("cpu"), "native_engine": "another"}
+    monkeypatch.setattr(compare, "machine", lambda device: other)
+    assert bench(tmp_path, "--methods", "per-block")[0] == 2
+    assert "is of another machine: native_engine was " in capsys.readouterr().err
+
+
+def test_an_interrupted_row_is_measured_in_the_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patched:
         patched.setattr(compare, "measured", interrupted)
-        bench(tmp_path, "--methods", "per-block")
+        assert bench(tmp_path, "--methods", "per-block")[0] == 130
+    assert "the same command goes on" in capsys.readouterr().err
     _, measured = bench(tmp_path, "--methods", "per-block")
     assert measured["per-block"]["state"] == "measured"
 
@@ -224,7 +237,8 @@ def test_an_interrupted_row_is_measured_in_the_next_run(tmp_path: Path, monkeypa
         ([f"{HERE}:build", "--budgets", "140%"], "is no share"),
         ([f"{HERE}:build", "--methods", "magic"], "there is no magic"),
         ([f"{HERE}:build", "--rounds", "0"], "--rounds is 0"),
-        ([f"{HERE}:nothing"], "cannot be imported"),
+        ([f"{HERE}:build", "--quick", "--rounds", "0"], "--rounds is 0"),
+        ([f"{HERE}:nothing"], "has no function nothing"),
         ([f"{HERE}:not_a_training"], "make it return"),
         (["gpt17"], "there is no model"),
     ],

@@ -110,5 +110,7 @@ def test_that_something_will_be_compiled_is_known_before_inductor_is_imported(mo
     torch._dynamo.reset()
     monkeypatch.delitem(sys.modules, INDUCTOR, raising=False)
     assert not inductor_compiles()
+    torch._dynamo.disable(nn.Linear(2, 2))  # as each optimizer does with its steps
+    assert not inductor_compiles()
     torch.compile(nn.Linear(2, 2), fullgraph=True)
     assert inductor_compiles()

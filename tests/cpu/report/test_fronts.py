@@ -201,7 +201,7 @@ def test_lightning(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="of the task"):
         fit(tmp_path / "failed.html", fails=True)
     assert "ended by ValueError: of the task" in checked(tmp_path / "failed.html", "Task", 3).text
-    with pytest.raises(ConfigError, match="does not exist"):
+    with pytest.raises(ConfigError, match="there is no folder"):
         fit(tmp_path / "missing" / "run.html")
 
 
@@ -222,7 +222,7 @@ def test_fabric(tmp_path: Path) -> None:
 
     loop(tmp_path / "run.html")
     checked(tmp_path / "run.html", "Blocks", 6)
-    with pytest.raises(ConfigError, match="does not exist"):
+    with pytest.raises(ConfigError, match="there is no folder"):
         loop(tmp_path / "missing" / "run.html")
 
 
@@ -244,7 +244,7 @@ def test_accelerate(tmp_path: Path) -> None:
 
     loop(tmp_path / "run.html")
     checked(tmp_path / "run.html", "Blocks", 6)
-    with pytest.raises(ConfigError, match="does not exist"):
+    with pytest.raises(ConfigError, match="there is no folder"):
         loop(tmp_path / "missing" / "run.html")
     front.end()  # the model that was prepared
     assert wire.options_of({"report": "run.html"}) == {"report": "run.html"}
@@ -259,7 +259,7 @@ def test_transformers(tmp_path: Path) -> None:
 
     trainer([callback(report=tmp_path / "run.html")]).train()
     checked(tmp_path / "run.html", "GPT2LMHeadModel", 6)
-    with pytest.raises(ConfigError, match="does not exist"):
+    with pytest.raises(ConfigError, match="there is no folder"):
         trainer([callback(report=tmp_path / "missing" / "run.html")]).train()
 
 

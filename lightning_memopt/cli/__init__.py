@@ -1,13 +1,14 @@
 """The command line `memopt`: demo, plan, explain, report, breakdown, bench, chain, place.
 
 Exit codes: 0 done, 1 a demo whose losses differ, or a bench whose unmodified step fails, 2 bad input, 3 no plan fits the
-budget, or no placement the capacity.
+budget, or no placement the capacity, 130 an interrupt.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import json
 import os
 import sys
@@ -17,16 +18,14 @@ from typing import Any
 
 from lightning_memopt import jsonio
 from lightning_memopt.bench import command as bench_command
-from lightning_memopt.errors import ConfigError, InfeasibleError, MemOptError
-from lightning_memopt.units import format_nbytes, parse_budget
-
-_NO_DEVICE = 1 << 62
-"""Bytes of the device for budgets that are not checked against a real device."""
+from lightning_memopt.cli import planning
+from lightning_memopt.cli.arguments import ending, nbytes_of, seconds_of
+from lightning_memopt.errors import ChainError, ConfigError, InfeasibleError, MemOptError
 
 
 def _example(name: str) -> Any:
     """A module of examples/: an installed wheel has that folder inside of the package, a clone has it beside the package."""
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     if (package / "examples").is_dir():
         return importlib.import_module(f"lightning_memopt.examples.{name}")
     sys.path.insert(0, str(package.parent))
@@ -36,78 +35,6 @@ def _example(name: str) -> Any:
 def _demo(args: argparse.Namespace) -> int:
     outcomes = _example("demo").run(Path(args.folder), quick=args.quick)
     return 0 if all(outcome.losses_identical for outcome in outcomes) else 1
-
-
-def _factory(spec: str) -> Any:
-    """The function that `package.module:function` names. Raises ConfigError if it cannot be imported."""
-    module, colon, name = spec.partition(":")
-    if not colon:
-        raise ConfigError(
-            f"{spec!r} is neither a file nor package.module:function. Give one of them; the function returns (model, "
-            "optimizer, step), and step() runs one whole training step."
-        )
-    sys.path.insert(0, "")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{spec!r} cannot be imported: {error}. Give a module that can, and a name in it.") from error
-
-
-def _offloading(device: str, args: argparse.Namespace) -> Any:
-    """The `Offloading` that plans parked tensors with the measured rates of this machine's links and codecs."""
-    import torch
-
-    from lightning_memopt.config import MemOptConfig
-    from lightning_memopt.session.offloading import Offloading
-
-    options = {name: getattr(args, name) for name in ("offload", "compress", "objective", "solver_seconds")}
-    config = MemOptConfig(**options)
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "the step was recorded on a CUDA device, and there is none here whose links could be measured. Plan it where there "
-            "is one, or leave --offload and --compress out."
-        )
-    offloading = Offloading(torch.device(device), config)
-    offloading.check()
-    return offloading
-
-
-def _plan(args: argparse.Namespace) -> int:
-    from lightning_memopt.plan import read_plan, write_plan
-    from lightning_memopt.solvers import planner
-
-    if Path(args.source).is_file():
-        _, graph = read_plan(args.source)
-    else:
-        from lightning_memopt.integrations.plain import optimize
-
-        model, optimizer, step = _factory(args.source)()
-        with optimize(model, optimizer, budget="min", profile_steps=2, verbose=False) as run:
-            for _ in range(3):
-                step()
-            frontier = run.session.status().frontier
-            if frontier is None:
-                raise ConfigError(f"{args.source}: three steps gave no plan. {run.report()}")
-            graph = frontier.graph
-    wanted = None if args.budget == "min" else parse_budget(args.budget, args.device_nbytes or _NO_DEVICE)
-    frontier = planner.solve(
-        graph,
-        objective=args.objective,
-        limit_seconds=args.solver_seconds,
-        budgets=() if wanted is None else (wanted,),
-        say=lambda s: print(s, file=sys.stderr),
-    )
-    if (args.offload, args.compress) != ("none", "none"):
-        frontier = _offloading(graph.device, args).frontier(frontier)
-    budget = frontier.smallest_nbytes if wanted is None else wanted
-    plan = frontier.plan(budget)
-    write_plan(args.output, plan, graph)
-    print(
-        f"{args.output}: predicted peak {format_nbytes(plan.predicted.needed_nbytes)} of {format_nbytes(budget)}, "
-        f"unmodified {format_nbytes(plan.unmodified_peak_nbytes)}, {1e3 * plan.predicted.seconds:.1f} ms extra a step "
-        f"(lower bound {1e3 * plan.lower_bound_seconds:.1f} ms), by {plan.solver}"
-    )
-    return 0
 
 
 def _explain(args: argparse.Namespace) -> int:
@@ -160,6 +87,8 @@ def _breakdown(args: argparse.Namespace) -> int:
     from lightning_memopt.solvers.recompute.baselines import mirror, unmodified
     from lightning_memopt.solvers.recompute.echo import echo
 
+    if args.png:
+        jsonio.check_target(args.png)
     plan, graph = read_plan(args.plan)
     policies = {"unmodified": unmodified(graph), "Mirror": mirror(graph), "Echo": echo(graph), "plan": plan.lives}
     peaks = {name: breakdown.at_peak(graph, lives) for name, lives in policies.items()}
@@ -171,20 +100,26 @@ def _breakdown(args: argparse.Namespace) -> int:
     print(arena.picture(graph, plan.lives))
     if args.png:
         breakdown.plot(peaks, args.png, args.plan)
+        print(f"{args.png}: stacked bars of the tables")
     return 0
 
 
 def _bench(args: argparse.Namespace) -> int:
-    return bench_command.run(args, _factory)
+    return bench_command.run(args)
 
 
 def _chain(args: argparse.Namespace) -> int:
     from lightning_memopt.solvers.chain.by_numbers import Status, solve_sequence
 
+    budget = nbytes_of("--budget", args.budget)
+    bucket = None if args.bucket is None else nbytes_of("--bucket", args.bucket)
+    if args.output:
+        jsonio.check_target(args.output)
     data = jsonio.read(args.chain)
-    budget = parse_budget(args.budget, _NO_DEVICE)
-    bucket = None if args.bucket is None else parse_budget(args.bucket, _NO_DEVICE)
-    result = solve_sequence(data, budget, bucket)
+    try:
+        result = solve_sequence(data, budget, bucket)
+    except ChainError as error:
+        raise ChainError(f"{args.chain}: {error}") from None
     if result.status is Status.INFEASIBLE:
         raise InfeasibleError(
             f"{args.chain}: no schedule fits {budget} bytes; the smallest budget that does is "
@@ -215,19 +150,11 @@ def _chain(args: argparse.Namespace) -> int:
     return 0
 
 
-def _capacity(text: str) -> int:
-    """The bytes that the text means. Raises ConfigError for a share: there is no device whose share it could be."""
-    nbytes = parse_budget(text, _NO_DEVICE)
-    if nbytes != parse_budget(text, 2 * _NO_DEVICE):
-        raise ConfigError(f"--capacity {text} is a share of a device. Give bytes: 1048576, 11GiB")
-    return nbytes
-
-
 def _place(args: argparse.Namespace) -> int:
     from lightning_memopt.buffer_files import check_target, read_buffers, write_placed
     from lightning_memopt.solvers.placement import native, place
 
-    capacity = None if args.capacity is None else _capacity(args.capacity)
+    capacity = None if args.capacity is None else nbytes_of("--capacity", args.capacity)
     buffers = read_buffers(args.buffers)
     check_target(args.output)
     if not native.available():
@@ -264,7 +191,7 @@ def parser() -> argparse.ArgumentParser:
         help="a plan file (its recorded step is planned again), or package.module:function returning (model, optimizer, step)",
     )
     plan.add_argument("--budget", required=True, help="8GiB, 80%%, bytes, or min")
-    plan.add_argument("--device-nbytes", type=int, default=None, help="bytes of the device, for budgets given as a share")
+    plan.add_argument("--device-nbytes", default=None, help="bytes of the device (16GiB), for budgets given as a share")
     plan.add_argument("--objective", choices=["throughput", "flops"], default="throughput", help="what the plan minimises")
     plan.add_argument(
         "--offload",
@@ -272,9 +199,9 @@ def parser() -> argparse.ArgumentParser:
         help="none, disk, disk:/a/directory, host or auto: where saved tensors may be parked until backward",
     )
     plan.add_argument("--compress", default="none", help="none, lossless, lossy, or a codec's name")
-    plan.add_argument("--solver-seconds", type=float, default=30.0)
-    plan.add_argument("-o", "--output", default="plan.json")
-    plan.set_defaults(run=_plan)
+    plan.add_argument("--solver-seconds", type=seconds_of, default=30.0, help="limit of the solvers (default: 30)")
+    plan.add_argument("-o", "--output", default=None, help="the plan file (default: plan.json)")
+    plan.set_defaults(run=planning.run)
     explain = commands.add_parser("explain", help="what a plan does with each block of the model, why, and what would help")
     explain.add_argument("plan")
     explain.add_argument("--tensors", action="store_true", help="one row for each saved tensor, with its points in the step")
@@ -282,16 +209,17 @@ def parser() -> argparse.ArgumentParser:
     explain.add_argument("--module", action="append", default=[], metavar="NAME", help="with one module: h.3, or h.*.mlp")
     explain.add_argument(
         "--seconds",
-        type=float,
+        type=seconds_of,
         default=10.0,
         help="limit of the search for what would help most (default: 10; 0: leave it out)",
     )
     explain.set_defaults(run=_explain)
     report = commands.add_parser("report", help="a page with pictures and tables, from the record of a run or from a plan file")
     report.add_argument("source", help="the record of a run, which report= writes beside its page (run.json), or a plan file")
-    report.add_argument("-o", "--output", default="report.html", help="the page (default: report.html)")
+    page = Path("report.html")
+    report.add_argument("-o", "--output", type=ending(".html"), default=page, help=f"the page (default: {page})")
     report.add_argument(
-        "--solver-seconds", type=float, default=10.0, help="for a plan file: limit of the search for its other plans; 0: none"
+        "--solver-seconds", type=seconds_of, default=10.0, help="for a plan file: limit of the search for other plans; 0: none"
     )
     report.set_defaults(run=_report)
     breakdown = commands.add_parser(
@@ -299,7 +227,7 @@ def parser() -> argparse.ArgumentParser:
     )
     breakdown.add_argument("plan")
     breakdown.add_argument("--layers", type=int, default=12, help="rows for the largest layers (default: 12)")
-    breakdown.add_argument("--png", type=Path, default=None, help="stacked bars as a picture (needs matplotlib)")
+    breakdown.add_argument("--png", type=ending(".png"), help="stacked bars as a picture (needs matplotlib)")
     breakdown.set_defaults(run=_breakdown)
     bench = commands.add_parser("bench", help="a model under every method that saves memory, measured side by side")
     bench_command.add_arguments(bench)
@@ -320,12 +248,15 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code; errors of this package become one line on stderr."""
+    """Run a command and return its exit code; what goes wrong becomes one line on stderr."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an output in ASCII takes tables, too
     try:
         try:
             return _run(parser().parse_args(argv))
         finally:  # also after `--help`, which ends the process
-            sys.stdout.flush()
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except BrokenPipeError:  # `memopt explain plan.json | head`: the reader has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python reports an error when it flushes
         return 0
@@ -337,13 +268,15 @@ def _run(args: argparse.Namespace) -> int:
     except InfeasibleError as error:
         print(f"memopt: {error}", file=sys.stderr)
         return 3
-    except (MemOptError, FileNotFoundError) as error:
+    except BrokenPipeError:
+        raise
+    except (MemOptError, OSError) as error:
         print(f"memopt: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         print(f"memopt: {error}. Install it with: pip install 'lightning-memopt[demo]'", file=sys.stderr)
         return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    except KeyboardInterrupt:
+        more = ": the same command goes on behind the last row" if args.command == "bench" else ""
+        print(f"memopt: interrupted{more}", file=sys.stderr)
+        return 130

@@ -1,0 +1,98 @@
+"""`memopt plan`: a user's training, or the recorded step of a plan file, planned for a budget."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_memopt import jsonio
+from lightning_memopt.bench import user_code
+from lightning_memopt.cli.arguments import nbytes_of
+from lightning_memopt.errors import ConfigError
+from lightning_memopt.units import format_nbytes, parse_budget
+
+if TYPE_CHECKING:
+    from lightning_memopt.config import MemOptConfig
+    from lightning_memopt.graph import Graph
+
+
+def _observed(spec: str) -> Graph:
+    """The step of a user's training, observed. Raises ConfigError where it is none."""
+    from lightning_memopt.integrations.plain import optimize
+
+    with user_code.in_user_code(f"{spec}()"):
+        training = user_code.builder(spec)()
+    with optimize(training.model, training.optimizer, budget="min", profile_steps=2, verbose=False) as run:
+        for _ in range(3):
+            with user_code.in_user_code(f"the step of {spec}"):
+                training.step()
+        frontier = run.session.status().frontier
+        if frontier is None:
+            raise ConfigError(
+                f"{spec}: three steps gave no plan. step() must run a forward of the model in training, its backward, and "
+                f"optimizer.step(). {run.report()}"
+            )
+        return frontier.graph
+
+
+def _offloading(device: str, config: MemOptConfig) -> Any:
+    """The `Offloading` that plans parked tensors with the measured rates of this machine's links and codecs."""
+    import torch
+
+    from lightning_memopt.session.offloading import Offloading
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "the step was recorded on a CUDA device, and there is none here whose links could be measured. Plan it where there "
+            "is one, or leave --offload and --compress out."
+        )
+    offloading = Offloading(torch.device(device), config)
+    offloading.check()
+    return offloading
+
+
+def _plan_budget(budget: str, device_nbytes: str | None) -> int | None:
+    """None for the smallest plan."""
+    if budget.strip().lower() == "min":
+        return None
+    if device_nbytes is None:
+        return nbytes_of("--budget", budget, "--device-nbytes")
+    return parse_budget(budget, nbytes_of("--device-nbytes", device_nbytes))
+
+
+def run(args: argparse.Namespace) -> int:
+    from lightning_memopt.plan import read_plan, write_plan
+    from lightning_memopt.solvers import planner
+
+    from_file, output = Path(args.source).is_file(), args.output or "plan.json"
+    if from_file and args.output is None and Path(output).resolve() == Path(args.source).resolve():
+        raise ConfigError(f"{output} is the plan that is planned again. Give -o another path.")
+    jsonio.check_target(output)  # all that may be refused is looked at before anything runs
+    wanted = _plan_budget(args.budget, args.device_nbytes)
+    config = None
+    if (args.offload, args.compress) != ("none", "none"):
+        from lightning_memopt.config import MemOptConfig
+
+        config = MemOptConfig(**{name: getattr(args, name) for name in ("offload", "compress", "objective", "solver_seconds")})
+    graph = read_plan(args.source)[1] if from_file else _observed(args.source)
+    offloading = None if config is None else _offloading(graph.device, config)
+    frontier = planner.solve(
+        graph,
+        objective=args.objective,
+        limit_seconds=args.solver_seconds,
+        budgets=() if wanted is None else (wanted,),
+        say=lambda s: print(s, file=sys.stderr),
+    )
+    if offloading is not None:
+        frontier = offloading.frontier(frontier)
+    budget = frontier.smallest_nbytes if wanted is None else wanted
+    plan = frontier.plan(budget)
+    write_plan(output, plan, graph)
+    print(
+        f"{output}: predicted peak {format_nbytes(plan.predicted.needed_nbytes)} of {format_nbytes(budget)}, "
+        f"unmodified {format_nbytes(plan.unmodified_peak_nbytes)}, {1e3 * plan.predicted.seconds:.1f} ms extra a step "
+        f"(lower bound {1e3 * plan.lower_bound_seconds:.1f} ms), by {plan.solver}"
+    )
+    return 0
