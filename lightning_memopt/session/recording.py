@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_memopt.graph import COMPILED
 from lightning_memopt.native.engine import loaded
@@ -30,7 +29,8 @@ from lightning_memopt.record.gathered import around_units, unseen_by
 from lightning_memopt.runtime import Engine, PlannedEngine, seeing_ops, wake_hooks
 from lightning_memopt.runtime.engine.matching import Matcher
 from lightning_memopt.session.gathering import Hidden
-from lightning_memopt.torch_private import current_mode, hooks_are_enabled, innermost_hooks
+from lightning_memopt.session.saving import SavedTensorHooks, innermost_pack
+from lightning_memopt.torch_private import current_mode, hooks_are_enabled
 
 
 class _Pack:
@@ -69,7 +69,7 @@ class Recording:
         self._stack = contextlib.ExitStack()
         self._saving = contextlib.ExitStack()
         self._pack, unpack = hooks_of(engine)
-        self._hooks, self._hooked = saved_tensors_hooks(self._pack, unpack), False
+        self._hooks = SavedTensorHooks(self._pack, unpack)
         self._own_mode = own_mode
         self._aside = False
 
@@ -105,22 +105,18 @@ class Recording:
         """Whether the contexts of this recording are the innermost ones, and can be entered again."""
         if not hooks_allowed() or (self._own_mode and current_mode() is not self.recorder):
             return False
-        return _innermost_pack() is self._pack
+        return self._hooks.innermost
 
     def _begin(self) -> None:
         for _ in range(2):  # the second callback does nothing, unless the first was interrupted
             self._saving.callback(self._unhook)
-        self._hooks.__enter__()
-        self._hooked = True
+        self._hooks.enter()
         if self._own_mode:
             self.recorder.enter_in(self._saving)
 
     def _unhook(self) -> None:
-        """Leave the hooks, even if the call that entered them was interrupted behind it. May be repeated."""
         wake_hooks()
-        if self._hooked or _innermost_pack() is self._pack:
-            self._hooked = False
-            self._hooks.__exit__()
+        self._hooks.leave()
 
     def __exit__(self, *_: Any) -> None:
         with contextlib.ExitStack() as last:  # every callback runs, even if an interrupt stops another one
@@ -206,15 +202,9 @@ class PlannedRecording(Recording):
         return threading.get_ident() == self._thread and super()._may_leave() and self.recorder.settle()
 
 
-def _innermost_pack() -> Any:
-    """The pack hook of the innermost saved-tensor hooks; None where there are none."""
-    top = innermost_hooks(True)
-    return None if top is None else top[0]
-
-
 def _around() -> tuple[object, ...]:
     """The innermost dispatch mode, the innermost pack hook, and whether saved-tensor hooks are allowed."""
-    return current_mode(), _innermost_pack(), hooks_allowed()
+    return current_mode(), innermost_pack(), hooks_allowed()
 
 
 def hooks_allowed() -> bool:
@@ -230,7 +220,7 @@ def others_hooks() -> bool:
     """Whether other saved-tensor hooks are on that a recording would replace. A checkpoint among them runs the forward twice,
     and everything that it writes is written twice. `save_on_cpu` does not count: it only moves tensors.
     """
-    pack, native = _innermost_pack(), loaded()
+    pack, native = innermost_pack(), loaded()
     if pack is None or type(pack) is _Pack or (native is not None and type(pack) is native.Pack):
         return False
     return not getattr(pack, "__qualname__", "").startswith("save_on_cpu.")
