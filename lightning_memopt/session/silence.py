@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections import Counter
 
@@ -28,6 +29,10 @@ OTHER_HOOKS = Reason(
     "Enter them inside of the forward, around what they are for, or leave them out",
 )
 CAPTURED = Reason("the model is called while a CUDA graph is captured", "Train without capturing, or without a budget")
+FORKED = Reason(
+    "the model is trained in a process that was forked from that of its run, which has no part of the run's files",
+    "Open a run in the process that trains",
+)
 BLOCKED = Reason(
     "a step of another model is being observed, and does not end", "See that the other model's optimizer steps as well"
 )
@@ -83,6 +88,7 @@ class Silence:
 
     def __init__(self, profile_steps: int) -> None:
         self.paused = False
+        self._process = os.getpid()
         self.reason: Reason | None = None
         self.compiled: str | None = None
         self._most_steps = 2 * profile_steps
@@ -99,7 +105,7 @@ class Silence:
 
     def can_observe(self, model: nn.Module, device: torch.device) -> bool:
         """Whether a call of the model can be observed now; counts the calls that cannot."""
-        why = unobservable(model, device)
+        why = FORKED if os.getpid() != self._process else unobservable(model, device)
         if why is not None:
             self.missed(why)
         return why is None

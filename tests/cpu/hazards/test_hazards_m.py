@@ -5,13 +5,15 @@ M1 and M3 by exceptions at every point of a step are in test_optimize.py (`test_
 
 from __future__ import annotations
 
+import copy
 import gc
 import multiprocessing
 import signal
 import threading
 import time
+import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -179,6 +181,43 @@ def test_m5_forked_workers(warm: int) -> None:
     with optimize(model, o := sgd(model), **QUIET):
         run_all(model, o)
     assert_same(expected, state(model))
+
+
+def in_child(function: Callable[[], Any]) -> Any:
+    """What the function returns in a process that is forked here."""
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=lambda: sender.send(function()))
+    process.start()
+    sender.close()
+    try:
+        return receiver.recv()
+    finally:
+        process.join()
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork here")
+def test_m5_training_in_a_forked_process() -> None:
+    """M5: the run's files belong to its process. What trains in a fork of it trains plainly, and is told so."""
+    model, more = small(), batches(30, seed=5)
+    with optimize(model, o := sgd(model), **(QUIET | {"budget": "min", "offload": "disk"})) as run:
+        train(model, o, batches(6))
+        assert run.plan is not None and run.plan.parks
+        plain = copy.deepcopy(model)
+
+        def trained() -> tuple[Any, list[str]]:
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                torch.manual_seed(3)
+                train(model, o, more)
+            return [p.tolist() for p in model.parameters()], [str(line.message) for line in said]
+
+        weights, said = in_child(trained)
+        assert sum("a process that was forked from that of its run" in line for line in said) == 1
+    torch.manual_seed(3)
+    optimizer = sgd(plain)
+    optimizer.load_state_dict(o.state_dict())
+    train(plain, optimizer, more)
+    assert weights == [p.tolist() for p in plain.parameters()]
 
 
 def test_m6_no_reference_cycles(tapes: list[weakref.ref[Tape]]) -> None:
