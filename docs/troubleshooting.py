@@ -69,6 +69,10 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "A plan within the budget costs less than running each layer again.",
         NOTHING,
     ),
+    ("integrations/strangers.py", "MemOpt: another model is trained"): (
+        "The model of the run is no longer the one that trains: a copy of it, or the model of the next fold, does.",
+        "Open a run for each model that trains, with its optimizer.",
+    ),
     ("integrations/checkpointing.py", "MemOpt: gradient checkpointing stays"): (
         "The checkpointing is of a kind that cannot be switched off and on here.",
         "Leave checkpointing out of the model; the plan lowers its memory.",

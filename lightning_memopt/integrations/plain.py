@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lightning_memopt.config import MemOptConfig, Options, config_of
 from lightning_memopt.integrations.checkpointing import LayerCheckpointing
+from lightning_memopt.integrations.strangers import Strangers
 from lightning_memopt.plan import Plan
 from lightning_memopt.record import instead_of_calls, uncompiled, uncompiled_itself
 from lightning_memopt.report.frontier import Row, rows
@@ -166,14 +167,16 @@ def attach(stack: contextlib.ExitStack, run: Run, model: nn.Module, optimizers: 
     replacement also ends its round on KeyboardInterrupt; and copies and pickles of the model do not contain it.
     """
     session = run.session
+    strangers = Strangers(session, model, optimizers)
 
     @uncompiled_itself
     def call_in_round(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        strangers.called()
         with _Call(run, (args, kwargs)):
             return original(*args, **kwargs)
 
     def before_update(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        if not any(optimizer is o for o in optimizers):
+        if not strangers.is_ours(optimizer):
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         session.update_begins(optimizer, closure is not None)

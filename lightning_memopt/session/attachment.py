@@ -20,6 +20,11 @@ _attached: weakref.WeakValueDictionary[int, Attachment] = weakref.WeakValueDicti
 """The attachment of each model, by the model's id: a model has at most one open session, whichever adapter opened it."""
 
 
+def has_run(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer belongs to an open session."""
+    return any(optimizer is o for attachment in _attached.values() for o in attachment._optimizers)
+
+
 class Attachment:
     """The process-wide changes of one session, from its construction until `leave`.
 

@@ -53,6 +53,7 @@ _SCHEDULED = Reason(
 )
 _LOADED = Reason("a checkpoint is loaded between backward and optimizer.step()", "Load it before backward(), or after the step")
 _EVALUATED = Reason("the model is evaluated before optimizer.step()", "Evaluate after the step")
+_STRANGER = Reason("an optimizer that this run was not given steps now", "Open a run with that optimizer")
 _GIVEN = Reason("the given plan does not say which parameters are updated early", "Leave plan out")
 _OTHER_RANK = Reason("another rank does so", "Set optimizer_in_backward alike on all ranks, and read gradients on none")
 _COMPILED = Reason("the optimizer's step is compiled, and rounds otherwise", "Step without torch.compile")
@@ -184,6 +185,11 @@ class EarlyUpdating:
         """The model is called in evaluation. Raises UpdatesInBackwardError where parameters were updated before the step."""
         if self.updates.updated and not self.updates.over:
             raise self._too_late(*_EVALUATED)
+
+    def stranger_steps(self) -> None:
+        """Another optimizer steps. Raises UpdatesInBackwardError where this one has updated parameters in backward."""
+        if self.updates.updated and not self.updates.over:
+            raise self._too_late(*_STRANGER)
 
     def _too_late(self, what: str, fix: str) -> UpdatesInBackwardError:
         """The error for a step whose early updates turn out to be wrong. The step is given up."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from lightning_memopt.config import MemOptConfig
@@ -14,14 +12,15 @@ from lightning_memopt.plan.forms import LOSSLESS, codec_of
 from lightning_memopt.session.status import RunStatus
 
 
-def read_given(
-    path: str | os.PathLike[str], device: torch.device, budget_nbytes: int | None, config: MemOptConfig
-) -> tuple[Plan, Graph]:
-    """The plan of a file, and its graph.
+def read_given(device: torch.device, budget_nbytes: int | None, config: MemOptConfig) -> tuple[Plan, Graph] | None:
+    """The plan of the file that the config names, and its graph; None where it names none.
 
     Raises PlanMismatchError for another device, InfeasibleError for a peak above the budget, and ConfigError for a lossy codec
     or a rebuild that the config does not allow.
     """
+    path = config.plan
+    if path is None:
+        return None
     plan, graph = read_plan(path)
     if graph.device != device.type:
         raise PlanMismatchError(

@@ -9,6 +9,7 @@ borrowers, and of solves in a time.
 from __future__ import annotations
 
 from lightning_memopt.graph import Graph
+from lightning_memopt.plan import Plan
 from lightning_memopt.session import times
 from lightning_memopt.session.failed import Failed
 from lightning_memopt.session.shapes import Signature, alike, elements, times_larger
@@ -43,6 +44,15 @@ class PlanCache(dict[Signature, State]):
         """The state whose own plan has the largest unmodified peak; where there is no plan, any state; None for no state."""
         running = [s for _, s in self._own() if isinstance(s, Running)]
         return max(running, key=lambda s: s.plan.unmodified_peak_nbytes) if running else next(iter(self.values()), None)
+
+    @property
+    def begins_anew(self) -> bool:
+        """Whether all plans were dropped in the middle of the run, which must go on."""
+        return not self and self.forwards > 0
+
+    @property
+    def in_force(self) -> list[Plan]:
+        return [state.plan for state in self.values() if isinstance(state, Running)]
 
     @property
     def measured_nbytes(self) -> int | None:

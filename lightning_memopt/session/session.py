@@ -53,9 +53,8 @@ from lightning_memopt.versions import supported
 
 
 class Session:
-    """One session (see the module). `say` prints a line of progress.
-
-    Many methods: a front tells it of each event of a loop by a method of its own; the decisions are made in other files.
+    """One session (see the module). `say` prints a line of progress. Many methods: a front tells it of each event of a loop by
+    a method of its own; the decisions are made in other files.
     """
 
     def __init__(
@@ -73,9 +72,7 @@ class Session:
         self.budget_nbytes = budget_on(self.device, config) if self.enabled else None
         self._rounds, self._plan_cache, self.history = Rounds(), PlanCache(), History(config.report is not None)
         self._current: State | None = None
-        self.given: tuple[Plan, Graph] | None = None
-        if config.plan is not None and self.enabled:
-            self.given = read_given(config.plan, self.device, self.budget_nbytes, config)
+        self.given = read_given(self.device, self.budget_nbytes, config) if self.enabled else None
         self._observed_step = ObservedStep(model, self.optimizers, config)
         self._metering, self._step, self._slowed = Metering(), Step(), False  # slowed: observed, or measured by a profiler
         self.foresight, self._ends = Foresight(self.optimizers), Ends(model, self.optimizers)
@@ -200,8 +197,7 @@ class Session:
         self.history.step_ended(*step.outcome(self._observed_step.now is not None), peak_nbytes)
         if step.plans:
             self._neighbours.step()
-        before = self._current
-        if isinstance(before, Observing | Waiting):
+        if isinstance(before := self._current, Observing | Waiting):
             with self._agreement.planning():
                 self._end_observed(before)
         largest = step.largest
@@ -216,6 +212,16 @@ class Session:
         self._plan_cache.step_ended(before, bool(step.plans), peak_nbytes, self.budget_nbytes)
         self.silence.step_ended()
 
+    def trained_by(self, optimizer: torch.optim.Optimizer, certain: bool) -> None:
+        """An optimizer that is none of the run's steps. `certain`: from now on it takes their place, and is observed."""
+        if self._early is not None:
+            self._early.stranger_steps()
+        if certain:
+            self._observed_step.abandon()
+            self.optimizers[:] = [optimizer]
+            self._ends, self._step, self._early = Ends(self.model, self.optimizers), Step(), None
+            self._plan_cache.clear()
+
     def evaluating(self) -> None:
         """Evaluation begins: it is not observed, and not measured as part of a step that goes on after it (accumulation)."""
         self._settle()
@@ -229,12 +235,11 @@ class Session:
             self._rounds.leave()
         finally:
             self._observed_step.abandon()
-        self._agreement.close()
         self._ends.clear()
         self._step.plans.clear()
         if self._early is not None:
             self._early.updates.given_up()
-        for part in (self._metering, self._offloading, self._compiled, self.pool, self._blocks):
+        for part in (self._agreement, self._metering, self._offloading, self._compiled, self.pool, self._blocks):
             part.close()
         if self._attachment is not None:
             self._attachment.leave()
@@ -278,9 +283,7 @@ class Session:
 
     def _applies(self) -> bool:
         trains = torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not torch.compiler.is_compiling()
-        if not (self.enabled and trains) or self._rounds.inside:
-            return False
-        return self.silence.can_observe(self.model, self.device)
+        return self.enabled and trains and not self._rounds.inside and self.silence.can_observe(self.model, self.device)
 
     def _settle(self) -> None:
         """End the step that a new forward ends. Give up an observed step where only evaluation goes on."""
@@ -337,10 +340,8 @@ class Session:
             self._step.runs(state)
             if state.program.empty and not state.unproven:
                 return None
-            in_force = (s.plan for s in self._plan_cache.values() if isinstance(s, Running))
-            state.depot = self._offloading.depot_of(state.plan, in_force)
-            verify = self.config.verify and state.verifies
-            engine = PlannedEngine(state.learned, verify, state.depot, state.unproven)
+            state.depot = self._offloading.depot_of(state.plan, self._plan_cache.in_force)
+            engine = PlannedEngine(state.learned, self.config.verify and state.verifies, state.depot, state.unproven)
             self._ends.planned(engine)
             return PlannedRecording(engine, self.model)
         return None
@@ -358,7 +359,7 @@ class Session:
             if self.given is not None and not self._plan_cache:
                 self._plan_cache[signature] = given = Running(*self.given, None)
                 given.early_known = self._early is not None
-            elif self.budget_nbytes is not None:
+            elif self.budget_nbytes is not None and not self._plan_cache.begins_anew:
                 resident = resident_tensors(self.model, self.optimizers, batch)
                 refuse_hopeless(resident, self.device, self.budget_nbytes, self.config.headroom)
         return self._plan_cache.enter(signature, 1 if self._plan_cache else self.config.profile_steps)
@@ -392,8 +393,7 @@ class Session:
 
     def _same_device(self) -> None:
         if (device := self._parameters.device or device_of(self.model)) != self.device:
-            self.device = device
-            self.budget_nbytes = budget_on(device, self.config)
+            self.device, self.budget_nbytes = device, budget_on(device, self.config)
             self._neighbours = Neighbours(device, self.budget_nbytes)
             self._offloading.close()
             self._offloading = Offloading(device, self.config)

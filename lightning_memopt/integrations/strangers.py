@@ -1,0 +1,69 @@
+"""Optimizers that a run was not given, and that step anyway: a warm restart, the next fold, a copy of the model."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+
+import torch
+from torch import nn
+
+from lightning_memopt.session import Session
+from lightning_memopt.session.attachment import has_run
+
+IN_A_ROW = 4
+"""After so many steps, without one of an optimizer of the run, a stranger is the optimizer of the run."""
+ELSEWHERE = 10
+"""After so many steps of strangers that train no parameter of the model, which was not called meanwhile, the run says so."""
+
+
+class Strangers:
+    """Whether an optimizer that steps is one of the run's.
+
+    Without that, the steps of a run whose optimizer was made anew would never end: nothing would be measured, and the state of
+    the new one would not be counted.
+    """
+
+    def __init__(self, session: Session, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+        """`optimizers`: those of the run; replaced in place."""
+        self._session, self._model, self._optimizers = session, model, optimizers
+        self._stranger: weakref.ref[torch.optim.Optimizer] | None = None
+        self._in_a_row = self._elsewhere = 0
+        self._said = False
+
+    def called(self) -> None:
+        """The model is called."""
+        self._elsewhere = 0
+
+    def is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Before a step. Raises UpdatesInBackwardError where the run's own optimizer has updated parameters in backward."""
+        if any(optimizer is o for o in self._optimizers):
+            self._in_a_row = self._elsewhere = 0
+            return True
+        trained = set(map(id, self._model.parameters()))
+        if not any(id(p) in trained for group in optimizer.param_groups for p in group["params"]):
+            self._trains_elsewhere(optimizer)
+            return False
+        if self._stranger is None or self._stranger() is not optimizer:
+            self._stranger, self._in_a_row = weakref.ref(optimizer), 0
+        self._in_a_row += 1
+        certain = self._in_a_row >= IN_A_ROW
+        self._session.trained_by(optimizer, certain)
+        if certain:
+            name = type(optimizer).__name__
+            self._session.say(f"MemOpt: {name}, which this run was not given, trains its model now; observing again")
+            self._optimizers[:] = [optimizer]
+        return certain
+
+    def _trains_elsewhere(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._said or has_run(optimizer):
+            return
+        self._elsewhere += 1
+        if self._elsewhere == ELSEWHERE:
+            self._said = True
+            warnings.warn(
+                f"MemOpt: another model is trained: {ELSEWHERE} steps of {type(optimizer).__name__}, which has no parameter of "
+                "this run's model, passed without a call of that. They are not within the budget. Open a run for the model "
+                "that trains now.",
+                stacklevel=2,
+            )
