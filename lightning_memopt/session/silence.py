@@ -50,7 +50,7 @@ _UNCALLED = Reason(
 )
 _NO_BACKWARD = Reason(
     "no backward was seen of its forwards",
-    "Call backward() in the thread of the forward, and forwards that need none under torch.no_grad()",
+    "Call backward() in the thread of the forward and before the next one, and forwards that need none under torch.no_grad()",
 )
 _NO_STEP = Reason(
     f"{FORWARDS} forwards and backwards ran and no optimizer of this run has stepped",
