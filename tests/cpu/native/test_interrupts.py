@@ -26,6 +26,7 @@ from tests.cpu.lib.engines import needs_native
 from tests.cpu.lib.inside import state_of
 from tests.cpu.lib.kept import Kept
 from tests.cpu.lib.loops import installed, leaves_nothing, no_step_is_measured
+from tests.cpu.lib.tracing import untraced
 from tests.cpu.native.test_both_engines import Mixed
 
 pytestmark = needs_native
@@ -225,8 +226,6 @@ class Interrupted:
 
 @pytest.fixture
 def interrupted() -> Iterator[Interrupted]:
-    if sys.gettrace() is not None:
-        pytest.skip("an interrupt within coverage's lock leaves it locked: the process would wait for ever")
     handler = Interrupted()
     before, callbacks, hook = signal.signal(signal.SIGALRM, handler), list(gc.callbacks), sys.unraisablehook
     gc.callbacks.clear()  # Python drops what is raised in them; a plugin of pytest has one
@@ -262,6 +261,7 @@ def interrupts(twins: Twins, interrupted: Interrupted, rng: random.Random, durat
     return False
 
 
+@untraced  # an interrupt within its lock leaves it locked
 @pytest.mark.parametrize("seed", range(4))
 def test_ctrl_c_at_any_moment(seed: int, interrupted: Interrupted, twins: Twins) -> None:
     """50 interrupts spread over a step and a little beyond: none is lost, the next step is exact, and no bytes are held."""

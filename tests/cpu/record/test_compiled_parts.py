@@ -18,6 +18,7 @@ from lightning_memopt import optimize
 from tests.cpu.lib.fits import assert_same_tree
 from tests.cpu.lib.loops import leaves_nothing
 from tests.cpu.lib.models import data, made, sgd
+from tests.cpu.lib.tracing import untraced
 
 WIDTH = 32
 STEPS = 5
@@ -117,6 +118,7 @@ def test_a_compiled_part_that_breaks_its_graph() -> None:
     assert agree(lambda: Tower(Broken, compiled=True))["graphs", ""] > 1
 
 
+@untraced
 def test_a_model_that_a_compiled_function_calls_eagerly() -> None:
     """EXACT: the loss function is compiled, the model breaks its graph: its call is seen, and its parts compiled as plainly."""
     agree(lambda: Tower(Broken, compiled=False), lambda: torch.compile(mean_square, backend="eager"))

@@ -16,6 +16,7 @@ from lightning_memopt.session import costs
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.overhead import Overhead
 from tests.cpu.lib.loops import QUIET, batches, sgd, small, train
+from tests.cpu.lib.tracing import untraced
 
 pytestmark = pytest.mark.real_times
 
@@ -28,6 +29,7 @@ def run() -> Run:
     return run
 
 
+@untraced
 def test_what_is_measured_is_predicted(run, tmp_path):
     """A plan that changes nothing costs nothing; one that rebuilds costs what was measured, in the plan and in its file."""
     frontier, plan, found = run.status().frontier, run.plan, costs.measured(run.status().frontier.graph)
@@ -43,6 +45,7 @@ def test_what_is_measured_is_predicted(run, tmp_path):
     assert read_plan(str(tmp_path / "plan.json"))[0].predicted == plan.predicted
 
 
+@untraced
 def test_an_op_that_runs_twice_costs_twice(run):
     """`Plan.predicted.rebuilt_ops` counts runs, and so does the price; and each segment has its own."""
     graph = run.status().frontier.graph
