@@ -69,6 +69,7 @@ current_modes = _named("torch.utils._python_dispatch:_get_current_dispatch_mode_
 pop_mode = _named("torch.utils._python_dispatch:_pop_mode")  # our mode is entered beneath others, and left from there
 push_mode = _named("torch.utils._python_dispatch:_push_mode")  # the same
 without_modes = _named("torch.utils._python_dispatch:_disable_current_modes")  # to look at tensors without being seen
+custom_op_of = _named("torch._library.custom_ops:_maybe_get_opdef")  # whether torch counts an op's writes before it runs
 schema_of = _named("torch:_C._get_schema")  # kinds of an op's arguments, by its name
 
 # -- autograd ----------------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ import torch
 from lightning_memopt.record.arguments import captured, fresh, read
 from lightning_memopt.record.modes import Outside
 from lightning_memopt.record.protocols import Observer, OpRecord, Owner
-from lightning_memopt.record.rules import is_atomic, may_run_again, rule_of, rule_of_call, written_by
+from lightning_memopt.record.rules import is_atomic, may_run_again, rule_of_call, written_by
 from lightning_memopt.record.settings import numeric_flags
-from lightning_memopt.record.tape import OVERWRITTEN, UNKNOWN, UNSHARED, Call, Origin, StorageVersion, Tape
+from lightning_memopt.record.tape import OVERWRITTEN, UNKNOWN, UNSHARED, Call, Origin, StorageVersion, Tape, recount
 from lightning_memopt.record.tensors import (
     PLAIN,
     conjugating,
@@ -164,9 +164,7 @@ class Recorder(Outside):
         observer, capturing = self.observer, self.capturing
         if func is _DETACH:
             return self._detach(*args)
-        rule = rule_of(func)
-        if rule.handling == "random":
-            rule = rule_of_call(func, args, kwargs)
+        rule = rule_of_call(func, args, kwargs)
         run = conjugating(func) if rule.conjugates else func._op
         if not capturing and observer is None:
             return run(*args, **kwargs)
@@ -176,6 +174,8 @@ class Recorder(Outside):
         reads: list[StorageVersion] = []
         record = OpRecord(func, rule, (), {}, (), [], [], None, False)
         targets = written_by(func, rule, args, kwargs) if rule.writes else []
+        if rule.counted_first and capturing:
+            recount(targets, self.of_storage)
         if capturing:
             self._capture_all(op, record, args, kwargs, reads, targets)
         else:
@@ -295,6 +295,7 @@ class Recorder(Outside):
             if old is not None:
                 new = self._overwritten(old, t, call, reachable)
                 new.why = new.why or rule.why
+                new.counter_in_op = t._version - rule.counted_first  # autograd moves no counter that was moved before the op
                 if call is not None:
                     call.mutates = (*call.mutates, (old.id, new.id))
                 mutates.append((old, new, t))

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_memopt.record.tensors import is_plain, tensors_in
-from lightning_memopt.torch_private import OpOverload
+from lightning_memopt.torch_private import OpOverload, custom_op_of
 
 _ALL = 1 << 30
 Handling = Literal["pure", "random", "empty", "opaque"]
@@ -35,6 +35,7 @@ class Rule:
     conjugates: the op's kernel takes conjugate views, which torch ignores inside a dispatch mode unless told otherwise.
     unshared: the op's views have version counters of their own.
     makes: how many of the tensors that the op returns it always writes; the others are small, and kept.
+    counted_first: torch moves the version counters of what the op writes before it runs, not after. Known of each op by itself.
     """
 
     handling: Handling
@@ -46,6 +47,7 @@ class Rule:
     conjugates: bool = False
     unshared: bool = False
     makes: int = _ALL
+    counted_first: bool = False
 
 
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
@@ -176,7 +178,9 @@ _generations: list[OpOverload] = []
 
 def register_op(op: OpOverload, rule: Handling | Rule) -> None:
     """Say how an op is handled: "pure" (same bits from the same inputs), "opaque" (it never runs again), or a `Rule`."""
-    _registered[op] = rule if isinstance(rule, Rule) else Rule(rule, "registered by the user" if rule == "opaque" else "")
+    if not isinstance(rule, Rule):
+        rule = Rule(rule, "registered by the user" if rule == "opaque" else "", _written(op))
+    _registered[op] = replace(rule, counted_first=_counted_first(op))
     rule_of.cache_clear()
     _generations.append(op)
 
@@ -192,6 +196,11 @@ def _written(func: OpOverload) -> tuple[int | str, ...]:
         for i, a in enumerate(func._schema.arguments)
         if a.alias_info is not None and a.alias_info.is_write
     )
+
+
+def _counted_first(func: OpOverload) -> bool:
+    """Whether torch counts the op's writes before it runs: the kernel that `torch.library.custom_op` registers does."""
+    return bool(_written(func)) and custom_op_of(func) is not None
 
 
 def _norm_without_statistics(func: OpOverload, args: tuple, kwargs: dict) -> tuple[OpOverload, tuple, dict]:
@@ -249,7 +258,8 @@ def rule_of(func: OpOverload) -> Rule:
     writes: tuple[Any, ...] = _written(func)
     heavy = name in _HEAVY
     if namespace not in ("aten", "prims"):
-        return Rule("opaque", f"{namespace}:: is not aten: nothing is known of its operators", writes)
+        why = f"{namespace}:: is not aten: nothing is known of its operators"
+        return Rule("opaque", why, writes, counted_first=_counted_first(func))
     if name in _NORMS and func._overloadname in ("", "default", "no_stats"):
         if func._overloadname == "no_stats":
             return Rule("pure", heavy=heavy)

@@ -9,14 +9,15 @@ while the recorder may still meet it; it does not keep its bytes.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from lightning_memopt.record.settings import numeric_flags
 from lightning_memopt.record.uncompiled import uncompiled
-from lightning_memopt.torch_private import OpOverload, conjugate, free_weak, negative, storage_of_weak
+from lightning_memopt.torch_private import OpOverload, conjugate, free_weak, negative, storage_id, storage_of_weak
 
 UNKNOWN = -1
 """No count: the version counter has not been read yet."""
@@ -117,6 +118,24 @@ class StorageVersion(Generic[H]):
         """The storage itself while anybody holds it."""
         storage = storage_of_weak(self.weak)
         return storage if isinstance(storage, torch.UntypedStorage) else None
+
+
+def recount(targets: Sequence[torch.Tensor], of_storage: Mapping[int, StorageVersion]) -> None:
+    """Torch has counted the writes of an op that is about to run (`Rule.counted_first`): the bytes are still the old ones.
+
+    Only where the counter has moved by just these writes. Else something wrote before the op, unseen.
+
+    targets: what the op writes. of_storage: address of a storage -> its version.
+    """
+    own = Counter(map(storage_id, targets))
+    for t in targets:
+        version = of_storage.get(storage_id(t))
+        before = t._version - own[storage_id(t)]
+        if version is None or before < 0:
+            continue
+        in_op = version.counter_in_op
+        if version.counter == before or (version.counter == UNKNOWN and in_op is not None and before <= in_op + 1):
+            version.counter = t._version
 
 
 class View:

@@ -161,7 +161,7 @@ def _special(record: OpRecord) -> bool:
     """Whether only `Recorder.record` can run the op correctly."""
     rule = record.rule
     foreach = record.func._name.startswith("aten::_foreach_")
-    return rule.conjugates or foreach or any(isinstance(where, str) for where in rule.writes)
+    return rule.conjugates or rule.counted_first or foreach or any(isinstance(where, str) for where in rule.writes)
 
 
 def in_passing(record: OpRecord) -> Template | OpOverload | None:
