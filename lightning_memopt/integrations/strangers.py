@@ -8,6 +8,7 @@ import weakref
 import torch
 from torch import nn
 
+from lightning_memopt.record import uncompiled
 from lightning_memopt.session import Session
 from lightning_memopt.session.attachment import has_run
 
@@ -31,6 +32,7 @@ class Strangers:
         self._in_a_row = self._elsewhere = 0
         self._said = False
 
+    @uncompiled
     def called(self) -> None:
         """The model is called."""
         self._elsewhere = 0

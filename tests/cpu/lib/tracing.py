@@ -6,4 +6,4 @@ import sys
 
 import pytest
 
-untraced = pytest.mark.skipif(sys.gettrace() is not None, reason="coverage changes times, adds frames, and has a lock of its own")
+untraced = pytest.mark.skipif(sys.gettrace() is not None, reason="coverage changes times, adds frames, and has a lock")
