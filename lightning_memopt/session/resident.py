@@ -12,7 +12,8 @@ from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.graph.model import Kind
 from lightning_memopt.native import counter
 from lightning_memopt.record import is_plain
-from lightning_memopt.torch_private import local_tensor, tree_leaves
+from lightning_memopt.session.leaves import leaves_of
+from lightning_memopt.torch_private import local_tensor
 
 Named = tuple[torch.Tensor, Kind, str]
 """A tensor, its kind, and its name."""
@@ -34,7 +35,7 @@ def resident_tensors(model: nn.Module, optimizers: Iterable[torch.optim.Optimize
 
 
 def batch_tensors(batch: Any) -> Iterator[Named]:
-    for t in tree_leaves(batch):
+    for t in leaves_of(batch):
         if isinstance(t, torch.Tensor):
             yield t, "input", "batch"
 
@@ -42,7 +43,7 @@ def batch_tensors(batch: Any) -> Iterator[Named]:
 def state_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[Named]:
     for optimizer in optimizers:
         for state in optimizer.state.values():
-            for t in tree_leaves(state):
+            for t in leaves_of(state):
                 if isinstance(t, torch.Tensor):
                     yield local_tensor(t), "optimizer_state", "optimizer state"
 

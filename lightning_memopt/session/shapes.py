@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lightning_memopt.torch_private import tree_leaves
+from lightning_memopt.session.leaves import leaves_of
 
 Signature = tuple[Any, ...]
 _Shapes = list[tuple[int, ...]]
@@ -21,7 +21,7 @@ def signature_of(part: int, trained: tuple[bool, ...], batch: Any) -> Signature:
     """The number of the forward in its step, and which parameters are trained: unfrozen layers save more and need another plan.
     Then, for each tensor or list of samples in the batch, the shape, dtype and device of every tensor in it.
     """
-    leaves = tree_leaves(batch, is_leaf=_is_samples)
+    leaves = leaves_of(batch, is_leaf=_is_samples)
     groups = ([leaf] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves if not isinstance(leaf, str | bytes))
     tensors = ([t for t in group if isinstance(t, torch.Tensor)] if type(group) is list else [] for group in groups)
     return (part, trained, *(tuple((_shape(t), t.dtype, t.device.type) for t in group) for group in tensors if group))
