@@ -41,8 +41,9 @@ class MemOptConfig:
         objective: what a plan within the budget minimises: measured time (`"throughput"`) or `"flops"`.
         optimizer_in_backward: whether each parameter is updated in backward as soon as its gradient is final, so that the
             gradient is freed at once. `"never"`; `"auto"`: if that gives the same bits, else one line says why not;
-            `"always"`: raises UpdatesInBackwardError if not. Nothing may read `p.grad` after backward. Plain loops must mark
-            the last backward before a step by `with run.last_backward():`.
+            `"always"`: raises UpdatesInBackwardError if not. Nothing may read or write `p.grad`, weights or the optimizer's
+            state between that backward and `optimizer.step()`; after it, `p.grad` is None. Plain loops must mark the last
+            backward before a step by `with run.last_backward():`.
         profile_steps: number of real training steps that are observed before the plan is solved.
         solver_seconds: time limit of the planner, in seconds of CPU time, so that a busy machine gets the same plans.
         headroom: bytes of the budget that the plan leaves free, for memory that observed steps do not show.

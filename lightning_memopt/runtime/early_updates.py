@@ -22,6 +22,7 @@ from torch import optim
 
 from lightning_memopt.errors import UpdatesInBackwardError
 from lightning_memopt.record import uncompiled
+from lightning_memopt.runtime.between import Between, Snapshot, Touched, parameters_of
 from lightning_memopt.runtime.gradients import Told, reads_of_gradients
 from lightning_memopt.runtime.reduced import Reduced
 from lightning_memopt.torch_private import backward_keeps_graph
@@ -127,13 +128,16 @@ class EarlyUpdates:
     halfway: the number of parameters that were updated when a step raised an error; 0 where none has.
     loaded: a checkpoint was loaded into the optimizer after these updates.
     over: the optimizer's step is not waited for: it has come, though a hook raised in it, or a checkpoint was loaded instead.
+    written: weights or state of these parameters were written after their updates. An error only where a step follows: a
+        checkpoint may be loaded instead, first into the model.
     """
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self.optimizer = optimizer
         self.updated: set[int] = set()
         self.halfway = 0
-        self.loaded = self.over = False
+        self.loaded = self.over = self.written = False
+        self._between, self._before_step = Between(), Snapshot(optimizer, ())
         self._raw: Callable[..., Any] = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]  # without step hooks
         self._lock = threading.RLock()
         self._handles: list[Any] = []
@@ -148,14 +152,20 @@ class EarlyUpdates:
 
     @contextlib.contextmanager
     def backward(
-        self, final: Completed, read: Told, buckets: Reduced | None = None, reduced: Callable[[], None] | None = None
+        self,
+        final: Completed,
+        read: Told,
+        touched: Touched,
+        buckets: Reduced | None = None,
+        reduced: Callable[[], None] | None = None,
     ) -> Iterator[None]:
         """The last backward before the optimizer's step runs within.
 
         `final(p)` is called when the gradient of `p` is complete. If it returns a context, `p` is updated within that context;
         if it returns None, `p` is not updated. `read(p)` is called when somebody reads the gradient of a `p` that was not
-        updated, after this backward and before the step. `buckets`: where gradients are reduced over processes; they are
-        complete then. `reduced()` is called when all buckets are.
+        updated, after this backward and before the step. `touched(p, writes)` is called when an op then reads or writes the
+        weight or the state of any `p`, or a checkpoint is made of the state. `buckets`: where gradients are reduced over
+        processes; they are complete then. `reduced()` is called when all buckets are.
 
         Raises UpdatesInBackwardError to a reader of the gradient of a parameter that was updated, and where an updated
         parameter gets another gradient.
@@ -164,10 +174,11 @@ class EarlyUpdates:
         self._final, self._complete = final, set()
         self._groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
         self._options = _options_of(self.optimizer)
-        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        params = parameters_of(self.optimizer)
         # in every step: so these hooks run after the user's, which see the gradient, and no copy of the model gets them
         self._handles = [p.register_post_accumulate_grad_hook(self._hook) for p in params if p.requires_grad and p.is_leaf]
         self._handles.append(self.optimizer.register_load_state_dict_post_hook(self._loads))
+        self._handles.append(self.optimizer.register_state_dict_pre_hook(partial(self._saves, touched)))
         try:
             with contextlib.nullcontext() if buckets is None else buckets.told(self.full, reduced):
                 self._reduced = frozenset() if buckets is None else buckets.parameters()
@@ -186,6 +197,8 @@ class EarlyUpdates:
             while self._in_buckets:  # when the wrapper has copied all buckets back: it would copy into a new gradient
                 self._in_buckets.pop().grad = None
         self._reading.enter_context(reads_of_gradients(partial(self._read, read)))
+        self._before_step = Snapshot(self.optimizer, [p for p in params if id(p) in self.updated or not self.updated])
+        self._between.begin(self.optimizer, touched)
 
     def _read(self, read: Told, p: torch.Tensor) -> None:
         if id(p) not in self.updated:
@@ -201,13 +214,20 @@ class EarlyUpdates:
         )
 
     def stop_reading(self) -> None:
-        """From now on anybody may read gradients."""
+        """From now on anybody may read gradients, weights and state."""
         self._reading.close()
+        self._between.end()
 
     def options_changed(self) -> bool:
         """Whether an option of a group (a learning rate) has changed since the last backward began. New groups do not count."""
         groups = zip(self._options, _options_of(self.optimizer), strict=False)
         return any(a.keys() != b.keys() or not all(_same(a[k], b[k]) for k in a) for a, b in groups)
+
+    def touched(self) -> bool:
+        """Whether the weight or the state of a parameter that was updated, or of any where none was, has changed since the
+        backward.
+        """
+        return self.written or self._before_step.changed()
 
     def given(self) -> bool:
         """Whether a parameter that was updated has a gradient again, one that the user set."""
@@ -224,13 +244,18 @@ class EarlyUpdates:
         while self._handles:
             self._handles.pop().remove()
         self.updated.clear()
-        self.loaded = self.over = False
-        self._groups, self._options = {}, []
+        self.loaded = self.over = self.written = False
+        self._groups, self._options, self._before_step = {}, [], Snapshot(self.optimizer, ())
 
     def _loads(self, _: optim.Optimizer) -> None:
         """A checkpoint is loaded. (No hook can be removed here: torch is going through them.)"""
         self.stop_reading()
         self.loaded = self.over = bool(self.updated)
+
+    def _saves(self, touched: Touched, _: optim.Optimizer) -> None:
+        """A checkpoint of the state is made: no op reads it now."""
+        for p in parameters_of(self.optimizer) if self._between.on else ():
+            touched(p, False)
 
     @uncompiled
     def _hook(self, p: torch.Tensor) -> None:

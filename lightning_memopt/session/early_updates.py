@@ -54,6 +54,11 @@ _SCHEDULED = Reason(
 _LOADED = Reason("a checkpoint is loaded between backward and optimizer.step()", "Load it before backward(), or after the step")
 _EVALUATED = Reason("the model is evaluated before optimizer.step()", "Evaluate after the step")
 _STRANGER = Reason("an optimizer that this run was not given steps now", "Open a run with that optimizer")
+_CALLED = Reason("the model is called again before optimizer.step()", "Call it after the step")
+_TOUCHED = Reason(
+    "weights or the optimizer's state are read or written between backward and optimizer.step()",
+    "Do that before backward(), or after the step",
+)
 _GIVEN = Reason("the given plan does not say which parameters are updated early", "Leave plan out")
 _OTHER_RANK = Reason("another rank does so", "Set optimizer_in_backward alike on all ranks, and read gradients on none")
 _COMPILED = Reason("the optimizer's step is compiled, and rounds otherwise", "Step without torch.compile")
@@ -108,6 +113,7 @@ class EarlyUpdating:
         self._said: set[Reason] = set()
         self._gradients: dict[str, TensorWeakRef] = {}
         self._read_names: set[str] = set()
+        self._touched_names: set[str] = set()
 
     def adopt(self, graph: Graph) -> None:
         """A plan was given: its graph shows which parameters may be updated early."""
@@ -145,7 +151,7 @@ class EarlyUpdating:
             return
         buckets = None if wrapper is None else reduced_by(wrapper)
         reduced = None if observation is None else observation.reduced
-        with self.updates.backward(partial(self._final, observation, armed), self._read, buckets, reduced):
+        with self.updates.backward(partial(self._final, observation, armed), self._read, self._touched, buckets, reduced):
             yield
         if observation is not None:
             observation.copied_back()
@@ -164,11 +170,26 @@ class EarlyUpdating:
             self.late.add(name)
             self._read_names.add(name)
 
+    def _touched(self, p: torch.Tensor, writes: bool) -> None:
+        """Code reads the weight or the state of `p` before the optimizer's step, or `writes` there: later steps must not update
+        it early. Raises UpdatesInBackwardError to who reads what this step has updated.
+        """
+        if id(p) in self.updates.updated:
+            if not writes:
+                raise self._too_late(*_TOUCHED)
+            self.updates.written = True
+        elif (name := self._names.get(id(p))) is not None:
+            self.late.add(name)
+            self._touched_names.add(name)
+
     def update_begins(self) -> None:
-        """The optimizer is about to step. Raises UpdatesInBackwardError where options or gradients have changed since
-        parameters were updated early: the usual update would use the new ones.
+        """The optimizer is about to step. Raises UpdatesInBackwardError where options, gradients, weights or state have changed
+        since parameters were updated early: the usual update would use the new ones.
         """
         if not self.updates.updated:
+            if self.updates.touched():  # by no op: it is not known which ones
+                self.late |= set(self._names.values())
+                self._touched_names |= set(self._names.values())
             return
         if self.updates.options_changed():
             what, fix = _SCHEDULED
@@ -176,6 +197,8 @@ class EarlyUpdating:
             what, fix = _LOADED
         elif self.updates.given():
             what, fix = "gradients are set between backward and optimizer.step()", "Set none"
+        elif self.updates.touched():
+            what, fix = _TOUCHED
         else:
             self.updates.over = True
             return
@@ -190,6 +213,11 @@ class EarlyUpdating:
         """Another optimizer steps. Raises UpdatesInBackwardError where this one has updated parameters in backward."""
         if self.updates.updated and not self.updates.over:
             raise self._too_late(*_STRANGER)
+    def forward_begins(self) -> None:
+        """A forward of training begins. Raises as `evaluates` does."""
+        if self.updates.updated and not self.updates.over:
+            raise self._too_late(*_CALLED)
+        self.updates.stop_reading()
 
     def _too_late(self, what: str, fix: str) -> UpdatesInBackwardError:
         """The error for a step whose early updates turn out to be wrong. The step is given up."""
@@ -228,16 +256,20 @@ class EarlyUpdating:
             return False
         names = [f.name for f in finals]
         readers = {f.name: late(graph, f, observation.copies) for f in finals}
-        early = {n for n, reader in readers.items() if reader is None and names.count(n) == 1 and n not in self._read_names}
+        seen = self._read_names | self._touched_names
+        early = {n for n, reader in readers.items() if reader is None and names.count(n) == 1 and n not in seen}
         self.learnt |= early
         self.late |= set(names) - early
         observation.finals = [f for f, n in zip(observation.finals, names, strict=True) if n in self.early]
         if not early:
             other_reader = "Python code" if self._read_names else "a second backward"
-            reader = next((r for r in readers.values() if r), other_reader)
+            reader = next((r for r in readers.values() if r), None)
+            if reader is None and self._touched_names and not self._read_names:
+                self._refuse(_TOUCHED)
+                return False
             self._refuse(
                 Reason(
-                    f"{reader} reads gradients or weights between backward and optimizer.step()",
+                    f"{reader or other_reader} reads gradients or weights between backward and optimizer.step()",
                     "Leave out the code that reads them (clipping by the global norm, a GradScaler, logging of gradients, SAM)",
                 )
             )

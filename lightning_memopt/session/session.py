@@ -301,7 +301,7 @@ class Session:
             self.say("MemOpt: DistributedDataParallel has made its buckets anew; observing again")
             self._plan_cache.clear()
         if self._early is not None:
-            self._early.updates.stop_reading()
+            self._early.forward_begins()
         trained = self._parameters.trained()
         self._same_device()
         with self._agreement.first_forward():

@@ -1,0 +1,107 @@
+"""Learn when code reads or writes weights, or the optimizer's state, between backward and the optimizer's step.
+
+A dispatch mode sees the ops. `p.data` and `p.detach()` are ops, too, so what begins with them is seen: `state_dict()` of the
+model, `p.detach().numpy()`. Not seen is who reads memory without an op: by an alias from before, in another thread, in compiled
+code. Where that writes, or replaces tensors of the state, `Snapshot` tells it afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import optim
+
+from lightning_memopt.record import Outside, is_plain, rule_of, storage_id, tensors_in, uncompiled, written_by
+from lightning_memopt.record.tensors import conjugating, count_versions
+from lightning_memopt.torch_private import OpOverload, local_tensor
+
+Touched = Callable[[torch.Tensor, bool], None]
+"""Called with a parameter of which the weight or the state is read or written, and whether it is only written."""
+
+
+def parameters_of(optimizer: optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _state_of(optimizer: optim.Optimizer, p: torch.Tensor) -> list[Any]:
+    """The values of its state. The optimizer's table makes an entry where it is asked for one that it does not have."""
+    return list(optimizer.state[p].values()) if p in optimizer.state else []
+
+
+class Between(Outside):
+    """The dispatch mode. It is entered beneath all modes, because those of users may begin and end in any order with it.
+
+    on: it tells of what it sees.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._told: Touched | None = None
+        self._watched: dict[int, torch.Tensor] = {}
+
+    @property
+    def on(self) -> bool:
+        return self._told is not None
+
+    def begin(self, optimizer: optim.Optimizer, told: Touched) -> None:
+        """Backward is over: from now on call `told`, before an op runs. Its exceptions are raised to the caller of the op."""
+        self.end()
+        for p in parameters_of(optimizer):
+            for t in map(local_tensor, tensors_in([p, *_state_of(optimizer, p)])):
+                if is_plain(t):
+                    self._watched[storage_id(t)] = p
+        self._told = told
+        self.enter(beneath=True)
+
+    def end(self) -> None:
+        """Tell nothing any more. May be repeated: a mode cannot be left while it handles an op, so then it rests first."""
+        self._told = None
+        self._watched.clear()
+        self.leave()
+
+    @uncompiled
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, OpOverload):  # `cond`, `scan`
+            self._look([*args, *kwargs.values()], [])
+            return func(*args, **kwargs)
+        rule = rule_of(func)
+        targets = written_by(func, rule, args, kwargs)
+        if rule.handling != "empty":  # these read no bytes
+            self._look([*args, *kwargs.values()], targets)
+        before = [t._version for t in targets]
+        out = (conjugating(func) if rule.conjugates else func._op)(*args, **kwargs)
+        if targets and func._name.startswith("aten::_foreach_"):
+            count_versions(targets, before)
+        return out
+
+    def _look(self, values: list[Any], targets: list[torch.Tensor]) -> None:
+        written = set(map(id, targets))
+        for t in tensors_in(values):
+            local = local_tensor(t)
+            p = self._watched.get(storage_id(local)) if is_plain(local) else None
+            if p is not None and self._told is not None:
+                self._told(p, id(t) in written)
+
+
+class Snapshot:
+    """The weights and the state of parameters at one moment: where their memory is, and the version counters."""
+
+    def __init__(self, optimizer: optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
+        self._optimizer = optimizer
+        self._seen = [(p, *self._look(p)) for p in parameters]
+
+    def _look(self, p: torch.Tensor) -> tuple[list[Any], list[tuple[int, int]]]:
+        values = _state_of(self._optimizer, p)
+        tensors = map(local_tensor, tensors_in([p, *values]))
+        return values, [(storage_id(t), t._version) for t in tensors if is_plain(t)]
+
+    def changed(self) -> bool:
+        """Whether any of them is another one now."""
+        for p, values, versions in self._seen:
+            now, versions_now = self._look(p)
+            if versions != versions_now or len(now) != len(values) or any(a is not b for a, b in zip(now, values, strict=True)):
+                return True
+        return False
