@@ -25,6 +25,7 @@ from lightning_memopt.record import uncompiled
 from lightning_memopt.runtime.between import Between, Snapshot, Touched, parameters_of
 from lightning_memopt.runtime.gradients import Told, reads_of_gradients
 from lightning_memopt.runtime.reduced import Reduced
+from lightning_memopt.runtime.zeroing import zeroed
 from lightning_memopt.torch_private import backward_keeps_graph
 
 Completed = Callable[[torch.Tensor], contextlib.AbstractContextManager[None] | None]
@@ -128,6 +129,9 @@ class EarlyUpdates:
     halfway: the number of parameters that were updated when a step raised an error; 0 where none has.
     loaded: a checkpoint was loaded into the optimizer after these updates.
     over: the optimizer's step is not waited for: it has come, though a hook raised in it, or a checkpoint was loaded instead.
+    freed: identities of the parameters whose gradients were freed in backward, and not zeroed since.
+    cleared: gradients were zeroed since the last step.
+    kept: gradients were set to zero in place, so they are there in the next step.
     written: weights or state of these parameters were written after their updates. An error only where a step follows: a
         checkpoint may be loaded instead, first into the model.
     """
@@ -137,6 +141,8 @@ class EarlyUpdates:
         self.updated: set[int] = set()
         self.halfway = 0
         self.loaded = self.over = self.written = False
+        self.freed: set[int] = set()
+        self.cleared = self.kept = False
         self._between, self._before_step = Between(), Snapshot(optimizer, ())
         self._raw: Callable[..., Any] = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]  # without step hooks
         self._lock = threading.RLock()
@@ -148,7 +154,8 @@ class EarlyUpdates:
         self._complete: set[int] = set()
         self._laid_out: dict[int, bool] = {}
         self._in_buckets: list[torch.Tensor] = []
-        self._reading = contextlib.ExitStack()
+        self._reading, self._zeroing = contextlib.ExitStack(), contextlib.ExitStack()
+        self._listens = False
 
     @contextlib.contextmanager
     def backward(
@@ -171,6 +178,7 @@ class EarlyUpdates:
         parameter gets another gradient.
         """
         self.step_ended()
+        self._listen()
         self._final, self._complete = final, set()
         self._groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
         self._options = _options_of(self.optimizer)
@@ -233,16 +241,40 @@ class EarlyUpdates:
         """Whether a parameter that was updated has a gradient again, one that the user set."""
         return any(id(p) in self.updated and p.grad is not None for g in self.optimizer.param_groups for p in g["params"])
 
+    def _listen(self) -> None:
+        """From now on learn of `zero_grad`, until the run ends: the calls come after the step."""
+        if not self._listens:
+            self._zeroing.enter_context(zeroed(self._zeroed))
+            self._listens = True
+        self.cleared = False
+
+    def _zeroed(self, parameters: list[torch.Tensor], to_none: bool) -> None:
+        """These gradients were zeroed. Zeros in place move a parameter, by its momentum, also in a step that does not use it:
+        so they are made for gradients that were freed in backward.
+        """
+        ours = set(map(id, parameters_of(self.optimizer))).intersection(map(id, parameters))
+        self.cleared = self.cleared or bool(ours)
+        for p in parameters if not to_none else ():
+            if id(p) in self.freed and p.grad is None:
+                p.grad = torch.zeros_like(p)
+                self.kept = True
+        self.freed -= ours
+
     def given_up(self) -> None:
         """The step will not end. Parameters that were updated stay so, and `halfway` says how many."""
         self.halfway = self.halfway or len(self.updated)
         self.step_ended()
+        self.freed.clear()
+        self._zeroing.close()
+        self._listens = False
 
     def step_ended(self) -> None:
         """The optimizer has stepped: remove the hooks and forget the step."""
         self.stop_reading()
         while self._handles:
             self._handles.pop().remove()
+        if self.updated and not self.over:  # it is given up, and its gradients with it
+            self.freed.clear()
         self.updated.clear()
         self.loaded = self.over = self.written = False
         self._groups, self._options, self._before_step = {}, [], Snapshot(self.optimizer, ())
@@ -305,6 +337,7 @@ class EarlyUpdates:
     def _update(self, p: torch.Tensor) -> None:
         optimizer, groups, version = self.optimizer, self.optimizer.param_groups, p._version
         self.updated.add(id(p))
+        self.freed.add(id(p))
         try:
             optimizer.param_groups = [{**self._groups[id(p)], "params": [p]}]
             self._raw(optimizer)

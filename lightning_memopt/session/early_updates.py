@@ -109,7 +109,7 @@ class EarlyUpdating:
         self.learnt: set[str] = set()
         self.late: set[str] = set()
         self._names: dict[int, str] = {}
-        self._marked = self._before_forward = self._keeps = False
+        self._marked = self._before_forward = self._keeps = self._clears = False
         self._said: set[Reason] = set()
         self._gradients: dict[str, TensorWeakRef] = {}
         self._read_names: set[str] = set()
@@ -125,7 +125,8 @@ class EarlyUpdating:
     def last_backward(self, observation: Observation | None, armed: bool) -> Iterator[None]:
         """Around the last backward before the optimizer's step. Does nothing without `observation` and `armed`.
 
-        Raises UpdatesInBackwardError where no optimizer.step() followed an earlier backward that updated parameters.
+        Raises UpdatesInBackwardError where no optimizer.step() followed an earlier backward that updated parameters, or where
+        this one would add to gradients that it freed.
         """
         if self.updates.over:
             self.updates.step_ended()
@@ -135,6 +136,16 @@ class EarlyUpdating:
             raise UpdatesInBackwardError(
                 f"No optimizer.step() came after run.last_backward(), which had updated {count} parameters already. Mark a "
                 "backward only when the step is certain to follow it, or set optimizer_in_backward='never'."
+            )
+        # who clears gradients in another way than by `zero_grad` does so from the first step on, and is not looked after
+        self._clears = self._clears or (bool(self._gradients) and self.updates.cleared)
+        if self._clears and self.updates.freed:
+            count = len(self.updates.freed)
+            self.updates.freed.clear()
+            raise UpdatesInBackwardError(
+                f"zero_grad() was not called since the last step, which freed {count} gradients in backward: this backward "
+                "would add to them, so this step cannot be put right. Call optimizer.zero_grad() in every step, or set "
+                "optimizer_in_backward='never'."
             )
         self._marked, self._before_forward = True, observation is None
         self._names = names_of(self.model)
@@ -337,6 +348,8 @@ class EarlyUpdating:
             return self._refuse(reasons[0])
         if any(torch.is_autocast_enabled(kind) for kind in kinds):
             return self._refuse(_AUTOCAST)
+        if self.updates.kept:  # from this step on gradients are there again
+            return self._refuse(_ZEROED)
         before, self._gradients = self._gradients, {}
         for name, p in self.model.named_parameters() if before else ():
             if name in before and p.grad is not None and before[name]() is p.grad:

@@ -108,6 +108,76 @@ def test_gradients_are_read_freely_outside_of_backward_and_step(updates: list[Te
     assert len(updates) == 4 * 6
 
 
+class Experts(Body):
+    """Each forward uses another one of the last layers. Without a gradient, momentum does not move the others; by zeros, it
+    does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.experts[self.calls % 3](super().forward(x))
+
+
+def clearing(clear: Callable[[nn.Module, torch.optim.Optimizer], Any], first: int) -> Callable[..., None]:
+    """A loop that clears gradients in this way from step `first` on."""
+
+    def loop(model: nn.Module, run: Run | None, optimizer: torch.optim.Optimizer, batches: list[Any]) -> None:
+        for i, batch in enumerate(batches):
+            loss = squares(model, batch)
+            with run.last_backward() if run is not None else contextlib.nullcontext():
+                loss.backward()
+            optimizer.step()
+            clear(model, optimizer) if i >= first else optimizer.zero_grad()
+
+    return loop
+
+
+def _zeroes_experts(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    for part in model.children():
+        part.zero_grad(set_to_none=part is model.layers)
+
+
+ZERO: dict[str, Callable[[nn.Module, torch.optim.Optimizer], None]] = {
+    "optimizer": lambda _, optimizer: optimizer.zero_grad(set_to_none=False),
+    "model": lambda model, _: model.zero_grad(False),
+    "a part": _zeroes_experts,
+}
+STEPS = [data(64, 16, seed=s) for s in range(14)]
+
+
+@pytest.mark.parametrize("zero", ZERO)
+def test_gradients_that_are_set_to_zero_from_a_later_step_on(zero: str, updates: list[Tensor]) -> None:
+    """EXACT with "auto": zeros stand where plain training has them, and parameters are updated as usual. Refused with "always",
+    before anything is updated."""
+    zeroes = torch.optim.Optimizer.zero_grad, nn.Module.zero_grad
+    loop = clearing(ZERO[zero], 8)
+    same_as_plain(Experts, OPTIMIZERS["sgd"], STEPS, loop, mode="auto")
+    assert updates and (torch.optim.Optimizer.zero_grad, nn.Module.zero_grad) == zeroes
+    with pytest.raises(UpdatesInBackwardError, match="set to zero in place"):
+        same_as_plain(Experts, OPTIMIZERS["sgd"], STEPS, loop)
+
+
+def test_gradients_that_are_kept_from_a_later_step_on() -> None:
+    """REFUSE: plain training would add to gradients that are gone."""
+    with pytest.raises(UpdatesInBackwardError, match="zero_grad.. was not called since the last step, which freed 6"):
+        same_as_plain(Body, OPTIMIZERS["sgd"], STEPS, clearing(lambda *_: None, 5), mode="auto")
+
+
+def test_gradients_that_are_cleared_by_hand(updates: list[Tensor]) -> None:
+    """EXACT: without `zero_grad` in any step."""
+
+    def clears(model: nn.Module, _: torch.optim.Optimizer) -> None:
+        for p in model.parameters():
+            p.grad = None
+
+    same_as_plain(Experts, OPTIMIZERS["sgd"], STEPS, clearing(clears, 0))
+    assert updates
+
+
 def test_a_hook_that_comes_later(updates: list[Tensor]) -> None:
     """EXACT with "auto": a step pre-hook sees its gradients, in ordinary steps. Refused with "always", before anything is
     updated. Hooks of gradients run before updates."""
