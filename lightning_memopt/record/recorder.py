@@ -219,9 +219,13 @@ class Recorder(Outside):
         record.args = captured(args, self, reads, foreign)
         if kwargs:
             record.kwargs = dict(zip(kwargs, captured(tuple(kwargs.values()), self, reads, foreign), strict=True))
-        if foreign or self.elsewhere or rule.handling == "opaque" or op in self.fixed:
+        if foreign or self.elsewhere or rule.handling == "opaque":
             return
-        if is_atomic(func) and not may_run_again(func, device_of((version.device for version in reads), kwargs).type):
+        if rule.rewrite is not None:  # no call reads the running statistics; nor does a fixed op, which is not fixed in its plan
+            statistics = {id(self.of_storage[storage_id(t)]) for t in targets}
+            reads[:] = [version for version in reads if id(version) not in statistics]
+        device = device_of((version.device for version in reads), kwargs).type
+        if op in self.fixed or (is_atomic(func) and not may_run_again(func, device)):
             return
         if rule.handling != "empty":
             record.call = self._call(op, record, args, kwargs, reads, targets)
@@ -246,15 +250,11 @@ class Recorder(Outside):
     def _call(
         self, op: int, record: OpRecord, args: tuple, kwargs: dict, reads: list[StorageVersion], targets: list[torch.Tensor]
     ) -> Call | None:
-        """The call that runs this op again, or None where its results cannot be rebuilt. Removes from `reads` the running
-        statistics that the call does not read.
-        """
+        """The call that runs this op again, or None where its results cannot be rebuilt."""
         func, rule, held_args, held_kwargs = record.func, record.rule, record.args, record.kwargs
         if rule.rewrite is not None and targets:
             # the running statistics are written, but no output depends on them: a rebuild leaves them out
             func, held_args, held_kwargs = rule.rewrite(func, held_args, held_kwargs)
-            statistics = {id(self.of_storage[storage_id(t)]) for t in targets}
-            reads[:] = [version for version in reads if id(version) not in statistics]
             targets = []
         mutated = {id(self.of_storage[storage_id(t)]) for t in targets}
         for version in reads:

@@ -165,6 +165,22 @@ def test_updates_in_backward_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert updates and peaks[1] < peaks[0]
 
 
+@pytest.mark.filterwarnings("error:.*left the plan")
+def test_updates_in_backward_with_running_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """EXACT: forwards run as planned, although the observed step knew already that no op of it runs again."""
+    updates = counted(monkeypatch)
+    ends = []
+    for attach in (False, True):
+        model = made(lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)), nn.BatchNorm1d(64), nn.Linear(64, 64)))
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        options: dict[str, Any] = dict(budget="min", optimizer_in_backward="always", profile_steps=1, verbose=False, **AWAY)
+        with optimize(model, optimizer, **options) if attach else contextlib.nullcontext() as run:
+            marked_loop(model, run, optimizer, [data(64, 64, seed=s) for s in range(STEPS)])
+        ends.append([model.state_dict(), optimizer.state_dict()])
+    assert_same_tree(*ends)
+    assert updates and run is not None and main(run).matched and not main(run).deviated
+
+
 def test_a_plan_file_that_rebuilds_is_refused(tmp_path: Path) -> None:
     """By name, before anything runs; one that moves only is taken."""
     rebuilds, moves = tmp_path / "rebuilds.json", tmp_path / "moves.json"
