@@ -221,7 +221,7 @@ class Recorder(Outside):
             record.kwargs = dict(zip(kwargs, captured(tuple(kwargs.values()), self, reads, foreign), strict=True))
         if foreign or self.elsewhere or rule.handling == "opaque":
             return
-        if rule.rewrite is not None:  # no call reads the running statistics; nor does a fixed op, which is not fixed in its plan
+        if rule.rewrite is not None:  # no call reads the running statistics; nor does a fixed op: its plan does not fix it
             statistics = {id(self.of_storage[storage_id(t)]) for t in targets}
             reads[:] = [version for version in reads if id(version) not in statistics]
         device = device_of((version.device for version in reads), kwargs).type

@@ -95,6 +95,20 @@ def _same(a: tuple[Any, int], b: tuple[Any, int]) -> bool:
     return old is new or (not isinstance(old, torch.Tensor) and bool(old == new))
 
 
+_HOOKED = optim.Optimizer.profile_hook_step(lambda _: None).__code__
+
+
+def step_without_hooks(kind: type[optim.Optimizer]) -> Callable[..., Any] | None:
+    """The step of a class without the wrapper in which torch calls step hooks; None where it is not in that wrapper.
+
+    Torch wraps it when the first optimizer of the class is made: more than once, where threads make one at the same time.
+    """
+    step: Any = kind.step
+    while getattr(step, "__code__", None) is _HOOKED:
+        step = step.__wrapped__
+    return None if step is kind.step else step
+
+
 def of_optimizers(optimizers: Sequence[optim.Optimizer]) -> list[Reason]:
     """The reasons, in the optimizers, why no parameter can be updated early."""
     if len(optimizers) != 1:
@@ -105,7 +119,7 @@ def of_optimizers(optimizers: Sequence[optim.Optimizer]) -> list[Reason]:
         what = f"{type(optimizer).__name__} is not known to update each parameter by itself"
         return [Reason(what, f"Use one of {names}, exactly, not a subclass")]
     reasons = []
-    raw = getattr(type(optimizer).step, "__wrapped__", None)
+    raw = step_without_hooks(type(optimizer))
     own = vars(optimizer).get("step")
     replaced = own is not None and not getattr(own, "_wrapped_by_lr_sched", False)  # schedulers of torch wrap it
     if replaced or not getattr(raw, "__module__", "").startswith("torch.optim"):
@@ -144,7 +158,7 @@ class EarlyUpdates:
         self.freed: set[int] = set()
         self.cleared = self.kept = False
         self._between, self._before_step = Between(), Snapshot(optimizer, ())
-        self._raw: Callable[..., Any] = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]  # without step hooks
+        self._raw = step_without_hooks(type(optimizer)) or type(optimizer).step
         self._lock = threading.RLock()
         self._handles: list[Any] = []
         self._groups: dict[int, dict[str, Any]] = {}

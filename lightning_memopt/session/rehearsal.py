@@ -20,6 +20,7 @@ import torch
 from torch import optim
 
 from lightning_memopt.record import Outside
+from lightning_memopt.runtime.early_updates import step_without_hooks
 from lightning_memopt.torch_private import (
     local_tensor,
     no_torch_functions,
@@ -102,8 +103,7 @@ def rehearse(optimizer: optim.Optimizer, groups: Iterable[Group], device: torch.
 
 def _is_torchs(optimizer: optim.Optimizer) -> bool:
     """Whether nobody has replaced torch's step. A scheduler may wrap it to count steps; the rehearsal does not call that."""
-    raw = getattr(type(optimizer).step, "__wrapped__", None)
-    modules = (type(optimizer).__module__, getattr(raw, "__module__", None))
+    modules = (type(optimizer).__module__, getattr(step_without_hooks(type(optimizer)), "__module__", None))
     return all(f"{module}.".startswith("torch.optim.") for module in modules)
 
 
@@ -168,7 +168,9 @@ def _of_group(
     before = {q: _nbytes(double.state[q], rounded) for q in blank}
     existing = tree_leaves([list(double.state.values()), blank, [q.grad for q in blank]])
     ledger = _Ledger({"meta", "cpu"} if device.type == "cpu" else {"meta"}, rounded, existing)
-    step = partial(type(double).step.__wrapped__, double)  # type: ignore[attr-defined]  # runs no hooks
+    raw = step_without_hooks(type(double))
+    assert raw is not None, "it is torch's step"
+    step = partial(raw, double)
     with contextlib.ExitStack() as stack:
         ledger.enter_in(stack)
         step()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_memopt import optimize
 from lightning_memopt.errors import UpdatesInBackwardError
@@ -80,3 +82,32 @@ def test_what_was_not_so_in_the_lesson(between: Between, monkeypatch: pytest.Mon
     assert updates
     with pytest.raises(UpdatesInBackwardError, match="cannot be put right"):
         loop(between, "auto")
+
+
+@pytest.mark.filterwarnings("ignore:MemOpt. there is no plan yet")  # each step counts as two
+def test_a_step_that_torch_has_wrapped_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """EXACT: as where two threads make the first optimizers of a class at the same time. No update calls step hooks."""
+    updates = counted(monkeypatch)
+    OPTIMIZERS["adamw"]([torch.zeros(1)])  # torch wraps the step
+    step = torch.optim.Optimizer.profile_hook_step(torch.optim.AdamW.step)
+    step.hooked = True  # type: ignore[attr-defined]
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    steps: list[int] = []
+    hook = register_optimizer_step_post_hook(lambda *_: steps.append(len(updates)))
+    ends = [loop(lambda *_: None, mode) for mode in (None, "always")]
+    hook.remove()
+    assert_same_tree(*ends)
+    assert steps == [0] * 12 + [n for n in (6, 12, 18, 24) for _ in range(2)]
+
+
+def test_a_step_that_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused, also where the replacement looks as what it calls."""
+    original = torch.optim.AdamW.step
+
+    @functools.wraps(original)
+    def replaced(*args: Any) -> Any:
+        return original(*args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", replaced)
+    with pytest.raises(UpdatesInBackwardError, match="the step of AdamW was replaced"):
+        loop(lambda *_: None, "always")
