@@ -104,6 +104,10 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "An exception came in the middle of a backward that updates parameters.",
         "Restore a checkpoint; set `optimizer_in_backward='never'` where backward may raise.",
     ),
+    ("runtime/early_updates.py", "MemOpt: the tensor"): (
+        "A branch of the loss beside the model's forward began in a later step, and backward needs a weight for it.",
+        "Make the branch in the first steps, too, or in the model's forward; or set `optimizer_in_backward='never'`.",
+    ),
     ("runtime/engine/observing.py", "MemOpt: running"): (
         "An op gave other bits when it ran a second time: it is not deterministic.",
         "Use deterministic algorithms to have it rebuilt; else its result is kept, and nothing is wrong.",

@@ -205,13 +205,20 @@ class EarlyUpdates:
             with contextlib.nullcontext() if buckets is None else buckets.told(self.full, reduced):
                 self._reduced = frozenset() if buckets is None else buckets.parameters()
                 yield
-        except BaseException:
+        except BaseException as error:
             if self.updated:
                 warnings.warn(
                     f"MemOpt: backward raised after {len(self.updated)} of {len(params)} parameters had been updated in it. "
                     "The model is in the middle of a step: restore a checkpoint before training goes on.",
                     stacklevel=2,
                 )
+                if "modified by an inplace operation" in str(error):  # autograd found it, and says not by whom
+                    warnings.warn(
+                        "MemOpt: the tensor that was modified may be a weight that was updated in this backward, and that a "
+                        "branch of the loss beside the model's forward still needed. Make that branch in the first steps, too, "
+                        "or set optimizer_in_backward='never'.",
+                        stacklevel=2,
+                    )
             self.given_up()
             raise
         finally:

@@ -294,3 +294,28 @@ def test_an_evaluation_before_the_step() -> None:
 
     with pytest.raises(UpdatesInBackwardError, match="evaluated before"):
         same_as_plain(Body, OPTIMIZERS["adam"], [data(8, 16, seed=s) for s in range(5)], loop)
+
+
+def test_d5_a_branch_beside_the_forward_that_comes_later() -> None:
+    """Autograd's error, and a warning that says which change it may have found."""
+    model = made(Body)
+    other = nn.Linear(16, 16)
+    optimizer = OPTIMIZERS["sgd"]([*model.parameters(), *other.parameters()])
+    options: dict[str, Any] = dict(budget="min", optimizer_in_backward="auto", profile_steps=1, verbose=False)
+    with optimize(model, optimizer, **options) as run:
+        for i, batch in enumerate(WIDE):
+            beside = (other(batch) @ model.layers[1].weight.detach()).sum() if i == LATER else 0.0  # type: ignore[index]
+            loss = squares(model, batch) + beside
+            if i == LATER:
+                break
+            with run.last_backward():
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with (
+            pytest.warns(UserWarning, match="may be a weight that was updated in this backward"),
+            pytest.warns(UserWarning, match="backward raised after"),
+            pytest.raises(RuntimeError, match="modified by an inplace operation"),
+            run.last_backward(),
+        ):
+            loss.backward()
