@@ -137,6 +137,7 @@ class EarlyUpdating:
                 f"No optimizer.step() came after run.last_backward(), which had updated {count} parameters already. Mark a "
                 "backward only when the step is certain to follow it, or set optimizer_in_backward='never'."
             )
+        self.updates.stop_reading()  # of an earlier backward that updated nothing: we read weights, too
         # who clears gradients in another way than by `zero_grad` does so from the first step on, and is not looked after
         self._clears = self._clears or (bool(self._gradients) and self.updates.cleared)
         if self._clears and self.updates.freed:

@@ -144,3 +144,21 @@ def test_a_forward_before_the_step() -> None:
     loop = touching(lambda model, *_: model(WIDE[0]), 3)
     with pytest.raises(UpdatesInBackwardError, match="the model is called again before optimizer.step"):
         same_as_plain(Body, OPTIMIZERS["adam"], WIDE, loop, mode="auto")
+
+
+def test_a_second_marked_backward_in_the_lesson(updates: list[Tensor]) -> None:
+    """Nobody but us reads weights between the two: the reason is the second backward."""
+
+    def loop(model: nn.Module, run: Run | None, optimizer: torch.optim.Optimizer, batches: list[Any]) -> None:
+        for batch in batches:
+            out = model(batch)
+            for loss in (out.square().sum(), out.sum()):
+                with run.last_backward() if run is not None else contextlib.nullcontext():
+                    loss.backward(retain_graph=True)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    same_as_plain(Body, OPTIMIZERS["sgd"], WIDE, loop, mode="auto")
+    assert not updates
+    with pytest.raises(UpdatesInBackwardError, match="reads gradients or weights between"):
+        same_as_plain(Body, OPTIMIZERS["sgd"], WIDE, loop)
