@@ -218,18 +218,21 @@ class EarlyUpdating:
 
     def evaluates(self) -> None:
         """The model is called in evaluation. Raises UpdatesInBackwardError where parameters were updated before the step."""
-        if self.updates.updated and not self.updates.over:
-            raise self._too_late(*_EVALUATED)
+        self._comes(_EVALUATED)
 
     def stranger_steps(self) -> None:
-        """Another optimizer steps. Raises UpdatesInBackwardError where this one has updated parameters in backward."""
-        if self.updates.updated and not self.updates.over:
-            raise self._too_late(*_STRANGER)
+        """An optimizer steps that is none of the run's. Raises as `evaluates` does."""
+        self._comes(_STRANGER)
+
     def forward_begins(self) -> None:
         """A forward of training begins. Raises as `evaluates` does."""
-        if self.updates.updated and not self.updates.over:
-            raise self._too_late(*_CALLED)
+        self._comes(_CALLED)
         self.updates.stop_reading()
+
+    def _comes(self, event: Reason) -> None:
+        """Something comes that must not come between the update of a parameter in backward and the optimizer's step."""
+        if self.updates.updated and not self.updates.over:
+            raise self._too_late(*event)
 
     def _too_late(self, what: str, fix: str) -> UpdatesInBackwardError:
         """The error for a step whose early updates turn out to be wrong. The step is given up."""
