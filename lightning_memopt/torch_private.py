@@ -6,7 +6,6 @@ tests/cpu/record/test_torch_private.py says which.
 
 from __future__ import annotations
 
-import gc
 import importlib
 import sys
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # documented, althou
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only  # tensors in whatever users return
 
 from lightning_memopt.errors import UnsupportedError
+from lightning_memopt.live_objects import live_objects
 
 __all__ = ["HigherOrderOperator", "OpOverload", "TorchDispatchMode", "tree_leaves", "tree_map", "tree_map_only"]
 
@@ -211,8 +211,8 @@ def sharded_parameters(unit: Any) -> list[tuple[Any, Any, Any]]:
 
 def in_pipeline(model: Any) -> bool:
     """Whether a module of the model belongs to a stage of a pipeline: a schedule runs its forwards before its backwards."""
-    kinds = (_named("torch.distributed.pipelining.stage:_PipelineStageBase"),)
-    stages = [o for o in gc.get_objects() if issubclass(type(o), kinds)]
+    base = _named("torch.distributed.pipelining.stage:_PipelineStageBase")
+    stages = live_objects(lambda kind: base in kind.__mro__)
     modules = {id(module) for module in model.modules()}
     return any(id(module) in modules for stage in stages for module in stage.submod.modules())
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from lightning_memopt.live_objects import live_objects
 from lightning_memopt.native import counter, install
 from lightning_memopt.torch_private import no_torch_functions, without_modes
 
@@ -46,23 +47,13 @@ def _gradient(t: torch.Tensor) -> torch.Tensor | None:
 def living(device: torch.device) -> list[torch.UntypedStorage]:
     """Distinct storages on a device, of all tensors and their gradients; without tensors that only C++ holds."""
     storage_of: dict[int, torch.UntypedStorage] = {}
-    of_tensors = _Kinds()
     with torch.no_grad(), no_torch_functions(), without_modes():
-        # not `isinstance`, which asks the object: lazy objects would be initialised by that
-        for known in [known for known in gc.get_objects() if of_tensors[type(known)]]:
+        for known in live_objects(lambda kind: torch.Tensor in kind.__mro__):
             for t in (known, _gradient(known)):
                 for storage in () if t is None else storages(t):
                     if storage.device.type == device.type:
                         storage_of[storage._cdata] = storage
     return list(storage_of.values())
-
-
-class _Kinds(dict[type, bool]):
-    """Whether a class is one of tensors."""
-
-    def __missing__(self, kind: type) -> bool:
-        self[kind] = torch.Tensor in kind.__mro__
-        return self[kind]
 
 
 def count_all(say: Callable[[str], None]) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import os
 import warnings
 import weakref
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from lightning_memopt.live_objects import live_objects
 from lightning_memopt.native import Counter, Window, counter
 from lightning_memopt.torch_private import KINETO_PROFILE, profiler_is_on, record_function
 from lightning_memopt.trace.counted import Marks
@@ -193,14 +193,8 @@ def _user_profiler() -> bool:
     torch does not report a profiler that waits or warms up. If the user steps it inside this block, it would begin to record
     inside of this module's profiler.
     """
-    kinds: dict[type, bool] = {}
-    for known in gc.get_objects():
-        kind = type(known)
-        if kind not in kinds:
-            kinds[kind] = not _PROFILERS.isdisjoint(kind.__mro__)
-        if kinds[kind] and known not in _own_profilers:
-            return True
-    return False
+    profilers = live_objects(lambda kind: not _PROFILERS.isdisjoint(kind.__mro__))
+    return any(profiler not in _own_profilers for profiler in profilers)
 
 
 @cache
