@@ -96,6 +96,7 @@ class Metering:
     """
 
     def __init__(self) -> None:
+        _meterings.add(self)
         self._meter: StepMeter | None = None
         self._metered = self._spoiled = False
         self._spans: set[int] = set()
@@ -151,3 +152,13 @@ class Metering:
 
     def span_ends(self, optimizer: torch.optim.Optimizer) -> None:
         self._spans.discard(id(optimizer))
+
+
+_meterings: weakref.WeakSet[Metering] = weakref.WeakSet()
+
+
+def spoil_open_meters() -> None:
+    """A plan is made: the memory of that belongs to no step, also where one of another session has begun (a GAN)."""
+    for metering in list(_meterings):
+        if metering._meter is not None:
+            metering.observing()

@@ -14,6 +14,7 @@ from lightning_memopt.session import costs, times
 from lightning_memopt.session.advice import advice
 from lightning_memopt.session.foresight import unmodified_peak
 from lightning_memopt.session.offloading import Offloading
+from lightning_memopt.session.peak_meter import spoil_open_meters
 from lightning_memopt.solvers import planner
 from lightning_memopt.units import format_nbytes
 
@@ -42,6 +43,7 @@ def solved(graph: Graph, limit_nbytes: int | None, offloading: Offloading, say: 
 def frontier_of(graph: Graph, offloading: Offloading, say: Say, limit_nbytes: int | None = None) -> planner.Frontier:
     """The frontier of this graph, with parked tensors where the config allows them, and with more plans for one limit."""
     say(f"MemOpt: solving for {len(graph.ops)} ops, {len(graph.saves)} saved tensors")
+    spoil_open_meters()
     return offloading.frontier(
         planner.solve(
             graph,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from lightning_memopt.session.peak_meter import Metering, spoil_open_meters
+from tests.cpu.lib.engines import needs_native
 from tests.cpu.lib.fits import COUNT, Task, fit, loader, memopt, session_of
 from tests.cpu.lib.inside import state_of
 
@@ -22,3 +24,18 @@ def test_evaluation_between_accumulated_batches() -> None:
     found = state_of(session_of(fit(memopt(profile_steps=1), Wide, accumulate_grad_batches=2, data=data, **options)))
     assert found.measured_nbytes is not None
     assert found.measured_nbytes <= 1.05 * found.plan.predicted_peak_nbytes
+
+
+@needs_native
+def test_the_solve_of_another_session_is_in_no_step() -> None:
+    """The step of a generator goes on around those of its discriminator, whose plan is made meanwhile, by probing a disk."""
+    metering, others, cpu = Metering(), Metering(), torch.device("cpu")
+    for _ in range(2):
+        metering.begin(torch.nn.Linear(2, 2), [], torch.ones(2), cpu, wanted=True)
+        torch.empty(1 << 24)
+        spoil_open_meters()
+        metering.begin(torch.nn.Linear(2, 2), [], torch.ones(2), cpu, wanted=True)  # the second forward of this step
+        assert metering.close() is None
+    metering.begin(torch.nn.Linear(2, 2), [], torch.ones(2), cpu, wanted=True)
+    assert metering.close() is not None
+    assert others.close() is None
