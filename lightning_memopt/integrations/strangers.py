@@ -13,7 +13,7 @@ from lightning_memopt.session import Session
 from lightning_memopt.session.attachment import has_run
 
 IN_A_ROW = 4
-"""After so many steps, without one of an optimizer of the run, a stranger is the optimizer of the run."""
+"""After so many steps of a stranger, without one of the run's own, the strangers of these steps take the place of the run's."""
 ELSEWHERE = 10
 """After so many steps of strangers that train no parameter of the model, which was not called meanwhile, the run says so."""
 
@@ -28,9 +28,8 @@ class Strangers:
     def __init__(self, session: Session, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         """`optimizers`: those of the run; replaced in place."""
         self._session, self._model, self._optimizers = session, model, optimizers
-        self._stranger: weakref.ref[torch.optim.Optimizer] | None = None
-        self._in_a_row = self._elsewhere = 0
-        self._said = False
+        self._in_a_row: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._elsewhere, self._said = 0, False
 
     @uncompiled
     def called(self) -> None:
@@ -40,22 +39,22 @@ class Strangers:
     def is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
         """Before a step. Raises UpdatesInBackwardError where the run's own optimizer has updated parameters in backward."""
         if any(optimizer is o for o in self._optimizers):
-            self._in_a_row = self._elsewhere = 0
+            self._in_a_row.clear()
+            self._elsewhere = 0
             return True
         trained = set(map(id, self._model.parameters()))
         if not any(id(p) in trained for group in optimizer.param_groups for p in group["params"]):
             self._trains_elsewhere(optimizer)
             return False
-        if self._stranger is None or self._stranger() is not optimizer:
-            self._stranger, self._in_a_row = weakref.ref(optimizer), 0
-        self._in_a_row += 1
-        certain = self._in_a_row >= IN_A_ROW
-        self._session.trained_by(optimizer, certain)
-        if certain:
-            name = type(optimizer).__name__
-            self._session.say(f"MemOpt: {name}, which this run was not given, trains its model now; observing again")
-            self._optimizers[:] = [optimizer]
-        return certain
+        self._in_a_row[optimizer] = self._in_a_row.get(optimizer, 0) + 1
+        strangers = list(self._in_a_row) if self._in_a_row[optimizer] >= IN_A_ROW else []
+        self._session.trained_by(strangers)
+        if strangers:
+            names = ", ".join(type(o).__name__ for o in strangers)
+            self._session.say(f"MemOpt: {names}, which this run was not given, trains its model now; observing again")
+            self._optimizers[:] = strangers
+            self._in_a_row.clear()
+        return bool(strangers)
 
     def _trains_elsewhere(self, optimizer: torch.optim.Optimizer) -> None:
         if self._said or has_run(optimizer):

@@ -212,13 +212,13 @@ class Session:
         self._plan_cache.step_ended(before, bool(step.plans), peak_nbytes, self.budget_nbytes)
         self.silence.step_ended()
 
-    def trained_by(self, optimizer: torch.optim.Optimizer, certain: bool) -> None:
-        """An optimizer that is none of the run's steps. `certain`: from now on it takes their place, and is observed."""
+    def trained_by(self, strangers: list[torch.optim.Optimizer]) -> None:
+        """An optimizer steps that is none of the run's. `strangers`: these take the place of the run's, and are observed."""
         if self._early is not None:
             self._early.stranger_steps()
-        if certain:
+        if strangers:
             self._observed_step.abandon()
-            self.optimizers[:] = [optimizer]
+            self.optimizers[:] = strangers
             self._ends, self._step, self._early = Ends(self.model, self.optimizers), Step(), None
             self._plan_cache.clear()
 

@@ -60,6 +60,22 @@ def test_an_optimizer_that_is_made_anew_is_observed(capsys: pytest.CaptureFixtur
     assert status.measured_peak_nbytes == pytest.approx(status.predicted_peak_nbytes, rel=0.02)
 
 
+def test_two_optimizers_that_are_made_anew(capsys: pytest.CaptureFixture[str]) -> None:
+    model = small()
+    with optimize(model, optimizer := sgd(model), **(QUIET | {"budget": "min", "verbose": True})) as run:
+        train(model, optimizer, batches(6))
+        parameters = list(model.parameters())
+        pair = torch.optim.Adam(parameters[:2]), torch.optim.Adam(parameters[2:])
+        for batch in batches(IN_A_ROW + 8, seed=4):
+            loss_of(model, batch).backward()
+            for other in pair:
+                other.step()
+            model.zero_grad()
+        assert run.session.optimizers == list(pair)
+        assert run.status().phase == "planned" and run.status().measured_peak_nbytes is not None
+    assert "Adam, Adam, which this run was not given" in capsys.readouterr().out
+
+
 def test_an_optimizer_that_only_helps_is_none_of_the_run() -> None:
     """It steps between those of the run's own."""
 
