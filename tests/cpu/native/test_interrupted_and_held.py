@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_memopt import optimize
 from lightning_memopt.native import install
@@ -14,6 +13,7 @@ from lightning_memopt.record.seams import Seams
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.plan_cache import PlanCache
 from lightning_memopt.session.states import Running
+from lightning_memopt.torch_private import AUTOGRAD
 from tests.cpu.lib.inside import state_of
 from tests.cpu.lib.loops import QUIET, batches, installed, leaves_nothing, sgd, small, step
 
@@ -38,9 +38,9 @@ def test_an_interrupt_behind_the_entry_of_the_hooks(monkeypatch: pytest.MonkeyPa
     with leaves_nothing(model), optimize(model, o := sgd(model), budget="min", **QUIET):
         for _ in range(3):
             step(model, o, data)
-        before, enter = installed(), saved_tensors_hooks.__enter__
+        before, push = installed(), AUTOGRAD._push_saved_tensors_default_hooks
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(saved_tensors_hooks, "__enter__", lambda self: (enter(self), interrupted()))
+            patch.setattr(AUTOGRAD, "_push_saved_tensors_default_hooks", lambda *hooks: (push(*hooks), interrupted()))
             step(model, o, data)
         assert installed() == before
         step(model, o, data)
