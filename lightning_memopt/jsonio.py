@@ -91,9 +91,9 @@ def parse(data: bytes | str, *, name: str = "the JSON text", max_nbytes: int = M
     except json.JSONDecodeError as error:
         where = f"line {error.lineno} column {error.colno} (character {error.pos})"
         ended = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string")
-        what = error.msg.removesuffix(" at")
+        problem = error.msg.removesuffix(" at")
         hint = "; the file looks truncated: copy or make it again" if ended else ""
-        raise PlanFileError(f"{name} is not JSON: {what} at {where}{hint or '; make the file again'}") from None
+        raise PlanFileError(f"{name} is not JSON: {problem} at {where}{hint or '; make the file again'}") from None
     if not isinstance(value, dict):
         kinds = {list: "an array", str: "a string", bool: "true or false", type(None): "null"}
         kind = kinds.get(type(value), "a number")

@@ -59,10 +59,12 @@ class Training:
             optimizes = bool(several) and all(isinstance(o, torch.optim.Optimizer) for o in several)
             if isinstance(model, nn.Module) and optimizes and callable(step):
                 return cls(model, optimizer, step)
-        names = ", ".join(type(part).__name__ for part in built) if isinstance(built, tuple) else type(built).__name__
+        kind = type(built).__name__
+        if isinstance(built, tuple):
+            kind = f"({', '.join(type(part).__name__ for part in built)})"
         raise ConfigError(
-            f"{spec} returned {f'({names})' if isinstance(built, tuple) else names}; make it return (model, optimizer, step): "
-            "a module, its optimizer or a list of them, and a function that runs one whole training step."
+            f"{spec} returned {kind}; make it return (model, optimizer, step): a module, its optimizer or a list of them, and "
+            "a function that runs one whole training step."
         )
 
 

@@ -277,6 +277,6 @@ def _run(args: argparse.Namespace) -> int:
         print(f"memopt: {error}. Install it with: pip install 'lightning-memopt[demo]'", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        more = ": the same command goes on behind the last row" if args.command == "bench" else ""
-        print(f"memopt: interrupted{more}", file=sys.stderr)
+        resume = ": the same command goes on behind the last row" if args.command == "bench" else ""
+        print(f"memopt: interrupted{resume}", file=sys.stderr)
         return 130

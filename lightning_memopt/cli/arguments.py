@@ -24,8 +24,8 @@ def nbytes_of(option: str, text: str, device: str = "") -> int:
     except BudgetError:
         raise ConfigError(f"{option} is {text!r}. Give bytes, 1 or more and less than 4 EiB: 1048576, 11GiB") from None
     if nbytes != doubled:
-        more = f", or say how large the device is with {device}" if device else ""
-        raise ConfigError(f"{option} {text} is a share of a device. Give bytes: 1048576, 11GiB{more}")
+        remedy = f", or say how large the device is with {device}" if device else ""
+        raise ConfigError(f"{option} {text} is a share of a device. Give bytes: 1048576, 11GiB{remedy}")
     return nbytes
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_memopt.record import uncompiled
+from lightning_memopt.runtime.between import parameters_of
 from lightning_memopt.session import Session
 from lightning_memopt.session.attachment import has_run
 
@@ -43,7 +44,7 @@ class Strangers:
             self._elsewhere = 0
             return True
         trained = set(map(id, self._model.parameters()))
-        if not any(id(p) in trained for group in optimizer.param_groups for p in group["params"]):
+        if not any(id(p) in trained for p in parameters_of(optimizer)):
             self._trains_elsewhere(optimizer)
             return False
         self._in_a_row[optimizer] = self._in_a_row.get(optimizer, 0) + 1

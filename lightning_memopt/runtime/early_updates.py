@@ -128,7 +128,7 @@ def of_optimizers(optimizers: Sequence[optim.Optimizer]) -> list[Reason]:
         reasons.append(Reason("the optimizer is differentiable", "Set differentiable=False"))
     if hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf"):
         reasons.append(Reason("a GradScaler scales the gradients of this optimizer", "Train in bf16 or fp32"))
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = parameters_of(optimizer)
     if len({id(p) for p in params}) < len(params):
         reasons.append(Reason("a parameter is in its group twice, and stepped twice", "Give each parameter once"))
     return reasons
@@ -260,7 +260,7 @@ class EarlyUpdates:
 
     def given(self) -> bool:
         """Whether a parameter that was updated has a gradient again, one that the user set."""
-        return any(id(p) in self.updated and p.grad is not None for g in self.optimizer.param_groups for p in g["params"])
+        return any(id(p) in self.updated and p.grad is not None for p in parameters_of(self.optimizer))
 
     def _listen(self) -> None:
         """From now on learn of `zero_grad`, until the run ends: the calls come after the step."""
