@@ -24,6 +24,7 @@ from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.fabric import fabric_private
 from lightning_memopt.integrations.plain import Run, in_rounds, open_run
+from lightning_memopt.record import updates_any
 
 
 class Model:
@@ -44,7 +45,7 @@ class Model:
     def has_any_of(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer has parameters of this model."""
         own = set(map(id, self.module.parameters()))
-        return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+        return updates_any(optimizer, own)
 
     def begin(self, config: MemOptConfig) -> None:
         """Begin a run if the model is trained; a run that has begun without one of the optimizers begins again."""

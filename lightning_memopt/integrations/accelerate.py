@@ -25,6 +25,7 @@ from lightning_memopt.errors import RankFailedError, UnsupportedError
 from lightning_memopt.integrations import accelerate_private as private
 from lightning_memopt.integrations import wire
 from lightning_memopt.integrations.plain import Run, open_run, unwrapped
+from lightning_memopt.record import updates_any
 from lightning_memopt.record.gathered import units_of
 from lightning_memopt.runtime.early_updates import Reason
 
@@ -94,7 +95,7 @@ class Watched:
         trained: list[tuple[nn.Module, list[torch.optim.Optimizer]]] = []
         for model in self.models:
             own = _parameters(model)
-            optimizers = [o for o in self.optimizers if any(id(p) in own for g in o.param_groups for p in g["params"])]
+            optimizers = [o for o in self.optimizers if updates_any(o, own)]
             if optimizers:
                 trained.append((model, optimizers))
         for model, optimizers in trained:

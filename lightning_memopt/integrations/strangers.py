@@ -8,8 +8,7 @@ import weakref
 import torch
 from torch import nn
 
-from lightning_memopt.record import uncompiled
-from lightning_memopt.runtime.between import parameters_of
+from lightning_memopt.record import uncompiled, updates_any
 from lightning_memopt.session import Session
 from lightning_memopt.session.attachment import has_run
 
@@ -44,7 +43,7 @@ class Strangers:
             self._elsewhere = 0
             return True
         trained = set(map(id, self._model.parameters()))
-        if not any(id(p) in trained for p in parameters_of(optimizer)):
+        if not updates_any(optimizer, trained):
             self._trains_elsewhere(optimizer)
             return False
         self._in_a_row[optimizer] = self._in_a_row.get(optimizer, 0) + 1

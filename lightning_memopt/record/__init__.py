@@ -42,6 +42,7 @@ from lightning_memopt.record.compiled_code import around_compiled, telling
 from lightning_memopt.record.exposure import unwatched, watching, watching_sizes
 from lightning_memopt.record.levels import around_dual_levels, in_dual_level, in_transform
 from lightning_memopt.record.modes import Outside
+from lightning_memopt.record.optimizers import parameters_of, updates_any
 from lightning_memopt.record.protocols import Observer, OpRecord, Owner
 from lightning_memopt.record.recorder import Recorder
 from lightning_memopt.record.rules import Rule, is_norm, register_op, rule_of, rule_of_call, rules_generation, written_by
@@ -84,6 +85,7 @@ __all__ = [
     "is_plain",
     "keep_seams",
     "numeric_flags",
+    "parameters_of",
     "register_op",
     "rule_of",
     "rule_of_call",
@@ -95,6 +97,7 @@ __all__ = [
     "uncompiled",
     "uncompiled_itself",
     "unwatched",
+    "updates_any",
     "watching",
     "watching_sizes",
     "written_by",

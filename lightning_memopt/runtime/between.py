@@ -13,16 +13,12 @@ from typing import Any
 import torch
 from torch import optim
 
-from lightning_memopt.record import Outside, is_plain, rule_of, storage_id, tensors_in, uncompiled, written_by
+from lightning_memopt.record import Outside, is_plain, parameters_of, rule_of, storage_id, tensors_in, uncompiled, written_by
 from lightning_memopt.record.tensors import conjugating, count_versions
 from lightning_memopt.torch_private import OpOverload, local_tensor
 
 Touched = Callable[[torch.Tensor, bool], None]
 """Called with a parameter of which the weight or the state is read or written, and whether it is only written."""
-
-
-def parameters_of(optimizer: optim.Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _state_of(optimizer: optim.Optimizer, p: torch.Tensor) -> list[Any]:

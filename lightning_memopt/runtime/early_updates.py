@@ -21,8 +21,8 @@ import torch
 from torch import optim
 
 from lightning_memopt.errors import UpdatesInBackwardError
-from lightning_memopt.record import uncompiled
-from lightning_memopt.runtime.between import Between, Snapshot, Touched, parameters_of
+from lightning_memopt.record import parameters_of, uncompiled
+from lightning_memopt.runtime.between import Between, Snapshot, Touched
 from lightning_memopt.runtime.gradients import Told, reads_of_gradients
 from lightning_memopt.runtime.reduced import Reduced
 from lightning_memopt.runtime.zeroing import zeroed

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from lightning_memopt.record import Seams, uncompiled
-from lightning_memopt.runtime.between import parameters_of
+from lightning_memopt.record import Seams, parameters_of, uncompiled
 
 Zeroed = Callable[[list[torch.Tensor], bool], None]
 """Called with parameters, and whether their gradients are None now; else they were set to zero in place."""

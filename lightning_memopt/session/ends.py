@@ -7,7 +7,7 @@ import weakref
 import torch
 from torch import nn
 
-from lightning_memopt.record import is_plain, storage_id
+from lightning_memopt.record import is_plain, storage_id, updates_any
 from lightning_memopt.runtime import Engine
 from lightning_memopt.session.observation import Observation
 
@@ -36,7 +36,7 @@ class Ends:
             return True
         trained = set(map(id, self.model.parameters()))
         known = {id(o): o for o in (*self.optimizers, optimizer)}
-        owners = {key for key, o in known.items() if any(id(p) in trained for g in o.param_groups for p in g["params"])}
+        owners = {key for key, o in known.items() if updates_any(o, trained)}
         self._owners = owners or set(known)
         return id(optimizer) in self._owners
 
