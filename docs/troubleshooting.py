@@ -221,6 +221,21 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "Install a torch of the range, or a newer lightning-memopt.",
     ),
 }  # fmt: skip
+_ABOVE = "MemOpt: a planned step was measured at … bytes (…), … above the budget; the plan predicted …"
+LOOKS: dict[tuple[str, str], tuple[str, ...]] = {
+    # the words of lines of which the code that says them shows a part only
+    ("integrations/accelerate.py", "MemOpt: …\n…"): ("MemOpt: NAME OF A MODEL (its table)",),
+    ("session/silence.py", "MemOpt: …"): (
+        "MemOpt: nothing can be rebuilt inside of compiled code (…): the plan leaves its memory as it is. …",
+    ),
+    ("session/solving.py", "MemOpt:   …"): ("MemOpt:   NAME OF A SOLVER, … levels",),
+    ("session/states.py", "MemOpt: …"): (
+        f"{_ABOVE}, and no smaller plan exists (the smallest is …). …",
+        "MemOpt: a batch cannot borrow another one's plan …",
+    ),
+    ("session/states.py", "MemOpt: …; observing again"): (f"{_ABOVE}; observing again (… of …)",),
+    ("session/states.py", "MemOpt: …; replanned"): (f"{_ABOVE}; replanned with …",),
+}  # fmt: skip
 EARLY = ("early_updates.py", "session/processes.py", "integrations/")
 """Files whose reasons are about early updates."""
 
@@ -245,6 +260,11 @@ def cell(text: str) -> str:
     return f"`` {' '.join(text.replace('|', '/').split())} ``"
 
 
+def shown(line: Line) -> str:
+    """The words of a line, or of those that begin as it does."""
+    return " or ".join(map(cell, LOOKS.get(key_of(line), (line.text,))))
+
+
 def table(head: str, rows: list[tuple[str, ...]]) -> str:
     columns = head.split(" | ")
     bars = [f"| {' | '.join(cells)} |" for cells in (tuple(columns), ("---",) * len(columns), *rows)]
@@ -262,7 +282,7 @@ def of_error(error: Error) -> str:
 
 
 def page() -> str:
-    said = [(cell(line.text), *SAID[key_of(line)]) for line in lines() if told(line)]
+    said = [(shown(line), *SAID[key_of(line)]) for line in lines() if told(line)]
     early = [r for r in reasons() if any(part in r.path for part in EARLY)]
     parts = [
         "## Why there is no plan yet\n\nA warning, once a run: `MemOpt: there is no plan yet, because …`\n",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -41,8 +42,18 @@ def test_every_warning_and_line_is_there_and_every_entry_is_said(modules: tuple[
     page, messages = modules
     said = [line for line in messages.lines() if page.told(line)]
     assert len(said) > 50
-    assert all(page.cell(line.text) in PAGE for line in said)
+    assert all(page.shown(line) in PAGE for line in said)
     assert {page.key_of(line) for line in said} == set(page.SAID), "an entry for what is no longer said"
+
+
+def test_the_words_of_lines_that_the_page_shows_otherwise_are_in_the_code(modules: tuple[ModuleType, ModuleType]) -> None:
+    page, messages = modules
+    assert set(page.LOOKS) <= set(page.SAID)
+    nodes = [node for tree in messages.TREES.values() for node in ast.walk(tree)]
+    texts = [n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    for look in (look for looks in page.LOOKS.values() for look in looks):
+        for words in (part.strip(" .") for part in re.split("…|[;,] ", look.removeprefix("MemOpt:"))):
+            assert "NAME OF" in words or any(words in text for text in texts), words
 
 
 def test_every_reason_is_there(modules: tuple[ModuleType, ModuleType]) -> None:
