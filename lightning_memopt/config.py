@@ -37,7 +37,8 @@ class MemOptConfig:
             for CUDA devices); `"auto"` (`"host"` for CUDA devices, else `"none"`).
         compress: `"none"`; `"lossless"`: boolean and ReLU masks are stored as one bit per value, gradients are unchanged;
             `"lossy"` also stores the inputs of convolutions and linear layers at 8 bits per value, which changes gradients; a
-            codec's name (`"block6"`, `"int8"`) stores them in that codec.
+            codec's name (`"block4"`, `"block6"`, ... `"block16"`, `"int8"`, `"int4"`) stores them in that codec; `"lossy"` is
+            `"block8"`.
         objective: what a plan within the budget minimises: measured time (`"throughput"`) or `"flops"`.
         optimizer_in_backward: whether each parameter is updated in backward as soon as its gradient is final, so that the
             gradient is freed at once. `"never"`; `"auto"`: if that gives the same bits, else one line says why not;
@@ -61,7 +62,7 @@ class MemOptConfig:
         report: path of a page, `"run.html"`, that is written when the run ends, also by an exception: one file for a browser,
             with pictures and tables of what the plan did. The run's record, which `memopt report` reads, is put beside it
             (`run.json`). None: nothing is written.
-        verbose: print progress, and the table at the end.
+        verbose: print progress. Lightning, Fabric, Accelerate and Transformers print the table when a run ends, too.
     """
 
     budget: str | float | int = "auto"

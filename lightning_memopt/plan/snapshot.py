@@ -113,7 +113,7 @@ def _frames(graph: Graph, requests: Described, name: Name, point: int | None = N
     if isinstance(name, int) and name < len(graph.tensors):
         return [_frame(graph.tensors[name].name, str(graph.tensors[name].kind)), *asked]
     if name in requests.again:
-        return [_frame(graph.tensors[requests.again[name]].name, "made again or fetched for backward"), *asked]
+        return [_frame(graph.tensors[requests.again[name]].name, "rebuilt or fetched for backward"), *asked]
     if isinstance(name, tuple):
         return [_frame(f"{name[0]} {name[1]}", "of the plan"), *asked]
     return [_frame("workspace" if name == "workspace" else "gathered weight", "of the step"), *asked]

@@ -62,7 +62,7 @@ def _fate(graph: Graph, t: Tensor, op: Op, lives: tuple[Life, ...], any_recomput
     if form:
         return "parked", f"{_form_text(form)} until backward asks for it"
     if any(life.how == "rebuild" for life in lives):
-        return "rebuilt", "heavy to make again, but the budget needs its bytes" if op.heavy else "light to make again"
+        return "rebuilt", "heavy to rebuild, but the budget needs its bytes" if op.heavy else "light to rebuild"
     if not lives and not any(save.unpacked_at for save in graph.saves_of.get(t.id, ())):
         return "never read", "backward never asks for it"
     if not any_recomputable:
@@ -73,7 +73,7 @@ def _fate(graph: Graph, t: Tensor, op: Op, lives: tuple[Life, ...], any_recomput
         return "kept", "the user holds it anyway"
     if start:
         return "kept", "rebuilds start from it"
-    return "kept", "heavy to make again" if op.heavy else "the budget has room for it"
+    return "kept", "heavy to rebuild" if op.heavy else "the budget has room for it"
 
 
 def _form_text(form: str) -> str:

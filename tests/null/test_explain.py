@@ -85,7 +85,7 @@ def test_every_reason_is_true() -> None:
     }
     dropped = plan_of(graph, rebuild_most(graph))
     by_what = {fate.tensor.id: fate for fate in fates(graph, dropped) if fate.saved}
-    assert {fate.why for fate in by_what.values() if fate.what == "rebuilt"} == {"light to make again"}
+    assert {fate.why for fate in by_what.values() if fate.what == "rebuilt"} == {"light to rebuild"}
     assert [fate.what for fate in by_what.values()] == ["rebuilt"] * 6 + ["kept"]
     held = mirror(replace(graph, ops=tuple(replace(op, heavy=op.name == "aten::addmm") for op in graph.ops)))
     starts = {operator(fate.op.name) for fate in fates(graph, plan_of(graph, held)) if fate.why == "rebuilds start from it"}

@@ -92,7 +92,7 @@ def test_frames_and_times() -> None:
         ("aten::op0", "block.0"),
     ]
     names = [event["frames"][0]["filename"] for event in trace]
-    assert "made again or fetched for backward" in names and "of the step" in names
+    assert "rebuilt or fetched for backward" in names and "of the step" in names
     times = [event["time_us"] for event in trace]
     assert times == sorted(times)
     took = sum(op.seconds for op in graph.ops) + plan.predicted.extra_seconds  # backward ops take no time in this step

@@ -31,7 +31,7 @@ MEANINGS = {
     "held to rebuild": "not saved by autograd: rebuilds start from them",
     "fetched": "saved tensors that were parked and are in memory again",
     "encoded": "saved tensors in the form of a codec",
-    "rebuilt": "saved tensors that were dropped and made again",
+    "rebuilt": "saved tensors that were dropped and rebuilt",
     "generator states": "states of random generators, so that rebuilds draw the same numbers",
     "in use": "temporaries, and what the program itself holds at that moment",
     "workspace": "what an op allocates beyond its outputs while it runs",
