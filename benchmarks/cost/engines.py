@@ -21,7 +21,7 @@ from benchmarks.models.registry import MODELS
 from benchmarks.recompute.frontier import Measuring
 from lightning_memopt import jsonio
 from lightning_memopt.native import engine
-from lightning_memopt.runtime import Program, install_native
+from lightning_memopt.runtime import Program
 from lightning_memopt.session import costs
 from lightning_memopt.solvers import planner
 
@@ -89,7 +89,6 @@ def main() -> int:
     if not args.table:
         torch.set_num_threads(1)
         torch.use_deterministic_algorithms(True)
-        install_native(print)
         for name in args.models or MODELS:
             results[name] = measured(name, args.rounds)
             print(table({name: results[name]}).splitlines()[-1], flush=True)

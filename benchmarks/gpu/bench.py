@@ -15,6 +15,7 @@ from benchmarks.lib.bench import MIB, Bench, held_nbytes
 from benchmarks.models.gpu import Build
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Plan, reserved
+from lightning_memopt.runtime import install_native
 from lightning_memopt.session import costs
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.planner import Frontier
@@ -29,6 +30,7 @@ class GpuBench(Bench):
     """A model on a device, one batch, and what is run on it."""
 
     def __init__(self, name: str, build: Build, device: torch.device) -> None:
+        install_native(print)
         torch.manual_seed(0)
         self.name, self.device = name, device
         self.model, self.batch, self.blocks = build(device)

@@ -18,7 +18,7 @@ from benchmarks.models.registry import MODELS
 from lightning_memopt.bench.methods import checkpointed
 from lightning_memopt.graph import Graph
 from lightning_memopt.native import counter
-from lightning_memopt.runtime import Learned, PlannedEngine, Program
+from lightning_memopt.runtime import Learned, PlannedEngine, Program, install_native
 from lightning_memopt.runtime.parked import Depot
 from lightning_memopt.session.graphs import smoothed
 from lightning_memopt.session.observation import Observation
@@ -48,13 +48,15 @@ class _Bytes(TorchDispatchMode):
 
 
 class Bench:
-    """One model, one batch, and what is run on it. `forward` is a way to run the forward pass; None is the plain one.
-    `sizes`: of the model, where they are to be others than those of the benchmarks.
+    """One model, one batch, and what is run on it, by the engine of a run: the native one where it can be built. `forward` is a
+    way to run the forward pass; None is the plain one. `sizes`: of the model, where they are to be others than those of the
+    benchmarks.
     """
 
     device = torch.device("cpu")
 
     def __init__(self, name: str, **sizes: int) -> None:
+        install_native(print)
         torch.manual_seed(0)
         self.name = name
         self.model, self.batch, self.blocks = MODELS[name](**sizes)
