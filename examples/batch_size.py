@@ -20,12 +20,12 @@ def main() -> None:
     model = build()
     optimizer = torch.optim.Adam(model.parameters())
     for planned in (False, True):
-        found = find_max_batch_size(
+        largest = find_max_batch_size(
             lambda batch: step(model, optimizer, batch), batch_of, model, optimizer, budget=BUDGET, planned=planned
         )
-        print(f"{'with a plan' if planned else 'as it is'}: {found.size} rows")
+        print(f"{'with a plan' if planned else 'as it is'}: {largest.size} rows")
     with optimize(model, optimizer, budget=BUDGET, verbose=False) as run:
-        batch = batch_of(found.size)  # of two at a time the search does not know
+        batch = batch_of(largest.size)  # of two at a time the search does not know
         for _ in range(6):
             step(model, optimizer, batch)
     print(run.report())

@@ -67,8 +67,8 @@ def public(module: str, name: str) -> Any:
         ) from error
 
 
-def _only(one: str, other: str) -> bool:
+def _only(wanted: str, other: str) -> bool:
     """Whether the user has the first package and not the second: has imported it, or else has installed it."""
-    if one in sys.modules or other in sys.modules:
+    if wanted in sys.modules or other in sys.modules:
         return other not in sys.modules
-    return importlib.util.find_spec(other) is None and importlib.util.find_spec(one) is not None
+    return importlib.util.find_spec(other) is None and importlib.util.find_spec(wanted) is not None

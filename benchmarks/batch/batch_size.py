@@ -266,20 +266,20 @@ def _in_trainer(build: Any, data: Rows, limit: int) -> dict[str, Any]:
 
     mine = MemOptBatchScaler(budget=limit, keep_effective=False, verbose=False)
     row: dict[str, Any] = {"ours": _against(_fit(build, data, limit, mine), reference)}
-    assert mine.found is not None, row
-    row["ours"] |= _ours(mine.found)
-    row |= {"true_largest": _largest(allocates, mine.found.size), "true_largest_of_device": _largest(trains, mine.found.size)}
+    assert mine.result is not None, row
+    row["ours"] |= _ours(mine.result)
+    row |= {"true_largest": _largest(allocates, mine.result.size), "true_largest_of_device": _largest(trains, mine.result.size)}
     for mode in ("power", "binsearch"):
         row[f"lightning_{mode}"] = _against(_fit(build, data, limit, BatchSizeFinder(mode=mode)), reference)
     kept = MemOptBatchScaler(budget=limit, verbose=False)
     found = _fit(build, data, limit, kept, START, SAMPLES // START)
-    assert kept.found is not None
+    assert kept.result is not None
     true = next(n for n in range(SAMPLES, 0, -1) if SAMPLES % n == 0 and trains(n, SAMPLES // n))
     row["ours_accumulated"] = {
         "samples_an_update": SAMPLES, "size": found["size"], "true_largest_divisor_of_device": true,
         "out_of_memory_raised": found["out_of_memory_raised"], "failed": found["failed"],
         "out_of_memory_in_training_after": found["out_of_memory_in_training_after"],
-    } | _ours(kept.found)  # fmt: skip
+    } | _ours(kept.result)  # fmt: skip
     return row
 
 

@@ -64,7 +64,7 @@ class MemOptBatchScaler(Callback):
         verbose: print what was chosen, and the result again at the end.
 
     Attributes:
-        found: the result of the search; None before it, and if a checkpoint gave the size.
+        result: what the search found; None before it, and if a checkpoint gave the size.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class MemOptBatchScaler(Callback):
             )
         self.mode, self.budget, self.max_size = mode, budget, max_size
         self.keep_effective, self.lr_scaling, self.watts, self.verbose = keep_effective, lr_scaling, watts, verbose
-        self.found: BatchSizeResult | None = None
+        self.result: BatchSizeResult | None = None
         self._set: dict[str, Any] = {}  # what was set: batch size, accumulation, factor of learning rates; saved in checkpoints
         self._undo = contextlib.ExitStack()
         self._training = False
@@ -103,7 +103,7 @@ class MemOptBatchScaler(Callback):
         if stage != "fit" or disabled() or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         self._undo.close()  # the fit before may have ended without `teardown`
-        self.found, self._set = None, {}
+        self.result, self._set = None, {}
         self._refuse(trainer, pl_module)
         strategy: Any = trainer.strategy
         setup_optimizers, process_dataloader = strategy.setup_optimizers, strategy.process_dataloader
@@ -113,7 +113,7 @@ class MemOptBatchScaler(Callback):
         self._replace(trainer.fit_loop, "setup_data", lambda: self._setup_data(setup_data))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit" and self.found is not None and self.verbose:
+        if stage == "fit" and self.result is not None and self.verbose:
             rank_zero_info(self.summary())
         self._undo.close()
 
@@ -129,13 +129,13 @@ class MemOptBatchScaler(Callback):
 
     def summary(self) -> str:
         """One line: batch size and accumulation before and after, predicted and confirmed peak."""
-        found = self.found
-        if found is None:
+        result = self.result
+        if result is None:
             return "MemOpt: the batch size was not searched."
-        effective = found.size * self._set["accumulate"]
-        each = f", {effective} samples an update on each rank, {effective * found.ranks} on all" if found.ranks > 1 else ""
+        effective = result.size * self._set["accumulate"]
+        each = f", {effective} samples an update on each rank, {effective * result.ranks} on all" if result.ranks > 1 else ""
         return (
-            f"{found}; accumulate_grad_batches {self._set['accumulate_before']} -> {self._set['accumulate']}{each}, "
+            f"{result}; accumulate_grad_batches {self._set['accumulate_before']} -> {self._set['accumulate']}{each}, "
             f"learning rates x{self._set['lr_factor']:g}"
         )
 
@@ -204,7 +204,7 @@ class MemOptBatchScaler(Callback):
             effective = source.size * accumulate
             zero_when_whole = self.keep_effective or accumulate == 1  # else gradients of earlier batches stay
             gradient_nbytes = sum(p.nbytes for p in module.parameters() if p.requires_grad)
-            self.found = Search(
+            self.result = Search(
                 step=lambda batch, session, whole: probe.step(trainer, batch, session, whole and zero_when_whole),
                 source=source,
                 model=strategy.model or module,
@@ -220,7 +220,7 @@ class MemOptBatchScaler(Callback):
                 watts=self.watts,
             ).find()
         strategy.optimizers, strategy.lr_scheduler_configs = [], []
-        size = self.found.size
+        size = self.result.size
         ratio = 1.0 if self.keep_effective else size / source.size
         self._set = {
             "size": size,

@@ -146,9 +146,9 @@ class Fields:
             self._same(key, len(value), length)
         return value
 
-    def _same(self, key: str, found: int, length: int) -> None:
-        if found != length:
-            self.refuse(key, None, f"{found} entries, but the columns beside it have {length}")
+    def _same(self, key: str, entries: int, length: int) -> None:
+        if entries != length:
+            self.refuse(key, None, f"{entries} entries, but the columns beside it have {length}")
 
 
 def _is_amount(value: object) -> bool:

@@ -106,8 +106,8 @@ def short(op: str) -> str:
 
 def need(op: str, argument: str, *, threshold: float = 0.0) -> Need:
     """What a backward op needs of a saved tensor that it is given as `argument`. `threshold`: threshold_backward's."""
-    found = NEEDS.get((short(op), argument), "value")
-    return "value" if found == "sign" and threshold != 0.0 else found
+    needed = NEEDS.get((short(op), argument), "value")
+    return "value" if needed == "sign" and threshold != 0.0 else needed
 
 
 def lossy(op: str, argument: str) -> bool:

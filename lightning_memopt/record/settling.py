@@ -47,13 +47,13 @@ def settle() -> None:
 def find_threads() -> None:
     """Look for the threads of the process groups that exist now."""
     global _threads, _process
-    found = []
+    threads = []
     with contextlib.suppress(OSError):
         for task in os.listdir(_TASKS):
             with contextlib.suppress(OSError), open(f"{_TASKS}/{task}/comm") as file:
                 if file.read().strip() == GLOO_THREADS:
-                    found.append(f"{_TASKS}/{task}/stat")
-    _threads, _process = found, os.getpid()
+                    threads.append(f"{_TASKS}/{task}/stat")
+    _threads, _process = threads, os.getpid()
 
 
 def _runnable() -> bool:

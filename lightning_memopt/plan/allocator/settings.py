@@ -52,15 +52,15 @@ class Settings:
     @classmethod
     def parse(cls, text: str) -> Settings:
         """Settings of `key:value,...`. Raises ConfigError for a value that torch would refuse too."""
-        found = cls()
+        settings = cls()
         for key, value in re.findall(r"([A-Za-z0-9_]+)\s*:\s*(\[[^\]]*\]|[^,\[\]]*)", text):
             try:
-                found = _with(found, key, value.strip())
+                settings = _with(settings, key, value.strip())
             except ValueError as error:
                 raise ConfigError(
                     f"the allocator's setting {key}:{value} cannot be read: {error}. Set it right in PYTORCH_CUDA_ALLOC_CONF."
                 ) from None
-        return found
+        return settings
 
     def rounded(self, nbytes: int) -> int:
         """The bytes of the block that a request asks for."""
@@ -117,24 +117,24 @@ def _divisions(value: str) -> tuple[int, ...]:
     last one named, and those before the first one named are as that one."""
     if not value.startswith("["):
         return (_power_of_two(value),) * _INTERVALS
-    found = [0] * _INTERVALS
+    divisions = [0] * _INTERVALS
     last = -1
     for entry in filter(None, value.strip("[]").replace(" ", "").split(",")):
         where, _, count = entry.partition(":")
         parts = int(count) and _power_of_two(count)
         if where == ">":
-            found[last + 1 :] = [parts] * (_INTERVALS - last - 1)
+            divisions[last + 1 :] = [parts] * (_INTERVALS - last - 1)
             continue
         at = min(_power_of_two(where).bit_length() - 1, _INTERVALS - 1)
         if last < 0:
-            found[:at] = [parts] * at
-        found[at] = parts
+            divisions[:at] = [parts] * at
+        divisions[at] = parts
         last = at
-    return tuple(found)
+    return tuple(divisions)
 
 
 def _power_of_two(value: str) -> int:
-    found = int(value)
-    if found < 1 or found & (found - 1):
-        raise ValueError(f"{found} is no power of two")
-    return found
+    number = int(value)
+    if number < 1 or number & (number - 1):
+        raise ValueError(f"{number} is no power of two")
+    return number

@@ -192,8 +192,8 @@ def _finest_needed(chain: Chain, budget_nbytes: int, bucket_nbytes: int) -> Chai
 def _checked(data: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """The rows of a sequence, or ChainError."""
     if not isinstance(data, Mapping) or set(data) != {"stages"}:
-        found = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
-        raise ChainError(f'a sequence is an object with the one key "stages", found {found}: rename or remove keys')
+        keys = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
+        raise ChainError(f'a sequence is an object with the one key "stages", found {keys}: rename or remove keys')
     rows = data["stages"]
     if not isinstance(rows, Sequence) or isinstance(rows, (str, bytes)) or not rows:
         raise ChainError(f'"stages" must be a list of at least 1 stage, found {rows!r}: add the stages in forward order')

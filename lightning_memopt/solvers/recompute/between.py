@@ -33,9 +33,9 @@ def mixed(graph: Graph, early: Iterable[Life], late: Iterable[Life], moment: int
     return _tight(graph, sorted(lives, key=lambda life: (life.tensor, life.born_at)))
 
 
-def moments_between(graph: Graph, one: Iterable[Life], other: Iterable[Life], parts: int) -> list[int]:
+def moments_between(graph: Graph, plan: Iterable[Life], other: Iterable[Life], parts: int) -> list[int]:
     """Points that cut the tensors which live otherwise in the two plans into `parts` parts of about as many bytes."""
-    differing = sorted({life.tensor for life in set(one) ^ set(other)}, key=lambda t: graph.tensors[t].born_at)
+    differing = sorted({life.tensor for life in set(plan) ^ set(other)}, key=lambda t: graph.tensors[t].born_at)
     total = sum(graph.tensors[t].nbytes for t in differing)
     points: list[int] = []
     passed = 0

@@ -26,11 +26,11 @@ def places(graph: Graph) -> dict[frozenset[int], list[int]]:
     by_windows: dict[tuple[tuple[int, int], ...], list[int]] = {}
     for t in windowed:
         by_windows.setdefault(graph.tensors[t].windows, []).append(t)
-    found: dict[frozenset[int], list[int]] = {}
+    asked_while: dict[frozenset[int], list[int]] = {}
     for point, tensor in requests:
         away = (ts for windows, ts in by_windows.items() if not any(first <= point <= last for first, last in windows))
-        found.setdefault(frozenset(t for ts in away for t in ts), []).append(tensor)
-    return found
+        asked_while.setdefault(frozenset(t for ts in away for t in ts), []).append(tensor)
+    return asked_while
 
 
 def unit_calls(graph: Graph) -> list[list[int]]:

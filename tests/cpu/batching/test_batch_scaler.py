@@ -125,9 +125,9 @@ def test_p27_l4_the_run_is_the_one_with_the_size_written_down(where: str) -> Non
     mine, module = scaler(), Module(4)
     given = data(4)
     trainer = fit(module, given, mine, accumulate_grad_batches=24, limit_val_batches=1, **bounded)
-    size = mine.found.size  # type: ignore[union-attr]
+    size = mine.result.size  # type: ignore[union-attr]
     assert size in (24, 32) and 96 % size == 0 and set(module.seen) == {size}
-    assert mine.found.trial_steps == 1  # type: ignore[union-attr]
+    assert mine.result.trial_steps == 1  # type: ignore[union-attr]
     expected = Module(size)
     plain = fit(expected, data(size), accumulate_grad_batches=96 // size, limit_val_batches=1, **bounded)
     assert same(state(trainer), state(plain))
@@ -147,9 +147,9 @@ def test_within_memopt_strategy_the_size_has_a_plan() -> None:
     budget = beside()
     strategy = MemOptStrategy(budget=budget, verbose=False, profile_steps=1)
     trainer = fit(module, scaler=planned, strategy=strategy, accumulate_grad_batches=24)
-    assert planned.found.size > plain.found.size and planned.found.trial_steps == 2  # type: ignore[union-attr]
+    assert planned.result.size > plain.result.size and planned.result.trial_steps == 2  # type: ignore[union-attr]
     assert strategy.session.plan is not None and strategy.status().measured_peak_nbytes <= budget  # type: ignore[union-attr]
-    size = planned.found.size  # type: ignore[union-attr]
+    size = planned.result.size  # type: ignore[union-attr]
     same_size = Module(size)
     expected = fit(same_size, accumulate_grad_batches=96 // size)
     assert same(state(trainer), state(expected))
@@ -159,11 +159,11 @@ def test_l10_the_default_never_changes_the_samples_an_update() -> None:
     """One batch an update: nothing to trade, unless it does not fit; then it is cut, and accumulated."""
     fits = scaler()
     trainer = fit(Module(24), scaler=fits)
-    assert fits.found.size == 24 and trainer.global_step == 8  # type: ignore[union-attr]
+    assert fits.result.size == 24 and trainer.global_step == 8  # type: ignore[union-attr]
     cut, module = scaler(), Module(192)
     trainer = fit(module, scaler=cut)
-    assert cut.found.size < 192 and 192 % cut.found.size == 0 and trainer.global_step == 1  # type: ignore[union-attr]
-    assert set(module.seen) == {cut.found.size}  # type: ignore[union-attr]
+    assert cut.result.size < 192 and 192 % cut.result.size == 0 and trainer.global_step == 1  # type: ignore[union-attr]
+    assert set(module.seen) == {cut.result.size}  # type: ignore[union-attr]
     assert "accumulate_grad_batches 1 -> " in cut.summary() and "confirmed" in cut.summary()
 
 
@@ -203,7 +203,7 @@ def test_l6_nothing_of_a_trial_reaches_loggers_callbacks_or_progress(tmp_path: A
     mine, counts, module = scaler(), Counts(), Module(4)
     logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
     trainer = fit(module, scaler=mine, callbacks=[counts], logger=logger, log_every_n_steps=1, accumulate_grad_batches=24)
-    batches_run = 192 // mine.found.size  # type: ignore[union-attr]
+    batches_run = 192 // mine.result.size  # type: ignore[union-attr]
     assert counts.calls.count("start") == 1 and counts.calls.count("backward") == batches_run
     assert counts.calls.count("step") == trainer.global_step == 2
     assert trainer.fit_loop.epoch_loop.batch_progress.total.processed == batches_run
@@ -240,10 +240,10 @@ def test_l1_the_size_is_the_largest_that_a_trainer_can_do() -> None:
     mine, module = scaler(keep_effective=False, budget=beside(budget)), heavy(4)
     with Device(budget, [module]) as device:
         fit(module, scaler=mine, max_steps=3)
-    assert device.errors == 0 and mine.found is not None and mine.found.trial_steps == 1
-    true = max(size for size in range(mine.found.size, mine.found.size + 4) if fits(size))
-    assert true < mine.found.size + 3, "the device was never full: the test tests nothing"
-    assert true / 1.02 - 1 < mine.found.size <= true
+    assert device.errors == 0 and mine.result is not None and mine.result.trial_steps == 1
+    true = max(size for size in range(mine.result.size, mine.result.size + 4) if fits(size))
+    assert true < mine.result.size + 3, "the device was never full: the test tests nothing"
+    assert true / 1.02 - 1 < mine.result.size <= true
 
 
 def test_l2_where_nothing_fits_the_run_is_refused_and_everything_put_back() -> None:
@@ -301,8 +301,8 @@ def test_a_run_that_goes_on_keeps_its_size(tmp_path: Any) -> None:
     fit(Module(4, schedule=False), scaler=first, accumulate_grad_batches=24, callbacks=[kept], enable_checkpointing=True)
     again, module = scaler(budget=beside(BUDGET // 2)), Module(4, schedule=False)
     trainer = fit(module, scaler=again, accumulate_grad_batches=24, max_epochs=2, ckpt_path=kept.best_model_path, max_steps=-1)
-    assert again.found is None, "nothing was searched"
-    assert set(module.seen) == {first.found.size} == seen  # type: ignore[union-attr]
+    assert again.result is None, "nothing was searched"
+    assert set(module.seen) == {first.result.size} == seen  # type: ignore[union-attr]
     assert trainer.global_step == steps
 
 
@@ -310,7 +310,7 @@ def test_switched_off_it_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMOPT_DISABLE", "1")
     mine, module = scaler(), Module(8)
     fit(module, scaler=mine)
-    assert mine.found is None and set(module.seen) == {8} and "not searched" in mine.summary()
+    assert mine.result is None and set(module.seen) == {8} and "not searched" in mine.summary()
 
 
 def test_learning_rates_inside_schedules_are_scaled_too() -> None:

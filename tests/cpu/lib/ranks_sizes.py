@@ -140,8 +140,8 @@ def in_trainers() -> dict[str, Any]:
         strategy = MemOptDDPStrategy(budget=budget, verbose=False, **options) if planned else DDPStrategy(**options)  # type: ignore[arg-type]
         scaler = MemOptBatchScaler(budget=None if planned else budget, verbose=False)
         scaled = fit(strategy, 4, 10, scaler)
-        assert scaler.found is not None
-        size = scaler.found.size
+        assert scaler.result is not None
+        size = scaler.result.size
         plain = fit(DDPStrategy(**options), size, 40 // size)  # type: ignore[arg-type]
         states = [digest(t.model.state_dict(), t.optimizers[0].state_dict()) for t in (scaled, plain)]
         found[name] = {"size": size, "said": scaler.summary(), "alike": states[0] == states[1], "steps": scaled.global_step}

@@ -41,7 +41,7 @@ planned = fit(strategy, MemOptMonitor(verbose=False), gradient_clip_val=None)
 assert same(plain, planned) and strategy.status().plan.predicted.rebuilt_ops > 0
 assert type(pickle.loads(pickle.dumps(planned)).strategy) is MemOptStrategy
 trainer = fit(MemOptStrategy(verbose=False), MemOptBatchScaler(max_size=64, keep_effective=False, verbose=False))
-assert trainer.callbacks[0].found.size == 64
+assert trainer.callbacks[0].result.size == 64
 trainer = fit(MemOptStrategy(budget="min", profile_steps=2, verbose=False, optimizer_in_backward="always"))
 assert same(plain, trainer)
 assert type(pl.Trainer(strategy="memopt", accelerator="cpu", devices=1, logger=False).strategy) is MemOptStrategy

@@ -61,7 +61,7 @@ def parks(path: Path) -> None:
 def finds_a_larger_batch(path: Path) -> None:
     trainer: Any = trained_by_lightning_cli(path).lightning_module.trainer  # type: ignore[union-attr]
     (scaler,) = (callback for callback in trainer.callbacks if isinstance(callback, MemOptBatchScaler))
-    assert scaler.found is not None and scaler.found.size > 64
+    assert scaler.result is not None and scaler.result.size > 64
 
 
 def trains_in_two_processes(path: Path) -> None:
