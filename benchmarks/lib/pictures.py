@@ -60,11 +60,12 @@ def print_points(name: str, result: Result) -> None:
 
 
 def print_tables(results: dict[str, Result]) -> None:
-    """Markdown: a line a model, then a line a point of ours and of per-block checkpointing."""
+    """Markdown: a line a model, then a line a point of ours and of per-block checkpointing, and how far predictions are off."""
     print(
-        "| model | activations | unmodified | per block | its extra FLOPs, time | ours there | smallest | refused f | exact |"
+        "| model | activations | unmodified | per block | its extra FLOPs, time | ours there "
+        "| fewest FLOPs there | smallest | refused f | exact |"
     )
-    print("|" + "---|" * 9)
+    print("|" + "---|" * 10)
     for name, result in results.items():
         print("| " + " | ".join(_summary(name, result)) + " |")
     titles = [title for title in COLUMNS if title != "equal"]
@@ -77,6 +78,8 @@ def print_tables(results: dict[str, Result]) -> None:
                 cells = [note, *[""] * (len(titles) - 1)] if note else cells
                 label += "" if note or point["equal"] else " (other bits)"
                 print(f"| {result.get('title', name)} | {label} | " + " | ".join(cells) + " |")
+    errors = [abs(p["prediction_error"]) for r in results.values() for p in r["points"].values() if "prediction_error" in p]
+    print(f"\nPredicted peaks of {len(errors)} plans are within {100 * max(errors):.4f} % of the measured ones.")
 
 
 def _summary(name: str, result: Result) -> list[str]:
@@ -96,6 +99,7 @@ def _summary(name: str, result: Result) -> list[str]:
         f"{block['peak_mib']:.1f}",
         price(block),
         price(there),
+        price(points["fewest FLOPs at per-block peak"]),
         f"{points['ours smallest']['peak_mib']:.1f}",
         ", ".join(refused) or "none",
         "yes" if all(p["equal"] and p["within_budget"] for p in ours) else "NO",
