@@ -128,6 +128,7 @@ bool rerun(PyObject* call, PyObject* versions, const std::function<bool(PyObject
   }
 
   std::vector<IValue> stack = prepared->stack;
+  const IValue* listed = nullptr;  // the argument whose list is this call's own
   for (const Input& input : prepared->inputs) {
     const at::Tensor* base = nullptr;
     for (const Overwritten& each : overwritten)
@@ -138,8 +139,13 @@ bool rerun(PyObject* call, PyObject* versions, const std::function<bool(PyObject
     IValue& argument = stack[input.argument];
     if (input.element < 0) {
       argument = std::move(t);
-    } else if (argument.isTensorList()) {
-      if (input.element == 0) argument = argument.toTensorList().copy();
+      continue;
+    }
+    if (listed != &argument) {  // the lists of `prepared` are shared, and tensors in them would outlive this step
+      argument = argument.isTensorList() ? IValue(argument.toTensorList().copy()) : IValue(argument.toOptionalTensorList().copy());
+      listed = &argument;
+    }
+    if (argument.isTensorList()) {
       argument.toTensorList().set(input.element, std::move(t));
     } else {
       argument.toOptionalTensorList().set(input.element, std::move(t));

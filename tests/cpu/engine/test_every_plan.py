@@ -24,7 +24,8 @@ from tests.cpu.lib.planned import engine_of  # noqa: E402
 pytestmark = pytest.mark.usefixtures("deterministic")
 
 CPU = torch.device("cpu")
-ROOM = 0.01
+ROOM_NBYTES = 64
+"""Scalars that the loop itself has."""
 RUNS = 6
 """Plans of each frontier that are executed; where segments and frees lie is looked at in all of them."""
 
@@ -94,8 +95,8 @@ def test_every_plan_runs_as_predicted(name: str) -> None:
             assert all(points[p].id in handled for p, t in frees if t in program.tracked)
             if i % max(1, len(candidates) // RUNS):
                 continue
-            found = tiny.step(program)
-            for a, b in zip(expected, found, strict=True):
+            planned = tiny.step(program)
+            for a, b in zip(expected, planned, strict=True):
                 assert (a is None) == (b is None) and (a is None or (b is not None and torch.equal(a, b)))
             predicted, measured = candidate.predicted.peak_nbytes - resident, tiny.peak_nbytes(program)
-            assert abs(measured - predicted) <= ROOM * candidate.predicted.peak_nbytes, (objective, candidate.solver)
+            assert abs(measured - predicted) <= ROOM_NBYTES, (objective, candidate.solver)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -244,3 +245,21 @@ def test_prepared_calls_have_no_memory_of_torch(module: Any) -> None:
     before = counts.live_nbytes
     kept = [rebuild.prepared(call, False) for _ in range(100)]
     assert None not in kept and counts.live_nbytes == before
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_prepared_calls_hold_no_tensor_after_they_ran(name: str, module: Any) -> None:
+    """They live as long as the plan. What they read, and a list of indices above all, would be in memory from step to step."""
+    count_all(print)
+    counts = counter()
+    if counts is None:
+        pytest.skip("bytes are counted by the native counter, which is not there")
+    gc.collect()  # earlier calls of `recorded`, whose functions call themselves
+    before = counts.live_nbytes
+    call, versions = recorded(CASES[name])
+    kept = call.prepared = rebuild.prepared(call, CASES[name].draws)
+    with below_autograd():
+        rebuild.run(call, versions, lambda _: False)
+    del call, versions
+    gc.collect()
+    assert kept is not None and counts.live_nbytes == before
