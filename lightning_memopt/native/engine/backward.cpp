@@ -105,9 +105,7 @@ bool is_there(PyObject* version) {
   PyObject* const holding = version_slots.holding.get(version);
   const at::Tensor* const value = value_of(holding);
   if (value == nullptr || !is_intact(holding, *value)) return false;
-  const auto nbytes = static_cast<int64_t>(value->storage().nbytes());
-  const bool is_away = nbytes == 0 && version_slots.parameter.get(version) == Py_True;
-  return !is_away && nbytes >= number(version_slots.nbytes, version);
+  return static_cast<int64_t>(value->storage().nbytes()) >= number(version_slots.nbytes, version);  // a weight that is away has none
 }
 
 // Runs an op of the plan's forward again, if nothing stands in its way (`run_again` of the engine).

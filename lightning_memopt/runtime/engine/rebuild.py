@@ -108,7 +108,7 @@ def missing(version: Version) -> bool:
     holding = version.holding
     if holding.value is None:
         return not holding.fetch()
-    if version.parameter and not holding.value.untyped_storage().nbytes():
+    if version.parameter and version.nbytes and not holding.value.untyped_storage().nbytes():
         raise NotGatheredError(
             f"A rebuild needs a sharded weight of {version.nbytes} bytes while it is away. Nothing has been updated in this "
             "step. Was backward run in another order than in the observed steps? Set MEMOPT_DISABLE=1 to train without a plan."
