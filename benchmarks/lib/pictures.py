@@ -89,7 +89,7 @@ def _summary(name: str, result: Result) -> list[str]:
     refused = [k.removeprefix("ours f=") for k, p in points.items() if k.startswith("ours f=") and "infeasible" in p]
 
     def price(p: dict[str, Any]) -> str:
-        took = f", x{p['time_ratio']:.2f}" if "time_ratio" in p else ""
+        took = f", x{p['cpu_ratio']:.2f}" if "cpu_ratio" in p else ""
         return _refused(p) or f"{100 * p['extra_flops']:.0f} %{took}"
 
     return [
