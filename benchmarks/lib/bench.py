@@ -170,7 +170,7 @@ def held_nbytes() -> int:
     if count is None:
         return 0
     for storage in living(torch.device("cpu")):
-        count.counts(storage)  # copies and loaded tensors: torch makes storages of their own for them, and asks another allocator
+        count.counts(storage)  # those of copies and of loaded tensors: torch asks another allocator for them
     return count.live_nbytes
 
 
