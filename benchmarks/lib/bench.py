@@ -24,7 +24,7 @@ from lightning_memopt.session.graphs import smoothed
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.recording import PlannedRecording
 from lightning_memopt.trace import metered_cpu
-from lightning_memopt.trace.living import count_all, living
+from lightning_memopt.trace.living import count_all, count_living
 
 MIB = 2**20
 Forward = Callable[[], torch.Tensor]
@@ -169,8 +169,7 @@ def held_nbytes() -> int:
     count = counter()
     if count is None:
         return 0
-    for storage in living(torch.device("cpu")):
-        count.counts(storage)  # those of copies and of loaded tensors: torch asks another allocator for them
+    count_living(count)
     return count.live_nbytes
 
 

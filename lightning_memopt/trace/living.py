@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from lightning_memopt.live_objects import live_objects
-from lightning_memopt.native import counter, install
+from lightning_memopt.native import Counter, counter, install
 from lightning_memopt.torch_private import no_torch_functions, without_modes
 
 
@@ -65,5 +65,12 @@ def count_all(say: Callable[[str], None]) -> None:
     installed_before = counter() is not None
     counts = install(say)
     if counts is not None and not installed_before:
-        for storage in living(torch.device("cpu")):
-            counts.counts(storage)
+        count_living(counts)
+
+
+def count_living(counts: Counter) -> None:
+    """Let the counter count the storages that are alive on the CPU: those from before it was installed, and those of copies and
+    of loaded tensors, for which torch asks another allocator.
+    """
+    for storage in living(torch.device("cpu")):
+        counts.counts(storage)

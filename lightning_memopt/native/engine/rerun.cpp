@@ -88,6 +88,20 @@ void call_boxed(const c10::OperatorHandle& op, std::vector<IValue>* stack) {
   op.callBoxed(stack);
 }
 
+// The arguments of a call, with lists of tensors of its own: those of `prepared` are shared, and what is put into them would
+// outlive this step.
+std::vector<IValue> arguments_of(const Prepared& prepared) {
+  std::vector<IValue> stack = prepared.stack;
+  for (IValue& argument : stack) {
+    if (argument.isTensorList()) {
+      argument = argument.toTensorList().copy();
+    } else if (argument.isOptionalTensorList()) {
+      argument = argument.toOptionalTensorList().copy();
+    }
+  }
+  return stack;
+}
+
 void run_op(const Prepared& prepared, PyObject* rng, std::vector<IValue>* stack) {
   if (rng == Py_None) return call_boxed(prepared.op, stack);
   const at::Generator& generator = reinterpret_cast<THPGenerator*>(PyTuple_GET_ITEM(rng, 0))->cdata;
@@ -127,8 +141,7 @@ bool rerun(PyObject* call, PyObject* versions, const std::function<bool(PyObject
     overwritten.push_back({old_id, new_id, version_slots.holding.get(old), stays ? copy_of(base) : base});
   }
 
-  std::vector<IValue> stack = prepared->stack;
-  const IValue* listed = nullptr;  // the argument whose list is this call's own
+  std::vector<IValue> stack = arguments_of(*prepared);
   for (const Input& input : prepared->inputs) {
     const at::Tensor* base = nullptr;
     for (const Overwritten& each : overwritten)
@@ -139,13 +152,7 @@ bool rerun(PyObject* call, PyObject* versions, const std::function<bool(PyObject
     IValue& argument = stack[input.argument];
     if (input.element < 0) {
       argument = std::move(t);
-      continue;
-    }
-    if (listed != &argument) {  // the lists of `prepared` are shared, and tensors in them would outlive this step
-      argument = argument.isTensorList() ? IValue(argument.toTensorList().copy()) : IValue(argument.toOptionalTensorList().copy());
-      listed = &argument;
-    }
-    if (argument.isTensorList()) {
+    } else if (argument.isTensorList()) {
       argument.toTensorList().set(input.element, std::move(t));
     } else {
       argument.toOptionalTensorList().set(input.element, std::move(t));

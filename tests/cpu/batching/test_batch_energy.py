@@ -217,6 +217,6 @@ def test_a_trainer_has_it_too(nvml: FakeNvml) -> None:
     scaler = MemOptBatchScaler(mode="energy", budget=BUDGET, verbose=False)
     quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
     pl.Trainer(accelerator="cpu", max_steps=1, callbacks=[scaler], **quiet).fit(Module(card))  # type: ignore[arg-type]
-    found = scaler.result
-    assert found is not None and found.joules_per_sample is not None and found.energy_steps > 0
-    assert found.joules_per_sample == pytest.approx(line(found.size) / found.size, rel=0.1)
+    chosen = scaler.result
+    assert chosen is not None and chosen.joules_per_sample is not None and chosen.energy_steps > 0
+    assert chosen.joules_per_sample == pytest.approx(line(chosen.size) / chosen.size, rel=0.1)
