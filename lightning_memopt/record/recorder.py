@@ -50,6 +50,7 @@ class Recorder(Outside):
         self.observer = observer
         self.writes: Callable[[torch.Tensor], None] | None = None  # called before an op writes memory, also later
         self.meets: Callable[[StorageVersion, torch.Tensor], None] | None = None  # called before an op reads a version
+        self.runs: Callable[[OpOverload, tuple], OpOverload] | None = None  # the op to run for an op of backward
         self.capturing = True
         self.elsewhere = False
         self.fixed: frozenset[int] = frozenset()  # ops that never run again: what they read is overwritten before a rebuild
@@ -164,6 +165,8 @@ class Recorder(Outside):
         observer, capturing = self.observer, self.capturing
         if func is _DETACH:
             return self._detach(*args)
+        if self.runs is not None and not capturing:
+            func = self.runs(func, args)
         rule = rule_of_call(func, args, kwargs)
         run = conjugating(func) if rule.conjugates else func._op
         if not capturing and observer is None:

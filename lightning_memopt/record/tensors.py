@@ -74,10 +74,12 @@ def covers(t: torch.Tensor) -> bool:
 
 def fills(t: torch.Tensor) -> bool:
     """Whether `t` covers all of its storage, each element once, in any order of its dimensions."""
-    nbytes = t.nbytes
-    if nbytes != t.untyped_storage().nbytes() or t.is_conj() or t.is_neg():
-        return False
-    if nbytes and t.is_contiguous():
+    return t.nbytes == t.untyped_storage().nbytes() and not t.is_conj() and not t.is_neg() and is_dense(t)
+
+
+def is_dense(t: torch.Tensor) -> bool:
+    """Whether the elements of `t` follow each other in memory, each once, in any order of its dimensions."""
+    if t.is_contiguous():
         return True
     expected = 1
     for stride, size in sorted((s, n) for s, n in zip(t.stride(), t.shape, strict=True) if n != 1):

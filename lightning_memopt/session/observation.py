@@ -24,7 +24,7 @@ from lightning_memopt.session.gathering import Watched, observed_code
 from lightning_memopt.session.recording import Recording, hooks_allowed
 from lightning_memopt.session.resident import resident_tensors
 from lightning_memopt.torch_private import current_mode, current_modes, local_tensor, sharded_parameters
-from lightning_memopt.trace import AllocatorEvents, Ledger, Scopes, Tracer, adopt_all, metered_cpu, others_nbytes
+from lightning_memopt.trace import AllocatorEvents, InPlace, Ledger, Scopes, Tracer, adopt_all, metered_cpu, others_nbytes
 
 _ROOM = 4
 """An observed step leaves room for so many tensors of the largest size so far."""
@@ -93,6 +93,8 @@ class Observation:
         engine.on_rebuilt = lambda version: recorder.recognise(version, version.holding.value)
         recorder.fixed = self.fixed
         recorder.writes = self._writes
+        in_place = InPlace()
+        recorder.runs = in_place.op
         engine.starts.lost = self._lost
         self._engines = [*(ref for ref in self._engines if ref() is not None), weakref.ref(engine)]
         self.finals, self.copies, self._weights = [], range(0), None
@@ -114,6 +116,7 @@ class Observation:
             if self.events.available:
                 tracer.marks = self.events.mark
         self._contexts = contextlib.ExitStack()
+        self._contexts.callback(in_place.close)
         self._contexts.enter_context(self.scopes.tracking(lambda: None if tracer.forward_over else len(tracer.ops)))
         self._contexts.enter_context(watching_sizes(recorder.resizing, recorder.resized))
         recorder.enter_in(self._contexts, beneath=True)
@@ -277,7 +280,7 @@ class Observation:
             engine.on_rebuilt = _nothing
             tracer.close()
             recorder.forget()
-            recorder.observer = recorder.writes = None
+            recorder.observer = recorder.writes = recorder.runs = None
 
     def abandon(self) -> None:
         """Leave every context, whatever state the step is in."""

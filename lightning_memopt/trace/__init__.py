@@ -3,6 +3,7 @@
 from lightning_memopt.trace.backwards import backward_runs
 from lightning_memopt.trace.counted import Ledger
 from lightning_memopt.trace.gathered import Gathered
+from lightning_memopt.trace.in_place import InPlace
 from lightning_memopt.trace.living import count_all
 from lightning_memopt.trace.memory import AllocatorEvents, metered_cpu
 from lightning_memopt.trace.resident import adopt_all, others_nbytes
@@ -13,6 +14,7 @@ from lightning_memopt.trace.unrecorded import generated_code
 __all__ = [
     "AllocatorEvents",
     "Gathered",
+    "InPlace",
     "Ledger",
     "Scopes",
     "Tracer",

@@ -6,6 +6,7 @@
 #include "making.cpp"
 #include "matching.cpp"
 #include "module.cpp"
+#include "nodes.cpp"
 #include "objects.cpp"
 #include "packing.cpp"
 #include "prepared.cpp"

@@ -8,6 +8,7 @@
 #include "hooks.h"
 #include "interpreter.h"
 #include "matching.h"
+#include "nodes.h"
 #include "objects.h"
 #include "packing.h"
 #include "prepared.h"
@@ -182,6 +183,9 @@ PyMethodDef methods[] = {
     {"untrack", untrack, METH_O, nullptr},
     {"lonely", fast(lonely), METH_FASTCALL, nullptr},
     {"ungraded_nbytes", ungraded_nbytes, METH_O, nullptr},
+    {"watch_nodes", watch_nodes, METH_NOARGS, nullptr},
+    {"unwatch_nodes", unwatch_nodes, METH_O, nullptr},
+    {"node_is", node_is, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 
