@@ -32,6 +32,7 @@ struct Entry {
   int64_t nbytes;
   c10::DeleterFnPtr deleter;
   bool own;
+  int64_t number;  // which allocation it was; 0 for memory from before the installation
 };
 
 // Open addressing with linear probing; a removal moves later entries up, so there are no gaps.
@@ -94,6 +95,7 @@ Table& table = *new Table;
 int64_t live[kKinds];    // bytes
 int64_t lowest[kKinds];  // lowest peak of the open windows: most allocations compare only with it
 int64_t peaks[kKinds][kWindows];
+int64_t allocations = 0;  // so far
 thread_local int hidden = 0;
 c10::Allocator* inner = nullptr;
 
@@ -125,10 +127,10 @@ void subtract(Entry* entry) {
   table.remove(entry);
 }
 
-bool add(void* context, int64_t nbytes, c10::DeleterFnPtr deleter) {
+bool add(void* context, int64_t nbytes, c10::DeleterFnPtr deleter, bool from_before = false) {
   const Locked locked;
   if (Entry* before = table.find(context)) subtract(before);  // it was freed without this allocator's deleter
-  const Entry entry{context, nbytes, deleter, hidden > 0};
+  const Entry entry{context, nbytes, deleter, hidden > 0, from_before ? 0 : ++allocations};
   if (!table.add(entry)) return false;
   for (int kind = 0; kind < kKinds; ++kind)
     if (counts_in(entry, kind)) {
@@ -254,7 +256,7 @@ int memopt_adopt(void* storage) {
   const c10::DeleterFnPtr deleter = data.get_deleter();
   if (deleter == &release) return 1;
   const auto nbytes = impl->sym_nbytes().maybe_as_int();
-  if (deleter == nullptr || deleter != inner->raw_deleter() || !nbytes || !add(context, *nbytes, deleter)) return 0;
+  if (deleter == nullptr || deleter != inner->raw_deleter() || !nbytes || !add(context, *nbytes, deleter, true)) return 0;
   (void)data.compare_exchange_deleter(deleter, &release);
   if (impl->allocator() == inner) impl->set_allocator(&counting);
   return 1;
@@ -265,6 +267,19 @@ int64_t memopt_nbytes(void* storage) {
   const Locked locked;
   const Entry* const entry = table.find(static_cast<c10::StorageImpl*>(storage)->_mutable_data_ptr_no_checks().get_context());
   return entry == nullptr ? -1 : entry->nbytes;
+}
+
+// How many allocations there were so far.
+int64_t memopt_allocations() {
+  const Locked locked;
+  return allocations;
+}
+
+// Which of them a storage was: 0 if it is older than this allocator, -1 if it is not counted.
+int64_t memopt_number(void* storage) {
+  const Locked locked;
+  const Entry* const entry = table.find(static_cast<c10::StorageImpl*>(storage)->_mutable_data_ptr_no_checks().get_context());
+  return entry == nullptr ? -1 : entry->number;
 }
 
 // For measurements of time: allocations and frees through the inner allocator, or through this one.

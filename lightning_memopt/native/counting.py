@@ -24,6 +24,8 @@ _SIGNATURES: dict[str, tuple[type[ctypes._SimpleCData] | None, tuple[type[ctypes
     "close": (None, (ctypes.c_int, ctypes.c_int)),
     "adopt": (ctypes.c_int, (ctypes.c_void_p,)),
     "nbytes": (ctypes.c_int64, (ctypes.c_void_p,)),
+    "allocations": (ctypes.c_int64, ()),
+    "number": (ctypes.c_int64, (ctypes.c_void_p,)),
     "exercise": (None, (ctypes.c_int64, ctypes.c_int64, ctypes.c_int)),
 }
 """Name of an exported function, without its prefix `memopt_` -> (type of its result, types of its arguments)."""
@@ -91,6 +93,8 @@ class Counter:
     exercise: Callable[[int, int, int], None]
     adopt: Callable[[int], int]
     nbytes: Callable[[int], int]
+    allocations: Callable[[], int]
+    number: Callable[[int], int]
 
     @property
     def live_nbytes(self) -> int:

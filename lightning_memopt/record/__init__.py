@@ -49,12 +49,13 @@ from lightning_memopt.record.rules import Rule, is_norm, register_op, rule_of, r
 from lightning_memopt.record.seams import Seams
 from lightning_memopt.record.settings import numeric_flags, set_numeric_flags
 from lightning_memopt.record.tape import OVERWRITTEN, UNKNOWN, UNSHARED, Call, Held, Origin, StorageVersion, Tape, View
-from lightning_memopt.record.tensors import detached, fills, is_dense, is_plain, tensors_in
+from lightning_memopt.record.tensors import OWN_COUNT, detached, fills, is_dense, is_plain, tensors_in
 from lightning_memopt.record.uncompiled import uncompiled, uncompiled_itself
 from lightning_memopt.torch_private import storage_id
 
 __all__ = [
     "OVERWRITTEN",
+    "OWN_COUNT",
     "UNKNOWN",
     "UNSHARED",
     "Call",

@@ -45,11 +45,14 @@ class OpRecord:
 
 
 class Observer(Protocol):
-    """Is told of each op of a step (the tracer). `end` gets the real arguments and results, too."""
+    """Is told of each op of a step (the tracer). `end` gets the real arguments and results, too. `resized`: a storage has
+    another size, so its version `old` is followed by `new`.
+    """
 
     def begin(self, func: OpOverload) -> None: ...
     def ran(self) -> None: ...
     def end(self, record: OpRecord, args: tuple, kwargs: dict, out: Any) -> None: ...
+    def resized(self, old: StorageVersion, new: StorageVersion) -> None: ...
 
 
 class Holdings(Protocol):

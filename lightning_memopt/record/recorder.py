@@ -61,6 +61,7 @@ class Recorder(Outside):
         self.of_storage: dict[int, StorageVersion] = {}
         self._beneath: dict[int, list[StorageVersion]] = {}
         """Id of a version -> earlier versions of its memory that changed unseen and of which bytes are held."""
+        self._resizes: StorageVersion | None = None
         self.thread = threading.get_ident()
 
     def forget(self) -> None:
@@ -371,17 +372,21 @@ class Recorder(Outside):
         """The storage of `t` is about to get another size. Its bytes are lost, and may be restored unseen (R4)."""
         if self.writes is not None:
             self.writes(t)
-        version = self.of_storage.get(storage_id(t)) if self.capturing else None
-        if version is not None:
+        version = self._resizes = self.of_storage.get(storage_id(t))
+        if version is not None and self.capturing:
             self.owner.resizes(version)
             self._overwrites(version)
             self._becomes_exposed(version, t, "its storage was resized")
 
     def resized(self, t: torch.Tensor) -> None:
         """The storage of `t` has another size now."""
-        version = self.of_storage.get(storage_id(t))
-        if version is not None:
-            version.nbytes = t.untyped_storage().nbytes()
+        old, self._resizes = self._resizes, None
+        if old is None:
+            return
+        new = self.of_storage[storage_id(t)] if self.capturing else self._new(t, Origin.EXTERNAL)
+        new.nbytes = t.untyped_storage().nbytes()
+        if self.observer is not None:
+            self.observer.resized(old, new)
 
     def expose(self, t: torch.Tensor, address: bool = False) -> None:
         """Somebody takes the raw memory of `t`: from now on it may change unseen, so no rebuild starts from it (R4).

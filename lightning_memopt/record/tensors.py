@@ -7,12 +7,23 @@ from typing import Any
 
 import torch
 
-from lightning_memopt.torch_private import DispatchKey, no_dispatch_modes, set_excluded_keys
+from lightning_memopt.torch_private import DispatchKey, no_dispatch_modes, set_excluded_keys, storage_use_count
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 _CPU = torch.device("cpu")
 _STRIDED = torch.strided
 _COUNTER = DispatchKey.ADInplaceOrView
+
+
+def _own_count() -> int:
+    """The use count of a storage that only its Python object refers to, without the tensor."""
+    t = torch.empty(1)
+    cdata = t.untyped_storage()._cdata
+    return storage_use_count(cdata) - 1
+
+
+OWN_COUNT = _own_count()
+"""The part of a storage's use count that its own Python object adds; it differs between versions of torch."""
 
 
 def is_plain(t: torch.Tensor) -> bool:

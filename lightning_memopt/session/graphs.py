@@ -97,6 +97,7 @@ def roomy(graphs: list[Graph]) -> Graph:
     workspaces: dict[int, int] = {}
     for alike in zip(*(ops for _, ops in same), strict=True):
         last_op = alike[-1]
+        workspaces[last_op.id] = max(op.workspace_nbytes for op in alike)
         for outputs in zip(*(op.outputs for op in alike), strict=True):
             seen = [g.tensors[t] for (g, _), t in zip(same, outputs, strict=True)]
             least, most = min(t.nbytes for t in seen), max(t.nbytes for t in seen)
@@ -105,8 +106,6 @@ def roomy(graphs: list[Graph]) -> Graph:
             key = (last_op.name, last_op.phase, seen[-1].dtype, *_constant([t.size for t in seen]))
             varying[outputs[-1]] = least, most, key
             change[key] = max(change.get(key, 0), most - least)
-            workspace_nbytes = max(op.workspace_nbytes for op in alike)
-            workspaces[last_op.id] = max(workspace_nbytes, workspaces.get(last_op.id, 0))
     nbytes = {t: max(most, least + change[key]) for t, (least, most, key) in varying.items()}
     tensors = tuple(dataclasses.replace(t, nbytes=nbytes.get(t.id, t.nbytes)) for t in graph.tensors)
     ops = [dataclasses.replace(op, workspace_nbytes=workspaces.get(op.id, op.workspace_nbytes)) for op in graph.ops]

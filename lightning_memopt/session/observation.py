@@ -17,17 +17,18 @@ from lightning_memopt.native import counter
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.record import Recorder, around_compiled, around_dual_levels, watching_sizes
 from lightning_memopt.record.gathered import around_units, units_of
-from lightning_memopt.runtime import ObservingEngine
+from lightning_memopt.runtime import ObservingEngine, let_go
+from lightning_memopt.runtime.engine.surplus import Bound
 from lightning_memopt.runtime.engine.units import Units
 from lightning_memopt.session.final_gradients import NEVER, Final, freed_early, kept, settled
 from lightning_memopt.session.gathering import Watched, observed_code
 from lightning_memopt.session.recording import Recording, hooks_allowed
 from lightning_memopt.session.resident import resident_tensors
-from lightning_memopt.torch_private import current_mode, current_modes, local_tensor, sharded_parameters
-from lightning_memopt.trace import AllocatorEvents, InPlace, Ledger, Scopes, Tracer, adopt_all, metered_cpu, others_nbytes
+from lightning_memopt.torch_private import OpOverload, current_mode, current_modes, local_tensor, sharded_parameters
+from lightning_memopt.trace import AllocatorEvents, InPlace, Ledger, Scopes, Tracer, adopt_all, count_living, metered_cpu
 
 _ROOM = 4
-"""An observed step leaves room for so many tensors of the largest size so far."""
+"""Tensors, of the largest size so far, for which an observed step leaves room below its limit."""
 
 
 class Observation:
@@ -71,11 +72,14 @@ class Observation:
         self.peak_nbytes = 0
         self.opaque_ops: dict[str, str] = {} if opaque_ops is None else opaque_ops
         self._lost: set[int] = set()
+        self._unverified: set[str] = set()
         self._engines: list[weakref.ref[ObservingEngine]] = []
         self._round: tuple[Tracer, ObservingEngine, Recorder] | None = None
         self._aside: Recorder | None = None
         self._ungraded: list[tuple[nn.Parameter, int]] = []
-        self._others_nbytes = 0
+        self._counter = counter() if device.type == "cpu" else None
+        if self._counter is not None:
+            count_living(self._counter)
         self._contexts = contextlib.ExitStack()
         self._metering = contextlib.ExitStack()
 
@@ -88,23 +92,30 @@ class Observation:
         self._end_round()
         tracer = Tracer(self.device, self.scopes.current)
         evicts = self.recompute and self.limit_nbytes is not None
-        engine = ObservingEngine(tracer, self._pressure if evicts else None, self.verify and self.recompute)
+        bound = Bound(self._live_nbytes, self._unrebuilt_nbytes, self.limit_nbytes)
+        engine = ObservingEngine(tracer, self._pressure if evicts else None, self.verify and self.recompute, bound)
         recorder = Recorder(engine.tape, engine, tracer)
         engine.on_rebuilt = lambda version: recorder.recognise(version, version.holding.value)
         recorder.fixed = self.fixed
         recorder.writes = self._writes
         in_place = InPlace()
-        recorder.runs = in_place.op
+
+        def runs(func: OpOverload, args: tuple[Any, ...]) -> OpOverload:
+            engine.keep_to_bound()  # backward lets go of tensors at every op
+            return in_place.op(func, args)
+
+        recorder.runs = runs
         engine.starts.lost = self._lost
         self._engines = [*(ref for ref in self._engines if ref() is not None), weakref.ref(engine)]
         self.finals, self.copies, self._weights = [], range(0), None
-        counts = counter() if self.meter and self.device.type == "cpu" else None
+        counts = self._counter
         if counts is not None:
-            tracer.ledger = Ledger(counts)
+            tracer.counter = counts
             recorder.hidden = engine.hidden = counts.hidden
+        if counts is not None and self.meter:
+            tracer.ledger = Ledger(counts)
         adopt_all(tracer, recorder, resident_tensors(self.model, self.optimizers, batch))
         units = units_of(self.model)
-        self._others_nbytes = others_nbytes(tracer, recorder)
         self._round = tracer, engine, recorder
         ungraded = (p for p in self.model.parameters() if p.requires_grad and p.grad is None)
         self._ungraded = [(p, local_tensor(p).nbytes) for p in ungraded]
@@ -177,6 +188,7 @@ class Observation:
     def update_begins(self) -> None:
         if self._round is not None:
             self._round[0].phase = "update"
+            let_go(self._round[1])
 
     def update_ended(self) -> None:
         """The step goes on after an optimizer's update: its next ops belong to backward again."""
@@ -250,10 +262,25 @@ class Observation:
         tensors, because the inputs of an op may have to be rebuilt while its outputs are in memory.
         """
         assert self._round is not None and self.limit_nbytes is not None
-        tracer, engine, _ = self._round
-        live = tracer.live_nbytes + engine.rebuilt_nbytes() + tracer.states_nbytes + self._others_nbytes
+        live = self._live_nbytes()
         self.peak_nbytes = max(self.peak_nbytes, live)
-        return live + _ROOM * tracer.largest_nbytes + self._gradients_to_come() - self.limit_nbytes
+        return live + _ROOM * self._round[0].largest_nbytes + self._gradients_to_come() - self.limit_nbytes
+
+    def _live_nbytes(self) -> int:
+        """Bytes that are in memory now, as a budget counts them; 0 after the step."""
+        if self._round is None:
+            return 0
+        tracer, engine, _ = self._round
+        if self._counter is not None:
+            return self._counter.live_nbytes + tracer.uncounted_nbytes
+        return tracer.live_nbytes + engine.rebuilt_nbytes() + tracer.states_nbytes
+
+    def _unrebuilt_nbytes(self) -> int:
+        """Those of them that neither rebuilds nor the states of generators take."""
+        if self._round is None:
+            return 0
+        tracer = self._round[0]
+        return tracer.live_nbytes if self._counter is None else self._counter.plain_nbytes + tracer.uncounted_nbytes
 
     def _gradients_to_come(self) -> int:
         """Bytes that this backward will add: the gradients of parameters that have none yet."""
@@ -276,7 +303,7 @@ class Observation:
             tracer, engine, recorder = self._round
             self._round = None
             # autograd may keep the engine (a second backward, or none), but the engine must not keep the tracer
-            engine.events = engine.pressure = None
+            engine.events = engine.pressure = engine.bound = None
             engine.on_rebuilt = _nothing
             tracer.close()
             recorder.forget()
@@ -294,7 +321,8 @@ class Observation:
         """The step has ended. Returns its graph; None where no forward was observed."""
         if self._round is None:
             return None
-        tracer, _, recorder = self._round
+        tracer, engine, recorder = self._round
+        self._unverified = engine.unverified
         finals = self.finals_seen()
         graph = settled(kept(tracer.graph(recorder), finals), finals)
         self._contexts.close()
@@ -319,7 +347,7 @@ class Observation:
         them.
         """
         metered = self.events.workspaces if self.events is not None and self.events.available else None
-        opaque = {name.replace("::", ".") for name in self.opaque_ops}
+        opaque = {name.replace("::", ".") for name in (*self.opaque_ops, *self._unverified)}
 
         def corrected(op: Op) -> Op:
             workspace = op.workspace_nbytes if metered is None else metered.get(op.id, 0)

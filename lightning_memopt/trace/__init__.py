@@ -4,9 +4,9 @@ from lightning_memopt.trace.backwards import backward_runs
 from lightning_memopt.trace.counted import Ledger
 from lightning_memopt.trace.gathered import Gathered
 from lightning_memopt.trace.in_place import InPlace
-from lightning_memopt.trace.living import count_all
+from lightning_memopt.trace.living import count_all, count_living
 from lightning_memopt.trace.memory import AllocatorEvents, metered_cpu
-from lightning_memopt.trace.resident import adopt_all, others_nbytes
+from lightning_memopt.trace.resident import adopt_all
 from lightning_memopt.trace.scopes import Scopes
 from lightning_memopt.trace.tracer import Tracer
 from lightning_memopt.trace.unrecorded import generated_code
@@ -20,8 +20,8 @@ __all__ = [
     "Tracer",
     "backward_runs",
     "count_all",
+    "count_living",
     "generated_code",
     "metered_cpu",
-    "others_nbytes",
     "adopt_all",
 ]

@@ -2,7 +2,8 @@
 
 The recorder sees no op that allocates the generator states of a checkpoint, or the tensors that compiled code saves for its
 backward. If the counter has more live bytes than the known storages, the difference becomes a tensor of its own. It lives from
-the op after which it was first seen to the op before which it was freed.
+the op after which it was first seen to the op before which it was freed. Bytes from before the step that are no tensor of it
+(another model, the step before) are such a difference, too.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from lightning_memopt.graph import BEFORE
 from lightning_memopt.native import Counter, Window
 
 
@@ -19,7 +21,7 @@ class Unseen(NamedTuple):
     """Bytes that no recorded op allocated, or that are held longer than autograd holds them.
 
     nbytes: their number.
-    born_at: first point at which they are in memory.
+    born_at: first point at which they are in memory; BEFORE where they were there before the step.
     freed_at: last such point; None: until the end of the step.
     """
 
@@ -32,12 +34,14 @@ class Ledger:
     """Compares the bytes of known storages with the live bytes of the native counter.
 
     Call `settle` when all storages from before the step are known, `note` before every op, and `ran` after it.
+
+    base_nbytes: bytes of unknown storages that were in memory before the step and still are.
     """
 
     def __init__(self, counter: Counter) -> None:
         self.counter = counter
         self._known: dict[int, int] = {}
-        self._known_nbytes = self._base_nbytes = 0
+        self._known_nbytes = self.base_nbytes = self._settled = 0
         self._open: list[Unseen] = []
         self._closed: list[Unseen] = []
 
@@ -53,28 +57,27 @@ class Ledger:
 
     @property
     def _difference_nbytes(self) -> int:
-        return self.counter.plain_nbytes - self._known_nbytes - self._base_nbytes
+        return self.counter.plain_nbytes - self._known_nbytes - self.base_nbytes
 
-    def settle(self) -> int:
-        """Take the present difference as the normal state. Returns it: live bytes of unknown storages."""
-        self._base_nbytes += self._difference_nbytes
-        return self._base_nbytes
+    def settle(self) -> None:
+        """All bytes of unknown storages that are in memory now are from before the step."""
+        self.base_nbytes += self._difference_nbytes
+        self._settled = self.counter.allocations()
 
-    def identified(self, key: int) -> int:
-        """A storage from before the step is known only now: C++ alone held it, as it holds DDP's buckets. It leaves the unknown
-        bytes of the normal state. Returns how many of them it was; 0 where it may be among the bytes that came since.
-        """
-        open_nbytes = sum(unseen.nbytes for unseen in self._open)
-        nbytes = max(0, min(self._base_nbytes, self._known.get(key, 0) - open_nbytes))
-        self._base_nbytes -= nbytes
-        return nbytes
+    def is_older(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage was in memory before the step, or is not counted."""
+        return self.counter.number(storage._cdata) <= self._settled
 
-    def taken(self, nbytes: int, points: Container[int]) -> int | None:
-        """A storage is known only now: it leaves the unseen bytes, if so many of them came at one of these points. Returns the
-        latest such point, or None.
+    def identified(self, key: int) -> None:
+        """A storage from before the step, which `born` has added, is known only now: it leaves the unknown bytes."""
+        self.base_nbytes -= self._known.get(key, 0)
+
+    def taken(self, nbytes: int, points: Container[int] | None = None) -> int | None:
+        """A storage is known only now: it leaves the unseen bytes, if so many of them came at one of these points (None: at
+        any). Returns the latest such point, or None.
         """
         for i, unseen in reversed(list(enumerate(self._open))):
-            if unseen.born_at in points and 0 < nbytes <= unseen.nbytes:
+            if (points is None or unseen.born_at in points) and 0 < nbytes <= unseen.nbytes:
                 self._open[i] = unseen._replace(nbytes=unseen.nbytes - nbytes)
                 return unseen.born_at
         return None
@@ -96,10 +99,15 @@ class Ledger:
             if freed_nbytes < newest.nbytes:
                 self._open.append(newest._replace(nbytes=newest.nbytes - freed_nbytes))
             change += freed_nbytes
+        if change < 0 and self.base_nbytes > 0:
+            freed_nbytes = min(self.base_nbytes, -change)
+            self._closed.append(Unseen(freed_nbytes, BEFORE, now))
+            self.base_nbytes -= freed_nbytes
 
     def unseen(self) -> Iterable[Unseen]:
         """The bytes that no recorded op allocated."""
-        return (u for u in (*self._closed, *self._open) if u.freed_at is None or u.freed_at >= u.born_at)
+        base = Unseen(self.base_nbytes, BEFORE, None)
+        return (u for u in (base, *self._closed, *self._open) if u.nbytes and (u.freed_at is None or u.freed_at >= u.born_at))
 
 
 class Marks:

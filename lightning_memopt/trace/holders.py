@@ -8,22 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
-
 from lightning_memopt.native.engine import loaded
-from lightning_memopt.record import StorageVersion, storage_id
+from lightning_memopt.record import OWN_COUNT, StorageVersion, storage_id
 from lightning_memopt.torch_private import storage_use_count
 
-
-def _own_count() -> int:
-    """The use count of a storage that only its Python object refers to, without the tensor."""
-    t = torch.empty(1)
-    cdata = t.untyped_storage()._cdata
-    return storage_use_count(cdata) - 1
-
-
-OWN_COUNT = _own_count()
-"""The part of a storage's use count that its own Python object adds; it differs between versions of torch."""
 _ALONE = OWN_COUNT + 1
 """The use count of a storage that one tensor of the engine holds alone."""
 

@@ -12,8 +12,6 @@ Source: `accumulate` in torch/csrc/autograd/input_buffer.cpp, and the formulas i
 from __future__ import annotations
 
 import sys
-import weakref
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache
 from typing import Any
@@ -26,7 +24,7 @@ from lightning_memopt.torch_private import OpOverload, current_node, storage_use
 
 _ATEN = torch.ops.aten
 _ADD = _ATEN.add.Tensor
-_FORMULAS: dict[OpOverload, tuple[Callable[..., Any], frozenset[str]]] = {
+_FORMULAS: dict[OpOverload, tuple[OpOverload, frozenset[str]]] = {
     _ATEN.index_put.default: (_ATEN.index_put_.default, frozenset({"IndexBackward0"})),
     _ATEN.scatter_add.default: (
         _ATEN.scatter_add_.default,
@@ -52,6 +50,7 @@ class InPlace:
 
     def __init__(self) -> None:
         self._native = loaded()
+        self._add_: OpOverload = _ATEN.add_.Tensor
         self._alone = (0, 0, 0) if self._native is None else held_by_autograd_alone()
         self._handle = None if self._native is None else self._native.watch_nodes()
 
@@ -64,7 +63,7 @@ class InPlace:
             return func
         runs = self._native.node_is(node._sequence_nr())
         if func is _ADD:
-            return _ATEN.add_.Tensor if runs == 0 and self._accumulates(args) else func
+            return self._add_ if runs == 0 and self._accumulates(args) else func
         in_place, nodes = _FORMULAS[func]
         return in_place if runs == 1 and node.name() in nodes else func
 
@@ -103,7 +102,7 @@ class _Counting(Outside):
             self._accumulates(args)
         out = func._op(*args, **kwargs)
         if isinstance(out, torch.Tensor):
-            weakref.ref(out.untyped_storage())  # the tracer has one on each storage
+            out.untyped_storage()  # from then on, its Python object holds the storage, as that of the tracer's reference does
         return out
 
     def _accumulates(self, args: tuple[Any, ...]) -> None:

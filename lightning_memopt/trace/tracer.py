@@ -7,7 +7,6 @@ their use counts before every op (holders.py); this shows how long *user code* h
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable
 from functools import cache
@@ -18,6 +17,7 @@ import torch
 from lightning_memopt.clocks import perf_counter
 from lightning_memopt.graph import BEFORE, Graph, Point
 from lightning_memopt.graph.model import Kind, Phase
+from lightning_memopt.native import Counter
 from lightning_memopt.native.engine import hiding, maker
 from lightning_memopt.record import OpRecord, Origin, Recorder, StorageVersion, fills, storage_id, uncompiled, written_by
 from lightning_memopt.torch_private import OpOverload
@@ -58,6 +58,8 @@ class Tracer:
     phase, forward_over: set by the session; backward begins with the first op of autograd, or its first unpack.
     live_nbytes: bytes of all storages known to be in memory.
     states_nbytes: bytes of the generators' states of all random ops so far.
+    counter: counts the allocator's bytes; None where nothing does.
+    uncounted_nbytes: bytes of known storages that it does not count (numpy's, shared memory).
     backward_ran: autograd ran an op after the forward, maybe for another model (a GAN's discriminator).
     asked: autograd asked for a save of this forward.
     backwards: those that asked.
@@ -84,14 +86,17 @@ class Tracer:
         self._alive: dict[int, _Watch] = {}
         self._dies: Callable[[_Watch], None] = self._death
         self._storages: dict[int, tuple[int, ...]] = {}
-        self._adopted, self._bystanders = dict[int, int](), dict[int, int]()
+        self._adopted: dict[int, int] = {}
         self._holders, self._flops = Holders(), Flops()
         self._hidden, self._op, self._tensor = hiding(), maker(SeenOp), maker(SeenTensor)
         self._on_device: dict[torch.device, bool] = {}
         self._state_nbytes = _CPU_GENERATOR_NBYTES if device.type == "cpu" else _CUDA_GENERATOR_NBYTES
         self.cuda = CudaOps(device) if device.type == "cuda" else None
         self.ledger: Ledger | None = None
-        self._lingering, self._numbers = Lingering(), itertools.count(_UNSEEN - 1, -1)
+        self.counter: Counter | None = None
+        self.uncounted_nbytes = 0
+        self._uncounted: dict[int, int] = {}
+        self._lingering = Lingering()
 
     # -- told by the recorder ----------------------------------------------------------------------
 
@@ -170,18 +175,24 @@ class Tracer:
         if version.id not in self.tensors:
             if version.weak in self._adopted and self.phase != "forward":
                 return self._storages[self._adopted[version.weak]][-1]
-            new = version.weak not in self._bystanders
-            if new and self.ledger and (made_at := self.ledger.taken(version.nbytes, self.generated)) is not None:
-                self.ops[self.generated[made_at]].outputs += (version.id,)
-                self._birth(version, "made by compiled code", made_at)
-                return version.id
-            unseen = self.tensors.get(_UNSEEN) if new else None
-            self.adopt(version, "input" if self.phase == "forward" else "temporary")
-            if unseen is not None and self.ledger is not None:
-                nbytes = self.ledger.identified(version.id)
-                unseen.nbytes -= nbytes
-                self.live_nbytes -= nbytes
+            self._meets(version)
         return version.id
+
+    def _meets(self, version: StorageVersion) -> None:
+        """An op reads a storage that no recorded op made, and that was not adopted."""
+        ledger, storage = self.ledger, version.alive()
+        kind: Kind = "input" if self.phase == "forward" else "temporary"
+        if ledger is None or storage is None:
+            self.adopt(version, kind)
+        elif ledger.is_older(storage):
+            self.adopt(version, kind)
+            ledger.identified(version.id)
+        elif (made_at := ledger.taken(version.nbytes, self.generated)) is not None:
+            self.ops[self.generated[made_at]].outputs += (version.id,)
+            self._birth(version, "made by compiled code", made_at)
+        else:
+            ledger.taken(version.nbytes)
+            self.adopt(version, kind)
 
     def _writes_parameter(self, record: OpRecord, args: tuple, kwargs: dict) -> bool:
         """Whether an op overwrites memory of a parameter: an update without an optimizer (`p.data.add_`)."""
@@ -190,9 +201,23 @@ class Tracer:
 
     def adopt(self, version: StorageVersion, kind: Kind, name: str = "") -> None:
         """Add a storage that was in memory before the recording began."""
-        self._end_bystander(self._bystanders.pop(version.weak, _UNSEEN))
         self._adopted.setdefault(version.weak, version.id)
         self._birth(version, name or kind, BEFORE, kind=kind)
+
+    def resized(self, old: StorageVersion, new: StorageVersion) -> None:
+        """The storage of `old` has another size now, and `new` is the version of its bytes."""
+        if old.id not in self.tensors:
+            return
+        before = self.tensors[old.id]
+        last = self.tensors[self._storages[before.storage][-1]]
+        if last.freed_at is None:
+            last.freed_at = len(self.points) - 1
+        self._holders.forget((old.id,))
+        self.gone(before.storage)
+        self._birth(new, before.name, len(self.points), version_of=old, dtype=before.dtype)
+        alive = new.alive()
+        if alive is not None:
+            self.counts(before.storage, alive)
 
     def made_unseen(self, version: StorageVersion, name: str) -> None:
         """Add a gradient that the present hook of a sharded module has made, unless it is known."""
@@ -205,26 +230,14 @@ class Tracer:
         self.tensors[_UNSEEN] = SeenTensor(_OUTSIDE, nbytes, "temporary", _UNSEEN, BEFORE)
         self.live_nbytes += nbytes
 
-    def adopt_bystander(self, storage: torch.UntypedStorage) -> None:
-        """Add a storage that the step does not use (it is of the step before, or of another model), until it is freed."""
-        id = next(self._numbers)
-        self._bystanders[storage._cdata] = id
-        self.tensors[id] = SeenTensor(_OUTSIDE, storage.nbytes(), "temporary", id, BEFORE)
-        self._storages[id] = (id,)
-        self.counts(id, storage)
-
-    def _end_bystander(self, id: int) -> None:
-        """Forget a bystander that the step uses after all. (If it was freed, another storage has its address now.)"""
-        watch = self._alive.get(id)
-        if watch is not None:
-            self._death(watch)
-            del self.tensors[id], self._storages[id]
-
     def counts(self, key: int, storage: torch.UntypedStorage) -> None:
         """Count a storage as live until it is freed."""
-        self.live_nbytes += self.tensors[key].nbytes
+        self.live_nbytes += self.tensors[self._storages[key][-1]].nbytes
         if self.ledger is not None:
             self.ledger.born(key, storage)
+        if self.counter is not None and self.device.type == storage.device.type and not self.counter.counts(storage):
+            self._uncounted[key] = storage.nbytes()
+            self.uncounted_nbytes += self._uncounted[key]
         watch = self._alive[key] = _Watch(storage, self._dies)
         watch.key = key
 
@@ -284,6 +297,7 @@ class Tracer:
 
     def gone(self, storage: int) -> None:  # count it as live no longer
         self._alive.pop(storage, None)
+        self.uncounted_nbytes -= self._uncounted.pop(storage, 0)
         if self.ledger is not None:
             self.ledger.died(storage)
         self.live_nbytes -= self.tensors[self._storages[storage][-1]].nbytes
@@ -366,7 +380,8 @@ class Tracer:
     def _unrecorded(self) -> dict[int, SeenTensor]:
         """Tensors for the bytes that code which the recorder does not see allocated or held during the step."""
         first = max(self.tensors, default=0) + 1
-        seen = [(_UNRECORDED, u) for u in (self.ledger.unseen() if self.ledger is not None else ())]
+        unseen = self.ledger.unseen() if self.ledger is not None else ()
+        seen = [(_OUTSIDE if u.born_at == BEFORE else _UNRECORDED, u) for u in unseen]
         seen += ((_LINGERS, u) for u in self._lingering.seen())
         return {i: SeenTensor(name, u.nbytes, "temporary", i, u.born_at, u.freed_at) for i, (name, u) in enumerate(seen, first)}
 

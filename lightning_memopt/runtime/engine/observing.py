@@ -22,13 +22,19 @@ from lightning_memopt.record.tensors import bytes_of
 from lightning_memopt.runtime.engine.base import Engine
 from lightning_memopt.runtime.engine.eviction import next_evicted
 from lightning_memopt.runtime.engine.handles import Handle, Kept
-from lightning_memopt.runtime.engine.holding import Claim, Version, rebuildable
+from lightning_memopt.runtime.engine.holding import Claim, Holdings, Version, rebuildable
 from lightning_memopt.runtime.engine.naming import Names
-from lightning_memopt.runtime.engine.rebuild import checksum, closure, compare, flags_of, run
+from lightning_memopt.runtime.engine.rebuild import checksum, closure, compare, rebuild
 from lightning_memopt.runtime.engine.starts import Starts
+from lightning_memopt.runtime.engine.surplus import Bound, Surplus
 from lightning_memopt.runtime.engine.units import Units
 
-_EMPTY = Origin.EMPTY
+_EMPTY, _EXTERNAL = Origin.EMPTY, Origin.EXTERNAL
+_NO_BOUND = 1 << 62
+_STATE_NBYTES = 5056
+"""Bytes of the state of a random generator on the CPU."""
+_KNOWN = "aten::", "prims::"
+"""Namespaces of ops of which torch says whether they give the same bits again."""
 
 
 class SaveEvents(Names, Protocol):
@@ -61,12 +67,30 @@ class _Told(Kept):
         return super().get()
 
 
+class _Holdings(Holdings):
+    """What is held of an observed forward: copies only where there is room for them."""
+
+    def __init__(self, engine: ObservingEngine) -> None:
+        self._engine: ObservingEngine = weakref.proxy(engine)  # the engine holds this
+
+    def copy(self, version: Version) -> None:
+        """As in `Holdings`. Without room for the copy, nothing is rebuilt from these bytes."""
+        engine = self._engine
+        if version.nbytes > engine.room() and version.holding.handles == 0 and version.id not in engine.surplus.needed():
+            engine.lose(version)
+            return
+        super().copy(version)
+        engine.surplus.holds(version)
+
+
 class ObservingEngine(Engine):
     """Keeps, evicts under pressure, verifies.
 
     events: the tracer, or None.
     pressure: returns the bytes by which live memory exceeds the limit now; None: nothing is evicted.
     verify: whether each call runs a second time for comparison.
+    bound: what the step may take; None: all.
+    surplus: what is held and a plain step would not hold.
     verified: ids of versions that were compared.
     opaque_ops: name -> reason, of ops that gave other bits when they ran again.
     starts: versions from which rebuilds may start after the forward.
@@ -82,9 +106,19 @@ class ObservingEngine(Engine):
     """
 
     def __init__(
-        self, events: SaveEvents | None = None, pressure: Callable[[], int] | None = None, verify: bool = True
+        self,
+        events: SaveEvents | None = None,
+        pressure: Callable[[], int] | None = None,
+        verify: bool = True,
+        bound: Bound | None = None,
     ) -> None:
         super().__init__()
+        self.bound = bound
+        self.surplus = Surplus(self.tape)
+        self.holdings: Holdings = _Holdings(self)
+        self._states_nbytes = 0
+        self._unverified: set[str] = set()
+        self._verified_ops: set[str] = set()
         self.tape.native = self._native = loaded()
         self.events = events
         self.pressure = pressure
@@ -109,23 +143,65 @@ class ObservingEngine(Engine):
         self.clock += 1
         if record.call is not None:
             self._calls[record.call.op] = record.call
+            self.surplus.recorded(record.call)
         if self.units is not None:
             self.units.recorded(record)
         if self.opaque_ops and record.func.name() in self.opaque_ops:
             for version in (*(version for version, _ in record.made), *(new for _, new, _ in record.mutates)):
                 self._becomes_opaque(version, record.func.name())
+        for version in record.reads:
+            if version.origin is _EXTERNAL and not version.parameter:
+                self.surplus.holds(version)
         for version, t in record.made:
             self._starts_from(version, t)
         for _, version, t in record.mutates:
             self._starts_from(version, t)
         if self.pressure is not None:
             self.relieve()
+        self.keep_to_bound()
 
     def _starts_from(self, version: Version, t: torch.Tensor) -> None:
         """R4: rebuilds may start from a version that no call makes."""
         if version.call is None and version.origin is not _EMPTY:
             version.holding.hold(t)
             version.holding.reachable = True
+            self.surplus.holds(version)
+
+    def room(self) -> int:
+        """Bytes that this step may take for a moment beyond those in memory."""
+        return _NO_BOUND if self.bound is None else self.bound.room(self.surplus.nbytes())
+
+    def keep_to_bound(self) -> None:
+        """Let go of bytes that only this engine holds, where they are more than an observed step may take."""
+        if self.bound is None or not self.surplus:
+            return
+        nbytes = self.surplus.nbytes()
+        spare_nbytes = self.bound.spare(nbytes) - self._states_nbytes
+        if nbytes <= spare_nbytes:
+            return
+        for version in self.surplus.droppable(self.evictable if self.bound.is_tight else ()):
+            self.lose(version)
+            nbytes -= version.nbytes
+            if nbytes <= spare_nbytes:
+                return
+
+    def lose(self, version: Version) -> None:
+        """Let go of bytes from which rebuilds could start."""
+        for lost in self.surplus.lose(version):
+            self.evictable.pop(lost.id, None)
+
+    def wants_state(self, name: str) -> bool:
+        if self.bound is not None:
+            nbytes = self.surplus.nbytes()
+            if nbytes + self._states_nbytes + _STATE_NBYTES > self.bound.spare(nbytes):
+                return False
+        self._states_nbytes += _STATE_NBYTES
+        return True
+
+    @property
+    def unverified(self) -> set[str]:
+        """Names of ops, of which torch does not say whether they give the same bits again, that could not be compared."""
+        return self._unverified - self._verified_ops
 
     def meets(self, version: Version, t: torch.Tensor) -> None:
         """An op of a sharded model is about to read the version, through `t`."""
@@ -182,6 +258,7 @@ class ObservingEngine(Engine):
         super().end_forward()
         if not is_over:
             self.starts.note()
+            self.keep_to_bound()
 
     def writes(self, t: torch.Tensor) -> None:
         """The memory of `t` is about to change, and the forward is over: copy the versions from which rebuilds start."""
@@ -284,40 +361,39 @@ class ObservingEngine(Engine):
         return stays
 
     def _verify(self, version: Version) -> None:
-        """Rebuild a kept version and compare. A mismatch makes its op opaque; autograd gets the kept value."""
-        holding = version.holding
-        assert version.call is not None
+        """Rebuild a kept version and compare, where there is room. A mismatch makes its op opaque; autograd gets the kept value.
+        """
+        holding, call = version.holding, version.call
+        assert call is not None
         self.verified.add(version.id)
-        if self.pressure is not None and self.pressure() + self._needed_nbytes(version) > 0:
+        if self._needed_nbytes(version) > self.room():
+            if not call.func.name().startswith(_KNOWN):
+                self._unverified.add(call.func.name())
             return
-        made: list[Version] = []
-        try:
-            with holding.set_aside() as kept:
-                self._run_once(version, made)
-                assert holding.value is not None
-                with below_autograd():
-                    if not same_bits(holding.value, kept):
-                        self._distrust(version)
-        finally:
-            for other in made:
-                if other is not version:
-                    other.holding.drop()
+        with holding.set_aside() as kept:
+            rebuild(self.tape, [version], lambda _: False, [])
+            assert holding.value is not None
+            with below_autograd():
+                if not same_bits(holding.value, kept):
+                    self._distrust(version)
+        self._verified_ops.add(call.func.name())
 
     def _needed_nbytes(self, version: Version) -> int:
-        """Bytes that a rebuild of a version takes beside its value: all results of the calls, and a copy for the comparison."""
+        """The most bytes that a rebuild of a version takes at a time, without the workspaces of its ops."""
+        versions = self.tape.versions
         with version.holding.set_aside():
-            calls = closure(self.tape.versions, [version])
-        made = {id for call in calls for _, id in (*call.made, *call.mutates)}
-        return version.nbytes + sum(self.tape.versions[id].nbytes for id in made)
-
-    def _run_once(self, version: Version, made: list[Version]) -> None:
-        """Rebuild a version. Adds the versions that get a value on the way to `made`, also where this raises."""
-        calls = closure(self.tape.versions, [version])
-        results = (self.tape.versions[id] for call in calls for _, id in (*call.made, *call.mutates))
-        made.extend(other for other in results if other.holding.value is None)
-        with below_autograd(), flags_of(self.tape):
-            for call in calls:
-                run(call, self.tape.versions, lambda v: v.holding.handles > 0 or v.call is None)
+            calls = closure(versions, [version])
+        last = {id: call.op for call in calls for id in call.reads} | {version.id: _NO_BOUND}
+        made_nbytes = peak_nbytes = 0
+        there: dict[int, int] = {}
+        for call in calls:
+            for id in {id for _, id in (*call.made, *call.mutates)}:
+                there[id] = versions[id].nbytes
+                made_nbytes += there[id]
+            peak_nbytes = max(peak_nbytes, made_nbytes)
+            for id in [id for id in there if last.get(id, call.op) <= call.op]:
+                made_nbytes -= there.pop(id)
+        return peak_nbytes
 
     def _distrust(self, version: Version) -> None:
         """The op of the version gave other bits: it is opaque from now on."""
@@ -332,6 +408,7 @@ class ObservingEngine(Engine):
         self.opaque_ops[name] = "a rebuild gave other bits"
         version.holding.reachable = False
         self.evictable.pop(version.id, None)
+        self.surplus.holds(version)
 
     def released(self, handle: Handle) -> None:
         with self.lock:
@@ -340,6 +417,9 @@ class ObservingEngine(Engine):
                 self.evictable.pop(version.id, None)
                 if rebuildable(version):
                     version.holding.drop()
+                elif version.holding.value is not None:
+                    self.surplus.holds(version)
+                    self.keep_to_bound()
             if self.events is not None:
                 self.events.released(handle.save)
 

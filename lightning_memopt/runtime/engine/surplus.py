@@ -1,0 +1,137 @@
+"""What an observing engine holds beyond what a plain step would: bytes from which rebuilds could start, and that neither the
+user nor autograd holds any more. They are let go where they are more than a few percent of the step; then nothing is rebuilt
+from them in this step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+
+from lightning_memopt.record import OWN_COUNT, Call, Tape, storage_id
+from lightning_memopt.runtime.engine.holding import Claim, Holding, Version, rebuildable
+from lightning_memopt.torch_private import storage_use_count
+
+_BEYOND_PLAIN = 0.08
+"""The most that an observed step takes beyond what the plain step has taken until then, as a share of that."""
+
+
+class Bound:
+    """How much an observed step may take.
+
+    live: returns the bytes that are in memory.
+    unrebuilt: returns those of them that neither rebuilds nor their preparation have made.
+    limit_nbytes: the limit of the step; None: it has none, but for what a plain step takes.
+    """
+
+    def __init__(self, live: Callable[[], int], unrebuilt: Callable[[], int], limit_nbytes: int | None) -> None:
+        self._live = live
+        self._unrebuilt = unrebuilt
+        self._limit_nbytes = limit_nbytes
+        self._plain_peak_nbytes = 0
+
+    def spare(self, surplus_nbytes: int) -> int:
+        """Bytes that may be in memory beyond those of the plain step, of which `surplus_nbytes` are there now."""
+        self._plain_peak_nbytes = max(self._plain_peak_nbytes, self._unrebuilt() - surplus_nbytes)
+        return int(_BEYOND_PLAIN * self._plain_peak_nbytes)
+
+    def room(self, surplus_nbytes: int) -> int:
+        """Bytes that may be taken for a moment beyond those that are in memory."""
+        plain = self.spare(surplus_nbytes) + self._plain_peak_nbytes
+        return max(plain, self._limit_nbytes or 0) - self._live()
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether the step may have to evict tensors."""
+        return self._limit_nbytes is not None and self._limit_nbytes < 2 * self._plain_peak_nbytes
+
+
+class Surplus:
+    """The starts that an engine holds in one forward, and the calls that read each version."""
+
+    def __init__(self, tape: Tape[Holding]) -> None:
+        self._tape = tape
+        self._starts: dict[int, Version] = {}
+        self._readers: dict[int, list[Call]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._starts)
+
+    def recorded(self, call: Call) -> None:
+        """A call that may run again was recorded."""
+        for id in call.reads:
+            self._readers.setdefault(id, []).append(call)
+
+    def holds(self, version: Version) -> None:
+        """The engine holds the bytes of a version that no call makes."""
+        self._starts[version.id] = version
+
+    def alone(self) -> list[Version]:
+        """The versions that nobody but the engine holds. What autograd has saved counts as held by it."""
+        self._starts = {id: version for id, version in self._starts.items() if version.holding.value is not None}
+        on: dict[int, list[Version]] = {}
+        for version in self._starts.values():
+            if version.holding.value is not None:
+                on.setdefault(storage_id(version.holding.value), []).append(version)
+        return [
+            version
+            for storage, versions in on.items()
+            if storage_use_count(storage) <= OWN_COUNT + len(versions) and not any(v.holding.handles for v in versions)
+            for version in versions
+        ]
+
+    def nbytes(self) -> int:
+        """Bytes of the storages that nobody but the engine holds."""
+        return sum({version.weak: version.nbytes for version in self.alone()}.values())
+
+    def needed(self) -> set[int]:
+        """Ids of the versions from which a tensor that autograd saved, and that is not in memory, must be rebuilt."""
+        versions, needed = self._tape.versions, set[int]()
+        waiting = [version for version in versions.values() if version.holding.handles > 0]
+        seen = {version.id for version in waiting}
+        while waiting:
+            version = waiting.pop()
+            if version.holding.value is not None and version.next is None:
+                continue
+            reads = version.call.reads if version.call is not None and version.holding.value is None else ()
+            for id in (*reads, *(() if version.next is None else (version.next,))):
+                needed.add(id)
+                if id not in seen:
+                    seen.add(id)
+                    waiting.append(versions[id])
+        return needed
+
+    def droppable(self, evictable: Container[int]) -> list[Version]:
+        """The versions that may be let go, the largest first: those that no evicted tensor needs, and without which no more
+        bytes stay in memory than they have. `evictable`: ids of the versions that may have to be evicted.
+        """
+        needed = self.needed()
+        free = [v for v in self.alone() if v.id not in needed and v.holding.claim is not Claim.PINNED]
+        return sorted((v for v in free if self._gives_back(v, evictable) <= v.nbytes), key=lambda v: -v.nbytes)
+
+    def _gives_back(self, start: Version, evictable: Container[int]) -> int:
+        """Bytes of the evictable versions that are rebuilt from a start."""
+        versions, nbytes, waiting, seen = self._tape.versions, 0, [start.id], {start.id}
+        while waiting:
+            for call in self._readers.get(waiting.pop(), ()):
+                for id in {id for _, id in (*call.made, *call.mutates)} - seen:
+                    seen.add(id)
+                    waiting.append(id)
+                    nbytes += versions[id].nbytes if id in evictable else 0
+        return nbytes
+
+    def lose(self, version: Version) -> list[Version]:
+        """Let go of the bytes of a version. Returns the versions that cannot be rebuilt any more."""
+        self._starts.pop(version.id, None)
+        version.holding.drop()
+        version.holding.reachable = False
+        versions, lost, waiting = self._tape.versions, list[Version](), [version]
+        while waiting:
+            for call in self._readers.get(waiting.pop().id, ()):
+                made = (versions[id] for _, id in (*call.made, *call.mutates))
+                for dependent in made:
+                    if rebuildable(dependent):
+                        dependent.holding.reachable = False
+                        lost.append(dependent)
+                        if dependent.holding.value is None:
+                            waiting.append(dependent)
+        return lost
