@@ -233,6 +233,23 @@ def local_tensor(t: Any) -> Any:
     return getattr(t, "_local_tensor", t)
 
 
+def gradient_of(t: torch.Tensor) -> torch.Tensor | None:
+    """The gradient of a leaf, or of a tensor that retains it; None where there is none.
+
+    Torch warns where `grad` of another tensor is read, and a model's parameters may be others: `torch.func.functional_call`
+    replaces them by whatever it is given.
+
+    A view of what has a history is not asked whether it is a leaf: torch answers under a lock of the view. Another thread may
+    have that lock and wait for Python's, because its ops are recorded.
+    """
+    try:
+        base = t._base
+        leaf = t.is_leaf if base is None or not base.requires_grad else False
+        return t.grad if leaf or t.retains_grad else None
+    except RuntimeError:
+        return None  # the user wrote into a view where torch forbids it: torch then raises at each use of autograd
+
+
 # -- compiled regions --------------------------------------------------------------------------------
 # Imported when something was compiled, not before: the compilers take seconds to import.
 

@@ -25,7 +25,7 @@ from lightning_memopt.ranks import buckets_nbytes
 from lightning_memopt.session import Session
 from lightning_memopt.session.peak_meter import StepMeter
 from lightning_memopt.session.resident import foreign_nbytes, resident_nbytes, resident_tensors
-from lightning_memopt.torch_private import tree_map
+from lightning_memopt.torch_private import gradient_of, tree_map
 from lightning_memopt.trace import count_all
 
 _NEVER_PLANNED = 1 << 20
@@ -226,7 +226,7 @@ class Trials:
         return self.effective is None or size == self.effective
 
     def _gradients(self) -> list[torch.Tensor]:
-        return [p.grad for p in self.model.parameters() if p.grad is not None]
+        return [g for p in self.model.parameters() if (g := gradient_of(p)) is not None]
 
     def _over(self, peak_nbytes: int | None) -> bool:
         return peak_nbytes is not None and peak_nbytes > self.budget_nbytes

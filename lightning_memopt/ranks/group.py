@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_memopt.ranks.board import Board
 from lightning_memopt.ranks.ranks import Ranks
-from lightning_memopt.torch_private import JOIN_CONFIG, fsdp_units
+from lightning_memopt.torch_private import JOIN_CONFIG, fsdp_units, gradient_of
 
 _runs: collections.Counter[str] = collections.Counter()
 """How many runs each process group has had in this process. All ranks count alike, so posts of two runs never mix."""
@@ -92,7 +92,7 @@ def buckets_nbytes(model: nn.Module) -> int:
     if wrapper is None:
         return 0
     sizes: dict[str, Any] = wrapper._get_ddp_logging_data()
-    views = wrapper.gradient_as_bucket_view and any(p.grad is not None for p in wrapper.parameters())
+    views = wrapper.gradient_as_bucket_view and any(gradient_of(p) is not None for p in wrapper.parameters())
     return 0 if views else sum(int(nbytes) for nbytes in str(sizes.get("bucket_sizes", "")).split(",") if nbytes.strip())
 
 

@@ -26,7 +26,7 @@ from lightning_memopt.runtime.between import Between, Snapshot, Touched
 from lightning_memopt.runtime.gradients import Told, reads_of_gradients
 from lightning_memopt.runtime.reduced import Reduced
 from lightning_memopt.runtime.zeroing import zeroed
-from lightning_memopt.torch_private import backward_keeps_graph
+from lightning_memopt.torch_private import backward_keeps_graph, gradient_of
 
 Completed = Callable[[torch.Tensor], contextlib.AbstractContextManager[None] | None]
 """Called with a parameter whose gradient is complete: the context of its update, or None."""
@@ -70,7 +70,7 @@ def count_versions(optimizer: optim.Optimizer) -> None:
     """
     for group in optimizer.param_groups:
         if group.get("fused"):
-            torch.autograd.graph.increment_version([p for p in group["params"] if p.grad is not None])
+            torch.autograd.graph.increment_version([p for p in group["params"] if gradient_of(p) is not None])
 
 
 Options = list[dict[str, tuple[Any, int]]]
@@ -260,7 +260,7 @@ class EarlyUpdates:
 
     def given(self) -> bool:
         """Whether a parameter that was updated has a gradient again, one that the user set."""
-        return any(id(p) in self.updated and p.grad is not None for p in parameters_of(self.optimizer))
+        return any(id(p) in self.updated and gradient_of(p) is not None for p in parameters_of(self.optimizer))
 
     def _listen(self) -> None:
         """From now on learn of `zero_grad`, until the run ends: the calls come after the step."""

@@ -29,7 +29,7 @@ from lightning_memopt.session.final_gradients import early_in, late
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.peak_meter import in_compiled_code
 from lightning_memopt.session.processes import names_of, of_processes
-from lightning_memopt.torch_private import local_tensor
+from lightning_memopt.torch_private import gradient_of, local_tensor
 
 _UNMARKED = Reason(
     "the loop does not say which backward is the last one before optimizer.step()",
@@ -295,7 +295,9 @@ class EarlyUpdating:
                 f"are read later or made in parts ({', '.join(sorted(set(readers) - early)[:3])}, ...)"
             )
         self._gradients = {
-            name: TensorWeakRef(p.grad) for name, p in self.model.named_parameters() if name in early and p.grad is not None
+            name: TensorWeakRef(gradient)
+            for name, p in self.model.named_parameters()
+            if name in early and (gradient := gradient_of(p)) is not None
         }
         return True
 
@@ -356,7 +358,8 @@ class EarlyUpdating:
             return self._refuse(_ZEROED)
         before, self._gradients = self._gradients, {}
         for name, p in self.model.named_parameters() if before else ():
-            if name in before and p.grad is not None and before[name]() is p.grad:
+            gradient = gradient_of(p) if name in before else None
+            if gradient is not None and before[name]() is gradient:
                 self.late |= self.learnt
                 return self._refuse(_ZEROED)
         return True

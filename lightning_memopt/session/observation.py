@@ -24,7 +24,14 @@ from lightning_memopt.session.final_gradients import NEVER, Final, freed_early, 
 from lightning_memopt.session.gathering import Watched, observed_code
 from lightning_memopt.session.recording import Recording, hooks_allowed
 from lightning_memopt.session.resident import resident_tensors
-from lightning_memopt.torch_private import OpOverload, current_mode, current_modes, local_tensor, sharded_parameters
+from lightning_memopt.torch_private import (
+    OpOverload,
+    current_mode,
+    current_modes,
+    gradient_of,
+    local_tensor,
+    sharded_parameters,
+)
 from lightning_memopt.trace import AllocatorEvents, InPlace, Ledger, Scopes, Tracer, adopt_all, count_living, metered_cpu
 
 _ROOM = 4
@@ -117,7 +124,7 @@ class Observation:
         adopt_all(tracer, recorder, resident_tensors(self.model, self.optimizers, batch))
         units = units_of(self.model)
         self._round = tracer, engine, recorder
-        ungraded = (p for p in self.model.parameters() if p.requires_grad and p.grad is None)
+        ungraded = (p for p in self.model.parameters() if p.requires_grad and gradient_of(p) is None)
         self._ungraded = [(p, local_tensor(p).nbytes) for p in ungraded]
         engine.opaque_ops = self.opaque_ops
         self._metering = contextlib.ExitStack()
@@ -289,7 +296,7 @@ class Observation:
         if nbytes is not None:
             return nbytes
         # a lazy parameter had no bytes when the forward began
-        return sum([nbytes or local_tensor(p).nbytes for p, nbytes in self._ungraded if p.grad is None])
+        return sum([nbytes or local_tensor(p).nbytes for p, nbytes in self._ungraded if gradient_of(p) is None])
 
     def _writes(self, t: torch.Tensor) -> None:
         """An op is about to write to the memory of `t`, which earlier forwards of this step may have read."""

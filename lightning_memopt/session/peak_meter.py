@@ -15,7 +15,7 @@ from lightning_memopt.native import counter
 from lightning_memopt.ranks import buckets_nbytes
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.resident import batch_tensors, foreign_nbytes, resident_nbytes, resident_tensors
-from lightning_memopt.torch_private import COMPILED_FRAME
+from lightning_memopt.torch_private import COMPILED_FRAME, gradient_of
 from lightning_memopt.trace import AllocatorEvents, metered_cpu
 
 
@@ -126,7 +126,7 @@ class Metering:
             self._meter = StepMeter(device, 0, foreign_nbytes=foreign)
         elif counts is None and wanted and self.possible:
             # the profiler reports the end of gradients that it saw being allocated: those of a metered step
-            gradients = [] if self._metered else [p.grad for p in model.parameters() if p.grad is not None]
+            gradients = [] if self._metered else [g for p in model.parameters() if (g := gradient_of(p)) is not None]
             resident = resident_nbytes(resident_tensors(model, optimizers, batch), device) + buckets_nbytes(model)
             self._meter = StepMeter(device, resident, gradients)
 

@@ -22,6 +22,7 @@ from torch import optim
 from lightning_memopt.record import Outside
 from lightning_memopt.runtime.early_updates import step_without_hooks
 from lightning_memopt.torch_private import (
+    gradient_of,
     local_tensor,
     no_torch_functions,
     tree_leaves,
@@ -70,13 +71,13 @@ Group = tuple[dict[str, Any], Sequence[torch.Tensor]]
 
 def with_gradients(optimizer: optim.Optimizer) -> list[Group]:
     """The groups of this optimizer, with the parameters that have a gradient now."""
-    return [(group, [p for p in group["params"] if p.grad is not None]) for group in optimizer.param_groups]
+    return [(group, [p for p in group["params"] if gradient_of(p) is not None]) for group in optimizer.param_groups]
 
 
 def still_to_make(optimizer: optim.Optimizer, device: torch.device, rounded: Rounded) -> int:
     """Bytes of the gradients and the state that do not exist yet, if every parameter gets a gradient."""
     groups = [(group, [p for p in group["params"] if p.requires_grad]) for group in optimizer.param_groups]
-    without = [p for _, params in groups for p in params if p.grad is None and p.device.type == device.type]
+    without = [p for _, params in groups for p in params if gradient_of(p) is None and p.device.type == device.type]
     return sum(rounded(local_tensor(p).nbytes) for p in without) + rehearse(optimizer, groups, device, rounded).state_nbytes
 
 
@@ -221,7 +222,8 @@ def _kind(p: torch.Tensor, has_state: bool) -> Hashable:
 
 def _gradient(p: torch.Tensor) -> torch.Tensor:
     """Its gradient; the parameter itself, which is of the same size, where there is none yet."""
-    return p if p.grad is None else p.grad
+    gradient = gradient_of(p)
+    return p if gradient is None else gradient
 
 
 def _kinds(optimizer: optim.Optimizer, params: Sequence[torch.Tensor]) -> list[Hashable]:

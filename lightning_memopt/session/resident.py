@@ -13,7 +13,7 @@ from lightning_memopt.graph.model import Kind
 from lightning_memopt.native import counter
 from lightning_memopt.record import is_plain
 from lightning_memopt.session.leaves import leaves_of
-from lightning_memopt.torch_private import local_tensor
+from lightning_memopt.torch_private import gradient_of, local_tensor
 
 Named = tuple[torch.Tensor, Kind, str]
 """A tensor, its kind, and its name."""
@@ -26,8 +26,9 @@ def resident_tensors(model: nn.Module, optimizers: Iterable[torch.optim.Optimize
     """
     for name, p in model.named_parameters():
         yield local_tensor(p), "parameter", name
-        if p.grad is not None:
-            yield local_tensor(p.grad), "gradient", f"{name}.grad"
+        gradient = gradient_of(p)
+        if gradient is not None:
+            yield local_tensor(gradient), "gradient", f"{name}.grad"
     for name, b in model.named_buffers():
         yield b, "buffer", name
     yield from state_tensors(optimizers)

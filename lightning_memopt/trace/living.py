@@ -9,7 +9,7 @@ import torch
 
 from lightning_memopt.live_objects import live_objects
 from lightning_memopt.native import Counter, counter, install
-from lightning_memopt.torch_private import no_torch_functions, without_modes
+from lightning_memopt.torch_private import gradient_of, no_torch_functions, without_modes
 
 
 def storages(t: torch.Tensor) -> list[torch.UntypedStorage]:
@@ -30,26 +30,12 @@ def storages(t: torch.Tensor) -> list[torch.UntypedStorage]:
         return []  # a wrapper around other tensors, which the garbage collector lists too
 
 
-def _gradient(t: torch.Tensor) -> torch.Tensor | None:
-    """The gradient of a leaf, or of a tensor that retains it.
-
-    A view of what has a history is not asked whether it is a leaf: torch answers under a lock of the view. Another thread may
-    have that lock and wait for Python's, because its ops are recorded.
-    """
-    try:
-        base = t._base
-        leaf = t.is_leaf if base is None or not base.requires_grad else False
-        return t.grad if leaf or t.retains_grad else None
-    except RuntimeError:
-        return None  # the user wrote into a view where torch forbids it: torch then raises at each use of autograd
-
-
 def living(device: torch.device) -> list[torch.UntypedStorage]:
     """Distinct storages on a device, of all tensors and their gradients; without tensors that only C++ holds."""
     storage_of: dict[int, torch.UntypedStorage] = {}
     with torch.no_grad(), no_torch_functions(), without_modes():
         for known in live_objects(lambda kind: torch.Tensor in kind.__mro__):
-            for t in (known, _gradient(known)):
+            for t in (known, gradient_of(known)):
                 for storage in () if t is None else storages(t):
                     if storage.device.type == device.type:
                         storage_of[storage._cdata] = storage
