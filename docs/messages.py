@@ -12,8 +12,8 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "lightning_memopt"
 TREES = {p.relative_to(PACKAGE).as_posix(): ast.parse(p.read_text(encoding="utf-8")) for p in sorted(PACKAGE.rglob("*.py"))}
-SAYING = {"warnings.warn", "say", "self.say", "self._say", "rank_zero_info", "rank_zero_warn"}
-"""Functions that print a line for the user."""
+SAYING = {"warnings.warn", "say", "self.say", "self._say", "logs.say", "logs.detail", "rank_zero_say", "rank_zero_warn"}
+"""Functions that tell the user a line."""
 NAME = "MemOpt: "
 """What is printed, and begins so, is such a line, too. Other prints are what a command was asked for."""
 REMEDY = "Remedy: "

@@ -176,7 +176,7 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "Nothing can be rebuilt inside of compiled code: its backend or its kind has no joint graph that could be changed.",
         "Leave these layers eager, or compile with the backend that the line names.",
     ),
-    ("session/solving.py", "MemOpt:   …"): ("What the solver is doing.", NOTHING),
+    ("session/solving.py", "MemOpt:   …"): ("What the solver is doing, at `logging.DEBUG`.", NOTHING),
     ("session/solving.py", "MemOpt: no plan is smaller"): (
         "No tensor that a plan could drop is in memory at the peak.",
         "One of the remedies at the end of the line.",
@@ -184,7 +184,7 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
     ("session/solving.py", "MemOpt: plan in force"): ("A plan was found.", NOTHING),
     ("session/solving.py", "MemOpt: solving"): ("The observed steps are being planned.", NOTHING),
     ("session/states.py", "MemOpt: a step took more"): ("The step has changed since it was observed.", NOTHING),
-    ("session/states.py", "MemOpt: observing"): ("A run has begun.", NOTHING),
+    ("session/observed_step.py", "MemOpt: observing"): ("A run has begun.", NOTHING),
     ("session/states.py", "MemOpt: the forward left the plan"): (
         "This forward runs other ops than the observed ones (a branch, another shape).",
         "Nothing, if it is rare: the step is exact. Else make the step the same each time.",
@@ -204,9 +204,7 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "A step was measured above the budget, and a smaller plan took its place.",
         "Set `headroom` if the first planned step must not exceed the budget.",
     ),
-    ("solvers/planner.py", "a plan of … asks"): ("A solver's plan is not valid for this step.", NOTHING),
     ("solvers/planner.py", "time limit"): ("The search has ended early.", "Give more `solver_seconds` for a better plan."),
-    ("solvers/planner.py", "…, … levels"): ("What the solver is doing.", NOTHING),
     ("strategies/mixin.py", "MemOpt: this checkpoint was saved"): (
         "Backward raised in the middle of early updates, and a checkpoint was saved after that.",
         "Go on from an earlier checkpoint.",

@@ -62,7 +62,8 @@ class MemOptConfig:
         report: path of a page, `"run.html"`, that is written when the run ends, also by an exception: one file for a browser,
             with pictures and tables of what the plan did. The run's record, which `memopt report` reads, is put beside it
             (`run.json`). None: nothing is written.
-        verbose: print progress. Lightning, Fabric, Accelerate and Transformers print the table when a run ends, too.
+        verbose: log progress, and for Lightning, Fabric, Accelerate and Transformers the table when a run ends, by the logger
+            `lightning_memopt`: to stderr, or to the program's own handlers.
     """
 
     budget: str | float | int = "auto"

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_memopt.batching import MODES, BatchSizeResult, FromLoader, Mode, Search, refuse_loader, untouched
@@ -24,6 +24,7 @@ from lightning_memopt.callbacks import probe
 from lightning_memopt.callbacks.learning_rate import FACTORS, scale
 from lightning_memopt.config import MemOptConfig, disabled
 from lightning_memopt.errors import ConfigError, UnsupportedError
+from lightning_memopt.fabric.rank_zero import rank_zero_say
 from lightning_memopt.session.budget import bytes_on
 from lightning_memopt.strategies import MemOptMixin, lightning_private
 
@@ -61,7 +62,7 @@ class MemOptBatchScaler(Callback):
         lr_scaling: how to scale learning rates if `keep_effective=False`: not, by the ratio of samples an update, or by the
             square root of that ratio.
         watts: power that the device draws in training, for `"energy"`. By default it is measured, on NVIDIA GPUs.
-        verbose: print what was chosen, and the result again at the end.
+        verbose: log what was chosen, and the result again at the end.
 
     Attributes:
         result: what the search found; None before it, and if a checkpoint gave the size.
@@ -114,7 +115,7 @@ class MemOptBatchScaler(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit" and self.result is not None and self.verbose:
-            rank_zero_info(self.summary())
+            rank_zero_say(self.summary())
         self._undo.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -188,7 +189,7 @@ class MemOptBatchScaler(Callback):
         if factor != 1.0:
             schedulers = [c.scheduler for c in trainer.strategy.lr_scheduler_configs]
             scale(trainer.strategy.optimizers, schedulers, factor)
-            rank_zero_info(f"MemOpt: learning rates and their schedules are scaled by {factor:g} ({self.lr_scaling})")
+            rank_zero_say(f"MemOpt: learning rates and their schedules are scaled by {factor:g} ({self.lr_scaling})")
 
     def _search(self, trainer: Trainer, setup_optimizers: Callable[[Trainer], None]) -> None:
         """Search with temporary optimizers, and decide what to set."""
@@ -229,7 +230,7 @@ class MemOptBatchScaler(Callback):
             "lr_factor": FACTORS[self.lr_scaling](ratio),
         }
         if self.verbose:
-            self._print_result(trainer, source)
+            self._say_result(trainer, source)
 
     def _budget(self, strategy: Any) -> tuple[MemOptConfig | None, int]:
         """(options of the run, or None if it has no plans; bytes that a step may use)."""
@@ -237,13 +238,13 @@ class MemOptBatchScaler(Callback):
         config = strategy.memopt_config if planned else MemOptConfig(budget=self.budget)  # type: ignore[arg-type]
         return (config if planned else None), bytes_on(strategy.root_device, config)
 
-    def _print_result(self, trainer: Trainer, source: FromLoader) -> None:
-        """Print the summary, and warn of everything that depends on the batch size."""
-        rank_zero_info(self.summary())
+    def _say_result(self, trainer: Trainer, source: FromLoader) -> None:
+        """Say the summary, and warn of everything that depends on the batch size."""
+        rank_zero_say(self.summary())
         size = self._set["size"]
         if size == source.size:
             if self.keep_effective and self._set["accumulate"] == 1:
-                rank_zero_info(
+                rank_zero_say(
                     f"MemOpt: one batch of {size} is one update, which keep_effective=True keeps. Larger batches need "
                     "accumulate_grad_batches above 1, or keep_effective=False."
                 )

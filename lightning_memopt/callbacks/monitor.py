@@ -28,6 +28,7 @@ import torch
 from lightning_memopt.callbacks.reduction import Reduction
 from lightning_memopt.callbacks.timeline import EVERY, Timeline
 from lightning_memopt.errors import ConfigError
+from lightning_memopt.fabric.rank_zero import rank_zero_say
 from lightning_memopt.plan import Plan
 from lightning_memopt.plan.forms import codec_of, tier_of
 from lightning_memopt.session import RunStatus, Session
@@ -41,14 +42,14 @@ except ModuleNotFoundError:  # the same class under its other name; the Trainers
 
 
 class MemOptMonitor(Callback):
-    """Log time, energy and memory of training, and print a summary. Works with any strategy; its errors never end training.
+    """Log time, energy and memory of training, and a summary. Works with any strategy; its errors never end training.
 
     Args:
         batch_size_fn: batch -> number of samples. Default: as Lightning infers it for `self.log`.
         cpu: also measure the energy of the processors' packages (RAPL, which most systems let only root read).
         before: throughput of the same training without a plan, shown for comparison; or the path that `save` wrote it to.
         save: path to write the throughput of this run to, as JSON. With `MEMOPT_DISABLE=1` it is that of the plain run.
-        verbose: print the throughput at the end of training.
+        verbose: log the throughput at the end of training.
         timeline: write the memory of a step over time to every logger, in the first planned step and then in every 200th, or in
             every one of this number (timeline.py has how each logger gets it).
 
@@ -144,7 +145,7 @@ class MemOptMonitor(Callback):
             self._try("the file of rates", partial(throughput.write, self.save))
         if self.verbose:
             text = "no steady step was measured" if throughput is None else throughput.text()
-            self._try("the summary", partial(_print, trainer, f"MemOpt: {text}"))
+            self._try("the summary", partial(rank_zero_say, f"MemOpt: {text}"))
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._close()
@@ -239,14 +240,3 @@ def _lightning(trainer: Any, name: str) -> Any:
     """The module `name` of the trainer's package, which is `lightning.pytorch` or `pytorch_lightning`."""
     names = [base.__module__ for base in type(trainer).__mro__ if base.__module__.endswith(".trainer.trainer")]
     return importlib.import_module(f"{names[-1].removesuffix('.trainer.trainer')}.{name}")
-
-
-def _print(trainer: Any, text: str) -> None:
-    """Print through the progress bar if there is one, which keeps its line intact; else log the text."""
-    bar = trainer.progress_bar_callback
-    enabled = bar is not None and getattr(bar, "is_enabled", False)
-    # the tqdm progress bar prints nothing once it is closed (`disable`)
-    if enabled and not getattr(getattr(bar, "train_progress_bar", None), "disable", False):
-        bar.print(text)
-    else:
-        _lightning(trainer, "utilities.rank_zero").rank_zero_info(text)

@@ -3,7 +3,7 @@
 Fabric's loop is the user's own, so a run is that of `optimize`: it is told of every call of the module that Fabric calls (the
 module itself, or the DDP module around it) and of every update of the optimizers. It begins when Fabric has wrapped the model
 and an optimizer of its parameters is set up, in whatever order. It ends when the loop lets go of the wrapper, when the strategy
-is torn down, or at the exit of the process. Its table is printed then.
+is torn down, or at the exit of the process. Its table is logged then.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from lightning.fabric.utilities import rank_zero_info
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.fabric import fabric_private
+from lightning_memopt.fabric.rank_zero import rank_zero_say
 from lightning_memopt.integrations.plain import Run, in_rounds, open_run
 from lightning_memopt.record import updates_any
 
@@ -52,12 +52,12 @@ class Model:
         if self.called is None or not self.optimizers:
             return
         self.end(say=False)
-        self.run = open_run(self.called, self.optimizers, config, rank_zero_info)
+        self.run = open_run(self.called, self.optimizers, config, rank_zero_say)
 
     def end(self, say: bool, called: bool = False) -> None:
         """End the run if there is one.
 
-        say: print its table.
+        say: log its table.
         called: the loop, or the end of the process, ends it: see `History.ends`.
         """
         run, self.run = self.run, None
@@ -67,7 +67,7 @@ class Model:
             run.session.history.ends(handled=True)
         run.close()
         if say and run.session.config.verbose:
-            rank_zero_info(run.report())
+            rank_zero_say(run.report())
 
 
 class Models:
@@ -172,7 +172,7 @@ class Models:
         return runs[0]
 
     def close(self, called: bool = False) -> None:
-        """End all runs, and print their tables. The models train plainly from then on. `called`: as for `Model.end`."""
+        """End all runs, and log their tables. The models train plainly from then on. `called`: as for `Model.end`."""
         models, self._models = self._models, []
         self._undo.close()
         for model in models:

@@ -68,7 +68,7 @@ class MemOptFabricMixin(abc.ABC):
         return self._models
 
     def close(self) -> None:
-        """End all runs, and print their tables. The models train plainly from then on."""
+        """End all runs, and log their tables. The models train plainly from then on."""
         models, self._models = self._models, None
         if models is not None:
             models.close(called=True)

@@ -4,7 +4,7 @@
 methods of the class `Accelerator` are replaced; for an Accelerator that nobody asked about they do what they do plainly. A
 model that was prepared, and the prepared optimizers that have parameters of it, make a run. The run ends with `free_memory` or
 `end_training` of its Accelerator, when a new optimizer comes for its model, and at the end of the process. Its table is
-printed then.
+logged then.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
+from lightning_memopt import logs
 from lightning_memopt.config import MemOptConfig, config_of, disabled
 from lightning_memopt.errors import RankFailedError, UnsupportedError
 from lightning_memopt.integrations import accelerate_private as private
@@ -73,7 +74,7 @@ class Watched:
         self.models: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.runs: dict[int, Run] = {}
-        self._say = print if accelerator.is_local_main_process else _nothing
+        self._say = logs.say if accelerator.is_local_main_process else logs.silent
         self._scales = accelerator.scaler is not None
 
     def saw(self, prepared: Any) -> None:
@@ -219,7 +220,7 @@ def prepare(
     """`accelerator.prepare(*objects)`, and what it returns trains within a memory budget. The loop itself is unchanged.
 
     The objects that are returned are Accelerate's own. Models without an optimizer are left alone. Several models have a plan
-    each, and share the budget, which is for the whole process. The table is printed on the main process when `free_memory` or
+    each, and share the budget, which is for the whole process. The table is logged on the main process when `free_memory` or
     `end_training` is called, and else at the end of the process. Scripts under `accelerate-memopt launch` need no call of this.
 
     Args:
@@ -257,7 +258,7 @@ def watch(config: MemOptConfig) -> None:
 
 
 def end() -> bool:
-    """End all runs, and print their tables. Returns whether there has been a run in this process."""
+    """End all runs, and log their tables. Returns whether there has been a run in this process."""
     _process.end()
     return _process.planned
 
@@ -296,10 +297,6 @@ def refuse(accelerator: Any, objects: tuple[Any, ...]) -> None:
 
 def _parameters(model: nn.Module) -> set[int]:
     return set(map(id, model.parameters()))
-
-
-def _nothing(_: str) -> None:
-    pass
 
 
 def _install() -> None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lightning_memopt import logs
 from lightning_memopt.batching import Snapshot, is_out_of_memory
 from lightning_memopt.config import MemOptConfig, config_of, disabled
 from lightning_memopt.errors import ConfigError, InfeasibleError, UnsupportedError
@@ -155,7 +156,7 @@ def _searched(train: Callable[..., Any], largest: int, args: Any, kwargs: Any) -
         size = (fits + too_large) // 2
     config = front._process.now
     if config is not None and config.verbose:
-        print(f"MemOpt: batch size {fits} is the largest up to {largest} that fits (sizes tried: {trials})")
+        logs.say(f"MemOpt: batch size {fits} is the largest up to {largest} that fits (sizes tried: {trials})")
     return train(fits, *args, **kwargs)
 
 
@@ -191,7 +192,7 @@ def _tried(train: Callable[..., Any], size: int, args: Any, kwargs: Any) -> Exce
 
 def _unplanned(result: Any, trial: _Trial) -> _Finished:
     said = "never updated the model that it prepared" if trial.begun else "never called Accelerator.prepare"
-    print(f"MemOpt: the batch size is the starting one, and was not searched for: the function {said}.")
+    logs.say(f"MemOpt: the batch size is the starting one, and was not searched for: the function {said}.")
     return _Finished(result)
 
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
 from types import ModuleType
 
+from lightning_memopt import logs
 from lightning_memopt.after_import import after_import
 from lightning_memopt.config import MemOptConfig, disabled
 from lightning_memopt.errors import MemOptError
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         front = sys.modules.get("lightning_memopt.integrations.accelerate")
         planned = front is not None and front.end()
         if config.verbose and not (planned or failed) and os.environ.get("LOCAL_RANK", "0") == "0":
-            print("MemOpt: off (MEMOPT_DISABLE); the run was the plain one." if disabled() else NOTHING)
+            logs.say("MemOpt: off (MEMOPT_DISABLE); the run was the plain one." if disabled() else NOTHING)
 
 
 def run(script: str, arguments: Sequence[str], module: bool) -> None:

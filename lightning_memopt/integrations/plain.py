@@ -277,7 +277,7 @@ def open_run(
     """`optimize` for fronts that have no block to put the loop into: `run.close()` ends the run.
 
     Args:
-        say: prints a line of progress; None: `print`.
+        say: tells the user a line; None: `logs.say`.
         reasons: why the front forbids updates in backward, beside the reasons in the model and its optimizers.
     """
     with contextlib.ExitStack() as stack:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import transformers
 
+from lightning_memopt import logs
 from lightning_memopt.config import MemOptConfig, config_of
 from lightning_memopt.errors import ConfigError, UnsupportedError
 from lightning_memopt.integrations.plain import Run, optimize
@@ -93,20 +95,26 @@ class MemOptTrainerCallback(transformers.TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.close()
-        if self.config.verbose and state.is_world_process_zero:
-            print(self.report())
+        if self._speaks and state.is_world_process_zero:
+            logs.say(self.report())
 
     # -- what the Trainer allows -------------------------------------------------------------------
 
+    @property
+    def _speaks(self) -> bool:
+        """Whether runs tell the user where they are. Trainers are asked for errors alone by `log_level="error"`."""
+        return self.config.verbose and transformers.utils.logging.get_verbosity() <= logging.WARNING
+
     def _config(self) -> MemOptConfig:
         """The options without early updates, which no Trainer allows. Raises UpdatesInBackwardError with "always"."""
-        if self.config.optimizer_in_backward == "never":
-            return self.config
-        if self.config.optimizer_in_backward == "always":
+        config = dataclasses.replace(self.config, verbose=self._speaks)
+        if config.optimizer_in_backward == "never":
+            return config
+        if config.optimizer_in_backward == "always":
             raise refusal(_NORM)
-        if self.config.verbose:
-            print(f"MemOpt: parameters are updated after backward, as usual: {_NORM.what}. {_NORM.fix}.")
-        return dataclasses.replace(self.config, optimizer_in_backward="never")
+        if config.verbose:
+            logs.say(f"MemOpt: parameters are updated after backward, as usual: {_NORM.what}. {_NORM.fix}.")
+        return dataclasses.replace(config, optimizer_in_backward="never")
 
 
 def _refuse(args: Any) -> None:

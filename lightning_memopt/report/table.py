@@ -1,4 +1,4 @@
-"""The table that a run prints at its end: budget, peaks, times and what the plan does."""
+"""The table that a run logs at its end: budget, peaks, times and what the plan does."""
 
 from __future__ import annotations
 
@@ -155,5 +155,5 @@ def summary(status: RunStatus, meter: Meter | None = None, transfers: Transfers 
             table.add_row(*row)
     if status.compiled is not None:
         table.add_row("compiled", status.compiled)
-    table.add_row("plan by", f"{plan.solver}, {plan.solve_seconds:.1f} s")
+    table.add_row("solved in", f"{plan.solve_seconds:.1f} s")
     return render(table)

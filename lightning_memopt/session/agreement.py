@@ -23,6 +23,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_memopt import logs
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import InfeasibleError, RankFailedError, UpdatesInBackwardError
 from lightning_memopt.graph import Graph
@@ -67,14 +68,17 @@ class Agreement:
         """Whether there are other ranks, and no meeting comes any more."""
         return self._ranks is not None and self._begun and (not self._open or joins(self._model))
 
-    def first_rank_says(self, say: Say) -> Say:
-        """`say` on the first rank of the group; on the others, a function that prints nothing."""
+    def first_rank_says(self, say: Say | None) -> Say:
+        """What tells the user a line: `say`, by default that of logs.py, on the first rank of the group. The others are silent,
+        and so are all where the run is not verbose.
+        """
+        to_user = say or logs.say
 
         def say_once(line: str) -> None:
             if self._ranks is None or self._ranks.rank == 0:
-                say(line)
+                to_user(line)
 
-        return say_once
+        return say_once if self._config.verbose else logs.silent
 
     @contextlib.contextmanager
     def first_forward(self) -> Iterator[None]:

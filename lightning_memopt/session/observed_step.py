@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -10,7 +12,11 @@ from lightning_memopt.graph import Graph
 from lightning_memopt.session.observation import Observation, observing
 from lightning_memopt.session.silence import GIVEN_UP, Silence
 from lightning_memopt.session.states import Observing, Waiting
+from lightning_memopt.units import format_nbytes
 
+Say = Callable[[str], None]
+_ANNOUNCED = 4
+"""The most lines of a run that say that steps are observed: there may be a state for each of many shapes."""
 _IDLE = 3
 """After more forwards in evaluation than this, an observed step is given up."""
 
@@ -27,7 +33,18 @@ class ObservedStep:
         self._optimizers = optimizers
         self._config = config
         self._opaque_ops: dict[str, str] = {}  # ops that gave other bits when they ran again, in any observed step
-        self._idle = 0
+        self._idle = self._announced = 0
+
+    def announce(self, state: Observing, device: torch.device, budget_nbytes: int | None, say: Say) -> None:
+        """Say how many steps of this state are observed: once for a state, and for the first states of the run."""
+        if state.announced or self._announced == _ANNOUNCED:
+            return
+        state.announced = True
+        self._announced += 1
+        steps = "1 step" if state.steps == 1 else f"{state.steps} steps"
+        within = f" within {format_nbytes(budget_nbytes)}" if budget_nbytes else ""
+        last = "; later ones, for batches of other shapes, are not announced" if self._announced == _ANNOUNCED else ""
+        say(f"MemOpt: observing {steps} on {device}{within}{last}")
 
     def begin(self, state: Observing | Waiting, device: torch.device, limit_nbytes: int | None) -> Observation:
         """A step of this state begins to be observed."""

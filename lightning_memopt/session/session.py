@@ -53,7 +53,7 @@ from lightning_memopt.versions import supported
 
 
 class Session:
-    """One session (see the module). `say` prints a line of progress. Many methods: a front tells it of each event of a loop by
+    """One session (see the module). `say` tells the user a line. Many methods: a front tells it of each event of a loop by
     a method of its own; the decisions are made in other files.
     """
 
@@ -68,7 +68,7 @@ class Session:
         self.device, self.optimizers, self.config = device_of(model), list(optimizers), config
         self.enabled = not disabled() and supported()
         self._agreement = Agreement(model, config, self.enabled)
-        self.say = self._agreement.first_rank_says((say or print) if config.verbose else (lambda _: None))
+        self.say = self._agreement.first_rank_says(say)
         self.budget_nbytes = budget_on(self.device, config) if self.enabled else None
         self._rounds, self._plan_cache, self.history = Rounds(), PlanCache(), History(config.report is not None)
         self._current: State | None = None
@@ -323,7 +323,7 @@ class Session:
                     self.silence.forward(False, BLOCKED)
                     return None
                 if isinstance(state, Observing) and not state.graphs:
-                    state.announce(self.device, self.budget_nbytes, self.say)
+                    self._observed_step.announce(state, self.device, self.budget_nbytes, self.say)
                 self._observed_step.begin(state, self.device, self._limit_nbytes)
             self.silence.forward(backward, WAITS if isinstance(state, Waiting) else None)
             self._ends.observing()

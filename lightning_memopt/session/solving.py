@@ -1,10 +1,11 @@
-"""Solve for an observed step, choose its plan, and say which plan is in force. `say` prints a line of progress."""
+"""Solve for an observed step, choose its plan, and say which plan is in force. `say` tells the user a line."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import NamedTuple
 
+from lightning_memopt import logs
 from lightning_memopt.clocks import thread_time
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import InfeasibleError
@@ -50,11 +51,16 @@ def frontier_of(graph: Graph, offloading: Offloading, say: Say, limit_nbytes: in
             objective=offloading.config.objective,
             limit_seconds=offloading.config.solver_seconds,
             budgets=() if limit_nbytes is None else (limit_nbytes,),
-            say=lambda s: say(f"MemOpt:   {s}"),
+            say=lambda line: say(f"MemOpt:   {line}"),
+            detail=_detail if offloading.config.verbose else logs.silent,
             overhead=costs.overhead(graph),
             clock=times.current.solver_clock(thread_time),
         )
     )
+
+
+def _detail(text: str) -> None:
+    logs.detail(f"MemOpt:   {text}")
 
 
 def chosen(
@@ -77,11 +83,13 @@ def chosen(
     compiled = any(op.name == COMPILED for op in graph.ops)
     before = "as compiled" if compiled else "unmodified"
     say(
-        f"MemOpt: plan in force ({plan.solver}): predicted peak {format_nbytes(plan.predicted.needed_nbytes)} of "
+        f"MemOpt: plan in force: predicted peak {format_nbytes(plan.predicted.needed_nbytes)} of "
         f"{format_nbytes(limit)}, {before} {format_nbytes(plan.unmodified_peak_nbytes)}; extra "
         f"{1e3 * plan.predicted.seconds:.1f} ms a step, no plan below {1e3 * plan.lower_bound_seconds:.1f} ms; "
         f"solved in {frontier.seconds:.1f} s"
     )
+    if config.verbose:
+        _detail(f"the plan is by {plan.solver}")
     if above is not None:
         return plan, (
             f"the budget is not kept: no plan of this step fits {limit_nbytes} bytes. The smallest one is in force. Set "

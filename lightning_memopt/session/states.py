@@ -1,4 +1,4 @@
-"""The states of an input signature, and how one state follows another. `say` prints a line of progress.
+"""The states of an input signature, and how one state follows another. `say` tells the user a line.
 
     state       meaning                                               next state
     Waiting     no plan is made now: every step is observed and       Observing, when a plan may be made;
@@ -22,8 +22,6 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-
-import torch
 
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import MemOptError, PlanMismatchError
@@ -84,6 +82,7 @@ class Observing:
     for_early: the step being observed only shows when gradients are final (early_updates.py); no plan is made of it.
     early_known: it is known which parameters are updated early.
     fixed: ids of the forward ops that no rebuild may run.
+    announced: it was said that these steps are observed. Observing may begin many times before a step comes to its end.
     """
 
     steps: int
@@ -93,17 +92,12 @@ class Observing:
     for_early: bool = False
     early_known: bool = False
     fixed: frozenset[int] = frozenset()
+    announced: bool = False
 
     @property
     def plans_next(self) -> bool:
         """Whether a plan is made of the step that is being observed, unless it only shows when gradients are final."""
         return len(self.graphs) + 1 == self.steps
-
-    def announce(self, device: torch.device, budget_nbytes: int | None, say: Say) -> None:
-        """Say how many steps are observed."""
-        steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
-        within = f" within {format_nbytes(budget_nbytes)}" if budget_nbytes else ""
-        say(f"MemOpt: observing {steps} on {device}{within}")
 
     def early_observed(self, graph: Graph) -> None:
         """The step that shows when gradients are final is over."""

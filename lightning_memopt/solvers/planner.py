@@ -102,12 +102,12 @@ def _chains(graph: Graph) -> list[tuple[str, stage_chain.ModelChain]]:
     return models
 
 
-def _chain(graph: Graph, limit: int, say: Progress) -> Iterator[tuple[str, tuple[Life, ...]]]:
+def _chain(graph: Graph, limit: int, detail: Progress) -> Iterator[tuple[str, tuple[Life, ...]]]:
     """Chain plans at many levels."""
     for name, model in _chains(graph):
         table = dp.solve_chain(model.chain, limit)
         levels = table.levels()
-        say(f"{name}, {len(levels)} levels")
+        detail(f"{name}, {len(levels)} levels")
         step = max(1, ceil_div(len(levels), _LEVELS))
         for level in sorted({*levels[::step], *levels[:8]}):
             yield name, stage_chain.lives(model, table.tree(level))
@@ -210,6 +210,7 @@ def solve(
     dense: bool = False,
     budgets: Collection[int] = (),
     say: Progress = lambda _: None,
+    detail: Progress = lambda _: None,
     overhead: Overhead = FREE,
     beside: Callable[[tuple[Life, ...]], int] = lambda _: 0,
     clock: Callable[[], float] = thread_time,
@@ -219,7 +220,7 @@ def solve(
     `dense`: with plans between neighbours that are far apart. `budgets`: bytes for which a local search looks for plans.
     `overhead`: seconds that recording and rebuilding take by themselves. `beside`: bytes that a plan needs in other steps or
     calls at the same time. `clock`: what the limit is counted by: this thread's seconds of CPU, for a busy machine would have
-    other plans, and could keep fewer budgets.
+    other plans, and could keep fewer budgets. `say` is told that the limit was reached, `detail` how the solvers get on.
     """
     began, began_clock = perf_counter(), clock()
     unmodified = max(unmodified_levels(graph), default=0)
@@ -237,7 +238,7 @@ def solve(
                     pool.append(Candidate(lives, simulate(graph, lives).predicted, solver, late + beside(lives)))
             except LoweringError:
                 if not graph.windowed:  # a chain that crosses units asks for weights that are away
-                    say(f"a plan of {solver} asks for what cannot be made; left out")
+                    detail(f"a plan of {solver} asks for what cannot be made; left out")
             if clock() - began_clock > limit_seconds:
                 say(f"time limit of {limit_seconds:g} s reached with {len(pool)} plans")
                 return False
@@ -257,7 +258,7 @@ def solve(
         moments.extend(bound.moments(graph) if priced is graph else bound.moments(graph, _OF_BOUND))
         for moment in moments if priced is graph else bound.moments(priced):
             yield from _whole_graph(moment)
-        chains = _chain(priced, unmodified, say)
+        chains = _chain(priced, unmodified, detail)
         yield from early(chains) if budgets else chains
         if dense:
             yield from _between(graph, front)

@@ -13,10 +13,11 @@ import dataclasses
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import ConfigError
+from lightning_memopt.fabric.rank_zero import rank_zero_say
 from lightning_memopt.integrations.checkpointing import LayerCheckpointing
 from lightning_memopt.integrations.names import shown
 from lightning_memopt.report.run import RunReport
@@ -56,7 +57,7 @@ class MemOptMixin(abc.ABC):
         self.session = self._checkpointing = None
         if trainer.state.fn == "fit":
             self._report = report = RunReport(self.memopt_config, self.model)  # type: ignore[attr-defined]
-            self.session = Session(self.model, self.optimizers, self.memopt_config, say=rank_zero_info)  # type: ignore[attr-defined]
+            self.session = Session(self.model, self.optimizers, self.memopt_config, say=rank_zero_say)  # type: ignore[attr-defined]
             report.begins(self.session, self.status, lambda: self.telemetry)
             # automatic optimization frees the gradients of a step between the next forward and its backward
             self.session.foresight.keeps_gradients = trainer.lightning_module.automatic_optimization
@@ -70,7 +71,7 @@ class MemOptMixin(abc.ABC):
             if session is not None:
                 self._leave()
                 if self.memopt_config.verbose:
-                    rank_zero_info(summary(self.status(), self.telemetry, session.transfers()))
+                    rank_zero_say(summary(self.status(), self.telemetry, session.transfers()))
         finally:
             report, self._report = self._report, None
             if report is not None:

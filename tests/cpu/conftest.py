@@ -20,6 +20,7 @@ from lightning_memopt.native.counting import install as install_counter
 from lightning_memopt.runtime import install_native
 from lightning_memopt.session import times
 from tests.cpu.lib.loops import without_counter
+from tests.cpu.lib.said import Said, listening
 from tests.cpu.lib.times import Known, given
 
 os.environ["MEMOPT_CACHE"] = "0"  # no test begins with the plans of another one
@@ -54,6 +55,13 @@ class Before(NamedTuple):
 
 
 before: list[Before] = []
+
+
+@pytest.fixture
+def said() -> Iterator[Said]:
+    """What runs say while a test runs."""
+    with listening() as lines:
+        yield lines
 
 
 @pytest.fixture(autouse=True, scope="module")

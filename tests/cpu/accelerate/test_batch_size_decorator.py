@@ -15,6 +15,7 @@ from lightning_memopt.integrations import accelerate as front  # noqa: E402
 from tests.cpu.lib.launched import same  # noqa: E402
 from tests.cpu.lib.loops import batches, counted_nbytes, loss_of, small  # noqa: E402
 from tests.cpu.lib.prepared import fresh, run_of  # noqa: E402
+from tests.cpu.lib.said import Said  # noqa: E402
 
 SEEN: list[int] = []
 """Sizes that were trained. In a variable around the function, trials would leave no trace."""
@@ -45,7 +46,7 @@ def trained(accelerator: Any, size: int, model: Any) -> tuple[Any, ...]:
     return peak, [losses, model.state_dict(), optimizer.state_dict(), torch.rand(2), size]
 
 
-def test_the_largest_size_is_found_and_leaves_no_trace(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_largest_size_is_found_and_leaves_no_trace(said: Said) -> None:
     """The model comes from outside; the training with the size that was found is the plain one with that size."""
     front._install()
     accelerator = fresh(gradient_accumulation_steps=2)
@@ -61,7 +62,7 @@ def test_the_largest_size_is_found_and_leaves_no_trace(capsys: pytest.CaptureFix
     size = SEEN[-1]
     assert 1 < size < 40 and SEEN.count(size) == 2 and len(SEEN) <= 9 and size + 1 in SEEN
     assert peak <= budget
-    assert f"batch size {size} is the largest up to 40 that fits" in capsys.readouterr().out
+    assert f"batch size {size} is the largest up to 40 that fits" in said.taken()
     front.end()
     plain = fresh(gradient_accumulation_steps=2)
     torch.manual_seed(0)
@@ -78,14 +79,14 @@ def test_a_size_that_fits_is_taken_at_once() -> None:
     assert SEEN == [16, 16]
 
 
-def test_what_cannot_be_searched(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_searched(monkeypatch: pytest.MonkeyPatch, said: Said) -> None:
     accelerator = fresh()
     tiny = find_max_batch_size(lambda size: trained(accelerator, size, small()), 4, budget=1000, **QUIET)
     with pytest.raises(InfeasibleError):
         tiny()
     assert sorted(set(SEEN)) == [1, 2, 4]
     assert find_max_batch_size(lambda size: size, 8, budget="1GiB", **QUIET)() == 8
-    assert "never called Accelerator.prepare" in capsys.readouterr().out
+    assert "never called Accelerator.prepare" in said.taken()
     with pytest.raises(TypeError, match="without that argument"):
         find_max_batch_size(lambda size: size)(8)
     with pytest.raises(ConfigError, match="fits any batch size"):

@@ -20,7 +20,7 @@ pytest.importorskip("transformers")
 
 
 def shown(table: str, row: str) -> int:
-    """Bytes in a row of the printed table."""
+    """Bytes in a row of the table."""
     match = re.search(rf"│ {row} +│ ([\d.]+ \w+)", table)
     assert match is not None, table
     return parse_budget(match[1], 1 << 62)
@@ -32,16 +32,16 @@ def test_an_unchanged_script_keeps_its_budget_bit_by_bit(tmp_path: Path) -> None
     script = str(SCRIPTS / "nlp_example.py")
     outputs = {name: str(tmp_path / name) for name in ("plain", "ours", "module")}
     plain = ran(*STOCK, "--cpu", script, "--output", outputs["plain"])
-    assert plain.returncode == 0 and "MemOpt" not in plain.stdout, plain.stderr
+    assert plain.returncode == 0 and "MemOpt" not in plain.stdout + plain.stderr, plain.stderr
     ours = ran(*OURS, "--cpu", "--memopt_budget", "12MiB", "--memopt-profile-steps", "2", script, "--output", outputs["ours"])
     module = ran(*STOCK, "--cpu", "-m", "lightning_memopt.launch", "--budget", "12MiB", script, "--output", outputs["module"])
     expected = torch.load(f"{outputs['plain']}.0")
     for name, done in (("ours", ours), ("module", module)):
         assert done.returncode == 0, done.stderr
         assert same(torch.load(f"{outputs[name]}.0"), expected)
-        assert done.stdout.count("measured peak") == 1
-        measured, predicted = (shown(done.stdout, row) for row in ("measured peak", "predicted peak"))
-        assert measured <= parse_budget("12MiB", 1 << 62) < shown(done.stdout, "unmodified peak")
+        assert done.stderr.count("measured peak") == 1
+        measured, predicted = (shown(done.stderr, row) for row in ("measured peak", "predicted peak"))
+        assert measured <= parse_budget("12MiB", 1 << 62) < shown(done.stderr, "unmodified peak")
         assert abs(measured - predicted) <= 0.01 * predicted
 
 
@@ -78,16 +78,16 @@ def test_a_script_finds_its_process_as_python_runs_it(tmp_path: Path, end: str) 
         [sys.executable, *arguments], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=60
     )
     ours = ran("lightning_memopt.launch", "--budget", "1GiB", *arguments, cwd=tmp_path)
-    assert json.loads(ours.stdout.splitlines()[0]) == json.loads(plain.stdout)
+    assert json.loads(ours.stdout) == json.loads(plain.stdout)
     assert ours.returncode == plain.returncode
-    assert ours.stderr.splitlines()[-1:] == plain.stderr.splitlines()[-1:]
-    assert ("nothing was planned" in ours.stdout) == (end == "0"), "an error explains itself"
+    assert ("nothing was planned" in ours.stderr) == (end == "0"), "an error explains itself"
+    assert end == "0" or ours.stderr.splitlines()[-1:] == plain.stderr.splitlines()[-1:]
 
 
 def test_a_module_is_run_as_python_runs_it(tmp_path: Path) -> None:
     (tmp_path / "facts.py").write_text(FACTS)
     plain, ours = ran("facts", "3", cwd=tmp_path), ran("lightning_memopt.launch", "-m", "facts", "3", cwd=tmp_path)
-    assert json.loads(ours.stdout.splitlines()[0]) == json.loads(plain.stdout) and ours.returncode == plain.returncode == 3
+    assert json.loads(ours.stdout) == json.loads(plain.stdout) and ours.returncode == plain.returncode == 3
 
 
 @pytest.mark.parametrize(
@@ -107,4 +107,4 @@ def test_torchrun_without_accelerate(tmp_path: Path) -> None:
         "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "lightning_memopt.launch", "x.py", cwd=tmp_path
     )
     assert done.returncode == 0 and sorted(re.findall(r"rank \d", done.stdout)) == ["rank 0", "rank 1"], done.stderr
-    assert done.stdout.count("nothing was planned") == 1
+    assert done.stderr.count("nothing was planned") == 1

@@ -26,6 +26,7 @@ from lightning_memopt.integrations import accelerate as front  # noqa: E402
 from tests.cpu.lib.launched import same  # noqa: E402
 from tests.cpu.lib.loops import batches, counted_nbytes, loss_of, small  # noqa: E402
 from tests.cpu.lib.prepared import Loop, fresh, run_of, trained  # noqa: E402
+from tests.cpu.lib.said import Said  # noqa: E402
 
 OPTIONS: dict[str, Any] = dict(budget="min", profile_steps=2, verbose=False)
 
@@ -171,7 +172,7 @@ def test_a_gan() -> None:
         both(use, optimizer_in_backward="always")
 
 
-def test_freed_and_prepared_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_freed_and_prepared_again(said: Said) -> None:
     """`free_memory` ends the run and prints its table once; nothing holds the model; the next model has a plan of its own."""
     front._install()
 
@@ -189,10 +190,10 @@ def test_freed_and_prepared_again(capsys: pytest.CaptureFixture[str]) -> None:
         return found
 
     accelerator = both(use, verbose=True)
-    assert plans(accelerator) == [] and capsys.readouterr().out.count("measured peak") == 2
+    assert plans(accelerator) == [] and said.taken().count("measured peak") == 2
     accelerator.end_training()
     front.end()
-    assert capsys.readouterr().out == ""
+    assert said.taken() == ""
 
 
 def test_an_accelerator_that_nobody_holds() -> None:

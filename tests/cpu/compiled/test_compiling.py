@@ -13,6 +13,7 @@ from torch.nn import functional
 from lightning_memopt import optimize
 from lightning_memopt.session.compiling import repeated_blocks
 from tests.cpu.compiled.training import counted, losses_of
+from tests.cpu.lib.said import Said
 
 
 class Block(nn.Module):
@@ -59,11 +60,11 @@ def train(budget: Any, compile: bool = True, net: nn.Module | None = None, verbo
     return losses, [p.detach().clone() for p in net.parameters()], status, net
 
 
-def test_repeated_blocks_are_compiled_once_and_planned(capsys: pytest.CaptureFixture[str]) -> None:
+def test_repeated_blocks_are_compiled_once_and_planned(said: Said) -> None:
     counted()
     torch._dynamo.utils.counters.clear()
     *least, status, net = train("min", verbose=True)
-    assert "MemOpt: compiling 4 Block\n" in capsys.readouterr().out
+    assert "MemOpt: compiling 4 Block\n" in said.taken()
     assert "1 of 1 compiled regions run ops again" in status.compiled  # one region, called four times
     assert not any(vars(module).get("_compiled_call_impl") for module in net.modules())
     *most, unplanned, _ = train("50%")
@@ -72,15 +73,13 @@ def test_repeated_blocks_are_compiled_once_and_planned(capsys: pytest.CaptureFix
     assert least[0] == pytest.approx(most[0], rel=1e-5)  # torch's own split may differ in the last bits
 
 
-def test_a_model_without_repeated_blocks_is_compiled_whole_and_a_compiled_one_stays(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_model_without_repeated_blocks_is_compiled_whole_and_a_compiled_one_stays(said: Said) -> None:
     counted()
     train("50%", net=Net(blocks=1), verbose=True)
-    assert "compiling the whole model, which has no repeated blocks" in capsys.readouterr().out
+    assert "compiling the whole model, which has no repeated blocks" in said.taken()
     users = Net(blocks=1)
     users.compile(backend="aot_eager")
     own = vars(users)["_compiled_call_impl"]
     train("50%", net=users, verbose=True)
-    assert "compiled already" in capsys.readouterr().out
+    assert "compiled already" in said.taken()
     assert vars(users)["_compiled_call_impl"] is own

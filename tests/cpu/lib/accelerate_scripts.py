@@ -27,6 +27,7 @@ from lightning_memopt.integrations.launch import run
 from lightning_memopt.integrations.plain import Run
 from lightning_memopt.session import times
 from tests.cpu.lib.launched import SCRIPTS
+from tests.cpu.lib.said import listening
 from tests.cpu.lib.times import Known
 
 _LOOPS = ("gradient_accumulation", "checkpointing", "early_stopping", "multi_process_metrics", "cross_validation")
@@ -49,7 +50,7 @@ def _as_found() -> Iterator[None]:
 
 
 def result(name: str, output: Path, *arguments: str, **options: Any) -> tuple[list[Run], str]:
-    """The runs of a script, within a plan where there are options of `MemOptConfig`, and what it printed."""
+    """The runs of a script, within a plan where there are options of `MemOptConfig`, and what they said."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     torch.manual_seed(0)
@@ -63,17 +64,17 @@ def result(name: str, output: Path, *arguments: str, **options: Any) -> tuple[li
     front._process.always = MemOptConfig(**options) if options else None
     Run.close = closed  # type: ignore[method-assign]
     try:
-        with _as_found(), contextlib.redirect_stdout(io.StringIO()) as printed:
+        with _as_found(), contextlib.redirect_stdout(io.StringIO()), listening() as said:
             run(str(SCRIPTS / f"{name}.py"), ["--output", str(output), *arguments], False)
             front.end()
     finally:
         Run.close = close  # type: ignore[method-assign]
         front._process.always = None
-    return runs, printed.getvalue()
+    return runs, said.taken()
 
 
 def both(name: str, folder: Path, *arguments: str, **options: Any) -> tuple[list[Run], str]:
-    """The script plainly, and then within a plan; its runs, and what it printed then."""
+    """The script plainly, and then within a plan; its runs, and what they said."""
     result(name, folder / f"{name}.plain", *arguments)
     return result(name, folder / f"{name}.planned", *arguments, **{"budget": "min", "profile_steps": 1} | options)
 
@@ -98,9 +99,9 @@ def main(folder: Path) -> None:
         with patch.object(distributed, "destroy_process_group") if name != TOGETHER[-1] else contextlib.nullcontext():
             mode = "auto" if name in EARLY else "never"
             options: Any = {"budget": "min", "profile_steps": 1, "optimizer_in_backward": mode}
-            runs, printed = result(name, folder / f"{name}.planned", **options)
+            runs, said = result(name, folder / f"{name}.planned", **options)
         plans = [r.plan.predicted.rebuilt_ops if r.plan is not None else -1 for r in runs]
-        facts[name] = {"plans": plans, "tables": printed.count("measured peak"), "peaks": [_peaks(r) for r in runs]}
+        facts[name] = {"plans": plans, "tables": said.count("measured peak"), "peaks": [_peaks(r) for r in runs]}
         facts[name]["early"] = [len(r.session._early.early) for r in runs if r.session._early is not None]
     (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(facts))
 

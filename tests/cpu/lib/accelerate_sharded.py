@@ -4,8 +4,6 @@ tests.cpu.lib.accelerate_sharded FOLDER [CASE ...]`. Rank r writes what each cas
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import sys
@@ -27,6 +25,7 @@ from lightning_memopt.trace import count_all
 from tests.cpu.lib.forked import failed, forked
 from tests.cpu.lib.fsdp_on_cpu import shard_on_cpu
 from tests.cpu.lib.prepared import run_of
+from tests.cpu.lib.said import listening
 from tests.cpu.lib.sharded import Language, bits_of, data, peak
 
 WORLD, STEPS = 2, 5
@@ -155,12 +154,12 @@ def rank(number: int, folder: Path, cases: list[str]) -> None:
     shard_on_cpu()
     found: dict[str, Any] = {}
     for name in cases or [*CASES, "budget", "refused"]:
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
+        with listening() as said:
             if name in CASES:
                 found[name] = {"plain": trained(CASES[name]), "planned": trained(CASES[name], budget="min")}
             else:
                 found[name] = within_a_budget() if name == "budget" else refused()
-        found[name]["said"] = printed.getvalue()
+        found[name]["said"] = said.taken()
         distributed.barrier()
     (folder / f"{number}.json").write_text(json.dumps(found))
     distributed.barrier()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 import json
 import os
 import sys
@@ -34,6 +33,7 @@ from tests.cpu.lib import fits, sharded
 from tests.cpu.lib.forked import failed, forked
 from tests.cpu.lib.loops import batches
 from tests.cpu.lib.process import digest
+from tests.cpu.lib.said import listening
 from tests.cpu.lib.sharded import peak
 from tests.cpu.lib.times import Known
 
@@ -93,10 +93,10 @@ def train(
         wrapped.load_state_dict(states[0])
         optimizer.load_state_dict(states[1])
         torch.set_rng_state(states[2])
-    losses, said, peaks = [], io.StringIO(), [0]
+    losses, peaks = [], [0]
     with contextlib.ExitStack() as stack:
         updates = stack.enter_context(counted())
-        stack.enter_context(contextlib.redirect_stdout(said))
+        said = stack.enter_context(listening())
         run = None
         if mode is not None:
             memopt: Any = dict(budget="min", profile_steps=1, solver_seconds=0.3) | (options or {})

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import io
 import json
 import os
 import sys
@@ -38,6 +37,7 @@ from tests.cpu.lib.forked import failed, forked
 from tests.cpu.lib.loops import batches
 from tests.cpu.lib.process import digest, model_of
 from tests.cpu.lib.ranks_sizes import searches
+from tests.cpu.lib.said import listening
 
 WORLD, STEPS = 2, 5
 
@@ -75,7 +75,7 @@ def train(attach: Callable[[nn.Module], nn.Module] | None = None, mode: str = "n
     options: dict[str, Any] = dict(budget="min", profile_steps=1, optimizer_in_backward=mode)
     torch.manual_seed(5 + distributed.get_rank())
     with contextlib.ExitStack() as stack:
-        said = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        said = stack.enter_context(listening())
         updates = stack.enter_context(counted())
         run = None if attach is None else stack.enter_context(optimize(attach(wrapped), optimizer, **options))
         for i in range(STEPS):

@@ -38,6 +38,7 @@ from lightning_memopt.native import counter
 from lightning_memopt.trace import count_all
 from tests.cpu.lib.forked import failed, forked
 from tests.cpu.lib.process import digest
+from tests.cpu.lib.said import listening
 from tests.cpu.lib.settled import settles
 
 WIDTH, LENGTH, BATCH, WORDS, STEPS = 32, 24, 8, 64, 4
@@ -188,7 +189,7 @@ def train(case: Case, planned: bool, states: Any = None, steps: range = range(ST
     losses: list[float] = []
     memopt: dict[str, Any] = {"budget": "min", "profile_steps": 1, "solver_seconds": 0.3} | case.memopt | options
     with contextlib.ExitStack() as stack:
-        said = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        said = stack.enter_context(listening())
         warned = stack.enter_context(warnings.catch_warnings(record=True))
         run = stack.enter_context(optimize(model, optimizer, **memopt)) if planned else None
         for i in steps:

@@ -5,6 +5,7 @@ Optimizers, callbacks, precisions and loaders are in test_lightning_*.py.
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from typing import Any
@@ -29,6 +30,7 @@ from tests.cpu.lib.fits import (
 )
 from tests.cpu.lib.inside import state_of, states_of
 from tests.cpu.lib.loops import installed, leaves_nothing
+from tests.cpu.lib.said import Said
 
 
 @pytest.mark.parametrize(
@@ -128,6 +130,17 @@ def test_table_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         fit(memopt(), max_epochs=1)
     assert "MemOpt" not in caplog.text
+
+
+def test_who_silences_lightning_silences_its_runs(said: Said) -> None:
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        fit(memopt(verbose=True), max_epochs=1)
+    finally:
+        logger.setLevel(level)
+    assert said.taken() == ""
 
 
 def test_validate_and_test_are_not_touched() -> None:

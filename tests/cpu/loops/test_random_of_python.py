@@ -35,7 +35,7 @@ with optimize(model, optimizer, budget="min", profile_steps=1) as run:
         optimizer.step()
         optimizer.zero_grad()
         assert "MemOpt" in run.report()
-assert "plan by" in run.report() and "rich.style" in sys.modules
+assert "solved in" in run.report() and "rich.style" in sys.modules
 """,
     ),
     "beside Lightning": ("import lightning.pytorch", "from lightning_memopt import MemOptStrategy, MemOptMonitor"),

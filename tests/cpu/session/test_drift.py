@@ -10,6 +10,7 @@ from lightning_memopt import optimize
 from lightning_memopt.session.states import Running
 from tests.cpu.lib.inside import state_of
 from tests.cpu.lib.loops import Small, agrees, batches, loss_of, sgd, train
+from tests.cpu.lib.said import Said
 
 pytestmark = pytest.mark.filterwarnings("ignore:MemOpt. the forward left the plan")
 
@@ -65,12 +66,12 @@ def test_observing_again_is_bounded() -> None:
     assert found.again == 3 and found.deviated_in_a_row > 2
 
 
-def test_it_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_said(said: Said) -> None:
     """Observing again is logged, with how often."""
     model = changing(*[0] * 4, *[2] * 4)
     with optimize(model, o := sgd(model), budget="min", profile_steps=2) as _:
         train(model, o, batches(8))
-    assert "left the plan; observing again (1 of 3)" in capsys.readouterr().out
+    assert "left the plan; observing again (1 of 3)" in said.taken()
 
 
 def test_a_step_is_measured_again_after_drift() -> None:

@@ -15,6 +15,7 @@ from lightning_memopt.errors import UpdatesInBackwardError
 from lightning_memopt.integrations.strangers import ELSEWHERE, IN_A_ROW
 from tests.cpu.lib.engines import needs_native
 from tests.cpu.lib.loops import QUIET, assert_same, batches, loss_of, sgd, small, state, train
+from tests.cpu.lib.said import Said
 
 Loop = Callable[[nn.Module, torch.optim.Optimizer], None]
 
@@ -37,7 +38,7 @@ def both(loop: Loop, **options: object) -> None:
 
 
 @needs_native
-def test_an_optimizer_that_is_made_anew_is_observed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_optimizer_that_is_made_anew_is_observed(said: Said) -> None:
     """Its state is counted, its steps end and are measured; a line says so."""
     measured = list[int]()
 
@@ -54,13 +55,13 @@ def test_an_optimizer_that_is_made_anew_is_observed(capsys: pytest.CaptureFixtur
         other = torch.optim.Adam(model.parameters())
         train(model, other, batches(IN_A_ROW + 8, seed=4))
         status = run.status()
-    assert "MemOpt: Adam, which this run was not given, trains its model now; observing again" in capsys.readouterr().out
+    assert "MemOpt: Adam, which this run was not given, trains its model now; observing again" in said.taken()
     assert status.phase == "planned" and status.measured_peak_nbytes is not None and status.predicted_peak_nbytes is not None
     assert status.measured_peak_nbytes >= measured[0] + 2 * weights, "Adam has two moments"
     assert status.measured_peak_nbytes == pytest.approx(status.predicted_peak_nbytes, rel=0.02)
 
 
-def test_two_optimizers_that_are_made_anew(capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_optimizers_that_are_made_anew(said: Said) -> None:
     model = small()
     with optimize(model, optimizer := sgd(model), **(QUIET | {"budget": "min", "verbose": True})) as run:
         train(model, optimizer, batches(6))
@@ -73,7 +74,7 @@ def test_two_optimizers_that_are_made_anew(capsys: pytest.CaptureFixture[str]) -
             model.zero_grad()
         assert run.session.optimizers == list(pair)
         assert run.status().phase == "planned" and run.status().measured_peak_nbytes is not None
-    assert "Adam, Adam, which this run was not given" in capsys.readouterr().out
+    assert "Adam, Adam, which this run was not given" in said.taken()
 
 
 def test_an_optimizer_that_only_helps_is_none_of_the_run() -> None:

@@ -22,6 +22,7 @@ from tests.cpu.lib.fits import assert_same_tree
 from tests.cpu.lib.inside import state_of, states_of
 from tests.cpu.lib.loops import QUIET, assert_same, batches, counted_nbytes, sgd, state, train
 from tests.cpu.lib.models import data, made
+from tests.cpu.lib.said import Said
 from tests.cpu.session.test_offloading import plain, trained, wide
 
 STEPS = 6
@@ -119,14 +120,14 @@ def test_a_budget_that_they_cannot_keep() -> None:
         trained(wide(), budget=budget, recompute=False)
 
 
-def test_without_any_way_the_step_is_the_unmodified_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_any_way_the_step_is_the_unmodified_one(said: Said) -> None:
     """And a line says what would lower it."""
     expected, _ = plain(wide())
     run, ended, _ = trained(wide(), budget="min", recompute=False, verbose=True)
     assert_same(expected, ended)
     assert main(run).plan.predicted_peak_nbytes == main(run).plan.unmodified_peak_nbytes
-    said = capsys.readouterr().out
-    assert "no plan is smaller than the unmodified step" in said and "recompute=True" in said
+    text = said.taken()
+    assert "no plan is smaller than the unmodified step" in text and "recompute=True" in text
     assert "no op of this step runs again" in run.text  # type: ignore[attr-defined]
 
 

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+import transformers
 from accelerate import Accelerator
 from transformers import Trainer, TrainerCallback
 
@@ -22,15 +23,15 @@ from lightning_memopt import MemOptConfig, MemOptTrainerCallback, optimize
 from lightning_memopt.errors import ConfigError, InfeasibleError, UnsupportedError, UpdatesInBackwardError
 from lightning_memopt.integrations.accelerate import prepare
 from tests.cpu.lib.loops import QUIET, budget_at, leaves_nothing
+from tests.cpu.lib.said import Said
 from tests.cpu.lib.trainers import agrees, arguments, assert_same, callback, ends, kept, train, trainer
 
 
-def test_a_budget_is_kept(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Half of what a step has on top: kept, with the plain Trainer's bits; the table is printed once, at the end."""
+def test_a_budget_is_kept(said: Said, tmp_path: Path) -> None:
+    """Half of what a step has on top: kept, with the plain Trainer's bits; the table is said once, at the end."""
     budget = budget_at(agrees().run, 0.5)
-    capsys.readouterr()
     mine = agrees(options={"budget": budget, "verbose": True})
-    printed = capsys.readouterr().out
+    printed = said.taken()
     assert printed.count("measured peak") == 1 and printed.rstrip().endswith("┘")
     status = mine.status()
     assert status.unmodified_peak_nbytes > budget >= status.measured_peak_nbytes
@@ -146,12 +147,21 @@ def test_auto_find_batch_size() -> None:
     assert not any(t.kind == "input" and t.size[:1] == (4,) for t in batch)
 
 
-def test_updates_in_backward(capsys: pytest.CaptureFixture[str]) -> None:
+def test_who_asks_transformers_for_errors_alone_gets_no_lines(said: Said) -> None:
+    before = transformers.utils.logging.get_verbosity()
+    try:
+        train([callback(verbose=True, optimizer_in_backward="auto")], log_level="error")
+    finally:
+        transformers.utils.logging.set_verbosity(before)
+    assert said.taken() == ""
+
+
+def test_updates_in_backward(said: Said) -> None:
     """Trainer reads all gradients before it updates: refused by name, or left out with one line."""
     with pytest.raises(UpdatesInBackwardError, match="max_grad_norm"):
         train([callback(optimizer_in_backward="always")])
     agrees(options={"optimizer_in_backward": "auto", "verbose": True})
-    assert capsys.readouterr().out.count("parameters are updated after backward, as usual: Trainer reads all gradients") == 1
+    assert said.taken().count("parameters are updated after backward, as usual: Trainer reads all gradients") == 1
 
 
 @pytest.mark.parametrize(

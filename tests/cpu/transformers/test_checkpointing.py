@@ -24,6 +24,7 @@ from lightning_memopt.plan import simulate
 from lightning_memopt.session import RunStatus
 from lightning_memopt.solvers.recompute.baselines import per_layer
 from tests.cpu.lib.loops import counted_nbytes
+from tests.cpu.lib.said import Said
 from tests.cpu.lib.trainers import agrees, assert_same, callback, train
 
 SAFE = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
@@ -35,12 +36,12 @@ def functions(model: nn.Module) -> list[Any]:
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
 @pytest.mark.parametrize("model", ["gpt2", "t5", "lora_llama"])
-def test_replaced(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replaced(model: str, said: Said) -> None:
     """The bits of the checkpointed Trainer, dropout included; one line says what is replaced, the table what it cost."""
     if model == "lora_llama":
         pytest.importorskip("peft")
     mine = agrees(model, {"verbose": True}, bf16=model == "gpt2", **SAFE)
-    printed = capsys.readouterr().out
+    printed = said.taken()
     assert printed.count("gradient checkpointing is replaced by the plan") == 1
     assert "It took, predicted" in printed
     assert len(mine.status().checkpointed) == {"gpt2": 3, "t5": 4, "lora_llama": 3}[model]
@@ -68,12 +69,12 @@ def test_the_model_is_as_it_was() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
-def test_reentrant_stays(capsys: pytest.CaptureFixture[str]) -> None:
+def test_reentrant_stays(said: Said) -> None:
     """The reentrant kind may add gradients up in another order: it stays, one line says why, and the bits are the same."""
     options: dict[str, Any] = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
     mine = callback(verbose=True)
     assert_same(train(**options), train([mine], **options))
-    assert capsys.readouterr().out.count("gradient checkpointing stays as it is") == 1
+    assert said.taken().count("gradient checkpointing stays as it is") == 1
     assert mine.status().checkpointed == () and mine.status().phase == "planned"
 
 

@@ -17,6 +17,7 @@ from lightning_memopt import find_max_batch_size, optimize
 from lightning_memopt.integrations import transformers_private
 from lightning_memopt.session import RunStatus
 from tests.cpu.lib.harness import same_bits
+from tests.cpu.lib.said import Said
 
 STEPS = 6
 LINE = "gradient checkpointing is replaced by the plan"
@@ -95,19 +96,18 @@ def lightning_fit(model: nn.Module, within: bool) -> RunStatus | None:
 
 
 @pytest.mark.parametrize("loop", [plain_loop, fabric_loop, lightning_fit])
-def test_replaced(loop: Loop, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_replaced(loop: Loop, said: Said) -> None:
     """The bits of the checkpointed loop, dropout included; one line says it; afterwards the model checkpoints itself again."""
     ends = []
     for within in (False, True):
         model = checkpointed()
         before = functions(model)
         torch.manual_seed(3)
-        with caplog.at_level("INFO"):
-            status = loop(model, within)
+        status = loop(model, within)
         ends.append([*model.state_dict().values(), torch.get_rng_state()])
         assert functions(model) == before
     assert all(map(same_bits, *ends))
-    assert (capsys.readouterr().out + caplog.text).count(LINE) == 1
+    assert said.taken().count(LINE) == 1
     assert status is not None and status.phase == "planned" and len(status.checkpointed) == 3
 
 
