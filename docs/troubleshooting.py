@@ -228,7 +228,7 @@ LOOKS: dict[tuple[str, str], tuple[str, ...]] = {
     ),
     ("session/solving.py", "MemOpt:   …"): ("MemOpt:   NAME OF A SOLVER, … levels",),
     ("session/states.py", "MemOpt: …"): (
-        f"{_ABOVE}, and no smaller plan exists (the smallest is …). …",
+        f"{_ABOVE}, and no smaller plan exists. Set …",
         "MemOpt: a batch cannot borrow another one's plan …",
     ),
     ("session/states.py", "MemOpt: …; observing again"): (f"{_ABOVE}; observing again (… of …)",),

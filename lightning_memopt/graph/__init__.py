@@ -2,7 +2,15 @@
 
 from lightning_memopt.graph.fingerprint import fingerprint, first_difference
 from lightning_memopt.graph.json_io import graph_from_json, graph_to_json
-from lightning_memopt.graph.liveness import Levels, base_levels, resident_nbytes, unmodified_levels, workspaces
+from lightning_memopt.graph.liveness import (
+    RESIDENT,
+    Levels,
+    base_levels,
+    resident_nbytes,
+    resident_text,
+    unmodified_levels,
+    workspaces,
+)
 from lightning_memopt.graph.model import BEFORE, COMPILED, HOOK, LATE_HOOK, Graph, Op, Point, Save, Tensor, around, requests_of
 
 __all__ = [
@@ -10,6 +18,7 @@ __all__ = [
     "COMPILED",
     "HOOK",
     "LATE_HOOK",
+    "RESIDENT",
     "Graph",
     "Levels",
     "Op",
@@ -24,6 +33,7 @@ __all__ = [
     "graph_to_json",
     "requests_of",
     "resident_nbytes",
+    "resident_text",
     "unmodified_levels",
     "workspaces",
 ]

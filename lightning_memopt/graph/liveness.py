@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from itertools import accumulate
 
-from lightning_memopt.graph.model import Graph
+from lightning_memopt.graph.model import BEFORE, Graph, Kind, Tensor
+from lightning_memopt.units import format_nbytes
+
+RESIDENT: dict[Kind, str] = {
+    "parameter": "parameters",
+    "buffer": "buffers",
+    "optimizer_state": "optimizer state",
+    "input": "the batch",
+    "gradient": "gradients",
+}
+"""What tensors are called that are in memory before a step begins, by their kind."""
 
 
 class Levels:
@@ -53,5 +65,20 @@ def unmodified_levels(graph: Graph) -> list[int]:
 
 
 def resident_nbytes(graph: Graph) -> int:
-    """Bytes of tensors from before the step: parameters, optimizer state, the batch. Windowed tensors are not among them."""
-    return sum(t.nbytes for t in graph.tensors if t.born_at < 0 and not t.windows)
+    """Bytes of tensors from before the step, whatever they are (`resident_text`). Windowed tensors are not among them."""
+    return sum(t.nbytes for t in _resident(graph))
+
+
+def resident_text(graph: Graph) -> str:
+    """The same bytes by what they are, the most first: what a step needs, and what else the program holds when it begins."""
+    nbytes: Counter[str] = Counter()
+    for t in _resident(graph):
+        if t.kind == "input" and t.name != "batch":
+            nbytes["other tensors that the step reads"] += t.nbytes
+        else:
+            nbytes[RESIDENT.get(t.kind, "other tensors that the program holds")] += t.nbytes
+    return ", ".join(f"{name} {format_nbytes(n)}" for name, n in nbytes.most_common() if n) or "nothing"
+
+
+def _resident(graph: Graph) -> Iterator[Tensor]:
+    return (t for t in graph.tensors if t.born_at == BEFORE and not t.windows)

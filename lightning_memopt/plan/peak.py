@@ -34,7 +34,8 @@ STRUCTURES = (
 """The purposes of bytes. `feature maps`: held because autograd saves them. `held to rebuild`: autograd does not save them, but
 rebuilds start from them. `rebuilt`: made again by ops. `fetched`: parked before, and in memory again. `encoded`: in the form
 of a codec. `in use`: user code, or the step itself, holds them at that moment.
-`gradients`: made by backward. `outside the step`: there before the step and no part of it: the data set, another model.
+`gradients`: those of parameters; what else backward makes is in use. `outside the step`: there before the step and no part of
+it: the data set, another model.
 """
 _KINDS = {
     "parameter": "weights",
@@ -102,9 +103,10 @@ class Part(NamedTuple):
 
 def parts(graph: Graph, lives: Sequence[Life], schedule: Schedule) -> Iterator[Part]:
     """All that is in memory in a planned step, without what segments make on the way."""
+    gradients = _gradients(graph)
     for t in graph.tensors:
         for first, last in t.spans:
-            yield from _used(graph, t, first, last)
+            yield from _used(graph, t, first, last, t.storage in gradients)
     for life in lives:
         t = graph.tensors[life.tensor]
         if life.how == "original":
@@ -126,12 +128,21 @@ def parts(graph: Graph, lives: Sequence[Life], schedule: Schedule) -> Iterator[P
             yield Part(op.scope if op.phase == "forward" else op.phase, "workspace", op.workspace_nbytes, op.at, op.at)
 
 
-def _used(graph: Graph, t: Tensor, first: int, last: int) -> Iterator[Part]:
-    """The interval of a tensor that is in memory without any plan."""
+def _gradients(graph: Graph) -> set[int]:
+    """The storages of the parameters' gradients: an update reads them, or they outlive backward."""
+    backward = max((op.at for op in graph.ops if op.phase == "backward"), default=BEFORE)
+    outlives = min(max(backward, graph.last_release) + 1, len(graph.points) - 1)
+    read = {t for op in graph.ops if op.phase == "update" for t in op.inputs}
+    made = (t for t in graph.tensors if t.kind == "gradient")
+    return {t.storage for t in made if t.born_at == BEFORE or t.id in read or t.freed_at >= outlives}
+
+
+def _used(graph: Graph, t: Tensor, first: int, last: int, is_gradient: bool) -> Iterator[Part]:
+    """The interval of a tensor that is in memory without any plan. `is_gradient`: it is that of a parameter."""
     if t.born_at == BEFORE:
         yield Part(t, _KINDS.get(t.kind, "outside the step"), t.nbytes, first, last)
     elif t.kind == "gradient":
-        yield Part(t, "gradients", t.nbytes, first, last)
+        yield Part(t, "gradients" if is_gradient else "in use", t.nbytes, first, last)
     else:
         saved_until = graph.saved_until(t.id) if t.kind == "activation" else BEFORE
         yield Part(t, "feature maps", t.nbytes, first, min(last, saved_until))

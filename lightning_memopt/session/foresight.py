@@ -16,7 +16,7 @@ import torch
 
 from lightning_memopt.clocks import thread_time
 from lightning_memopt.errors import InfeasibleError
-from lightning_memopt.graph import BEFORE, Graph, Op, Point, Tensor, resident_nbytes, unmodified_levels
+from lightning_memopt.graph import BEFORE, Graph, Op, Point, Tensor, resident_text, unmodified_levels
 from lightning_memopt.native import counter
 from lightning_memopt.plan import reserved_nbytes_of
 from lightning_memopt.session import times
@@ -266,12 +266,13 @@ def refuse_infeasible(
     at_worst_nbytes = _smallest_nbytes(at_worst(graph), offloading) + headroom - savable(True)
     enough = max(needed, at_worst_nbytes) + later_nbytes + planner.UNSEEN_NBYTES
     unknown = "" if known else " What the update takes is not known before one has run, and comes on top."
+    made = ", and for what other optimizers make" if later_nbytes else ""
+    spare = f" and headroom of {format_nbytes(headroom)}" if headroom else ""
     raise InfeasibleError(
-        f"No plan of this model fits {budget_nbytes} bytes ({format_nbytes(budget_nbytes)}): the smallest one needs "
-        f"{needed} bytes ({format_nbytes(needed)}), of which {format_nbytes(resident_nbytes(graph))} are parameters, optimizer "
-        f"state and the batch, and {format_nbytes(headroom)} are headroom. Nothing was updated.{unknown} Set budget={enough} "
-        f"or more ({enough - needed} of them for what a loop may hold from one step to the next"
-        f"{', and other optimizers make' if later_nbytes else ''}), or make the batch smaller.",
+        f"No plan of this model fits {budget_nbytes} bytes ({format_nbytes(budget_nbytes)}). Set budget={enough} "
+        f"or more ({format_nbytes(enough)}), or make the batch smaller. This number has {format_nbytes(needed - headroom)} for "
+        f"the smallest plan of this step{spare}, and {format_nbytes(enough - needed)} for what a loop may hold from one step "
+        f"to the next{made}.{unknown} In memory when a step begins: {resident_text(graph)}. Nothing was updated.",
         smallest_nbytes=enough,
         budget_nbytes=budget_nbytes,
     )

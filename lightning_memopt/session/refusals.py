@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import InfeasibleError, UnsupportedError
-from lightning_memopt.graph.model import Kind
+from lightning_memopt.graph import RESIDENT
 from lightning_memopt.native import counter
 from lightning_memopt.record.gathered import units_of
 from lightning_memopt.session.resident import Named, resident_nbytes
@@ -96,19 +96,11 @@ def refuse_hopeless(tensors: Iterable[Named], device: torch.device, budget_nbyte
     needed = resident_nbytes(counted, device)
     if needed <= budget_nbytes - headroom:
         return
-    shares = {kind: resident_nbytes((t for t in counted if t[1] == kind), device) for kind in _RESIDENT}
+    shares = {kind: resident_nbytes((t for t in counted if t[1] == kind), device) for kind in RESIDENT}
     raise InfeasibleError(
         f"The budget of {budget_nbytes} bytes ({format_nbytes(budget_nbytes)}, headroom {headroom}) is below the bytes "
         f"that are in memory before a step does anything: {needed} bytes ({format_nbytes(needed)}), of which "
-        f"{', '.join(f'{nbytes} are {_RESIDENT[kind]}' for kind, nbytes in shares.items() if nbytes)}. This step was "
+        f"{', '.join(f'{nbytes} are {RESIDENT[kind]}' for kind, nbytes in shares.items() if nbytes)}. This step was "
         "not run. Gradients and activations come on top: budget='min' takes the smallest plan and says what it needs.",
         budget_nbytes=budget_nbytes,
     )
-
-
-_RESIDENT: dict[Kind, str] = {
-    "parameter": "parameters",
-    "buffer": "buffers",
-    "optimizer_state": "optimizer state",
-    "input": "the batch",
-}

@@ -59,6 +59,12 @@ def frontier_of(graph: Graph, offloading: Offloading, say: Say, limit_nbytes: in
     )
 
 
+def budget_for(needed_nbytes: int, config: MemOptConfig) -> str:
+    """The budget that a user has to set for a plan that needs these bytes, as every message names it."""
+    budget_nbytes = needed_nbytes + config.headroom
+    return f"budget={budget_nbytes} or more ({format_nbytes(budget_nbytes)})"
+
+
 def _detail(text: str) -> None:
     logs.detail(f"MemOpt:   {text}")
 
@@ -93,7 +99,7 @@ def chosen(
     if above is not None:
         return plan, (
             f"the budget is not kept: no plan of this step fits {limit_nbytes} bytes. The smallest one is in force. Set "
-            f"budget={limit + config.headroom} or more. {advice(graph, plan.lives, config)}"
+            f"{budget_for(limit, config)}. {advice(graph, plan.lives, config)}"
         )
     if frontier.smallest_nbytes >= unmodified_peak(graph):
         step = "step as it is compiled now" if compiled else "unmodified step"

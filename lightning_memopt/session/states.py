@@ -34,7 +34,7 @@ from lightning_memopt.session.advice import advice
 from lightning_memopt.session.failed import Failed
 from lightning_memopt.session.graphs import common, difference, smoothed
 from lightning_memopt.session.held import beside, with_held
-from lightning_memopt.session.solving import Solved
+from lightning_memopt.session.solving import Solved, budget_for
 from lightning_memopt.solvers import planner
 from lightning_memopt.units import format_nbytes
 
@@ -355,7 +355,7 @@ class Running:
         plan = beside(self.frontier.plan(target - held), held)
         if not by_growth and plan.predicted.needed_nbytes >= predicted:
             why = advice(self.program.graph, self.plan.lives, config)
-            smallest = f"and no smaller plan exists (the smallest is {format_nbytes(least)})"
+            smallest = f"and no smaller plan exists. Set {budget_for(max(least, peak_nbytes), config)}"  # it has been measured
             return self.exceeds(peak_nbytes, f"{text}, {smallest}. {why}")
         say(f"MemOpt: {text}; replanned with {format_nbytes(target)}")
         return self._replaced(plan, held, by_growth)

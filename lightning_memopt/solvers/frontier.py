@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lightning_memopt.errors import InfeasibleError
-from lightning_memopt.graph import Graph, fingerprint, resident_nbytes
+from lightning_memopt.graph import Graph, fingerprint, resident_text
 from lightning_memopt.plan import Life, Plan, Prediction
 from lightning_memopt.solvers.recompute import bound
 from lightning_memopt.units import format_nbytes
@@ -113,8 +113,8 @@ class Frontier:
             raise InfeasibleError(
                 f"No plan of this model fits {budget_nbytes} bytes ({format_nbytes(budget_nbytes)}): the smallest one "
                 f"{f'of those that were found in {self.seconds:.2g} s ' if self.cut_off else ''}peaks at "
-                f"{self.smallest_nbytes} bytes ({format_nbytes(self.smallest_nbytes)}), of which "
-                f"{format_nbytes(resident_nbytes(self.graph))} are parameters, optimizer state and the batch. "
+                f"{self.smallest_nbytes} bytes ({format_nbytes(self.smallest_nbytes)}). In memory when a step begins: "
+                f"{resident_text(self.graph)}. "
                 f"{remedy} budget={self.smallest_nbytes} or more, or make the batch smaller.",
                 smallest_nbytes=self.smallest_nbytes,
                 budget_nbytes=budget_nbytes,

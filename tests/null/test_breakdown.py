@@ -6,6 +6,7 @@ import random
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from graphs import lstm_steps, random_steps, training_step
 
 from benchmarks.lib.baselines import all_light, per_stage
 from lightning_memopt.cli import main
-from lightning_memopt.graph import BEFORE, Graph, fingerprint
+from lightning_memopt.graph import BEFORE, Graph, Op, Point, Tensor, fingerprint
 from lightning_memopt.plan import Plan, simulate, write_plan
 from lightning_memopt.report import breakdown
 from lightning_memopt.solvers.recompute.baselines import mirror, unmodified
@@ -79,7 +80,8 @@ def test_what_bytes_are_for() -> None:
 
 
 def test_what_was_there_before_the_step_is_no_gradient() -> None:
-    """The data set, or another model, counts beside the step; only gradients that are accumulated into count as gradients."""
+    """The data set, or another model, counts beside the step; only gradients that are accumulated into count as gradients, not
+    what is passed from one backward op to the next."""
     step = Step()
     w = step.given(8)
     step.given(500, kind="temporary")
@@ -87,7 +89,29 @@ def test_what_was_there_before_the_step_is_no_gradient() -> None:
     step.op(w, makes=(100,), saves=("out",))
     graph = step.build(gradient=40)
     at_peak = breakdown.at_peak(graph, keep_all(graph)).by(1)
-    assert at_peak["outside the step"] == 500 and at_peak["gradients"] == 48 and at_peak["weights"] == 8
+    assert at_peak["outside the step"] == 500 and at_peak["gradients"] == 8 and at_peak["weights"] == 8
+    assert at_peak["in use"] == 40
+
+
+@pytest.mark.parametrize("updated", [False, True])
+def test_gradients_are_those_of_parameters(updated: bool) -> None:
+    """They outlive backward, or an update within backward reads them; temporaries of backward do neither."""
+    step = Step()
+    w = step.given(8)
+    step.op(w, makes=(100,), saves=("out",))
+    graph = step.build(gradient=40)
+    (backward,) = (op for op in graph.ops if op.phase == "backward")
+    end = len(graph.points)
+    gradient = Tensor(
+        id=len(graph.tensors), name="w.grad", nbytes=8, kind="gradient", storage=len(graph.tensors), born_at=backward.at,
+        freed_at=backward.at if updated else end,
+    )  # fmt: skip
+    update = Op(id=len(graph.ops), name="sgd", phase="update", inputs=(gradient.id,) * updated, outputs=(), at=end)
+    graph = replace(
+        graph, tensors=(*graph.tensors, gradient), ops=(*graph.ops, update), points=(*graph.points, Point("op", update.id))
+    )
+    found = breakdown.at_peak(graph, keep_all(graph)).by(1)
+    assert found["gradients"] == 8 and found["in use"] == 40
 
 
 def test_every_purpose_has_the_colour_of_the_page() -> None:

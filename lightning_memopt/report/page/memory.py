@@ -26,14 +26,14 @@ MEANINGS = {
     "weights": "parameters and buffers",
     "optimizer state": "the optimizer's state",
     "inputs": "the batch",
-    "gradients": "made by backward",
+    "gradients": "of the parameters",
     "feature maps": "saved tensors: autograd holds them until backward",
     "held to rebuild": "not saved by autograd: rebuilds start from them",
     "fetched": "saved tensors that were parked and are in memory again",
     "encoded": "saved tensors in the form of a codec",
     "rebuilt": "saved tensors that were dropped and rebuilt",
     "generator states": "states of random generators, so that rebuilds draw the same numbers",
-    "in use": "temporaries, and what the program itself holds at that moment",
+    "in use": "temporaries, those of backward among them, and what the program itself holds at that moment",
     "workspace": "what an op allocates beyond its outputs while it runs",
 }
 """Structure -> what it means, in the order in which the picture stacks them, from below."""

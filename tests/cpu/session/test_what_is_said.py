@@ -9,8 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memopt import optimize
+from lightning_memopt import MemOptConfig, logs, optimize
+from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.logs import LOGGER
+from lightning_memopt.plan.peak import at_peak
+from lightning_memopt.session.states import Running
+from lightning_memopt.units import format_nbytes, parse_budget
+from tests.cpu.lib.inside import state_of
+from tests.cpu.lib.loops import counted_nbytes
 from tests.cpu.lib.said import Said
 
 OBSERVING = "MemOpt: observing 1 step on cpu"
@@ -79,3 +85,54 @@ def test_a_run_that_is_not_verbose_is_silent(said: Said) -> None:
         for _ in range(3):
             step(model, optimizer)
     assert said.taken() == ""
+
+
+def test_a_refusal_calls_bytes_what_they_are() -> None:
+    """What a step needs is told from what else the program holds, and one number is named, with what it includes."""
+    model, optimizer = layers()
+    others = torch.ones(300_000)
+    batch = torch.randn(64, 16)
+    with (
+        pytest.raises(InfeasibleError) as refused,
+        optimize(model, optimizer, budget=counted_nbytes() + 10_000, headroom=5000, profile_steps=1, verbose=False),
+    ):
+        model(batch).square().mean().backward()
+        optimizer.step()
+    text, smallest = str(refused.value), refused.value.smallest_nbytes
+    assert smallest is not None and text.count(str(smallest)) == 1
+    assert f"Set budget={smallest} or more ({format_nbytes(smallest)})" in text
+    parameters = format_nbytes(sum(p.nbytes for p in model.parameters()))
+    held = text.partition("In memory when a step begins: ")[2].partition(". Nothing was updated")[0]
+    words = [part.split(" ") for part in held.split(", ")]
+    named = {" ".join(name): f"{number} {unit}" for *name, number, unit in words}
+    assert named["parameters"] == parameters and named["the batch"] == format_nbytes(batch.nbytes)
+    assert "optimizer state" in named
+    assert parse_budget(named["other tensors that the program holds"].replace(" ", ""), 1 << 62) >= others.nbytes * 0.99
+
+
+def test_temporaries_of_backward_are_no_gradients() -> None:
+    """Those of the rows are 32 times as large as all weights."""
+    model, optimizer = layers()
+    with optimize(model, optimizer, budget="min", profile_steps=1, verbose=False) as run:
+        for _ in range(3):
+            step(model, optimizer, rows=4096)
+    status = run.status()
+    assert status.plan is not None and status.graph is not None
+    found = at_peak(status.graph, status.plan.lives).by(1)
+    weights = sum(p.nbytes for p in model.parameters())
+    assert found["gradients"] <= weights and found["in use"] > 16 * 4096 * 4
+
+
+@pytest.mark.parametrize("headroom", [0, 10_000])
+def test_the_number_for_a_step_above_the_smallest_plan_keeps_that_step(headroom: int) -> None:
+    """The budget that is named has room for what was measured, and for the headroom, as the number of a refusal has."""
+    model, optimizer = layers()
+    with optimize(model, optimizer, budget="min", headroom=headroom, profile_steps=1, verbose=False) as run:
+        for _ in range(3):
+            step(model, optimizer)
+        state = state_of(run)
+    assert isinstance(state, Running)
+    peak = state.plan.predicted.needed_nbytes + 50_000
+    with pytest.warns(UserWarning, match="no smaller plan exists") as caught:
+        state.measured(peak, None, peak - 40_000, MemOptConfig(headroom=headroom), logs.silent)
+    assert f"Set budget={peak + headroom} or more ({format_nbytes(peak + headroom)})." in str(caught[0].message)
