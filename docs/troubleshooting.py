@@ -184,19 +184,29 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
     ("session/solving.py", "MemOpt: plan in force"): ("A plan was found.", NOTHING),
     ("session/solving.py", "MemOpt: solving"): ("The observed steps are being planned.", NOTHING),
     ("session/states.py", "MemOpt: a step took more"): ("The step has changed since it was observed.", NOTHING),
+    ("session/states.py", "MemOpt: a step took …; where"): (
+        "This step did more than those that were observed.",
+        "Nothing, if it is rare or fits; else raise `profile_steps`, so that such a step is among the first ones.",
+    ),
+    ("session/states.py", "MemOpt: a step that takes more"): (
+        "Some steps do more than others (every third one, say). The plan will serve them, too.",
+        NOTHING,
+    ),
     ("session/observed_step.py", "MemOpt: observing"): ("A run has begun.", NOTHING),
     ("session/states.py", "MemOpt: the forward left the plan"): (
         "This forward runs other ops than the observed ones (a branch, another shape).",
         "Nothing, if it is rare: the step is exact. Else make the step the same each time.",
     ),
-    ("session/states.py", "MemOpt: the step changed"): ("Two observed steps ran other ops.", NOTHING),
-    ("session/states.py", "MemOpt: this model trains without a plan"): (
+    ("session/observing.py", "MemOpt: the step changed"): ("Two observed steps ran other ops.", NOTHING),
+    ("session/observing.py", "MemOpt: this model trains without a plan"): (
         "Every forward is another one, so no plan would match.",
         "Take random branches out of the forward, or give them a fixed order.",
     ),
     ("session/states.py", "MemOpt: …"): (
-        "A step was measured above the budget and no smaller plan exists; or a larger batch's plan does not serve it.",
-        "Raise the budget to what the line names, or make the batch smaller; nothing, in the second case.",
+        "A step was measured above the budget and no smaller plan exists; or a larger batch's plan does not serve it; or some "
+        "steps do more than others, at no regular distance.",
+        "Raise the budget to what the line names, or make the batch smaller; nothing, in the second case; in the third, raise "
+        "`profile_steps`, so that such a step is among the first ones.",
     ),
     ("session/states.py", "MemOpt: … forwards in a row"): ("The step has changed for good.", NOTHING),
     ("session/states.py", "MemOpt: …; observing again"): ("A step was above the budget; it may have changed.", NOTHING),
@@ -230,6 +240,7 @@ LOOKS: dict[tuple[str, str], tuple[str, ...]] = {
     ("session/states.py", "MemOpt: …"): (
         f"{_ABOVE}, and no smaller plan exists. Set …",
         "MemOpt: a batch cannot borrow another one's plan …",
+        "MemOpt: a step took …, and the smallest plan was to take …: some steps do more than those that were observed.",
     ),
     ("session/states.py", "MemOpt: …; observing again"): (f"{_ABOVE}; observing again (… of …)",),
     ("session/states.py", "MemOpt: …; replanned"): (f"{_ABOVE}; replanned with …",),

@@ -9,6 +9,9 @@ from typing import Any
 from lightning_memopt.graph import BEFORE, Graph, Tensor, fingerprint, first_difference
 from lightning_memopt.session import times
 
+MADE = "made by update"
+"""The name of the optimizer's state that the update of a step makes, where it is counted from the begin of the step."""
+
 
 def with_state(graph: Graph, nbytes: int) -> Graph:
     """The graph of the steps that come: they begin with `nbytes` of optimizer state that the update of this one makes."""
@@ -22,7 +25,7 @@ def with_state(graph: Graph, nbytes: int) -> Graph:
     shares.append((nbytes - sum(share for share, _ in shares), updates[-1][0] if updates else len(graph.points)))
     made = [
         # freed where the update of this step makes it, so that it is counted once
-        Tensor(id=id, name="made by update", nbytes=share, kind="optimizer_state", storage=id, born_at=BEFORE, freed_at=at - 1)
+        Tensor(id=id, name=MADE, nbytes=share, kind="optimizer_state", storage=id, born_at=BEFORE, freed_at=at - 1)
         for id, (share, at) in enumerate(((s, at) for s, at in shares if s), len(graph.tensors))
     ]
     return dataclasses.replace(graph, tensors=(*graph.tensors, *made))

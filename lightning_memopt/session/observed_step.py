@@ -10,8 +10,8 @@ from torch import nn
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.graph import Graph
 from lightning_memopt.session.observation import Observation, observing
+from lightning_memopt.session.observing import Observing, Waiting
 from lightning_memopt.session.silence import GIVEN_UP, Silence
-from lightning_memopt.session.states import Observing, Waiting
 from lightning_memopt.units import format_nbytes
 
 Say = Callable[[str], None]

@@ -12,10 +12,11 @@ from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Plan
 from lightning_memopt.session import times
 from lightning_memopt.session.failed import Failed
+from lightning_memopt.session.observing import Observing, Say, Waiting
 from lightning_memopt.session.shapes import Signature, alike, elements, times_larger
 from lightning_memopt.session.silence import WAITS
 from lightning_memopt.session.solves import Solves
-from lightning_memopt.session.states import Observing, Running, Say, Solve, State, Waiting
+from lightning_memopt.session.states import Running, Solve, State, observed
 
 PLANS = 16
 """The most signatures with a state of their own. As many more may wait for a plan. The least recently used one makes room."""
@@ -107,9 +108,9 @@ class PlanCache(dict[Signature, State]):
         return state.afresh()
 
     def observed(self, state: Observing, graph: Graph, say: Say, solve: Solve) -> State:
-        """As `state.observed`; counts the seconds of a solve."""
+        """As `observed` of a state; counts the seconds of a solve."""
         signature, began = self._of(state), times.current.now()
-        after = state.observed(graph, say, solve)
+        after = observed(state, graph, say, solve)
         if isinstance(after, Running):
             self.solves.ended(signature, len(graph.ops), times.current.now() - began)
         return after

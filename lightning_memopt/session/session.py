@@ -34,6 +34,7 @@ from lightning_memopt.session.given_plan import read_given, write_status
 from lightning_memopt.session.history import History
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.observed_step import ObservedStep
+from lightning_memopt.session.observing import Observing, Waiting
 from lightning_memopt.session.offloading import Offloading
 from lightning_memopt.session.peak_meter import Metering, in_compiled_code
 from lightning_memopt.session.plan_cache import PlanCache
@@ -44,7 +45,7 @@ from lightning_memopt.session.resident import resident_tensors
 from lightning_memopt.session.round import Rounds
 from lightning_memopt.session.shapes import Signature, signature_of
 from lightning_memopt.session.silence import BLOCKED, WAITS, Silence, trains
-from lightning_memopt.session.states import Observing, Running, State, Waiting
+from lightning_memopt.session.states import Running, State
 from lightning_memopt.session.status import RunStatus, Transfers, status_of, transfers_of
 from lightning_memopt.session.step import Step
 from lightning_memopt.torch_private import Parameters
@@ -90,8 +91,7 @@ class Session:
 
     @contextlib.contextmanager
     def round(self, batch: Any) -> Iterator[None]:
-        """Around one forward pass. Does nothing in evaluation, without gradients, nested, where hooks are forbidden, or while a
-        CUDA graph is captured."""
+        """Around one forward. Does nothing where it trains nothing, nested, where hooks are forbidden, or in a CUDA graph."""
         if not self._rounds.inside:
             self._settle()
         if not self._applies():

@@ -21,7 +21,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import MemOptError, PlanMismatchError
@@ -32,13 +31,13 @@ from lightning_memopt.runtime.engine.cursor import PlanDeviation
 from lightning_memopt.runtime.parked import Depot
 from lightning_memopt.session.advice import advice
 from lightning_memopt.session.failed import Failed
-from lightning_memopt.session.graphs import common, difference, smoothed
 from lightning_memopt.session.held import beside, with_held
+from lightning_memopt.session.observing import Observing, Say, Waiting
+from lightning_memopt.session.recurring import Recurring
 from lightning_memopt.session.solving import Solved, budget_for
 from lightning_memopt.solvers import planner
 from lightning_memopt.units import format_nbytes
 
-Say = Callable[[str], None]
 Solve = Callable[[Graph], Solved]
 _IN_A_ROW = 2
 """So many forwards in a row must deviate to count as drift: one that takes another branch now and then needs no other plan."""
@@ -61,75 +60,20 @@ _PROOFS = 4
 """After so many measured steps of a lender's borrowers, the others are neither measured nor verified."""
 
 
-@dataclass(eq=False)
-class Waiting:
-    """No plan is made now: every step is kept within the budget by eviction, until a plan may be made.
-
-    alone: the signature borrowed a plan that did not serve it, and borrows no more.
+def observed(state: Observing, graph: Graph, say: Say, solve: Solve) -> State:
+    """Take a recorded step of a signature. The last one leads to the state of the plan that `solve` makes. Raises what `solve`
+    raises.
     """
-
-    alone: bool = False
-
-
-@dataclass(eq=False)
-class Observing:
-    """Steps are recorded, and a plan is made of them.
-
-    steps: how many real steps are to be recorded.
-    graphs: the graphs of the steps recorded so far.
-    restarts: how often recording began anew because the step changed.
-    again: how often drift led to this state.
-    for_early: the step being observed only shows when gradients are final (early_updates.py); no plan is made of it.
-    early_known: it is known which parameters are updated early.
-    fixed: ids of the forward ops that no rebuild may run.
-    announced: it was said that these steps are observed. Observing may begin many times before a step comes to its end.
-    """
-
-    steps: int
-    graphs: list[Graph] = field(default_factory=list)
-    restarts: int = 0
-    again: int = 0
-    for_early: bool = False
-    early_known: bool = False
-    fixed: frozenset[int] = frozenset()
-    announced: bool = False
-
-    @property
-    def plans_next(self) -> bool:
-        """Whether a plan is made of the step that is being observed, unless it only shows when gradients are final."""
-        return len(self.graphs) + 1 == self.steps
-
-    def early_observed(self, graph: Graph) -> None:
-        """The step that shows when gradients are final is over."""
-        self.for_early, self.early_known = False, True
-        self.fixed = frozenset(op.id for op in graph.forward if not op.recomputable)
-        self.steps = max(1, self.steps - 1)
-
-    def afresh(self) -> Observing:
-        """The state in which a step is observed again: code of the model was compiled, or is to be compiled again."""
-        return Observing(1, again=self.again, early_known=self.early_known)
-
-    def observed(self, graph: Graph, say: Say, solve: Solve) -> State:
-        """Take a recorded step. The last one leads to the state of the plan that `solve` makes. Raises what `solve` raises."""
-        self.graphs.append(graph)
-        if len(self.graphs) < self.steps:
-            return self
-        graphs = common(self.graphs)
-        if graphs:
-            frontier, plan, above = solve(smoothed(graphs))
-            running = Running(plan, frontier.graph, frontier)
-            if above is not None:
-                running.exceeds(plan.predicted.needed_nbytes, above)
-            running.again, running.early_known = self.again, self.early_known
-            return running
-        say(f"MemOpt: the step changed while observing ({difference(self.graphs)})")
-        del self.graphs[:-1]
-        self.restarts += 1
-        if self.restarts <= 3:
-            return self
-        reason = "its forward is another one every step, so no plan would match"
-        warnings.warn(f"MemOpt: this model trains without a plan: {reason}.", stacklevel=2)
-        return Failed(reason)
+    planned = state.observed(graph, say)
+    if not isinstance(planned, Graph):
+        return planned
+    frontier, plan, above = solve(planned)
+    running = Running(plan, frontier.graph, frontier)
+    if above is not None:
+        running.exceeds(plan.predicted.needed_nbytes, above)
+    running.again, running.early_known, running.outgrown = state.again, state.early_known, state.outgrown
+    running.outgrown.step_ended()
+    return running
 
 
 class Running:
@@ -151,7 +95,7 @@ class Running:
     said_nbytes: the peak that the last warning named.
     to_measure: how many of the next steps are measured.
     may_measure: how many steps may still be measured in all.
-    outgrown: measured steps in a row that took clearly more than predicted.
+    outgrown: measured steps that took clearly more than predicted.
     matched: a forward matched the plan.
     deviated: a forward deviated from the plan.
     deviations: the deviations of the forwards of this step.
@@ -174,7 +118,8 @@ class Running:
         self.measured_nbytes: int | None = None
         self.steps = self.deviated_in_a_row = self.again = self.wasted = self.proofs = self.refused = self.excess_nbytes = 0
         self.matched = self.deviated = False
-        self.held_nbytes = self.regrown = self.said_nbytes = self.outgrown = 0
+        self.held_nbytes = self.regrown = self.said_nbytes = 0
+        self.outgrown = Recurring()
         self.early_known: bool = lender is not None and lender.early_known
         self.to_measure, self.may_measure = 1, _MEASURED
         self.deviations: list[PlanDeviation] = []
@@ -282,6 +227,9 @@ class Running:
         if any(deviation.out_of_order for deviation in self.deviations):
             self._measure_next()
         self.deviations.clear()
+        if self.outgrown.step_ended() and not self.deviated:
+            say(f"MemOpt: a step that takes more than predicted is due; observing it ({self.again + 1} of {_AGAIN})")
+            return self._outgrown()
         if self.lender is not None:
             return self if self._is_served(measured_nbytes) else self._alone("a batch cannot borrow another one's plan", say)
         if self.deviated_in_a_row < _IN_A_ROW or self.again >= _AGAIN:
@@ -320,15 +268,18 @@ class Running:
         self.measured_nbytes = max(peak_nbytes, self.measured_nbytes or 0)
         self.was_metered()
         over = peak_nbytes - (self.plan.budget_nbytes if budget_nbytes is None else budget_nbytes)
-        if over <= 0:
-            self.outgrown = 0
-            return self
         predicted = self.plan.predicted.needed_nbytes
         grown = 0 if base_nbytes is None else max(0, base_nbytes - resident_nbytes(self.program.graph))
-        self.outgrown = self.outgrown + 1 if peak_nbytes - grown - predicted > _SLIGHT * predicted else 0
+        slight = max(_SLIGHT_NBYTES, int(_SLIGHT * self.plan.budget_nbytes)) if budget_nbytes is None else 0
+        more = peak_nbytes - grown - predicted > _SLIGHT * predicted
+        replans = budget_nbytes is None or config.on_exceed == "replan"
+        observe = replans and more and (over > slight or self.outgrown.since is not None) and self._outgrows()
         if budget_nbytes is None:
-            return self._no_longer_smallest(grown, over, say)
-        text = f"a planned step was measured at {peak_nbytes} bytes ({format_nbytes(peak_nbytes)}), {over} above the budget; "
+            return self._no_longer_smallest(peak_nbytes, grown, over > slight, observe, say)
+        if over <= 0 and not observe:
+            return self
+        above = f"{over} above the budget" if over > 0 else f"within the budget of {budget_nbytes}"
+        text = f"a planned step was measured at {peak_nbytes} bytes ({format_nbytes(peak_nbytes)}), {above}; "
         text += f"the plan predicted {predicted}"
         if grown:
             text += f", and the program holds {grown} bytes more outside of the step than when the plan was made"
@@ -338,10 +289,9 @@ class Running:
             return self.exceeds(peak_nbytes, f"{text}.")
         if self.lender is not None:
             return self._alone(f"{text}, of a larger batch", say)
-        if self.outgrown >= (1 if self.program.empty else _IN_A_ROW) and not self.deviated and self.again < _AGAIN:
-            # a deviation may be unseen: an empty plan compares no ops, and no plan compares ops after the model's forward
+        if observe:
             say(f"MemOpt: {text}; observing again ({self.again + 1} of {_AGAIN})")
-            return Observing(1, again=self.again + 1)
+            return self._outgrown()
         by_growth = grown > 0 and self.regrown < _REGROWN
         if self.replanned >= 3 and not by_growth:
             return self.exceeds(peak_nbytes, f"{text}.")
@@ -360,24 +310,50 @@ class Running:
         say(f"MemOpt: {text}; replanned with {format_nbytes(target)}")
         return self._replaced(plan, held, by_growth)
 
-    def _no_longer_smallest(self, grown: int, over: int, say: Say) -> State:
-        """Under budget="min", a step took more than predicted: the program holds more outside of it, or the step changed."""
-        slight = max(_SLIGHT_NBYTES, int(_SLIGHT * self.plan.budget_nbytes))
-        if self.lender is not None or self.frontier is None or over <= slight:
+    def _no_longer_smallest(self, peak_nbytes: int, grown: int, above: bool, observe: bool, say: Say) -> State:
+        """Under budget="min", a step took more than predicted: the program holds more outside of it, or the step changed.
+        `above`: clearly more than predicted. `observe`: as `_outgrows` says.
+        """
+        if self.lender is not None or self.frontier is None or not (above or observe):
             return self
+        slight = max(_SLIGHT_NBYTES, int(_SLIGHT * self.plan.budget_nbytes))
         if grown > slight and self.regrown < _REGROWN:
             held = self.held_nbytes + grown
             return self._replaced(beside(self.frontier.plan(self.frontier.smallest_nbytes), held), held, by_growth=True)
-        if self.outgrown < _IN_A_ROW or self.deviated or self.again >= _AGAIN:
-            return self
-        say(f"MemOpt: a step took more than the smallest plan needs; observing again ({self.again + 1} of {_AGAIN})")
-        return Observing(1, again=self.again + 1)
+        if observe:
+            say(f"MemOpt: a step took more than the smallest plan needs; observing again ({self.again + 1} of {_AGAIN})")
+            return self._outgrown()
+        predicted = self.plan.predicted.needed_nbytes
+        took = f"{peak_nbytes} bytes ({format_nbytes(peak_nbytes)}), and the smallest plan was to take {predicted}"
+        if self.again >= _AGAIN and not self.deviated:
+            return self.exceeds(peak_nbytes, f"a step took {took}: some steps do more than those that were observed.")
+        if peak_nbytes > _MORE * self.said_nbytes and not self.outgrown.due and not self.deviated:
+            self.said_nbytes = peak_nbytes
+            say(f"MemOpt: a step took {took}; where that happens again, such a step is observed")
+        return self
+
+    def _outgrows(self) -> bool:
+        """A step took clearly more than predicted: it has changed, for good or now and then. Returns whether the next one is
+        observed.
+        """
+        observe = self.outgrown.again(ahead=2 if self.early_known else 1)  # with early updates, one more is observed first
+        if self.lender is not None or self.frontier is None or self.deviated or self.again >= _AGAIN:
+            self.outgrown.due = 0
+            return False
+        return self.program.empty if observe is None else observe  # an empty program compares no ops: it sees no other change
+
+    def _outgrown(self) -> Observing:
+        """The state that observes a step which takes more than predicted: the next plan is to serve it, too."""
+        assert self.frontier is not None
+        kept = (self.frontier.graph,)
+        return Observing(1, again=self.again + 1, kept=kept, outgrown=self.outgrown)
 
     def _replaced(self, plan: Plan, held_nbytes: int, by_growth: bool) -> Running:
         """The state with another plan of the same frontier, while `held_nbytes` are held outside of the step."""
         graph = with_held(self.program.graph, held_nbytes - self.held_nbytes)
         state = Running(plan, graph, self.frontier, self.replanned if by_growth else self.replanned + 1)
         state.again, state.early_known = self.again, self.early_known
+        state.outgrown = self.outgrown
         state.held_nbytes, state.regrown = held_nbytes, self.regrown + 1 if by_growth else self.regrown
         return state
 

@@ -11,10 +11,11 @@ from lightning_memopt.plan.rates import MachineRates
 from lightning_memopt.runtime.parked import Depot
 from lightning_memopt.runtime.pool import PoolStatus
 from lightning_memopt.session.failed import Failed
+from lightning_memopt.session.observing import Observing, Waiting
 from lightning_memopt.session.plan_cache import PlanCache
 from lightning_memopt.session.pooling import Pooling
 from lightning_memopt.session.silence import Silence
-from lightning_memopt.session.states import Observing, Running, State, Waiting
+from lightning_memopt.session.states import Running, State
 from lightning_memopt.solvers.planner import Frontier
 
 Phase = Literal["off", "waiting", "observing", "planned", "unplanned"]

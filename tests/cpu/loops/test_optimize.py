@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from lightning_memopt import optimize
 from lightning_memopt.errors import AlreadyAttachedError
 from lightning_memopt.session.observation import Observation
+from lightning_memopt.session.observing import Observing
 from lightning_memopt.session.resident import resident_nbytes, resident_tensors
-from lightning_memopt.session.states import Observing, Running
+from lightning_memopt.session.states import Running
 from lightning_memopt.trace import memory
 from tests.cpu.lib.inside import current_of, state_of, states_of
 from tests.cpu.lib.loops import (

@@ -21,7 +21,8 @@ import lightning_memopt
 from lightning_memopt import optimize
 from lightning_memopt.integrations.plain import Run
 from lightning_memopt.native import engine
-from lightning_memopt.session.states import Observing, Running
+from lightning_memopt.session.observing import Observing
+from lightning_memopt.session.states import Running
 from tests.cpu.lib.inside import state_of
 from tests.cpu.lib.kept import Kept
 from tests.cpu.lib.loops import batches, counted_nbytes, installed, leaves_nothing, sgd, small, step

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from lightning_memopt.session.budget import device_of
+from lightning_memopt.session.observing import Observing, Waiting
 from lightning_memopt.session.plan_cache import PLANS, PlanCache
 from lightning_memopt.session.shapes import serves, signature_of
 from lightning_memopt.session.solves import Solves
-from lightning_memopt.session.states import Observing, Waiting
 from lightning_memopt.torch_private import Parameters
 
 
