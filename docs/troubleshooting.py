@@ -183,6 +183,10 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
     ),
     ("session/solving.py", "MemOpt: plan in force"): ("A plan was found.", NOTHING),
     ("session/solving.py", "MemOpt: solving"): ("The observed steps are being planned.", NOTHING),
+    ("session/between.py", "MemOpt: … bytes"): (
+        "Code between two steps takes memory: a teacher's forward, a copy of the weights, an evaluation. No plan changes it.",
+        "Run that code under `torch.no_grad()` or on smaller batches, delete what it need not keep, or raise the budget.",
+    ),
     ("session/states.py", "MemOpt: a step took more"): ("The step has changed since it was observed.", NOTHING),
     ("session/states.py", "MemOpt: a step took …; where"): (
         "This step did more than those that were observed.",

@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_memopt.native import counter
 from lightning_memopt.ranks import buckets_nbytes
+from lightning_memopt.session.between import Between, spoil_between
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.resident import batch_tensors, foreign_nbytes, resident_nbytes, resident_tensors
 from lightning_memopt.torch_private import COMPILED_FRAME, gradient_of
@@ -91,13 +92,17 @@ class StepMeter:
 class Metering:
     """Decides which steps are measured, with one meter at a time. The native counter measures all of them.
 
+    between: measures what is in memory between them.
+
     torch puts a span around every `Optimizer.step`. A span that began while a profiler was running ends in the memory of that
     profiler. So no other profiler begins before that (`metered_cpu`).
     """
 
     def __init__(self) -> None:
         _meterings.add(self)
+        self.between = Between()
         self._meter: StepMeter | None = None
+        self._reserved_nbytes: int | None = None
         self._metered = self._spoiled = False
         self._spans: set[int] = set()
         self._foreign_nbytes: int | None = None
@@ -118,6 +123,7 @@ class Metering:
         """A forward begins. `wanted`: its step is measured even where that takes time."""
         if self._meter is not None:
             return
+        self._step_begins(device)
         counts = counter() if device.type == "cpu" else None
         if counts is not None and not self._spoiled:
             if self._foreign_nbytes is None:
@@ -130,8 +136,26 @@ class Metering:
             resident = resident_nbytes(resident_tensors(model, optimizers, batch), device) + buckets_nbytes(model)
             self._meter = StepMeter(device, resident, gradients)
 
-    def observing(self) -> None:
+    def _step_begins(self, device: torch.device) -> None:
+        self.between.ends(self._foreign_nbytes or 0)
+        before, self._reserved_nbytes = self._reserved_nbytes, None
+        if before is not None:
+            now = int(torch.cuda.max_memory_reserved(device))
+            if now > before:  # beyond what the step took that was measured last
+                self.between.read(now)
+
+    def observing(self, device: torch.device) -> None:
         """A forward of this step is observed: its peak says nothing about the peaks of other steps."""
+        self._step_begins(device)
+        self.spoil()
+
+    def evaluating(self, device: torch.device) -> None:
+        """Evaluation begins: it is no part of a step that goes on after it (accumulation)."""
+        self.close()
+        self.between.begins(device)
+
+    def spoil(self) -> None:
+        """What the step takes is not only its own."""
         if not self.profiling:
             meter, self._meter, self._spoiled = self._meter, None, True
             if meter is not None:
@@ -143,6 +167,7 @@ class Metering:
         profiled = meter is not None and meter.base_nbytes is None
         self._metered = profiled or (observation is not None and observation.metered)
         peak = meter.close() if meter is not None else None
+        self._reserved_nbytes = peak if meter is not None and meter.device.type == "cuda" else None
         return None if meter is None or peak is None else Measured(peak, meter.base_nbytes)
 
     def span_begins(self, optimizer: torch.optim.Optimizer, observation: Observation | None = None) -> None:
@@ -159,6 +184,7 @@ _meterings: weakref.WeakSet[Metering] = weakref.WeakSet()
 
 def spoil_open_meters() -> None:
     """A plan is made: the memory of that belongs to no step, also where one of another session has begun (a GAN)."""
+    spoil_between()
     for metering in list(_meterings):
         if metering._meter is not None:
-            metering.observing()
+            metering.spoil()

@@ -212,6 +212,7 @@ class Session:
             self._become(state, after)
         self._plan_cache.step_ended(before, bool(step.plans), peak_nbytes, self.budget_nbytes)
         self.silence.step_ended()
+        self._metering.between.step_ended(bool(step.plans), self.device, self.budget_nbytes)
 
     def trained_by(self, strangers: list[torch.optim.Optimizer]) -> None:
         """An optimizer steps that is none of the run's. `strangers`: these take the place of the run's, and are observed."""
@@ -227,7 +228,7 @@ class Session:
         """Evaluation begins: it is not observed, and not measured as part of a step that goes on after it (accumulation)."""
         self._settle()
         self._observed_step.abandon(self.silence)
-        self._metering.close()
+        self._metering.evaluating(self.device)
         self.pool.rests()
 
     def close(self) -> None:
@@ -240,7 +241,8 @@ class Session:
         self._step.plans.clear()
         if self._early is not None:
             self._early.updates.given_up()
-        for part in (self._agreement, self._metering, self._offloading, self._compiled, self.pool, self._blocks):
+        measuring = self._metering, self._metering.between
+        for part in (self._agreement, *measuring, self._offloading, self._compiled, self.pool, self._blocks):
             part.close()
         if self._attachment is not None:
             self._attachment.leave()
@@ -251,7 +253,7 @@ class Session:
 
     def status(self) -> RunStatus:
         """The status of the run so far; where batches differ in shape, that of the batch whose step needs most bytes."""
-        status = status_of(self._plan_cache, self.budget_nbytes, self.silence, self.pool, self._offloading.measured)
+        status = status_of(self._plan_cache, self.budget_nbytes, self.silence, self.pool, self._offloading, self._metering)
         return status if self.enabled else RunStatus(phase="off")
 
     def transfers(self) -> Transfers | None:
@@ -330,7 +332,7 @@ class Session:
             if isinstance(state, Waiting):
                 self._metering.begin(self.model, self.optimizers, batch, self.device, wanted=False)
             else:
-                self._metering.observing()
+                self._metering.observing(self.device)
             assert self._observed_step.now is not None
             return self._observed_step.now.begin_round(batch, self._metering.possible)
         self.silence.heard()

@@ -12,6 +12,8 @@ from lightning_memopt.runtime.parked import Depot
 from lightning_memopt.runtime.pool import PoolStatus
 from lightning_memopt.session.failed import Failed
 from lightning_memopt.session.observing import Observing, Waiting
+from lightning_memopt.session.offloading import Offloading
+from lightning_memopt.session.peak_meter import Metering
 from lightning_memopt.session.plan_cache import PlanCache
 from lightning_memopt.session.pooling import Pooling
 from lightning_memopt.session.silence import Silence
@@ -69,7 +71,8 @@ class RunStatus:
         plan: the plan in force.
         graph: the step that it was made for.
         frontier: all plans that were found for that step; None where the plan came from a file.
-        measured_peak_nbytes: the largest peak of a planned step so far; None where none was measured.
+        measured_peak_nbytes: the largest peak so far while a plan was in force, from update to update: what runs between
+            two steps counts (on the CPU); None where none was measured.
         replans: how often a plan was replaced because a step took more than predicted.
         deviates: whether a forward deviated from the plan. Tensors that did not match were kept.
         compiled: which modules run in compiled code, and the effect on the plan; None where there are none.
@@ -107,7 +110,12 @@ class RunStatus:
 
 
 def status_of(
-    plans: PlanCache, budget_nbytes: int | None, silence: Silence, pool: Pooling, rates: MachineRates | None
+    plans: PlanCache,
+    budget_nbytes: int | None,
+    silence: Silence,
+    pool: Pooling,
+    offloading: Offloading,
+    metering: Metering,
 ) -> RunStatus:
     """The status of an enabled session with these plans: that of the main one."""
     state = plans.main
@@ -118,12 +126,12 @@ def status_of(
             plan=state.plan,
             graph=state.program.graph,
             frontier=state.frontier,
-            measured_peak_nbytes=plans.measured_nbytes,
+            measured_peak_nbytes=max(metering.between.peak_nbytes, plans.measured_nbytes or 0) or None,
             replans=state.replanned + state.regrown,
             deviates=state.deviated,
             compiled=silence.compiled,
             pool=pool.status(),
-            rates=rates,
+            rates=offloading.measured,
         )
     if isinstance(state, Failed):
         return RunStatus(phase="unplanned", reason=state.reason, budget_nbytes=budget_nbytes)
