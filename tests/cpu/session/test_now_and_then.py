@@ -11,14 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.robustness import loops_count
+from lightning_memopt import optimize
 from lightning_memopt.graph import Graph, Op, Point, Tensor, fingerprint, graph_from_json, graph_to_json
+from lightning_memopt.native import install
 from lightning_memopt.plan import Life, lower, simulate, validate
 from lightning_memopt.session.covering import covering
+from lightning_memopt.session.recurring import Recurring
+from lightning_memopt.session.states import Running
 from lightning_memopt.solvers import planner
 from tests.cpu.lib.engines import needs_native
-from tests.cpu.lib.now_and_then import LOOPS
+from tests.cpu.lib.inside import state_of
+from tests.cpu.lib.now_and_then import LOOPS, WIDTH, Net, between, matrix
 from tests.null.graphs import random_steps, training_step
 
 ROOT = Path(__file__).parents[3]
@@ -168,3 +174,48 @@ def test_steps_that_do_more_later_are_observed(name: str) -> None:
         assert not more or peak >= 0.99 * predicted, found["planned"]
     assert "where that happens again, such a step is observed" in found["said"]
     assert found["said"].count("is due; observing it (1 of 3)") == 1
+
+
+def test_when_the_next_one_is_due() -> None:
+    """As many steps after the last one as that came after the one before it."""
+    recurring = Recurring()
+    assert recurring.again(ahead=1) is None, "the first one may be the only one"
+    assert [recurring.step_ended() for _ in range(4)] == [False] * 4
+    assert recurring.again(ahead=1) is False
+    assert [recurring.step_ended() for _ in range(4)] == [False, False, True, False], "the fourth one is observed"
+    recurring.again(ahead=1)
+    recurring.step_ended()
+    assert recurring.again(ahead=1) is True, "two in a row: the next one, too"
+
+
+@needs_native
+def test_steps_that_do_more_at_no_regular_distance_are_told_of() -> None:
+    """Three times the next one does not come when it is due; then a line says so, once."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    with pytest.warns(UserWarning, match="some steps do more than those that were observed") as said:
+        with optimize(model, optimizer, budget="min", verbose=False) as run:
+            for i in range(36):
+                between(model, optimizer, torch.randn(64, WIDTH), i in (5, 8, 13, 20, 29, 34), {})
+    assert sum("some steps do more" in str(w.message) for w in said) == 1
+    state = state_of(run)
+    assert isinstance(state, Running) and state.again == 3
+
+
+@needs_native
+def test_a_budget_is_kept_after_a_heavier_step_was_observed() -> None:
+    """The plan is replaced at once; when such a step was observed, one plan is for all of them, and is predicted right."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    kept: dict[str, Any] = {}
+    counted = install()
+    assert counted is not None
+    with optimize(model, optimizer, budget=counted.live_nbytes + 800_000, verbose=False) as run:
+        for i in range(24):
+            matrix(model, optimizer, torch.randn(256, WIDTH), i > 3 and i % 3 == 1, kept)
+        status = run.status()
+    assert status.budget_nbytes is not None and status.predicted_peak_nbytes is not None
+    assert 0 < (status.measured_peak_nbytes or 0) <= status.predicted_peak_nbytes + _SLACK_NBYTES
+    assert status.predicted_peak_nbytes <= status.budget_nbytes
