@@ -218,6 +218,14 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "A step was measured above the budget, and a smaller plan took its place.",
         "Set `headroom` if the first planned step must not exceed the budget.",
     ),
+    ("solvers/planner.py", "… plans made"): (
+        "Steps are short, so faster plans are searched for only as long as 50 steps take, or 1 second.",
+        "None; larger batches or models are searched for longer.",
+    ),
+    ("session/solving.py", "MemOpt: smaller plans"): (
+        "With `budget=\"min\"`, the smallest plan would make steps slower than `max_slowdown` allows.",
+        "Give a larger `max_slowdown` for fewer bytes (`math.inf`: the smallest plan, however slow), or a budget in bytes.",
+    ),
     ("solvers/planner.py", "time limit"): ("The search has ended early.", "Give more `solver_seconds` for a better plan."),
     ("strategies/mixin.py", "MemOpt: this checkpoint was saved"): (
         "Backward raised in the middle of early updates, and a checkpoint was saved after that.",

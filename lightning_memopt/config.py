@@ -29,7 +29,11 @@ class MemOptConfig:
 
     Args:
         budget: bytes of the training device that a whole step may use: `"8GiB"`, `"8GB"`, `"80%"` or a float in (0, 1] of
-            the device, an int of bytes, `"auto"` (90 % of the device) or `"min"` (the smallest plan that exists).
+            the device, an int of bytes, `"auto"` (90 % of the device) or `"min"` (the smallest plan within `max_slowdown`).
+        max_slowdown: for `budget="min"`: how many times as long as the unmodified step a planned step may take, as predicted,
+            with our own work for each op. 1.0: only plans that take no longer; `math.inf`: the smallest plan, however slow. The
+            smallest plans of our fifteen benchmark models take 1.4 to 2.6 times as long, so the default of 3.0 leaves them as
+            they are; beyond it, each byte less costs steps of many tiny ops a multiple of their time.
         recompute: whether saved tensors may be dropped and rebuilt. False: no op runs twice. Then only `offload`, `compress`
             and `optimizer_in_backward` reduce memory, and observed steps use as much memory as without a plan.
         offload: where saved tensors may be parked until backward: `"none"`; `"disk"` (an unnamed temporary file, for any
@@ -46,7 +50,8 @@ class MemOptConfig:
             state between that backward and `optimizer.step()`; after it, `p.grad` is None. Plain loops must mark the last
             backward before a step by `with run.last_backward():`.
         profile_steps: number of real training steps that are observed before the plan is solved.
-        solver_seconds: time limit of the planner, in seconds of CPU time, so that a busy machine gets the same plans.
+        solver_seconds: time limit of the planner, in seconds of CPU time, so that a busy machine gets the same plans. Once a
+            small plan is found, faster ones are sought for no longer than 50 unmodified steps take, or 1 second if that is more.
         headroom: bytes of the budget that the plan leaves free, for memory that observed steps do not show.
         on_exceed: what to do if a planned step was measured above the budget, or no plan for a later step keeps it:
             `"replan"` (put a smaller plan in force), `"warn"` or `"raise"`. Unless it is `"raise"`, the smallest plan is in
@@ -67,6 +72,7 @@ class MemOptConfig:
     """
 
     budget: str | float | int = "auto"
+    max_slowdown: float = 3.0
     recompute: bool = True
     offload: str = "none"
     compress: str = "none"
@@ -88,6 +94,11 @@ class MemOptConfig:
             raise ConfigError(f"profile_steps is {self.profile_steps!r}; give the number of steps to observe, 1 or more.")
         if not isinstance(self.solver_seconds, (int, float)) or not self.solver_seconds > 0:
             raise ConfigError(f"solver_seconds is {self.solver_seconds!r}; give a time limit above 0 seconds.")
+        if not isinstance(self.max_slowdown, (int, float)) or not self.max_slowdown >= 1:
+            raise ConfigError(
+                f"max_slowdown is {self.max_slowdown!r}; give a factor of the unmodified step's seconds, 1.0 or more "
+                "(math.inf: the smallest plan, however long it takes)."
+            )
         if not isinstance(self.headroom, int) or isinstance(self.headroom, bool) or self.headroom < 0:
             raise ConfigError(f"headroom is {self.headroom!r}; give bytes as an int, 0 or more.")
         if self.on_exceed not in ("replan", "warn", "raise"):
@@ -140,6 +151,7 @@ class MemOptConfig:
 class PlanOptions(TypedDict, total=False):
     """The options of `MemOptConfig` without the budget, for functions that have an argument `budget` themselves."""
 
+    max_slowdown: float
     recompute: bool
     offload: str
     compress: str

@@ -26,6 +26,7 @@ from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.offloading import Offloading
 from lightning_memopt.session.rehearsal import Rounded, Update, rehearse, still_to_make, with_gradients
 from lightning_memopt.session.resident import state_made
+from lightning_memopt.session.worth import worth
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.rollout import keep_all
 from lightning_memopt.units import format_nbytes, round_up
@@ -281,6 +282,6 @@ def refuse_infeasible(
 def _smallest_nbytes(graph: Graph, offloading: Offloading) -> int:
     if not offloading.wanted:
         return planner.smallest_nbytes(graph)
-    clock = times.current.solver_clock(thread_time)
-    solved = planner.solve(smoothed([graph]), limit_seconds=offloading.config.solver_seconds, clock=clock)
+    clock, config, graph = times.current.solver_clock(thread_time), offloading.config, smoothed([graph])
+    solved = planner.solve(graph, limit_seconds=config.solver_seconds, search_seconds=worth(graph, config), clock=clock)
     return offloading.frontier(solved).smallest_nbytes

@@ -21,11 +21,14 @@ from lightning_memopt.plan.rates import MachineRates
 from lightning_memopt.plan.simulate import first_read
 from lightning_memopt.runtime.codecs import codec
 from lightning_memopt.session import costs, times
+from lightning_memopt.session.worth import worth
 from lightning_memopt.solvers import joint
 from lightning_memopt.solvers.planner import UNSEEN_NBYTES, Frontier
 
 _TRIES = 4
-"""So many targets are tried where a plan needs more bytes than the joint solver counts."""
+"""So many targets are tried where a plan needs more bytes than the joint solver counts, and so many budgets where the smallest
+plan takes too long.
+"""
 
 
 class Offloadable(Protocol):
@@ -78,6 +81,21 @@ class JointFrontier(Frontier):
 
         return cls(**fields, offloading=offloading, overhead=costs.overhead(graph).of)
 
+    def smallest_plan(self, most_seconds: float = math.inf) -> Plan:
+        """As of `Frontier`. Between the smallest plan and the one that rebuilds and is fast enough, a few budgets are tried."""
+        small = self.plan(self.smallest_nbytes)
+        if small.predicted.seconds <= most_seconds:
+            return small
+        best = self.plan(self._budget_of_fast(most_seconds))
+        too_few = self.smallest_nbytes
+        for _ in range(_TRIES):
+            middle = self.plan((too_few + best.budget_nbytes) // 2)
+            if middle.predicted.seconds <= most_seconds:
+                best = middle
+            else:
+                too_few = middle.budget_nbytes
+        return best
+
     @cached_property
     def _forms(self) -> dict[int, list[joint.Form]]:
         return self.offloading.forms(self.graph)
@@ -124,7 +142,7 @@ class JointFrontier(Frontier):
                 rates=self.offloading.rates,
                 forms=self._forms,
                 plans=[(c.solver, c.lives) for c in self.candidates],
-                limit_seconds=self.offloading.config.solver_seconds,
+                limit_seconds=worth(self.graph, self.offloading.config),
                 overhead=self.overhead,
                 clock=times.current.solver_clock(process_time),
             )

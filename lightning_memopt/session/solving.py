@@ -16,6 +16,7 @@ from lightning_memopt.session.advice import advice
 from lightning_memopt.session.foresight import unmodified_peak
 from lightning_memopt.session.offloading import Offloading
 from lightning_memopt.session.peak_meter import spoil_open_meters
+from lightning_memopt.session.worth import most_extra_seconds, worth
 from lightning_memopt.solvers import planner
 from lightning_memopt.units import format_nbytes
 
@@ -50,6 +51,7 @@ def frontier_of(graph: Graph, offloading: Offloading, say: Say, limit_nbytes: in
             graph,
             objective=offloading.config.objective,
             limit_seconds=offloading.config.solver_seconds,
+            search_seconds=worth(graph, offloading.config),
             budgets=() if limit_nbytes is None else (limit_nbytes,),
             say=lambda line: say(f"MemOpt:   {line}"),
             detail=_detail if offloading.config.verbose else logs.silent,
@@ -72,25 +74,28 @@ def _detail(text: str) -> None:
 def chosen(
     frontier: planner.Frontier, graph: Graph, limit_nbytes: int | None, config: MemOptConfig, say: Say
 ) -> tuple[Plan, str | None]:
-    """The plan for `limit_nbytes` (None: the smallest), and None. Where no plan fits: the smallest plan, and a warning's text.
+    """The plan for `limit_nbytes` (None: the smallest that `max_slowdown` allows), and None. Where no plan fits: the smallest
+    plan, and a warning's text.
 
     Raises InfeasibleError where no plan fits and `on_exceed` is "raise". Otherwise training goes on, because parameters have
     been updated already.
     """
-    limit = frontier.smallest_nbytes if limit_nbytes is None else limit_nbytes
     above: InfeasibleError | None = None
     try:
-        plan = frontier.plan(limit)
+        if limit_nbytes is None:
+            plan = frontier.smallest_plan(most_extra_seconds(graph, config))
+        else:
+            plan = frontier.plan(limit_nbytes)
     except InfeasibleError as error:
         if config.on_exceed == "raise" or error.smallest_nbytes is None:
             raise
-        above, limit = error, error.smallest_nbytes
-        plan = frontier.plan(limit)
+        above = error
+        plan = frontier.plan(error.smallest_nbytes)
     compiled = any(op.name == COMPILED for op in graph.ops)
     before = "as compiled" if compiled else "unmodified"
     say(
         f"MemOpt: plan in force: predicted peak {format_nbytes(plan.predicted.needed_nbytes)} of "
-        f"{format_nbytes(limit)}, {before} {format_nbytes(plan.unmodified_peak_nbytes)}; extra "
+        f"{format_nbytes(plan.budget_nbytes)}, {before} {format_nbytes(plan.unmodified_peak_nbytes)}; extra "
         f"{1e3 * plan.predicted.seconds:.1f} ms a step, no plan below {1e3 * plan.lower_bound_seconds:.1f} ms; "
         f"solved in {frontier.seconds:.1f} s"
     )
@@ -99,7 +104,12 @@ def chosen(
     if above is not None:
         return plan, (
             f"the budget is not kept: no plan of this step fits {limit_nbytes} bytes. The smallest one is in force. Set "
-            f"{budget_for(limit, config)}. {advice(graph, plan.lives, config)}"
+            f"{budget_for(plan.budget_nbytes, config)}. {advice(graph, plan.lives, config)}"
+        )
+    if limit_nbytes is None and plan.budget_nbytes > frontier.smallest_nbytes:
+        say(
+            f"MemOpt: smaller plans, down to {format_nbytes(frontier.smallest_nbytes)}, would take more than "
+            f"{config.max_slowdown:g} times as long as the unmodified step (max_slowdown)"
         )
     if frontier.smallest_nbytes >= unmodified_peak(graph):
         step = "step as it is compiled now" if compiled else "unmodified step"

@@ -35,6 +35,7 @@ from lightning_memopt.session.held import beside, with_held
 from lightning_memopt.session.observing import Observing, Say, Waiting
 from lightning_memopt.session.recurring import Recurring
 from lightning_memopt.session.solving import Solved, budget_for
+from lightning_memopt.session.worth import most_extra_seconds
 from lightning_memopt.solvers import planner
 from lightning_memopt.units import format_nbytes
 
@@ -275,7 +276,7 @@ class Running:
         replans = budget_nbytes is None or config.on_exceed == "replan"
         observe = replans and more and (over > slight or self.outgrown.since is not None) and self._outgrows()
         if budget_nbytes is None:
-            return self._no_longer_smallest(peak_nbytes, grown, over > slight, observe, say)
+            return self._no_longer_smallest(peak_nbytes, grown, over > slight, observe, config, say)
         if over <= 0 and not observe:
             return self
         above = f"{over} above the budget" if over > 0 else f"within the budget of {budget_nbytes}"
@@ -310,7 +311,9 @@ class Running:
         say(f"MemOpt: {text}; replanned with {format_nbytes(target)}")
         return self._replaced(plan, held, by_growth)
 
-    def _no_longer_smallest(self, peak_nbytes: int, grown: int, above: bool, observe: bool, say: Say) -> State:
+    def _no_longer_smallest(
+        self, peak_nbytes: int, grown: int, above: bool, observe: bool, config: MemOptConfig, say: Say
+    ) -> State:
         """Under budget="min", a step took more than predicted: the program holds more outside of it, or the step changed.
         `above`: clearly more than predicted. `observe`: as `_outgrows` says.
         """
@@ -319,7 +322,8 @@ class Running:
         slight = max(_SLIGHT_NBYTES, int(_SLIGHT * self.plan.budget_nbytes))
         if grown > slight and self.regrown < _REGROWN:
             held = self.held_nbytes + grown
-            return self._replaced(beside(self.frontier.plan(self.frontier.smallest_nbytes), held), held, by_growth=True)
+            plan = self.frontier.smallest_plan(most_extra_seconds(self.frontier.graph, config))
+            return self._replaced(beside(plan, held), held, by_growth=True)
         if observe:
             say(f"MemOpt: a step took more than the smallest plan needs; observing again ({self.again + 1} of {_AGAIN})")
             return self._outgrown()

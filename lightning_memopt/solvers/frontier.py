@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -124,6 +125,16 @@ class Frontier:
     def bound_seconds(self, budget_nbytes: int) -> float:
         """No recomputation plan within the budget takes fewer extra seconds (`bound`)."""
         return max((moment.bound_seconds(budget_nbytes) for moment in self.moments), default=0.0)
+
+    def smallest_plan(self, most_seconds: float = math.inf) -> Plan:
+        """The plan for the fewest bytes of those that take at most so many extra seconds; where all take more, the fastest."""
+        plan = self.plan(self.smallest_nbytes)
+        return plan if plan.predicted.seconds <= most_seconds else self.plan(self._budget_of_fast(most_seconds))
+
+    def _budget_of_fast(self, most_seconds: float) -> int:
+        """Bytes of the smallest candidate that takes at most so many extra seconds; where all take more, of the fastest."""
+        fast = (i for i, c in enumerate(self.candidates) if c.predicted.seconds <= most_seconds)
+        return self._reserves(next(fast, len(self.candidates) - 1)).budget_nbytes
 
     def plan(self, budget_nbytes: int) -> Plan:
         """The plan for a budget, with its bound."""

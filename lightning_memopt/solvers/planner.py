@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
@@ -48,8 +49,11 @@ _GAPS, _PARTS = 48, 4
 _OF_BOUND = 12
 """So many cuts at a point prove the bound, where plans come from other cuts."""
 
+_PRICED = 24
+"""At least so many plans of the frontier get their exact price. Past the time limit, the others are left out."""
+
 _EARLY = 0.75
-"""Of the time limit, the rest is for searches near the budgets, which take few seconds and find the best plans."""
+"""Of the time for faster plans, the rest is for searches near the budgets, which take few seconds and find the best plans."""
 
 _TIE = 1e-3
 _OP_SECONDS, _BYTES_PER_SECOND, _FLOPS_PER_SECOND = 1e-6, 1e9, 8e9
@@ -190,15 +194,33 @@ def _between(graph: Graph, front: Callable[[], list[Candidate]]) -> Iterator[tup
 
 
 def _near(
-    graph: Graph, front: list[Candidate], budget_nbytes: int, reserve: Callable[[tuple[Life, ...]], int] | None
+    graph: Graph,
+    front: list[Candidate],
+    budget_nbytes: int,
+    reserve: Callable[[tuple[Life, ...]], int] | None,
+    over: Callable[[], bool],
 ) -> Iterator[tuple[str, tuple[Life, ...]]]:
-    """Plans for a budget that a local search reaches from those of the frontier."""
+    """Plans for a budget that a local search reaches from those of the frontier. `over`: whether the time for it is over."""
     fitting = bisect_right([c.budget_nbytes for c in front], budget_nbytes)
     if fitting < len(front):  # the unmodified step does not fit
         near = with_reserved(front[max(0, fitting - 1)], reserve)
         beside = near.predicted.needed_nbytes - near.predicted.peak_nbytes + near.beside_nbytes + UNSEEN_NBYTES
-        for lives in local_search.within(graph, [c.lives for c in front], fitting, budget_nbytes - beside):
+        for lives in local_search.within(graph, [c.lives for c in front], fitting, budget_nbytes - beside, over):
             yield "local search", lives
+
+
+def _priced_first(front: list[Candidate], budgets: Collection[int]) -> list[int]:
+    """The positions of a frontier in the order in which they get their exact price: its ends, those for the budgets, and then
+    ever more between.
+    """
+    last = len(front) - 1
+    near = (bisect_right([c.budget_nbytes for c in front], budget) for budget in budgets)
+    chosen = [0, last, *(i for fitting in near for i in (fitting - 1, fitting - 2, fitting) if 0 <= i <= last)]
+    stride = last
+    while stride > 1:
+        stride = ceil_div(stride, 2)
+        chosen += range(0, last, stride)
+    return list(dict.fromkeys(chosen))
 
 
 @collector_paused()
@@ -207,6 +229,7 @@ def solve(
     *,
     objective: Objective = "throughput",
     limit_seconds: float = 30.0,
+    search_seconds: float = math.inf,
     dense: bool = False,
     budgets: Collection[int] = (),
     say: Progress = lambda _: None,
@@ -217,12 +240,14 @@ def solve(
 ) -> Frontier:
     """The frontier of a graph. Past the time limit it is made of the plans found so far, keep-all among them.
 
+    `search_seconds`: of the time limit, what may be spent once plans for few bytes are known, on faster ones.
     `dense`: with plans between neighbours that are far apart. `budgets`: bytes for which a local search looks for plans.
     `overhead`: seconds that recording and rebuilding take by themselves. `beside`: bytes that a plan needs in other steps or
     calls at the same time. `clock`: what the limit is counted by: this thread's seconds of CPU, for a busy machine would have
     other plans, and could keep fewer budgets. `say` is told that the limit was reached, `detail` how the solvers get on.
     """
     began, began_clock = perf_counter(), clock()
+    end, searching_since = began_clock + limit_seconds, began_clock
     unmodified = max(unmodified_levels(graph), default=0)
     pool: list[Candidate] = []
     known: set[tuple[Life, ...]] = set()
@@ -239,16 +264,23 @@ def solve(
             except LoweringError:
                 if not graph.windowed:  # a chain that crosses units asks for weights that are away
                     detail(f"a plan of {solver} asks for what cannot be made; left out")
-            if clock() - began_clock > limit_seconds:
-                say(f"time limit of {limit_seconds:g} s reached with {len(pool)} plans")
+            if over():
+                if end < began_clock + limit_seconds:
+                    say(f"{len(pool)} plans made; a longer search would take more time than it saves")
+                else:
+                    say(f"time limit of {limit_seconds:g} s reached with {len(pool)} plans")
                 return False
         return True
+
+    def over() -> bool:
+        return clock() > end
 
     def front() -> list[Candidate]:
         return _pareto(pool, objective, overhead.rebuilt_op)
 
     def early(plans: Iterator[tuple[str, tuple[Life, ...]]]) -> Iterator[tuple[str, tuple[Life, ...]]]:
-        while clock() - began_clock < _EARLY * limit_seconds and (plan := next(plans, None)) is not None:
+        until = searching_since + _EARLY * (end - searching_since)
+        while clock() < until and (plan := next(plans, None)) is not None:
             yield plan
 
     def timed() -> Iterator[tuple[str, tuple[Life, ...]]]:
@@ -263,7 +295,7 @@ def solve(
         if dense:
             yield from _between(graph, front)
         for budget in budgets:
-            yield from _near(priced, front(), budget, reserve)
+            yield from _near(priced, front(), budget, reserve, over)
 
     saves = any(s.unpacked_at and s.tensor in graph.producers for s in graph.saves)
     searched = fenced(graph)
@@ -271,8 +303,14 @@ def solve(
     reserve = reserved_nbytes_of(graph)
     smallest = with_reserved(min(pool, key=_smallest_budget), reserve)
     if in_time and saves:
+        searching_since = clock()
+        end = min(end, searching_since + search_seconds)
         fill(timed())
-    whole = [replace(c, predicted=replace(c.predicted, overhead_seconds=overhead.of(c.lives))) for c in front()]
+    found, whole = front(), list[Candidate]()
+    for i in _priced_first(found, budgets):
+        if len(whole) >= _PRICED and over():
+            break
+        whole.append(replace(found[i], predicted=replace(found[i].predicted, overhead_seconds=overhead.of(found[i].lives))))
     return Frontier(
         graph=graph,
         candidates=tuple(_pareto(whole, objective)),

@@ -31,12 +31,14 @@ class MemOptOptions(MemOptMixin):
         verify: bool = True,
         report: str | os.PathLike[str] | None = None,
         verbose: bool = True,
+        max_slowdown: float = 3.0,
         config: MemOptConfig | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         options = dict(
             budget=budget,
+            max_slowdown=max_slowdown,
             recompute=recompute,
             offload=offload,
             compress=compress,

@@ -15,6 +15,7 @@ from lightning_memopt.plan import Life, lower, simulate, validate
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.recompute import bound, local_search
 from lightning_memopt.solvers.recompute.draft import Change, Draft
+from lightning_memopt.solvers.rollout import keep_all
 
 SEEDS = range(12)
 
@@ -160,3 +161,20 @@ def test_the_smallest_plan_is_smaller_than_that_of_the_other_solvers(monkeypatch
     without = [planner.smallest_nbytes(graph) for graph in graphs]
     assert all(a <= b for a, b in zip(with_search, without, strict=True))
     assert sum(with_search) < sum(without)
+
+
+def test_the_smallest_plan_is_searched_for_as_long_as_steps_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The walk makes fewer plans for tiny ops than for the same ops if each takes long: a count, and no clock."""
+    made = []
+    init = Draft.__init__
+    monkeypatch.setattr(Draft, "__init__", lambda self, *args: made.append(1) or init(self, *args))
+    monkeypatch.setattr(local_search, "_WORTH_SECONDS", 1e-3)
+    graph = random_graph(1, count=60)
+    counts = []
+    for seconds in (1e-6, 1.0):
+        timed = replace(graph, ops=tuple(replace(op, seconds=seconds) for op in graph.ops))
+        made.clear()
+        local_search.smaller(timed, [keep_all(timed)])
+        counts.append(len(made))
+    few, many = counts
+    assert 2 * few <= many

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from graphs import lstm_steps, random_steps, step, training_step
 
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import BEFORE, LATE_HOOK, Graph, unmodified_levels
-from lightning_memopt.plan import LoweringError, lower, simulate, validate
+from lightning_memopt.plan import Life, LoweringError, lower, simulate, validate
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.overhead import Overhead
 from lightning_memopt.solvers.recompute.between import mixed, moments_between
@@ -125,6 +127,69 @@ def test_what_each_op_that_runs_again_takes_beside_its_seconds_is_searched_with(
                 ops[name] += plan.predicted.rebuilt_ops
                 seconds[name] += plan.predicted.seconds
     assert seconds["told"] < 0.95 * seconds["untold"] and ops["told"] < 0.95 * ops["untold"]
+
+
+def test_faster_plans_are_searched_for_no_longer_than_that_may_take() -> None:
+    """By a clock that moves with each look at it. The plans for few bytes are made whatever the search may take."""
+    graph = random_graph(2)
+    whole = planner.solve(graph)
+    budget = (whole.smallest_nbytes + whole.unmodified_peak_nbytes) // 2
+    made = []
+    for seconds in (0.0, 20.0, 1e9):
+        looks = map(float, itertools.count())
+        clock = partial(next, looks)
+        frontier = planner.solve(graph, budgets=[budget], limit_seconds=math.inf, search_seconds=seconds, clock=clock)
+        made.append(clock())
+        assert frontier.smallest_nbytes == whole.smallest_nbytes and not frontier.cut_off
+        assert frontier.plan(budget).predicted_peak_nbytes <= budget
+    at_once, short, long = made
+    assert at_once + 20 <= short <= at_once + 24 and long > short + 20
+
+
+def test_the_time_limit_holds_for_both_searches() -> None:
+    looks = itertools.count()
+    frontier = planner.solve(random_graph(2), limit_seconds=3, search_seconds=1e9, clock=lambda: float(next(looks)))
+    assert frontier.cut_off and next(looks) <= 6 + len(frontier.candidates)
+
+
+def test_the_smallest_plan_that_is_fast_enough() -> None:
+    """Of the plans that take at most so many seconds, none is smaller. Where only the unmodified step is fast enough: it."""
+    chosen = set()
+    for graph in map(random_graph, range(2, 6)):
+        frontier = planner.solve(graph)
+        assert frontier.smallest_plan() == frontier.plan(frontier.smallest_nbytes)
+        slowest = frontier.smallest_plan().predicted.seconds
+        for most in (slowest, 0.7 * slowest, 0.3 * slowest, 0.0):
+            plan = frontier.smallest_plan(most)
+            assert plan.predicted.seconds <= most
+            fast = [c.budget_nbytes for c in frontier.candidates if c.predicted.seconds <= most]
+            assert plan.budget_nbytes <= max(frontier.smallest_nbytes, min(fast))
+            chosen.add(plan.lives)
+        assert frontier.smallest_plan(0.0).predicted.rebuilt_ops == 0
+    assert len(chosen) > 8
+
+
+def test_past_its_time_only_few_plans_are_priced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past its time, the search gives the exact price to some plans of the frontier: its ends, and some between."""
+    graph = training_step(lstm_steps(30))
+    monkeypatch.setattr(planner, "_PRICED", 4)
+    priced = []
+
+    def of(lives: tuple[Life, ...]) -> float:
+        priced.append(lives)
+        return 0.0
+
+    whole = planner.solve(graph)
+    assert len(whole.candidates) > 4
+    looks = itertools.count()
+
+    def clock() -> float:  # the time is over when plans are priced
+        next(looks)
+        return 1e9 if priced else 0.0
+
+    frontier = planner.solve(graph, overhead=Overhead(of), clock=clock)
+    assert len(priced) == 4 and len(frontier.candidates) == 4
+    assert all(frontier.candidates[i].lives == whole.candidates[i].lives for i in (0, -1))
 
 
 def test_a_budget_is_refused_with_one_that_works() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from operator import itemgetter
 
@@ -30,13 +30,23 @@ _WORK, _LEAST = 250_000, 20
 """A search makes plans for so many points of the step in all, and so many plans at least: a count, so that the result does not
 depend on how busy the machine is.
 """
+_POINTS_PER_SECOND = 100_000
+"""For about so many points a search makes plans in a second."""
+_WATCHED = 5_000
+"""A search asks whether its time is over when it has made plans for so many points: about every 50 ms."""
+_WORTH_STEPS, _WORTH_SECONDS = 50, 0.5
+"""The search for the smallest plan takes about as long as so many steps, or these seconds, if that is more: both by the seconds
+of the graph, which do not depend on the machine. Steps of a thousand tiny ops are over in less time than one plan is made in.
+"""
 
 
-def within(graph: Graph, plans: Sequence[Lives], fitting: int, limit_nbytes: int) -> Iterator[Lives]:
+def within(
+    graph: Graph, plans: Sequence[Lives], fitting: int, limit_nbytes: int, over: Callable[[], bool] = lambda: False
+) -> Iterator[Lives]:
     """Plans within a limit, each faster than the one before, that walks from the plans of a frontier lead to. `plans`: peaks
-    rising, and seconds falling; the first `fitting` of them are within the limit.
+    rising, and seconds falling; the first `fitting` of them are within the limit. `over`: whether the time for it is over.
     """
-    walks = Walks(graph)
+    walks = Walks(graph, over=over)
     above = range(fitting, min(len(plans), fitting + _STARTS))
     starts = [*range(max(0, fitting - 1), fitting), *(i for first in range(_STRIDE) for i in above[first::_STRIDE])]
     best: Draft | None = None
@@ -57,7 +67,9 @@ def within(graph: Graph, plans: Sequence[Lives], fitting: int, limit_nbytes: int
 
 
 def smaller(graph: Graph, plans: Iterable[Lives]) -> Lives | None:
-    """The last plan of a walk down from the smallest of these; None where there is no way down."""
+    """The last plan of a walk down from the smallest of these; None where there is no way down. It is as long as the seconds of
+    the graph's ops are worth (`_WORTH_STEPS`).
+    """
     smallest: Lives | None = None
     least = math.inf
     for lives in plans:
@@ -68,7 +80,10 @@ def smaller(graph: Graph, plans: Iterable[Lives]) -> Lives | None:
     if smallest is None:
         return None
     start = Draft(graph, smallest)
-    *_, last = start, *itertools.islice(Walks(graph).down(start), _STEPS)
+    seconds = max(_WORTH_SECONDS, _WORTH_STEPS * sum(op.seconds for op in graph.ops))
+    work = min(_WORK, int(_POINTS_PER_SECOND * seconds))
+    walks = Walks(graph, max(1, work // max(1, len(graph.points))))
+    *_, last = start, *itertools.islice(walks.down(start), _STEPS)
     return None if last is start else last.lives
 
 
@@ -77,13 +92,16 @@ class Walks:
 
     graph: the graph. Seconds are those of its ops.
     left: so many plans may still be made.
+
+    `over`: whether the time for making plans is over. It is asked each time that plans for `_WATCHED` points were made.
     """
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, left: int | None = None, over: Callable[[], bool] = lambda: False) -> None:
         self.graph = graph
+        self.left = max(_LEAST, _WORK // max(1, len(graph.points))) if left is None else left
+        self._over, self._unwatched = over, 0
         self._passed: set[tuple[Lives, int]] = set()
         """Plans from which a walk has gone on, each with its limit: another walk would end where that one did."""
-        self.left = max(_LEAST, _WORK // max(1, len(graph.points)))
 
     def down(self, draft: Draft) -> Iterator[Draft]:
         """Plans of falling peak, until no tensor can be dropped at the peak."""
@@ -144,11 +162,16 @@ class Walks:
         return next((a for a in afters if a.peak_nbytes <= limit_nbytes and a.seconds < draft.seconds), None)
 
     def _after(self, draft: Draft, changes: Iterable[Change]) -> Iterator[Draft]:
-        """The plans with each of these changes, while there is work left."""
+        """The plans with each of these changes, while there are work and time left."""
         for change in changes:
             if not self.left:
                 return
             self.left -= 1
+            self._unwatched += len(self.graph.points)
+            if self._unwatched > _WATCHED:
+                self._unwatched = 0
+                if self._over():
+                    self.left = 0
             with contextlib.suppress(LoweringError):
                 yield draft.after(change)
 

@@ -107,6 +107,7 @@ def strategy_of(*flags: str) -> Any:
 
 VALUES = {
     "budget": ("0.5", 0.5),
+    "max_slowdown": ("1.5", 1.5),
     "recompute": ("false", False),
     "offload": ("disk:/tmp", "disk:/tmp"),
     "compress": ("lossless", "lossless"),
