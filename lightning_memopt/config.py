@@ -51,7 +51,7 @@ class MemOptConfig:
             backward before a step by `with run.last_backward():`.
         profile_steps: number of real training steps that are observed before the plan is solved.
         solver_seconds: time limit of the planner, in seconds of CPU time, so that a busy machine gets the same plans. Once a
-            small plan is found, faster ones are sought for no longer than 50 unmodified steps take, or 1 second if that is more.
+            small plan is found, faster ones are sought for no longer than 50 unmodified steps take, or 1 second if it is more.
         headroom: bytes of the budget that the plan leaves free, for memory that observed steps do not show.
         on_exceed: what to do if a planned step was measured above the budget, or no plan for a later step keeps it:
             `"replan"` (put a smaller plan in force), `"warn"` or `"raise"`. Unless it is `"raise"`, the smallest plan is in
@@ -128,7 +128,7 @@ class MemOptConfig:
             )
         if self.budget is None:
             raise BudgetError("The budget is None; give bytes like '8GiB', a share like '80%', 'auto' or 'min'.")
-        if not self._smallest:
+        if not self.smallest:
             parse_budget(self.budget, 1 << 62)  # checks the form only; the device, and so the upper limit, is not known yet
 
     @property
@@ -138,12 +138,13 @@ class MemOptConfig:
         return name, os.path.expanduser(directory) or None
 
     @property
-    def _smallest(self) -> bool:
+    def smallest(self) -> bool:
+        """Whether the budget is "min"."""
         return isinstance(self.budget, str) and self.budget.strip().lower() == "min"
 
     def budget_nbytes(self, device: torch.device) -> int | None:
         """The budget in bytes on this device; None for "min", the smallest plan."""
-        if self._smallest:
+        if self.smallest:
             return None
         return parse_budget(self.budget, device_nbytes(device))
 

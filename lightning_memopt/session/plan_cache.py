@@ -2,15 +2,16 @@
 
 The decisions of a plan do not depend on the sizes of tensors. So a plan in force also serves a batch that is no larger, and
 nothing is observed for that batch. Its step is compared with the plan op by op. Tensors that are larger than planned are
-counted, and the step is measured (docs/adr/0006). A run with many shapes makes no more than a fixed number of plans and
-borrowers, and of solves in a time.
+counted, and the step is measured (docs/adr/0006). A batch that is larger may borrow under budget="min" (longer.py). A run
+with many shapes makes no more than a fixed number of plans and borrowers, and of solves in a time.
 """
 
 from __future__ import annotations
 
+from lightning_memopt.config import MemOptConfig
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Plan
-from lightning_memopt.session import times
+from lightning_memopt.session import longer, times
 from lightning_memopt.session.failed import Failed
 from lightning_memopt.session.observing import Observing, Say, Waiting
 from lightning_memopt.session.shapes import Signature, alike, elements, times_larger
@@ -32,10 +33,14 @@ _PATIENCE = 8
 
 
 class PlanCache(dict[Signature, State]):
-    """The state of every signature, the least recently used first."""
+    """The state of every signature, the least recently used first. Many methods: each is one rule of who may borrow or plan.
 
-    def __init__(self) -> None:
+    smallest: the budget is "min".
+    """
+
+    def __init__(self, config: MemOptConfig) -> None:
         super().__init__()
+        self.smallest = config.smallest
         self.solves = Solves()
         self._unplanned = Failed(WAITS.what)
         self.forwards = 0
@@ -59,6 +64,12 @@ class PlanCache(dict[Signature, State]):
     def measured_nbytes(self) -> int | None:
         """The largest measured peak of steps under the plans in force; None where no such step was measured."""
         return max((s.measured_nbytes for s in self.values() if isinstance(s, Running) and s.measured_nbytes), default=None)
+
+    def limit_nbytes(self, signature: Signature, limit_nbytes: int | None) -> int | None:
+        """Bytes within which eviction keeps a step of this signature that runs without a plan. None: nothing is evicted.
+        `limit_nbytes`: those of the budget; None for "min".
+        """
+        return longer.limit_nbytes(self._plans(), signature) if limit_nbytes is None else limit_nbytes
 
     def enter(self, signature: Signature, steps: int) -> State:
         """The state for a forward of this signature. A new state borrows a plan where it may, else observes `steps` steps."""
@@ -136,18 +147,29 @@ class PlanCache(dict[Signature, State]):
     def _borrowing(self, signature: Signature) -> State | None:
         lenders = [(s, state) for s, state in self._lenders() if state.has_room(times_larger(s, signature))]
         if not lenders:
-            return None
+            return self._stretched(signature, longer.NEAR)
         _, lender = min(lenders, key=lambda pair: elements(pair[0]))
         if self._wasted(signature, lender):
             return None
+        return self._borrower(lender.lend())
+
+    def _borrower(self, state: Running) -> Running:
+        """The state, when there is room for it."""
         borrowers = [s for s, state in self.items() if isinstance(state, Running) and state.lender is not None]
         if len(borrowers) >= BORROWERS:
             del self[borrowers[0]]
-        return lender.lend()
+        return state
+
+    def _stretched(self, signature: Signature, most_times: float) -> State | None:
+        """Under budget="min", a state that borrows the plan of a batch up to so many times smaller."""
+        lent = longer.stretched(self._lenders(), signature, most_times) if self.smallest else None
+        return None if lent is None else self._borrower(lent)
 
     def _lenders(self) -> list[tuple[Signature, Running]]:
-        own = [(s, state) for s, state in self._own() if isinstance(state, Running)]
-        return [(s, state) for s, state in own if state.refused < _REFUSALS or state.refused < state.proofs]
+        return [(s, state) for s, state in self._plans() if state.refused < _REFUSALS or state.refused < state.proofs]
+
+    def _plans(self) -> list[tuple[Signature, Running]]:
+        return [(s, state) for s, state in self._own() if isinstance(state, Running)]
 
     def _lasts(self, signature: Signature, state: Observing) -> bool:
         """Whether a signature that was to be observed for several steps did not come again before one like it had a plan."""
@@ -184,6 +206,9 @@ class PlanCache(dict[Signature, State]):
         alone = before is not None and before.alone
         if self._may_plan and self.solves.allows(signature, planned, alone):
             return self._begins(signature, steps)
+        far = None if alone else self._stretched(signature, longer.FAR)
+        if far is not None:
+            return far
         self.solves.waits(signature, alone)
         if before is not None:
             return before

@@ -71,7 +71,7 @@ class Session:
         self._agreement = Agreement(model, config, self.enabled)
         self.say = self._agreement.first_rank_says(say)
         self.budget_nbytes = budget_on(self.device, config) if self.enabled else None
-        self._rounds, self._plan_cache, self.history = Rounds(), PlanCache(), History(config.report is not None)
+        self._rounds, self._plan_cache, self.history = Rounds(), PlanCache(config), History(config.report is not None)
         self._current: State | None = None
         self.given = read_given(self.device, self.budget_nbytes, config) if self.enabled else None
         self._observed_step = ObservedStep(model, self.optimizers, config)
@@ -308,7 +308,7 @@ class Session:
         trained = self._parameters.trained()
         self._same_device()
         with self._agreement.first_forward():
-            state = self._state_of(signature_of(part, trained, batch), batch)
+            state = self._state_of(signature := signature_of(part, trained, batch), batch)
         before = self._current
         if state is not before and self._observed_step.now is not None:
             if isinstance(before, Observing | Waiting) and self._observed_step.has_backward:
@@ -326,7 +326,7 @@ class Session:
                     return None
                 if isinstance(state, Observing) and not state.graphs:
                     self._observed_step.announce(state, self.device, self.budget_nbytes, self.say)
-                self._observed_step.begin(state, self.device, self._limit_nbytes)
+                self._observed_step.begin(state, self.device, self._plan_cache.limit_nbytes(signature, self._limit_nbytes))
             self.silence.forward(backward, WAITS if isinstance(state, Waiting) else None)
             self._ends.observing()
             if isinstance(state, Waiting):

@@ -2,7 +2,7 @@
 
     state       meaning                                               next state
     Waiting     no plan is made now: every step is observed and       Observing, when a plan may be made;
-                kept within the budget by eviction                    Running, when a plan can be borrowed
+                kept within the budget by eviction (longer.py)        Running, when a plan can be borrowed
     Observing   `steps` real steps are recorded                       Running, when a plan was solved for them;
                                                                       Failed, when every step has another forward
     Running     a plan is in force, the signature's own or borrowed   Running with a smaller plan, when a step was measured
@@ -35,7 +35,6 @@ from lightning_memopt.session.held import beside, with_held
 from lightning_memopt.session.observing import Observing, Say, Waiting
 from lightning_memopt.session.recurring import Recurring
 from lightning_memopt.session.solving import Solved, budget_for
-from lightning_memopt.session.worth import most_extra_seconds
 from lightning_memopt.solvers import planner
 from lightning_memopt.units import format_nbytes
 
@@ -87,7 +86,7 @@ class Running:
     replanned: how often the plan was replaced because a step took more than predicted.
     regrown: how often it was replaced because the program holds more outside of the step.
     held_nbytes: bytes held outside of the step that the frontier does not count.
-    lender: the state of the larger batch whose plan this is; None where the plan is the signature's own.
+    lender: the state of the other batch whose plan this is; None where the plan is the signature's own.
     refused: of a lender, how many borrowers it did not serve.
     wasted: of a lender, how often much smaller batches used its plan.
     proofs: of a lender, how many steps of its borrowers were measured.
@@ -126,9 +125,9 @@ class Running:
         self.deviations: list[PlanDeviation] = []
         self.depot: Depot | None = None
 
-    def lend(self) -> Running:
-        """The state of a batch that is no larger and borrows this plan."""
-        return Running(self.plan, self.program.graph, self.frontier, self.replanned, lender=self)
+    def lend(self, more_nbytes: int = 0) -> Running:
+        """The state of a batch that borrows this plan. `more_nbytes`: it is larger, and expected to need so many bytes more."""
+        return Running(beside(self.plan, more_nbytes), self.program.graph, self.frontier, self.replanned, lender=self)
 
     def has_room(self, times_larger: float) -> bool:
         """Whether a batch that is `times_larger` as large may borrow this plan: it is no larger, or its step fits the budget
@@ -244,6 +243,8 @@ class Running:
         """
         if measured_nbytes is not None and measured_nbytes <= self.plan.budget_nbytes:
             return True
+        if self.lender is not None and self.plan is not self.lender.plan:  # this batch is larger
+            return not self.deviated_in_a_row
         # twice: the gradient of a tensor may be larger, too
         at_most = self.plan.predicted_peak_nbytes + 2 * self.excess_nbytes
         return not self.deviated_in_a_row and at_most <= self.plan.budget_nbytes
@@ -276,7 +277,7 @@ class Running:
         replans = budget_nbytes is None or config.on_exceed == "replan"
         observe = replans and more and (over > slight or self.outgrown.since is not None) and self._outgrows()
         if budget_nbytes is None:
-            return self._no_longer_smallest(peak_nbytes, grown, over > slight, observe, config, say)
+            return self._no_longer_smallest(peak_nbytes, grown, over > slight, observe, say)
         if over <= 0 and not observe:
             return self
         above = f"{over} above the budget" if over > 0 else f"within the budget of {budget_nbytes}"
@@ -311,9 +312,7 @@ class Running:
         say(f"MemOpt: {text}; replanned with {format_nbytes(target)}")
         return self._replaced(plan, held, by_growth)
 
-    def _no_longer_smallest(
-        self, peak_nbytes: int, grown: int, above: bool, observe: bool, config: MemOptConfig, say: Say
-    ) -> State:
+    def _no_longer_smallest(self, peak_nbytes: int, grown: int, above: bool, observe: bool, say: Say) -> State:
         """Under budget="min", a step took more than predicted: the program holds more outside of it, or the step changed.
         `above`: clearly more than predicted. `observe`: as `_outgrows` says.
         """
@@ -322,8 +321,7 @@ class Running:
         slight = max(_SLIGHT_NBYTES, int(_SLIGHT * self.plan.budget_nbytes))
         if grown > slight and self.regrown < _REGROWN:
             held = self.held_nbytes + grown
-            plan = self.frontier.smallest_plan(most_extra_seconds(self.frontier.graph, config))
-            return self._replaced(beside(plan, held), held, by_growth=True)
+            return self._replaced(beside(self.plan, grown), held, by_growth=True)
         if observe:
             say(f"MemOpt: a step took more than the smallest plan needs; observing again ({self.again + 1} of {_AGAIN})")
             return self._outgrown()

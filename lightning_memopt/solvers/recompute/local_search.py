@@ -30,7 +30,7 @@ _WORK, _LEAST = 250_000, 20
 """A search makes plans for so many points of the step in all, and so many plans at least: a count, so that the result does not
 depend on how busy the machine is.
 """
-_POINTS_PER_SECOND = 100_000
+_POINTS_PER_SECOND = 60_000
 """For about so many points a search makes plans in a second."""
 _WATCHED = 5_000
 """A search asks whether its time is over when it has made plans for so many points: about every 50 ms."""

@@ -1,4 +1,4 @@
-"""A plan is not sought for longer than it can save, and the smallest plan is within `max_slowdown`: by times known beforehand."""
+"""A plan is not sought for longer than it can save, and the smallest plan is within `max_slowdown`: by known times."""
 
 from __future__ import annotations
 
