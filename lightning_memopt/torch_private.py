@@ -369,6 +369,7 @@ ATTRIBUTES: tuple[tuple[Any, str], ...] = (
     (torch.ops.aten.add.Tensor, "_schema"),  # which arguments it writes
     (torch.ops.aten.add.Tensor, "_overloadpacket"),  # its other overloads
     (torch.ops.aten.add.Tensor, "_overloadname"),  # which of them it is
+    (torch.autograd, "_engine_run_backward"),  # which all backwards of Python run (backwards.py)
     (torch.autograd.forward_ad, "_current_level"),  # whether a level of forward-mode AD is open
     (torch.nn.parallel.DistributedDataParallel, "_active_ddp_module"),  # the wrapper of a model that was given without it
     (torch.nn.parallel.DistributedDataParallel, "_get_ddp_logging_data"),  # the bytes of its buckets

@@ -1,6 +1,7 @@
 """Plain PyTorch: `with optimize(model, optimizer, budget=...) as run:` around an unchanged training loop.
 
-A session is told of every call of the model (its forwards) and of every `optimizer.step()`.
+A session is told of every call of the model (its forwards) and of every `optimizer.step()`. Where a step passes without a call
+of the model, it is told of calls of single modules (entries.py).
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, overload
 
@@ -18,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lightning_memopt.config import MemOptConfig, Options, config_of
 from lightning_memopt.integrations.checkpointing import LayerCheckpointing
+from lightning_memopt.integrations.entries import Entries, trains
 from lightning_memopt.integrations.strangers import Strangers
 from lightning_memopt.plan import Plan
 from lightning_memopt.record import instead_of_calls, uncompiled, uncompiled_itself
@@ -47,6 +50,7 @@ class Run:
         self.session = session
         self.checkpointing: LayerCheckpointing | None = None
         self._paused = False
+        self._within = set[int]()  # threads in which the model, or a module of it, is being called
         self._meter: Meter | None = None
         self._stack = contextlib.ExitStack()
 
@@ -120,6 +124,7 @@ class Run:
         before = self._paused
         self._paused = True
         self.session.silence.paused = True
+        self.session.forward_ended()
         self.session.pool.rests()
         try:
             yield
@@ -129,24 +134,37 @@ class Run:
 
 
 class _Call:
-    """The context of one call of the model: a round of the session.
+    """The context of one call of the model, or of a module of it from outside of any: a round of the session.
 
     It is hidden from dynamo, so that a compiled step that calls the model eagerly does not trace it.
     """
 
-    __slots__ = ("_round",)
+    __slots__ = ("_outermost", "_round", "_run")
 
     @uncompiled
-    def __init__(self, run: Run, batch: Any) -> None:
-        self._round = contextlib.nullcontext() if run._paused else run.session.round(batch)
+    def __init__(self, run: Run, batch: Any, entered: str = "", applies: bool = True) -> None:
+        self._run = run
+        self._round = run.session.round(batch, entered) if applies and not run._paused else contextlib.nullcontext()
 
     @uncompiled
     def __enter__(self) -> None:
-        self._round.__enter__()
+        thread, within = threading.get_ident(), self._run._within
+        self._outermost = thread not in within
+        within.add(thread)
+        try:
+            self._round.__enter__()
+        except BaseException:
+            self._leave()
+            raise
 
     @uncompiled
     def __exit__(self, *error: Any) -> bool | None:
+        self._leave()
         return self._round.__exit__(*error)
+
+    def _leave(self) -> None:
+        if self._outermost:
+            self._run._within.discard(threading.get_ident())
 
 
 def in_rounds(run: Run, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -175,6 +193,16 @@ def attach(stack: contextlib.ExitStack, run: Run, model: nn.Module, optimizers: 
         with _Call(run, (args, kwargs)):
             return original(*args, **kwargs)
 
+    @uncompiled_itself
+    def enter(original: Callable[..., Any], module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() in run._within:
+            return original(*args, **kwargs)
+        strangers.called()
+        with _Call(run, (args, kwargs), name, applies=trains(module)):
+            return module(*args, **kwargs)  # once more: now others may listen to the module
+
+    entries = Entries(model, enter)
+
     def before_update(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if not strangers.is_ours(optimizer):
             return None
@@ -193,6 +221,7 @@ def attach(stack: contextlib.ExitStack, run: Run, model: nn.Module, optimizers: 
     def after_update(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(optimizer is o for o in optimizers):
             session.update_ended(optimizer)
+            entries.watch(session.watches_entries)
             if run.checkpointing is not None:
                 run.checkpointing.look(session.status)
 
@@ -200,6 +229,8 @@ def attach(stack: contextlib.ExitStack, run: Run, model: nn.Module, optimizers: 
     stack.callback(register_optimizer_step_pre_hook(torch.compiler.disable(before_update)).remove)
     stack.callback(register_optimizer_step_post_hook(torch.compiler.disable(after_update)).remove)
     stack.enter_context(instead_of_calls(model, call_in_round))
+    stack.callback(entries.close)
+    entries.watch(True)
 
 
 def _reasons_against_early_updates(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> list[Reason]:

@@ -30,8 +30,10 @@ R11. Each forward has one lock. Autograd may ask on any thread and on any stream
      made waits for it.
 """
 
+from lightning_memopt.record.backwards import before_backwards
 from lightning_memopt.record.calls import (
     around_calls,
+    beneath_calls,
     compiled_modules,
     drop_seams,
     eager_modules,
@@ -72,6 +74,8 @@ __all__ = [
     "Tape",
     "View",
     "around_calls",
+    "before_backwards",
+    "beneath_calls",
     "around_compiled",
     "around_dual_levels",
     "compiled_modules",

@@ -11,6 +11,8 @@ attribute is on the class, and looks up in a table whether this very module has 
 
 `torch.compile(module)` returns a wrapper. Of a module of torch.nn itself it compiles the whole call, and in compiled code no
 seam is read. So a call of the wrapper counts as a call of the module that it wraps.
+
+Entries are watched for as long as a run lasts, beneath all else: who listens to a module for one forward hears of it as before.
 """
 
 from __future__ import annotations
@@ -46,6 +48,8 @@ class _Watched(NamedTuple):
 _lock = threading.RLock()
 _watched: dict[int, _Watched] = {}
 """Identity of a module -> the module."""
+_entries: dict[int, _Watched] = {}
+"""Identity of a module whose calls are seen by `beneath_calls` -> the module."""
 _seams: dict[type[nn.Module], bool] = {}
 """The classes with a seam, and whether they had an attribute of that name before (only `nn.Module` itself has)."""
 _keepers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -59,8 +63,8 @@ class _Seam:
     def __get__(self, module: nn.Module | None, owner: type) -> Any:
         if module is None:
             return None
-        entry = _watched.get(id(module))
-        return module.__dict__.get(CALL) if entry is None else entry.call
+        watched = _watched.get(id(module)) or _entries.get(id(module))
+        return module.__dict__.get(CALL) if watched is None else watched.call
 
     def __set__(self, module: nn.Module, value: Any) -> None:
         module.__dict__[CALL] = value
@@ -96,7 +100,13 @@ def unwatched_call(module: nn.Module) -> Callable[..., Any]:
     return module._call_impl if own is None else own
 
 
-def _watch(watched: _Watched) -> None:
+def _beneath(module: nn.Module) -> Callable[..., Any]:
+    """The function that a call of the module runs for those who listen to the module for one forward."""
+    entry = _entries.get(id(module))
+    return unwatched_call(module) if entry is None else entry.call
+
+
+def _watch(watched: _Watched, table: dict[int, _Watched]) -> None:
     cls, wrappers = type(watched.module), wrapper_class()
     with _lock:
         if wrappers is not None and wrappers not in _seams and (watched.instead is not None or cls is wrappers):
@@ -105,13 +115,13 @@ def _watch(watched: _Watched) -> None:
         if not any(base in _seams for base in cls.__mro__):
             _seams[cls] = CALL in vars(cls)
             setattr(cls, CALL, _SEAM)
-        _watched[id(watched.module)] = watched
+        table[id(watched.module)] = watched
 
 
 def _sweep() -> None:
     """Take the seams off all classes when nobody listens to any module and nobody keeps the seams."""
     with _lock:
-        while _seams and not _watched and not _keepers:
+        while _seams and not _watched and not _entries and not _keepers:
             cls, own = next(iter(_seams.items()))
             if isinstance(vars(cls).get(CALL), _Seam):
                 if own:
@@ -166,37 +176,42 @@ def _tell(told: Told, module: nn.Module) -> None:
 def _call(module: nn.Module, before: Told, after: Told, *args: Any, **kwargs: Any) -> Any:
     _tell(before, module)
     try:
-        return module._call_impl(*args, **kwargs)
+        return _beneath(module)(*args, **kwargs)
     finally:
         _tell(after, module)
 
 
-def _leave(entered: list[nn.Module]) -> None:
+def _leave(entered: list[nn.Module], table: dict[int, _Watched]) -> None:
     while entered:
-        _watched.pop(id(entered[-1]), None)
+        table.pop(id(entered[-1]), None)
         entered.pop()
     _sweep()
 
 
 @contextlib.contextmanager
-def _watching(calls: Iterable[_Watched]) -> Iterator[None]:
+def _watching(calls: Iterable[_Watched], table: dict[int, _Watched] = _watched) -> Iterator[None]:
     entered: list[nn.Module] = []
     try:
         for watched in calls:
-            if id(watched.module) not in _watched:
+            if id(watched.module) not in table:
                 entered.append(watched.module)
-                _watch(watched)
+                _watch(watched, table)
         yield
     finally:
         try:
-            _leave(entered)
+            _leave(entered, table)
         finally:
-            _leave(entered)  # does nothing, unless the first call was interrupted
+            _leave(entered, table)  # does nothing, unless the first call was interrupted
 
 
 @uncompiled_itself
 def _instead(module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return call(unwatched_call(module), *args, **kwargs)
+    return call(_beneath(module), *args, **kwargs)
+
+
+@uncompiled_itself
+def _entered(module: nn.Module, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return call(unwatched_call(module), module, name, *args, **kwargs)
 
 
 def instead_of_calls(module: nn.Module, call: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
@@ -215,3 +230,12 @@ def around_calls(modules: Iterable[nn.Module], before: Told, after: Told) -> con
     """
     eager = (m for m in modules if m.__dict__.get(CALL) is None)
     return _watching(_Watched(m, partial(_call, m, before, after), None) for m in eager)
+
+
+def beneath_calls(modules: dict[str, nn.Module], call: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
+    """Within, run `call(original, module, name, *args, **kwargs)` in place of every call of one of `modules`, by name, beneath
+    those who listen to the module by the other functions: they may come and go meanwhile.
+
+    original: as for `instead_of_calls`. Modules whose calls another caller sees in this way are left alone.
+    """
+    return _watching((_Watched(m, partial(_entered, m, name, call), None) for name, m in modules.items()), _entries)

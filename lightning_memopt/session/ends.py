@@ -20,11 +20,13 @@ class Ends:
     copies of their own), all of them delimit.
 
     by_hand: the last step was ended by an update without an optimizer.
+    turn: the number of the optimizer that updated last; before any has, that of the last one.
     """
 
     def __init__(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         self.model, self.optimizers = model, optimizers
         self.by_hand = False
+        self.turn = len(optimizers) - 1
         self._owners: set[int] = set()
         self._updated: set[int] = set()
         self._before: list[tuple[int, int]] = []
@@ -43,6 +45,7 @@ class Ends:
     def updated(self, optimizer: torch.optim.Optimizer) -> bool:
         """An optimizer that delimits steps has updated. Returns whether all of them have."""
         self.by_hand = False
+        self.turn = next((i for i, o in enumerate(self.optimizers) if o is optimizer), self.turn)
         self._updated.add(id(optimizer))
         owners = self._owners or {id(o) for o in self.optimizers}
         return all(id(o) in self._updated for o in self.optimizers if id(o) in owners)

@@ -21,14 +21,18 @@ from lightning_memopt.record import (
     around_dual_levels,
     in_dual_level,
     in_transform,
+    is_plain,
+    storage_id,
     uncompiled,
     watching,
     watching_sizes,
 )
 from lightning_memopt.record.gathered import around_units, unseen_by
 from lightning_memopt.runtime import Engine, PlannedEngine, seeing_ops, wake_hooks
+from lightning_memopt.runtime.engine.holding import Version
 from lightning_memopt.runtime.engine.matching import Matcher
 from lightning_memopt.session.gathering import Hidden
+from lightning_memopt.session.leaves import leaves_of
 from lightning_memopt.session.saving import SavedTensorHooks, innermost_pack
 from lightning_memopt.torch_private import current_mode, hooks_are_enabled
 
@@ -61,6 +65,7 @@ class Recording:
     """The contexts around one forward: saved-tensor hooks, hooks for exposed tensors, and the dispatch mode.
 
     own_mode: the dispatch mode is entered, too; otherwise an observation has entered it.
+    beneath: the dispatch mode is entered beneath those of the user, which end before this forward.
     """
 
     def __init__(self, engine: Engine, recorder: Recorder, own_mode: bool) -> None:
@@ -71,7 +76,23 @@ class Recording:
         self._pack, unpack = hooks_of(engine)
         self._hooks = SavedTensorHooks(self._pack, unpack)
         self._own_mode = own_mode
+        self.beneath = False
         self._aside = False
+        self._saved: Version | None = None
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether autograd has a handle on a tensor of this forward."""
+        if self._saved is None or not self._saved.holding.handles:
+            versions = reversed(self.engine.tape.versions.values())
+            self._saved = next((version for version in versions if version.holding.handles), None)
+        return self._saved is not None
+
+    def has_made(self, batch: Any) -> bool:
+        """Whether an op of this forward made any tensor in a batch."""
+        tensors = (t for t in leaves_of(batch) if isinstance(t, torch.Tensor) and is_plain(t))
+        known = (self.recorder.of_storage.get(storage_id(t)) for t in tensors)
+        return any(version is not None and not version.external for version in known)
 
     def __enter__(self) -> Recording:
         try:
@@ -112,7 +133,7 @@ class Recording:
             self._saving.callback(self._unhook)
         self._hooks.enter()
         if self._own_mode:
-            self.recorder.enter_in(self._saving)
+            self.recorder.enter_in(self._saving, self.beneath)
 
     def _unhook(self) -> None:
         wake_hooks()

@@ -1,9 +1,25 @@
-"""A round: a recorded forward, and the backward that belongs to it. Its contexts are left on every exit."""
+"""A round: a recorded forward, and the backward that belongs to it. Its contexts are left on every exit.
+
+A call of the model is a forward. Code that trains through methods calls modules of the model in turn, with ops of its own in
+between and a loss behind. There, the first call begins a forward that *stays open*: all that follows belongs to it, until one of
+these ends it:
+
+    a backward begins, or an update                          the forward is over
+    another model's round begins in this thread              the same: recorders of two models would see each op twice
+    a call raises                                            the forward is given up
+    autograd has let go of all that the forward saved, and   the forward is given up: it had no backward (a move of an agent
+    a module is called with nothing that the forward made    without no_grad, an exception behind the call)
+
+Saved-tensor hooks of the user that are on when such a forward begins may end at any time, and torch would then take off ours,
+the innermost. So a forward within them lasts as long as the call. Dispatch modes of the user have no such effect: ours is
+beneath.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,9 +27,10 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from lightning_memopt.record import uncompiled
+from lightning_memopt.record import before_backwards, uncompiled
 from lightning_memopt.runtime import Engine
 from lightning_memopt.session.recording import Recording
+from lightning_memopt.session.saving import innermost_pack
 
 Begin = Callable[[int], Recording | None]
 Ended = Callable[[Engine], None]
@@ -26,30 +43,66 @@ class Rounds:
     forward of a round is over. In manual optimization, backward runs inside of a call of the model: the round is shut before
     it, and the next module that runs in training opens another round, the next `part`.
 
-    inside: a call of the model is running.
+    inside: a call that is a forward, or a part of one, is running.
     """
 
     def __init__(self) -> None:
         self.inside = False
-        self._calls: tuple[Begin, Ended] | None = None  # only while inside: they refer to the owner of this object
+        self._calls: tuple[Begin, Ended] | None = None  # only during a forward: they refer to the owner of this object
         self._part = 0
         self._recording: Recording | None = None
         self._thread = 0  # in which the contexts of the recording are entered
         self._reopens: Any = None
+        self._stays_open = self._was_saved = False
+        self._until_backward = contextlib.ExitStack()
 
     @contextlib.contextmanager
-    def around(self, begin: Begin, ended: Ended) -> Iterator[None]:
-        """Around one call of the model."""
-        self.inside, self._calls, self._part = True, (begin, ended), 0
+    def around(self, begin: Begin, ended: Ended, stays_open: bool = False) -> Iterator[None]:
+        """Around a call that is a forward, or a part of the open one. `stays_open`: the forward goes on after the call."""
+        self.inside = True
         try:
-            self._open()
+            if not self._stays_open:
+                self._calls, self._part = (begin, ended), 0
+                self._begin(stays_open)
             yield
-            self._shut()
+            if not self._stays_open:
+                self._shut()
+            elif self._recording is not None:
+                self._was_saved = self._was_saved or self._recording.is_saved
         except BaseException:
             self.leave()
             raise
         finally:
-            self.inside, self._calls = False, None
+            self.inside = False
+            if not self._stays_open:
+                self._calls = None
+
+    def goes_on(self, batch: Any) -> bool:
+        """Whether a call with these arguments is a part of the forward that is open in this thread. A forward that can have no
+        backward is given up first.
+        """
+        if self.inside or not self._stays_open or self.elsewhere:
+            return False
+        recording = self._recording
+        let_go = recording is not None and self._was_saved and not (recording.is_saved or recording.has_made(batch))
+        if let_go or self._calls is None:
+            self.leave()
+        return self._stays_open
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether a forward of another thread is open."""
+        if not self._stays_open or self._thread == threading.get_ident():
+            return False
+        if not any(thread.ident == self._thread for thread in threading.enumerate()):
+            self._recording = None  # its contexts ended with the thread
+            self.leave()
+        return self._stays_open
+
+    def shut(self) -> None:
+        """The forward that is open is over, if there is one."""
+        if self._stays_open and not self.inside:
+            self._shut()
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
@@ -74,23 +127,53 @@ class Rounds:
         finally:
             if self._recording is not None and self._thread != threading.get_ident():
                 self._calls = None
-            elif self._recording is not None:
-                self._recording.__exit__()
-                self._recording = None  # not before: after an interrupt, contexts that are still entered must be known
+            else:
+                if self._recording is not None:
+                    self._recording.__exit__()
+                    self._recording = None  # not before: after an interrupt, contexts still entered must be known
+                self._close()
 
-    def _open(self) -> None:
+    def _begin(self, stays_open: bool) -> None:
+        """A forward begins."""
+        thread = threading.get_ident()
+        other = _open_in.get(thread)
+        if other is not None:
+            other.shut()
+        stays_open = stays_open and innermost_pack() is None
+        self._open(beneath=stays_open)
+        if stays_open:
+            self._thread, self._stays_open, self._was_saved = thread, True, False
+            _open_in[thread] = self
+            self._until_backward.enter_context(before_backwards(self._backward_begins))
+
+    def _close(self) -> None:
+        """The open forward is none any more."""
+        if self._stays_open:
+            self._until_backward.close()
+            _open_in.pop(self._thread, None)
+            self._stays_open = False
+            if not self.inside:
+                self._calls = None
+
+    @uncompiled
+    def _backward_begins(self) -> None:
+        if not self.inside and self._thread == threading.get_ident():
+            self._shut()
+
+    def _open(self, beneath: bool = False) -> None:
         assert self._calls is not None
         recording = self._calls[0](self._part)
         if recording is not None:
             self._thread = threading.get_ident()
+            recording.beneath = beneath
             recording.__enter__()
             self._recording = recording
 
     def _shut(self) -> None:
-        recording = self._recording
+        recording, calls = self._recording, self._calls
         self.leave()
-        if recording is not None and self._calls is not None:
-            self._calls[1](recording.engine)
+        if recording is not None and calls is not None and self._recording is None:
+            calls[1](recording.engine)
 
     @uncompiled
     def _reopen(self, module: nn.Module, _: Any) -> None:
@@ -102,3 +185,7 @@ class Rounds:
         handle, self._reopens = self._reopens, None
         if handle is not None:
             handle.remove()
+
+
+_open_in: weakref.WeakValueDictionary[int, Rounds] = weakref.WeakValueDictionary()
+"""Thread -> whose forward is open in it."""

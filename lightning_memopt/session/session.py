@@ -43,7 +43,7 @@ from lightning_memopt.session.recording import PlannedRecording, Recording
 from lightning_memopt.session.refusals import refuse_hopeless, refuse_sharded
 from lightning_memopt.session.resident import resident_tensors
 from lightning_memopt.session.round import Rounds
-from lightning_memopt.session.shapes import Signature, signature_of
+from lightning_memopt.session.shapes import Entry, Signature, signature_of
 from lightning_memopt.session.silence import BLOCKED, WAITS, Silence, trains
 from lightning_memopt.session.states import Running, State
 from lightning_memopt.session.status import RunStatus, Transfers, status_of, transfers_of
@@ -56,6 +56,8 @@ from lightning_memopt.versions import supported
 class Session:
     """One session (see the module). `say` tells the user a line. Many methods: a front tells it of each event of a loop by
     a method of its own; the decisions are made in other files.
+
+    watches_entries: whether calls of single modules may be forwards of the next step: the last one had no call of the model.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Session:
         self._compiled = CompiledRegions(model, config, self.budget_nbytes, self.enabled, self._agreement)
         self.pool, self._blocks = Pooling(config, self.device, self.say), CompiledBlocks(config, self.say)
         self._early: EarlyUpdating | None = None
+        self.watches_entries = True
         self._attachment: Attachment | None = None
         if self.enabled:
             refuse_sharded(model, self.device, self.budget_nbytes, config, self.say)
@@ -90,16 +93,20 @@ class Session:
             self._attachment = Attachment(model, self.optimizers, self.device, self.say)  # last: only `close` ends it
 
     @contextlib.contextmanager
-    def round(self, batch: Any) -> Iterator[None]:
-        """Around one forward. Does nothing where it trains nothing, nested, where hooks are forbidden, or in a CUDA graph."""
-        if not self._rounds.inside:
+    def round(self, batch: Any, entered: str = "") -> Iterator[None]:
+        """Around one forward pass. Does nothing in evaluation, without gradients, nested, where hooks are forbidden, or while a
+        CUDA graph is captured. `entered`: the module that is called, where it is not the model itself. The forward goes on then,
+        and further calls belong to it (round.py)."""
+        goes_on = self._rounds.goes_on(batch)
+        if not (goes_on or self._rounds.inside or self._rounds.elsewhere):
             self._settle()
-        if not self._applies():
+        if not (goes_on or self._applies(entered)):
             yield
             return
         self._observed_step.trains()
+        begin = (lambda _: self._begin_round(batch, Entry(entered, self._ends.turn))) if entered else partial(self._begin_round, batch)
         try:
-            with self._compiled.listening(), self._rounds.around(partial(self._begin_round, batch), self._round_ended):
+            with self._compiled.listening(), self._rounds.around(begin, self._round_ended, bool(entered)):
                 yield
         except BaseException:
             self._observed_step.abandon(self.silence)
@@ -110,6 +117,10 @@ class Session:
     def backward(self) -> contextlib.AbstractContextManager[None]:
         """Around a backward that runs inside a round (manual optimization): the next module call is a forward of its own."""
         return self._rounds.backward()
+
+    def forward_ended(self) -> None:
+        """The forward that a module's call began is over, if there is one that goes on."""
+        self._rounds.shut()
 
     def update_in_backward(self, reasons: Callable[[], Iterable[Reason]] = tuple) -> None:
         """Do what `optimizer_in_backward` says (`wanted`). `reasons`: why the adapter forbids early updates."""
@@ -138,6 +149,7 @@ class Session:
 
         Raises InfeasibleError where the first step shows that no plan will fit.
         """
+        self._rounds.shut()
         observation = self._observed_step.now
         if self._early is not None:
             self._early.step_begins(closure)
@@ -188,8 +200,10 @@ class Session:
 
     def step_ended(self) -> None:
         """The step is over. May solve a plan and put it in force."""
+        self._rounds.shut()
         self._ends.clear()
         step, self._step = self._step, Step()
+        self.watches_entries = step.is_entered or not step.is_called
         if self._early is not None:
             self._early.step_ended()
         self._slowed = self._metering.profiling or self._observed_step.now is not None
@@ -226,6 +240,7 @@ class Session:
 
     def evaluating(self) -> None:
         """Evaluation begins: it is not observed, and not measured as part of a step that goes on after it (accumulation)."""
+        self._rounds.shut()
         self._settle()
         self._observed_step.abandon(self.silence)
         self._metering.evaluating(self.device)
@@ -284,9 +299,12 @@ class Session:
         """Write the plan in force, with its graph, as JSON. Raises ConfigError where there is none."""
         write_status(path, self.status())
 
-    def _applies(self) -> bool:
+    def _applies(self, entered: str) -> bool:
         trains = torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not torch.compiler.is_compiling()
-        return self.enabled and trains and not self._rounds.inside and self.silence.can_observe(self.model, self.device)
+        busy = self._rounds.inside or self._rounds.elsewhere
+        if entered and (self._step.is_called or backward_runs()):  # a module is called beside the model, or run again
+            return False
+        return self.enabled and trains and not busy and self.silence.can_observe(self.model, self.device)
 
     def _settle(self) -> None:
         """End the step that a new forward ends. Give up an observed step where only evaluation goes on."""
@@ -298,8 +316,9 @@ class Session:
             self._observed_step.evaluates(self.silence)
             self.pool.evaluates(within_step=self._step.began)
 
-    def _begin_round(self, batch: Any, part: int) -> Recording | None:
+    def _begin_round(self, batch: Any, part: int | Entry) -> Recording | None:
         self._settle()
+        self._step.begins(part)
         if rebuild_buckets(self.model) and self._early is not None and self.plan is not None:
             self.say("MemOpt: DistributedDataParallel has made its buckets anew; observing again")
             self._plan_cache.clear()

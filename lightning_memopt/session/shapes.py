@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,9 +17,21 @@ _SAMPLES = 4
 """A list of at least so many alike tensors holds samples, in any order. A shorter one holds arguments (inputs, targets)."""
 
 
-def signature_of(part: int, trained: tuple[bool, ...], batch: Any) -> Signature:
-    """The number of the forward in its step, and which parameters are trained: unfrozen layers save more and need another plan.
-    Then, for each tensor or list of samples in the batch, the shape, dtype and device of every tensor in it.
+class Entry(NamedTuple):
+    """What began a forward that no call of the model began.
+
+    module: the name of the module that was called first.
+    turn: the number of the optimizer that updated last. Adversaries, and actor and critic, take turns: their forwards may begin
+        with the same module and go on otherwise.
+    """
+
+    module: str
+    turn: int
+
+
+def signature_of(part: int | Entry, trained: tuple[bool, ...], batch: Any) -> Signature:
+    """The number of the forward in its step, or what began it, and which parameters are trained: unfrozen layers save
+    more and need another plan. Then, for each tensor or list of samples in the batch, the shape, dtype and device of every tensor in it.
     """
     leaves = leaves_of(batch, is_leaf=_is_samples)
     groups = ([leaf] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves if not isinstance(leaf, str | bytes))
@@ -43,13 +55,20 @@ def _is_samples(node: Any) -> bool:
 
 
 def alike(first: Signature, second: Signature) -> bool:
-    """Whether two signatures differ in nothing but sizes."""
-    if first[:2] != second[:2] or len(first) != len(second):
+    """Whether two signatures differ in nothing but sizes. Of two turns, forwards of the same sizes are not alike."""
+    if _without_turn(first) != _without_turn(second) or len(first) != len(second):
+        return False
+    if first[0] != second[0] and first[2:] == second[2:]:
         return False
     return all(
         len(a) == len(b) and all(x[1:] == y[1:] and len(x[0]) == len(y[0]) for x, y in zip(a, b, strict=True))
         for a, b in zip(first[2:], second[2:], strict=True)
     )
+
+
+def _without_turn(signature: Signature) -> Signature:
+    part, trained = signature[:2]
+    return (part.module if isinstance(part, Entry) else part), trained
 
 
 def serves(lender: Signature, signature: Signature) -> bool:

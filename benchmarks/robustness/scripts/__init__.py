@@ -14,6 +14,7 @@ from benchmarks.robustness.scripts import (
     frameworks,
     graphs,
     language,
+    methods,
     no_trainer,
     odd,
     recurrent,
@@ -26,6 +27,6 @@ __all__ = ["LOOPS", "Log", "Script", "Watch"]
 
 LOOPS: dict[str, Script] = {
     script.name: script
-    for family in (vision, adversarial, recurrent, language, graphs, control, odd, trainers, frameworks, no_trainer)
+    for family in (vision, adversarial, recurrent, language, graphs, control, methods, odd, trainers, frameworks, no_trainer)
     for script in scripts(family)
 }

@@ -1,0 +1,46 @@
+"""Learn that a backward is about to run, before autograd takes note of the modes and hooks that are on: it restores them when the
+backward ends.
+
+`Tensor.backward`, `torch.autograd.backward` and `torch.autograd.grad` end in one function of torch, which is a seam here. A
+backward that other C++ code begins is not seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lightning_memopt.record.seams import Seams
+from lightning_memopt.record.uncompiled import uncompiled, uncompiled_itself
+
+Told = Callable[[], None]
+
+
+@uncompiled
+def _tell() -> None:
+    for listener in tuple(_seams.listeners):
+        listener()
+
+
+def _running(original: Any) -> Any:
+    @uncompiled_itself
+    def run_backward(outputs: Any, *args: Any, accumulate_grad: bool = False, **kwargs: Any) -> Any:
+        # args: gradients of the outputs, whether the graph is kept, whether the gradients get a graph, inputs
+        if accumulate_grad or not args[2]:
+            _tell()
+        return original(outputs, *args, accumulate_grad=accumulate_grad, **kwargs)
+
+    return run_backward
+
+
+_seams: Seams[Told] = Seams(lambda: [(torch.autograd, "_engine_run_backward", _running)])
+
+
+def before_backwards(told: Told) -> contextlib.AbstractContextManager[None]:
+    """Within, call `told()` before a backward runs in any thread. `torch.autograd.grad(..., create_graph=True)` does not count:
+    its gradients are part of the forward that goes on (a gradient penalty, forces).
+    """
+    return _seams.listening(told)
