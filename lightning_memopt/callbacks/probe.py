@@ -74,7 +74,7 @@ def step(trainer: Trainer, batch: Any, session: Session | None, whole: bool) -> 
             return None
         if whole:  # after the forward, as in Lightning's loop: the gradients of the last update exist during forward
             module.optimizer_zero_grad(trainer.current_epoch, 0, optimizer)
-        with session.backward() if session is not None else nothing():
+        with session.rounds.backward() if session is not None else nothing():
             strategy.backward(loss / trainer.accumulate_grad_batches, optimizer)
         if session is not None:
             session.update_begins(optimizer)

@@ -14,7 +14,7 @@ Call = Callable[..., Any]
 
 
 def trains(module: nn.Module) -> bool:
-    """Whether any parameter of the module gets a gradient. A metric or a frozen teacher begins no forward."""
+    """Whether any parameter of the module gets a gradient. A metric, or a frozen teacher, begins no forward."""
     return any(p.requires_grad for p in module.parameters())
 
 

@@ -124,7 +124,7 @@ class Run:
         before = self._paused
         self._paused = True
         self.session.silence.paused = True
-        self.session.forward_ended()
+        self.session.rounds.shut()
         self.session.pool.rests()
         try:
             yield
@@ -195,10 +195,10 @@ def attach(stack: contextlib.ExitStack, run: Run, model: nn.Module, optimizers: 
 
     @uncompiled_itself
     def enter(original: Callable[..., Any], module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() in run._within:
+        if threading.get_ident() in run._within or session.rounds.is_unrecorded:
             return original(*args, **kwargs)
         strangers.called()
-        with _Call(run, (args, kwargs), name, applies=trains(module)):
+        with _Call(run, (args, kwargs), name, applies=session.rounds.is_open or trains(module)):
             return module(*args, **kwargs)  # once more: now others may listen to the module
 
     entries = Entries(model, enter)
@@ -221,7 +221,7 @@ def attach(stack: contextlib.ExitStack, run: Run, model: nn.Module, optimizers: 
     def after_update(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(optimizer is o for o in optimizers):
             session.update_ended(optimizer)
-            entries.watch(session.watches_entries)
+            entries.watch(session.rounds.watches_entries)
             if run.checkpointing is not None:
                 run.checkpointing.look(session.status)
 

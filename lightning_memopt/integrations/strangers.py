@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections import Counter
 
 import torch
 from torch import nn
 
-from lightning_memopt.record import uncompiled, updates_any
+from lightning_memopt.record import parameters_of, uncompiled, updates_any
 from lightning_memopt.session import Session
 from lightning_memopt.session.attachment import has_run
 
@@ -59,6 +60,9 @@ class Strangers:
     def _trains_elsewhere(self, optimizer: torch.optim.Optimizer) -> None:
         if self._said or has_run(optimizer):
             return
+        if self._session.plan is None and self._trains_copy(optimizer):
+            self._session.silence.copy_trained()
+            return
         self._elsewhere += 1
         if self._elsewhere == ELSEWHERE:
             self._said = True
@@ -68,3 +72,9 @@ class Strangers:
                 "that trains now.",
                 stacklevel=2,
             )
+
+    def _trains_copy(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer has the parameters of a copy of the model: as many, of the same shapes."""
+        trained = [p.shape for p in self._model.parameters() if p.requires_grad]
+        found = [p.shape for p in parameters_of(optimizer)]
+        return len(found) == len(trained) and Counter(found) == Counter(trained)

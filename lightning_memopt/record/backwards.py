@@ -1,5 +1,5 @@
-"""Learn that a backward is about to run, before autograd takes note of the modes and hooks that are on: it restores them when the
-backward ends.
+"""Learn that a backward is about to run, before autograd takes note of the modes and hooks that are on: it restores them when
+the backward ends.
 
 `Tensor.backward`, `torch.autograd.backward` and `torch.autograd.grad` end in one function of torch, which is a seam here. A
 backward that other C++ code begins is not seen.

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_memopt.graph import COMPILED
 from lightning_memopt.native.engine import loaded
@@ -245,3 +246,8 @@ def others_hooks() -> bool:
     if pack is None or type(pack) is _Pack or (native is not None and type(pack) is native.Pack):
         return False
     return not getattr(pack, "__qualname__", "").startswith("save_on_cpu.")
+
+
+def in_checkpoint() -> bool:
+    """Whether the innermost saved-tensor hooks are those of a checkpoint."""
+    return getattr(innermost_pack(), "__module__", "") == checkpoint.__module__

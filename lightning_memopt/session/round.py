@@ -1,8 +1,8 @@
 """A round: a recorded forward, and the backward that belongs to it. Its contexts are left on every exit.
 
 A call of the model is a forward. Code that trains through methods calls modules of the model in turn, with ops of its own in
-between and a loss behind. There, the first call begins a forward that *stays open*: all that follows belongs to it, until one of
-these ends it:
+between and a loss behind. There, the first call begins a forward that *stays open*: all that follows belongs to it, until one
+of these ends it:
 
     a backward begins, or an update                          the forward is over
     another model's round begins in this thread              the same: recorders of two models would see each op twice
@@ -31,8 +31,9 @@ from lightning_memopt.record import before_backwards, uncompiled
 from lightning_memopt.runtime import Engine
 from lightning_memopt.session.recording import Recording
 from lightning_memopt.session.saving import innermost_pack
+from lightning_memopt.session.shapes import Entry
 
-Begin = Callable[[int], Recording | None]
+Begin = Callable[[int | Entry], Recording | None]
 Ended = Callable[[Engine], None]
 
 
@@ -44,28 +45,34 @@ class Rounds:
     it, and the next module that runs in training opens another round, the next `part`.
 
     inside: a call that is a forward, or a part of one, is running.
+    is_open: a forward is open, in whatever thread.
+    is_called: a call of the model itself was a forward of this step.
+    watches_entries: calls of single modules may begin forwards: the last step had no call of the model, or none before theirs.
     """
 
     def __init__(self) -> None:
-        self.inside = False
-        self._calls: tuple[Begin, Ended] | None = None  # only during a forward: they refer to the owner of this object
-        self._part = 0
+        self.inside = self.is_open = self.is_called = self._is_entered = self._was_saved = False
+        self.watches_entries = True
+        self._begin: Begin | None = None  # only during a call: it refers to the batch, which the loop may let go of then
+        self._ended: Ended | None = None  # only during a forward: it refers to the owner of this object
+        self._part: int | Entry = 0
         self._recording: Recording | None = None
         self._thread = 0  # in which the contexts of the recording are entered
         self._reopens: Any = None
-        self._stays_open = self._was_saved = False
         self._until_backward = contextlib.ExitStack()
 
     @contextlib.contextmanager
-    def around(self, begin: Begin, ended: Ended, stays_open: bool = False) -> Iterator[None]:
-        """Around a call that is a forward, or a part of the open one. `stays_open`: the forward goes on after the call."""
+    def around(self, begin: Begin, ended: Ended, entry: Entry | None = None) -> Iterator[None]:
+        """Around a call that is a forward, or a part of the open one. `entry`: what is called, where that is not the model: the
+        forward stays open after the call.
+        """
         self.inside = True
         try:
-            if not self._stays_open:
-                self._calls, self._part = (begin, ended), 0
-                self._begin(stays_open)
+            if not self.is_open:
+                self._begin, self._ended, self._part = begin, ended, 0 if entry is None else entry
+                self._enter()
             yield
-            if not self._stays_open:
+            if not self.is_open:
                 self._shut()
             elif self._recording is not None:
                 self._was_saved = self._was_saved or self._recording.is_saved
@@ -73,47 +80,56 @@ class Rounds:
             self.leave()
             raise
         finally:
-            self.inside = False
-            if not self._stays_open:
-                self._calls = None
+            self.inside, self._begin = False, None
+            if not self.is_open:
+                self._ended = None
 
     def goes_on(self, batch: Any) -> bool:
         """Whether a call with these arguments is a part of the forward that is open in this thread. A forward that can have no
         backward is given up first.
         """
-        if self.inside or not self._stays_open or self.elsewhere:
+        if self.inside or not self.is_open or self._is_elsewhere():
             return False
         recording = self._recording
         let_go = recording is not None and self._was_saved and not (recording.is_saved or recording.has_made(batch))
-        if let_go or self._calls is None:
+        if let_go or self._ended is None:
             self.leave()
-        return self._stays_open
+        return self.is_open
 
     @property
-    def elsewhere(self) -> bool:
-        """Whether a forward of another thread is open."""
-        if not self._stays_open or self._thread == threading.get_ident():
-            return False
-        if not any(thread.ident == self._thread for thread in threading.enumerate()):
-            self._recording = None  # its contexts ended with the thread
-            self.leave()
-        return self._stays_open
+    def busy(self) -> bool:
+        """Whether no other forward may begin now."""
+        return self.inside or self.is_open
+
+    @property
+    def is_unrecorded(self) -> bool:
+        """Whether a forward of this thread is open and nothing of it is recorded: it need not be told of calls."""
+        return self.is_open and self._recording is None and self._thread == threading.get_ident()
 
     def shut(self) -> None:
         """The forward that is open is over, if there is one."""
-        if self._stays_open and not self.inside:
+        if self.is_open and not self.inside:
             self._shut()
+
+    def step_ended(self) -> None:
+        """The step is over, and with it a forward that is open."""
+        self.shut()
+        self.watches_entries = self._is_entered or not self.is_called
+        self._is_entered = self.is_called = False
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        """Around a backward, which may run inside a round."""
+        """Around a backward, which may run inside a round (manual optimization): the next call of a module is a forward of its
+        own.
+        """
         if not self.inside:
             yield
             return
         self._shut()
         yield
+        assert isinstance(self._part, int), "a backward inside of an open forward is a part of it"
         self._part += 1
-        if self._reopens is None and self._calls is not None:
+        if self._reopens is None and self._ended is not None:
             self._reopens = register_module_forward_pre_hook(self._reopen)
 
     def leave(self) -> None:
@@ -126,34 +142,46 @@ class Rounds:
             self._stay_shut()
         finally:
             if self._recording is not None and self._thread != threading.get_ident():
-                self._calls = None
+                self._ended = None
             else:
                 if self._recording is not None:
                     self._recording.__exit__()
                     self._recording = None  # not before: after an interrupt, contexts still entered must be known
                 self._close()
 
-    def _begin(self, stays_open: bool) -> None:
+    def _enter(self) -> None:
         """A forward begins."""
         thread = threading.get_ident()
         other = _open_in.get(thread)
         if other is not None:
             other.shut()
-        stays_open = stays_open and innermost_pack() is None
+        entered = isinstance(self._part, Entry)
+        stays_open = entered and innermost_pack() is None
         self._open(beneath=stays_open)
+        self.is_called = self.is_called or not entered
+        self._is_entered = self._is_entered or entered
         if stays_open:
-            self._thread, self._stays_open, self._was_saved = thread, True, False
+            self._thread, self.is_open, self._was_saved = thread, True, False
             _open_in[thread] = self
             self._until_backward.enter_context(before_backwards(self._backward_begins))
 
     def _close(self) -> None:
         """The open forward is none any more."""
-        if self._stays_open:
+        if self.is_open:
             self._until_backward.close()
             _open_in.pop(self._thread, None)
-            self._stays_open = False
+            self.is_open = False
             if not self.inside:
-                self._calls = None
+                self._ended = None
+
+    def _is_elsewhere(self) -> bool:
+        """Whether the open forward is one of another thread. If that has ended, the forward has, too."""
+        if self._thread == threading.get_ident():
+            return False
+        if not any(thread.ident == self._thread for thread in threading.enumerate()):
+            self._recording = None  # its contexts ended with the thread
+            self.leave()
+        return True
 
     @uncompiled
     def _backward_begins(self) -> None:
@@ -161,8 +189,8 @@ class Rounds:
             self._shut()
 
     def _open(self, beneath: bool = False) -> None:
-        assert self._calls is not None
-        recording = self._calls[0](self._part)
+        assert self._begin is not None
+        recording = self._begin(self._part)
         if recording is not None:
             self._thread = threading.get_ident()
             recording.beneath = beneath
@@ -170,10 +198,10 @@ class Rounds:
             self._recording = recording
 
     def _shut(self) -> None:
-        recording, calls = self._recording, self._calls
+        recording, ended = self._recording, self._ended
         self.leave()
-        if recording is not None and calls is not None and self._recording is None:
-            calls[1](recording.engine)
+        if recording is not None and ended is not None and self._recording is None:
+            ended(recording.engine)
 
     @uncompiled
     def _reopen(self, module: nn.Module, _: Any) -> None:

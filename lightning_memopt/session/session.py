@@ -44,7 +44,7 @@ from lightning_memopt.session.refusals import refuse_hopeless, refuse_sharded
 from lightning_memopt.session.resident import resident_tensors
 from lightning_memopt.session.round import Rounds
 from lightning_memopt.session.shapes import Entry, Signature, signature_of
-from lightning_memopt.session.silence import BLOCKED, WAITS, Silence, trains
+from lightning_memopt.session.silence import BLOCKED, WAITS, Silence, gradients_are_recorded, trains
 from lightning_memopt.session.states import Running, State
 from lightning_memopt.session.status import RunStatus, Transfers, status_of, transfers_of
 from lightning_memopt.session.step import Step
@@ -54,11 +54,8 @@ from lightning_memopt.versions import supported
 
 
 class Session:
-    """One session (see the module). `say` tells the user a line. Many methods: a front tells it of each event of a loop by
-    a method of its own; the decisions are made in other files.
-
-    watches_entries: whether calls of single modules may be forwards of the next step: the last one had no call of the model.
-    """
+    """One session (see the module). `rounds` are its forwards; `say` tells the user a line. Many methods: a front tells it
+    of each event of a loop by a method of its own; the decisions are made in other files."""
 
     def __init__(
         self,
@@ -73,7 +70,7 @@ class Session:
         self._agreement = Agreement(model, config, self.enabled)
         self.say = self._agreement.first_rank_says(say)
         self.budget_nbytes = budget_on(self.device, config) if self.enabled else None
-        self._rounds, self._plan_cache, self.history = Rounds(), PlanCache(config), History(config.report is not None)
+        self.rounds, self._plan_cache, self.history = Rounds(), PlanCache(config), History(config.report is not None)
         self._current: State | None = None
         self.given = read_given(self.device, self.budget_nbytes, config) if self.enabled else None
         self._observed_step = ObservedStep(model, self.optimizers, config)
@@ -84,7 +81,6 @@ class Session:
         self._compiled = CompiledRegions(model, config, self.budget_nbytes, self.enabled, self._agreement)
         self.pool, self._blocks = Pooling(config, self.device, self.say), CompiledBlocks(config, self.say)
         self._early: EarlyUpdating | None = None
-        self.watches_entries = True
         self._attachment: Attachment | None = None
         if self.enabled:
             refuse_sharded(model, self.device, self.budget_nbytes, config, self.say)
@@ -95,32 +91,23 @@ class Session:
     @contextlib.contextmanager
     def round(self, batch: Any, entered: str = "") -> Iterator[None]:
         """Around one forward pass. Does nothing in evaluation, without gradients, nested, where hooks are forbidden, or while a
-        CUDA graph is captured. `entered`: the module that is called, where it is not the model itself. The forward goes on then,
-        and further calls belong to it (round.py)."""
-        goes_on = self._rounds.goes_on(batch)
-        if not (goes_on or self._rounds.inside or self._rounds.elsewhere):
+        CUDA graph is captured. `entered`: the module that is called instead of the model, and begins a forward (round.py)."""
+        goes_on = self.rounds.goes_on(batch)
+        if not self.rounds.busy:
             self._settle()
         if not (goes_on or self._applies(entered)):
             yield
             return
         self._observed_step.trains()
-        begin = (lambda _: self._begin_round(batch, Entry(entered, self._ends.turn))) if entered else partial(self._begin_round, batch)
+        entry = Entry(entered, self._ends.turn) if entered else None
         try:
-            with self._compiled.listening(), self._rounds.around(begin, self._round_ended, bool(entered)):
+            with self._compiled.listening(), self.rounds.around(partial(self._begin_round, batch), self._round_ended, entry):
                 yield
         except BaseException:
             self._observed_step.abandon(self.silence)
             self._step.interrupted()
             self._metering.close()  # an open meter keeps others from measuring until a step ends
             raise
-
-    def backward(self) -> contextlib.AbstractContextManager[None]:
-        """Around a backward that runs inside a round (manual optimization): the next module call is a forward of its own."""
-        return self._rounds.backward()
-
-    def forward_ended(self) -> None:
-        """The forward that a module's call began is over, if there is one that goes on."""
-        self._rounds.shut()
 
     def update_in_backward(self, reasons: Callable[[], Iterable[Reason]] = tuple) -> None:
         """Do what `optimizer_in_backward` says (`wanted`). `reasons`: why the adapter forbids early updates."""
@@ -149,7 +136,7 @@ class Session:
 
         Raises InfeasibleError where the first step shows that no plan will fit.
         """
-        self._rounds.shut()
+        self.rounds.shut()
         observation = self._observed_step.now
         if self._early is not None:
             self._early.step_begins(closure)
@@ -200,10 +187,9 @@ class Session:
 
     def step_ended(self) -> None:
         """The step is over. May solve a plan and put it in force."""
-        self._rounds.shut()
+        self.rounds.step_ended()
         self._ends.clear()
         step, self._step = self._step, Step()
-        self.watches_entries = step.is_entered or not step.is_called
         if self._early is not None:
             self._early.step_ended()
         self._slowed = self._metering.profiling or self._observed_step.now is not None
@@ -240,7 +226,6 @@ class Session:
 
     def evaluating(self) -> None:
         """Evaluation begins: it is not observed, and not measured as part of a step that goes on after it (accumulation)."""
-        self._rounds.shut()
         self._settle()
         self._observed_step.abandon(self.silence)
         self._metering.evaluating(self.device)
@@ -249,7 +234,7 @@ class Session:
     def close(self) -> None:
         """Leave every context that is still entered, and let go of what the session holds."""
         try:
-            self._rounds.leave()
+            self.rounds.leave()
         finally:
             self._observed_step.abandon()
         self._ends.clear()
@@ -299,12 +284,10 @@ class Session:
         """Write the plan in force, with its graph, as JSON. Raises ConfigError where there is none."""
         write_status(path, self.status())
 
-    def _applies(self, entered: str) -> bool:
-        trains = torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not torch.compiler.is_compiling()
-        busy = self._rounds.inside or self._rounds.elsewhere
-        if entered and (self._step.is_called or backward_runs()):  # a module is called beside the model, or run again
+    def _applies(self, entered: str = "") -> bool:
+        if self.rounds.busy or (entered and (self.rounds.is_called or backward_runs())):  # a call beside the model's, or again
             return False
-        return self.enabled and trains and not busy and self.silence.can_observe(self.model, self.device)
+        return self.enabled and gradients_are_recorded() and self.silence.can_observe(self.model, self.device)
 
     def _settle(self) -> None:
         """End the step that a new forward ends. Give up an observed step where only evaluation goes on."""
@@ -318,7 +301,6 @@ class Session:
 
     def _begin_round(self, batch: Any, part: int | Entry) -> Recording | None:
         self._settle()
-        self._step.begins(part)
         if rebuild_buckets(self.model) and self._early is not None and self.plan is not None:
             self.say("MemOpt: DistributedDataParallel has made its buckets anew; observing again")
             self._plan_cache.clear()

@@ -30,8 +30,8 @@ class Entry(NamedTuple):
 
 
 def signature_of(part: int | Entry, trained: tuple[bool, ...], batch: Any) -> Signature:
-    """The number of the forward in its step, or what began it, and which parameters are trained: unfrozen layers save
-    more and need another plan. Then, for each tensor or list of samples in the batch, the shape, dtype and device of every tensor in it.
+    """The number of the forward in its step, or what began it, and which parameters are trained: unfrozen layers save more and
+    need another plan. Then, for each tensor or list of samples in the batch, the shape, dtype and device of every tensor in it.
     """
     leaves = leaves_of(batch, is_leaf=_is_samples)
     groups = ([leaf] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves if not isinstance(leaf, str | bytes))

@@ -13,19 +13,25 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_memopt.record import compiled_modules
 from lightning_memopt.runtime.early_updates import Reason
 from lightning_memopt.session.compiled_regions import CompiledRegions
-from lightning_memopt.session.recording import hooks_allowed, others_hooks
+from lightning_memopt.session.recording import hooks_allowed, in_checkpoint, others_hooks
 
 WAITING = 4
 """So many forwards without a plan, because of their shapes, lead to a warning."""
 FORWARDS = 20
 """So many observed forwards, without a step that ends, lead to a warning."""
+COPIES = 10
+"""So many updates of copies of the model, without a forward under a plan, lead to a warning."""
 
 EVALUATION = Reason("the model is trained while it is in evaluation mode", "Call model.train() before the loop")
 NO_HOOKS = Reason(
     "the model is called under torch.func, or where saved-tensor hooks are disabled", "Call it outside of that, model(x)"
 )
+CHECKPOINTED = Reason(
+    "torch.utils.checkpoint is around the calls of the model, or of its modules, and runs each of them twice",
+    "Call them without it: a plan decides what is rebuilt",
+)
 OTHER_HOOKS = Reason(
-    "saved-tensor hooks (a checkpoint of the whole model, or your own) are around its call, and may change what is saved",
+    "saved-tensor hooks of your own are around its call, and may change what is saved",
     "Enter them inside of the forward, around what they are for, or leave them out",
 )
 CAPTURED = Reason("the model is called while a CUDA graph is captured", "Train without capturing, or without a budget")
@@ -44,9 +50,13 @@ WAITS = Reason(
     "its batches have ever new shapes, no plan in force serves them, and one for each would take longer than it saves",
     "Pad them to a few lengths, or sort them by length",
 )
+COPIED = Reason(
+    "copies of the model are trained instead of it",
+    "Train the model itself, and put its weights back by load_state_dict(), or open a run for each copy",
+)
 _UNCALLED = Reason(
-    "the optimizer steps and the model itself is never called",
-    "Write model(x) instead of model.forward(x), or give optimize() the module that is called",
+    "the optimizer steps, and no call of the model or of a module in it is seen",
+    "Write module(x) instead of module.forward(x), outside of compiled functions, or give optimize() the module that is called",
 )
 _NO_BACKWARD = Reason(
     "no backward was seen of its forwards",
@@ -67,6 +77,11 @@ def trains(model: nn.Module) -> bool:
     return model.training
 
 
+def gradients_are_recorded() -> bool:
+    """Whether autograd records what runs now, and no compiler takes it in."""
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not torch.compiler.is_compiling()
+
+
 def unobservable(model: nn.Module, device: torch.device) -> Reason | None:
     """Why a forward with gradients can be neither observed nor planned now; None where it can."""
     if not trains(model):
@@ -74,7 +89,7 @@ def unobservable(model: nn.Module, device: torch.device) -> Reason | None:
     if not hooks_allowed():
         return NO_HOOKS
     if others_hooks():
-        return OTHER_HOOKS
+        return CHECKPOINTED if in_checkpoint() else OTHER_HOOKS
     return CAPTURED if device.type == "cuda" and torch.cuda.is_current_stream_capturing() else None
 
 
@@ -113,6 +128,13 @@ class Silence:
     def missed(self, reason: Reason) -> None:
         """A call of the model, or a step, could not be observed for this reason."""
         self._missed[reason] += 1
+
+    def copy_trained(self) -> None:
+        """A copy of the model is updated."""
+        if not self.paused:
+            self.missed(COPIED)
+        if self._missed[COPIED] >= COPIES:
+            self._say(COPIED)
 
     def forward(self, backward: bool, missed: Reason | None = None) -> None:
         """A forward begins while there is no plan. `backward`: the backward of an earlier forward was seen. `missed`: why the

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lightning_memopt.session.history import StepKind
-from lightning_memopt.session.shapes import Entry
 from lightning_memopt.session.states import Running
 
 
@@ -17,15 +16,11 @@ class Step:
         began: whether a forward of it has begun.
         deviates: whether a forward of it ran ops that its plan does not have, on weights or on tensors with a gradient. Then
             it updates no parameter early.
-        is_called: whether a call of the model was a forward of it.
-        is_entered: whether the call of a single module began a forward of it.
         plans: the states whose plans were in force in it; several where batches differ in shape.
     """
 
     began: bool = False
     deviates: bool = False
-    is_called: bool = False
-    is_entered: bool = False
     plans: list[Running] = field(default_factory=list)
 
     @property
@@ -39,13 +34,6 @@ class Step:
         if observed or largest is None:
             return "observed" if observed else "unplanned", None
         return "planned", largest.plan.predicted.needed_nbytes
-
-    def begins(self, part: int | Entry) -> None:
-        """A forward begins. `part`: as for `signature_of`."""
-        if isinstance(part, Entry):
-            self.is_entered = True
-        else:
-            self.is_called = True
 
     def runs(self, state: Running) -> None:
         """A forward under the plan of this state begins."""

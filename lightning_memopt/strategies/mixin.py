@@ -135,7 +135,7 @@ class MemOptMixin(abc.ABC):
         with contextlib.ExitStack() as stack:
             if session is not None:
                 stack.enter_context(self._naming())
-                stack.enter_context(session.backward())
+                stack.enter_context(session.rounds.backward())
                 if self._stepping:
                     stack.enter_context(session.last_backward())
             return super().backward(closure_loss, optimizer, *args, **kwargs)  # type: ignore[misc]

@@ -7,105 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import Categorical, Normal
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.robustness.scripts.registry import Log, Watch, rows, script, tokens
-
-
-class Agent(nn.Module):
-    """A trunk that actor and critic share; nothing defines `forward`."""
-
-    def __init__(self, width: int = 64) -> None:
-        super().__init__()
-        self.trunk = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh())
-        self.actor, self.critic = nn.Linear(width, 3), nn.Linear(width, 1)
-
-    def value(self, x: Tensor) -> Tensor:
-        return self.critic(self.trunk(x))
-
-    def act(self, x: Tensor, action: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        hidden = self.trunk(x)
-        chances = Categorical(logits=self.actor(hidden))
-        if action is None:
-            action = chances.sample()
-        return action, chances.log_prob(action), chances.entropy(), self.critic(hidden)
-
-
-@script("Proximal policy optimization: an agent of methods alone, moves without gradients, epochs of minibatches", steps=24)
-def policy_methods(watch: Watch, log: Log, steps: int) -> dict[str, Any]:
-    agent = Agent()
-    optimizer = torch.optim.Adam(agent.parameters(), lr=2e-3, eps=1e-5)
-    with watch(agent, optimizer):
-        done = 0
-        for x in rows(steps // 4, 128, 8):
-            with torch.no_grad():
-                action, before, _, value = agent.act(x)
-                after = agent.value(x.roll(1, 0))
-            reward = (x.sum(1) * (action - 1)).sign()
-            returns = reward + 0.9 * after.flatten()
-            gain = returns - value.flatten()
-            for _ in range(2):
-                for part in torch.randperm(len(x)).split(64):
-                    _, chance, entropy, now = agent.act(x[part], action[part])
-                    ratio = (chance - before[part]).exp()
-                    with torch.no_grad():
-                        divergence = ((ratio - 1) - (chance - before[part])).mean()
-                    wanted = (gain[part] - gain[part].mean()) / (gain[part].std() + 1e-8)
-                    loss = torch.max(-wanted * ratio, -wanted * ratio.clamp(0.8, 1.2)).mean()
-                    loss = loss - 0.01 * entropy.mean() + 0.5 * (now.flatten() - returns[part]).square().mean()
-                    optimizer.zero_grad()
-                    loss.backward()
-                    nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
-                    optimizer.step()
-                    log(loss.item(), divergence.item())
-                    done += 1
-    assert done == steps
-    return {"agent": agent, "adam": optimizer}
-
-
-class SoftAgent(nn.Module):
-    def __init__(self, width: int = 64) -> None:
-        super().__init__()
-        self.actor = nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 2 * 2))
-        self.critic = nn.Sequential(nn.Linear(8 + 2, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
-        self.target = copy.deepcopy(self.critic).requires_grad_(False)
-
-    def act(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        mean, deviation = self.actor(x).chunk(2, dim=-1)
-        chances = Normal(mean, deviation.clamp(-5, 1).exp())
-        action = chances.rsample()
-        return action.tanh(), (chances.log_prob(action) - (1 - action.tanh().square() + 1e-6).log()).sum(-1)
-
-
-@script("Soft actor-critic in one module: two optimizers in turn, moves with gradients that nobody asks for", steps=16)
-def soft_actor_critic(watch: Watch, log: Log, steps: int) -> dict[str, Any]:
-    agent = SoftAgent()
-    of_actor = torch.optim.Adam(agent.actor.parameters(), lr=1e-3)
-    of_critic = torch.optim.Adam(agent.critic.parameters(), lr=1e-3)
-    with watch(agent, [of_actor, of_critic]):
-        for x in rows(steps, 96, 8):
-            for move in x[:3]:
-                action, _ = agent.act(move[None])
-                action.detach().numpy()
-            with torch.no_grad():
-                action, chance = agent.act(x.roll(1, 0))
-                wanted = x.sum(1) + 0.9 * (agent.target(torch.cat([x, action], 1)).flatten() - 0.1 * chance)
-            of_critic.zero_grad()
-            loss = F.mse_loss(agent.critic(torch.cat([x, x[:, :2].tanh()], 1)).flatten(), wanted)
-            loss.backward()
-            of_critic.step()
-            of_actor.zero_grad()
-            action, chance = agent.act(x)
-            other = (0.1 * chance - agent.critic(torch.cat([x, action], 1)).flatten()).mean()
-            other.backward()
-            of_actor.step()
-            with torch.no_grad():
-                for p, target in zip(agent.critic.parameters(), agent.target.parameters(), strict=True):
-                    target.lerp_(p, 0.05)
-            log(loss.item(), other.item())
-    return {"agent": agent, "actor": of_actor, "critic": of_critic}
 
 
 def _layers(width: int, depth: int) -> nn.Sequential:

@@ -203,7 +203,7 @@ def test_a_backward_within_that_ends_the_forward(left: list[nn.Module]) -> None:
 
     def act(small: Small, x: torch.Tensor) -> torch.Tensor:
         if runs:
-            with runs[0].session.backward():
+            with runs[0].session.rounds.backward():
                 pass
         return chain(x)
 

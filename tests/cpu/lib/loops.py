@@ -66,6 +66,24 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     return nn.functional.cross_entropy(model(x).flatten(0, 1).float(), y.flatten())
 
 
+def body(model: Small, x: Tensor) -> Tensor:
+    """The hidden states, by calls of the model's modules."""
+    h = model.norm(model.embed(x))
+    for layer in model.layers:
+        h = h + model.dropout(nn.functional.gelu(layer(h)))
+    return h
+
+
+def through_modules(model: Small, batch: Batch) -> Tensor:
+    """`loss_of`, without a call of the model itself."""
+    return nn.functional.cross_entropy(model.head(body(model, batch[0])).flatten(0, 1), batch[1].flatten())
+
+
+def seeded(build: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return build()
+
+
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, loss: Loss = loss_of) -> Tensor:
     value = loss(model, batch)
     value.backward()

@@ -99,9 +99,9 @@ def test_forward_without_a_backward_is_no_step() -> None:
 Use = Callable[[nn.Module, torch.optim.Optimizer], list[Tensor]]
 
 
-def forward_itself(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def weights_themselves(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     def loss(model: nn.Module, batch: Batch) -> Tensor:
-        return nn.functional.cross_entropy(model.forward(batch[0]).flatten(0, 1), batch[1].flatten())
+        return nn.functional.cross_entropy(model.head.weight[batch[0]].flatten(0, 1), batch[1].flatten())
 
     return train(model, optimizer, batches(9), loss)
 
@@ -166,7 +166,7 @@ def dropout_free() -> nn.Module:
 @pytest.mark.parametrize(
     ("use", "text"),
     [
-        (forward_itself, r"Write model\(x\) instead of model.forward\(x\)"),
+        (weights_themselves, r"Write module\(x\) instead of module.forward\(x\)"),
         (in_evaluation_mode, r"Call model.train\(\)"),
         (without_backward, "no backward was seen"),
         (without_a_step, r"run.step\(\)"),
