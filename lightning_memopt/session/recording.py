@@ -89,11 +89,22 @@ class Recording:
             self._saved = next((version for version in versions if version.holding.handles), None)
         return self._saved is not None
 
-    def has_made(self, batch: Any) -> bool:
-        """Whether an op of this forward made any tensor in a batch."""
+    def leads_to(self, batch: Any) -> bool:
+        """Whether any tensor in a batch was computed in this forward from weights, by ops that can run again. Data that is loaded
+        or drawn meanwhile was not.
+        """
+        versions, known = self.engine.tape.versions, self.recorder.of_storage
         tensors = (t for t in leaves_of(batch) if isinstance(t, torch.Tensor) and is_plain(t))
-        known = (self.recorder.of_storage.get(storage_id(t)) for t in tensors)
-        return any(version is not None and not version.external for version in known)
+        waiting = {version.id: version for t in tensors if (version := known.get(storage_id(t))) is not None}
+        seen = set[int]()
+        while waiting:
+            id, version = waiting.popitem()
+            seen.add(id)
+            if version.parameter:
+                return True
+            reads = () if version.call is None else version.call.reads
+            waiting |= {read: versions[read] for read in reads if read in versions and read not in seen}
+        return False
 
     def __enter__(self) -> Recording:
         try:

@@ -8,7 +8,7 @@ of these ends it:
     another model's round begins in this thread              the same: recorders of two models would see each op twice
     a call raises                                            the forward is given up
     autograd has let go of all that the forward saved, and   the forward is given up: it had no backward (a move of an agent
-    a module is called with nothing that the forward made    without no_grad, an exception behind the call)
+    a module is called with nothing that came of it          without no_grad, an exception behind the call)
 
 Saved-tensor hooks of the user that are on when such a forward begins may end at any time, and torch would then take off ours,
 the innermost. So a forward within them lasts as long as the call. Dispatch modes of the user have no such effect: ours is
@@ -91,7 +91,7 @@ class Rounds:
         if self.inside or not self.is_open or self._is_elsewhere():
             return False
         recording = self._recording
-        let_go = recording is not None and self._was_saved and not (recording.is_saved or recording.has_made(batch))
+        let_go = recording is not None and self._was_saved and not (recording.is_saved or recording.leads_to(batch))
         if let_go or self._ended is None:
             self.leave()
         return self.is_open
