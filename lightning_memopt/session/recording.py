@@ -90,8 +90,8 @@ class Recording:
         return self._saved is not None
 
     def leads_to(self, batch: Any) -> bool:
-        """Whether any tensor in a batch was computed in this forward from weights, by ops that can run again. Data that is loaded
-        or drawn meanwhile was not.
+        """Whether any tensor in a batch was computed in this forward from weights, by ops that can run again. Data that is
+        loaded or drawn meanwhile was not.
         """
         versions, known = self.engine.tape.versions, self.recorder.of_storage
         tensors = (t for t in leaves_of(batch) if isinstance(t, torch.Tensor) and is_plain(t))
