@@ -23,13 +23,16 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# The made-up machine that the tests run on (tests/cpu/lib/machines.py): make test MACHINE=avx2
+MACHINE ?= standard
+
 # pytest runs last, so that its summary line ends the output.
 test: check
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long"
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --machine $(MACHINE) -m "not long"
 
 # The long ones, too: groups of processes, launchers, models of the benchmarks. What is landed passes them.
 test-all: check
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --machine $(MACHINE)
 
 # Lines and branches of the package that the tests run, in subprocesses too. The C++ of the engines is not counted.
 coverage: setup

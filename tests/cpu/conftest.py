@@ -1,4 +1,5 @@
-"""Plans of these tests are chosen by times that are known beforehand, so none depends on how busy the machine is.
+"""Plans of these tests are chosen by times that are known beforehand, so none depends on how busy the machine is. They are
+those of a made-up machine (tests/cpu/lib/machines.py); a test that needs a certain plan injects times of its own.
 
 What tests real times is marked `real_times`, a test or a whole module. A module whose budgets leave no room for what the
 process holds from other tests is marked `profiled`. What starts groups of processes, or trains larger models, is marked `long`:
@@ -21,7 +22,7 @@ from lightning_memopt.runtime import install_native
 from lightning_memopt.session import times
 from tests.cpu.lib.loops import without_counter
 from tests.cpu.lib.said import Said, listening
-from tests.cpu.lib.times import Known, given
+from tests.cpu.lib.times import OfMachine, given
 
 os.environ["MEMOPT_CACHE"] = "0"  # no test begins with the plans of another one
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start
@@ -85,7 +86,7 @@ def nothing_is_left(request: pytest.FixtureRequest) -> None:
 def known_times(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if request.node.get_closest_marker("real_times") is None:
-            given(patch, Known())
+            given(patch, OfMachine())
         yield
 
 

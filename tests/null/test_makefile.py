@@ -17,6 +17,7 @@ from benchmarks.__main__ import SHORT, benchmarks, commands, main
 
 ROOT = Path(__file__).parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text()
+DEFAULTS = re.findall(r"^(\w+) \?= (.*)$", MAKEFILE, re.M)
 TARGETS = re.search(r"^\.PHONY: (.*)$", MAKEFILE, re.M)[1].split()  # type: ignore[index]
 BIN = Path(sys.executable).parent
 
@@ -24,7 +25,10 @@ BIN = Path(sys.executable).parent
 def recipe(target: str) -> list[str]:
     """The commands of a target, as `make` would run them where the environment is there."""
     lines = re.search(rf"^{target}:.*\n((?:\t.*\n)*)", MAKEFILE, re.M)[1].splitlines()  # type: ignore[index]
-    return [line.strip().replace("$(BIN)/", f"{BIN}{os.sep}") for line in lines]
+    commands = [line.strip().replace("$(BIN)/", f"{BIN}{os.sep}") for line in lines]
+    for name, value in DEFAULTS:
+        commands = [command.replace(f"$({name})", value) for command in commands]
+    return commands
 
 
 @pytest.mark.skipif(not (BIN / "memopt").exists(), reason="not an environment that `make setup` made")

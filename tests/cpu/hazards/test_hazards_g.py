@@ -126,7 +126,8 @@ def test_g4_copies_of_weights_are_cast_again() -> None:
 
     def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", BF16):
-            return squares(model, x).float()
+            h = model(x)
+        return h.expand(32, 64, 128).exp().sum()  # the peak is here, when no copy is needed, whatever a product's workspace is
 
     run = trains(wide, batches, loss)
     plan, graph = run.plan, run.status().frontier.graph
@@ -137,7 +138,7 @@ def test_g4_copies_of_weights_are_cast_again() -> None:
     assert len(casts) == 4 and saved, "autograd saves no copies: the test tests nothing"
     held = {life.tensor for life in plan.lives if life.how == "original"} & casts
     again = {life.tensor for life in plan.lives if life.how == "rebuild"} & casts
-    assert again and len(held) <= 1, f"{len(held)} copies are held"
+    assert again == saved and not held, f"{len(held)} copies are held"
     assert plan.predicted_peak_nbytes - resident_nbytes(graph) < plan.unmodified_peak_nbytes - resident_nbytes(graph)
 
 

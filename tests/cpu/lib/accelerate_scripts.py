@@ -28,7 +28,7 @@ from lightning_memopt.integrations.plain import Run
 from lightning_memopt.session import times
 from tests.cpu.lib.launched import SCRIPTS
 from tests.cpu.lib.said import listening
-from tests.cpu.lib.times import Known
+from tests.cpu.lib.times import OfMachine
 
 _LOOPS = ("gradient_accumulation", "checkpointing", "early_stopping", "multi_process_metrics", "cross_validation")
 _WORDS = "gradient_accumulation_for_autoregressive_models"
@@ -89,7 +89,7 @@ def _peaks(run: Run) -> list[int] | None:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    times.current = Known()
+    times.current = OfMachine()
     front._install()
     facts = {}
     for name in TOGETHER:

@@ -35,7 +35,7 @@ from tests.cpu.lib.loops import batches
 from tests.cpu.lib.process import digest
 from tests.cpu.lib.said import listening
 from tests.cpu.lib.sharded import peak
-from tests.cpu.lib.times import Known
+from tests.cpu.lib.times import OfMachine
 
 STEPS = 10
 
@@ -313,7 +313,7 @@ def rank(number: int, world: int, folder: Path, names: list[str]) -> None:
     store = distributed.FileStore(str(folder / "store"), world)
     distributed.init_process_group("gloo", store=store, rank=number, world_size=world)
     count_all(print)
-    times.current = Known()  # the same plans in every run
+    times.current = OfMachine()  # the same plans in every run
     results = {}
     for name in names:
         results[name] = CASES[name]()

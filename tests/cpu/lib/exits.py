@@ -25,7 +25,7 @@ from torch import Tensor
 from lightning_memopt import optimize
 from lightning_memopt.session import times
 from tests.cpu.lib.loops import Small, batches, loss_of, sgd, small, step
-from tests.cpu.lib.times import Known
+from tests.cpu.lib.times import OfMachine
 
 DATA = batches(4)
 live: list[Any] = []
@@ -203,7 +203,7 @@ def in_turn(folder: Path) -> tuple[str, str] | None:
 
 
 if __name__ == "__main__":
-    times.current = Known()  # to measure this machine takes a second in each process
+    times.current = OfMachine()  # to measure this machine takes a second in each process
     run = in_turn(Path(sys.argv[1]))
     if run is not None:
         main(*run)

@@ -1,5 +1,5 @@
-"""Times that are known beforehand, in the place of those that this machine takes: plans are the same ones on every machine,
-however busy, or as many different ones as there are seeds.
+"""Times that are known beforehand instead of those that this machine takes: plans are the same ones, however busy it is, or as
+many different ones as there are seeds and made-up machines (tests/cpu/lib/machines.py).
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from lightning_memopt.plan.rates import Coding, Link, MachineRates
 from lightning_memopt.session import times
 from lightning_memopt.session.costs import Costs
 from lightning_memopt.session.times import Times
+from tests.cpu.lib.machines import known, machine
 
-OP_SECONDS, BYTES_PER_SECOND, FLOPS_PER_SECOND = 1e-6, 1e9, 8e9
-"""One core of a CPU."""
 LOOK_SECONDS = 5e-3
 """A solver takes this long between two looks at its clock."""
 COSTS = Costs(call=3e-6, argument=3e-7, recorded=1.5e-5, rebuilt=1.5e-5)
@@ -38,7 +37,7 @@ RATES = MachineRates(
 
 
 class Known(Times):
-    """Seconds of an op by what it reads, makes and computes."""
+    """The same on every machine: seconds of an op by what it reads, makes and computes."""
 
     costs = COSTS
 
@@ -53,14 +52,20 @@ class Known(Times):
         return [self.of_op(graph, op) for op in graph.ops]
 
     def of_op(self, graph: Graph, op: Op) -> float:
-        nbytes = sum(graph.tensors[t].nbytes for t in {*op.inputs, *op.outputs})
-        return OP_SECONDS + nbytes / BYTES_PER_SECOND + op.flops / FLOPS_PER_SECOND
+        return known(graph, op)
 
     def of_our_work(self, measure: Callable[[], Costs]) -> Costs:
         return self.costs
 
     def of_transfers(self, measure: Callable[[], MachineRates]) -> MachineRates:
         return RATES
+
+
+class OfMachine(Known):
+    """Seconds of an op on the machine that the tests run on."""
+
+    def of_op(self, graph: Graph, op: Op) -> float:
+        return machine().seconds(graph, op)
 
 
 class Drawn(Known):

