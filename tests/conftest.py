@@ -1,4 +1,4 @@
-"""The machine that the tests run on: see tests/cpu/lib/machines.py. Loaded before anything imports torch."""
+"""The machine that the tests run on: see tests/cpu/lib/machines.py."""
 
 from __future__ import annotations
 
