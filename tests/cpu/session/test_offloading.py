@@ -135,17 +135,20 @@ def test_never_slower_than_recomputation_alone(smallest: int) -> None:
 
 
 class Rectified(nn.Module):
-    """Convolutions, batch norm, ReLU and pooling: maps of which only the sign is read back."""
+    """Convolutions, batch norm, ReLU and pooling: maps of which only the sign is read back.
+
+    All are of one size: they outweigh the workspace of a convolution, which differs between machines.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            *(m for n in (1, 8, 8) for m in (nn.Conv2d(n, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)))
+            *(m for n in (1, 8, 8) for m in (nn.Conv2d(n, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(3, 1, 1)))
         )
-        self.head = nn.Linear(8 * 4 * 4, 24)
+        self.head = nn.Linear(8, 24)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.layers(x).flatten(1))
+        return self.head(self.layers(x).mean((2, 3)))
 
 
 def images(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -168,7 +171,7 @@ def test_masks_at_one_bit_are_lossless(monkeypatch: pytest.MonkeyPatch) -> None:
     twin.load_state_dict(model.state_dict())
     losses = train(twin, sgd(twin), images(6), classified)
     o = sgd(model)
-    with optimize(model, o, budget="min", compress="lossless", **QUIET) as run:
+    with optimize(model, o, budget="min", recompute=False, compress="lossless", **QUIET) as run:
         found = train(model, o, images(6), classified)
         main = state_of(run)
     assert isinstance(main, Running) and main.measured_nbytes is not None
