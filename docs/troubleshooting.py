@@ -181,6 +181,11 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "No tensor that a plan could drop is in memory at the peak.",
         "One of the remedies at the end of the line.",
     ),
+    ("session/solving.py", "MemOpt: … of results of convolutions"): (
+        "`torch.backends.cudnn.benchmark` is on, or was: cuDNN times its algorithms in each thread, and backward has another "
+        "thread than the forward, so a rebuild might run another algorithm, which gives other bits.",
+        "Nothing, where the budget is kept; else leave `torch.backends.cudnn.benchmark` False from the start of the process.",
+    ),
     ("session/solving.py", "MemOpt: plan in force"): ("A plan was found.", NOTHING),
     ("session/solving.py", "MemOpt: solving"): ("The observed steps are being planned.", NOTHING),
     ("session/between.py", "MemOpt: … bytes"): (

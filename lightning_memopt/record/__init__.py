@@ -47,7 +47,16 @@ from lightning_memopt.record.modes import Outside
 from lightning_memopt.record.optimizers import parameters_of, updates_any
 from lightning_memopt.record.protocols import Observer, OpRecord, Owner
 from lightning_memopt.record.recorder import Recorder
-from lightning_memopt.record.rules import Rule, is_norm, register_op, rule_of, rule_of_call, rules_generation, written_by
+from lightning_memopt.record.rules import (
+    Rule,
+    is_norm,
+    is_tuned,
+    register_op,
+    rule_of,
+    rule_of_call,
+    rules_in_force,
+    written_by,
+)
 from lightning_memopt.record.seams import Seams
 from lightning_memopt.record.settings import numeric_flags, set_numeric_flags
 from lightning_memopt.record.tape import OVERWRITTEN, UNKNOWN, UNSHARED, Call, Held, Origin, StorageVersion, Tape, View
@@ -89,13 +98,14 @@ __all__ = [
     "instead_of_calls",
     "is_norm",
     "is_plain",
+    "is_tuned",
     "keep_seams",
     "numeric_flags",
     "parameters_of",
     "register_op",
     "rule_of",
     "rule_of_call",
-    "rules_generation",
+    "rules_in_force",
     "set_numeric_flags",
     "storage_id",
     "tensors_in",

@@ -15,7 +15,7 @@ import torch
 from lightning_memopt.record.arguments import captured, fresh, read
 from lightning_memopt.record.modes import Outside
 from lightning_memopt.record.protocols import Observer, OpRecord, Owner
-from lightning_memopt.record.rules import is_atomic, may_run_again, rule_of_call, written_by
+from lightning_memopt.record.rules import depends_on_device, may_run_again, rule_of_call, written_by
 from lightning_memopt.record.settings import numeric_flags
 from lightning_memopt.record.tape import OVERWRITTEN, UNKNOWN, UNSHARED, Call, Origin, StorageVersion, Tape, recount
 from lightning_memopt.record.tensors import (
@@ -229,7 +229,7 @@ class Recorder(Outside):
             statistics = {id(self.of_storage[storage_id(t)]) for t in targets}
             reads[:] = [version for version in reads if id(version) not in statistics]
         device = device_of((version.device for version in reads), kwargs).type
-        if op in self.fixed or (is_atomic(func) and not may_run_again(func, device)):
+        if op in self.fixed or (depends_on_device(func) and not may_run_again(func, device)):
             return
         if rule.handling != "empty":
             record.call = self._call(op, record, args, kwargs, reads, targets)

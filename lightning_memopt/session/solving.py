@@ -11,6 +11,7 @@ from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import COMPILED, Graph
 from lightning_memopt.plan import Plan
+from lightning_memopt.record import is_tuned
 from lightning_memopt.session import costs, times
 from lightning_memopt.session.advice import advice
 from lightning_memopt.session.foresight import unmodified_peak
@@ -45,6 +46,12 @@ def solved(graph: Graph, limit_nbytes: int | None, offloading: Offloading, say: 
 def frontier_of(graph: Graph, offloading: Offloading, say: Say, limit_nbytes: int | None = None) -> planner.Frontier:
     """The frontier of this graph, with parked tensors where the config allows them, and with more plans for one limit."""
     say(f"MemOpt: solving for {len(graph.ops)} ops, {len(graph.saves)} saved tensors")
+    tuned_nbytes = _tuned_nbytes(graph)
+    if tuned_nbytes:
+        say(
+            f"MemOpt: {format_nbytes(tuned_nbytes)} of results of convolutions are kept, because cuDNN chooses algorithms by "
+            "time in each thread; for smaller budgets set torch.backends.cudnn.benchmark = False before the first step"
+        )
     spoil_open_meters()
     return offloading.frontier(
         planner.solve(
@@ -69,6 +76,14 @@ def budget_for(needed_nbytes: int, config: MemOptConfig) -> str:
 
 def _detail(text: str) -> None:
     logs.detail(f"MemOpt:   {text}")
+
+
+def _tuned_nbytes(graph: Graph) -> int:
+    """Bytes of saved tensors that a convolution made and that do not run again, because cuDNN chooses by time."""
+    if graph.device == "cpu":
+        return 0
+    made = {t for op in graph.forward if is_tuned(op.name) for t in op.outputs}
+    return sum(graph.tensors[t].nbytes for t in made & {save.tensor for save in graph.saves})
 
 
 def chosen(

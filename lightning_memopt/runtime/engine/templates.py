@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lightning_memopt.native.engine import loaded
-from lightning_memopt.record import Call, OpRecord, View, rules_generation
+from lightning_memopt.record import Call, OpRecord, View, rules_in_force
 from lightning_memopt.runtime.engine.holding import Version
 from lightning_memopt.runtime.engine.rebuild import Versions, prepared
 from lightning_memopt.torch_private import OpOverload
@@ -103,7 +103,7 @@ class Templates:
 
     def current(self) -> list[Template | OpOverload | None]:
         """The templates. All are forgotten where rules or settings changed that say which ops may run again."""
-        settings = (rules_generation(), torch.are_deterministic_algorithms_enabled())
+        settings = rules_in_force()
         if settings != self._settings:
             self.by_op = self.none()
             self._settings = settings  # last: so an interrupt in between does no harm
