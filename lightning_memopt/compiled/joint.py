@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 from lightning_memopt.compiled.sizes import UnreadableError, nbytes_of, symbols_of, tensors_of, with_numbers
 from lightning_memopt.graph import BEFORE, Graph, Op, Point, Save, Tensor
 from lightning_memopt.record import rule_of
-from lightning_memopt.record.rules import may_run_again
+from lightning_memopt.record.devices import may_run_again
 from lightning_memopt.torch_private import (
     CHECKPOINT_TAG,
     MUTATED_INPUT,

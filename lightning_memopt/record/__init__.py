@@ -5,7 +5,8 @@ same; comments cite them by number. `record` keeps R1 to R4, R9 and R10, `runtim
 hazards A to E and M.
 
 R1.  An op runs again only where it is known to give the same bits from the same inputs: by its tags and schema, or by the
-     table in rules.py, to which users add (`register_op`). A random op runs again under the generator state recorded with it.
+     table in rules.py, to which users add (`register_op`), and by those in devices.py. A random op runs again under the
+     generator state recorded with it.
 R2.  An op that writes in place makes a new version of its storage. A rebuild runs the versions in their order, on memory of
      its own.
 R3.  An op with a side effect that its schema does not show (the running statistics of batch norm) runs again in a form
@@ -41,22 +42,14 @@ from lightning_memopt.record.calls import (
     keep_seams,
 )
 from lightning_memopt.record.compiled_code import around_compiled, telling
+from lightning_memopt.record.devices import is_tuned, rules_in_force
 from lightning_memopt.record.exposure import unwatched, watching, watching_sizes
 from lightning_memopt.record.levels import around_dual_levels, in_dual_level, in_transform
 from lightning_memopt.record.modes import Outside
 from lightning_memopt.record.optimizers import parameters_of, updates_any
 from lightning_memopt.record.protocols import Observer, OpRecord, Owner
 from lightning_memopt.record.recorder import Recorder
-from lightning_memopt.record.rules import (
-    Rule,
-    is_norm,
-    is_tuned,
-    register_op,
-    rule_of,
-    rule_of_call,
-    rules_in_force,
-    written_by,
-)
+from lightning_memopt.record.rules import Rule, is_norm, register_op, rule_of, rule_of_call, written_by
 from lightning_memopt.record.seams import Seams
 from lightning_memopt.record.settings import numeric_flags, set_numeric_flags
 from lightning_memopt.record.tape import OVERWRITTEN, UNKNOWN, UNSHARED, Call, Held, Origin, StorageVersion, Tape, View

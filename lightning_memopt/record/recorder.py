@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from lightning_memopt.record.arguments import captured, fresh, read
+from lightning_memopt.record.devices import may_run_again
 from lightning_memopt.record.modes import Outside
 from lightning_memopt.record.protocols import Observer, OpRecord, Owner
-from lightning_memopt.record.rules import depends_on_device, may_run_again, rule_of_call, written_by
+from lightning_memopt.record.rules import blocking, rule_of_call, written_by
 from lightning_memopt.record.settings import numeric_flags
 from lightning_memopt.record.tape import OVERWRITTEN, UNKNOWN, UNSHARED, Call, Origin, StorageVersion, Tape, recount
 from lightning_memopt.record.tensors import (
@@ -228,8 +229,7 @@ class Recorder(Outside):
         if rule.rewrite is not None:  # no call reads the running statistics; nor does a fixed op: its plan does not fix it
             statistics = {id(self.of_storage[storage_id(t)]) for t in targets}
             reads[:] = [version for version in reads if id(version) not in statistics]
-        device = device_of((version.device for version in reads), kwargs).type
-        if op in self.fixed or (depends_on_device(func) and not may_run_again(func, device)):
+        if op in self.fixed or not may_run_again(func, device_of((v.device for v in reads), kwargs).type):
             return
         if rule.handling != "empty":
             record.call = self._call(op, record, args, kwargs, reads, targets)
@@ -274,7 +274,7 @@ class Recorder(Outside):
             else:
                 version.read = True
         ids = tuple(dict.fromkeys([version.id for version in reads]))
-        call = Call(op, func, held_args, held_kwargs, ids, torch.is_grad_enabled())
+        call = Call(op, func, *blocking(func, held_args, held_kwargs), ids, torch.is_grad_enabled())
         self.tape.hide(call)
         if rule.handling == "random":
             call.repeats = self.owner.wants_state(record.func._name)

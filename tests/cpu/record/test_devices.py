@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memopt import MemOptConfig, optimize
-from lightning_memopt.record import recorder, rules
+from lightning_memopt.record import devices, recorder
 from lightning_memopt.session.offloading import Offloading
 from lightning_memopt.session.solving import frontier_of
 from tests.cpu.lib.device_thread import backward_in_its_own_thread
@@ -21,6 +21,7 @@ from tests.cpu.lib.loops import QUIET, assert_same, sgd, state
 from tests.cpu.lib.observed import graph_of
 
 ATEN = torch.ops.aten
+CONVOLUTION = ATEN.convolution.default
 
 ORDERED_IF_ASKED = (
     ATEN.index_add.default,
@@ -59,14 +60,14 @@ def test_a8_what_runs_again_on_a_device(on: bool, warn_only: bool) -> None:
     """Where torch only warns, ops without a deterministic kernel run in any order."""
     with deterministic(on, warn_only):
         for op in (*ORDERED_IF_ASKED, *NEVER_ORDERED, *ANYWHERE):
-            assert rules.may_run_again(op, "cpu"), op
+            assert devices.may_run_again(op, "cpu"), op
             expected = op in ANYWHERE or (op in ORDERED_IF_ASKED and on and not warn_only)
-            assert rules.may_run_again(op, "cuda") is expected, op
+            assert devices.may_run_again(op, "cuda") is expected, op
 
 
 @pytest.fixture
 def tunes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(rules, "_tuned", [])
+    monkeypatch.setattr(devices, "_tuned", [])
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = True
     yield
@@ -74,18 +75,18 @@ def tunes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_a14_a_choice_by_time_stays_when_the_setting_is_off_again(tunes: None) -> None:
-    in_force = rules.rules_in_force()
-    assert not rules.may_run_again(ATEN.convolution.default, "cuda") and rules.may_run_again(ATEN.convolution.default, "cpu")
+    in_force = devices.rules_in_force()
+    assert not devices.may_run_again(CONVOLUTION, "cuda") and devices.may_run_again(CONVOLUTION, "cpu")
     torch.backends.cudnn.benchmark = False
-    assert not rules.may_run_again(ATEN.convolution.default, "cuda"), "the thread of the forward remembers its choice"
-    assert rules.rules_in_force() == in_force
+    assert not devices.may_run_again(CONVOLUTION, "cuda"), "the thread of the forward remembers its choice"
+    assert devices.rules_in_force() == in_force
     for op in (ATEN.cudnn_convolution.default, ATEN._convolution.default):
-        assert not rules.may_run_again(op, "cuda"), "it has an argument of its own"
+        assert not devices.may_run_again(op, "cuda"), "it has an argument of its own"
 
 
 def test_a14_without_choices_by_time_convolutions_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "_tuned", [])
-    assert rules.may_run_again(ATEN.convolution.default, "cuda")
+    monkeypatch.setattr(devices, "_tuned", [])
+    assert devices.may_run_again(CONVOLUTION, "cuda")
 
 
 class Blocks(nn.Module):
