@@ -17,11 +17,12 @@ import torch
 from lightning_memopt.clocks import thread_time
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import BEFORE, Graph, Op, Point, Tensor, resident_text, unmodified_levels
+from lightning_memopt.graph.model import Kind
 from lightning_memopt.native import counter
 from lightning_memopt.plan import reserved_nbytes_of
 from lightning_memopt.session import times
 from lightning_memopt.session.final_gradients import Final
-from lightning_memopt.session.graphs import smoothed, with_state
+from lightning_memopt.session.graphs import pieces, requests_for, smoothed, with_state
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.offloading import Offloading
 from lightning_memopt.session.rehearsal import Rounded, Update, rehearse, still_to_make, with_gradients
@@ -80,7 +81,7 @@ class Foresight:
         if not finals:  # optimizers that stepped earlier in this step (a GAN) have their state when the next step begins
             graph = self._with_gradients(graph)
             return with_update(with_state(graph, state_made(graph, self.optimizers, observation.device)), self.update)
-        graph = with_early_updates(with_state(graph, self.update.state_nbytes), self._early(observation, finals))
+        graph = with_early_updates(with_state(graph, self.update.state), self._early(observation, finals))
         return with_earlier_rounds(graph)
 
     def complete(self, graph: Graph, device: torch.device, early: bool) -> Graph:
@@ -92,11 +93,11 @@ class Foresight:
         if self.update is None or early:
             return with_state(graph, made)
         growing = [o for o in self.optimizers if type(o) is torch.optim.LBFGS]
-        growth_nbytes = sum(rehearse(o, [], device, _rounded(device)).state_nbytes for o in growing)
+        growth = tuple(nbytes for o in growing for nbytes in rehearse(o, [], device, _rounded(device)).state)
         counted = device.type == "cpu" and counter() is not None  # then the graph already has the bytes that the update held
         throughout = 0 if counted else self.update.throughout_nbytes
-        later_update = self.update._replace(state_nbytes=growth_nbytes, throughout_nbytes=throughout)
-        return with_update(with_state(graph, made), later_update, made)
+        later_update = self.update._replace(state=growth, throughout_nbytes=throughout)
+        return with_update(with_state(graph, made), later_update, sum(made))
 
     def _with_gradients(self, graph: Graph) -> Graph:
         """The graph of a later step, which begins with gradients where the loop keeps them. The observed step may have begun
@@ -114,8 +115,8 @@ class Foresight:
             updates = updates.then(rehearse(optimizer, with_gradients(optimizer), device, _rounded(device)))
         return updates
 
-    def _early(self, observation: Observation, finals: Sequence[Final]) -> list[tuple[int, int]]:
-        """(point, bytes): where each parameter is updated early, and what its update allocates beside its state."""
+    def _early(self, observation: Observation, finals: Sequence[Final]) -> list[tuple[int, tuple[int, ...]]]:
+        """(point, sizes): where each parameter is updated early, and what its update allocates beside its state."""
         (optimizer,) = self.optimizers
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         parameters = dict(observation.model.named_parameters())
@@ -124,7 +125,7 @@ class Foresight:
             p = parameters[final.name]
             if id(p) in groups and p.grad is not None:
                 update = rehearse(optimizer, [(groups[id(p)], [p])], observation.device, _rounded(observation.device))
-                updates.append((final.point, update.beside_nbytes))
+                updates.append((final.point, update.beside))
         return updates
 
 
@@ -147,23 +148,24 @@ def with_update(graph: Graph, update: Update, made_nbytes: int = 0) -> Graph:
     left = [t for t in graph.tensors if t.freed_at == last and t.born_at >= begins]
     made_nbytes = min(made_nbytes, sum(t.nbytes for t in left))
     tensors = [dataclasses.replace(t, freed_at=end) if t.freed_at == last and t.born_at < begins else t for t in graph.tensors]
-    for name, nbytes, born_at in (
-        ("made by update", update.state_nbytes, BEFORE),
-        ("made by update", made_nbytes, end),
-        ("held by update", update.throughout_nbytes, BEFORE),
-    ):
-        if nbytes:
+    requests = requests_for(graph.device, update.beside)
+    added: tuple[tuple[str, Kind, Sequence[int], int], ...] = (
+        ("made by update", "optimizer_state", update.state, BEFORE),
+        ("made by update", "optimizer_state", pieces(made_nbytes, (t.nbytes for t in left)), end),
+        ("held by update", "optimizer_state", (update.throughout_nbytes,), BEFORE),
+        ("in update", "temporary", requests[1:], end),  # one is the op's workspace
+    )
+    for name, kind, sizes, born_at in added:
+        for nbytes in requests_for(graph.device, sizes):
             id = len(tensors)
-            tensors.append(
-                Tensor(id=id, name=name, nbytes=nbytes, kind="optimizer_state", storage=id, born_at=born_at, freed_at=end)
-            )
+            tensors.append(Tensor(id=id, name=name, nbytes=nbytes, kind=kind, storage=id, born_at=born_at, freed_at=end))
     op = Op(
         id=len(graph.ops),
         name="optimizer update",
         phase="update",
         inputs=(),
         outputs=tuple(t.id for t in tensors if t.born_at == end),
-        workspace_nbytes=update.beside_nbytes,
+        workspace_nbytes=sum(requests[:1]),
         at=end,
     )
     saves = tuple(dataclasses.replace(s, released_at=end) if s.released_at == last else s for s in graph.saves)
@@ -171,14 +173,15 @@ def with_update(graph: Graph, update: Update, made_nbytes: int = 0) -> Graph:
     return dataclasses.replace(graph, ops=(*graph.ops, op), tensors=tuple(tensors), saves=saves, points=points)
 
 
-def with_early_updates(graph: Graph, updates: Sequence[tuple[int, int]]) -> Graph:
-    """The graph with the bytes that early updates allocate. `updates`: (point, bytes) of each."""
+def with_early_updates(graph: Graph, updates: Sequence[tuple[int, Sequence[int]]]) -> Graph:
+    """The graph with the bytes that early updates allocate. `updates`: (point, sizes) of each."""
     tensors = list(graph.tensors)
-    for point, nbytes in updates:
-        id = len(tensors)
-        tensors.append(
-            Tensor(id=id, name="in update", nbytes=nbytes, kind="temporary", storage=id, born_at=point, freed_at=point)
-        )
+    for point, sizes in updates:
+        for nbytes in requests_for(graph.device, sizes):
+            id = len(tensors)
+            tensors.append(
+                Tensor(id=id, name="in update", nbytes=nbytes, kind="temporary", storage=id, born_at=point, freed_at=point)
+            )
     return dataclasses.replace(graph, tensors=tuple(tensors))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -13,22 +15,46 @@ MADE = "made by update"
 """The name of the optimizer's state that the update of a step makes, where it is counted from the begin of the step."""
 
 
-def with_state(graph: Graph, nbytes: int) -> Graph:
-    """The graph of the steps that come: they begin with `nbytes` of optimizer state that the update of this one makes."""
-    if not nbytes:
+def pieces(nbytes: int, sizes: Iterable[int]) -> tuple[int, ...]:
+    """`nbytes` in blocks of these sizes, as far as they go; the rest is one block."""
+    found = []
+    for size in sizes:
+        found.append(min(size, nbytes))
+        nbytes -= found[-1]
+    return tuple(n for n in (*found, nbytes) if n)
+
+
+def requests_for(device: str, sizes: Sequence[int]) -> tuple[int, ...]:
+    """The requests that stand for tensors of these sizes in a graph: one for all where only their sum counts. The allocator of
+    CUDA serves many small requests from memory that one large request cannot use.
+    """
+    return pieces(sum(sizes), sizes if device == "cuda" else ())
+
+
+def with_state(graph: Graph, sizes: Sequence[int]) -> Graph:
+    """The graph of the steps that come: they begin with optimizer state of these sizes that the update of this one makes."""
+    if not sum(sizes):
         return graph
     updates = _updates(graph)
-    shares: list[tuple[int, int]] = []
+    shares: list[tuple[tuple[int, ...], int]] = []
+    remaining = Counter(sizes)
     for first, last in updates[:-1]:  # each update but the last: the tensors that it makes and that outlive the step
         left = [t.nbytes for t in graph.tensors if first <= t.born_at <= last and t.freed_at == len(graph.points) - 1]
-        shares.append((min(sum(left), nbytes - sum(share for share, _ in shares)), first))
-    shares.append((nbytes - sum(share for share, _ in shares), updates[-1][0] if updates else len(graph.points)))
+        shares.append((pieces(min(sum(left), _rest(sizes, shares)), left), first))
+        remaining.subtract(left)
+    own = pieces(_rest(sizes, shares), (+remaining).elements())
+    shares.append((own, updates[-1][0] if updates else len(graph.points)))
+    requests = [(nbytes, at) for share, at in shares for nbytes in requests_for(graph.device, share)]
     made = [
         # freed where the update of this step makes it, so that it is counted once
-        Tensor(id=id, name=MADE, nbytes=share, kind="optimizer_state", storage=id, born_at=BEFORE, freed_at=at - 1)
-        for id, (share, at) in enumerate(((s, at) for s, at in shares if s), len(graph.tensors))
+        Tensor(id=id, name=MADE, nbytes=nbytes, kind="optimizer_state", storage=id, born_at=BEFORE, freed_at=at - 1)
+        for id, (nbytes, at) in enumerate(requests, len(graph.tensors))
     ]
     return dataclasses.replace(graph, tensors=(*graph.tensors, *made))
+
+
+def _rest(sizes: Sequence[int], shares: Sequence[tuple[Sequence[int], int]]) -> int:
+    return sum(sizes) - sum(sum(share) for share, _ in shares)
 
 
 def _updates(graph: Graph) -> list[tuple[int, int]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from torch import optim
 
 from lightning_memopt.record import Outside
 from lightning_memopt.runtime.early_updates import step_without_hooks
+from lightning_memopt.session.graphs import pieces
 from lightning_memopt.torch_private import (
     gradient_of,
     local_tensor,
@@ -42,23 +43,31 @@ Rounded = Callable[[int], int]
 class Update(NamedTuple):
     """Bytes that updates take.
 
-    state_nbytes: bytes of optimizer state that the updates make and keep.
-    beside_nbytes: the most bytes that an update has at one moment beside parameters, gradients and all of the state, in the
-        first step or a later one.
+    state: those of each tensor of optimizer state that the updates make and keep.
+    beside: those of each block that an update has, when it has most, beside parameters, gradients and all of the state, in
+        the first step or a later one. An allocator serves many small requests from memory that one large request cannot use.
     throughout_nbytes: bytes held in the whole step, because forward and backward run inside of the update.
     known: False where an update may take more than that.
     """
 
-    state_nbytes: int = 0
-    beside_nbytes: int = 0
+    state: tuple[int, ...] = ()
+    beside: tuple[int, ...] = ()
     throughout_nbytes: int = 0
     known: bool = True
+
+    @property
+    def state_nbytes(self) -> int:
+        return sum(self.state)
+
+    @property
+    def beside_nbytes(self) -> int:
+        return sum(self.beside)
 
     def then(self, other: Update) -> Update:
         """This update and another one after it."""
         return Update(
-            self.state_nbytes + other.state_nbytes,
-            max(self.beside_nbytes, other.beside_nbytes),
+            self.state + other.state,
+            max(self.beside, other.beside, key=sum),
             max(self.throughout_nbytes, other.throughout_nbytes),
             self.known and other.known,
         )
@@ -123,6 +132,8 @@ class _Ledger(Outside):
         self.value = 1
         self._existing = [t.untyped_storage() for t in existing if isinstance(t, torch.Tensor)]
         self._storages: dict[int, weakref.ref[Any]] = {s._cdata: weakref.ref(s) for s in self._existing}
+        self._events: list[tuple[int, int]] = []
+        self._events_at_peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
@@ -143,11 +154,28 @@ class _Ledger(Outside):
         nbytes = self.rounded(storage.nbytes())
         self._storages[key] = weakref.ref(storage, partial(self._freed, key, nbytes))
         self.live_nbytes += nbytes
-        self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes)
+        self._events.append((key, nbytes))
+        if self.live_nbytes > self.peak_nbytes:
+            self.peak_nbytes, self._events_at_peak = self.live_nbytes, len(self._events)
 
     def _freed(self, key: int, nbytes: int, _: Any) -> None:
         del self._storages[key]
         self.live_nbytes -= nbytes
+        self._events.append((key, 0))
+
+    def begins(self) -> None:
+        """Peaks start again from what there is now."""
+        self.peak_nbytes, self._events_at_peak = self.live_nbytes, len(self._events)
+
+    def beside(self) -> tuple[int, ...]:
+        """The bytes of what was live at the peak and is not now."""
+        live: dict[int, int] = {}
+        for key, nbytes in self._events[: self._events_at_peak]:
+            if nbytes:
+                live[key] = nbytes
+            else:
+                live.pop(key, None)
+        return pieces(self.peak_nbytes - self.live_nbytes, (n for key, n in live.items() if key not in self._storages))
 
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
@@ -166,7 +194,7 @@ def _of_group(
     kinds = [_kind(p, bool(optimizer.state.get(p))) for p in params]
     rehearsed = params if options.get("foreach") else [params[i] for i in _telling(kinds)]
     double, blank = _double(optimizer, options, rehearsed)
-    before = {q: _nbytes(double.state[q], rounded) for q in blank}
+    before = {q: Counter(_sizes(double.state[q], rounded)) for q in blank}
     existing = tree_leaves([list(double.state.values()), blank, [q.grad for q in blank]])
     ledger = _Ledger({"meta", "cpu"} if device.type == "cpu" else {"meta"}, rounded, existing)
     raw = step_without_hooks(type(double))
@@ -175,19 +203,23 @@ def _of_group(
     with contextlib.ExitStack() as stack:
         ledger.enter_in(stack)
         step()
-        beside = ledger.peak_nbytes - ledger.live_nbytes
+        beside = ledger.beside()
         for number in (1, _LATER):
             ledger.value = number if number > options.get("t0", 0) else 1  # ASGD averages from then on
-            ledger.peak_nbytes = ledger.live_nbytes
+            ledger.begins()
             for state in double.state.values() if number > 1 else ():
                 count = state.get("step")
                 if isinstance(count, torch.Tensor) and not count.is_meta:
                     count.fill_(number)
             step()
-            beside = max(beside, ledger.peak_nbytes - ledger.live_nbytes)
-    made = {k: _nbytes(double.state[q], rounded) - before[q] for k, q in zip(_kinds(optimizer, rehearsed), blank, strict=True)}
+            beside = max(beside, ledger.beside(), key=sum)
+    made = {
+        k: tuple((Counter(_sizes(double.state[q], rounded)) - before[q]).elements())
+        for k, q in zip(_kinds(optimizer, rehearsed), blank, strict=True)
+    }
     # a fused kernel makes no tensors; a capturable optimizer has scalars on the device, and more of them for a moment
-    return Update(sum(made[k] for k in kinds), _SCALARS_NBYTES + (0 if fused else beside), known=not capturable)
+    state = tuple(nbytes for k in kinds for nbytes in made[k])
+    return Update(state, (_SCALARS_NBYTES, *(() if fused else beside)), known=not capturable)
 
 
 def _double(
@@ -243,9 +275,9 @@ def _telling(kinds: Sequence[Hashable]) -> list[int]:
     return sorted(chosen)
 
 
-def _nbytes(state: Any, rounded: Rounded) -> int:
+def _sizes(state: Any, rounded: Rounded) -> list[int]:
     storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tree_leaves(state) if isinstance(t, torch.Tensor)}
-    return sum(rounded(s.nbytes()) for s in storages.values())
+    return [rounded(s.nbytes()) for s in storages.values()]
 
 
 def _foreach_by_default(options: dict[str, Any], params: Sequence[torch.Tensor]) -> bool | None:
@@ -271,4 +303,5 @@ def _of_lbfgs(optimizer: optim.Optimizer, rounded: Rounded) -> Update:
     # two gradients, the last direction and its operand, and a pair that may not enter the history; a line search keeps points
     # and gradients of its own
     throughout = (6 if group["line_search_fn"] is None else 10) * flat
-    return Update(max(0, full - _nbytes(state, rounded)), _SCALARS_NBYTES, throughout)
+    missing = max(0, full - sum(_sizes(state, rounded)))
+    return Update(pieces(missing, [flat] * (2 * history + 2)), (_SCALARS_NBYTES,), throughout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.graph.model import Kind
 from lightning_memopt.native import counter
 from lightning_memopt.record import is_plain
+from lightning_memopt.session.graphs import pieces
 from lightning_memopt.session.leaves import leaves_of
 from lightning_memopt.torch_private import gradient_of, local_tensor
 
@@ -49,14 +51,19 @@ def state_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[Named
                     yield local_tensor(t), "optimizer_state", "optimizer state"
 
 
-def resident_nbytes(tensors: Iterable[Named], device: torch.device) -> int:
-    """Bytes of the distinct storages of these tensors on the device."""
+def sizes(tensors: Iterable[Named], device: torch.device) -> list[int]:
+    """Bytes of each of the distinct storages of these tensors on the device."""
     seen = {}
     for t, _, _ in tensors:
         if t.device.type == device.type and t.layout is torch.strided:
             storage = t.untyped_storage()
             seen[storage._cdata] = storage.nbytes()
-    return sum(seen.values())
+    return list(seen.values())
+
+
+def resident_nbytes(tensors: Iterable[Named], device: torch.device) -> int:
+    """Bytes of the distinct storages of these tensors on the device."""
+    return sum(sizes(tensors, device))
 
 
 def foreign_nbytes(tensors: Iterable[Named]) -> int:
@@ -74,7 +81,8 @@ def foreign_nbytes(tensors: Iterable[Named]) -> int:
     return sum(seen.values())
 
 
-def state_made(graph: Graph, optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> int:
-    """Bytes of optimizer state after a step, beyond the state with which its graph began."""
-    before = sum(t.nbytes for t in graph.tensors if t.kind == "optimizer_state" and t.born_at == BEFORE)
-    return max(0, resident_nbytes(state_tensors(optimizers), device) - before)
+def state_made(graph: Graph, optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> tuple[int, ...]:
+    """Bytes of each tensor of optimizer state after a step, beyond the state with which its graph began."""
+    before = [t.nbytes for t in graph.tensors if t.kind == "optimizer_state" and t.born_at == BEFORE]
+    now = sizes(state_tensors(optimizers), device)
+    return pieces(max(0, sum(now) - sum(before)), (Counter(now) - Counter(before)).elements())
