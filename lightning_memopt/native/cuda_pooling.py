@@ -194,6 +194,7 @@ _process = _Process()
 
 def cuda_allocator(device: torch.device, say: Callable[[str], None]) -> CudaAllocator:
     """The allocator, which is built and installed first, and checked on each device. Raises BuildError."""
+    torch.cuda.init()  # torch's allocator, which is wrapped, is not there before
     index = torch.cuda.current_device() if device.index is None else device.index
     with _process.lock:
         if _process.failed is not None:

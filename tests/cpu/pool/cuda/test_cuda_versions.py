@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import types
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 
 from lightning_memopt import cxx
 from lightning_memopt.cxx import BuildError
-from lightning_memopt.native import build
+from lightning_memopt.native import build, cuda_pooling
 
 HEADER = Path("c10/cuda/CUDACachingAllocator.h")
 
@@ -77,3 +79,27 @@ def test_what_a_newer_torch_needs_is_an_error_that_says_so(header: str, tmp_path
     assert newer(header) != header
     with pytest.raises(BuildError, match="abstract"):
         compiled(newer(header), tmp_path)
+
+
+def test_a_pool_that_is_the_first_to_use_cuda_initialises_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, torch has no allocator that could be wrapped; that it failed once would count for the whole process."""
+    done: list[str] = []
+
+    class Allocator:
+        installed = True
+
+        def __init__(self, path: Path) -> None:
+            if done != ["init"]:
+                raise BuildError("torch's allocator for CUDA is not its own caching allocator")
+
+        def check(self, device: int, handle: int) -> None:
+            done.append(f"checked {device}")
+
+    monkeypatch.setattr(cuda_pooling, "_process", cuda_pooling._Process())
+    monkeypatch.setattr(cuda_pooling, "CudaAllocator", Allocator)
+    monkeypatch.setattr(cuda_pooling, "cuda_library", lambda say: Path())
+    monkeypatch.setattr(torch.cuda, "init", lambda: done.append("init"))
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: types.SimpleNamespace(cuda_stream=0))
+    assert cuda_pooling.cuda_allocator(torch.device("cuda", 1), lambda _: None).installed
+    assert done == ["init", "checked 1"]
