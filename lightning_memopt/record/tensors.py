@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -106,6 +107,24 @@ def device_of(devices: Iterable[torch.device], kwargs: dict[str, Any]) -> torch.
     if device is not None:
         return torch.device(device)
     return next((d for d in devices if d.type != "cpu"), _CPU)
+
+
+def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Within, `device` is the current one of this thread. In a new thread, device 0 is, which may be that of another process:
+    whatever uses the current device opens a context on it.
+    """
+    index: int | None = device.index
+    if device.type == "cpu" or index is None:
+        return contextlib.nullcontext()
+    return torch.get_device_module(device).device(device)
+
+
+def indexed(device: torch.device) -> torch.device:
+    """The device with its number: that of the current one of this thread, where it has none."""
+    index: int | None = device.index
+    if device.type == "cpu" or index is not None:
+        return device
+    return torch.device(device.type, torch.get_device_module(device).current_device())
 
 
 def generator_of(device: torch.device) -> torch.Generator | None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +30,7 @@ from lightning_memopt.graph import Graph, requests_of
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import Life
 from lightning_memopt.record import Outside
+from lightning_memopt.record.tensors import current, indexed
 from lightning_memopt.runtime import Learned, PlannedEngine, Program
 from lightning_memopt.session import times
 from lightning_memopt.session.observation import Observation
@@ -110,7 +111,7 @@ class _Empty(Outside):
 
 def _medians(runs: dict[str, Callable[[], Any]], device: torch.device) -> dict[str, float]:
     """Median seconds of each function. Their runs take turns. On the CPU it is this thread's time: others may be busy, too."""
-    synchronize: Callable[[], Any] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    synchronize: Callable[[], Any] = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     clock = perf_counter if device.type == "cuda" else thread_time
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(_ROUNDS):
@@ -211,18 +212,19 @@ def _checkpointed(graph: Graph, links: int = 1) -> tuple[Life, ...]:
     return roll.lives()
 
 
-def overhead(graph: Graph) -> Overhead:
-    """The engine's own work in a step under a plan of this graph. It may measure."""
-    on_this_machine = measured(graph)
+def overhead(graph: Graph, device: torch.device | None = None) -> Overhead:
+    """The engine's own work in a step under a plan of this graph. It may measure, on `device`; see `measured`."""
+    on_this_machine = measured(graph, device)
     return Overhead(lambda lives: on_this_machine.of(Program(graph, lives)), on_this_machine.of_rebuilt_op(graph))
 
 
-def measured(graph: Graph) -> Costs:
+def measured(graph: Graph, device: torch.device | None = None) -> Costs:
     """The costs on this machine beside ops of such sizes, from a chain of tiny ops and a tiny convolution.
 
-    It takes 0.1 to 0.5 s, once a process for each magnitude of sizes.
+    It takes 0.1 to 0.5 s, once a process for each magnitude of sizes. device: where it is measured; None: on the current device
+    of the graph's type.
     """
-    return times.current.of_our_work(lambda: _once(torch.device(graph.device), _touched(graph)))
+    return times.current.of_our_work(lambda: _once(indexed(device or torch.device(graph.device)), _touched(graph)))
 
 
 def _touched(graph: Graph) -> int:
@@ -239,7 +241,7 @@ def _once(device: torch.device, nbytes: int) -> Costs:
     with _measuring:  # two sessions at once would measure each other
         key = str(device), loaded() is not None, nbytes
         if key not in _known:
-            _known[key] = in_own_thread(lambda: _measured(device, nbytes))
+            _known[key] = in_own_thread(lambda: _measured(device, nbytes), device)
         return _known[key]
 
 
@@ -248,12 +250,17 @@ _known: dict[tuple[str, bool, int], Costs] = {}
 _measuring = threading.Lock()
 
 
-def in_own_thread(measure: Callable[[], T]) -> T:
-    """The result of `measure` in a new thread: modes, hooks, autocast and grad mode belong to a thread, and a step may be
-    running in this one.
+def in_own_thread(measure: Callable[[], T], device: torch.device) -> T:
+    """The result of `measure` in a new thread, where `device` is the current one: modes, hooks, autocast and grad mode belong
+    to a thread, and a step may be running in this one.
     """
+
+    def on_device() -> T:
+        with current(device):
+            return measure()
+
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(measure).result()
+        return thread.submit(on_device).result()
 
 
 def _measured(device: torch.device, nbytes: int = 0) -> Costs:

@@ -35,6 +35,7 @@ class Offloadable(Protocol):
     """The forms in which tensors may be parked, and the rates of links and codecs (`Offloading`)."""
 
     config: MemOptConfig
+    device: torch.device
 
     @property
     def rates(self) -> MachineRates: ...
@@ -79,7 +80,7 @@ class JointFrontier(Frontier):
             least, fields["least"] = joint.least(graph, plans, offloading.forms(graph), lambda lives: peak_nbytes(graph, lives))
             fields["smallest_nbytes"] = min(frontier.smallest_nbytes, least + UNSEEN_NBYTES)
 
-        return cls(**fields, offloading=offloading, overhead=costs.overhead(graph).of)
+        return cls(**fields, offloading=offloading, overhead=costs.overhead(graph, offloading.device).of)
 
     def smallest_plan(self, most_seconds: float = math.inf) -> Plan:
         """As of `Frontier`. Between the smallest plan and the one that rebuilds and is fast enough, a few budgets are tried."""

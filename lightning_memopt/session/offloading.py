@@ -80,7 +80,8 @@ class Offloading:
         used = {"bools", "positive", self.codec, self._gated} & set(NAMES) if self.config.compress != "none" else set()
         tiers = [self.depots.tier(self.tier, _PROBE_NBYTES)] if self.tier else []
         try:
-            return costs.in_own_thread(lambda: measure(tiers, self.device, [codec(name) for name in sorted(used)]))
+            codecs = [codec(name) for name in sorted(used)]
+            return costs.in_own_thread(lambda: measure(tiers, self.device, codecs), self.device)
         finally:
             for tier in tiers:
                 tier.close()

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_memopt.errors import OffloadError
 from lightning_memopt.record import uncompiled
+from lightning_memopt.record.tensors import current
 from lightning_memopt.runtime.tiers.base import buffer, check_flat, check_process, closed, full, usage
 from lightning_memopt.runtime.tiers.scratch import Scratch
 from lightning_memopt.runtime.tiers.space import Piece, Space
@@ -55,7 +56,8 @@ class DiskTier:
         if staging is None and self.device.type != "cpu":
             staging = Staging(self.device), Staging(self.device)
         self.staging = staging
-        self._writer, self._reader = Worker("memopt-io-out"), Worker("memopt-io-in")
+        around = partial(current, self.device)
+        self._writer, self._reader = Worker("memopt-io-out", around), Worker("memopt-io-in", around)
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._pieces: set[Piece] = set()  # of all that is parked here: they must be there when their owners die

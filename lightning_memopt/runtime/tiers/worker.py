@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
+from typing import Any
 
+Around = Callable[[], AbstractContextManager[Any]]
 _PATIENCE_SECONDS = 1.0
 
 
@@ -28,10 +31,12 @@ class Copy:
         self._running.acquire()
         self.error: BaseException | None = None
 
-    def run(self) -> None:
+    def run(self, around: Around = nullcontext) -> None:
+        """Carry it out, in the context that `around` gives."""
         try:
             if self._work is not None:
-                self._work()
+                with around():
+                    self._work()
         except BaseException as error:  # the worker's thread has no caller: those who wait for the copy raise it
             self.error = error.with_traceback(None)  # its frames would hold the tensor
         finally:
@@ -47,11 +52,14 @@ class Copy:
 
 
 class Worker:
-    """A daemon thread called `name`; `close` waits until all that was submitted has ended."""
+    """A daemon thread called `name`; `close` waits until all that was submitted has ended.
 
-    def __init__(self, name: str) -> None:
+    around: gives the context in which each copy is carried out.
+    """
+
+    def __init__(self, name: str, around: Around = nullcontext) -> None:
         self._copies: SimpleQueue[Copy | None] = SimpleQueue()
-        self._thread = threading.Thread(target=_work, args=(self._copies,), name=name, daemon=True)
+        self._thread = threading.Thread(target=_work, args=(self._copies, around), name=name, daemon=True)
         self._thread.start()
 
     def submit(self, copy: Copy) -> None:
@@ -63,6 +71,6 @@ class Worker:
             self._thread.join()
 
 
-def _work(copies: SimpleQueue[Copy | None]) -> None:
+def _work(copies: SimpleQueue[Copy | None], around: Around) -> None:
     while (copy := copies.get()) is not None:
-        copy.run()
+        copy.run(around)

@@ -16,6 +16,7 @@ from lightning_memopt.session import costs
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.overhead import Overhead
 from tests.cpu.lib.loops import QUIET, batches, sgd, small, train
+from tests.cpu.lib.observed import CPU
 from tests.cpu.lib.tracing import untraced
 
 pytestmark = pytest.mark.real_times
@@ -105,7 +106,7 @@ class _Counting(TorchDispatchMode):
 def test_measured_beside_whatever_is_entered_here():
     """A budget may be refused in the middle of a step: its modes and precision have no part in what is measured."""
     with _Counting() as mode, torch.autocast("cpu"), torch.no_grad():
-        found = costs.in_own_thread(lambda: costs._measured(torch.device("cpu")))
+        found = costs.in_own_thread(lambda: costs._measured(CPU), CPU)
     assert mode.ops == 0 and found.recorded > 0 <= found.rebuilt
 
 

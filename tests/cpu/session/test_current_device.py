@@ -1,0 +1,101 @@
+"""Threads of our own use the device of the model, not device 0, on which each process would open a context."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import types
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_memopt.record.tensors import current
+from lightning_memopt.runtime.tiers.worker import Copy, Worker
+from lightning_memopt.session import costs
+from lightning_memopt.session.costs import Costs
+from lightning_memopt.session.times import Times
+from tests.cpu.lib.models import Body, data, made
+from tests.cpu.lib.observed import graph_of
+from tests.cpu.lib.times import given
+
+COSTS = Costs(1e-6, 0.0, 1e-6, 1e-6)
+
+
+@pytest.fixture
+def current_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """The current device of each thread, as CUDA has it: 0 where nobody has set it."""
+    of_thread = threading.local()
+
+    def now() -> int:
+        return getattr(of_thread, "index", 0)
+
+    @contextlib.contextmanager
+    def device(wanted: torch.device) -> Iterator[None]:
+        before, of_thread.index = now(), wanted.index
+        yield
+        of_thread.index = before
+
+    of_thread.index = 2  # the user's thread has set it, as each rank does
+    fake = types.SimpleNamespace(device=device, current_device=now)
+    monkeypatch.setattr(torch, "get_device_module", lambda device=None: fake)
+    return now
+
+
+@pytest.mark.parametrize(("given_device", "index"), [(torch.device("cuda", 1), 1), (torch.device("cuda"), 2), (None, 2)])
+def test_our_own_work_is_measured_on_the_device_of_the_model(
+    given_device: torch.device | None, index: int, current_device: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def measured(device: torch.device, nbytes: int = 0) -> Costs:
+        seen.append((device, current_device(), threading.current_thread() is threading.main_thread()))
+        return COSTS
+
+    given(monkeypatch, Times())
+    monkeypatch.setattr(costs, "_measured", measured)
+    monkeypatch.setattr(costs, "_known", {})
+    graph = types.SimpleNamespace(device="cuda", forward=())
+    assert costs.measured(graph, given_device) is COSTS  # type: ignore[arg-type]
+    assert seen == [(torch.device("cuda", index), index, False)]
+    assert current_device() == 2
+
+
+def test_a_solve_passes_the_device_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the session, with its number: a graph knows the type alone."""
+    from lightning_memopt import MemOptConfig
+    from lightning_memopt.session.offloading import Offloading
+    from lightning_memopt.session.solving import frontier_of
+
+    asked: list[Any] = []
+    measured = costs.measured
+    monkeypatch.setattr(costs, "measured", lambda graph, device=None: asked.append(device) or measured(graph, device))
+    model, x = made(Body), data(4, 16)
+    graph = graph_of(model, (x,), lambda: model(x).sum())
+    offloading = Offloading(torch.device("cpu"), MemOptConfig(verbose=False, offload="disk"))
+    offloading.device = torch.device("cpu", 0)
+    frontier_of(graph, offloading, lambda _: None)
+    offloading.depots.close()
+    assert set(asked) == {torch.device("cpu", 0)} and len(asked) == 2, "for plans that rebuild, and for those that park"
+
+
+def test_the_disk_tiers_threads_work_on_their_device(current_device: Callable[[], int]) -> None:
+    worker, seen = Worker("copies", partial(current, torch.device("cuda", 1))), list[int]()
+    copy = Copy(lambda: seen.append(current_device()))
+    worker.submit(copy)
+    copy.wait()
+    worker.close()
+    assert seen == [1] and copy.error is None
+
+
+def test_a_device_that_cannot_be_set_is_the_copys_error() -> None:
+    def around() -> Any:
+        raise RuntimeError("no such device")
+
+    worker, copy = Worker("copies", around), Copy(lambda: None)
+    worker.submit(copy)
+    copy.wait()
+    worker.close()
+    assert str(copy.error) == "no such device"
