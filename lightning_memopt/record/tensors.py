@@ -119,6 +119,13 @@ def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.get_device_module(device).device(device)
 
 
+def is_on(device: torch.device, where: torch.device) -> bool:
+    """Whether `where` is this device: of the same type and number, as far as both have a number."""
+    index: int | None = device.index
+    other: int | None = where.index
+    return where.type == device.type and (index is None or other is None or index == other)
+
+
 def indexed(device: torch.device) -> torch.device:
     """The device with its number: that of the current one of this thread, where it has none."""
     index: int | None = device.index

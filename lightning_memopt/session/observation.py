@@ -17,6 +17,7 @@ from lightning_memopt.native import counter
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.record import Recorder, around_compiled, around_dual_levels, watching_sizes
 from lightning_memopt.record.gathered import around_units, units_of
+from lightning_memopt.record.tensors import is_on
 from lightning_memopt.runtime import ObservingEngine, let_go
 from lightning_memopt.runtime.engine.surplus import Bound
 from lightning_memopt.runtime.engine.units import Units
@@ -125,7 +126,7 @@ class Observation:
         units = units_of(self.model)
         self._round = tracer, engine, recorder
         ungraded = (p for p in self.model.parameters() if p.requires_grad and gradient_of(p) is None)
-        self._ungraded = [(p, local_tensor(p).nbytes) for p in ungraded]
+        self._ungraded = [(p, local_tensor(p).nbytes) for p in ungraded if is_on(self.device, p.device)]
         engine.opaque_ops = self.opaque_ops
         self._metering = contextlib.ExitStack()
         self.events = None

@@ -20,6 +20,7 @@ import torch
 from torch import optim
 
 from lightning_memopt.record import Outside
+from lightning_memopt.record.tensors import is_on
 from lightning_memopt.runtime.early_updates import step_without_hooks
 from lightning_memopt.session.graphs import pieces
 from lightning_memopt.torch_private import (
@@ -86,7 +87,7 @@ def with_gradients(optimizer: optim.Optimizer) -> list[Group]:
 def still_to_make(optimizer: optim.Optimizer, device: torch.device, rounded: Rounded) -> int:
     """Bytes of the gradients and the state that do not exist yet, if every parameter gets a gradient."""
     groups = [(group, [p for p in group["params"] if p.requires_grad]) for group in optimizer.param_groups]
-    without = [p for _, params in groups for p in params if gradient_of(p) is None and p.device.type == device.type]
+    without = [p for _, params in groups for p in params if gradient_of(p) is None and is_on(device, p.device)]
     return sum(rounded(local_tensor(p).nbytes) for p in without) + rehearse(optimizer, groups, device, rounded).state_nbytes
 
 
@@ -98,7 +99,7 @@ def rehearse(optimizer: optim.Optimizer, groups: Iterable[Group], device: torch.
         return _of_lbfgs(optimizer, rounded)
     updates = Update()
     for group, params in groups:
-        on_device = [p for p in params if p.device.type == device.type]
+        on_device = [p for p in params if is_on(device, p.device)]
         if not on_device:
             continue
         if group.get("differentiable") or any(_gradient(p).layout is not torch.strided for p in on_device):

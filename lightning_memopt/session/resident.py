@@ -13,6 +13,7 @@ from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.graph.model import Kind
 from lightning_memopt.native import counter
 from lightning_memopt.record import is_plain
+from lightning_memopt.record.tensors import is_on
 from lightning_memopt.session.graphs import pieces
 from lightning_memopt.session.leaves import leaves_of
 from lightning_memopt.torch_private import gradient_of, local_tensor
@@ -55,7 +56,7 @@ def sizes(tensors: Iterable[Named], device: torch.device) -> list[int]:
     """Bytes of each of the distinct storages of these tensors on the device."""
     seen = {}
     for t, _, _ in tensors:
-        if t.device.type == device.type and t.layout is torch.strided:
+        if is_on(device, t.device) and t.layout is torch.strided:
             storage = t.untyped_storage()
             seen[storage._cdata] = storage.nbytes()
     return list(seen.values())

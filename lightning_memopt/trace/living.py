@@ -9,6 +9,7 @@ import torch
 
 from lightning_memopt.live_objects import live_objects
 from lightning_memopt.native import Counter, counter, install
+from lightning_memopt.record.tensors import is_on
 from lightning_memopt.torch_private import gradient_of, no_torch_functions, without_modes
 
 
@@ -37,7 +38,7 @@ def living(device: torch.device) -> list[torch.UntypedStorage]:
         for known in live_objects(lambda kind: torch.Tensor in kind.__mro__):
             for t in (known, gradient_of(known)):
                 for storage in () if t is None else storages(t):
-                    if storage.device.type == device.type:
+                    if is_on(device, storage.device):
                         storage_of[storage._cdata] = storage
     return list(storage_of.values())
 

@@ -8,6 +8,7 @@ import torch
 
 from lightning_memopt.graph.model import Kind
 from lightning_memopt.record import Recorder, is_plain, storage_id
+from lightning_memopt.record.tensors import is_on
 from lightning_memopt.trace.memory import requested_nbytes
 from lightning_memopt.trace.tracer import Tracer
 
@@ -28,7 +29,7 @@ def adopt_all(tracer: Tracer, recorder: Recorder, tensors: Iterable[tuple[torch.
             recorder.tape.versions[version.id] = version
             tracer.adopt(version, kind, name)
     if tracer.device.type == "cuda":
-        known = sum(version.nbytes for version in recorder.tape.versions.values() if version.device.type == "cuda")
+        known = sum(version.nbytes for version in recorder.tape.versions.values() if is_on(tracer.device, version.device))
         tracer.adopt_unseen(max(0, requested_nbytes(tracer.device)[0] - known))
     elif tracer.ledger is not None:
         tracer.ledger.settle()

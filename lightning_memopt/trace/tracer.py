@@ -20,6 +20,7 @@ from lightning_memopt.graph.model import Kind, Phase
 from lightning_memopt.native import Counter
 from lightning_memopt.native.engine import hiding, maker
 from lightning_memopt.record import OpRecord, Origin, Recorder, StorageVersion, fills, storage_id, uncompiled, written_by
+from lightning_memopt.record.tensors import is_on
 from lightning_memopt.torch_private import OpOverload
 from lightning_memopt.trace.backwards import Backwards, backward_runs
 from lightning_memopt.trace.building import graph_of
@@ -275,10 +276,10 @@ class Tracer:
                 self.counts(storage, alive)
 
     def _is_on_device(self, version: StorageVersion) -> bool:
-        """Whether the bytes of a version are on the training device, or another one of its type."""
+        """Whether the bytes of a version are on the training device."""
         known = self._on_device.get(version.device)
         if known is None:
-            known = self._on_device[version.device] = version.device.type == self.device.type  # torch makes the text anew
+            known = self._on_device[version.device] = is_on(self.device, version.device)
         return known
 
     def _rounded(self, nbytes: int) -> int:

@@ -1,4 +1,4 @@
-"""Threads of our own use the device of the model, not device 0, on which each process would open a context."""
+"""With several GPUs: threads of our own use the device of the model, not device 0, and only its bytes are counted."""
 
 from __future__ import annotations
 
@@ -12,15 +12,22 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_memopt.record.tensors import current
+from lightning_memopt import MemOptConfig
+from lightning_memopt.record.tensors import current, is_on
 from lightning_memopt.runtime.tiers.worker import Copy, Worker
-from lightning_memopt.session import costs
+from lightning_memopt.session import costs, rehearsal
 from lightning_memopt.session.costs import Costs
+from lightning_memopt.session.offloading import Offloading
+from lightning_memopt.session.rehearsal import Update, rehearse, with_gradients
+from lightning_memopt.session.resident import resident_nbytes
+from lightning_memopt.session.solving import frontier_of
 from lightning_memopt.session.times import Times
+from lightning_memopt.trace.tracer import Tracer
 from tests.cpu.lib.models import Body, data, made
 from tests.cpu.lib.observed import graph_of
 from tests.cpu.lib.times import given
 
+ZERO, ONE, ANY = torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cuda")
 COSTS = Costs(1e-6, 0.0, 1e-6, 1e-6)
 
 
@@ -65,10 +72,6 @@ def test_our_own_work_is_measured_on_the_device_of_the_model(
 
 def test_a_solve_passes_the_device_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of the session, with its number: a graph knows the type alone."""
-    from lightning_memopt import MemOptConfig
-    from lightning_memopt.session.offloading import Offloading
-    from lightning_memopt.session.solving import frontier_of
-
     asked: list[Any] = []
     measured = costs.measured
     monkeypatch.setattr(costs, "measured", lambda graph, device=None: asked.append(device) or measured(graph, device))
@@ -99,3 +102,42 @@ def test_a_device_that_cannot_be_set_is_the_copys_error() -> None:
     copy.wait()
     worker.close()
     assert str(copy.error) == "no such device"
+
+
+def test_another_device_of_the_same_type_is_another_device() -> None:
+    assert is_on(ZERO, ZERO) and not is_on(ZERO, ONE) and not is_on(torch.device("cpu"), ZERO)
+    assert is_on(ANY, ONE) and is_on(ONE, ANY), "where one has no number, its type decides"
+
+
+class On:
+    """A tensor of 1000 bytes on a device that is not here."""
+
+    layout = torch.strided
+    nbytes = 1000
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._cdata = id(self)
+
+    def untyped_storage(self) -> Any:
+        return types.SimpleNamespace(_cdata=id(self), nbytes=lambda: self.nbytes)
+
+
+def test_tensors_of_another_gpu_are_not_charged_to_the_budget() -> None:
+    """A model in two parts, one on each GPU, and a budget for the first."""
+    tensors = [(On(device), "parameter", "weight") for device in (ZERO, ZERO, ONE)]
+    assert resident_nbytes(tensors, ZERO) == 2000  # type: ignore[arg-type]
+    tracer = Tracer(ZERO, lambda: "")
+    on = [tracer._is_on_device(t) for t, _, _ in tensors]  # type: ignore[arg-type]
+    assert on == [True, True, False]
+
+
+def test_updates_of_parameters_on_another_gpu_are_not_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = torch.nn.Parameter(torch.zeros(100))
+    optimizer = torch.optim.Adam([p])
+    p.grad = torch.zeros(100)
+    groups = with_gradients(optimizer)
+    here = rehearse(optimizer, groups, torch.device("cpu"), lambda nbytes: nbytes)
+    monkeypatch.setattr(rehearsal, "is_on", lambda device, where: False)
+    elsewhere = rehearse(optimizer, groups, torch.device("cpu"), lambda nbytes: nbytes)
+    assert here.state_nbytes >= 800 and elsewhere == Update()
