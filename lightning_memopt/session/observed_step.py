@@ -12,6 +12,7 @@ from lightning_memopt.graph import Graph
 from lightning_memopt.session.observation import Observation, observing
 from lightning_memopt.session.observing import Observing, Waiting
 from lightning_memopt.session.silence import GIVEN_UP, Silence
+from lightning_memopt.session.workspaces import take_workspaces
 from lightning_memopt.units import format_nbytes
 
 Say = Callable[[str], None]
@@ -48,6 +49,7 @@ class ObservedStep:
 
     def begin(self, state: Observing | Waiting, device: torch.device, limit_nbytes: int | None) -> Observation:
         """A step of this state begins to be observed."""
+        take_workspaces(self._model, device)
         verify = meter = False
         fixed: frozenset[int] = frozenset()
         if isinstance(state, Observing):
