@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_memopt.errors import ConfigError
-from lightning_memopt.plan.allocator import Allocator, ExhaustedError, Settings, compare
+from lightning_memopt.plan.allocator import Allocator, ExhaustedError, Settings, compare, settings
 from lightning_memopt.plan.allocator.settings import MIB
 
 KIB = 1024
@@ -322,3 +322,46 @@ def test_a_trace_of_another_allocator_is_seen_to_differ() -> None:
     other = [dict(e, size=24 * MIB) if e["action"] == "segment_alloc" and e["size"] == 20 * MIB else e for e in BY_HAND]
     assert compare(other).first_difference == (3, 26 * MIB, 22 * MIB)
     assert compare([]).error == 0 and compare(BY_HAND[1:2]).error == 1.0
+
+
+def said(**changed: object) -> dict[str, object]:
+    """What the allocator of torch 2.14 says of itself, as far as it is read."""
+    divisions = {str(1 << i): 0 for i in range(16)}
+    plain = {
+        "PYTORCH_CUDA_ALLOC_CONF": "",
+        "max_split_size": -1,
+        "garbage_collection_threshold": 0.0,
+        "expandable_segments": False,
+        "roundup_power2_divisions": divisions,
+    }
+    return plain | changed
+
+
+def test_settings_are_those_that_the_allocator_says() -> None:
+    assert Settings.of_allocator(said()) == Settings() == Settings.of_allocator({})
+    text = "expandable_segments:True,max_split_size_mb:256,roundup_power2_divisions:[64:8,>:4],garbage_collection_threshold:0.8"
+    divisions = {str(1 << i): 8 if i < 7 else 4 for i in range(16)}
+    found = said(
+        PYTORCH_CUDA_ALLOC_CONF=text,
+        expandable_segments=True,
+        max_split_size=256 * MIB,
+        roundup_power2_divisions=divisions,
+        garbage_collection_threshold=0.8,
+    )
+    assert Settings.of_allocator(found) == Settings.parse(text)
+
+
+def test_a_later_text_may_set_a_part() -> None:
+    """As torch does: its text is the last one that was set, and expandable segments stay."""
+    found = said(PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:128", max_split_size=128 * MIB, expandable_segments=True)
+    assert Settings.of_allocator(found) == Settings(expandable=True, max_split_nbytes=128 * MIB)
+    assert Settings.of_allocator(said(PYTORCH_CUDA_ALLOC_CONF="large_segment_size_mb:40")).large_segment_nbytes == 40 * MIB
+
+
+def test_what_was_said_last_is_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "_told", [])
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    assert settings.in_force().max_split_nbytes == 64 * MIB
+    settings.tell(Settings(expandable=True))
+    settings.tell(Settings())
+    assert settings.in_force() == Settings()

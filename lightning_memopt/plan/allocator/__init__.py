@@ -14,7 +14,7 @@ from lightning_memopt.plan.allocator.reserved import (
     reserved,
     reserved_nbytes_of,
 )
-from lightning_memopt.plan.allocator.settings import Settings
+from lightning_memopt.plan.allocator.settings import Settings, tell
 from lightning_memopt.plan.allocator.trace import Comparison, compare
 
 __all__ = [
@@ -30,4 +30,5 @@ __all__ = [
     "requests",
     "reserved",
     "reserved_nbytes_of",
+    "tell",
 ]

@@ -14,7 +14,7 @@ from functools import partial
 
 from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.plan.allocator.model import Allocator
-from lightning_memopt.plan.allocator.settings import Settings
+from lightning_memopt.plan.allocator.settings import Settings, in_force
 from lightning_memopt.plan.lower import Fetch, Rebuild, Schedule, lower
 from lightning_memopt.plan.model import Life
 from lightning_memopt.plan.simulate import encoded
@@ -276,7 +276,7 @@ def reserved_nbytes_of(graph: Graph, settings: Settings | None = None) -> Callab
     """The reserved peak of a plan of this graph, as a function of its lives; None where its device has no such allocator."""
     if graph.device != "cuda":
         return None
-    return partial(_peak_nbytes, graph, settings or Settings.from_environment())
+    return partial(_peak_nbytes, graph, settings or in_force())
 
 
 def _peak_nbytes(graph: Graph, settings: Settings, lives: tuple[Life, ...]) -> int:

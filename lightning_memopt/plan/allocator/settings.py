@@ -1,4 +1,5 @@
-"""How PyTorch's caching allocator for CUDA rounds and splits: its defaults, and what `PYTORCH_CUDA_ALLOC_CONF` says otherwise.
+"""How PyTorch's caching allocator for CUDA rounds and splits: its defaults, and what it says otherwise itself, or
+`PYTORCH_CUDA_ALLOC_CONF` does.
 
 Text such as `expandable_segments:True,max_split_size_mb:256,roundup_power2_divisions:[64:8,>:4]` goes in, a frozen `Settings`
 comes out. Options that do not change how many bytes are reserved are passed over.
@@ -10,6 +11,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.units import ceil_div
@@ -62,6 +64,26 @@ class Settings:
                 ) from None
         return settings
 
+    @classmethod
+    def of_allocator(cls, said: Mapping[str, Any]) -> Settings:
+        """Those that the allocator itself says are in force: "allocator_settings" of `torch.cuda.memory._snapshot()`.
+
+        Its text is the last one that was set, which may set a part only, and says what the other entries leave out. Raises
+        ConfigError as `parse`.
+        """
+        settings = cls.parse(str(said.get("PYTORCH_CUDA_ALLOC_CONF", "")))
+        if "expandable_segments" in said:
+            settings = replace(settings, expandable=bool(said["expandable_segments"]))
+        if "max_split_size" in said:
+            most = int(said["max_split_size"])
+            settings = replace(settings, max_split_nbytes=most if most > 0 else None)
+        if "garbage_collection_threshold" in said:
+            settings = replace(settings, gc_threshold=float(said["garbage_collection_threshold"]))
+        divisions = said.get("roundup_power2_divisions", {})
+        if len(divisions) == _INTERVALS:
+            settings = replace(settings, divisions=tuple(divisions[key] for key in sorted(divisions, key=int)))
+        return settings
+
     def rounded(self, nbytes: int) -> int:
         """The bytes of the block that a request asks for."""
         if nbytes < MIN_BLOCK_NBYTES:
@@ -83,6 +105,20 @@ class Settings:
     def page_nbytes(self, small: bool) -> int:
         """The unit in which an expandable segment grows and shrinks."""
         return SMALL_SEGMENT_NBYTES if small else self.large_segment_nbytes
+
+
+_told: list[Settings] = []
+"""What the allocator of this process said last; empty where nobody has asked it."""
+
+
+def tell(settings: Settings) -> None:
+    """These are the settings of the allocator of this process."""
+    _told[:] = [settings]
+
+
+def in_force() -> Settings:
+    """The settings that the allocator has said, else those of the environment."""
+    return _told[0] if _told else Settings.from_environment()
 
 
 def _with(settings: Settings, key: str, value: str) -> Settings:
