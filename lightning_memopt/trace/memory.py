@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from lightning_memopt.clocks import perf_counter
 from lightning_memopt.live_objects import live_objects
 from lightning_memopt.native import Counter, Window, counter
 from lightning_memopt.torch_private import KINETO_PROFILE, profiler_is_on, record_function
@@ -63,35 +64,60 @@ def requested_nbytes(device: torch.device) -> tuple[int, int]:
 class CudaOps:
     """Seconds and bytes of each op on a CUDA device; seconds are those between two events on the stream.
 
-    peak_nbytes: peak of the last op above the bytes before it.
+    The allocator is asked once for each op, behind it: to ask takes longer than many ops.
+
+    beyond_left_nbytes: peak of the last op above the bytes that are left after it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.peak_nbytes = 0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._before = 0
+        self.beyond_left_nbytes = 0
+        self._timed: list[_Timed] = []
 
     def begin(self, index: int) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
-        self._before = requested_nbytes(self.device)[0]
-        pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        self._events[index:] = [pair]  # replaces the events of an op that raised
-        pair[0].record(torch.cuda.current_stream(self.device))
+        idle = index > 0 and self._timed[index - 1].ended.query()
+        timed = _Timed(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True), idle)
+        self._timed[index:] = [timed]  # replaces the events of an op that raised
+        timed.began.record(torch.cuda.current_stream(self.device))
+        timed.host_began = perf_counter()
 
     def end(self) -> None:
-        self._events[-1][1].record(torch.cuda.current_stream(self.device))
-        self.peak_nbytes = requested_nbytes(self.device)[1] - self._before
-
-    @property
-    def beyond_left_nbytes(self) -> int:
-        """Peak of the last op above the bytes that are left after it."""
-        return max(0, self._before + self.peak_nbytes - requested_nbytes(self.device)[0])
+        timed = self._timed[-1]
+        timed.host_seconds = perf_counter() - timed.host_began
+        timed.ended.record(torch.cuda.current_stream(self.device))
+        left_nbytes, peak_nbytes = requested_nbytes(self.device)
+        self.beyond_left_nbytes = max(0, peak_nbytes - left_nbytes)
 
     def seconds(self, count: int) -> list[float]:
         """Seconds of the first `count` ops. Waits for the device."""
         torch.cuda.synchronize(self.device)
-        return [1e-3 * began.elapsed_time(ended) for began, ended in self._events[:count]]
+        return [timed.seconds for timed in self._timed[:count]]
+
+
+@dataclass
+class _Timed:
+    """An op between two events.
+
+    idle: the device had done the op before when the op began. The first event is reached at once then, and the time between
+        the two holds the host's time for the launch.
+    """
+
+    began: torch.cuda.Event
+    ended: torch.cuda.Event
+    idle: bool
+    host_began: float = 0.0
+    host_seconds: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the device."""
+        between = 1e-3 * self.began.elapsed_time(self.ended)
+        return max(_LEAST_SECONDS, between - self.host_seconds) if self.idle else between
+
+
+_LEAST_SECONDS = 1e-6
+"""Of an op on a device: no kernel takes less."""
 
 
 @contextlib.contextmanager

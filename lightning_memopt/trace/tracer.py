@@ -152,9 +152,7 @@ class Tracer:
             for old, new, _ in mutates:
                 self._overwritten(old, new, f"{scope}:{name}", now)
         flops = self._flops.of(func, args, kwargs, out)
-        workspace = 0
-        if self.cuda is not None:
-            workspace = max(0, self.cuda.peak_nbytes - sum(v.nbytes for v, _ in made if self._is_on_device(v)))
+        workspace = 0 if self.cuda is None else self.cuda.beyond_left_nbytes
         state_nbytes = self._state_nbytes if rule.handling == "random" else 0
         self.states_nbytes += state_nbytes
         heavy, recomputable = rule.heavy and flops > 0, record.recomputable and forward

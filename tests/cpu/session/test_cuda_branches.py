@@ -24,6 +24,8 @@ from lightning_memopt.session.peak_meter import StepMeter
 from lightning_memopt.session.states import Running
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.recompute.baselines import recompute_everything
+from lightning_memopt.trace import memory
+from lightning_memopt.trace.memory import CudaOps
 from tests.cpu.lib.harness import assert_exact, outcome
 from tests.cpu.lib.inside import state_of
 from tests.cpu.lib.loops import QUIET, batches, sgd, small, train
@@ -90,7 +92,8 @@ class Device:
 
     def __init__(self, monkeypatch: Any) -> None:
         self.now = 0.0
-        self.resets = self.synchronised = 0
+        self.resets = self.synchronised = self.asked = 0
+        self.idle = False
         device = self
 
         class Event:
@@ -101,6 +104,9 @@ class Device:
                 device.now += 0.5
                 self.at = device.now
 
+            def query(self) -> bool:
+                return device.idle
+
             def elapsed_time(self, other: Event) -> float:
                 assert device.synchronised
                 return 2 * (other.at - self.at)
@@ -110,7 +116,7 @@ class Device:
             "current_stream": lambda device=None: None,
             "reset_peak_memory_stats": self.reset,
             "synchronize": self.synchronize,
-            "memory_stats_as_nested_dict": lambda device: {"requested_bytes": {"all": {"current": 10000, "peak": 14096}}},
+            "memory_stats_as_nested_dict": self.stats,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
 
@@ -119,6 +125,10 @@ class Device:
 
     def synchronize(self, device: Any) -> None:
         self.synchronised += 1
+
+    def stats(self, device: Any) -> Any:
+        self.asked += 1
+        return {"requested_bytes": {"all": {"current": 10000, "peak": 14096}}}
 
 
 def observed(model: Any) -> Any:
@@ -138,11 +148,25 @@ def test_ops_are_timed_by_events_and_what_nobody_knows_is_counted(monkeypatch: A
     assert {op.seconds for op in graph.ops} == {1e-3} and graph.step_seconds == pytest.approx(1e-3 * len(graph.ops))
     assert {op.workspace_nbytes for op in graph.ops} == {4096}
     assert device.resets == len(graph.ops) and device.synchronised == 1, "ops are not waited for one by one"
+    assert device.asked == len(graph.ops) + 1, "once for each op, and once before the step"
     unseen = [t for t in graph.tensors if t.name == "held outside of the step"]
     assert [(t.nbytes, t.born_at, t.freed_at) for t in unseen] == [(10240, BEFORE, len(graph.points) - 1)]
     assert resident_nbytes(graph) == 10240
     plan = planner.solve(graph).plan(1 << 40)
     assert plan.predicted.reserved_nbytes >= plan.predicted.peak_nbytes >= 10240 + 4096
+
+
+@pytest.mark.parametrize(("idle", "expected"), [(False, [1e-3] * 3), (True, [1e-3, 1e-6, 4e-4])])
+def test_on_an_idle_device_the_launch_is_no_part_of_an_op(idle: bool, expected: list[float], monkeypatch: Any) -> None:
+    """Between its two events a device that waits for work waits for the host. What it does before the first op is unknown."""
+    device, ops = Device(monkeypatch), CudaOps(CUDA)
+    device.idle = idle
+    clock = iter([0.0, 6e-4, 1.0, 1.0 + 2e-3, 2.0, 2.0 + 6e-4])
+    monkeypatch.setattr(memory, "perf_counter", lambda: next(clock))
+    for index in range(3):
+        ops.begin(index)
+        ops.end()
+    assert ops.seconds(3) == pytest.approx(expected)
 
 
 def test_only_what_the_host_takes_longer_than_the_device_is_lost(monkeypatch: Any) -> None:
