@@ -20,9 +20,9 @@ def live_objects(wanted: Callable[[type], bool]) -> list[Any]:
     another thread may run: one call of C code looks all objects up, group by group of a class, and puts nothing into the place
     of a group whose class is common and not wanted.
     """
-    nothing: dict[type, tuple[()]] = {kind: () for kind in _COMMON if not wanted(kind)}
+    nothing: dict[Any, Any] = {kind: () for kind in _COMMON if not wanted(kind)}
     every = chain.from_iterable(map(gc.get_objects, (None,)))
-    rest = list(chain.from_iterable(starmap(nothing.get, groupby(every, type))))
+    rest: list[Any] = list(chain.from_iterable(starmap(nothing.get, groupby(every, type))))
     known: dict[type, bool] = {}
 
     def is_wanted(kind: type) -> bool:

@@ -1,5 +1,5 @@
-"""How much of a run observing takes: an observed step is several times slower, so observing must come to an end, or stay a small
-part of the run.
+"""How much of a run observing takes: an observed step is several times slower, so observing must come to an end, or stay a
+small part of the run.
 
 After the first steps and the first minute, a step is observed only while observing has taken no more than a twentieth of the
 run's time. Where observed steps lead to no plan, observing rests, each time for twice as many of them. A step that calls the

@@ -62,10 +62,6 @@ def frontier_of(graph: Graph, offloading: Offloading, say: Say, limit_nbytes: in
             budgets=() if limit_nbytes is None else (limit_nbytes,),
             say=lambda line: say(f"MemOpt:   {line}"),
             detail=_detail if offloading.config.verbose else logs.silent,
-            overhead=costs.overhead(graph),
-
-
-            say=lambda s: say(f"MemOpt:   {s}"),
             overhead=costs.overhead(graph, offloading.device),
             clock=times.current.solver_clock(thread_time),
         )

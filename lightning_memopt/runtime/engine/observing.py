@@ -361,8 +361,7 @@ class ObservingEngine(Engine):
         return stays
 
     def _verify(self, version: Version) -> None:
-        """Rebuild a kept version and compare, where there is room. A mismatch makes its op opaque; autograd gets the kept value.
-        """
+        """Where there is room, rebuild a kept version and compare. A mismatch makes its op opaque; autograd gets the kept one."""
         holding, call = version.holding, version.call
         assert call is not None
         self.verified.add(version.id)

@@ -1,4 +1,4 @@
-"""An observed step takes no more than the plain one and a little, whatever the forward lets go of; verification looks less then."""
+"""An observed step takes no more than the plain one and a little, whatever the forward lets go of: verification looks less."""
 
 from __future__ import annotations
 

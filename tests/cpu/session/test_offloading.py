@@ -143,7 +143,11 @@ class Rectified(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            *(m for n in (1, 8, 8) for m in (nn.Conv2d(n, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(3, 1, 1)))
+            *(
+                m
+                for n in (1, 8, 8)
+                for m in (nn.Conv2d(n, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(3, 1, 1))
+            )
         )
         self.head = nn.Linear(8, 24)
 

@@ -1,5 +1,5 @@
-"""An observed backward takes the memory of a plain one, and is predicted so: torch makes new tensors, instead of writing in place,
-while a dispatch mode is on.
+"""An observed backward takes the memory of a plain one, and is predicted so: while a dispatch mode is on, torch makes new
+tensors instead of writing in place.
 """
 
 from __future__ import annotations
