@@ -36,6 +36,8 @@ class Effort:
         self.bounded = bounded
         self.evicts = False
         self.calls = 0
+        self._said = False
+        self._looked: float | None = None
         self._run_began: float | None = None
         self._step_began: float | None = None
         self._seconds = 0.0
@@ -84,11 +86,24 @@ class Effort:
         if began is not None:
             self._seconds += times.current.now() - began
 
-    def step_ended(self) -> None:
-        """A step is over, observed or not."""
-        many = self._rounds if self._last_rounds else self.calls
-        self._last_rounds = self._rounds if many >= CALLS else 0
+    def looks_around(self) -> bool:
+        """Whether all tensors of the process are looked at before the step that begins: at first, and once a minute."""
+        now = times.current.now()
+        if self._looked is not None and now - self._looked < FREE_SECONDS:
+            return False
+        self._looked = now
+        return True
+
+    def step_ended(self) -> int:
+        """A step is over, observed or not. Returns how many calls of the model it had before one backward, the first time that
+        there were several; else 0.
+        """
+        rounds, calls = self._rounds, self.calls
+        many = rounds if self._last_rounds else calls
+        self._last_rounds = rounds if many >= CALLS else 0
         self._rounds = self.calls = 0
+        first, self._said = bool(calls) and not self._said, self._said or bool(calls)
+        return rounds if first else 0
 
     def succeeded(self) -> None:
         """A step was observed to its end."""

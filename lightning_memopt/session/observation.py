@@ -56,6 +56,7 @@ class Observation:
     copies: the points at which DistributedDataParallel copied reduced gradients back.
     events: the allocator's events in this round; None where it is not metered.
     peak_nbytes: the most live bytes at a check against the limit.
+    evicted: tensors of a forward that is over were evicted.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Observation:
         self.events: AllocatorEvents | None = None
         self.peak_nbytes = 0
         self.opaque_ops: dict[str, str] = {} if opaque_ops is None else opaque_ops
+        self.evicted = False
         self._lost: set[int] = set()
         self._unverified: set[str] = set()
         self._engines: list[weakref.ref[ObservingEngine]] = []
@@ -86,8 +88,6 @@ class Observation:
         self._aside: Recorder | None = None
         self._ungraded: list[tuple[nn.Parameter, int]] = []
         self._counter = counter() if device.type == "cpu" else None
-        if self._counter is not None:
-            count_living(self._counter)
         self._contexts = contextlib.ExitStack()
         self._metering = contextlib.ExitStack()
 
@@ -170,6 +170,13 @@ class Observation:
             return False
         tracer, engine, _ = self._round
         return tracer.asked or (tracer.backward_ran and not engine.packs)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether autograd still holds tensors of the last forward: it has had no backward, or its graph is retained."""
+        if self._round is None:
+            return False
+        return any(version.holding.handles for version in reversed(list(self._round[1].tape.versions.values())))
 
     @property
     def metered(self) -> bool:
@@ -310,6 +317,7 @@ class Observation:
         if self._round is not None:
             tracer, engine, recorder = self._round
             self._round = None
+            self.evicted = self.evicted or engine.evictions > 0
             # autograd may keep the engine (a second backward, or none), but the engine must not keep the tracer
             engine.events = engine.pressure = engine.bound = None
             engine.on_rebuilt = _nothing
@@ -366,6 +374,13 @@ class Observation:
             return dataclasses.replace(op, workspace_nbytes=workspace, recomputable=recomputable)
 
         return dataclasses.replace(graph, ops=tuple(map(corrected, graph.ops)), unbroken=self.scopes.unbroken)
+
+
+def count_copies(device: torch.device) -> None:
+    """Let the native counter count the copies and the loaded tensors in memory, for which torch asks another allocator."""
+    counts = counter() if device.type == "cpu" else None
+    if counts is not None:
+        count_living(counts)
 
 
 def observing() -> bool:

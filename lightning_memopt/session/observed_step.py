@@ -10,9 +10,10 @@ from torch import nn
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.graph import Graph
 from lightning_memopt.session.allocator import read_settings
-from lightning_memopt.session.observation import Observation, observing
+from lightning_memopt.session.effort import Effort
+from lightning_memopt.session.observation import Observation, count_copies, observing
 from lightning_memopt.session.observing import Observing, Waiting
-from lightning_memopt.session.silence import GIVEN_UP, Silence
+from lightning_memopt.session.silence import BLOCKED, GIVEN_UP, SLOW, Silence
 from lightning_memopt.session.workspaces import take_workspaces
 from lightning_memopt.units import format_nbytes
 
@@ -27,10 +28,14 @@ class ObservedStep:
     """The step that is being observed.
 
     now: its observation, None while no step is observed.
+    effort: how much may be observed.
     """
 
-    def __init__(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], config: MemOptConfig) -> None:
+    def __init__(
+        self, model: nn.Module, optimizers: list[torch.optim.Optimizer], config: MemOptConfig, effort: Effort
+    ) -> None:
         self.now: Observation | None = None
+        self.effort = effort
         self._model = model
         self._optimizers = optimizers
         self._config = config
@@ -57,14 +62,28 @@ class ObservedStep:
         if isinstance(state, Observing):
             # all are metered: the plan may be made of any of them (`common` in graphs.py)
             verify, meter, fixed = self._config.verify and not state.graphs and not state.early_known, True, state.fixed
+        if self.effort.looks_around():
+            count_copies(device)
+        self.effort.begins()
         self.now = Observation(
             self._model, self._optimizers, device, limit_nbytes, verify, meter, fixed, self._opaque_ops, self._config.recompute
         )
         return self.now
 
-    def blocked(self) -> bool:
-        """Whether a step of another model is being observed (a GAN's generator and discriminator): this one must wait."""
-        return observing()
+    def passes_over(self, silence: Silence) -> bool:
+        """Whether the call of the model that begins is not observed; `silence` is told why. Counts it."""
+        looks = self.effort.looks_at(piles=self.now is not None and self.now.is_held)
+        if self.now is not None:
+            if not looks:
+                self.now.abandon()  # a later call of this step may be observed
+            return not looks
+        if observing():  # a step of another model (a GAN's generator and discriminator): this one must wait
+            silence.forward(False, BLOCKED)
+            return True
+        if looks and not self.effort.is_due():
+            silence.forward(False, SLOW)
+            return True
+        return not looks or self.effort.rests()
 
     def trains(self) -> None:
         """A forward of training begins."""
@@ -83,7 +102,10 @@ class ObservedStep:
             graph = self.now.finish() if self.now is not None and self.has_backward else None
         finally:
             self.abandon()
-        return graph if graph is not None and any(op.phase == "backward" for op in graph.ops) else None
+        if graph is None or all(op.phase != "backward" for op in graph.ops):
+            return None
+        self.effort.succeeded()
+        return graph
 
     @property
     def has_backward(self) -> bool:
@@ -107,3 +129,5 @@ class ObservedStep:
             if silence is not None:
                 silence.missed(GIVEN_UP)
             now.abandon()
+            self.effort.evicts = self.effort.evicts or now.evicted
+            self.effort.ends()

@@ -28,6 +28,7 @@ from lightning_memopt.session.budget import Neighbours, budget_on, device_of
 from lightning_memopt.session.compiled_regions import CompiledRegions
 from lightning_memopt.session.compiling import CompiledBlocks
 from lightning_memopt.session.early_updates import EarlyUpdating, wanted
+from lightning_memopt.session.effort import Effort
 from lightning_memopt.session.ends import Ends
 from lightning_memopt.session.foresight import Foresight
 from lightning_memopt.session.given_plan import read_given, write_status
@@ -44,7 +45,7 @@ from lightning_memopt.session.refusals import refuse_hopeless, refuse_sharded
 from lightning_memopt.session.resident import resident_tensors
 from lightning_memopt.session.round import Rounds
 from lightning_memopt.session.shapes import Entry, Signature, signature_of
-from lightning_memopt.session.silence import BLOCKED, WAITS, Silence, gradients_are_recorded, trains
+from lightning_memopt.session.silence import WAITS, Silence, gradients_are_recorded, trains
 from lightning_memopt.session.states import Running, State
 from lightning_memopt.session.status import RunStatus, Transfers, status_of, transfers_of
 from lightning_memopt.session.step import Step
@@ -73,7 +74,7 @@ class Session:
         self.rounds, self._plan_cache, self.history = Rounds(), PlanCache(config), History(config.report is not None)
         self._current: State | None = None
         self.given = read_given(self.device, self.budget_nbytes, config) if self.enabled else None
-        self._observed_step = ObservedStep(model, self.optimizers, config)
+        self._observed_step = ObservedStep(model, self.optimizers, config, Effort(bounded=self._agreement.alone))
         self._metering, self._step, self._slowed = Metering(), Step(), False  # slowed: observed, or measured by a profiler
         self.foresight, self._ends = Foresight(self.optimizers), Ends(model, self.optimizers)
         self._neighbours = Neighbours(self.device, self.budget_nbytes)
@@ -210,6 +211,12 @@ class Session:
                 else:
                     state.was_metered()
             self._become(state, after)
+        calls = self._observed_step.effort.step_ended()
+        if calls:
+            self.say(
+                f"MemOpt: the model is called {calls} times before one backward: the plan is made for the last call, and takes "
+                "the bytes of the others as they are. Call it once, on all inputs, for a smaller one"
+            )
         self._plan_cache.step_ended(before, bool(step.plans), peak_nbytes, self.budget_nbytes)
         self.silence.step_ended()
         self._metering.between.step_ended(bool(step.plans), self.device, self.budget_nbytes)
@@ -321,10 +328,9 @@ class Session:
         self._step.began = True
         if isinstance(state, Observing | Waiting):
             backward = self._observed_step.has_backward
+            if self._observed_step.passes_over(self.silence):
+                return None
             if self._observed_step.now is None:
-                if self._observed_step.blocked():
-                    self.silence.forward(False, BLOCKED)
-                    return None
                 if isinstance(state, Observing) and not state.graphs:
                     self._observed_step.announce(state, self.device, self.budget_nbytes, self.say)
                 self._observed_step.begin(state, self.device, self._plan_cache.limit_nbytes(signature, self._limit_nbytes))

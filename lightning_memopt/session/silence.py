@@ -46,6 +46,10 @@ GIVEN_UP = Reason(
     "every step that was observed was given up, because of an exception or an evaluation in the middle of it",
     "Evaluate after optimizer.step()",
 )
+SLOW = Reason(
+    "its steps have been observed for more than 5 % of the run's time, and led to no plan that serves them all",
+    "Train on without one, or with batches of fewer shapes; observing goes on when it is a small part of the run again",
+)
 WAITS = Reason(
     "its batches have ever new shapes, no plan in force serves them, and one for each would take longer than it saves",
     "Pad them to a few lengths, or sort them by length",

@@ -173,7 +173,10 @@ class ObservingEngine(Engine):
 
     def keep_to_bound(self) -> None:
         """Let go of bytes that only this engine holds, where they are more than an observed step may take."""
-        if self.bound is None or not self.surplus:
+        if self.bound is None:
+            return
+        most_nbytes = self.surplus.most_nbytes + self._states_nbytes
+        if not most_nbytes or most_nbytes <= self.bound.spare(most_nbytes):
             return
         nbytes = self.surplus.nbytes()
         spare_nbytes = self.bound.spare(nbytes) - self._states_nbytes
@@ -361,7 +364,7 @@ class ObservingEngine(Engine):
         return stays
 
     def _verify(self, version: Version) -> None:
-        """Where there is room, rebuild a kept version and compare. A mismatch makes its op opaque; autograd gets the kept one."""
+        """Where there is room, rebuild a kept version and compare. A mismatch makes its op opaque."""
         holding, call = version.holding, version.call
         assert call is not None
         self.verified.add(version.id)

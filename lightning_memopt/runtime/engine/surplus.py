@@ -46,10 +46,14 @@ class Bound:
 
 
 class Surplus:
-    """The starts that an engine holds in one forward, and the calls that read each version."""
+    """The starts that an engine holds in one forward, and the calls that read each version.
+
+    most_nbytes: bytes of the starts, whoever else holds them; those that went away count until `alone` is asked.
+    """
 
     def __init__(self, tape: Tape[Holding]) -> None:
         self._tape = tape
+        self.most_nbytes = 0
         self._starts: dict[int, Version] = {}
         self._readers: dict[int, list[Call]] = {}
 
@@ -63,11 +67,14 @@ class Surplus:
 
     def holds(self, version: Version) -> None:
         """The engine holds the bytes of a version that no call makes."""
-        self._starts[version.id] = version
+        if version.id not in self._starts:
+            self._starts[version.id] = version
+            self.most_nbytes += version.nbytes
 
     def alone(self) -> list[Version]:
         """The versions that nobody but the engine holds. What autograd has saved counts as held by it."""
         self._starts = {id: version for id, version in self._starts.items() if version.holding.value is not None}
+        self.most_nbytes = sum([version.nbytes for version in self._starts.values()])
         on: dict[int, list[Version]] = {}
         for version in self._starts.values():
             if version.holding.value is not None:
