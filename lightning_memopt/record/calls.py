@@ -45,15 +45,29 @@ class _Watched(NamedTuple):
     instead: Callable[..., Any] | None
 
 
+class _Entry(NamedTuple):
+    """What a call of a module runs: `call(original, module, name, ...)`."""
+
+    weak: weakref.ref[nn.Module]
+    name: str
+    call: Callable[..., Any]
+
+
 _lock = threading.RLock()
 _watched: dict[int, _Watched] = {}
 """Identity of a module -> the module."""
-_entries: dict[int, _Watched] = {}
-"""Identity of a module whose calls are seen by `beneath_calls` -> the module."""
+_entries: dict[int, _Entry] = {}
+"""Identity of a module whose calls are seen by `beneath_calls` -> what a call of it runs. The module may go away meanwhile."""
 _seams: dict[type[nn.Module], bool] = {}
 """The classes with a seam, and whether they had an attribute of that name before (only `nn.Module` itself has)."""
 _keepers: weakref.WeakSet[Any] = weakref.WeakSet()
 """Objects for which the seams stay on classes (`keep_seams`)."""
+
+
+@uncompiled
+def _entry_of(module: nn.Module) -> _Entry | None:
+    entry = _entries.get(id(module))
+    return entry if entry is not None and entry.weak() is module else None  # else one that is gone had this identity
 
 
 class _Seam:
@@ -63,8 +77,11 @@ class _Seam:
     def __get__(self, module: nn.Module | None, owner: type) -> Any:
         if module is None:
             return None
-        watched = _watched.get(id(module)) or _entries.get(id(module))
-        return module.__dict__.get(CALL) if watched is None else watched.call
+        watched = _watched.get(id(module))
+        if watched is not None:
+            return watched.call
+        entry = _entry_of(module)
+        return module.__dict__.get(CALL) if entry is None else partial(_entered, module, entry)
 
     def __set__(self, module: nn.Module, value: Any) -> None:
         module.__dict__[CALL] = value
@@ -102,20 +119,24 @@ def unwatched_call(module: nn.Module) -> Callable[..., Any]:
 
 def _beneath(module: nn.Module) -> Callable[..., Any]:
     """The function that a call of the module runs for those who listen to the module for one forward."""
-    entry = _entries.get(id(module))
-    return unwatched_call(module) if entry is None else entry.call
+    entry = _entry_of(module)
+    return unwatched_call(module) if entry is None else partial(_entered, module, entry)
 
 
-def _watch(watched: _Watched, table: dict[int, _Watched]) -> None:
+def _put_seam(cls: type[nn.Module]) -> None:
+    if not any(base in _seams for base in cls.__mro__):
+        _seams[cls] = CALL in vars(cls)
+        setattr(cls, CALL, _SEAM)
+
+
+def _watch(watched: _Watched) -> None:
     cls, wrappers = type(watched.module), wrapper_class()
     with _lock:
         if wrappers is not None and wrappers not in _seams and (watched.instead is not None or cls is wrappers):
             _seams[wrappers] = CALL in vars(wrappers)
             setattr(wrappers, CALL, _SEAM_OF_WRAPPERS)
-        if not any(base in _seams for base in cls.__mro__):
-            _seams[cls] = CALL in vars(cls)
-            setattr(cls, CALL, _SEAM)
-        table[id(watched.module)] = watched
+        _put_seam(cls)
+        _watched[id(watched.module)] = watched
 
 
 def _sweep() -> None:
@@ -181,27 +202,27 @@ def _call(module: nn.Module, before: Told, after: Told, *args: Any, **kwargs: An
         _tell(after, module)
 
 
-def _leave(entered: list[nn.Module], table: dict[int, _Watched]) -> None:
+def _leave(entered: list[nn.Module]) -> None:
     while entered:
-        table.pop(id(entered[-1]), None)
+        _watched.pop(id(entered[-1]), None)
         entered.pop()
     _sweep()
 
 
 @contextlib.contextmanager
-def _watching(calls: Iterable[_Watched], table: dict[int, _Watched] = _watched) -> Iterator[None]:
+def _watching(calls: Iterable[_Watched]) -> Iterator[None]:
     entered: list[nn.Module] = []
     try:
         for watched in calls:
-            if id(watched.module) not in table:
+            if id(watched.module) not in _watched:
                 entered.append(watched.module)
-                _watch(watched, table)
+                _watch(watched)
         yield
     finally:
         try:
-            _leave(entered, table)
+            _leave(entered)
         finally:
-            _leave(entered, table)  # does nothing, unless the first call was interrupted
+            _leave(entered)  # does nothing, unless the first call was interrupted
 
 
 @uncompiled_itself
@@ -210,8 +231,8 @@ def _instead(module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: 
 
 
 @uncompiled_itself
-def _entered(module: nn.Module, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return call(unwatched_call(module), module, name, *args, **kwargs)
+def _entered(module: nn.Module, entry: _Entry, *args: Any, **kwargs: Any) -> Any:
+    return entry.call(unwatched_call(module), module, entry.name, *args, **kwargs)
 
 
 def instead_of_calls(module: nn.Module, call: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
@@ -232,10 +253,36 @@ def around_calls(modules: Iterable[nn.Module], before: Told, after: Told) -> con
     return _watching(_Watched(m, partial(_call, m, before, after), None) for m in eager)
 
 
-def beneath_calls(modules: dict[str, nn.Module], call: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
+def _enter(module: nn.Module, name: str, call: Callable[..., Any]) -> None:
+    with _lock:
+        if _entry_of(module) is None:
+            _put_seam(type(module))
+            _entries[id(module)] = _Entry(weakref.ref(module), name, call)
+
+
+def _leave_entries(call: Callable[..., Any]) -> None:
+    with _lock:
+        for key in [key for key, entry in _entries.items() if entry.call is call]:
+            _entries.pop(key, None)
+    _sweep()
+
+
+@contextlib.contextmanager
+def beneath_calls(modules: dict[str, nn.Module], call: Callable[..., Any]) -> Iterator[None]:
     """Within, run `call(original, module, name, *args, **kwargs)` in place of every call of one of `modules`, by name, beneath
     those who listen to the module by the other functions: they may come and go meanwhile.
 
-    original: as for `instead_of_calls`. Modules whose calls another caller sees in this way are left alone.
+    original: as for `instead_of_calls`.
+    modules: emptied, because no module is kept. Those whose calls another caller sees in this way are left alone.
     """
-    return _watching((_Watched(m, partial(_entered, m, name, call), None) for name, m in modules.items()), _entries)
+    try:
+        while modules:
+            name, module = modules.popitem()
+            _enter(module, name, call)
+            del module
+        yield
+    finally:
+        try:
+            _leave_entries(call)
+        finally:
+            _leave_entries(call)  # does nothing, unless the first call was interrupted

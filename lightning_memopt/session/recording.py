@@ -180,6 +180,10 @@ class PlannedRecording(Recording):
         self._depth = 0
         self._thread = threading.get_ident()
 
+    @property
+    def is_saved(self) -> bool:
+        return bool(self.engine.turns.packed) and super().is_saved  # without a look at all versions, where there is none
+
     def _watch(self) -> None:
         if self._spans:
             quiet = [module for weak, _ in self._spans.values() if (module := weak()) is not None]

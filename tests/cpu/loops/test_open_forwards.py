@@ -190,6 +190,19 @@ def test_arguments_are_not_kept_while_the_forward_goes_on() -> None:
         assert run.plan is not None
 
 
+def test_a_module_that_is_taken_away_is_not_kept() -> None:
+    model = small()
+    with planned(model) as (run, optimizer):
+        model.other = nn.Linear(8, 8)
+        train(model, optimizer, batches(2))  # the model itself: single modules are watched anew after it
+        train(model, optimizer, batches(3), through_modules)
+        gone = weakref.ref(model.other)
+        del model.other
+        train(model, optimizer, batches(1), through_modules)
+        assert gone() is None
+        assert run.plan is not None
+
+
 # -- what has no plan ----------------------------------------------------------------------------------------------
 
 
