@@ -202,6 +202,10 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         NOTHING,
     ),
     ("session/observed_step.py", "MemOpt: observing"): ("A run has begun.", NOTHING),
+    ("session/session.py", "MemOpt: the model is called"): (
+        "The loop calls the model several times before one backward; a plan is made for the last call.",
+        "Call the model once, on all inputs, where that is possible: a plan then lowers the memory of all of it.",
+    ),
     ("session/states.py", "MemOpt: the forward left the plan"): (
         "This forward runs other ops than the observed ones (a branch, another shape).",
         "Nothing, if it is rare: the step is exact. Else make the step the same each time.",

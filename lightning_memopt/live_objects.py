@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain, groupby, starmap
 from types import CellType, FunctionType, GetSetDescriptorType, WrapperDescriptorType
 from typing import Any
@@ -16,13 +16,14 @@ def live_objects(wanted: Callable[[type], bool]) -> list[Any]:
     """All objects of the wanted classes. Not by `isinstance`, which asks the object: lazy ones would be initialised by that.
 
     `gc.get_objects` refers to every object, also to a tuple that another thread is just filling. Python raises SystemError in
-    that thread if it goes on meanwhile, for it cannot resize a tuple that somebody has. So no tuple is ever in our hands while
-    another thread may run: one call of C code looks all objects up, group by group of a class, and puts nothing into the place
-    of a group whose class is common and not wanted.
+    that thread if it goes on meanwhile, for it cannot resize a tuple that somebody has. So we hold no tuple while another
+    thread may run: one call of C code looks up all objects, goes through them in runs of one class, and leaves out the runs
+    whose class is common and not wanted.
     """
-    nothing: dict[Any, Any] = {kind: () for kind in _COMMON if not wanted(kind)}
+    nothing = {kind: () for kind in _COMMON if not wanted(kind)}
+    or_nothing: Callable[..., Iterable[Any]] = nothing.get  # (class, run of objects) -> the run, or nothing
     every = chain.from_iterable(map(gc.get_objects, (None,)))
-    rest: list[Any] = list(chain.from_iterable(starmap(nothing.get, groupby(every, type))))
+    rest = list(chain.from_iterable(starmap(or_nothing, groupby(every, type))))
     known: dict[type, bool] = {}
 
     def is_wanted(kind: type) -> bool:

@@ -350,7 +350,8 @@ class Session:
             self._step.runs(state)
             if state.program.empty and not state.unproven:
                 return None
-            state.depot = self._offloading.depot_of(state.plan, self._plan_cache.in_force)
+            lender = state if state.lender is None else state.lender
+            state.depot = self._offloading.depot_of(lender.plan, self._plan_cache.in_force)
             engine = PlannedEngine(state.learned, self.config.verify and state.verifies, state.depot, state.unproven)
             self._ends.planned(engine)
             return PlannedRecording(engine, self.model)

@@ -6,7 +6,7 @@ formulas that write into new zeros (`index`, `gather`, `sort`). While any dispat
 op in place runs for it, exactly where torch would run it without a mode. Without the native engine, which sees where a node
 ends, ops stay as they are.
 
-Source: `accumulate` in torch/csrc/autograd/input_buffer.cpp, and the formulas in FunctionsManual.cpp.
+Source: `accumulate` in input_buffer.cpp of torch's autograd, and the formulas in FunctionsManual.cpp.
 """
 
 from __future__ import annotations

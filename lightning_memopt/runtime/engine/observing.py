@@ -86,6 +86,8 @@ class _Holdings(Holdings):
 class ObservingEngine(Engine):
     """Keeps, evicts under pressure, verifies.
 
+    Many methods: the recorder, autograd and the session each tell it what happens.
+
     events: the tracer, or None.
     pressure: returns the bytes by which live memory exceeds the limit now; None: nothing is evicted.
     verify: whether each call runs a second time for comparison.

@@ -71,12 +71,12 @@ def test_tiers_of_plans_that_are_no_longer_in_force(monkeypatch: pytest.MonkeyPa
     with optimize(model, o, **(QUIET | {"budget": "min", "offload": "disk", "profile_steps": 1})) as run:
         train(model, o, batches(2, size=32))
         held = loss_of(model, batches(1, size=32)[0])
-        for size in (40, 48, 56):
+        for size in (80, 200, 500):  # each too large to borrow the plan before it
             train(model, o, batches(2, size=size))
         depots = run.session._offloading.depots._of_plan.values()
         assert [bool(depot.used_nbytes) for _, depot in depots if depot] == [True, False, False]
         del held
-        train(model, o, batches(2, size=64))
+        train(model, o, batches(2, size=1250))
         assert len(run.session._offloading.depots._of_plan) == 2
 
 

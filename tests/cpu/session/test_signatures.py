@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_memopt.config import MemOptConfig
 from lightning_memopt.session.budget import device_of
 from lightning_memopt.session.observing import Observing, Waiting
 from lightning_memopt.session.plan_cache import PLANS, PlanCache
@@ -114,7 +115,7 @@ def test_states_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ever longer batches, of which all may be planned for: no more states than `PLANS`, and as many that wait; the oldest make
     room, and planning becomes rare.
     """
-    found = PlanCache()
+    found = PlanCache(MemOptConfig())
     monkeypatch.setattr(Solves, "allows", lambda *_: True)
     waiting = 0
     for n in range(1, 501):

@@ -16,6 +16,7 @@ from lightning_memopt.config import MemOptConfig
 from lightning_memopt.plan.allocator import Settings
 from lightning_memopt.session import allocator, observed_step, workspaces
 from lightning_memopt.session.allocator import read_settings
+from lightning_memopt.session.effort import Effort
 from lightning_memopt.session.observed_step import ObservedStep
 from lightning_memopt.session.states import Waiting
 from lightning_memopt.session.workspaces import take_workspaces
@@ -84,7 +85,7 @@ def test_all_is_done_before_a_step_is_observed(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(observed_step, "take_workspaces", lambda model, device: events.append("workspaces"))
     monkeypatch.setattr(observed_step, "read_settings", lambda device: events.append("settings"))
     monkeypatch.setattr(observed_step, "Observation", lambda *_: events.append("observation"))
-    ObservedStep(nn.Linear(2, 2), [], MemOptConfig()).begin(Waiting(), CUDA, None)
+    ObservedStep(nn.Linear(2, 2), [], MemOptConfig(), Effort(bounded=True)).begin(Waiting(), CUDA, None)
     assert events == ["workspaces", "settings", "observation"]
 
 
