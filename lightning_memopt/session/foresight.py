@@ -18,8 +18,10 @@ from lightning_memopt.clocks import thread_time
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import BEFORE, Graph, Op, Point, Tensor, resident_text, unmodified_levels
 from lightning_memopt.graph.model import Kind
+from lightning_memopt.live_objects import live_objects
 from lightning_memopt.native import counter
 from lightning_memopt.plan import reserved_nbytes_of
+from lightning_memopt.record import parameters_of
 from lightning_memopt.session import times
 from lightning_memopt.session.final_gradients import Final
 from lightning_memopt.session.graphs import pieces, requests_for, smoothed, with_state
@@ -69,9 +71,7 @@ class Foresight:
         if budget_nbytes is not None:
             if observation.metered:
                 observation.stop_metering()  # the profiler gives the workspaces of ops only when it has stopped
-            waiting = [o for o in self.optimizers if not any(params for _, params in with_gradients(o))]
-            device = observation.device
-            later = sum(still_to_make(o, device, _rounded(device)) for o in (*waiting, *others))
+            later = Later(self.optimizers, others, observation.device)
             refuse_infeasible(self.to_come(observation), budget_nbytes, offloading, say, self.update.known, later, savable)
 
     def to_come(self, observation: Observation) -> Graph:
@@ -127,6 +127,38 @@ class Foresight:
                 update = rehearse(optimizer, [(groups[id(p)], [p])], observation.device, _rounded(observation.device))
                 updates.append((final.point, update.beside))
         return updates
+
+
+class Later:
+    """The gradients and the state that optimizers have not made yet when the first update begins: those of a run whose turn has
+    not come, and all others in the process (a GAN's discriminator, which the run need not know).
+
+    own: the optimizers of the run. others: those of other runs.
+    """
+
+    def __init__(
+        self, own: Sequence[torch.optim.Optimizer], others: Sequence[torch.optim.Optimizer], device: torch.device
+    ) -> None:
+        self._own = own
+        self._others = others
+        self._device = device
+
+    def strangers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that no run knows. Looks at all objects of the process."""
+        known = {id(p) for o in (*self._own, *self._others) for p in parameters_of(o)}
+        strangers = []
+        for optimizer in live_objects(lambda kind: torch.optim.Optimizer in kind.__mro__):
+            parameters = set(map(id, parameters_of(optimizer))) if hasattr(optimizer, "param_groups") else set()
+            if parameters - known:  # else it wraps another one
+                strangers.append(optimizer)
+                known |= parameters
+        return strangers
+
+    def nbytes(self, strangers: Sequence[torch.optim.Optimizer]) -> int:
+        """Bytes that they may still make."""
+        waiting = [o for o in self._own if not any(params for _, params in with_gradients(o))]
+        rounded = _rounded(self._device)
+        return sum(still_to_make(o, self._device, rounded) for o in (*waiting, *self._others, *strangers))
 
 
 def _rounded(device: torch.device) -> Rounded:
@@ -248,7 +280,7 @@ def refuse_infeasible(
     offloading: Offloading,
     say: Say,
     known: bool,
-    later_nbytes: int,
+    later: Later,
     savable: Callable[[bool], int],
 ) -> None:
     """Before the first update: raise InfeasibleError where no plan of the steps that come keeps the budget.
@@ -256,7 +288,7 @@ def refuse_infeasible(
     Solves only where the unmodified step does not fit, and only for the smallest plan.
 
     known: the graph has all bytes that updates take.
-    later_nbytes: bytes of gradients and state that other optimizers may still make.
+    later: what other optimizers may still make. It is asked only where the budget is refused.
     savable: `savable(surely)` are the bytes that compiled code could save if it were compiled otherwise, at most or surely.
         It is asked only where the step does not fit.
     """
@@ -267,16 +299,23 @@ def refuse_infeasible(
     needed = _smallest_nbytes(graph, offloading) + headroom - savable(False)
     if needed <= budget_nbytes:
         return
-    at_worst_nbytes = _smallest_nbytes(at_worst(graph), offloading) + headroom - savable(True)
+    strangers = later.strangers()
+    later_nbytes = later.nbytes(strangers)
+    worst = at_worst(graph)
+    at_worst_nbytes = _smallest_nbytes(worst, offloading) + headroom - savable(True)
     enough = max(needed, at_worst_nbytes) + later_nbytes + planner.UNSEEN_NBYTES
+    unmodified_nbytes = unmodified_peak(worst) + headroom + later_nbytes
+    enough = min(enough, unmodified_nbytes)  # where no plan is smaller, the step as it is needs no more
     unknown = "" if known else " What the update takes is not known before one has run, and comes on top."
     made = ", and for what other optimizers make" if later_nbytes else ""
+    none = " No plan is smaller than the unmodified step." if enough == unmodified_nbytes else ""
+    updated = "No optimizer of this run has stepped" if strangers else "Nothing was updated"
     spare = f" and headroom of {format_nbytes(headroom)}" if headroom else ""
     raise InfeasibleError(
         f"No plan of this model fits {budget_nbytes} bytes ({format_nbytes(budget_nbytes)}). Set budget={enough} "
         f"or more ({format_nbytes(enough)}), or make the batch smaller. This number has {format_nbytes(needed - headroom)} for "
         f"the smallest plan of this step{spare}, and {format_nbytes(enough - needed)} for what a loop may hold from one step "
-        f"to the next{made}.{unknown} In memory when a step begins: {resident_text(graph)}. Nothing was updated.",
+        f"to the next{made}.{none}{unknown} In memory when a step begins: {resident_text(graph)}. {updated}.",
         smallest_nbytes=enough,
         budget_nbytes=budget_nbytes,
     )

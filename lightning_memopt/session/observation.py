@@ -110,6 +110,7 @@ class Observation:
 
         def runs(func: OpOverload, args: tuple[Any, ...]) -> OpOverload:
             engine.keep_to_bound()  # backward lets go of tensors at every op
+            engine.relieve()  # another model may run between the forward and its backward
             return in_place.op(func, args)
 
         recorder.runs = runs

@@ -86,7 +86,7 @@ def test_an_observed_backward_takes_what_a_plain_one_takes(name: str) -> None:
 
 def test_each_of_them_tests_something(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_place.InPlace, "op", lambda self, func, args: func)
-    for name in ("slices", "index", "gather", "index_select", "max", "median", "topk", "take"):  # the peaks of others are elsewhere
+    for name in ("slices", "index", "gather", "index_select", "max", "median", "topk", "take"):  # others peak elsewhere
         torch.manual_seed(0)
         model = Formula(name)
         optimizer = sgd(model)
