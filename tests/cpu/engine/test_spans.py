@@ -47,7 +47,7 @@ def test_rebuilds_are_in_the_trace(tmp_path: Path, native: bool) -> None:
 
 
 def test_copies_are_in_the_trace(tmp_path: Path) -> None:
-    names = traced(tmp_path / "trace.json", offload="disk")
+    names = traced(tmp_path / "trace.json", offload="disk", recompute=False)
     kinds = {name.split()[1] for name in names}
     assert {"park", "fetch", "wait"} <= kinds, names
 
