@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import warnings
 import weakref
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from lightning_memopt.errors import OffloadError, UnsupportedError
 from lightning_memopt.record.below import below_autograd
-from lightning_memopt.units import format_nbytes, host_memory_nbytes
+from lightning_memopt.units import format_nbytes, host_memory_nbytes, round_up
 
 _MEMINFO = Path("/proc/meminfo")
 
@@ -50,9 +51,10 @@ def copy(to: Tensor, of: Tensor) -> None:
 class HostPool:
     """`nbytes` of host memory, allocated once. A CUDA device copies from and to it while the host goes on.
 
-    The pages are registered with the driver, because torch's own page-locked memory is rounded up to a power of two. Where
-    pages cannot be locked (`ulimit -l`, containers, WSL), there is one warning, and the memory is pageable: copies then block
-    the host; numbers are the same. Raises OffloadError for more bytes than the machine has left.
+    The pages are registered with the driver, because torch's own page-locked memory is rounded up to a power of two. They are
+    of this pool alone: the driver locks whole pages, and refuses one that is locked already. Where pages cannot be locked
+    (`ulimit -l`, containers, WSL), there is one warning, and the memory is pageable: copies then block the host; numbers are
+    the same. Raises OffloadError for more bytes than the machine has left.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -62,9 +64,10 @@ class HostPool:
                 f"{nbytes} bytes ({format_nbytes(nbytes)}) of host memory were asked for, and {available_nbytes} bytes "
                 f"({format_nbytes(available_nbytes)}) are left on this machine; ask for less"
             )
-        self.bytes = torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # whatever the default device is
-        locked = nbytes > 0 and device.type == "cuda" and _lock(self.bytes)
-        self._unlock = weakref.finalize(self, _unlock, os.getpid(), self.bytes, locked)
+        locks = nbytes > 0 and device.type == "cuda"
+        pages = _pages(nbytes) if locks else torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # whatever is the default
+        self.bytes = pages[:nbytes]
+        self._unlock = weakref.finalize(self, _unlock, os.getpid(), pages, device, locks and _lock(pages, device))
 
     def close(self) -> None:
         """Give the memory back. No copy may be under way."""
@@ -72,9 +75,18 @@ class HostPool:
         self.bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
-def _lock(memory: Tensor) -> bool:
+def _pages(nbytes: int) -> Tensor:
+    """Whole pages of the CPU's memory with at least so many bytes. torch aligns its memory to 64 bytes."""
+    whole = round_up(nbytes, mmap.PAGESIZE)
+    memory = torch.empty(whole + mmap.PAGESIZE, dtype=torch.uint8, device="cpu")
+    first = -memory.data_ptr() % mmap.PAGESIZE
+    return memory[first : first + whole]
+
+
+def _lock(memory: Tensor, device: torch.device) -> bool:
     code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 1))  # 1: in every context
     if code != 0:
+        _forget_error(device)
         nbytes = format_nbytes(memory.numel())
         warnings.warn(
             f"{nbytes} of host memory could not be page-locked (CUDA error {code}; see `ulimit -l`): "
@@ -84,9 +96,21 @@ def _lock(memory: Tensor) -> bool:
     return code == 0
 
 
-def _unlock(pid: int, memory: Tensor, locked: bool) -> None:
-    if locked and os.getpid() == pid:
-        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+def _unlock(pid: int, memory: Tensor, device: torch.device, locked: bool) -> None:
+    if locked and os.getpid() == pid and int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())) != 0:
+        _forget_error(device)
+
+
+def _forget_error(device: torch.device) -> None:
+    """Let no op of the user fail because of a call of ours that failed. CUDA keeps its last error until somebody asks for it,
+    and torch asks behind each kernel.
+    """
+    with below_autograd(), contextlib.suppress(RuntimeError):
+        _launch(device)
+
+
+def _launch(device: torch.device) -> None:
+    torch.ones(1, device=device)
 
 
 def _available_nbytes() -> int:

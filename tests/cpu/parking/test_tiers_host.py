@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import types
 import warnings
 import weakref
@@ -169,26 +170,47 @@ def test_errors_of_the_device_name_the_tensor(monkeypatch: Any) -> None:
     tier.close()
 
 
+PAGE = mmap.PAGESIZE
+
+
 class Driver:
     """Page locking of a CUDA driver: how many bytes are locked, by address."""
 
     def __init__(self, monkeypatch: Any, code: int = 0) -> None:
         self.locked: dict[int, int] = {}
-        self.code = code
-        runtime = types.SimpleNamespace(cudaHostRegister=self.register, cudaHostUnregister=self.locked.pop)
+        self.code = self.last_error = code
+        runtime = types.SimpleNamespace(cudaHostRegister=self.register, cudaHostUnregister=self.unregister)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+        monkeypatch.setattr(streams_module, "_launch", lambda device: self.kernel())
 
     def register(self, address: int, nbytes: int, flags: int) -> int:
-        if self.code == 0:
+        """Whole pages are locked, each once."""
+        first, end = address // PAGE, -(-(address + nbytes) // PAGE)
+        taken = {page for a, n in self.locked.items() for page in range(a // PAGE, -(-(a + n) // PAGE))}
+        code = self.code or (712 if taken & set(range(first, end)) else 0)
+        if code == 0:
             self.locked[address] = nbytes
-        return self.code
+        self.last_error = code or self.last_error
+        return code
+
+    def unregister(self, address: int) -> int:
+        code = 0 if self.locked.pop(address, None) is not None else 713
+        self.last_error = code or self.last_error
+        return code
+
+    def kernel(self) -> None:
+        """Torch asks for the last error behind each kernel."""
+        error, self.last_error = self.last_error, 0
+        if error:
+            raise torch.AcceleratorError(f"CUDA error: {error}")
 
 
-def test_exactly_what_was_asked_for_is_locked_and_given_back(monkeypatch: Any) -> None:
+def test_what_was_asked_for_is_locked_in_whole_pages_and_given_back(monkeypatch: Any) -> None:
     """I9: torch's own page-locked memory is rounded up to a power of two."""
     driver = Driver(monkeypatch)
     pool = HostPool(100_000, torch.device("cuda"))
-    assert driver.locked == {pool.bytes.data_ptr(): 100_000}
+    assert pool.bytes.numel() == 100_000 and pool.bytes.data_ptr() % PAGE == 0
+    assert driver.locked == {pool.bytes.data_ptr(): -(-100_000 // PAGE) * PAGE}
     pool.close()
     pool.close()
     assert driver.locked == {} and pool.bytes.numel() == 0
@@ -204,8 +226,30 @@ def test_where_pages_cannot_be_locked_the_memory_is_pageable(monkeypatch: Any) -
     with pytest.warns(UserWarning, match="could not be page-locked") as found:
         pool = HostPool(4096, torch.device("cuda"))
     assert len(found) == 1 and pool.bytes.numel() == 4096
+    driver.kernel()  # the next op of the user does not fail because of it
     pool.close()
     assert driver.locked == {}
+
+
+def test_small_pools_share_no_page(monkeypatch: Any) -> None:
+    """The two staging areas of a disk tier: the second one could not be locked, or the first one unlocked it."""
+    driver = Driver(monkeypatch)
+    pools = [HostPool(1000, torch.device("cuda")) for _ in range(20)]
+    assert len(driver.locked) == 20
+    for i, pool in enumerate(pools):
+        pool.bytes.fill_(i)
+    assert [int(pool.bytes.sum()) for pool in pools] == [1000 * i for i in range(20)]
+    for pool in pools:
+        pool.close()
+    assert driver.locked == {}
+
+
+def test_an_unlock_that_fails_is_no_error_of_the_next_op(monkeypatch: Any) -> None:
+    driver = Driver(monkeypatch)
+    pool = HostPool(1000, torch.device("cuda"))
+    driver.locked.clear()
+    pool.close()
+    driver.kernel()
 
 
 def test_more_host_memory_than_there_is_left_is_refused(monkeypatch: Any, tmp_path: Any) -> None:
