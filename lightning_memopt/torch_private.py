@@ -98,6 +98,7 @@ KINETO_PROFILE = _named("torch.profiler.profiler:_KinetoProfile")  # torch.profi
 profiler_is_on: Callable[[], bool] = _named("torch:autograd._profiler_enabled")  # whose profiler it would be
 record_function = _named("torch:_C._profiler._RecordFunctionFast")  # marks ops in a profile of the allocator
 allocator_snapshot = _named("torch.cuda.memory:_snapshot")  # the settings of the caching allocator (session/allocator.py)
+WARNED_CAPTURABLE = "_warned_capturable_if_run_uncaptured"  # attribute of optimizers: with it, CUDA asks no option of a group
 CXX11_ABI: bool = _named("torch:_C._GLIBCXX_USE_CXX11_ABI")  # how the native allocator must be compiled
 JOIN_CONFIG = "_join_config"  # attribute of wrappers: whether some ranks may have no batch
 JOIN_DIVIDES = "_divide_by_initial_world_size"  # attribute of wrappers in `Join`: whether gradients are divided as without it

@@ -24,6 +24,7 @@ from lightning_memopt.record.tensors import is_on
 from lightning_memopt.runtime.early_updates import step_without_hooks
 from lightning_memopt.session.graphs import pieces
 from lightning_memopt.torch_private import (
+    WARNED_CAPTURABLE,
     gradient_of,
     local_tensor,
     no_torch_functions,
@@ -230,7 +231,8 @@ def _double(
     blank = [_blank(p) for p in params]
     double = type(optimizer).__new__(type(optimizer))
     groups = [options | {"params": blank}]
-    double.__setstate__({"defaults": dict(optimizer.defaults), "param_groups": groups, "state": defaultdict(dict)})
+    state = {"defaults": dict(optimizer.defaults), "param_groups": groups, "state": defaultdict(dict)}
+    double.__setstate__(state | {name: vars(optimizer)[name] for name in (WARNED_CAPTURABLE,) if name in vars(optimizer)})
     for p, q in zip(params, blank, strict=True):
         q.grad = _blank(_gradient(p))
         if optimizer.state.get(p):

@@ -56,7 +56,8 @@ def trained(name: str, mixed: bool, **options: Any) -> tuple[list[Tensor], Any]:
             losses.append(loss.detach())
     state = [optimizer.state[p][key] for p in model.parameters() for key in sorted(optimizer.state[p])]
     left = [t for t in (*losses, *model.parameters(), *state) if isinstance(t, Tensor)]
-    return [t.detach() for t in left], run and run.status()
+    # on the host: on the device they would count as held outside of the steps of the next run
+    return [t.detach().cpu() for t in left], run and run.status()
 
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["float32", "autocast"])

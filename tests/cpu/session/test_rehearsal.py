@@ -127,6 +127,20 @@ def test_nothing_of_the_users_runs() -> None:
     assert all(p._version == v and p.grad is g for p, (v, g) in zip(params, versions, strict=True))
 
 
+@pytest.mark.parametrize("cls", CLASSES)
+def test_what_torch_asks_of_an_optimizer_on_cuda(cls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before each step it asks the groups for an option that not all classes have, unless the optimizer has warned already."""
+
+    def asked(optimizer: Any) -> None:
+        if not getattr(optimizer, "_warned_capturable_if_run_uncaptured", False):
+            assert not all(group["capturable"] for group in optimizer.param_groups)
+
+    optimizer = cls(shaped().parameters())
+    for name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):  # of newer and older torch
+        monkeypatch.setattr(optim.Optimizer, name, asked, raising=False)
+    assert rehearsed(optimizer).known
+
+
 def test_sparse_gradients_are_not_known() -> None:
     """Which rows have a gradient is data."""
     layer = nn.Embedding(50, 4, sparse=True)
