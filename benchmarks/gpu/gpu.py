@@ -4,8 +4,8 @@
 
 Commands: `replay` (module `replay`), `offload`, `compress` (`away`, `codecs`), `batch` (`batch`).
 Several run one after the other and share the time, within a command its models do. What does not fit in is left out, with the
-reason. Writes gpu_COMMAND.json to $OUT, else to benchmarks/results; tables come last. `--device cpu --small`, or `--smoke`:
-tiny models on the CPU, the same code, with a disk in the place of page-locked memory.
+reason. Writes gpu_COMMAND.json to $OUT, else to benchmarks/results, anew after each model; tables come last. `--device cpu
+--small`, or `--smoke`: tiny models on the CPU, the same code, with a disk in the place of page-locked memory.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import torch
 from benchmarks.gpu import away, batch, codecs, replay
 from benchmarks.gpu.bench import table
 from benchmarks.lib.paths import RESULTS
-from benchmarks.models.gpu import MODELS, SMOKE
+from benchmarks.models.gpu import MODELS, SMOKE, Build
 
 COMMANDS = ("replay", "offload", "compress", "batch")
 _RUNS = 5
@@ -33,23 +34,30 @@ _AWAY = {False: ["GPT-2 medium", "ResNet-152"], True: ["GPT-2", "ResNet"]}
 """By default, models whose maps are away: without dropout's masks there would be little for codecs."""
 
 
-def _results(command: str, names: list[str], device: torch.device, seconds: float, args: Any) -> dict[str, Any]:
-    """All models of one command, each within an equal share of the time that is left."""
+def _results(
+    command: str, names: list[str], device: torch.device, seconds: float, args: Any, write: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """All models of one command, each within an equal share of the time that is left. `write` is called after each."""
     models = SMOKE if args.small else MODELS
     chosen = names or (_AWAY[args.small] if command in ("offload", "compress") else list(models))
     end = time.perf_counter() + seconds
     results: dict[str, Any] = {}
     for i, name in enumerate(chosen):
         share = (end - time.perf_counter()) / (len(chosen) - i)
-        if command == "replay":
-            results[name] = replay.replay(name, models[name], device, share, args.rounds, args.compile)
-        elif command == "batch":
-            results[name] = batch.batch(name, models[name], device, share, args.rounds)
-        else:
-            one = away.offload if command == "offload" else away.compress
-            results[name] = one(name, models[name], device, share, args.rounds)
+        try:
+            results[name] = _result(command, name, models[name], device, share, args)
+        except ModuleNotFoundError as error:
+            results[name] = {"left_out": f"{error.name} is not installed"}
+        write(results)
         print(f"{command}, {name}: {results[name].get('left_out', 'done')}", flush=True)
     return results
+
+
+def _result(command: str, name: str, build: Build, device: torch.device, seconds: float, args: Any) -> dict[str, Any]:
+    if command == "replay":
+        return replay.replay(name, build, device, seconds, args.rounds, args.compile)
+    one = {"batch": batch.batch, "offload": away.offload, "compress": away.compress}[command]
+    return one(name, build, device, seconds, args.rounds)
 
 
 def _run(commands: list[str], names: list[str], device: torch.device, args: Any) -> None:
@@ -68,9 +76,13 @@ def _run(commands: list[str], names: list[str], device: torch.device, args: Any)
         if command == "compress":
             report["codecs"] = codecs.codecs(device, codecs.SMALL if args.small else codecs.LARGE)
             tables.append(table({"GB/s": {"rows": report["codecs"]}}, codecs.COLUMNS))
-        report["models"] = _results(command, names, device, share - (time.perf_counter() - began), args)
         suffix = "" if on_gpu and not args.small else "_smoke"
-        (out / f"gpu_{command}{suffix}.json").write_text(json.dumps(report, indent=1) + "\n")
+        path = out / f"gpu_{command}{suffix}.json"
+
+        def write(models: dict[str, Any], path: Path = path, report: dict[str, Any] = report) -> None:
+            path.write_text(json.dumps(report | {"models": models}, indent=1) + "\n")
+
+        report["models"] = _results(command, names, device, share - (time.perf_counter() - began), args, write)
         columns = {"replay": replay.COLUMNS, "batch": batch.COLUMNS}.get(command, away.COLUMNS)
         tables.append(table(report["models"], columns))
     print("\n\n".join(tables))

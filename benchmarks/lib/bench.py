@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.models.registry import MODELS
 from lightning_memopt.bench.methods import checkpointed
 from lightning_memopt.graph import Graph
 from lightning_memopt.native import counter
@@ -59,6 +58,8 @@ class Bench:
         install_native(print)
         torch.manual_seed(0)
         self.name = name
+        from benchmarks.models.registry import MODELS  # needs transformers, which benchmarks with models of their own do not
+
         self.model, self.batch, self.blocks = MODELS[name](**sizes)
         self.title = (MODELS[name].__doc__ or name).partition(":")[0]
         self.buffers = {n: b.clone() for n, b in self.model.named_buffers()}

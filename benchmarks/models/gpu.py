@@ -1,4 +1,5 @@
 """Models of the size that people train on one GPU, by name: `transformers` configurations with random weights, no downloads.
+Where `transformers` is not installed, building one raises ModuleNotFoundError.
 
 Each builder gives (model, batch, blocks) on a device; the sizes are those of an H200 or an H100. The `smoke` ones are the same
 code, small enough for a CPU.
@@ -11,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 
 from benchmarks.models.convolutional import Blocks, Built
@@ -30,6 +30,8 @@ def gpt2(
     device: torch.device, layers: int, width: int, heads: int, batch: int, length: int, words: int = 50257, dtype: Any = None
 ) -> Built:
     """GPT-2, dropout on."""
+    import transformers
+
     config = transformers.GPT2Config(
         n_layer=layers, n_embd=width, n_head=heads, vocab_size=words, n_positions=length, attn_implementation="sdpa", **_WORDS
     )
@@ -42,6 +44,8 @@ def llama(
     device: torch.device, layers: int, width: int, heads: int, batch: int, length: int, words: int, dtype: Any = None
 ) -> Built:
     """The shape of Llama 3.2 1B: grouped-query attention, gated MLP, tied embeddings."""
+    import transformers
+
     config = transformers.LlamaConfig(
         num_hidden_layers=layers,
         hidden_size=width,
@@ -61,6 +65,8 @@ def llama(
 
 def resnet(device: torch.device, depths: list[int], sizes: list[int], batch: int, pixels: int) -> Built:
     """A ResNet of bottlenecks, float32."""
+    import transformers
+
     config = transformers.ResNetConfig(
         embedding_size=sizes[0] // 4, hidden_sizes=sizes, depths=depths, layer_type="bottleneck", num_labels=1000
     )

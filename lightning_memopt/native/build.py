@@ -24,8 +24,7 @@ TORCH = Path(torch.__file__).parent
 _HERE = Path(__file__).parent
 _COUNTER = [_HERE / name for name in ("counter.cpp", "pool.cpp", "pool.h", "lane.cpp", "lane.h", "spin.h")]
 _CUDA = [
-    _HERE / name
-    for name in ("cuda.cpp", "streams.cpp", "streams.h", "fences.cpp", "fences.h", "lane.cpp", "lane.h", "spin.h")
+    _HERE / name for name in ("cuda.cpp", "streams.cpp", "streams.h", "fences.cpp", "fences.h", "lane.cpp", "lane.h", "spin.h")
 ]
 
 
@@ -70,7 +69,7 @@ def cuda_headers() -> Path:
     for place in places:  # NVIDIA's Python packages of the runtime lack what the compiler's package has
         if all((place / name).is_file() for name in ("cuda_runtime_api.h", "cuda.h", "crt/host_config.h")):
             return place
-    raise BuildError("CUDA's headers are not installed (set CUDA_HOME, or install a CUDA toolkit)")
+    raise BuildError("CUDA's headers, with those in crt/, are not installed (set CUDA_HOME, or install a CUDA toolkit)")
 
 
 def _has_cuda_macros() -> bool:

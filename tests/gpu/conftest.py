@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+os.environ["MEMOPT_CACHE"] = "0"  # no test begins with the plans of another one
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA begins
 
 

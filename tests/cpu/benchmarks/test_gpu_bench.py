@@ -77,6 +77,29 @@ def test_batches_on_a_tiny_model(tmp_path: Path, monkeypatch: Any) -> None:
         assert row["samples_per_sec"] > 0 and row["joules_per_sample"] is None, "nobody counts joules on this device"
 
 
+def test_what_is_measured_is_written_after_each_model(tmp_path: Path, monkeypatch: Any) -> None:
+    """A machine that is lent for some minutes may go in the middle; what is not installed leaves its models out."""
+    monkeypatch.setenv("OUT", str(tmp_path))
+    written: list[list[str]] = []
+
+    def replayed(name: str, *_: Any) -> dict[str, Any]:
+        path = tmp_path / "gpu_replay_smoke.json"
+        written.append(list(json.loads(path.read_text())["models"]) if path.exists() else [])
+        if len(written) == 2:
+            raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
+        if len(written) == 3:
+            raise KeyboardInterrupt
+        return {"rows": {}}
+
+    monkeypatch.setattr(gpu.replay, "replay", replayed)
+    names = list(SMOKE)[:3]
+    with pytest.raises(KeyboardInterrupt):
+        gpu.main(["replay", *names, "--smoke"])
+    assert written == [[], names[:1], names[:2]]
+    left = json.loads((tmp_path / "gpu_replay_smoke.json").read_text())["models"]
+    assert left == {names[0]: {"rows": {}}, names[1]: {"left_out": "transformers is not installed"}}
+
+
 def test_codecs_that_break_their_promise_are_found(monkeypatch: Any) -> None:
     class Broken:
         exact, name = False, "broken"
