@@ -194,14 +194,15 @@ _process = _Process()
 
 def cuda_allocator(device: torch.device, say: Callable[[str], None]) -> CudaAllocator:
     """The allocator, which is built and installed first, and checked on each device. Raises BuildError."""
-    torch.cuda.init()  # torch's allocator, which is wrapped, is not there before
     index = torch.cuda.current_device() if device.index is None else device.index
     with _process.lock:
         if _process.failed is not None:
             raise BuildError(_process.failed)
         try:
             if _process.allocator is None:
-                _process.allocator = CudaAllocator(cuda_library(say))
+                library = cuda_library(say)
+                torch.cuda.init()  # torch's allocator, which is wrapped, is not there before
+                _process.allocator = CudaAllocator(library)
             if index not in _process.checked:
                 with torch.cuda.device(index):
                     _process.allocator.check(index, torch.cuda.current_stream(index).cuda_stream)
