@@ -76,11 +76,11 @@ class HostPool:
 
 
 def _pages(nbytes: int) -> Tensor:
-    """Whole pages of the CPU's memory with at least so many bytes. torch aligns its memory to 64 bytes."""
-    whole = round_up(nbytes, mmap.PAGESIZE)
-    memory = torch.empty(whole + mmap.PAGESIZE, dtype=torch.uint8, device="cpu")
-    first = -memory.data_ptr() % mmap.PAGESIZE
-    return memory[first : first + whole]
+    """Whole pages of the CPU's memory with at least so many bytes, on a storage of their own, whose begin torch looks at to see
+    whether a tensor is pinned. Memory of torch begins at multiples of 64 bytes.
+    """
+    pages = mmap.mmap(-1, round_up(nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def _lock(memory: Tensor, device: torch.device) -> bool:

@@ -210,6 +210,7 @@ def test_what_was_asked_for_is_locked_in_whole_pages_and_given_back(monkeypatch:
     driver = Driver(monkeypatch)
     pool = HostPool(100_000, torch.device("cuda"))
     assert pool.bytes.numel() == 100_000 and pool.bytes.data_ptr() % PAGE == 0
+    assert pool.bytes.untyped_storage().data_ptr() == pool.bytes.data_ptr(), "torch asks whether the storage is pinned"
     assert driver.locked == {pool.bytes.data_ptr(): -(-100_000 // PAGE) * PAGE}
     pool.close()
     pool.close()
