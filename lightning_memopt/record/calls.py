@@ -117,6 +117,7 @@ def unwatched_call(module: nn.Module) -> Callable[..., Any]:
     return module._call_impl if own is None else own
 
 
+@uncompiled
 def _beneath(module: nn.Module) -> Callable[..., Any]:
     """The function that a call of the module runs for those who listen to the module for one forward."""
     entry = _entry_of(module)

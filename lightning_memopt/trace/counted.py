@@ -72,12 +72,12 @@ class Ledger:
         """A storage from before the step, which `born` has added, is known only now: it leaves the unknown bytes."""
         self.base_nbytes -= self._known.get(key, 0)
 
-    def taken(self, nbytes: int, points: Container[int] | None = None) -> int | None:
-        """A storage is known only now: it leaves the unseen bytes, if so many of them came at one of these points (None: at
-        any). Returns the latest such point, or None.
+    def taken(self, nbytes: int, points: Container[int]) -> int | None:
+        """A storage is known only now: it leaves the unseen bytes, if so many of them came at one of these points. Returns the
+        latest such point, or None.
         """
         for i, unseen in reversed(list(enumerate(self._open))):
-            if (points is None or unseen.born_at in points) and 0 < nbytes <= unseen.nbytes:
+            if unseen.born_at in points and 0 < nbytes <= unseen.nbytes:
                 self._open[i] = unseen._replace(nbytes=unseen.nbytes - nbytes)
                 return unseen.born_at
         return None
@@ -92,17 +92,27 @@ class Ledger:
         """An op is about to run at the point after `now`: find unseen bytes that were allocated or freed since the last op."""
         self.ran(now + 1)
         change = self._difference_nbytes - sum(unseen.nbytes for unseen in self._open)
-        while change < 0 and self._open:
-            newest = self._open.pop()
-            freed_nbytes = min(newest.nbytes, -change)
-            self._closed.append(Unseen(freed_nbytes, newest.born_at, now))
-            if freed_nbytes < newest.nbytes:
-                self._open.append(newest._replace(nbytes=newest.nbytes - freed_nbytes))
-            change += freed_nbytes
+        if change >= 0:
+            return
+        change += self.end(-change, now)
         if change < 0 and self.base_nbytes > 0:
             freed_nbytes = min(self.base_nbytes, -change)
             self._closed.append(Unseen(freed_nbytes, BEFORE, now))
             self.base_nbytes -= freed_nbytes
+
+    def end(self, nbytes: int, now: int) -> int:
+        """So many of the unseen bytes are there up to the point `now`: they are freed, or are those of a storage that is known
+        from then on. Returns how many there were.
+        """
+        left = nbytes
+        while left and self._open:
+            newest = self._open.pop()
+            part = min(newest.nbytes, left)
+            self._closed.append(Unseen(part, newest.born_at, now))
+            if part < newest.nbytes:
+                self._open.append(newest._replace(nbytes=newest.nbytes - part))
+            left -= part
+        return nbytes - left
 
     def unseen(self) -> Iterable[Unseen]:
         """The bytes that no recorded op allocated."""

@@ -3,13 +3,14 @@
 #include <ATen/record_function.h>
 #include <torch/csrc/Exceptions.h>
 
+#include <cstdint>
 #include <memory>
 #include <vector>
 
 namespace memopt {
 namespace {
 
-constexpr int64_t kNone = -1;
+constexpr int64_t kNone = INT64_MIN;  // the number of a node that adds to a leaf is -1
 thread_local std::vector<int64_t> running;  // sequence numbers of the nodes that run, the outermost first
 thread_local int64_t ended = kNone;         // that of the node that ended last
 
@@ -44,7 +45,7 @@ PyObject* unwatch_nodes(PyObject*, PyObject* number) {
 }
 
 PyObject* node_is(PyObject*, PyObject* number) {
-  const long long node = PyLong_AsLongLong(number);
+  const auto node = static_cast<int64_t>(PyLong_AsUnsignedLongLong(number));
   if (node == -1 && PyErr_Occurred()) return nullptr;
   if (!running.empty() && running.back() == node) return PyLong_FromLong(1);
   if (ended == node) return PyLong_FromLong(0);

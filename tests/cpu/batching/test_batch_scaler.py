@@ -178,7 +178,7 @@ def test_l10_larger_updates_and_their_learning_rates_are_asked_for(how: Any, fac
 
 
 def test_l10_what_else_changes_is_said(caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder) -> None:
-    with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"), pytest.warns(UserWarning) as said:
+    with caplog.at_level(logging.INFO, logger="lightning_memopt"), pytest.warns(UserWarning) as said:
         fit(Module(4), scaler=scaler(verbose=True), accumulate_grad_batches=24, limit_train_batches=4)
     warned = " ".join(str(w.message) for w in said)
     assert "BatchNorm now sees batches of" in warned and "limit_train_batches count batches" in warned

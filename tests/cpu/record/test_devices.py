@@ -68,17 +68,15 @@ def test_a8_what_runs_again_on_a_device(on: bool, warn_only: bool) -> None:
 @pytest.fixture
 def tunes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(devices, "_tuned", [])
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = True
-    yield
-    torch.backends.cudnn.benchmark = before
+    with torch.backends.cudnn.flags(benchmark=True):
+        yield
 
 
 def test_a14_a_choice_by_time_stays_when_the_setting_is_off_again(tunes: None) -> None:
     in_force = devices.rules_in_force()
     assert not devices.may_run_again(CONVOLUTION, "cuda") and devices.may_run_again(CONVOLUTION, "cpu")
-    torch.backends.cudnn.benchmark = False
-    assert not devices.may_run_again(CONVOLUTION, "cuda"), "the thread of the forward remembers its choice"
+    with torch.backends.cudnn.flags(benchmark=False):
+        assert not devices.may_run_again(CONVOLUTION, "cuda"), "the thread of the forward remembers its choice"
     assert devices.rules_in_force() == in_force
     for op in (ATEN.cudnn_convolution.default, ATEN._convolution.default):
         assert not devices.may_run_again(op, "cuda"), "it has an argument of its own"

@@ -80,8 +80,11 @@ def test_an_observed_backward_takes_what_a_plain_one_takes(name: str) -> None:
     with optimize(model, optimizer, budget="100%", verify=False, **QUIET):
         measured = peaks(model, optimizer)
     assert_same(plain, state(model))
+    counts = counter()
+    assert counts is not None
+    others = counts.live_nbytes  # what the process holds counts in its steps
     for took, plainly in zip(measured, expected, strict=True):
-        assert plainly <= took <= int(MOST * plainly)
+        assert plainly <= took <= plainly + (MOST - 1.0) * (others + plainly)
 
 
 def test_each_of_them_tests_something(monkeypatch: pytest.MonkeyPatch) -> None:
