@@ -18,6 +18,7 @@ import peft
 from benchmarks.robustness.front_models import WORDS, built
 from lightning_memopt import MemOptTrainerCallback
 from lightning_memopt.graph import Graph
+from lightning_memopt.session.states import Running
 from tests.cpu.lib.trainers import Ends, agrees, assert_same, callback, ends, kept, train, trainer
 
 
@@ -90,7 +91,9 @@ class Switching:
 
 
 def test_switched_while_training() -> None:
-    """Both adapters are in the optimizer; from the fourth step on the other one is active, and is observed anew."""
+    """Both adapters are in the optimizer; from the fourth step on the other one is active, and is observed anew: it has a plan of
+    its own, and the peak that was measured is that of the larger one.
+    """
 
     def use(callbacks: list[Any]) -> Ends:
         model = llama()
@@ -100,7 +103,12 @@ def test_switched_while_training() -> None:
         used.train()
         return ends(used)
 
-    both(use)
+    mine = callback()
+    assert_same(use([]), use([mine]))
+    states = [s for s in mine.run.session._plan_cache.values() if isinstance(s, Running)]
+    assert len(states) == 2 and all(s.plan.predicted.rebuilt_ops and s.measured_nbytes for s in states)
+    for s in states:
+        assert abs((s.measured_nbytes or 0) - s.plan.predicted.needed_nbytes) <= 0.01 * s.plan.predicted.needed_nbytes
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
