@@ -301,14 +301,11 @@ def refuse_infeasible(
         return
     strangers = later.strangers()
     later_nbytes = later.nbytes(strangers)
-    worst = at_worst(graph)
-    at_worst_nbytes = _smallest_nbytes(worst, offloading) + headroom - savable(True)
+    at_worst_nbytes = _smallest_nbytes(at_worst(graph), offloading) + headroom - savable(True)
     enough = max(needed, at_worst_nbytes) + later_nbytes + planner.UNSEEN_NBYTES
-    unmodified_nbytes = unmodified_peak(worst) + headroom + later_nbytes
-    enough = min(enough, unmodified_nbytes)  # where no plan is smaller, the step as it is needs no more
     unknown = "" if known else " What the update takes is not known before one has run, and comes on top."
     made = ", and for what other optimizers make" if later_nbytes else ""
-    none = " No plan is smaller than the unmodified step." if enough == unmodified_nbytes else ""
+    none = " No plan is smaller than the unmodified step." if needed >= unmodified_peak(graph) + headroom else ""
     updated = "No optimizer of this run has stepped" if strangers else "Nothing was updated"
     spare = f" and headroom of {format_nbytes(headroom)}" if headroom else ""
     raise InfeasibleError(

@@ -189,13 +189,14 @@ class Tracer:
         elif (made_at := ledger.taken(version.nbytes, self.generated)) is not None:
             self.ops[self.generated[made_at]].outputs += (version.id,)
             self._birth(version, "made by compiled code", made_at)
-        elif self.phase == "forward":  # a forward reads what was there before it, or what its own ops make
+        elif self.phase == "forward" or not self.ops:  # a forward reads what was there before it, or what its own ops make
             ledger.end(version.nbytes, BEFORE)
             self.adopt(version, kind)
         else:
-            now = len(self.points) - 1
-            ledger.end(version.nbytes, now - 1)
-            self._birth(version, kind, now, kind=kind)
+            made_at = self.ops[-1].at
+            ledger.end(version.nbytes, made_at - 1)
+            self.ops[-1].outputs += (version.id,)
+            self._birth(version, kind, made_at, kind=kind)
 
     def _writes_parameter(self, record: OpRecord, args: tuple, kwargs: dict) -> bool:
         """Whether an op overwrites memory of a parameter: an update without an optimizer (`p.data.add_`)."""

@@ -74,7 +74,9 @@ def test_a_model_that_is_compiled_in_part_keeps_one_budget() -> None:
         warnings.filterwarnings("error", message="MemOpt")
         within = train(budget, part=True)
     assert within["measured"] <= budget < within["unmodified"]
-    assert abs(within["predicted"] - within["measured"]) <= 0.001 * within["measured"]
+    activation_nbytes = 512 * 48 * 4
+    # the forward of a compiled region takes up to one activation more in a planned step than in an observed one
+    assert 0 <= within["measured"] - within["predicted"] <= activation_nbytes
     assert within["status"].plan.predicted.rebuilt_ops or "1 of 1" in within["status"].compiled
 
 
