@@ -12,5 +12,6 @@ from lightning_memopt import logs
 @rank_zero_only
 def rank_zero_say(text: str) -> None:
     """As `logs.say`, on the first rank. Says nothing where `rank_zero_info` would not: users silence `lightning.pytorch`."""
-    if rank_zero_module.log.isEnabledFor(logging.INFO):
+    silenced = logging.getLogger("lightning.pytorch").level > logging.INFO  # the last package that was imported owns the other
+    if rank_zero_module.log.isEnabledFor(logging.INFO) and not silenced:
         logs.say(text)

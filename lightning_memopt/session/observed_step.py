@@ -31,9 +31,7 @@ class ObservedStep:
     effort: how much may be observed.
     """
 
-    def __init__(
-        self, model: nn.Module, optimizers: list[torch.optim.Optimizer], config: MemOptConfig, effort: Effort
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], config: MemOptConfig, effort: Effort) -> None:
         self.now: Observation | None = None
         self.effort = effort
         self._model = model

@@ -275,7 +275,8 @@ class Running:
         slight = max(_SLIGHT_NBYTES, int(_SLIGHT * self.plan.budget_nbytes)) if budget_nbytes is None else 0
         more = peak_nbytes - grown - predicted > _SLIGHT * predicted
         replans = budget_nbytes is None or config.on_exceed == "replan"
-        again = budget_nbytes is None and self.outgrown.since is not None  # within a budget, a step may take more than predicted
+        # within a budget, a step may take more than predicted
+        again = budget_nbytes is None and self.outgrown.since is not None
         observe = replans and more and (over > slight or again) and self._outgrows()
         if budget_nbytes is None:
             return self._no_longer_smallest(peak_nbytes, grown, over > slight, observe, say)

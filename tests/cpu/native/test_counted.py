@@ -310,7 +310,7 @@ def test_beside_a_profiler_of_the_users(loops: list[str], meter: str, tmp_path: 
 @pytest.mark.long
 @pytest.mark.parametrize("meter", ["native", "profiled"])
 def test_torch_says_nothing_of_memory_from_before(meter: str) -> None:
-    """"Memory block of unknown size", which is ours to avoid."""
+    """ "Memory block of unknown size", which is ours to avoid."""
     code = LOOP.replace("for loop in", "train(m := small(), sgd(m), batches(2))\n    for loop in")
     env: Any = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code, meter, "alone()"], env=env, capture_output=True, text=True, timeout=120, cwd=ROOT)  # fmt: skip # noqa: E501

@@ -91,8 +91,8 @@ class Switching:
 
 
 def test_switched_while_training() -> None:
-    """Both adapters are in the optimizer; from the fourth step on the other one is active, and is observed anew: it has a plan of
-    its own, and the peak that was measured is that of the larger one.
+    """Both adapters are in the optimizer; from the fourth step on the other one is active: it is observed anew, and has a plan of
+    its own.
     """
 
     def use(callbacks: list[Any]) -> Ends:
