@@ -91,9 +91,7 @@ class Switching:
 
 
 def test_switched_while_training() -> None:
-    """Both adapters are in the optimizer; from the fourth step on the other one is active: it is observed anew, and has a plan of
-    its own.
-    """
+    """Both adapters are in the optimizer; from the fourth step on the other one is active: it is observed, and has its own plan."""
 
     def use(callbacks: list[Any]) -> Ends:
         model = llama()
