@@ -91,7 +91,7 @@ class Switching:
 
 
 def test_switched_while_training() -> None:
-    """Both adapters are in the optimizer; from the fourth step on the other one is active: it is observed, and has its own plan."""
+    """Both adapters are in the optimizer; from the fourth step on the other one is active, and has a plan of its own."""
 
     def use(callbacks: list[Any]) -> Ends:
         model = llama()
