@@ -189,14 +189,9 @@ class Tracer:
         elif (made_at := ledger.taken(version.nbytes, self.generated)) is not None:
             self.ops[self.generated[made_at]].outputs += (version.id,)
             self._birth(version, "made by compiled code", made_at)
-        elif self.phase == "forward" or not self.ops:  # a forward reads what was there before it, or what its own ops make
-            ledger.end(version.nbytes, BEFORE)
-            self.adopt(version, kind)
         else:
-            made_at = self.ops[-1].at
-            ledger.end(version.nbytes, made_at - 1)
-            self.ops[-1].outputs += (version.id,)
-            self._birth(version, kind, made_at, kind=kind)
+            ledger.end(version.nbytes, BEFORE if self.phase == "forward" or not self.ops else self.ops[-1].at - 1)
+            self._made_late(version, kind)
 
     def _writes_parameter(self, record: OpRecord, args: tuple, kwargs: dict) -> bool:
         """Whether an op overwrites memory of a parameter: an update without an optimizer (`p.data.add_`)."""
@@ -210,18 +205,26 @@ class Tracer:
 
     def resized(self, old: StorageVersion, new: StorageVersion) -> None:
         """The storage of `old` has another size now, and `new` is the version of its bytes."""
-        if old.id not in self.tensors:
+        before = self.tensors.get(old.id)
+        if before is not None and before.storage in self._alive:
+            ids = self._storages[before.storage]
+            self.gone(before.storage)
+            self._holders.forget(ids)
+            for id in ids:
+                if self.tensors[id].freed_at is None:
+                    self.tensors[id].freed_at = len(self.points) - 1
+        if new.nbytes:
+            self._made_late(new, "input" if self.phase == "forward" else "temporary")
+
+    def _made_late(self, version: StorageVersion, kind: Kind) -> None:
+        """Add a storage that no recorded op made, and that was made after the step began. In the forward it counts from before
+        the step: planned forwards are compared with what their ops make. Later, it is a result of the op before.
+        """
+        if self.phase == "forward" or not self.ops:
+            self.adopt(version, kind)
             return
-        before = self.tensors[old.id]
-        last = self.tensors[self._storages[before.storage][-1]]
-        if last.freed_at is None:
-            last.freed_at = len(self.points) - 1
-        self._holders.forget((old.id,))
-        self.gone(before.storage)
-        self._birth(new, before.name, len(self.points), version_of=old, dtype=before.dtype)
-        alive = new.alive()
-        if alive is not None:
-            self.counts(before.storage, alive)
+        self.ops[-1].outputs += (version.id,)
+        self._birth(version, kind, self.ops[-1].at, kind=kind)
 
     def made_unseen(self, version: StorageVersion, name: str) -> None:
         """Add a gradient that the present hook of a sharded module has made, unless it is known."""
@@ -236,7 +239,7 @@ class Tracer:
 
     def counts(self, key: int, storage: torch.UntypedStorage) -> None:
         """Count a storage as live until it is freed."""
-        self.live_nbytes += self.tensors[self._storages[key][-1]].nbytes
+        self.live_nbytes += self.tensors[key].nbytes
         if self.ledger is not None:
             self.ledger.born(key, storage)
         if self.counter is not None and self.device.type == storage.device.type and not self.counter.counts(storage):
