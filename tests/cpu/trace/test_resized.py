@@ -98,8 +98,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 6) ->
 
 @pytest.mark.parametrize("case", [Invertible, Refilled])
 def test_they_count_by_the_size_that_they_have(case: type[nn.Module], tmp_path: Path) -> None:
-    """EXACT; predicted as measured, to 128 bytes; and the plan's file can be read. What is filled within the forward counts from
-    before it, so the prediction is an upper bound.
+    """EXACT; predicted as measured, to 128 bytes; and the plan's file can be read. What is filled within the forward counts
+    from before it, so the prediction is an upper bound.
     """
     torch.manual_seed(0)
     plain = case()
