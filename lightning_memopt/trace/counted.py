@@ -68,9 +68,20 @@ class Ledger:
         """Whether a storage was in memory before the step, or is not counted."""
         return self.counter.number(storage._cdata) <= self._settled
 
-    def identified(self, key: int) -> None:
-        """A storage from before the step, which `born` has added, is known only now: it leaves the unknown bytes."""
-        self.base_nbytes -= self._known.get(key, 0)
+    def is_counted(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the counter has counted a storage so far."""
+        return self.counter.nbytes(storage._cdata) >= 0
+
+    @property
+    def open_nbytes(self) -> int:
+        """Unseen bytes that came since the step began and are still there."""
+        return sum([unseen.nbytes for unseen in self._open])
+
+    def identified(self, key: int, beyond_nbytes: int = 0) -> None:
+        """A storage, which `born` has added, is known only now: it leaves the unknown bytes from before the step. So many of
+        its bytes may be among those that came since: `beyond_nbytes`.
+        """
+        self.base_nbytes -= max(0, min(self.base_nbytes, self._known.get(key, 0) - beyond_nbytes))
 
     def taken(self, nbytes: int, points: Container[int]) -> int | None:
         """A storage is known only now: it leaves the unseen bytes, if so many of them came at one of these points. Returns the

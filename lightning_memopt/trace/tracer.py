@@ -184,14 +184,19 @@ class Tracer:
         if ledger is None or storage is None:
             self.adopt(version, kind)
         elif ledger.is_older(storage):
+            counted = ledger.is_counted(storage)  # else it is counted from now on: C++ alone held it (a bucket of DDP)
             self.adopt(version, kind)
-            ledger.identified(version.id)
+            if counted:
+                ledger.identified(version.id)
         elif (made_at := ledger.taken(version.nbytes, self.generated)) is not None:
             self.ops[self.generated[made_at]].outputs += (version.id,)
             self._birth(version, "made by compiled code", made_at)
-        else:
-            ledger.end(version.nbytes, BEFORE if self.phase == "forward" or not self.ops else self.ops[-1].at - 1)
+        elif self.generated and self.phase != "forward":  # the code freed other bytes when it made these
+            ledger.end(version.nbytes, self.ops[-1].at - 1)
             self._made_late(version, kind)
+        else:
+            self.adopt(version, kind)
+            ledger.identified(version.id, beyond_nbytes=ledger.open_nbytes)
 
     def _writes_parameter(self, record: OpRecord, args: tuple, kwargs: dict) -> bool:
         """Whether an op overwrites memory of a parameter: an update without an optimizer (`p.data.add_`)."""
