@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from lightning_memopt.record import beneath_calls, eager_modules
+from lightning_memopt.torch_private import fsdp_units
 
 Call = Callable[..., Any]
 
@@ -30,7 +31,7 @@ class Entries:
 
     def watch(self, wanted: bool) -> None:
         """Begin or end watching. May be repeated."""
-        if not wanted:
+        if not wanted or fsdp_units(self._model):  # sharded modules gather their weights in calls of the model
             self.close()
         elif self._watched is None:
             eager = set(map(id, eager_modules(self._model)))

@@ -97,6 +97,7 @@ class Tracer:
         self.counter: Counter | None = None
         self.uncounted_nbytes = 0
         self._uncounted: dict[int, int] = {}
+        self._emptied: set[int] = set()
         self._lingering = Lingering()
 
     # -- told by the recorder ----------------------------------------------------------------------
@@ -209,8 +210,11 @@ class Tracer:
         self._birth(version, name or kind, BEFORE, kind=kind)
 
     def resized(self, old: StorageVersion, new: StorageVersion) -> None:
-        """The storage of `old` has another size now, and `new` is the version of its bytes."""
+        """The storage of `old` has another size now, and `new` is the version of its bytes. Weights have windows instead."""
         before = self.tensors.get(old.id)
+        unknown = before is None and old.id not in self._emptied
+        if unknown or old.parameter or (before is not None and before.kind == "parameter"):
+            return
         if before is not None and before.storage in self._alive:
             ids = self._storages[before.storage]
             self.gone(before.storage)
@@ -220,6 +224,8 @@ class Tracer:
                     self.tensors[id].freed_at = len(self.points) - 1
         if new.nbytes:
             self._made_late(new, "input" if self.phase == "forward" else "temporary")
+        else:
+            self._emptied.add(new.id)
 
     def _made_late(self, version: StorageVersion, kind: Kind) -> None:
         """Add a storage that no recorded op made, and that was made after the step began. In the forward it counts from before

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_memopt import optimize
 from lightning_memopt.native import counter
 from lightning_memopt.ranks import board, ranks
-from lightning_memopt.session import compiled_regions, region_choice
+from lightning_memopt.session import compiled_regions, observed_step, region_choice
 from lightning_memopt.solvers import planner
 from lightning_memopt.trace import count_all
 from tests.cpu.lib.forked import failed, forked
@@ -95,6 +95,7 @@ def train(
         if keeps_all:
             choose = lambda choice, stages, limit: [0] * len(stages)  # noqa: E731
             stack.enter_context(mock.patch.object(region_choice.Choice, "better", choose))
+        stack.enter_context(mock.patch.object(observed_step, "_ANNOUNCED", STEPS))  # each observed step has its line
         for i in range(STEPS):
             hook(i)
             x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(WORLD * i + rank))
