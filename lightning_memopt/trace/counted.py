@@ -78,8 +78,8 @@ class Ledger:
         return sum([unseen.nbytes for unseen in self._open])
 
     def identified(self, key: int, beyond_nbytes: int = 0) -> None:
-        """A storage, which `born` has added, is known only now: it leaves the unknown bytes from before the step. So many of
-        its bytes may be among those that came since: `beyond_nbytes`.
+        """A storage, which `born` has added, is known only now: it leaves the unknown bytes from before the step.
+        `beyond_nbytes`: how many of its bytes may be among those that came since.
         """
         self.base_nbytes -= max(0, min(self.base_nbytes, self._known.get(key, 0) - beyond_nbytes))
 
@@ -112,7 +112,7 @@ class Ledger:
             self.base_nbytes -= freed_nbytes
 
     def end(self, nbytes: int, now: int) -> int:
-        """So many of the unseen bytes are there up to the point `now`: they are freed, or are those of a storage that is known
+        """`nbytes` of the unseen bytes are there up to the point `now`: they are freed, or are those of a storage that is known
         from then on. Returns how many there were.
         """
         left = nbytes

@@ -57,9 +57,6 @@ class Surplus:
         self._starts: dict[int, Version] = {}
         self._readers: dict[int, list[Call]] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._starts)
-
     def recorded(self, call: Call) -> None:
         """A call that may run again was recorded."""
         for id in call.reads:
@@ -117,7 +114,10 @@ class Surplus:
 
     def _gives_back(self, start: Version, evictable: Container[int]) -> int:
         """Bytes of the evictable versions that are rebuilt from a start."""
-        versions, nbytes, waiting, seen = self._tape.versions, 0, [start.id], {start.id}
+        versions = self._tape.versions
+        nbytes = 0
+        waiting = [start.id]
+        seen = {start.id}
         while waiting:
             for call in self._readers.get(waiting.pop(), ()):
                 for id in {id for _, id in (*call.made, *call.mutates)} - seen:
@@ -131,7 +131,9 @@ class Surplus:
         self._starts.pop(version.id, None)
         version.holding.drop()
         version.holding.reachable = False
-        versions, lost, waiting = self._tape.versions, list[Version](), [version]
+        versions = self._tape.versions
+        lost: list[Version] = []
+        waiting = [version]
         while waiting:
             for call in self._readers.get(waiting.pop().id, ()):
                 made = (versions[id] for _, id in (*call.made, *call.mutates))
