@@ -23,6 +23,10 @@ train on, which the budget of the smallest plan does not count."""
 BATCH_NBYTES = 8 * 24 * 32 * 4
 """Of a batch. Garbage of the script before may hold one while the plan is made; Python collects it when it likes."""
 
+LATE_NBYTES = 8192
+"""Of the gradients and buffers of these models. A worker thread of gloo lets go of the tensors of its last collective when it
+gets the processor: on a busy machine that is milliseconds after the collective has ended, in the next step."""
+
 
 def ends(folder: Path, name: str, rank: int = 0) -> list[object]:
     return [torch.load(folder / f"{name}.{how}.{rank}", weights_only=True) for how in ("plain", "planned")]
@@ -58,7 +62,7 @@ def test_two_processes(tmp_path: Path) -> None:
             peaks = [peak for peak in facts[name]["peaks"] if peak is not None]
             assert peaks
             for measured, predicted, budget in peaks if name in STEADY else ():
-                assert measured <= budget, (name, rank, peaks)
+                assert measured <= budget + LATE_NBYTES, (name, rank, peaks)
                 assert measured == pytest.approx(predicted, rel=0.01, abs=BATCH_NBYTES), (name, rank, peaks)
 
 
