@@ -15,24 +15,24 @@ import argparse
 import importlib
 import importlib.util
 import json
-import subprocess
+import statistics
 import sys
 import threading
-from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.paths import RESULTS, ROOT
-from benchmarks.robustness import loops_count
-from benchmarks.robustness.loops_judge import BUDGETS, examine, why_no_plan
+from benchmarks.robustness.loops_judge import BUDGETS, OBSERVED_SHARE, examine, prediction_error, why_no_plan
 from benchmarks.robustness.scripts import LOOPS
+from benchmarks.robustness.worker import Done, Row, ask
 
 FILE = RESULTS / "loops.json"
-Row = dict[str, Any]
-Done = Callable[[str, Row], None]
-_HEAD = ("loop", "resident", "peak", "exact", "kept", "plan", "refusals", "solves", "peak, predicted / measured")
+TIMEOUT_SECONDS = 3600.0
+"""For all runs of a loop. A run that does not end is ended long before (loops_run.py)."""
+_PEAKS = ("peak, predicted / measured", "observed / plain")
+_HEAD = ("loop", "resident", "peak", "exact", "kept", "plan", "refusals", "solves", *_PEAKS)
 
 
 # -- processes ------------------------------------------------------------------------------------------
@@ -55,30 +55,6 @@ def work() -> None:
         print(json.dumps(examine(partial(forked, script))), flush=True)
 
 
-class Worker(threading.Thread):
-    """Feeds a process, which counts allocations, with the names that are left; `done` is told of every row."""
-
-    def __init__(self, names: list[str], done: Done) -> None:
-        super().__init__(daemon=True)
-        self.names, self.done = names, done
-
-    def run(self) -> None:
-        with subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.robustness.loops", "--worker"], cwd=ROOT,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=loops_count.environment(),
-        ) as process:  # fmt: skip
-            assert process.stdin is not None and process.stdout is not None
-            while self.names:
-                name = self.names.pop(0)
-                process.stdin.write(f"{name}\n")
-                process.stdin.flush()
-                answer = process.stdout.readline()
-                self.done(name, json.loads(answer) if answer else {"status": "the benchmark's process ended", "runs": {}})
-                if not answer:
-                    return
-            process.stdin.close()
-
-
 def measure(names: list[str], jobs: int, done: Done) -> None:
     """Run these scripts."""
     left = []
@@ -88,11 +64,7 @@ def measure(names: list[str], jobs: int, done: Done) -> None:
             left.append(name)
         else:
             done(name, {"status": f"not installed: {package}", "runs": {}})
-    workers = [Worker(left, done) for _ in range(jobs)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    ask("benchmarks.robustness.loops", left, jobs, lambda name, row: done(name, {"runs": {}} | row), TIMEOUT_SECONDS)
 
 
 # -- what is printed and written --------------------------------------------------------------------------
@@ -141,12 +113,16 @@ def _peaks(run: dict[str, Any]) -> str:
     return f"{_kib(run.get('predicted'))} / {_kib(run.get('measured'))}"
 
 
+def _observed(run: dict[str, Any]) -> str:
+    return "-" if run.get("observed") is None else f"{run['observed']:.2f}"
+
+
 def cells(name: str, row: Row) -> list[str]:
     """Bytes in KiB. A cell has the three budgets' in turn, or one where they agree."""
     if not row["runs"]:
-        return [name, "", "", "", "", row["status"], "", "", ""]
+        return [name, "", "", "", "", row["status"], "", "", "", ""]
     found = [name, _kib(row["resident"]), _kib(row["peak"])]
-    for cell in (_exact, _kept, _plan, _refusals, _solves, _peaks):
+    for cell in (_exact, _kept, _plan, _refusals, _solves, _peaks, _observed):
         parts = [cell(row["runs"][budget]) for budget in BUDGETS]
         found.append(parts[0] if len(set(parts)) == 1 else "; ".join(parts))
     return found
@@ -168,7 +144,12 @@ def summary(rows: dict[str, Row]) -> str:
     runs = [run for row in ran for run in row["runs"].values()]
     faults = [fault for run in runs for fault in run["faults"]]
     counts = ", ".join(f"{faults.count(fault)} {fault}" for fault in sorted(set(faults))) or "no fault"
-    return f"{len(ran)} loops, {len(runs)} runs: {counts}; {len(rows) - len(ran)} loops not run"
+    text = f"{len(ran)} loops, {len(runs)} runs: {counts}; {len(rows) - len(ran)} loops not run"
+    errors = [abs(error) for run in runs if (error := prediction_error(run)) is not None]
+    if errors:
+        wrong = sum(error > 0.01 for error in errors)
+        text += f"; predictions are off by {statistics.median(errors):.2%} in the median, by more than 1 % in {wrong} runs"
+    return text
 
 
 def page(results: dict[str, Any]) -> str:
@@ -188,7 +169,9 @@ def page(results: dict[str, Any]) -> str:
         "plain run's bit by bit. *Kept*: the peak of every step in which a plan was in force is within the budget (`min`: "
         "within the number that it reports), by a count of torch's allocator that is no part of this package (preloaded around "
         "`c10::alloc_cpu`). A step that is larger than all before it is foreseen by nobody: it is no fault where a "
-        "line says so, and later steps are within the budget (`min`: within the next number that it reports). *Refusals*: how "
+        "line says so, and later steps are within the budget (`min`: within the next number that it reports). *Observed / "
+        "plain*: the peak of an observed step by that of the same step of the plain run, the largest of them; above "
+        f"{OBSERVED_SHARE} and above the budget it is a fault. *Refusals*: how "
         "often a budget was refused; the run was repeated within the number that was named. "
         "Bytes are in KiB; seconds of solving are those of a shared machine.",
         "",

@@ -20,6 +20,8 @@ _NOT_KEPT = ("the budget is not kept", "no smaller plan exists")
 _SLIGHT, _SLIGHT_NBYTES = 0.02, 1 << 14
 """The smallest plan promises no budget; its prediction is right where a step takes no more than this share of it, or so many
 bytes, on top."""
+OBSERVED_SHARE = 1.1
+"""An observed step may take this share of the same step of the plain run, and `_SLIGHT_NBYTES`; or the budget."""
 _TRIES = 4
 
 
@@ -91,6 +93,8 @@ def judge(plain: Outcome, ours: Outcome, tried: list[int | str]) -> dict[str, An
     planned = [step for step in ours["steps"] if step["predicted"] is not None]
     promises = [_smallest(step["promised"]) if budget == "min" else budget for step in planned]
     over = [step["peak"] - promise for step, promise in zip(planned, promises, strict=True)]
+    pairs = zip(plain["steps"], ours["steps"], strict=False)
+    observed = [(step["peak"], before["peak"]) for before, step in pairs if step["observed"]]
     explained = any(not line.startswith(_PROGRESS) for line in ours["said"])
     row |= {
         "exact": not unequal,
@@ -101,6 +105,7 @@ def judge(plain: Outcome, ours: Outcome, tried: list[int | str]) -> dict[str, An
         "measured": max((step["peak"] for step in planned), default=None),
         "measured_by_session": ours["measured_by_session"],
         "over": max(over, default=None),
+        "observed": max((peak / before for peak, before in observed), default=None),
         "between": max(step["between"] for step in ours["steps"]),
         "steps_over": sum(excess > 0 for excess in over),
         "not_kept_said": any(text in line for line in ours["said"] for text in _NOT_KEPT),
@@ -119,9 +124,18 @@ def judge(plain: Outcome, ours: Outcome, tried: list[int | str]) -> dict[str, An
     broken = planned and (over[-1] > 0 or (budget != "min" and row["steps_over"] > noticed))
     if broken and not row["not_kept_said"]:
         faults.append("budget broken")
+    allowed = 0 if budget == "min" else budget
+    if any(peak > max(OBSERVED_SHARE * before + _SLIGHT_NBYTES, allowed) for peak, before in observed):
+        faults.append("observed step too large")
     if not planned and not explained:
         faults.append("silent")
     return row
+
+
+def prediction_error(row: dict[str, Any]) -> float | None:
+    """The largest measured peak of the planned steps against the largest predicted one; None without a plan."""
+    predicted, measured = row.get("predicted"), row.get("measured")
+    return None if not predicted else measured / predicted - 1
 
 
 def _smallest(promised: int) -> int:

@@ -53,9 +53,9 @@ def generators() -> dict[str, str]:
 class Watching:
     """What a script is given: the package within a budget, or nothing around the loop. Bytes are above those before the script.
 
-    `steps`: of every step its peak, and what was promised of it: the plan's own peak in bytes where all forwards of training
-    had a plan in force, else None. A step that the package watches begins with its first forward: what loading the next batch
-    takes beside the last one is no part of it, that peak is `between`.
+    `steps`: of every step its peak, whether a part of it was observed, and what was promised of it: the plan's own peak in
+    bytes where all forwards of training had a plan in force, else None. A step that the package watches begins with its first
+    forward: what loading the next batch takes beside the last one is no part of it, that peak is `between`.
     """
 
     budget: Budget
@@ -70,6 +70,7 @@ class Watching:
     _base: int = 0
     _live: int = 0
     _watched: bool = False
+    _observed: bool = False
     _between: int = 0
 
     def __call__(self, model: nn.Module, optimizer: Any) -> contextlib.AbstractContextManager[Any]:
@@ -127,6 +128,7 @@ class Watching:
             "began": self._live - self._base,
             "peak": None if peak is None else peak - self._base,
             "between": self._between,
+            "observed": self._observed,
             "predicted": max((plan.predicted.needed_nbytes for plan in plans), default=None),
             "promised": max((plan.budget_nbytes for plan in plans), default=None),
             "dropped": max((plan.predicted.rebuilt_nbytes for plan in plans), default=0),
@@ -134,7 +136,7 @@ class Watching:
         self.steps.append(entry)
         self._live = live or 0
         self._states.clear()
-        self._watched, self._between = False, 0
+        self._watched, self._observed, self._between = False, False, 0
         true_peak()
 
     @contextlib.contextmanager
@@ -147,6 +149,7 @@ class Watching:
                 self._watched, self._between = True, (true_peak() or 0) - self._base
             recording = begin(session, batch, part)
             self._states.append(session._current)
+            self._observed |= recording is not None and not isinstance(session._current, Running)
             return recording
 
         def solved(*args: Any, **options: Any) -> Any:
