@@ -35,11 +35,11 @@ from benchmarks.lib.digests import digest
 from benchmarks.lib.paths import RESULTS, ROOT
 from benchmarks.models.zoo import ZOO, Architecture
 from benchmarks.robustness import loops_count
-from benchmarks.robustness.loops_run import generators
+from benchmarks.robustness.loops_run import generators, rounds
 from benchmarks.robustness.worker import Row, ask
 from lightning_memopt import optimize
 from lightning_memopt.errors import InfeasibleError, MemOptError
-from lightning_memopt.session.states import Running
+from lightning_memopt.session.states import Running, State
 
 MIB = 2**20
 SHARE = 0.5
@@ -157,10 +157,14 @@ def _planned(ours: Training, budget: int, beside: int, expected: list[Step]) -> 
     different: list[str] = []
     observed: list[float] = []
     measured: list[int] = []
-    with optimize(ours.model, ours.optimizer, budget=budget + beside, profile_steps=OBSERVED, verbose=False) as run:
+    states: list[State | None] = []
+    with (
+        optimize(ours.model, ours.optimizer, budget=budget + beside, profile_steps=OBSERVED, verbose=False) as run,
+        rounds(lambda: None, states.append),
+    ):
         for i, reference in enumerate(expected):
             step = ours.step()
-            if isinstance(run.session._current, Running):
+            if isinstance(states[-1], Running):
                 measured.append(step.peak)
             else:
                 observed.append(step.peak / reference.peak)

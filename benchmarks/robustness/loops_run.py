@@ -19,7 +19,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from benchmarks.robustness.scripts import Script
 from lightning_memopt import optimize
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.session import Session
-from lightning_memopt.session.states import Running
+from lightning_memopt.session.states import Observing, Running, State
 from lightning_memopt.solvers import planner
 
 TIMEOUT = 600
@@ -142,15 +142,7 @@ class Watching:
     @contextlib.contextmanager
     def doors(self) -> Iterator[None]:
         """Watch what the package does, at the functions through which it is asked."""
-        begin, solve = Session._begin_round, planner.solve
-
-        def begins(session: Session, batch: Any, part: int) -> Any:  # a Lightning step may have several, with a plan each
-            if not self._watched:
-                self._watched, self._between = True, (true_peak() or 0) - self._base
-            recording = begin(session, batch, part)
-            self._states.append(session._current)
-            self._observed |= recording is not None and not isinstance(session._current, Running)
-            return recording
+        solve = planner.solve
 
         def solved(*args: Any, **options: Any) -> Any:
             began = time.perf_counter()
@@ -160,11 +152,38 @@ class Watching:
                 self.solves += 1
                 self.solve_seconds += time.perf_counter() - began
 
-        Session._begin_round, planner.solve = begins, solved  # type: ignore[method-assign,assignment]
+        planner.solve = solved  # type: ignore[assignment]
         try:
-            yield
+            with rounds(self._round_begins, self._round_began):
+                yield
         finally:
-            Session._begin_round, planner.solve = begin, solve  # type: ignore[method-assign]
+            planner.solve = solve
+
+    def _round_begins(self) -> None:
+        if not self._watched:
+            self._watched, self._between = True, (true_peak() or 0) - self._base
+
+    def _round_began(self, state: State | None) -> None:  # a Lightning step may have several, with a plan each
+        self._states.append(state)
+        self._observed |= isinstance(state, Observing)
+
+
+@contextlib.contextmanager
+def rounds(begins: Callable[[], None], began: Callable[[State | None], None]) -> Iterator[None]:
+    """Watch the forwards of training: before a session begins one, and then with the state that it belongs to."""
+    begin = Session._begin_round
+
+    def watched(session: Session, batch: Any, part: Any) -> Any:
+        begins()
+        recording = begin(session, batch, part)
+        began(session._current)
+        return recording
+
+    Session._begin_round = watched  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Session._begin_round = begin  # type: ignore[method-assign]
 
 
 def outcome(script: Script, budget: Budget) -> dict[str, Any]:
