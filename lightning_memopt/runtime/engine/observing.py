@@ -82,6 +82,11 @@ class _Holdings(Holdings):
         super().copy(version)
         engine.surplus.holds(version)
 
+    def overwritten(self, old: Version, new: Version, t: torch.Tensor, reachable: bool) -> None:
+        super().overwritten(old, new, t, reachable)
+        if new.holding.claim is not Claim.NONE:
+            self._engine.claimed(old, new, t)
+
 
 class ObservingEngine(Engine):
     """Keeps, evicts under pressure, verifies.
@@ -138,6 +143,7 @@ class ObservingEngine(Engine):
         self.units: Units | None = None
         self.hidden: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self._calls: dict[int, Call] = {}
+        self._claimed_by: dict[int, Version] = {}  # id -> the version before it on the same memory, which autograd may claim
         self._room_nbytes = 0
         self._retained: dict[int, bool] = {}
 
@@ -226,6 +232,13 @@ class ObservingEngine(Engine):
             self.evictable[version.id] = version
         return False
 
+    def claimed(self, old: Version, new: Version, t: torch.Tensor) -> None:
+        """Autograd saved `old` or a version before it, and may read the bytes of `new`: they stay, as in a plain step."""
+        self._claimed_by[new.id] = old
+        new.holding.hold(t)
+        if rebuildable(new):
+            self.evictable[new.id] = new
+
     def handle(self, t: torch.Tensor, save: int, version: Version) -> Handle:
         if self._native is None:
             return super().handle(t, save, version)
@@ -287,6 +300,7 @@ class ObservingEngine(Engine):
         later.holding.hold(t)
         later.why = "written over after the forward"
         self.tape.versions[later.id] = later
+        self._claimed_by[later.id] = version
         version.next = later.id
 
     # -- eviction ----------------------------------------------------------------------------------
@@ -417,15 +431,27 @@ class ObservingEngine(Engine):
     def released(self, handle: Handle) -> None:
         with self.lock:
             version = handle.version
-            if version.holding.handles == 0:
-                self.evictable.pop(version.id, None)
-                if rebuildable(version):
-                    version.holding.drop()
-                elif version.holding.value is not None:
-                    self.surplus.holds(version)
-                    self.keep_to_bound()
+            self._let_go(version)
+            if version.next is not None:
+                while version.next is not None:
+                    version = self.tape.versions[version.next]
+                self._let_go(version)
             if self.events is not None:
                 self.events.released(handle.save)
+
+    def _let_go(self, version: Version) -> None:
+        """Let go of bytes that autograd will not read any more, where that is so."""
+        earlier: Version | None = version
+        while earlier is not None:
+            if earlier.holding.handles > 0:
+                return
+            earlier = self._claimed_by.get(earlier.id)
+        self.evictable.pop(version.id, None)
+        if rebuildable(version):
+            version.holding.drop()
+        elif version.holding.value is not None:
+            self.surplus.holds(version)
+            self.keep_to_bound()
 
 
 def let_go(engine: ObservingEngine) -> None:

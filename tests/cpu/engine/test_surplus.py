@@ -106,7 +106,18 @@ class Nonzero(Layers):
         return x.square().mean()
 
 
-CASES: list[type[Layers]] = [OutBuffer, SearchInside, Teacher, Sampled, Cached, Nonzero]
+class Gates(Layers):
+    """Parts of one memory with version counters of their own: autograd saves one part, and another one is written over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cells(x.view(-1, 16, WIDTH))[0].square().mean()
+
+
+CASES: list[type[Layers]] = [OutBuffer, SearchInside, Teacher, Sampled, Cached, Nonzero, Gates]
 ABOVE = 1.1
 
 
