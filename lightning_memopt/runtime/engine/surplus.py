@@ -85,7 +85,8 @@ class Surplus:
 
     def nbytes(self) -> int:
         """Bytes of the storages that nobody but the engine holds."""
-        return sum({version.weak: version.nbytes for version in self.alone()}.values())
+        held = ((version.holding.value, version.nbytes) for version in self.alone())
+        return sum({storage_id(value): nbytes for value, nbytes in held if value is not None}.values())
 
     def needed(self) -> set[int]:
         """Ids of the versions from which a tensor that autograd saved, and that is not in memory, must be rebuilt."""

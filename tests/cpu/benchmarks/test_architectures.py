@@ -19,6 +19,7 @@ PLANNED = {
     "whisper": "a batch that is masked in place",
     "mixtral": "experts chosen by a router, with jitter",
     "mamba2": "a chunked scan",
+    "recurrent_gemma": "a scan whose result is written step by step, over and over in one memory",
     "convnext": "stochastic depth, layer scale",
 }
 
