@@ -37,7 +37,7 @@ from typing import Any, TypeAlias
 import torch
 
 from lightning_memopt.native.engine import loaded
-from lightning_memopt.record import UNKNOWN, Call, Origin, StorageVersion, detached, unwatched
+from lightning_memopt.record import UNKNOWN, Call, Origin, StorageVersion, detached
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.runtime.parked import ParkedTensor, current_stream
 from lightning_memopt.torch_private import no_dispatch_modes
@@ -213,8 +213,7 @@ def in_order(holding: Holding) -> None:
 
 def copy_of(t: torch.Tensor) -> torch.Tensor:
     """A copy of the whole storage of `t`, flat. Call below autograd."""
-    with unwatched():
-        bytes_ = t.untyped_storage().clone()
+    bytes_ = t.untyped_storage().clone()
     copy = torch.empty(0, dtype=t.dtype, device=t.device)
     return copy.set_(bytes_, 0, (bytes_.nbytes() // copy.element_size(),), (1,))
 

@@ -85,8 +85,7 @@ class Surplus:
 
     def nbytes(self) -> int:
         """Bytes of the storages that nobody but the engine holds."""
-        held = ((version.holding.value, version.nbytes) for version in self.alone())
-        return sum({storage_id(value): nbytes for value, nbytes in held if value is not None}.values())
+        return sum({version.weak: version.nbytes for version in self.alone()}.values())
 
     def needed(self) -> set[int]:
         """Ids of the versions from which a tensor that autograd saved, and that is not in memory, must be rebuilt."""
