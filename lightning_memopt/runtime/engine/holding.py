@@ -39,6 +39,7 @@ import torch
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.record import UNKNOWN, Call, Origin, StorageVersion, detached
 from lightning_memopt.record.below import below_autograd
+from lightning_memopt.record.tensors import bytes_of
 from lightning_memopt.runtime.parked import ParkedTensor, current_stream
 from lightning_memopt.torch_private import no_dispatch_modes
 
@@ -212,10 +213,13 @@ def in_order(holding: Holding) -> None:
 
 
 def copy_of(t: torch.Tensor) -> torch.Tensor:
-    """A copy of the whole storage of `t`, flat. Call below autograd."""
-    bytes_ = t.untyped_storage().clone()
+    """A copy of the whole storage of `t`, flat. Call below autograd.
+
+    An op makes it: memory of a storage that Python makes does not come from the allocator that is counted.
+    """
+    copied = bytes_of(t).clone().untyped_storage()
     copy = torch.empty(0, dtype=t.dtype, device=t.device)
-    return copy.set_(bytes_, 0, (bytes_.nbytes() // copy.element_size(),), (1,))
+    return copy.set_(copied, 0, (copied.nbytes() // copy.element_size(),), (1,))
 
 
 class Holdings:

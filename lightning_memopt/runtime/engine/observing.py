@@ -33,6 +33,8 @@ _EMPTY, _EXTERNAL = Origin.EMPTY, Origin.EXTERNAL
 _NO_BOUND = 1 << 62
 _STATE_NBYTES = 5056
 """Bytes of the state of a random generator on the CPU."""
+_OPS_UNTIL_LOOK = 64
+"""A look for bytes to let go of visits the whole tape. One that found too few is repeated after so many ops, or more bytes."""
 _KNOWN = "aten::", "prims::"
 """Namespaces of ops of which torch says whether they give the same bits again."""
 
@@ -79,7 +81,8 @@ class _Holdings(Holdings):
         if version.nbytes > engine.room() and version.holding.handles == 0 and version.id not in engine.surplus.needed():
             engine.lose(version)
             return
-        super().copy(version)
+        with engine.hidden():
+            super().copy(version)
         engine.surplus.holds(version)
 
     def overwritten(self, old: Version, new: Version, t: torch.Tensor, reachable: bool) -> None:
@@ -124,6 +127,8 @@ class ObservingEngine(Engine):
         self.surplus = Surplus(self.tape)
         self.holdings: Holdings = _Holdings(self)
         self._states_nbytes = 0
+        self._stayed_nbytes = 0  # bytes of the surplus that a look could not let go of, and ops until the next one
+        self._looks_again_in = 0
         self._unverified: set[str] = set()
         self._verified_ops: set[str] = set()
         self.tape.native = self._native = loaded()
@@ -188,13 +193,16 @@ class ObservingEngine(Engine):
             return
         nbytes = self.surplus.nbytes()
         spare_nbytes = self.bound.spare(nbytes) - self._states_nbytes
-        if nbytes <= spare_nbytes:
+        self._looks_again_in -= 1
+        if nbytes <= spare_nbytes or (nbytes <= self._stayed_nbytes + spare_nbytes // 8 and self._looks_again_in > 0):
             return
         for version in self.surplus.droppable(self.evictable if self.bound.is_tight else ()):
             self.lose(version)
             nbytes -= version.nbytes
             if nbytes <= spare_nbytes:
                 return
+        self._stayed_nbytes = nbytes
+        self._looks_again_in = _OPS_UNTIL_LOOK
 
     def lose(self, version: Version) -> None:
         """Let go of bytes from which rebuilds could start."""

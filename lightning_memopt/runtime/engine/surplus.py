@@ -5,7 +5,7 @@ from them in this step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection
 
 from lightning_memopt.record import OWN_COUNT, Call, Tape, storage_id
 from lightning_memopt.runtime.engine.holding import Claim, Holding, Version, rebuildable
@@ -85,7 +85,8 @@ class Surplus:
 
     def nbytes(self) -> int:
         """Bytes of the storages that nobody but the engine holds."""
-        return sum({version.weak: version.nbytes for version in self.alone()}.values())
+        held = [(version.holding.value, version.nbytes) for version in self.alone()]
+        return sum({storage_id(value): nbytes for value, nbytes in held if value is not None}.values())
 
     def needed(self) -> set[int]:
         """Ids of the versions from which a tensor that autograd saved, and that is not in memory, must be rebuilt."""
@@ -104,16 +105,16 @@ class Surplus:
                     waiting.append(versions[id])
         return needed
 
-    def droppable(self, evictable: Container[int]) -> list[Version]:
+    def droppable(self, evictable: Collection[int]) -> list[Version]:
         """The versions that may be let go, the largest first: those that no evicted tensor needs, and without which no more
         bytes stay in memory than they have. `evictable`: ids of the versions that may have to be evicted.
         """
         needed = self.needed()
         free = [v for v in self.alone() if v.id not in needed and v.holding.claim is not Claim.PINNED]
-        return sorted((v for v in free if self._gives_back(v, evictable) <= v.nbytes), key=lambda v: -v.nbytes)
+        return sorted((v for v in free if not evictable or self._costs_no_more(v, evictable)), key=lambda v: -v.nbytes)
 
-    def _gives_back(self, start: Version, evictable: Container[int]) -> int:
-        """Bytes of the evictable versions that are rebuilt from a start."""
+    def _costs_no_more(self, start: Version, evictable: Collection[int]) -> bool:
+        """Whether the evictable versions that are rebuilt from a start have no more bytes than it."""
         versions = self._tape.versions
         nbytes = 0
         waiting = [start.id]
@@ -124,7 +125,9 @@ class Surplus:
                     seen.add(id)
                     waiting.append(id)
                     nbytes += versions[id].nbytes if id in evictable else 0
-        return nbytes
+                    if nbytes > start.nbytes:
+                        return False
+        return True
 
     def lose(self, version: Version) -> list[Version]:
         """Let go of the bytes of a version. Returns the versions that cannot be rebuilt any more."""

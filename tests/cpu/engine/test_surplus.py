@@ -12,6 +12,11 @@ from torch import Tensor, nn
 
 from lightning_memopt import optimize
 from lightning_memopt.native import counter
+from lightning_memopt.record import StorageVersion, Tape
+from lightning_memopt.record.below import below_autograd
+from lightning_memopt.runtime.engine.holding import Holding, Version, copy_of
+from lightning_memopt.runtime.engine.observing import ObservingEngine
+from lightning_memopt.runtime.engine.surplus import Surplus
 from tests.cpu.lib.loops import QUIET, assert_same, sgd, state
 
 pytestmark = pytest.mark.skipif(counter() is None, reason="nothing counts without a compiler")
@@ -117,7 +122,19 @@ class Gates(Layers):
         return self.cells(x.view(-1, 16, WIDTH))[0].square().mean()
 
 
-CASES: list[type[Layers]] = [OutBuffer, SearchInside, Teacher, Sampled, Cached, Nonzero, Gates]
+class RowByRow(Layers):
+    """A target whose rows are written one by one, by an op that never runs again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = torch.zeros_like(x)
+            places = x.argsort(1)
+            for row in range(64):
+                target[row].index_add_(0, places[row], x[row])
+        return (self.layers(x) - target).square().mean()
+
+
+CASES: list[type[Layers]] = [OutBuffer, SearchInside, Teacher, Sampled, Cached, Nonzero, Gates, RowByRow]
 ABOVE = 1.1
 
 
@@ -163,6 +180,45 @@ def test_observed_steps_take_what_plain_ones_take(case: type[Layers], options: d
     for step, (took, plainly) in enumerate(zip(got, plain, strict=True)):
         times = (others + took) / (others + plainly)
         assert times <= ABOVE, f"step {step} took {others + took} bytes, {times:.2f} times the plain one"
+
+
+def test_copies_are_counted() -> None:
+    """By the allocator's counter, and in the surplus: each of them, though they are of one storage."""
+    counts = counter()
+    assert counts is not None
+    original = torch.randn(1000)
+    tape = Tape(Holding)
+    surplus = Surplus(tape)
+    before = counts.live_nbytes
+    for id in range(3):
+        version: Version = StorageVersion(id, original, tape)
+        with below_autograd():
+            version.holding.rebuilt(copy_of(original))
+        tape.versions[id] = version
+        surplus.holds(version)
+    assert counts.live_nbytes - before == surplus.nbytes() == 3 * 4000
+
+
+def test_a_look_for_bytes_to_let_go_of_is_not_repeated_at_every_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It visits the whole tape, and may find nothing again and again: in a solver of many small steps, at each of its ops."""
+    looks, ops = [0], [0]
+    recorded = ObservingEngine.recorded
+
+    def looking(self: Surplus, evictable: Any) -> list[Version]:
+        looks[0] += 1
+        return []
+
+    def recording(self: ObservingEngine, record: Any) -> None:
+        ops[0] += 1
+        recorded(self, record)
+
+    monkeypatch.setattr(Surplus, "droppable", looking)
+    monkeypatch.setattr(ObservingEngine, "recorded", recording)
+    model, optimizer = made(SearchInside)
+    with optimize(model, optimizer, budget="min", **QUIET):
+        model(torch.randn(ROWS, WIDTH)).backward()
+        optimizer.step()
+    assert 0 < looks[0] < ops[0] / 4
 
 
 def test_what_cannot_be_compared_is_kept_where_torch_does_not_say_that_it_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
