@@ -184,6 +184,8 @@ class Tracer:
         kind: Kind = "input" if self.phase == "forward" else "temporary"
         if ledger is None or storage is None:
             self.adopt(version, kind)
+        elif not ledger.counter.counts(storage):  # numpy's: of those, steps are metered with the batch's and the model's alone
+            self.adopt(version, kind, has_bytes=False)
         elif ledger.is_older(storage):
             counted = ledger.is_counted(storage)  # else it is counted from now on: C++ alone held it (a bucket of DDP)
             self.adopt(version, kind)
@@ -204,10 +206,10 @@ class Tracer:
         versions = (self._adopted.get(storage_id(t)) for t in written_by(record.func, record.rule, args, kwargs))
         return any(id is not None and self.tensors[id].kind == "parameter" for id in versions)
 
-    def adopt(self, version: StorageVersion, kind: Kind, name: str = "") -> None:
-        """Add a storage that was in memory before the recording began."""
+    def adopt(self, version: StorageVersion, kind: Kind, name: str = "", has_bytes: bool = True) -> None:
+        """Add a storage that was in memory before the recording began. `has_bytes`: whether a budget counts its bytes."""
         self._adopted.setdefault(version.weak, version.id)
-        self._birth(version, name or kind, BEFORE, kind=kind)
+        self._birth(version, name or kind, BEFORE, kind=kind, has_bytes=has_bytes)
 
     def resized(self, old: StorageVersion, new: StorageVersion) -> None:
         """The storage of `old` has another size now, and `new` is the version of its bytes. Weights have windows instead."""
@@ -268,8 +270,9 @@ class Tracer:
         version_of: StorageVersion | None = None,
         dtype: str = "",
         size: tuple[int, ...] = (),
+        has_bytes: bool = True,
     ) -> None:
-        nbytes = self._rounded(version.nbytes) if self._is_on_device(version) else 0
+        nbytes = self._rounded(version.nbytes) if has_bytes and self._is_on_device(version) else 0
         storage = version.id
         if version_of is not None and version_of.id in self.tensors:
             before = self.tensors[version_of.id]
@@ -289,7 +292,7 @@ class Tracer:
             alive = version.alive()
             if alive is None:
                 self.live_nbytes += nbytes
-            else:
+            elif has_bytes:
                 self.counts(storage, alive)
 
     def _is_on_device(self, version: StorageVersion) -> bool:

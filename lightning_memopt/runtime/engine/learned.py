@@ -63,6 +63,8 @@ class Learned:
         planned = self.program.graph.tensors[tensor]
         if nbytes == planned.nbytes or tensor in self.program.sized_by_data:
             return True
+        if not planned.nbytes and planned.kind == "input":  # numpy's memory, whose bytes are not counted
+            return True
         return not self.sized and planned.kind not in ("parameter", "buffer")
 
     def spans_of(self, model: nn.Module) -> Spans:
