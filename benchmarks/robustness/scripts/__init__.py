@@ -10,23 +10,30 @@ from __future__ import annotations
 
 from benchmarks.robustness.scripts import (
     adversarial,
+    calls,
     control,
     frameworks,
+    functions,
     graphs,
+    indexing,
+    inner,
     language,
     methods,
     no_trainer,
     odd,
     recurrent,
+    teachers,
     trainers,
+    varying,
     vision,
 )
 from benchmarks.robustness.scripts.registry import Log, Script, Watch, scripts
 
 __all__ = ["LOOPS", "Log", "Script", "Watch"]
 
-LOOPS: dict[str, Script] = {
-    script.name: script
-    for family in (vision, adversarial, recurrent, language, graphs, control, methods, odd, trainers, frameworks, no_trainer)
-    for script in scripts(family)
-}
+_FAMILIES = (
+    vision, adversarial, recurrent, language, graphs, control, methods, functions, teachers, indexing, varying, inner, calls,
+    odd, trainers, frameworks, no_trainer,
+)  # fmt: skip
+
+LOOPS: dict[str, Script] = {script.name: script for family in _FAMILIES for script in scripts(family)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Protocol
@@ -92,3 +92,17 @@ def rows(count: int, size: int, width: int) -> Iterator[Tensor]:
     source = torch.Generator().manual_seed(13)
     for _ in range(count):
         yield torch.randn(size, width, generator=source)
+
+
+def fit(
+    watch: Watch, log: Log, model: nn.Module, optimizer: Any, data: Iterable[Any], loss_of: Callable[[Any], Tensor]
+) -> dict[str, Any]:
+    """The plainest loop: a loss of each batch, a backward, an update."""
+    with watch(model, optimizer):
+        for batch in data:
+            loss = loss_of(batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            log(loss.item())
+    return {"model": model, "optimizer": optimizer}
