@@ -274,6 +274,7 @@ class Coupled(Function):
             y.untyped_storage().resize_(0)
             x.untyped_storage().resize_(before.nbytes)
             x.copy_(before)
+            ctx.kept = None
         with torch.enable_grad():
             again = x.detach().requires_grad_()
             a, b = again.chunk(2, 1)
