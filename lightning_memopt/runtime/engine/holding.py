@@ -213,13 +213,12 @@ def in_order(holding: Holding) -> None:
 
 
 def copy_of(t: torch.Tensor) -> torch.Tensor:
-    """A copy of the whole storage of `t`, flat. Call below autograd.
-
-    An op makes it: memory of a storage that Python makes does not come from the allocator that is counted.
+    """A copy of the whole storage of `t`, flat, by an op: a copy of the storage itself would not be counted as memory, and the
+    recorder would take it for one that the user makes. Call below autograd.
     """
-    copied = bytes_of(t).clone().untyped_storage()
+    storage = bytes_of(t).clone().untyped_storage()
     copy = torch.empty(0, dtype=t.dtype, device=t.device)
-    return copy.set_(copied, 0, (copied.nbytes() // copy.element_size(),), (1,))
+    return copy.set_(storage, 0, (storage.nbytes() // copy.element_size(),), (1,))
 
 
 class Holdings:

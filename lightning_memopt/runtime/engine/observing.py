@@ -78,7 +78,8 @@ class _Holdings(Holdings):
     def copy(self, version: Version) -> None:
         """As in `Holdings`. Without room for the copy, nothing is rebuilt from these bytes."""
         engine = self._engine
-        if version.nbytes > engine.room() and version.holding.handles == 0 and version.id not in engine.surplus.needed():
+        is_free = version.holding.handles == 0 and version.id not in engine.surplus.needed()
+        if is_free and version.nbytes > engine.room(stay=True):
             engine.lose(version)
             return
         with engine.hidden():
@@ -180,9 +181,9 @@ class ObservingEngine(Engine):
             version.holding.reachable = True
             self.surplus.holds(version)
 
-    def room(self) -> int:
-        """Bytes that this step may take for a moment beyond those in memory."""
-        return _NO_BOUND if self.bound is None else self.bound.room(self.surplus.nbytes())
+    def room(self, stay: bool = False) -> int:
+        """Bytes that this step may take for a moment, or that may `stay`, beyond those in memory."""
+        return _NO_BOUND if self.bound is None else self.bound.room(self.surplus.nbytes().made, stay)
 
     def keep_to_bound(self) -> None:
         """Let go of bytes that only this engine holds, where they are more than an observed step may take."""
@@ -191,8 +192,8 @@ class ObservingEngine(Engine):
         most_nbytes = self.surplus.most_nbytes + self._states_nbytes
         if not most_nbytes or most_nbytes <= self.bound.spare(most_nbytes):
             return
-        nbytes = self.surplus.nbytes()
-        spare_nbytes = self.bound.spare(nbytes) - self._states_nbytes
+        nbytes, made_nbytes = self.surplus.nbytes()
+        spare_nbytes = self.bound.spare(made_nbytes) - self._states_nbytes
         self._looks_again_in -= 1
         if nbytes <= spare_nbytes or (nbytes <= self._stayed_nbytes + spare_nbytes // 8 and self._looks_again_in > 0):
             return
@@ -211,8 +212,8 @@ class ObservingEngine(Engine):
 
     def wants_state(self, name: str) -> bool:
         if self.bound is not None:
-            nbytes = self.surplus.nbytes()
-            if nbytes + self._states_nbytes + _STATE_NBYTES > self.bound.spare(nbytes):
+            nbytes, made_nbytes = self.surplus.nbytes()
+            if nbytes + self._states_nbytes + _STATE_NBYTES > self.bound.spare(made_nbytes):
                 return False
         self._states_nbytes += _STATE_NBYTES
         return True

@@ -6,6 +6,7 @@ from them in this step.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from typing import NamedTuple
 
 from lightning_memopt.record import OWN_COUNT, Call, Tape, storage_id
 from lightning_memopt.runtime.engine.holding import Claim, Holding, Version, rebuildable
@@ -19,7 +20,7 @@ class Bound:
     """How much an observed step may take.
 
     live: returns the bytes that are in memory.
-    unrebuilt: returns those of them that neither rebuilds nor their preparation have made.
+    unrebuilt: returns those of them that neither rebuilds nor their preparation, copies, have made.
     limit_nbytes: the limit of the step; None: it has none, but for what a plain step takes.
     """
 
@@ -30,19 +31,31 @@ class Bound:
         self._plain_peak_nbytes = 0
 
     def spare(self, surplus_nbytes: int) -> int:
-        """Bytes that may be in memory beyond those of the plain step, of which `surplus_nbytes` are there now."""
+        """Bytes that may be in memory beyond those of the plain step. `surplus_nbytes`: those that the forward made, and that
+        are in memory now.
+        """
         self._plain_peak_nbytes = max(self._plain_peak_nbytes, self._unrebuilt() - surplus_nbytes)
         return int(_BEYOND_PLAIN * self._plain_peak_nbytes)
 
-    def room(self, surplus_nbytes: int) -> int:
-        """Bytes that may be taken for a moment beyond those that are in memory."""
+    def room(self, surplus_nbytes: int, stay: bool = False) -> int:
+        """Bytes that may be taken beyond those that are in memory, for a moment. `stay`: they stay; a limit far above the plain
+        step gives them no room.
+        """
         plain = self.spare(surplus_nbytes) + self._plain_peak_nbytes
-        return max(plain, self._limit_nbytes or 0) - self._live()
+        limit = 0 if self._limit_nbytes is None or (stay and not self.is_tight) else self._limit_nbytes
+        return max(plain, limit) - self._live()
 
     @property
     def is_tight(self) -> bool:
         """Whether the step may have to evict tensors."""
         return self._limit_nbytes is not None and self._limit_nbytes < 2 * self._plain_peak_nbytes
+
+
+class Alone(NamedTuple):
+    """Bytes that only the engine holds, and those of them that the forward has made: the others are copies."""
+
+    nbytes: int
+    made: int
 
 
 class Surplus:
@@ -83,10 +96,11 @@ class Surplus:
             for version in versions
         ]
 
-    def nbytes(self) -> int:
+    def nbytes(self) -> Alone:
         """Bytes of the storages that nobody but the engine holds."""
-        held = [(version.holding.value, version.nbytes) for version in self.alone()]
-        return sum({storage_id(value): nbytes for value, nbytes in held if value is not None}.values())
+        on = {storage_id(version.holding.value): version for version in self.alone() if version.holding.value is not None}
+        made_nbytes = sum(version.nbytes for storage, version in on.items() if storage == version.weak)
+        return Alone(sum(version.nbytes for version in on.values()), made_nbytes)
 
     def needed(self) -> set[int]:
         """Ids of the versions from which a tensor that autograd saved, and that is not in memory, must be rebuilt."""
