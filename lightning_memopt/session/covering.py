@@ -207,14 +207,13 @@ def _made_by_update(graph: Graph) -> int:
 
 def _counted_twice(graph: Graph, first: Graph) -> int:
     """Bytes of state that the first step counts twice: an update made it where no op is seen (Adam's counters), so what reads
-    it is taken to be from before the step.
+    it is taken to be from before the step. In later steps it is known as state.
     """
 
-    def begins_with(g: Graph) -> int:
-        return sum(t.nbytes for t in g.tensors if t.born_at == BEFORE and t.kind != "gradient")
+    def unknown(g: Graph) -> int:
+        return sum(t.nbytes for t in g.tensors if t.born_at == BEFORE and t.name == t.kind == "temporary")
 
-    unseen = sum(t.nbytes for t in first.tensors if t.born_at == BEFORE and t.name == t.kind == "temporary")
-    return min(unseen, max(0, begins_with(first) - begins_with(graph)))
+    return max(0, unknown(first) - unknown(graph))
 
 
 def _aligned(theirs: Sequence[Hashable], ours: Sequence[Hashable]) -> dict[int, int]:

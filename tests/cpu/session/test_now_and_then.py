@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks.robustness import loops_count
 from lightning_memopt import optimize
@@ -219,3 +220,19 @@ def test_a_budget_is_kept_after_a_heavier_step_was_observed() -> None:
     assert status.budget_nbytes is not None and status.predicted_peak_nbytes is not None
     assert 0 < (status.measured_peak_nbytes or 0) <= status.predicted_peak_nbytes + _SLACK_NBYTES
     assert status.predicted_peak_nbytes <= status.budget_nbytes
+
+
+@needs_native
+def test_the_first_step_counts_its_new_state_once_whatever_later_steps_begin_with() -> None:
+    """Adam makes counters where no op is seen. Later steps begin with a loss that the first one does not have."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 128), nn.Tanh(), nn.Linear(128, 16))
+    optimizer = torch.optim.Adam(model.parameters())
+    with optimize(model, optimizer, budget="100%", verbose=False) as run:
+        for _ in range(6):
+            loss = model(torch.ones(256, 16)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        status = run.status()
+    assert status.predicted_peak_nbytes == status.measured_peak_nbytes
