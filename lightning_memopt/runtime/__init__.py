@@ -12,6 +12,7 @@ from lightning_memopt.runtime.engine import (
     let_go,
     seeing_ops,
     sized_by_data,
+    step_ended,
     wake_hooks,
 )
 
@@ -25,6 +26,7 @@ __all__ = [
     "Program",
     "install_native",
     "let_go",
+    "step_ended",
     "seeing_ops",
     "wake_hooks",
     "sized_by_data",

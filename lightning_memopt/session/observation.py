@@ -18,7 +18,7 @@ from lightning_memopt.native.engine import loaded
 from lightning_memopt.record import Recorder, around_compiled, around_dual_levels, watching_sizes
 from lightning_memopt.record.gathered import around_units, units_of
 from lightning_memopt.record.tensors import is_on
-from lightning_memopt.runtime import ObservingEngine, let_go
+from lightning_memopt.runtime import ObservingEngine, let_go, step_ended
 from lightning_memopt.runtime.engine.surplus import Bound
 from lightning_memopt.runtime.engine.units import Units
 from lightning_memopt.session.final_gradients import NEVER, Final, freed_early, kept, settled
@@ -325,6 +325,7 @@ class Observation:
             tracer.close()
             recorder.forget()
             recorder.observer = recorder.writes = recorder.runs = None
+            step_ended(engine)
 
     def abandon(self) -> None:
         """Leave every context, whatever state the step is in."""

@@ -155,7 +155,10 @@ class Engine:
         """
         if handle.guard._version != handle.counter:
             raise modified(self.called(handle), handle.guard._version, handle.counter)
-        version = handle.version
+        return self.latest(handle.version)
+
+    def latest(self, version: Version) -> Version:
+        """The last version of the same memory."""
         while version.next is not None:
             version = self.tape.versions[version.next]
         return version

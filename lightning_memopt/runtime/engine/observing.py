@@ -110,6 +110,7 @@ class ObservingEngine(Engine):
     evictions: number of evictions.
     packs: whether autograd has saved a tensor.
     clock: number of ops so far.
+    needed: after the step, ids of the versions from which those must be rebuilt that autograd still holds; None before.
     rebuilt: versions that rebuilds made, by id; those that were dropped meanwhile leave when bytes are counted.
     on_rebuilt: called with each version that was rebuilt.
     units: the units of a sharded model; None for other models.
@@ -144,6 +145,7 @@ class ObservingEngine(Engine):
         self.evictions = 0
         self.packs = False
         self.clock = 0
+        self.needed: set[int] | None = None
         self.rebuilt: dict[int, Version] = {}
         self.on_rebuilt: Callable[[Version], None] = lambda _: None
         self.units: Units | None = None
@@ -441,10 +443,9 @@ class ObservingEngine(Engine):
         with self.lock:
             version = handle.version
             self._let_go(version)
-            if version.next is not None:
-                while version.next is not None:
-                    version = self.tape.versions[version.next]
-                self._let_go(version)
+            latest = self.latest(version)
+            if latest is not version:
+                self._let_go(latest)
             if self.events is not None:
                 self.events.released(handle.save)
 
@@ -456,7 +457,8 @@ class ObservingEngine(Engine):
                 return
             earlier = self._claimed_by.get(earlier.id)
         self.evictable.pop(version.id, None)
-        if rebuildable(version):
+        is_over = self.needed is not None and version.id not in self.needed and version.holding.claim is Claim.NONE
+        if is_over or rebuildable(version):
             version.holding.drop()
         elif version.holding.value is not None:
             self.surplus.holds(version)
@@ -480,3 +482,19 @@ def let_go(engine: ObservingEngine) -> None:
         for version in versions.values():
             if version.id not in needed and version.holding.claim is Claim.NONE:
                 version.holding.drop()
+
+
+def step_ended(engine: ObservingEngine) -> None:
+    """The step is over, or its next forward begins. Where autograd holds tensors of this forward, drop the bytes that it does
+    not hold and that nothing must be rebuilt from; those that it releases later, too. Otherwise all go with the tape.
+    """
+    with engine.lock:
+        versions = list(engine.tape.versions.values())
+        if not any(version.holding.handles for version in versions):
+            return
+        engine.needed = engine.surplus.needed()
+        for version in versions:
+            holding = version.holding
+            free = holding.claim is Claim.NONE and holding.handles == 0 and version.id not in engine.needed
+            if free and holding.value is not None:
+                engine.lose(version)

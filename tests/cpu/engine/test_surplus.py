@@ -249,6 +249,34 @@ def test_a_look_for_bytes_to_let_go_of_is_not_repeated_at_every_op(monkeypatch: 
         model(torch.randn(ROWS, WIDTH)).backward()
         optimizer.step()
     assert 0 < looks[0] < ops[0] / 4
+class Distances(Layers):
+    """Saves the results of ops whose inputs it does not save."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer((x + 1.0).exp().log1p())
+        return x.square().mean()
+
+
+def test_a_retained_graph_holds_what_it_does_without_a_run() -> None:
+    """What autograd does not hold goes when the observed step is over."""
+    counts = counter()
+    assert counts is not None
+
+    def left(around: Callable[[nn.Module, torch.optim.Optimizer], Any]) -> list[int]:
+        model, optimizer = made(Distances)
+        before, nbytes = counts.live_nbytes, []
+        with around(model, optimizer):
+            for _ in range(2):  # both are observed
+                loss = model(torch.ones(ROWS, WIDTH))
+                loss.backward(retain_graph=True)
+                optimizer.step()
+                optimizer.zero_grad()
+                nbytes.append(counts.live_nbytes - before)
+        return nbytes
+
+    plain = left(lambda *_: contextlib.nullcontext())
+    assert left(lambda *both: optimize(*both, budget="min", **QUIET)) == plain
 
 
 def test_what_cannot_be_compared_is_kept_where_torch_does_not_say_that_it_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
