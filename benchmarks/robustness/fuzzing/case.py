@@ -86,6 +86,14 @@ class Case:
     observed: int = 2
 
     @property
+    def drawn(self) -> tuple[str, ...]:
+        """What this case has, to be counted."""
+        found = {node.op for node in self.nodes}
+        for step in self.steps:
+            found |= {step.backward, *step.before, *step.after, *(departure.what for departure in step.during)}
+        return tuple(sorted(found))
+
+    @property
     def departs(self) -> bool:
         """Whether any step is not as the observed ones."""
         plain = (Step(s.rows) == s and s.rows == self.steps[0].rows for s in self.steps)
@@ -111,7 +119,7 @@ def draw(seed: int) -> Case:
     """The case of a seed."""
     rng = random.Random(seed)
     names = list(OPS)
-    nodes = tuple(Node(rng.choice(names), _near(rng), _near(rng), rng.randrange(8)) for _ in range(rng.randrange(4, 18)))
+    nodes = tuple(Node(rng.choice(names), near(rng), near(rng), rng.randrange(8)) for _ in range(rng.randrange(4, 18)))
     observed = rng.choice((1, 2, 2, 3))
     wild = rng.random()
     """How far the steps depart in this case: some cases do not at all."""
@@ -135,7 +143,7 @@ def draw(seed: int) -> Case:
     )
 
 
-def _near(rng: random.Random) -> int:
+def near(rng: random.Random) -> int:
     """A value counted from the last one: mostly a recent one."""
     return min(int(rng.expovariate(0.6)), 12)
 

@@ -276,3 +276,85 @@ def pooled(parts: Parts, a: Tensor, b: Tensor, k: int) -> Tensor:
 @_op
 def multiplied(parts: Parts, a: Tensor, b: Tensor, k: int) -> Tensor:
     return torch.tanh(a @ b.t() @ a / a.shape[0])
+
+
+class _Scratch(torch.autograd.Function):
+    """A loss in tiles: what is large is written by `out=` into a buffer that forward and backward each take for themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, weight: Tensor) -> Tensor:
+        with torch.no_grad():
+            tile = _tile(a, weight)
+            total = tile.exp().sum(1, keepdim=True)
+        ctx.save_for_backward(a, weight, total)
+        return total.log().expand_as(a) + a
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        a, weight, total = ctx.saved_tensors
+        with torch.no_grad():
+            shares = _tile(a, weight).exp_().div_(total)
+        scores = shares * grad.sum(1, keepdim=True)
+        return scores @ weight + grad, scores.t() @ a
+
+
+def _tile(a: Tensor, weight: Tensor) -> Tensor:
+    """`a @ weight.t()` in the first columns of a buffer that has more of them."""
+    tile = torch.empty(a.shape[0], 8 * WIDTH)[:, :WIDTH]
+    return torch.mm(a, weight.t(), out=tile)
+
+
+@_op
+def scratch(parts: Parts, a: Tensor, b: Tensor, k: int) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return torch.tanh(_Scratch.apply(a.float(), parts.linear[k % LAYERS].weight))
+
+
+class _Emptied(torch.autograd.Function):
+    """An invertible layer: it empties its input's storage, and backward fills that again from the output."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, weight: Tensor) -> Tensor:
+        with torch.no_grad():
+            left, right = a.chunk(2, 1)
+            out = torch.cat([left + _mixed(right, weight), right], 1)
+        a.untyped_storage().resize_(0)
+        ctx.input = a
+        ctx.save_for_backward(out, weight)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        out, weight = ctx.saved_tensors
+        a = ctx.input.detach()
+        with torch.no_grad():
+            left, right = out.chunk(2, 1)
+            a.untyped_storage().resize_(out.nbytes)
+            a.copy_(torch.cat([left - _mixed(right, weight), right], 1))
+        with torch.enable_grad():
+            leaves = a.clone().requires_grad_(), weight.detach().requires_grad_()
+            left, right = leaves[0].chunk(2, 1)
+            again = torch.cat([left + _mixed(right, leaves[1]), right], 1)
+        a.untyped_storage().resize_(0)
+        found: tuple[Tensor, Tensor] = torch.autograd.grad(again, leaves, grad.detach())  # type: ignore[assignment]
+        return found
+
+
+def _mixed(half: Tensor, weight: Tensor) -> Tensor:
+    return torch.tanh(half @ weight[: WIDTH // 2, : WIDTH // 2])
+
+
+@_op
+def emptied(parts: Parts, a: Tensor, b: Tensor, k: int) -> Tensor:
+    with torch.autocast("cpu", enabled=False):  # its input is the layer's own, for it is gone afterwards
+        return _Emptied.apply(a.float() * 0.5, parts.linear[k % LAYERS].weight)
+
+
+@_op
+def iterated(parts: Parts, a: Tensor, b: Tensor, k: int) -> Tensor:
+    """A loop without gradients: each round forgets what the one before made."""
+    h = a
+    with torch.no_grad():
+        for _ in range(4 * (k + 1)):
+            h = torch.tanh(h @ parts.linear[k % LAYERS].weight + h)
+    return b * h

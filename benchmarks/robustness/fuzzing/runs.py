@@ -6,13 +6,13 @@ import contextlib
 import random
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.robustness.fuzzing.case import Case, Step
 from benchmarks.robustness.fuzzing.plans import random_lives
@@ -81,12 +81,12 @@ def random_frontier(case: Case, graph: Graph) -> Frontier:
     )
 
 
-def _optimizer(case: Case, model: Model) -> torch.optim.Optimizer:
-    parameters = model.parameters()
-    if case.optimizer in ("sgd", "momentum"):
-        return torch.optim.SGD(parameters, lr=0.02, momentum=0.9 * (case.optimizer == "momentum"))
+def optimizer_of(name: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer of a name in `OPTIMIZERS`."""
+    if name in ("sgd", "momentum"):
+        return torch.optim.SGD(parameters, lr=0.02, momentum=0.9 * (name == "momentum"))
     kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "adadelta": torch.optim.Adadelta}
-    return kinds[case.optimizer](parameters, lr=0.01)
+    return kinds[name](parameters, lr=0.01)
 
 
 def _backward(model: Model, loss: Tensor, how: str, run: Run | None) -> None:
@@ -202,7 +202,7 @@ def ran(case: Case, planned: bool) -> Outcome:
     """Train the case's model through its steps."""
     outcome = Outcome()
     model = Model(case)
-    optimizer = _optimizer(case, model)
+    optimizer = optimizer_of(case.optimizer, model.parameters())
     if not planned:
         _loop(case, model, optimizer, None, outcome)
         return outcome

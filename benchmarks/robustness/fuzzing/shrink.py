@@ -7,12 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from benchmarks.robustness.fuzzing.case import Case, Departure, Step
+from benchmarks.robustness.fuzzing.loop import Loop
 
 T = TypeVar("T")
+C = TypeVar("C", Case, Loop)
 _SIMPLEST = {"optimizer": "sgd", "away": False, "early": False, "autocast": False, "shared": False, "held": 0.0, "observed": 1}
+_SIMPLEST_LOOP = {"optimizer": "sgd", "every": 1, "steps": 8, "observed": 1, "share": 1.0, "rows": 256}
+_SIMPLER_NODES: tuple[dict[str, Any], ...] = ({"op": "tanh", "k": 0}, {"a": 0}, {"b": 0}, {"k": 0})
 
 
-def shrunk(case: Case, fails: Callable[[Case], bool], stop: Callable[[], bool] = lambda: False) -> Case:
+def shrunk(case: C, fails: Callable[[C], bool], stop: Callable[[], bool] = lambda: False) -> C:
     """The smallest case that `fails`, found greedily; as far as it is when `stop` says so."""
     again = True
     while again and not stop():
@@ -26,29 +30,50 @@ def shrunk(case: Case, fails: Callable[[Case], bool], stop: Callable[[], bool] =
     return case
 
 
-def _smaller(case: Case) -> Iterator[Case]:
+def _smaller(case: C) -> Iterator[C]:
     """Cases that are simpler in one respect, the largest cuts first."""
+    return _smaller_loops(case) if isinstance(case, Loop) else _smaller_programs(case)
+
+
+def _smaller_programs(case: Case) -> Iterator[Case]:
     for steps in _cuts(case.steps):
         if steps:
             yield dataclasses.replace(case, steps=steps)
     for at, count in _spans(len(case.nodes)):
         yield _without_nodes(case, at, count)
-    for name, value in _SIMPLEST.items():
-        if getattr(case, name) != value:
-            yield dataclasses.replace(case, **{name: value})
+    yield from _simplest(case, _SIMPLEST)
     for i, step in enumerate(case.steps):
         for simpler in _simpler(step):
             yield dataclasses.replace(case, steps=(*case.steps[:i], simpler, *case.steps[i + 1 :]))
+    yield from _simpler_nodes(case)
+
+
+def _smaller_loops(loop: Loop) -> Iterator[Loop]:
+    for features in _cuts(loop.features):
+        yield dataclasses.replace(loop, features=features)
+    for nodes in _cuts(loop.nodes):
+        yield dataclasses.replace(loop, nodes=nodes)
+    yield from _simplest(loop, _SIMPLEST_LOOP)
+    yield from _simpler_nodes(loop)
+
+
+def _simplest(case: C, values: dict[str, Any]) -> Iterator[C]:
+    for name, value in values.items():
+        if getattr(case, name) != value:
+            yield dataclasses.replace(case, **{name: value})
+
+
+def _simpler_nodes(case: C) -> Iterator[C]:
     for i, node in enumerate(case.nodes):
-        for change in ({"op": "tanh", "k": 0}, {"a": 0}, {"b": 0}, {"k": 0}):
+        for change in _SIMPLER_NODES:
             if any(getattr(node, name) != value for name, value in change.items()):
-                nodes = (*case.nodes[:i], dataclasses.replace(node, **change), *case.nodes[i + 1 :])  # type: ignore[arg-type]
+                nodes = (*case.nodes[:i], dataclasses.replace(node, **change), *case.nodes[i + 1 :])
                 yield dataclasses.replace(case, nodes=nodes)
 
 
 def _spans(count: int) -> Iterator[tuple[int, int]]:
     """(first, how many) of all pieces to take out: halves, quarters, ... single ones."""
-    size = count // 2
+    size = (count + 1) // 2
     while size:
         yield from ((at, size) for at in range(0, count - size + 1, size))
         size //= 2

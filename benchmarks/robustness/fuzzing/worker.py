@@ -9,12 +9,19 @@ import traceback
 import torch
 
 from benchmarks.robustness.fuzzing.case import Case
+from benchmarks.robustness.fuzzing.loop import Loop, read
+from benchmarks.robustness.fuzzing.loop_runs import judge_loop
 from benchmarks.robustness.fuzzing.runs import Finding, judge
+
+
+def judged(case: Case | Loop) -> Finding | None:
+    """What is wrong with a case of either kind."""
+    return judge_loop(case) if isinstance(case, Loop) else judge(case)
 
 
 def answer(line: str) -> Finding | None:
     try:
-        return judge(Case.from_json(line))
+        return judged(read(line))
     except Exception as error:  # of the fuzzer itself, or of ours outside of a step
         where = traceback.extract_tb(error.__traceback__)[-1]
         return Finding(f"raised {type(error).__name__}", f"{error} ({where.filename}:{where.lineno})")

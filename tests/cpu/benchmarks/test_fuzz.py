@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from benchmarks.robustness import loops_count
+from benchmarks.robustness.fuzz import Worker, fuzz
+from benchmarks.robustness.fuzzing import loop_runs
 from benchmarks.robustness.fuzzing.case import Case, Departure, Node, Step, draw
+from benchmarks.robustness.fuzzing.loop import FEATURES, Loop, draw_loop, read
+from benchmarks.robustness.fuzzing.loop_runs import judge_loop
 from benchmarks.robustness.fuzzing.runs import judge, ran
 from benchmarks.robustness.fuzzing.shrink import shrunk
 from lightning_memopt.runtime.engine import rebuild
@@ -179,4 +186,84 @@ def test_what_fails_is_made_small() -> None:
 
 def test_a_case_is_read_as_it_was_written() -> None:
     for seed in range(50):
-        assert Case.from_json(draw(seed).to_json()) == draw(seed)
+        assert read(draw(seed).to_json()) == draw(seed)
+        assert read(draw_loop(seed).to_json()) == draw_loop(seed)
+
+
+# -- loops -----------------------------------------------------------------------------------------------
+
+counts = pytest.mark.skipif(loops_count.built() is None, reason="needs a compiler")
+LOOP = Loop(seed=1, nodes=PLAIN.nodes, steps=8, rows=64, observed=1)
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Worker]:
+    """A process that counts allocations."""
+    worker = Worker()
+    yield worker
+    worker.close()
+
+
+@counts
+@pytest.mark.parametrize("seed", range(4))
+def test_random_loops_are_those_of_the_plain_run(worker: Worker, seed: int) -> None:
+    loop = draw_loop(seed)
+    finding = worker.judge(loop)
+    assert finding is None, f"{finding}\n{loop.to_json()}"
+
+
+def test_every_feature_is_drawn() -> None:
+    drawn = {name for seed in range(100) for name in draw_loop(seed).drawn}
+    assert drawn >= {*FEATURES, "scratch", "emptied", "iterated"}
+
+
+def test_a_loop_that_fails_is_made_small() -> None:
+    """One feature and one node are left of a loop that fails because of them."""
+    loop = dataclasses.replace(LOOP, features=("teacher", "hooks", "held"), share=0.3, every=3)
+    small = shrunk(loop, lambda smaller: "hooks" in smaller.features and any(node.op == "dropout" for node in smaller.nodes))
+    assert small.features == ("hooks",) and [node.op for node in small.nodes] == ["dropout"] and small.every == 1
+
+
+def _ran(*peaks: int, planned: int | None = None, between: int = 0) -> dict[str, Any]:
+    """What came of a run of a step each, the later ones planned for so many bytes."""
+    always = {"began": 1 << 20, "promised": planned, "between": between, "dropped": 0}
+    steps = [always | {"peak": peak, "predicted": planned if i else None} for i, peak in enumerate(peaks)]
+    return {
+        "status": "trained", "losses": [["0x1p0"]] * len(peaks), "steps": steps, "said": [], "output": [], "state": {},
+        "generators": {}, "solves": 1, "solve_seconds": 0.1, "seconds": 1.0, "measured_by_session": None, "reports": [],
+    }  # fmt: skip
+
+
+def test_the_judge_of_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain data: what is wrong is named. The plain step takes 3 MiB and half of what it takes above 1 MiB is the budget."""
+    plain, budget = 3 << 20, 2 << 20
+
+    def found(ours: dict[str, Any], *refusals: int, holding: int = plain) -> str | None:
+        answers = iter([_ran(plain, plain, plain)] + [{"status": "refused", "smallest": n, "error": "E"} for n in refusals])
+
+        def run(loop: Loop, budget: int | str | None) -> dict[str, Any]:
+            worst = budget is None and {"held", "zero first"} <= set(loop.features)
+            return _ran(holding) if worst else next(answers, ours)
+
+        monkeypatch.setattr(loop_runs, "_run", run)
+        finding = judge_loop(LOOP)
+        return None if finding is None else finding.kind
+
+    kept = _ran(plain, budget, budget, planned=budget)
+    assert found(kept) is None
+    assert found(_ran(plain, budget + 1, budget + 1, planned=budget)) == "budget broken"
+    assert found(_ran(int(1.2 * plain), budget, budget, planned=budget)) == "observed"
+    assert found(_ran(plain, plain, plain)) == "silent"
+    between = _ran(plain, budget, budget, planned=budget, between=budget + 1)
+    assert found(between) == "silent between"
+    assert found(between | {"said": ["MemOpt: 2097153 bytes were in memory between an update and the next forward"]}) is None
+    assert found(kept, plain) is None
+    assert found(kept, plain + (1 << 16)) == "named"
+    assert found(kept, plain + (1 << 16), holding=plain + (1 << 16)) is None, "a loop that holds outputs takes as much"
+    assert found(kept, budget, plain) == "refused 2 times"
+
+
+def test_a_run_of_the_fuzzer_tells_what_it_drew() -> None:
+    lines: list[str] = []
+    assert fuzz(1e-9, 0, ["loop"], lines.append) == []
+    assert lines[-1] == "0 seeds from 0 on, each a loop: 0 findings {}" and lines[-2].startswith("loops: ")

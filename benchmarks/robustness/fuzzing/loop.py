@@ -1,0 +1,97 @@
+"""A training loop of the fuzzer as data: a random program as the model, and what the loop does. JSON says all of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.robustness.fuzzing.case import OPTIMIZERS, Case, Node, near
+from benchmarks.robustness.fuzzing.ops import OPS
+
+FEATURES = {
+    "forwards": "three forwards before one backward",
+    "accumulate": "two backwards before one update",
+    "method": "the loop calls model.score(x) and never model(x)",
+    "parts": "the loop calls model.encoder(x) and model.decoder(h)",
+    "hooks": "an optimizer for each parameter, which steps in a hook inside backward",
+    "forward now and then": "every n-th step a hook of a module in the forward does more",
+    "backward now and then": "every n-th step a hook of a module in backward does more",
+    "update now and then": "every n-th step more is done between backward and update",
+    "teacher": "another model's forward between update and forward, whose output is a part of the loss",
+    "average": "an average of the weights after the update, in place",
+    "copy": "a copy of the weights after the update; the one before is forgotten",
+    "evaluate": "every n-th step a batch is evaluated after the update",
+    "clip": "gradients are clipped",
+    "zero first": "gradients are forgotten between forward and backward, not after the update",
+    "held": "the loop holds the outputs of a step until the next forward is over",
+    "autocast": "bfloat16",
+}
+_RARE = 0.15
+"""The chance of each feature. A loop has two of them on average."""
+_EXCLUSIVE = (("method", "parts"), ("hooks", "accumulate"), ("hooks", "clip"))
+"""Of these the second one is left out: a loop calls in one way, and after a hook no gradient is left to add to or to clip."""
+SHARES = (0.0, 0.3, 0.5, 0.8, 1.0)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """See the module. `features`: see `FEATURES`; `every`: the n of those that come every n-th step.
+
+    share: the budget, as a share of what a plain step takes above what is there between steps; 0 is the smallest plan.
+    observed: steps that are observed before there is a plan.
+    """
+
+    seed: int
+    nodes: tuple[Node, ...]
+    features: tuple[str, ...] = ()
+    every: int = 1
+    steps: int = 12
+    rows: int = 256
+    optimizer: str = "sgd"
+    share: float = 0.5
+    observed: int = 3
+
+    @property
+    def drawn(self) -> tuple[str, ...]:
+        """What this case has, to be counted."""
+        return (*self.features, *sorted({node.op for node in self.nodes}))
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Loop:
+        fields: dict[str, Any] = json.loads(text)
+        fields["nodes"] = tuple(Node(**node) for node in fields["nodes"])
+        return cls(**fields | {"features": tuple(fields["features"])})
+
+
+def read(text: str) -> Case | Loop:
+    """A case of either kind, from its JSON."""
+    return Loop.from_json(text) if "features" in json.loads(text) else Case.from_json(text)
+
+
+def draw_loop(seed: int) -> Loop:
+    """The loop of a seed."""
+    rng = random.Random(seed)
+    names = list(OPS)
+    nodes = tuple(Node(rng.choice(names), near(rng), near(rng), rng.randrange(8)) for _ in range(rng.randrange(4, 15)))
+    features = [name for name in FEATURES if rng.random() < _RARE]
+    for one, other in _EXCLUSIVE:
+        if one in features and other in features:
+            features.remove(other)
+    every = rng.choice((1, 2, 2, 3, 4))
+    return Loop(
+        seed=seed,
+        nodes=nodes,
+        features=tuple(features),
+        every=every,
+        steps=max(12, 4 * every + 2),
+        rows=rng.choice((64, 128, 256)),
+        optimizer=rng.choice(OPTIMIZERS),
+        share=rng.choice(SHARES),
+        observed=rng.choice((1, 2, 3, 3)),
+    )

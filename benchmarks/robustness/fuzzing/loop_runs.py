@@ -1,0 +1,227 @@
+"""Train a loop of the fuzzer plainly and within its budget, each in a process of its own, and say what is wrong with it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.lib.digests import digest
+from benchmarks.robustness.fuzzing.case import Node
+from benchmarks.robustness.fuzzing.loop import Loop
+from benchmarks.robustness.fuzzing.ops import OPS, WIDTH, Parts
+from benchmarks.robustness.fuzzing.programs import evaluating
+from benchmarks.robustness.fuzzing.runs import Finding, optimizer_of
+from benchmarks.robustness.loops_judge import Outcome, sizes, within
+from benchmarks.robustness.loops_run import forked
+from benchmarks.robustness.scripts import Log, Script, Watch
+
+OBSERVED = 1.1
+"""An observed step takes at most so many times what the plain step takes, or the budget if that is more."""
+OBSERVED_NBYTES = 1 << 15
+"""And so many bytes: each random op keeps the state of a generator, 5,056 bytes."""
+NAMED_NBYTES = 1 << 12
+"""A refusal names no number that is by more above the plain peak: what the planner leaves free in every budget."""
+
+
+class Part(nn.Module):
+    """A program of nodes on layers of its own: (rows, WIDTH) to (rows, WIDTH)."""
+
+    def __init__(self, nodes: tuple[Node, ...]) -> None:
+        super().__init__()
+        self.nodes = nodes
+        self.parts = Parts(shared=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = [self.parts.linear[0](x)]
+        for node in self.nodes:
+            a, b = (values[-1 - i % len(values)] for i in (node.a, node.b))
+            values.append(OPS[node.op](self.parts, a, b, node.k))
+        return sum(value.float() for value in values[-3:])  # type: ignore[return-value]
+
+
+class Network(nn.Module):
+    """The model of a loop: (rows, WIDTH) to (rows, WIDTH)."""
+
+    def __init__(self, nodes: tuple[Node, ...]) -> None:
+        super().__init__()
+        half = len(nodes) // 2
+        self.encoder, self.decoder = Part(nodes[:half]), Part(nodes[half:])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(self.encoder(x))
+
+    def score(self, x: Tensor) -> Tensor:
+        return self.decoder(self.encoder(x))
+
+
+class _More:
+    """Work that takes memory in some steps only; `due` says whether in this one."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows, self.due = rows, False
+
+    def __call__(self, *_: Any) -> None:
+        if self.due:
+            torch.ones(8 * self.rows, WIDTH).sum()
+
+
+def train(loop: Loop, watch: Watch, log: Log, steps: int) -> dict[str, Any]:
+    """The loop as a script of `benchmarks loops`."""
+    torch.manual_seed(loop.seed)
+    has = loop.features.__contains__
+    model = Network(loop.nodes)
+    teacher = copy.deepcopy(model).eval().requires_grad_(False) if has("teacher") else None
+    average = copy.deepcopy(model).requires_grad_(False) if has("average") else None
+    kept: dict[str, Tensor] = {}
+    more = _More(loop.rows)
+    if has("forward now and then"):
+        model.decoder.register_forward_pre_hook(more)
+    if has("backward now and then"):
+        model.decoder.register_full_backward_hook(more)
+    optimizers = _optimizers(loop, model)
+    source = torch.Generator().manual_seed(loop.seed)
+    with watch(model, optimizers[0] if len(optimizers) == 1 else optimizers):
+        for step in range(steps):
+            more.due = (step + 1) % loop.every == 0
+            for part in range(2 if has("accumulate") else 1):
+                if not has("held"):
+                    outputs = []
+                outputs = _outputs(loop, model, teacher, source)
+                loss = torch.stack([F.mse_loss(out, target) for out, target in outputs]).sum()
+                if has("zero first") and part == 0:
+                    model.zero_grad()
+                loss.backward()
+            gradients = {name: digest(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+            if has("clip"):
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if has("update now and then"):
+                more()
+            if not has("hooks"):
+                optimizers[0].step()
+                if not has("zero first"):
+                    optimizers[0].zero_grad()
+            log(loss, gradients)
+            _after(loop, model, average, kept, more.due)
+    return {"model": model, "average": average, "kept": kept, "optimizers": optimizers}
+
+
+def _optimizers(loop: Loop, model: Network) -> list[torch.optim.Optimizer]:
+    if "hooks" not in loop.features:
+        return [optimizer_of(loop.optimizer, model.parameters())]
+    of = {p: optimizer_of(loop.optimizer, [p]) for p in model.parameters()}
+
+    def steps(p: Tensor) -> None:
+        of[p].step()
+        of[p].zero_grad()
+
+    for p in of:
+        p.register_post_accumulate_grad_hook(steps)
+    return list(of.values())
+
+
+def _outputs(loop: Loop, model: Network, teacher: Network | None, source: torch.Generator) -> list[tuple[Tensor, Tensor]]:
+    """What the model makes of each batch, and what it is to make."""
+    outputs = []
+    for _ in range(3 if "forwards" in loop.features else 1):
+        x = torch.randn(loop.rows, WIDTH, generator=source)
+        target = torch.zeros_like(x)
+        if teacher is not None:
+            with torch.no_grad():
+                target = teacher(x)
+        with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in loop.features):
+            out = _entered(loop, model, x)
+        outputs.append((out, target))
+    return outputs
+
+
+def _entered(loop: Loop, model: Network, x: Tensor) -> Tensor:
+    if "method" in loop.features:
+        return model.score(x)
+    if "parts" in loop.features:
+        return model.decoder(model.encoder(x))  # type: ignore[no-any-return]
+    return model(x)  # type: ignore[no-any-return]
+
+
+def _after(loop: Loop, model: Network, average: Network | None, kept: dict[str, Tensor], due: bool) -> None:
+    """What the loop does after an update."""
+    with torch.no_grad():
+        if average is not None:
+            for mean, p in zip(average.parameters(), model.parameters(), strict=True):
+                mean.lerp_(p, 0.1)
+        if "copy" in loop.features:
+            kept.update({name: p.clone() for name, p in model.named_parameters()})
+        if "evaluate" in loop.features and due:
+            with evaluating(model):
+                model(torch.ones(loop.rows, WIDTH))
+
+
+def judge_loop(loop: Loop) -> Finding | None:
+    """What is wrong with the loop within its budget; None where all is as it should be, or where nothing counts its bytes."""
+    plain = _run(loop, None)
+    if plain["status"] != "trained":
+        return Finding("the fuzzer's own", plain["traceback"][-600:])
+    counted = sizes(plain)
+    if counted is None:
+        return None
+    peak, resident = counted
+    outcomes: list[Outcome] = []
+
+    def run(budget: int | str | None) -> Outcome:
+        outcomes.append(_run(loop, budget))
+        return outcomes[-1]
+
+    row = within(run, plain, resident + int(loop.share * (peak - resident)) if loop.share else "min")
+    if row["faults"]:
+        told = {name: row[name] for name in _TOLD if name in row}
+        return Finding(row["faults"][0], f"plain peak {peak}, resident {resident}: {told}")
+    return _named(loop, peak, row["budgets"][1:]) or _observed(plain, outcomes[-1], row) or _between(outcomes[-1], row)
+
+
+_TOLD = ("budgets", "error", "traceback", "different", "over", "steps_over", "peaks", "said")
+
+
+def _run(loop: Loop, budget: int | str | None) -> Outcome:
+    options = {"profile_steps": loop.observed}
+    return forked(Script("fuzzed", "", partial(train, loop), steps=loop.steps, options=options), budget)
+
+
+def _named(loop: Loop, peak: int, named: list[int]) -> Finding | None:
+    """A refusal comes before it is known what the loop holds of a step until the next one. So the number that it names is at
+    most the plain peak of this loop, or else of the loop that holds what can be held: outputs and gradients.
+    """
+    if all(number <= peak + NAMED_NBYTES for number in named):
+        return None
+    holds = dataclasses.replace(loop, features=tuple({*loop.features, "held", "zero first"}))
+    counted = sizes(_run(holds, None))
+    assert counted is not None
+    most = max(peak, counted[0]) + NAMED_NBYTES
+    return next((Finding("named", f"{n} is named where the plain peak is at most {most}") for n in named if n > most), None)
+
+
+def _observed(plain: Outcome, ours: Outcome, row: dict[str, Any]) -> Finding | None:
+    """The first step without a plan that takes more than observing may."""
+    budget = row["budgets"][-1]
+    for i, (bare, step) in enumerate(zip(plain["steps"], ours["steps"], strict=True)):
+        most = max(OBSERVED * bare["peak"], budget if isinstance(budget, int) else 0) + OBSERVED_NBYTES
+        if step["predicted"] is None and step["peak"] > most:
+            return Finding("observed", f"step {i} takes {step['peak']}, plainly {bare['peak']}, within {budget}: {row['said']}")
+    return None
+
+
+def _between(ours: Outcome, row: dict[str, Any]) -> Finding | None:
+    """The first planned step before which more than the budget was in memory, and no line says so."""
+    budget = row["budgets"][-1]
+    said = any(text in line for line in row["said"] for text in ("were in memory between", "was measured at"))
+    if budget == "min" or said:
+        return None
+    for i, (before, step) in enumerate(pairwise(ours["steps"]), 1):
+        if before["predicted"] is not None and step["predicted"] is not None and step["between"] > budget:
+            return Finding("silent between", f"{step['between']} before step {i} within {budget}: {row['said']}")
+    return None
