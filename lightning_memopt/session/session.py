@@ -298,6 +298,8 @@ class Session:
 
     def _settle(self) -> None:
         """End the step that a new forward ends. Give up an observed step where only evaluation goes on."""
+        if backward_runs():  # a checkpoint of the user's runs modules again, and a hook has updated parameters before
+            return
         if self._ends.awaited or (self._step.began and self._ends.written_by_hand(self._observed_step.now)):
             self.step_ended()
         if not trains(self.model):

@@ -212,6 +212,26 @@ def test_random_loops_are_those_of_the_plain_run(worker: Worker, seed: int) -> N
     assert finding is None, f"{finding}\n{loop.to_json()}"
 
 
+FOUND_LOOPS = {
+    # a checkpoint calls a module in the middle of a backward whose hooks have updated parameters: the step was taken for over
+    "a checkpoint after updates": Loop(
+        seed=14,
+        nodes=(Node("normed", 2, 0, 1), Node("checkpointed", 0, 1, 6), Node("layer_norm", 2, 0, 3), Node("gated", 0, 0, 2)),
+        features=("hooks",),
+        steps=8,
+        share=1.0,
+        observed=1,
+    ),
+}
+
+
+@counts
+@pytest.mark.parametrize("name", FOUND_LOOPS)
+def test_what_the_fuzzer_found_in_loops(worker: Worker, name: str) -> None:
+    finding = worker.judge(FOUND_LOOPS[name])
+    assert finding is None, finding
+
+
 def test_every_feature_is_drawn() -> None:
     drawn = {name for seed in range(100) for name in draw_loop(seed).drawn}
     assert drawn >= {*FEATURES, "scratch", "emptied", "iterated"}

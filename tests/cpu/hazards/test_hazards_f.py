@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_memopt import optimize
 from lightning_memopt.errors import ModifiedError
@@ -75,6 +76,24 @@ def test_d5_weight_updated_before_a_rebuild_reads_it(name: str) -> None:
         assert "modified by an inplace operation" in str(error)
     else:
         assert all(map(same_bits, plain, found))
+
+
+def test_f_a_checkpoint_runs_modules_again_after_an_update() -> None:
+    """EXACT: the step ends after its backward, not where the user's checkpoint calls a module in the middle of it."""
+
+    class Checkpointed(Body):
+        def between(self, h: Tensor, i: int) -> Tensor:
+            return checkpoint(self.layers[i], h, use_reentrant=False) if i == 1 else h
+
+    model = made(Checkpointed)
+    optimizers = in_backward(model, torch.optim.SGD)
+    with optimize(model, optimizers, **QUIET) as found:
+        for batch in BATCHES[:2]:
+            squares(model, batch).backward()
+        graph = found.status().graph
+    assert graph is not None and graph.saves and all(save.unpacked_at for save in graph.saves)
+    plain, ours = (run(Checkpointed, torch.optim.SGD, attach) for attach in (False, True))
+    assert all(map(same_bits, plain, ours))
 
 
 def test_fused_update_between_forward_and_backward() -> None:
