@@ -265,7 +265,7 @@ def stopped(parts: Parts, a: Tensor, b: Tensor, k: int) -> Tensor:
 
 @_op
 def scattered(parts: Parts, a: Tensor, b: Tensor, k: int) -> Tensor:
-    return a.scatter_add(1, b.detach().argsort(1), b.tanh())
+    return a.scatter_add(1, b.detach().argsort(1), b.tanh().to(a.dtype))
 
 
 @_op
