@@ -164,7 +164,8 @@ def page(results: dict[str, Any]) -> str:
         "Each loop trains plainly, and then within three budgets: the plain run's true peak (100 %), what is there between its "
         "steps (*resident*) and half of what a step has on top, and the smallest plan (`min`). Where the three differ, a cell "
         "has all of them in this order.",
-        "A step begins with its first forward: what loading the next batch takes beside the last one is no part of it.",
+        "A step begins with its first forward and ends with its update. What comes between two steps (a test, a copy of the "
+        "weights, the next batch) is no part of them: where it is above the budget, a line must say so.",
         "*Exact*: losses, parameters, buffers, averages, optimizer state and the generators of torch, numpy and Python are the "
         "plain run's bit by bit. *Kept*: the peak of every step in which a plan was in force is within the budget (`min`: "
         "within the number that it reports), by a count of torch's allocator that is no part of this package (preloaded around "

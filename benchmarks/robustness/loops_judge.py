@@ -17,6 +17,8 @@ _NOTICED = ("was measured at", "left the plan")
 """Lines that say of a step that it was larger than planned, or another one."""
 _NOT_KEPT = ("the budget is not kept", "no smaller plan exists")
 """Lines that say that no plan keeps the budget, why, and what to do."""
+_BETWEEN = "between an update and the next forward"
+"""Of a line that says that there was more between two steps than the budget: no plan changes that."""
 _SLIGHT, _SLIGHT_NBYTES = 0.02, 1 << 14
 """The smallest plan promises no budget; its prediction is right where a step takes no more than this share of it, or so many
 bytes, on top."""
@@ -127,6 +129,9 @@ def judge(plain: Outcome, ours: Outcome, tried: list[int | str]) -> dict[str, An
     allowed = 0 if budget == "min" else budget
     if any(peak > max(OBSERVED_SHARE * before + _SLIGHT_NBYTES, allowed) for peak, before in observed):
         faults.append("observed step too large")
+    between = max((step["between"] for step in planned), default=0)
+    if isinstance(budget, int) and between > budget and not any(_BETWEEN in line for line in ours["said"]):
+        faults.append("more between steps, silent")
     if not planned and not explained:
         faults.append("silent")
     return row

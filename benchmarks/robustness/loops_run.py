@@ -55,7 +55,8 @@ class Watching:
 
     `steps`: of every step its peak, whether a part of it was observed, and what was promised of it: the plan's own peak in
     bytes where all forwards of training had a plan in force, else None. A step that the package watches begins with its first
-    forward: what loading the next batch takes beside the last one is no part of it, that peak is `between`.
+    forward and ends with its update: what comes between two steps (a test, loading the next batch) is no part of them. Its peak
+    is `between`, of the step that follows.
     """
 
     budget: Budget
@@ -71,6 +72,8 @@ class Watching:
     _live: int = 0
     _watched: bool = False
     _observed: bool = False
+    _is_over: bool = False
+    _peak: int = 0
     _between: int = 0
 
     def __call__(self, model: nn.Module, optimizer: Any) -> contextlib.AbstractContextManager[Any]:
@@ -118,6 +121,9 @@ class Watching:
     def log(self, *values: Any) -> None:
         """A step is over."""
         peak, live = true_peak(), live_nbytes()
+        after = (peak or 0) - self._base if self._is_over else 0
+        if peak is not None:
+            peak = self._peak if self._is_over else max(self._peak, peak)
         self.losses.append(digest(values))
         planned = bool(self._states) and all(isinstance(state, Running) for state in self._states)
         plans = [state.plan for state in self._states] if planned else []
@@ -136,7 +142,8 @@ class Watching:
         self.steps.append(entry)
         self._live = live or 0
         self._states.clear()
-        self._watched, self._observed, self._between = False, False, 0
+        self._watched = self._observed = self._is_over = False
+        self._peak, self._between = 0, after
         true_peak()
 
     @contextlib.contextmanager
@@ -154,24 +161,30 @@ class Watching:
 
         planner.solve = solved  # type: ignore[assignment]
         try:
-            with rounds(self._round_begins, self._round_began):
+            with rounds(self._round_begins, self._round_began, self._step_ended):
                 yield
         finally:
             planner.solve = solve
 
     def _round_begins(self) -> None:
-        if not self._watched:
-            self._watched, self._between = True, (true_peak() or 0) - self._base
+        if self._is_over or not self._watched:
+            self._between = max(self._between, (true_peak() or 0) - self._base)
+        self._watched, self._is_over = True, False
 
     def _round_began(self, state: State | None) -> None:  # a Lightning step may have several, with a plan each
         self._states.append(state)
         self._observed |= isinstance(state, Observing)
 
+    def _step_ended(self) -> None:  # a GAN's step may have several
+        self._is_over, self._peak = True, max(self._peak, true_peak() or 0)
+
 
 @contextlib.contextmanager
-def rounds(begins: Callable[[], None], began: Callable[[State | None], None]) -> Iterator[None]:
-    """Watch the forwards of training: before a session begins one, and then with the state that it belongs to."""
-    begin = Session._begin_round
+def rounds(
+    begins: Callable[[], None], began: Callable[[State | None], None], ended: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Watch the steps: before a forward of training begins, then with the state that it belongs to, and after the update."""
+    begin, end = Session._begin_round, Session.step_ended
 
     def watched(session: Session, batch: Any, part: Any) -> Any:
         begins()
@@ -179,11 +192,15 @@ def rounds(begins: Callable[[], None], began: Callable[[State | None], None]) ->
         began(session._current)
         return recording
 
-    Session._begin_round = watched  # type: ignore[method-assign]
+    def ends(session: Session) -> None:
+        end(session)
+        ended()
+
+    Session._begin_round, Session.step_ended = watched, ends  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Session._begin_round = begin  # type: ignore[method-assign]
+        Session._begin_round, Session.step_ended = begin, end  # type: ignore[method-assign]
 
 
 def outcome(script: Script, budget: Budget) -> dict[str, Any]:

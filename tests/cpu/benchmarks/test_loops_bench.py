@@ -75,7 +75,7 @@ def test_faults_are_found_in_real_runs() -> None:
 
 
 def _outcome(**changes: Any) -> dict[str, Any]:
-    step = {"began": 100, "peak": 300, "predicted": 290, "promised": 290, "between": 310, "dropped": 50, "observed": False}
+    step = {"began": 100, "peak": 300, "predicted": 290, "promised": 290, "between": 190, "dropped": 50, "observed": False}
     outcome = {
         "status": "trained", "losses": [["0x1p0"], ["0x1p1"]], "steps": [step, dict(step)], "said": [], "output": [],
         "state": {"model": {"weight": "a", "bias": "b"}}, "generators": {"torch": "c", "numpy": "d"}, "solves": 1,
@@ -103,6 +103,17 @@ def test_the_judge() -> None:
     assert judge(plain, _outcome(status="refused", error="E"), [300])["faults"] == ["refused at last"]
 
 
+def test_the_judge_of_what_comes_between_steps() -> None:
+    """More than the budget is no fault of the plan, but a line must say it."""
+    test = _outcome()["steps"][0] | {"between": 900}
+    said = "MemOpt: 900 bytes (900 B) were in memory between an update and the next forward, 600 above the budget."
+    steps = [_outcome()["steps"][0], test]
+    plain = _outcome()
+    assert judge(plain, _outcome(steps=steps), [300])["faults"] == ["more between steps, silent"]
+    assert judge(plain, _outcome(steps=steps, said=[said]), [300])["faults"] == []
+    assert judge(plain, _outcome(steps=[*steps[:1], test | {"predicted": None}]), [300])["faults"] == [], "it had no plan"
+
+
 def test_the_judge_of_steps_that_change() -> None:
     """A larger step that is said, and after which the budget is kept, is no fault; an unnoticed one is, and the last one."""
     step = _outcome()["steps"][0]
@@ -120,7 +131,7 @@ def test_the_judge_of_steps_that_change() -> None:
     why = ["MemOpt: the budget is not kept: no plan of this step fits 300 bytes. The smallest one is in force."]
     assert faults([step, large, large], why) == [], "a line says why, and what to do"
 
-    rest = {"began": 100, "between": 310, "dropped": 50, "observed": False}
+    rest = {"began": 100, "between": 190, "dropped": 50, "observed": False}
 
     def smallest(steps: list[dict[str, Any]]) -> list[str]:
         return judge(plain, _outcome(losses=plain["losses"], steps=steps), ["min"])["faults"]
