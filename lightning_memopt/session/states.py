@@ -272,6 +272,7 @@ class Running:
         over = peak_nbytes - (self.plan.budget_nbytes if budget_nbytes is None else budget_nbytes)
         predicted = self.plan.predicted.needed_nbytes
         grown = 0 if base_nbytes is None else max(0, base_nbytes - resident_nbytes(self.program.graph))
+        grown = min(grown, max(0, peak_nbytes - predicted))  # the rest is freed before the peak: a graph of the step before
         slight = max(_SLIGHT_NBYTES, int(_SLIGHT * self.plan.budget_nbytes)) if budget_nbytes is None else 0
         more = peak_nbytes - grown - predicted > _SLIGHT * predicted
         replans = budget_nbytes is None or config.on_exceed == "replan"

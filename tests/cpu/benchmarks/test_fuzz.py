@@ -246,7 +246,7 @@ def test_a_loop_that_fails_is_made_small() -> None:
 
 def _ran(*peaks: int, planned: int | None = None, between: int = 0) -> dict[str, Any]:
     """What came of a run of a step each, the later ones planned for so many bytes."""
-    always = {"began": 1 << 20, "promised": planned, "between": between, "dropped": 0}
+    always = {"began": 1 << 20, "promised": planned, "between": between, "dropped": 0, "observed": False}
     steps = [always | {"peak": peak, "predicted": planned if i else None} for i, peak in enumerate(peaks)]
     return {
         "status": "trained", "losses": [["0x1p0"]] * len(peaks), "steps": steps, "said": [], "output": [], "state": {},

@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_memopt import MemOptConfig, logs, optimize
 from lightning_memopt.errors import InfeasibleError
+from lightning_memopt.graph import resident_nbytes
 from lightning_memopt.logs import LOGGER
 from lightning_memopt.plan.peak import at_peak
 from lightning_memopt.session.states import Running
@@ -137,3 +138,19 @@ def test_the_number_for_a_step_above_the_smallest_plan_keeps_that_step(headroom:
     with pytest.warns(UserWarning, match="no smaller plan exists") as caught:
         state.measured(peak, None, peak - 40_000, MemOptConfig(headroom=headroom), logs.silent)
     assert f"Set budget={peak + headroom} or more ({format_nbytes(peak + headroom)})." in str(caught[0].message)
+
+
+def test_what_is_freed_before_the_peak_is_not_added_to_a_prediction() -> None:
+    """A step that began with more (the retained graph of the step before) took what was predicted: the number stays."""
+    model, optimizer = layers()
+    with optimize(model, optimizer, budget="min", profile_steps=1, verbose=False) as run:
+        for _ in range(3):
+            step(model, optimizer)
+        state = state_of(run)
+    assert isinstance(state, Running)
+    peak, base = state.plan.predicted.needed_nbytes, resident_nbytes(state.program.graph)
+    with pytest.warns(UserWarning, match="no smaller plan exists") as caught:
+        after = state.measured(peak, base + 70_000, peak - 40_000, MemOptConfig(headroom=0), logs.silent)
+    assert after is state and "more outside of the step" not in str(caught[0].message)
+    replanned = state.measured(peak + 30_000, base + 70_000, peak - 40_000, MemOptConfig(headroom=0), logs.silent)
+    assert isinstance(replanned, Running) and replanned.plan.predicted.needed_nbytes == peak + 30_000
