@@ -103,20 +103,23 @@ class JointFrontier(Frontier):
 
     def plan(self, budget_nbytes: int) -> Plan:
         """The plan for a budget, with a bound for plans that rebuild and park. Raises InfeasibleError where no plan fits."""
-        alone: Plan | InfeasibleError
         try:
             alone = super().plan(budget_nbytes)
-        except InfeasibleError as error:
-            alone = error
-        if isinstance(alone, Plan) and not alone.predicted.rebuilt_ops:
+        except InfeasibleError:  # without a name: an error that its own frames name keeps what they hold from being freed
+            together = self._joint(budget_nbytes)
+            if together is None:
+                raise
+            return self._planned(together, budget_nbytes)
+        if not alone.predicted.rebuilt_ops:
             return alone  # the unmodified step fits
         together = self._joint(budget_nbytes)
         if together is None:
-            if isinstance(alone, InfeasibleError):
-                raise alone
             return alone
-        if isinstance(alone, Plan) and alone.predicted.seconds <= together.predicted.seconds:
+        if alone.predicted.seconds <= together.predicted.seconds:
             return replace(alone, lower_bound_seconds=min(alone.lower_bound_seconds, together.bound_seconds))
+        return self._planned(together, budget_nbytes)
+
+    def _planned(self, together: joint.Joint, budget_nbytes: int) -> Plan:
         return Plan(
             fingerprint=fingerprint(self.graph),
             lives=together.lives,

@@ -95,7 +95,7 @@ def chosen(
     Raises InfeasibleError where no plan fits and `on_exceed` is "raise". Otherwise training goes on, because parameters have
     been updated already.
     """
-    above: InfeasibleError | None = None
+    is_above = False
     try:
         if limit_nbytes is None:
             plan = frontier.smallest_plan(most_extra_seconds(graph, config))
@@ -104,7 +104,7 @@ def chosen(
     except InfeasibleError as error:
         if config.on_exceed == "raise" or error.smallest_nbytes is None:
             raise
-        above = error
+        is_above = True  # not the error, whose frames would hold the batch
         plan = frontier.plan(error.smallest_nbytes)
     compiled = any(op.name == COMPILED for op in graph.ops)
     before = "as compiled" if compiled else "unmodified"
@@ -116,7 +116,7 @@ def chosen(
     )
     if config.verbose:
         _detail(f"the plan is by {plan.solver}")
-    if above is not None:
+    if is_above:
         return plan, (
             f"the budget is not kept: no plan of this step fits {limit_nbytes} bytes. The smallest one is in force. Set "
             f"{budget_for(plan.budget_nbytes, config)}. {advice(graph, plan.lives, config)}"
