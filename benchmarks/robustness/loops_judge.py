@@ -22,8 +22,9 @@ _BETWEEN = "between an update and the next forward"
 _SLIGHT, _SLIGHT_NBYTES = 0.02, 1 << 14
 """The smallest plan promises no budget; its prediction is right where a step takes no more than this share of it, or so many
 bytes, on top."""
-OBSERVED_SHARE = 1.1
-"""An observed step may take this share of the same step of the plain run, and `_SLIGHT_NBYTES`; or the budget."""
+OBSERVED_SHARE, _OBSERVED_NBYTES = 1.1, 1 << 15
+"""A step without a plan may take this share of the same step of the plain run, or the budget, and these bytes on top: each
+random op that is observed keeps the state of a generator, 5,056 bytes."""
 _TRIES = 4
 
 
@@ -96,7 +97,7 @@ def judge(plain: Outcome, ours: Outcome, tried: list[int | str]) -> dict[str, An
     promises = [_smallest(step["promised"]) if budget == "min" else budget for step in planned]
     over = [step["peak"] - promise for step, promise in zip(planned, promises, strict=True)]
     pairs = zip(plain["steps"], ours["steps"], strict=False)
-    observed = [(step["peak"], before["peak"]) for before, step in pairs if step["observed"]]
+    observed = [(step["peak"], before["peak"]) for before, step in pairs if step["predicted"] is None]
     explained = any(not line.startswith(_PROGRESS) for line in ours["said"])
     row |= {
         "exact": not unequal,
@@ -126,11 +127,11 @@ def judge(plain: Outcome, ours: Outcome, tried: list[int | str]) -> dict[str, An
     broken = planned and (over[-1] > 0 or (budget != "min" and row["steps_over"] > noticed))
     if broken and not row["not_kept_said"]:
         faults.append("budget broken")
-    allowed = 0 if budget == "min" else budget
-    if any(peak > max(OBSERVED_SHARE * before + _SLIGHT_NBYTES, allowed) for peak, before in observed):
+    limit = budget if isinstance(budget, int) else 0
+    if any(peak > max(OBSERVED_SHARE * before, limit) + _OBSERVED_NBYTES for peak, before in observed):
         faults.append("observed step too large")
     between = max((step["between"] for step in planned), default=0)
-    if isinstance(budget, int) and between > budget and not any(_BETWEEN in line for line in ours["said"]):
+    if between > limit > 0 and not row["not_kept_said"] and not any(_BETWEEN in line for line in ours["said"]):
         faults.append("more between steps, silent")
     if not planned and not explained:
         faults.append("silent")

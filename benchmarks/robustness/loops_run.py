@@ -35,7 +35,7 @@ from benchmarks.robustness.scripts import Script
 from lightning_memopt import optimize
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.session import Session
-from lightning_memopt.session.states import Observing, Running, State
+from lightning_memopt.session.states import Running, State
 from lightning_memopt.solvers import planner
 
 TIMEOUT = 600
@@ -53,10 +53,9 @@ def generators() -> dict[str, str]:
 class Watching:
     """What a script is given: the package within a budget, or nothing around the loop. Bytes are above those before the script.
 
-    `steps`: of every step its peak, whether a part of it was observed, and what was promised of it: the plan's own peak in
-    bytes where all forwards of training had a plan in force, else None. A step that the package watches begins with its first
-    forward and ends with its update: what comes between two steps (a test, loading the next batch) is no part of them. Its peak
-    is `between`, of the step that follows.
+    `steps`: of every step its peak, and what was promised of it: the plan's own peak in bytes where all forwards of training
+    had a plan in force, else None. A step that the package watches begins with its first forward and ends with its update: what
+    comes between two steps (a test, loading the next batch) is no part of them. Their peak is `between`, of the next step.
     """
 
     budget: Budget
@@ -71,7 +70,6 @@ class Watching:
     _base: int = 0
     _live: int = 0
     _watched: bool = False
-    _observed: bool = False
     _is_over: bool = False
     _peak: int = 0
     _between: int = 0
@@ -134,7 +132,6 @@ class Watching:
             "began": self._live - self._base,
             "peak": None if peak is None else peak - self._base,
             "between": self._between,
-            "observed": self._observed,
             "predicted": max((plan.predicted.needed_nbytes for plan in plans), default=None),
             "promised": max((plan.budget_nbytes for plan in plans), default=None),
             "dropped": max((plan.predicted.rebuilt_nbytes for plan in plans), default=0),
@@ -142,7 +139,7 @@ class Watching:
         self.steps.append(entry)
         self._live = live or 0
         self._states.clear()
-        self._watched = self._observed = self._is_over = False
+        self._watched = self._is_over = False
         self._peak, self._between = 0, after
         true_peak()
 
@@ -161,7 +158,7 @@ class Watching:
 
         planner.solve = solved  # type: ignore[assignment]
         try:
-            with rounds(self._round_begins, self._round_began, self._step_ended):
+            with rounds(self._round_begins, self._states.append, self._step_ended):
                 yield
         finally:
             planner.solve = solve
@@ -171,11 +168,7 @@ class Watching:
             self._between = max(self._between, (true_peak() or 0) - self._base)
         self._watched, self._is_over = True, False
 
-    def _round_began(self, state: State | None) -> None:  # a Lightning step may have several, with a plan each
-        self._states.append(state)
-        self._observed |= isinstance(state, Observing)
-
-    def _step_ended(self) -> None:  # a GAN's step may have several
+    def _step_ended(self) -> None:  # a step of GANs or of Lightning may have several, with a plan each
         self._is_over, self._peak = True, max(self._peak, true_peak() or 0)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,10 +21,6 @@ from benchmarks.robustness.loops_judge import Outcome, sizes, within
 from benchmarks.robustness.loops_run import forked
 from benchmarks.robustness.scripts import Log, Script, Watch
 
-OBSERVED = 1.1
-"""An observed step takes at most so many times what the plain step takes, or the budget if that is more."""
-OBSERVED_NBYTES = 1 << 15
-"""And so many bytes: each random op keeps the state of a generator, 5,056 bytes."""
 NAMED_NBYTES = 1 << 12
 """A refusal names no number that is by more above the plain peak: what the planner leaves free in every budget."""
 
@@ -172,13 +167,7 @@ def judge_loop(loop: Loop) -> Finding | None:
     if counted is None:
         return None
     peak, resident = counted
-    outcomes: list[Outcome] = []
-
-    def run(budget: int | str | None) -> Outcome:
-        outcomes.append(_run(loop, budget))
-        return outcomes[-1]
-
-    row = within(run, plain, resident + int(loop.share * (peak - resident)) if loop.share else "min")
+    row = within(partial(_run, loop), plain, resident + int(loop.share * (peak - resident)) if loop.share else "min")
     faults = row["faults"]
     if "forwards" in loop.features:
         # Near a budget, the step of the last of several forwards counts what only recorders of the others hold, and a refusal
@@ -188,7 +177,7 @@ def judge_loop(loop: Loop) -> Finding | None:
     if faults:
         told = {name: row[name] for name in _TOLD if name in row}
         return Finding(faults[0], f"plain peak {peak}, resident {resident}: {told}")
-    return _named(loop, peak, row["budgets"][1:]) or _observed(plain, outcomes[-1], row) or _between(outcomes[-1], row)
+    return _named(loop, peak, row["budgets"][1:])
 
 
 _TOLD = ("budgets", "error", "traceback", "different", "over", "steps_over", "peaks", "said")
@@ -212,25 +201,3 @@ def _named(loop: Loop, peak: int, named: list[int]) -> Finding | None:
     outputs_nbytes = 4 * loop.rows * WIDTH if "accumulate" in loop.features else 0
     most = max(peak, counted[0]) + outputs_nbytes + NAMED_NBYTES
     return next((Finding("named", f"{n} is named where the plain peak is at most {most}") for n in named if n > most), None)
-
-
-def _observed(plain: Outcome, ours: Outcome, row: dict[str, Any]) -> Finding | None:
-    """The first step without a plan that takes more than observing may."""
-    budget = row["budgets"][-1]
-    for i, (bare, step) in enumerate(zip(plain["steps"], ours["steps"], strict=True)):
-        most = max(OBSERVED * bare["peak"], budget if isinstance(budget, int) else 0) + OBSERVED_NBYTES
-        if step["predicted"] is None and step["peak"] > most:
-            return Finding("observed", f"step {i} takes {step['peak']}, plainly {bare['peak']}, within {budget}: {row['said']}")
-    return None
-
-
-def _between(ours: Outcome, row: dict[str, Any]) -> Finding | None:
-    """The first planned step before which more than the budget was in memory, and no line says so."""
-    budget = row["budgets"][-1]
-    said = any(text in line for line in row["said"] for text in ("were in memory between", "was measured at"))
-    if budget == "min" or said or row.get("not_kept_said"):
-        return None
-    for i, (before, step) in enumerate(pairwise(ours["steps"]), 1):
-        if before["predicted"] is not None and step["predicted"] is not None and step["between"] > budget:
-            return Finding("silent between", f"{step['between']} before step {i} within {budget}: {row['said']}")
-    return None

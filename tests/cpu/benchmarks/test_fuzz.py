@@ -246,7 +246,7 @@ def test_a_loop_that_fails_is_made_small() -> None:
 
 def _ran(*peaks: int, planned: int | None = None, between: int = 0) -> dict[str, Any]:
     """What came of a run of a step each, the later ones planned for so many bytes."""
-    always = {"began": 1 << 20, "promised": planned, "between": between, "dropped": 0, "observed": False}
+    always = {"began": 1 << 20, "promised": planned, "between": between, "dropped": 0}
     steps = [always | {"peak": peak, "predicted": planned if i else None} for i, peak in enumerate(peaks)]
     return {
         "status": "trained", "losses": [["0x1p0"]] * len(peaks), "steps": steps, "said": [], "output": [], "state": {},
@@ -272,10 +272,10 @@ def test_the_judge_of_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = _ran(plain, budget, budget, planned=budget)
     assert found(kept) is None
     assert found(_ran(plain, budget + 1, budget + 1, planned=budget)) == "budget broken"
-    assert found(_ran(int(1.2 * plain), budget, budget, planned=budget)) == "observed"
+    assert found(_ran(int(1.2 * plain), budget, budget, planned=budget)) == "observed step too large"
     assert found(_ran(plain, plain, plain)) == "silent"
     between = _ran(plain, budget, budget, planned=budget, between=budget + 1)
-    assert found(between) == "silent between"
+    assert found(between) == "more between steps, silent"
     assert found(between | {"said": ["MemOpt: 2097153 bytes were in memory between an update and the next forward"]}) is None
     assert found(kept, plain) is None
     assert found(kept, plain + (1 << 16)) == "named"

@@ -75,7 +75,7 @@ def test_faults_are_found_in_real_runs() -> None:
 
 
 def _outcome(**changes: Any) -> dict[str, Any]:
-    step = {"began": 100, "peak": 300, "predicted": 290, "promised": 290, "between": 190, "dropped": 50, "observed": False}
+    step = {"began": 100, "peak": 300, "predicted": 290, "promised": 290, "between": 190, "dropped": 50}
     outcome = {
         "status": "trained", "losses": [["0x1p0"], ["0x1p1"]], "steps": [step, dict(step)], "said": [], "output": [],
         "state": {"model": {"weight": "a", "bias": "b"}}, "generators": {"torch": "c", "numpy": "d"}, "solves": 1,
@@ -131,7 +131,7 @@ def test_the_judge_of_steps_that_change() -> None:
     why = ["MemOpt: the budget is not kept: no plan of this step fits 300 bytes. The smallest one is in force."]
     assert faults([step, large, large], why) == [], "a line says why, and what to do"
 
-    rest = {"began": 100, "between": 190, "dropped": 50, "observed": False}
+    rest = {"began": 100, "between": 190, "dropped": 50}
 
     def smallest(steps: list[dict[str, Any]]) -> list[str]:
         return judge(plain, _outcome(losses=plain["losses"], steps=steps), ["min"])["faults"]
@@ -143,7 +143,7 @@ def test_the_judge_of_steps_that_change() -> None:
 
 def test_the_judge_of_observed_steps() -> None:
     """The same step of the plain run is the measure, or the budget where that is larger."""
-    step = {"peak": 1 << 20, "predicted": None, "began": 100, "between": 0, "dropped": 0, "observed": True}
+    step = {"peak": 1 << 20, "predicted": None, "began": 100, "between": 0, "dropped": 0}
     plain = _outcome(steps=[step, step | {"peak": 3 << 20}])
 
     def faults(peaks: list[float], budget: int | str) -> list[str]:
@@ -158,7 +158,7 @@ def test_the_judge_of_observed_steps() -> None:
 
 def test_the_judge_of_silence() -> None:
     """Without a plan a line must say why; what only tells of progress does not."""
-    steps = [{"began": 100, "peak": 300, "predicted": None, "between": 0, "dropped": 0, "observed": False}] * 2
+    steps = [{"began": 100, "peak": 300, "predicted": None, "between": 0, "dropped": 0}] * 2
     progress = ["MemOpt: observing 3 steps on cpu", "MemOpt:   minimum cuts: 4 plans"]
     assert judge(_outcome(), _outcome(steps=steps, said=progress), [300])["faults"] == ["silent"]
     row = judge(_outcome(), _outcome(steps=steps, said=[*progress, "MemOpt: no plan: nothing is saved."]), [300])
