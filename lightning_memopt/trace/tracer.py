@@ -169,6 +169,18 @@ class Tracer:
         self._holders.forget((old.id,))
         dtype, size = (before.dtype, before.size) if before is not None else ("", ())
         self._birth(new, name, now, version_of=old, dtype=dtype, size=size)
+        if before is not None and before.storage in self._alive and self.tensors[new.id].nbytes != before.nbytes:
+            self._resized_by_op(before.storage, new, self.tensors[new.id].nbytes - before.nbytes)
+
+    def _resized_by_op(self, key: int, version: StorageVersion, more_nbytes: int) -> None:
+        """An op has given the storage of a key another size: `resize_`, or `out=` where the result did not fit."""
+        storage = version.alive()
+        self.live_nbytes += more_nbytes
+        self.uncounted_nbytes -= self._uncounted.pop(key, 0)
+        if self.ledger is not None:
+            self.ledger.died(key)
+        if storage is not None:
+            self._count(key, storage)
 
     def _reads(self, version: StorageVersion) -> int:
         """The id of the tensor that an op reads in a version; running statistics that backward reads are the adopted buffer."""
@@ -253,13 +265,16 @@ class Tracer:
     def counts(self, key: int, storage: torch.UntypedStorage) -> None:
         """Count a storage as live until it is freed."""
         self.live_nbytes += self.tensors[key].nbytes
+        self._count(key, storage)
+        watch = self._alive[key] = _Watch(storage, self._dies)
+        watch.key = key
+
+    def _count(self, key: int, storage: torch.UntypedStorage) -> None:
         if self.ledger is not None:
             self.ledger.born(key, storage)
         if self.counter is not None and self.device.type == storage.device.type and not self.counter.counts(storage):
             self._uncounted[key] = storage.nbytes()
             self.uncounted_nbytes += self._uncounted[key]
-        watch = self._alive[key] = _Watch(storage, self._dies)
-        watch.key = key
 
     def _birth(
         self,

@@ -358,3 +358,13 @@ def iterated(parts: Parts, a: Tensor, b: Tensor, k: int) -> Tensor:
         for _ in range(4 * (k + 1)):
             h = torch.tanh(h @ parts.linear[k % LAYERS].weight + h)
     return b * h
+
+
+@_op
+def resized(parts: Parts, a: Tensor, b: Tensor, k: int) -> Tensor:
+    """A buffer that is made larger, written by `out=`, and made smaller: its storage keeps the size, and autograd saves it."""
+    with torch.no_grad():
+        buffer = torch.empty(0, dtype=a.dtype).resize_(a.shape[0], 4 * WIDTH)
+        torch.cat([a] * 4, 1, out=buffer)
+        buffer.resize_(a.shape).tanh_()
+    return b * buffer
