@@ -26,15 +26,13 @@ from lightning_memopt.runtime.engine.holding import Claim, Holdings, Version, re
 from lightning_memopt.runtime.engine.naming import Names
 from lightning_memopt.runtime.engine.rebuild import checksum, closure, compare, rebuild
 from lightning_memopt.runtime.engine.starts import Starts
-from lightning_memopt.runtime.engine.surplus import Bound, Surplus
+from lightning_memopt.runtime.engine.surplus import Bound, Pace, Surplus
 from lightning_memopt.runtime.engine.units import Units
 
 _EMPTY, _EXTERNAL = Origin.EMPTY, Origin.EXTERNAL
 _NO_BOUND = 1 << 62
 _STATE_NBYTES = 5056
 """Bytes of the state of a random generator on the CPU."""
-_OPS_UNTIL_LOOK = 64
-"""A look for bytes to let go of visits the whole tape. One that found too few is repeated after so many ops, or more bytes."""
 _KNOWN = "aten::", "prims::"
 """Namespaces of ops of which torch says whether they give the same bits again."""
 
@@ -129,8 +127,7 @@ class ObservingEngine(Engine):
         self.surplus = Surplus(self.tape)
         self.holdings: Holdings = _Holdings(self)
         self._states_nbytes = 0
-        self._stayed_nbytes = 0  # bytes of the surplus that a look could not let go of, and ops until the next one
-        self._looks_again_in = 0
+        self._pace = Pace()
         self._unverified: set[str] = set()
         self._verified_ops: set[str] = set()
         self.tape.native = self._native = loaded()
@@ -194,18 +191,20 @@ class ObservingEngine(Engine):
         most_nbytes = self.surplus.most_nbytes + self._states_nbytes
         if not most_nbytes or most_nbytes <= self.bound.spare(most_nbytes):
             return
+        if not self._pace.is_due(most_nbytes, len(self.tape.versions)):
+            return
         nbytes, made_nbytes = self.surplus.nbytes()
         spare_nbytes = self.bound.spare(made_nbytes) - self._states_nbytes
-        self._looks_again_in -= 1
-        if nbytes <= spare_nbytes or (nbytes <= self._stayed_nbytes + spare_nbytes // 8 and self._looks_again_in > 0):
-            return
-        for version in self.surplus.droppable(self.evictable if self.bound.is_tight else ()):
+        looks = nbytes > spare_nbytes
+        for version in self.surplus.droppable(self.evictable if self.bound.is_tight else ()) if looks else ():
             self.lose(version)
             nbytes -= version.nbytes
-            if nbytes <= spare_nbytes:
-                return
-        self._stayed_nbytes = nbytes
-        self._looks_again_in = _OPS_UNTIL_LOOK
+            if nbytes <= spare_nbytes // 2:  # room for more than one op
+                break
+        above_nbytes = self.surplus.most_nbytes + self._states_nbytes + max(nbytes, spare_nbytes) // 8
+        self._pace.counted(len(self.surplus), above_nbytes)
+        if looks:
+            self._pace.looked(nbytes <= spare_nbytes // 2, len(self.tape.versions))
 
     def lose(self, version: Version) -> None:
         """Let go of bytes from which rebuilds could start."""

@@ -58,6 +58,42 @@ class Alone(NamedTuple):
     made: int
 
 
+class Pace:
+    """When the surplus is counted, which visits all starts, and looked through, which visits the whole tape: after as many ops
+    as that is worth, or as soon as there are clearly more bytes.
+    """
+
+    _VISITED_FOR_AN_OP = 16
+    """Most starts and versions that are visited for an op, in the mean."""
+    _VISITED_AT_ONCE, _MOST_OPS_APART = 256, 64
+    """Where bytes come with every op, the tape is looked through after one op for so many versions, and after the most ops in
+    any case."""
+
+    def __init__(self) -> None:
+        self._counts_in = 0
+        self._counts_above_nbytes = 0
+        self._ops_since_look = 0
+
+    def is_due(self, most_nbytes: int, versions: int) -> bool:
+        """Whether an op is followed by a count. `most_nbytes`: the most that there may be; `versions`: on the tape."""
+        self._counts_in -= 1
+        self._ops_since_look += 1
+        if self._counts_in > 0 and most_nbytes <= self._counts_above_nbytes:
+            return False
+        return self._ops_since_look >= min(self._MOST_OPS_APART, versions // self._VISITED_AT_ONCE)
+
+    def counted(self, starts: int, above_nbytes: int) -> None:
+        """The next count comes later, or where there may be more than `above_nbytes`."""
+        self._counts_in = starts // self._VISITED_FOR_AN_OP
+        self._counts_above_nbytes = above_nbytes
+
+    def looked(self, found: bool, versions: int) -> None:
+        """The tape was looked through; `found`: there was enough to let go of."""
+        self._ops_since_look = 0
+        if not found:
+            self._counts_in = max(self._MOST_OPS_APART, versions // self._VISITED_FOR_AN_OP)
+
+
 class Surplus:
     """The starts that an engine holds in one forward, and the calls that read each version.
 
@@ -69,6 +105,9 @@ class Surplus:
         self.most_nbytes = 0
         self._starts: dict[int, Version] = {}
         self._readers: dict[int, list[Call]] = {}
+
+    def __len__(self) -> int:
+        return len(self._starts)
 
     def recorded(self, call: Call) -> None:
         """A call that may run again was recorded."""
