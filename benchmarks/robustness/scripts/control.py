@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, Normal
 from torch.nn import functional as F
 
-from benchmarks.robustness.scripts.registry import Log, Watch, rows, script
+from benchmarks.robustness.scripts.registry import Log, Watch, rows, script, update
 
 
 class Cart:
@@ -188,15 +188,11 @@ def soft_actor_critic(watch: Watch, log: Log, steps: int) -> dict[str, Any]:
             with torch.no_grad():
                 action, chance = agent.act(x.roll(1, 0))
                 wanted = x.sum(1) + 0.9 * (agent.target(torch.cat([x, action], 1)).flatten() - 0.1 * chance)
-            of_critic.zero_grad()
             loss = F.mse_loss(agent.critic(torch.cat([x, x[:, :2].tanh()], 1)).flatten(), wanted)
-            loss.backward()
-            of_critic.step()
-            of_actor.zero_grad()
+            update(of_critic, loss)
             action, chance = agent.act(x)
             other = (0.1 * chance - agent.critic(torch.cat([x, action], 1)).flatten()).mean()
-            other.backward()
-            of_actor.step()
+            update(of_actor, other)
             with torch.no_grad():
                 for p, target in zip(agent.critic.parameters(), agent.target.parameters(), strict=True):
                     target.lerp_(p, 0.05)

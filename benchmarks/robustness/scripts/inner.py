@@ -161,7 +161,7 @@ def greedy_blocks(watch: Watch, log: Log, steps: int) -> dict[str, Any]:
 @script("A physics-informed network: LBFGS with a line search and its full history, second derivatives in the loss", steps=12)
 def physics(watch: Watch, log: Log, steps: int) -> dict[str, Any]:
     model = _network(2, 24)
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4, history_size=50, line_search_fn="strong_wolfe")
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4, history_size=20, line_search_fn="strong_wolfe")
     inside = torch.rand(128, 2, generator=torch.Generator().manual_seed(3))
     edge = torch.linspace(-1, 1, 32)[:, None]
     start = torch.cat([edge, torch.zeros_like(edge)], 1)
@@ -293,7 +293,7 @@ def cycle(watch: Watch, log: Log, steps: int) -> dict[str, Any]:
             for net in critics:
                 net.requires_grad_(True)
             for_critics.zero_grad()
-            pool = [*pool, made_y.detach()][-4:]
+            pool = [*pool, made_y.detach()][-2:]
             shown = pool[int(torch.randint(len(pool), ()))]
             found = []
             for net, real, made in ((networks["of_y"], y, shown), (networks["of_x"], x, made_x.detach())):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.robustness.scripts.registry import Log, Watch, rows, script, tokens
+from benchmarks.robustness.scripts.registry import Log, Watch, rows, script, tokens, update
 
 
 def _layers(width: int, depth: int) -> nn.Sequential:
@@ -262,13 +262,9 @@ def adversaries_in_one(watch: Watch, log: Log, steps: int) -> dict[str, Any]:
             mixed = (real + made).div(2).requires_grad_()
             (slope,) = torch.autograd.grad(model.critic(mixed).sum(), mixed, create_graph=True)
             loss = model.critic(made).mean() - model.critic(real).mean() + 10 * (slope.norm(dim=1) - 1).square().mean()
-            of_critic.zero_grad()
-            loss.backward()
-            of_critic.step()
+            update(of_critic, loss)
             other = -model.critic(model.generator(torch.randn(64, 8))).mean()
-            of_generator.zero_grad()
-            other.backward()
-            of_generator.step()
+            update(of_generator, other)
             log(loss.item(), other.item())
     return {"model": model, "generator": of_generator, "critic": of_critic}
 

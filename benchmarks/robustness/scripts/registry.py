@@ -94,15 +94,20 @@ def rows(count: int, size: int, width: int) -> Iterator[Tensor]:
         yield torch.randn(size, width, generator=source)
 
 
+def update(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    """One turn of one of several optimizers."""
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
 def fit(
     watch: Watch, log: Log, model: nn.Module, optimizer: Any, data: Iterable[Any], loss_of: Callable[[Any], Tensor]
 ) -> dict[str, Any]:
-    """The plainest loop: a loss of each batch, a backward, an update."""
+    """The plainest loop: a loss of each batch, and an update."""
     with watch(model, optimizer):
         for batch in data:
             loss = loss_of(batch)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            update(optimizer, loss)
             log(loss.item())
     return {"model": model, "optimizer": optimizer}

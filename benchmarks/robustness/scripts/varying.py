@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.robustness.scripts.registry import Log, Watch, images, rows, script, tokens
+from benchmarks.robustness.scripts.registry import Log, Watch, images, rows, script, tokens, update
 
 
 class Judge(nn.Module):
@@ -144,15 +144,11 @@ def delayed_actor(watch: Watch, log: Log, steps: int) -> dict[str, Any]:
                 action = (target.actor(after) + 0.1 * torch.randn(len(x), 2)).clamp(-1, 1)
                 wanted = x.sum(1) + 0.9 * torch.min(*target.values(after, action))
             loss = sum(F.mse_loss(value, wanted) for value in agent.values(x, x[:, :2].tanh()))
-            of_critics.zero_grad()
-            loss.backward()
-            of_critics.step()
+            update(of_critics, loss)
             told = [loss.item()]
             if i % 2 == 1:
                 gain = -agent.values(x, agent.actor(x))[0].mean()
-                of_actor.zero_grad()
-                gain.backward()
-                of_actor.step()
+                update(of_actor, gain)
                 with torch.no_grad():
                     for p, q in zip(agent.parameters(), target.parameters(), strict=True):
                         q.lerp_(p, 0.05)
