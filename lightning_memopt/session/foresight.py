@@ -160,6 +160,10 @@ class Later:
         rounded = _rounded(self._device)
         return sum(still_to_make(o, self._device, rounded) for o in (*waiting, *self._others, *strangers))
 
+    def follow(self, strangers: Sequence[torch.optim.Optimizer]) -> bool:
+        """Whether others than the optimizer that is about to step may have forwards and backwards of their own."""
+        return len(self._own) > 1 or bool(self._others) or bool(strangers)
+
 
 def _rounded(device: torch.device) -> Rounded:
     """How the allocator of a device rounds a request. CUDA's gives whole blocks."""
@@ -304,6 +308,9 @@ def refuse_infeasible(
     at_worst_nbytes = _smallest_nbytes(at_worst(graph), offloading) + headroom - savable(True)
     enough = max(needed, at_worst_nbytes) + later_nbytes + planner.UNSEEN_NBYTES
     unknown = "" if known else " What the update takes is not known before one has run, and comes on top."
+    follows = (
+        " What other optimizers do after this update has not run yet, and may need more." if later.follow(strangers) else ""
+    )
     made = ", and for what other optimizers make" if later_nbytes else ""
     none = " No plan is smaller than the unmodified step." if needed >= unmodified_peak(graph) + headroom else ""
     updated = "No optimizer of this run has stepped" if strangers else "Nothing was updated"
@@ -312,7 +319,7 @@ def refuse_infeasible(
         f"No plan of this model fits {budget_nbytes} bytes ({format_nbytes(budget_nbytes)}). Set budget={enough} "
         f"or more ({format_nbytes(enough)}), or make the batch smaller. This number has {format_nbytes(needed - headroom)} for "
         f"the smallest plan of this step{spare}, and {format_nbytes(enough - needed)} for what a loop may hold from one step "
-        f"to the next{made}.{none}{unknown} In memory when a step begins: {resident_text(graph)}. {updated}.",
+        f"to the next{made}.{none}{unknown}{follows} In memory when a step begins: {resident_text(graph)}. {updated}.",
         smallest_nbytes=enough,
         budget_nbytes=budget_nbytes,
     )

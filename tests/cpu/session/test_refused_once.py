@@ -297,3 +297,22 @@ def test_a_number_has_room_for_what_lbfgs_holds_between_closures() -> None:
     named = closures(counted_nbytes() + 120_000)
     gc.collect()
     assert named is not None and closures(named) is None
+
+
+def refusal_of_two_nets(several: bool) -> str:
+    nets = nn.ModuleList([nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)) for _ in range(2)])
+    made = [optim.SGD(net.parameters(), lr=0.1) for net in nets] if several else [optim.SGD(nets.parameters(), lr=0.1)]
+    budget = counted_nbytes() + 120_000
+    with (
+        pytest.raises(InfeasibleError, match="No plan of this model") as refused,
+        optimize(nets, made, budget=budget, verbose=False),
+    ):
+        for net, optimizer in zip(nets, made, strict=False):
+            net(torch.randn(256, 64)).square().mean().backward()
+            optimizer.step()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_what_other_optimizers_do_is_not_known_before_the_first_update(several: bool) -> None:
+    assert ("What other optimizers do after this update has not run yet" in refusal_of_two_nets(several)) == several
