@@ -325,6 +325,9 @@ class ObservingEngine(Engine):
             version = next_evicted(candidates, self.clock, self.tape.versions)
             if version is None:
                 return
+            if not self.surplus.gives_back(version, self.evictable):
+                self.evictable.pop(version.id)
+                continue
             self.evict(version)
             excess_nbytes = self.pressure()
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from lightning_memopt.record import OWN_COUNT, Call, Tape, storage_id
+from lightning_memopt.record import OWN_COUNT, Call, Origin, Tape, storage_id
 from lightning_memopt.runtime.engine.holding import Claim, Holding, Version, rebuildable
 from lightning_memopt.torch_private import storage_use_count
 
 _BEYOND_PLAIN = 0.08
 """The most that an observed step takes beyond what the plain step has taken until then, as a share of that."""
+_SOURCES = 64
+"""Maximum number of versions that are looked at to see from which starts one is rebuilt."""
+_EXTERNAL = Origin.EXTERNAL
 
 
 class Bound:
@@ -165,6 +168,27 @@ class Surplus:
         needed = self.needed()
         free = [v for v in self.alone() if v.id not in needed and v.holding.claim is not Claim.PINNED]
         return sorted((v for v in free if not evictable or self._costs_no_more(v, evictable)), key=lambda v: -v.nbytes)
+
+    def gives_back(self, version: Version, evictable: Collection[int]) -> bool:
+        """Whether an eviction of the version frees bytes: no start that its rebuild needs, and that would otherwise be let go,
+        has as many as all that is rebuilt from it.
+        """
+        versions = self._tape.versions
+        waiting = [version]
+        seen = {version.id}
+        while waiting and len(seen) < _SOURCES:
+            call = waiting.pop().call
+            for id in () if call is None else call.reads:
+                if id in seen:
+                    continue
+                seen.add(id)
+                source = versions[id]
+                if source.holding.value is None:
+                    waiting.append(source)
+                elif id in self._starts and source.origin is not _EXTERNAL and not source.holding.handles:
+                    if self._costs_no_more(source, evictable):
+                        return False
+        return True
 
     def _costs_no_more(self, start: Version, evictable: Collection[int]) -> bool:
         """Whether the evictable versions that are rebuilt from a start have no more bytes than it."""

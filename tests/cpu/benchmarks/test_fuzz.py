@@ -224,6 +224,8 @@ FOUND_LOOPS = {
     ),
     # an op gave a storage another size, and its bytes counted twice: the plain peak was refused
     "made larger by an op": Loop(seed=3, nodes=(Node("resized", 0, 0, 0),), steps=8, share=1.0, observed=1),
+    # small saved tensors were evicted that are made from a large buffer, and the buffer stayed for them
+    "evicted, and made from more": Loop(seed=5300, nodes=(Node("scratch", 0, 0, 0),), steps=8, share=1.0, observed=1),
     # what autograd reads through an earlier save of the same memory was made again, and stayed after it was released
     "written after it was saved": Loop(
         seed=5158,
