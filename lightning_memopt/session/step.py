@@ -25,8 +25,10 @@ class Step:
 
     @property
     def largest(self) -> Running | None:
-        """The state whose plan has the largest predicted peak: the measured peak of the step is compared with it."""
-        return max(self.plans, key=lambda state: state.plan.predicted_peak_nbytes, default=None)
+        """The state whose plan has the largest predicted peak: the measured peak of the step is compared with it. Of a batch
+        that borrows a plan and the one that the plan was made for, it is the latter.
+        """
+        return max(self.plans, key=lambda state: (state.plan.predicted_peak_nbytes, state.lender is None), default=None)
 
     def outcome(self, observed: bool) -> tuple[StepKind, int | None]:
         """The kind of the step that is over, and the peak that was predicted for it. `observed`: it was recorded."""
