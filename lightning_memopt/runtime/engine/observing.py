@@ -325,7 +325,7 @@ class ObservingEngine(Engine):
             version = next_evicted(candidates, self.clock, self.tape.versions)
             if version is None:
                 return
-            if not self.surplus.gives_back(version, self.evictable):
+            if self.bound is not None and not self.surplus.gives_back(version, self.evictable):  # else no start is let go
                 self.evictable.pop(version.id)
                 continue
             self.evict(version)
