@@ -185,9 +185,10 @@ class Surplus:
                 source = versions[id]
                 if source.holding.value is None:
                     waiting.append(source)
-                elif id in self._starts and source.origin is not _EXTERNAL and not source.holding.handles:
-                    if self._costs_no_more(source, evictable):
-                        return False
+                    continue
+                may_go = id in self._starts and source.origin is not _EXTERNAL and not source.holding.handles
+                if may_go and self._costs_no_more(source, evictable):
+                    return False
         return True
 
     def _costs_no_more(self, start: Version, evictable: Collection[int]) -> bool:
