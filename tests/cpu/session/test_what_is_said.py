@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
+import weakref
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import resident_nbytes
 from lightning_memopt.logs import LOGGER
 from lightning_memopt.plan.peak import at_peak
+from lightning_memopt.session.solving import chosen
 from lightning_memopt.session.states import Running
 from lightning_memopt.units import format_nbytes, parse_budget
 from tests.cpu.lib.inside import state_of
@@ -154,3 +157,25 @@ def test_what_is_freed_before_the_peak_is_not_added_to_a_prediction() -> None:
     assert after is state and "more outside of the step" not in str(caught[0].message)
     replanned = state.measured(peak + 30_000, base + 70_000, peak - 40_000, MemOptConfig(headroom=0), logs.silent)
     assert isinstance(replanned, Running) and replanned.plan.predicted.needed_nbytes == peak + 30_000
+
+
+def test_a_budget_that_is_not_kept_holds_nothing_of_the_program() -> None:
+    """What a training function has is freed when it returns, whatever error was caught beneath it."""
+    model, optimizer = layers()
+    with optimize(model, optimizer, budget="min", profile_steps=1, verbose=False) as run:
+        for _ in range(3):
+            step(model, optimizer)
+    frontier = run.status().frontier
+    assert frontier is not None
+    seen: list[weakref.ref[torch.Tensor]] = []
+
+    def train(x: torch.Tensor) -> str | None:
+        seen.append(weakref.ref(x))
+        return chosen(frontier, frontier.graph, frontier.smallest_nbytes - 1, MemOptConfig(), logs.silent)[1]
+
+    gc.disable()
+    try:
+        assert "the budget is not kept" in (train(torch.ones(1)) or "")
+        assert seen[0]() is None
+    finally:
+        gc.enable()
