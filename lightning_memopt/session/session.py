@@ -298,8 +298,8 @@ class Session:
 
     def _settle(self) -> None:
         """End the step that a new forward ends. Give up an observed step where only evaluation goes on."""
-        if backward_runs():  # a checkpoint of the user's runs modules again, and a hook has updated parameters before
-            return
+        if backward_runs() and not self._step.is_nested:
+            return  # a checkpoint of the user's runs modules again, and a hook has updated parameters before
         if self._ends.awaited or (self._step.began and self._ends.written_by_hand(self._observed_step.now)):
             self.step_ended()
         if not trains(self.model):
@@ -327,6 +327,8 @@ class Session:
                 self._observed_step.abandon()
         self._current = state
         self.pool.forward_begins(state, self._limit_nbytes, first=not self._step.began)
+        if not self._step.began:
+            self._step.is_nested = backward_runs()
         self._step.began = True
         if isinstance(state, Observing | Waiting):
             backward = self._observed_step.has_backward

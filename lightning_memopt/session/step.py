@@ -14,12 +14,14 @@ class Step:
 
     Args:
         began: whether a forward of it has begun.
+        is_nested: whether that was inside a backward: of another model, or of the process that this one was forked from.
         deviates: whether a forward of it ran ops that its plan does not have, on weights or on tensors with a gradient. Then
             it updates no parameter early.
         plans: the states whose plans were in force in it; several where batches differ in shape.
     """
 
     began: bool = False
+    is_nested: bool = False
     deviates: bool = False
     plans: list[Running] = field(default_factory=list)
 

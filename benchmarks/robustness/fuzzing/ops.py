@@ -300,7 +300,8 @@ class _Scratch(torch.autograd.Function):
 
 def _tile(a: Tensor, weight: Tensor) -> Tensor:
     """`a @ weight.t()` in the first columns of a buffer that has more of them."""
-    tile = torch.empty(a.shape[0], 8 * WIDTH)[:, :WIDTH]
+    buffer = torch.empty(a.shape[0], 8 * WIDTH).zero_()  # what nothing has written differs from run to run
+    tile = buffer[:, :WIDTH]
     return torch.mm(a, weight.t(), out=tile)
 
 
