@@ -316,18 +316,18 @@ def main() -> None:
         work()
         return
     wanted = args.names or list(ZOO)
-    found: dict[str, Row] = {}
+    by_name: dict[str, Row] = {}
 
     def done(name: str, row: Row) -> None:
-        found[name] = {"name": name} | row
-        print(line_of(found[name]), flush=True)
+        by_name[name] = {"name": name} | row
+        print(line_of(by_name[name]), flush=True)
 
     ask("benchmarks.robustness.architectures", wanted, args.jobs, done, TIMEOUT)
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "architectures.json"
     if args.names and path.exists():  # a part of the sweep: the other rows stay
-        found = {row["name"]: row for row in json.loads(path.read_text())["architectures"]} | found
-    rows = [found[name] for name in ZOO if name in found]
+        by_name = {row["name"]: row for row in json.loads(path.read_text())["architectures"]} | by_name
+    rows = [by_name[name] for name in ZOO if name in by_name]
     results = {"torch": torch.__version__, "transformers": _version(), "share": SHARE, "architectures": rows}
     path.write_text(json.dumps(results, indent=1) + "\n")
     if args.docs is not None:

@@ -87,7 +87,9 @@ class Adjoint(Function):
 class Flow(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.into, self.field, self.out = nn.Linear(8, 2), Field(), nn.Linear(2, 4)
+        self.into = nn.Linear(8, 2)
+        self.field = Field()
+        self.out = nn.Linear(2, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(Adjoint.apply(self.field, 12, self.into(x), *self.field.parameters()))
@@ -129,7 +131,9 @@ def word_by_word(watch: Watch, log: Log, steps: int) -> dict[str, Any]:
             for word in ids.T:
                 state = model.encode(word, state)
                 seen.append(state)
-            memory, word, loss = torch.stack(seen, 1), torch.zeros_like(ids[:, 0]), torch.zeros(())
+            memory = torch.stack(seen, 1)
+            word = torch.zeros_like(ids[:, 0])
+            loss = torch.zeros(())
             for wanted in ids.flip(1).T:
                 logits, state = model.decode(word, state, memory)
                 loss = loss + F.cross_entropy(logits, wanted)
@@ -147,7 +151,9 @@ class Trees(nn.Module):
 
     def __init__(self, width: int = 24) -> None:
         super().__init__()
-        self.words, self.join, self.head = nn.Embedding(40, 2 * width), nn.Linear(2 * width, 5 * width), nn.Linear(width, 3)
+        self.words = nn.Embedding(40, 2 * width)
+        self.join = nn.Linear(2 * width, 5 * width)
+        self.head = nn.Linear(width, 3)
 
     def state(self, tree: Any) -> tuple[Tensor, Tensor]:
         if isinstance(tree, int):

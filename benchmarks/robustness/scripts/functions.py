@@ -40,7 +40,9 @@ class FusedHead(Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, size: int) -> Tensor:
         scratch = hidden.new_empty(size, len(weight))
-        of_hidden, of_weight, total = torch.empty_like(hidden), torch.zeros_like(weight), hidden.new_zeros(())
+        of_hidden = torch.empty_like(hidden)
+        of_weight = torch.zeros_like(weight)
+        total = hidden.new_zeros(())
         for begin in range(0, len(hidden), size):
             h, y = hidden[begin : begin + size], targets[begin : begin + size, None]
             logits = torch.mm(h, weight.T, out=scratch[: len(h)])
@@ -162,7 +164,9 @@ class Equilibrium(nn.Module):
     def __init__(self, width: int = 48) -> None:
         super().__init__()
         self.into, self.out = nn.Linear(16, width), nn.Linear(width, 4)
-        self.one, self.two, self.norm = nn.Linear(width, width), nn.Linear(width, width), nn.LayerNorm(width)
+        self.one = nn.Linear(width, width)
+        self.two = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
 
     def once(self, z: Tensor, x: Tensor) -> Tensor:
         return self.norm(0.5 * z + 0.3 * self.two(torch.relu(self.one(z) + x)))

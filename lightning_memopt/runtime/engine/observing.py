@@ -196,15 +196,21 @@ class ObservingEngine(Engine):
         nbytes, made_nbytes = self.surplus.nbytes()
         spare_nbytes = self.bound.spare(made_nbytes) - self._states_nbytes
         looks = nbytes > spare_nbytes
-        for version in self.surplus.droppable(self.evictable if self.bound.is_tight else ()) if looks else ():
-            self.lose(version)
-            nbytes -= version.nbytes
-            if nbytes <= spare_nbytes // 2:  # room for more than one op
-                break
+        if looks:
+            nbytes = self._lose_down_to(spare_nbytes // 2, nbytes)  # room for more than one op
         above_nbytes = self.surplus.most_nbytes + self._states_nbytes + max(nbytes, spare_nbytes) // 8
         self._pace.counted(len(self.surplus), above_nbytes)
         if looks:
             self._pace.looked(nbytes <= spare_nbytes // 2, len(self.tape.versions))
+
+    def _lose_down_to(self, few_nbytes: int, nbytes: int) -> int:
+        """Let go of starts until few bytes are left of the surplus of `nbytes`, or none may go. Returns the bytes that stay."""
+        for version in self.surplus.droppable(self.evictable if self.bound is not None and self.bound.is_tight else ()):
+            self.lose(version)
+            nbytes -= version.nbytes
+            if nbytes <= few_nbytes:
+                break
+        return nbytes
 
     def lose(self, version: Version) -> None:
         """Let go of bytes from which rebuilds could start."""
