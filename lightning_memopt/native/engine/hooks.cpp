@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -30,8 +31,8 @@ struct Hook {
 
 PyTypeObject* pack_type = nullptr;
 PyObject* unpack_function = nullptr;
-thread_local int planned = 0;           // forwards of this thread that are under way
-thread_local bool have_rested = false;  // in one of them
+thread_local std::unordered_set<PyObject*> planned;  // forwards of this thread that are under way
+thread_local bool have_rested = false;               // in one of them
 std::vector<PyObject*>& idle = *new std::vector<PyObject*>;  // pack hooks that no forward uses; under the interpreter's lock
 
 // So many references that those of torch, which are not counted within a forward, never make it zero.
@@ -122,7 +123,7 @@ PyObject* pack_hook(PyObject*, PyObject* engine) {
 // Torch does not call hooks while it traces: this is how they rest. A backward has the state of the thread that began it, and
 // puts it back after each node, so nothing rests in a backward. Of nested forwards, both see an op of the inner one: none rests.
 void rest_hooks() {
-  if (planned != 1) return;
+  if (planned.size() != 1) return;
   const auto& state = at::SavedTensorDefaultHooks::get_tls_state();
   if (state.is_tracing || state.stack.empty() || !is_hook(state.stack.top().first.ptr(getPyInterpreter()))) return;
   if (torch::autograd::get_current_graph_task_id() != -1) return;
@@ -136,14 +137,15 @@ void wake_hooks() {
   if (have_rested) at::SavedTensorDefaultHooks::set_tracing(false);
 }
 
-void begin_resting() {
+void begin_resting(PyObject* forward) {
   wake_hooks();
-  ++planned;
+  planned.insert(forward);
 }
 
-void end_resting() {
+void end_resting(PyObject* forward) {
   wake_hooks();
-  if (--planned == 0) have_rested = false;
+  planned.erase(forward);
+  if (planned.empty()) have_rested = false;
 }
 
 PyObject* wake(PyObject*, PyObject*) {

@@ -21,9 +21,9 @@ void rest_hooks();
 bool hooks_rest();
 // The innermost hooks are called for each tensor that is saved.
 void wake_hooks();
-// Around a planned forward of this thread.
-void begin_resting();
-void end_resting();
+// Around a planned forward of this thread, as `begin_forward` (interpreter.h).
+void begin_resting(PyObject* forward);
+void end_resting(PyObject* forward);
 // wake(): for Python, where it enters or leaves hooks.
 PyObject* wake(PyObject*, PyObject*);
 

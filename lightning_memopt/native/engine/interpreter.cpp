@@ -5,6 +5,7 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/PyInterpreter.h>
 
+#include <unordered_set>
 #include <utility>
 
 #include "hooks.h"
@@ -20,7 +21,7 @@ using c10::impl::PyInterpreterVTable;
 using c10::impl::TorchDispatchModeTLS;
 
 const PyInterpreterVTable* torchs = nullptr;
-int forwards = 0;  // changed under the interpreter's lock
+std::unordered_set<PyObject*>& forwards = *new std::unordered_set<PyObject*>;  // under way; under the interpreter's lock
 
 // The matcher that would see an op first; null if there is none.
 PyObject* innermost() {
@@ -104,16 +105,19 @@ const Table& table = *new Table;  // never destroyed: another thread may be in i
 
 }  // namespace
 
-void begin_forward() {
+void begin_forward(PyObject* forward) {
   auto& vtable = getPyInterpreter()->vtable_;
-  if (forwards++ > 0) return;
+  forwards.insert(forward);
+  if (forwards.size() > 1) return;
   if (vtable != &table) torchs = vtable;
   vtable = &table;
 }
 
-void end_forward() {
+void end_forward(PyObject* forward) {
   auto& vtable = getPyInterpreter()->vtable_;
-  if (--forwards == 0 && vtable == &table) vtable = torchs;
+  if (forwards.erase(forward) == 1 && forwards.empty() && vtable == &table) vtable = torchs;
 }
+
+size_t forwards_under_way() { return forwards.size(); }
 
 }  // namespace memopt

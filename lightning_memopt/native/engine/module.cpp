@@ -137,17 +137,21 @@ PyObject* perform_segment(PyObject*, PyObject* const* args, Py_ssize_t n) {
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* begin(PyObject*, PyObject*) {
-  begin_forward();
-  begin_resting();
+// begin(forward), end(forward): `forward` is any object that lives until the end.
+PyObject* begin(PyObject*, PyObject* forward) {
+  begin_forward(forward);
+  begin_resting(forward);
   Py_RETURN_NONE;
 }
 
-PyObject* end(PyObject*, PyObject*) {
-  end_resting();
-  end_forward();
+PyObject* end(PyObject*, PyObject* forward) {
+  end_resting(forward);
+  end_forward(forward);
   Py_RETURN_NONE;
 }
+
+// under_way(): how many planned forwards are under way, in all threads.
+PyObject* under_way(PyObject*, PyObject*) { return PyLong_FromSize_t(forwards_under_way()); }
 
 // counts(): how many ops of planned forwards were run natively, and how many in Python, so far.
 PyObject* counts(PyObject*, PyObject*) { return Py_BuildValue("LL", native_ops, python_ops); }
@@ -171,8 +175,9 @@ PyMethodDef methods[] = {
     {"request", fast(request_tensor), METH_FASTCALL, nullptr},
     {"released", fast(release_handle), METH_FASTCALL, nullptr},
     {"perform", fast(perform_segment), METH_FASTCALL, nullptr},
-    {"begin", begin, METH_NOARGS, nullptr},
-    {"end", end, METH_NOARGS, nullptr},
+    {"begin", begin, METH_O, nullptr},
+    {"end", end, METH_O, nullptr},
+    {"under_way", under_way, METH_NOARGS, nullptr},
     {"counts", counts, METH_NOARGS, nullptr},
     {"captured", fast(captured), METH_FASTCALL, nullptr},
     {"version", fast(new_version), METH_FASTCALL, nullptr},

@@ -57,11 +57,12 @@ def seeing_ops() -> Iterator[None]:
         yield
         return
     with _entering_hooks.listening(module):
-        module.begin()
-        try:
+        forward = object()
+        try:  # an interrupt may come as `begin` returns
+            module.begin(forward)
             yield
         finally:
-            module.end()
+            module.end(forward)
 
 
 def wake_hooks() -> None:

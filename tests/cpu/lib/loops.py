@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from lightning_memopt import optimize
 from lightning_memopt.graph import resident_nbytes
 from lightning_memopt.integrations.plain import Run
-from lightning_memopt.native import counter
+from lightning_memopt.native import counter, engine
 from lightning_memopt.native.counting import process
 from lightning_memopt.session.peak_meter import Metering
 from lightning_memopt.trace.living import count_all, living
@@ -182,6 +182,7 @@ def installed() -> list[object]:
         nn.Module.__dict__["__call__"],
         "grad" in vars(nn.Parameter),
         torch.get_rng_state().shape,
+        (native := engine.loaded()) and native.under_way(),
     ]
 
 

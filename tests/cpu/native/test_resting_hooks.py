@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable
+from types import FrameType
 
 import pytest
 import torch
@@ -141,6 +142,27 @@ def test_hooks_wake_where_an_op_fails() -> None:
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         planned(model, learned, x)
     assert not is_tracing()
+
+
+def test_they_rest_after_a_forward_that_was_interrupted_as_it_began() -> None:
+    """The interrupt comes as the call that begins it returns, before Python knows that it has begun."""
+    native = engine.loaded()
+
+    def interrupts(frame: FrameType, event: str, called: object) -> None:
+        if event == "c_return" and called == native.begin:
+            raise KeyboardInterrupt
+
+    model, x = made()()
+    learned = Learned(Program(observed_graph(made()), ()))
+    planned(model, learned, x)[0].backward()
+    sys.setprofile(interrupts)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            planned(model, learned, x)
+    finally:
+        sys.setprofile(None)
+    assert native.under_way() == 0
+    assert planned(model, learned, x)[1]
 
 
 def test_nested_forwards_call_all_hooks() -> None:
