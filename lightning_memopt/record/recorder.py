@@ -52,6 +52,7 @@ class Recorder(Outside):
         self.writes: Callable[[torch.Tensor], None] | None = None  # called before an op writes memory, also later
         self.meets: Callable[[StorageVersion, torch.Tensor], None] | None = None  # called before an op reads a version
         self.runs: Callable[[OpOverload, tuple], OpOverload] | None = None  # the op to run for an op of backward
+        self.ends: Callable[[], bool] | None = None  # called before an op: whether the forward has ended unseen
         self.capturing = True
         self.elsewhere = False
         self.fixed: frozenset[int] = frozenset()  # ops that never run again: what they read is overwritten before a rebuild
@@ -164,7 +165,8 @@ class Recorder(Outside):
         """Run the op, note it, tell owner and observer."""
         if not isinstance(func, OpOverload):  # R9: `cond`, `scan`, as compiled modules
             return func(*args, **kwargs)
-        observer, capturing = self.observer, self.capturing
+        capturing = self.capturing and (self.ends is None or not self.ends())
+        observer = self.observer
         if func is _DETACH:
             return self._detach(*args)
         if self.runs is not None and not capturing:

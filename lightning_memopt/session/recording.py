@@ -106,6 +106,17 @@ class Recording:
             waiting |= {read: versions[read] for read in reads if read in versions and read not in seen}
         return False
 
+    def saves_any(self, ids: range) -> bool:
+        """Whether autograd has a handle on any version with one of these ids."""
+        versions = self.engine.tape.versions
+        return any(version.holding.handles for id in ids if (version := versions.get(id)) is not None)
+
+    def stop(self) -> None:
+        """Record no more. Contexts stay as they are: an op may be under way."""
+        self.recorder.capturing = False
+        self.recorder.ends = None
+        self.engine.end_forward()
+
     def __enter__(self) -> Recording:
         try:
             self.engine.begin_forward(self.recorder)
@@ -183,6 +194,9 @@ class PlannedRecording(Recording):
     @property
     def is_saved(self) -> bool:
         return bool(self.engine.turns.packed) and super().is_saved  # without a look at all versions, where there is none
+
+    def saves_any(self, ids: range) -> bool:
+        return True  # not known: versions have the ids of the plan's tensors
 
     def _watch(self) -> None:
         if self._spans:

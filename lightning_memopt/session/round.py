@@ -7,8 +7,10 @@ of these ends it:
     a backward begins, or an update                          the forward is over
     another model's round begins in this thread              the same: recorders of two models would see each op twice
     a call raises                                            the forward is given up
-    autograd has let go of all that the forward saved, and   the forward is given up: it had no backward (a move of an agent
-    a module is called with nothing that came of it          without no_grad, an exception behind the call)
+    autograd has let go of all that the forward saved, and   the same: it had no backward (a move of an agent without no_grad,
+    a module is called with nothing that came of it, or      an exception behind the call)
+    many ops have followed
+    a module is called, and all calls so far were moves      the same (moves.py)
 
 Saved-tensor hooks of the user that are on when such a forward begins may end at any time, and torch would then take off ours,
 the innermost. So a forward within them lasts as long as the call. Dispatch modes of the user have no such effect: ours is
@@ -29,12 +31,16 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lightning_memopt.record import before_backwards, uncompiled
 from lightning_memopt.runtime import Engine
+from lightning_memopt.session.moves import Calls, Moves
 from lightning_memopt.session.recording import Recording
 from lightning_memopt.session.saving import innermost_pack
-from lightning_memopt.session.shapes import Entry
+from lightning_memopt.session.shapes import Entry, Signature
 
 Begin = Callable[[int | Entry], Recording | None]
 Ended = Callable[[Engine], None]
+
+_OPS = 32
+"""So many ops may follow in a forward of which autograd has let go of all: each takes as long as in a forward."""
 
 
 class Rounds:
@@ -48,11 +54,15 @@ class Rounds:
     is_open: a forward is open, in whatever thread.
     is_called: a call of the model itself was a forward of this step.
     watches_entries: calls of single modules may begin forwards: the last step had no call of the model, or none before theirs.
+    moves: calls of modules that begin no forward.
     """
 
     def __init__(self) -> None:
-        self.inside = self.is_open = self.is_called = self._is_entered = self._was_saved = False
+        self.inside = self.is_open = self.is_called = self._is_entered = False
         self.watches_entries = True
+        self.moves = Moves()
+        self._calls = Calls(self.moves)
+        self._ops = 0  # since autograd has let go of all that the open forward saved
         self._begin: Begin | None = None  # only during a call: it refers to the batch, which the loop may let go of then
         self._ended: Ended | None = None  # only during a forward: it refers to the owner of this object
         self._part: int | Entry = 0
@@ -62,20 +72,24 @@ class Rounds:
         self._until_backward = contextlib.ExitStack()
 
     @contextlib.contextmanager
-    def around(self, begin: Begin, ended: Ended, entry: Entry | None = None) -> Iterator[None]:
+    def around(
+        self, begin: Begin, ended: Ended, entry: Entry | None = None, call: Signature | None = None
+    ) -> Iterator[None]:
         """Around a call that is a forward, or a part of the open one. `entry`: what is called, where that is not the model: the
-        forward stays open after the call.
+        forward stays open after the call. `call`: its signature.
         """
         self.inside = True
         try:
             if not self.is_open:
                 self._begin, self._ended, self._part = begin, ended, 0 if entry is None else entry
                 self._enter()
+            if self.is_open and self._recording is not None and call is not None:
+                self._calls.begins(call, self._recording)
             yield
             if not self.is_open:
                 self._shut()
             elif self._recording is not None:
-                self._was_saved = self._was_saved or self._recording.is_saved
+                self._calls.ended(self._recording)
         except BaseException:
             self.leave()
             raise
@@ -91,10 +105,28 @@ class Rounds:
         if self.inside or not self.is_open or self._is_elsewhere():
             return False
         recording = self._recording
-        let_go = recording is not None and self._was_saved and not (recording.is_saved or recording.leads_to(batch))
-        if let_go or self._ended is None:
+        if self._ended is None:
+            self.leave()
+        elif recording is not None and self._calls.saved and not (recording.is_saved or recording.leads_to(batch)):
+            self._calls.let_go()
+            self.leave()
+        elif recording is not None and self._calls.are_moves(recording):
             self.leave()
         return self.is_open
+
+    def _ends(self) -> bool:
+        """An op of the open forward is about to run. Whether the forward is given up, and this op is not recorded."""
+        recording = self._recording
+        if self.inside or recording is None or not self._calls.saved or recording.is_saved:
+            self._ops = 0
+            return False
+        self._ops += 1
+        if self._ops <= _OPS:
+            return False
+        self._calls.let_go()
+        self._ended = None
+        recording.stop()
+        return True
 
     @property
     def busy(self) -> bool:
@@ -114,6 +146,7 @@ class Rounds:
     def step_ended(self) -> None:
         """The step is over, and with it a forward that is open."""
         self.shut()
+        self.moves.step_ended(trained=self._is_entered or self.is_called)
         self.watches_entries = self._is_entered or not self.is_called
         self._is_entered = self.is_called = False
 
@@ -161,14 +194,17 @@ class Rounds:
         self.is_called = self.is_called or not entered
         self._is_entered = self._is_entered or entered
         if stays_open:
-            self._thread, self.is_open, self._was_saved = thread, True, False
+            self._thread, self.is_open = thread, True
             _open_in[thread] = self
+            if self._recording is not None:
+                self._recording.recorder.ends = self._ends
             self._until_backward.enter_context(before_backwards(self._backward_begins))
 
     def _close(self) -> None:
         """The open forward is none any more."""
         if self.is_open:
             self._until_backward.close()
+            self._calls.clear()
             _open_in.pop(self._thread, None)
             self.is_open = False
             if not self.inside:

@@ -93,16 +93,24 @@ class Session:
     def round(self, batch: Any, entered: str = "") -> Iterator[None]:
         """Around one forward pass. Does nothing in evaluation, without gradients, nested, where hooks are forbidden, or while a
         CUDA graph is captured. `entered`: the module that is called instead of the model, and begins a forward (round.py)."""
+        was_open = self.rounds.is_open
         goes_on = self.rounds.goes_on(batch)
         if not self.rounds.busy:
             self._settle()
         if not (goes_on or self._applies(entered)):
             yield
             return
-        self._observed_step.trains()
         entry = Entry(entered, self._ends.turn) if entered else None
+        call = signature_of(entry, (), batch) if entry else None
+        if not goes_on and self.rounds.moves.skip(call):
+            if was_open:  # a forward of moves alone
+                self._observed_step.abandon()
+            yield
+            return
+        self._observed_step.trains()
+        begin = partial(self._begin_round, batch)
         try:
-            with self._compiled.listening(), self.rounds.around(partial(self._begin_round, batch), self._round_ended, entry):
+            with self._compiled.listening(), self.rounds.around(begin, self._round_ended, entry, call):
                 yield
         except BaseException:
             self._observed_step.abandon(self.silence)

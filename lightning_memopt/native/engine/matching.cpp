@@ -202,13 +202,18 @@ void note_written(
   }
 }
 
-bool has_subclass(c10::ArrayRef<IValue> args) {
+// Whether any tensor among the arguments has one of these keys.
+bool have_any(c10::ArrayRef<IValue> args, c10::DispatchKeySet keys) {
   for (const IValue& value : args) {
-    if (value.isTensor() && value.toTensor().defined() && value.toTensor().key_set().has(c10::DispatchKey::Python)) return true;
-    if (value.isList() && !value.toListRef().empty() && value.toListRef()[0].isTensor() && has_subclass(value.toListRef())) return true;
+    if (value.isTensor() && value.toTensor().defined() && value.toTensor().key_set().has_any(keys)) return true;
+    if (value.isList() && !value.toListRef().empty() && value.toListRef()[0].isTensor() && have_any(value.toListRef(), keys)) return true;
   }
   return false;
 }
+
+const c10::DispatchKeySet kSubclass(c10::DispatchKey::Python);
+// Within a mode, torch runs some ops on these as if they were plain: Python knows which (record/rules.py).
+const c10::DispatchKeySet kLazyBits({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
 
 void run_unseen(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const torch::torch_dispatch_mode::StashTorchDispatchModeGuard stashed;
@@ -251,12 +256,13 @@ Answer answer_to(PyObject* matcher, const c10::OperatorHandle& op, torch::jit::S
   PyObject* const cursor = forward.cursor.ptr();
   const int64_t position = PyLong_AsLongLong(cursor_slots.position.get(cursor));
   PyObject* const templates = matcher_slots.templates.get(matcher);
-  if (!is_true(matcher_slots.capturing, matcher) || is_true(cursor_slots.lost, cursor)) return Answer::kPython;
+  const auto args = torch::jit::last(*stack, op.schema().arguments().size());
+  if (!is_true(matcher_slots.capturing, matcher)) return have_any(args, kSubclass | kLazyBits) ? Answer::kPython : Answer::kPassesBy;
+  if (is_true(cursor_slots.lost, cursor)) return Answer::kPython;
   if (!is_none(deviation_slots.first, cursor_slots.deviation.get(cursor))) return Answer::kPython;
   if (PyLong_AsLongLong(cursor_slots.fence.get(cursor)) < position || position >= PyList_GET_SIZE(templates)) return Answer::kPython;
   PyObject* const entry = PyList_GET_ITEM(templates, position);
-  const auto args = torch::jit::last(*stack, op.schema().arguments().size());
-  if (entry == Py_None || has_subclass(args)) return Answer::kPython;
+  if (entry == Py_None || have_any(args, kSubclass)) return Answer::kPython;
   const auto advanced = [&] {
     cursor_slots.position.set(cursor, PyLong_FromLongLong(position + 1));
     if (position + 1 < PyBytes_GET_SIZE(forward.saving.ptr()) && PyBytes_AS_STRING(forward.saving.ptr())[position + 1] == 0) rest_hooks();

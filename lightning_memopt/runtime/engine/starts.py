@@ -2,7 +2,7 @@
 buffer (R5). For autograd this is no error where it saved other tensors, or where no version counter moves (`.data`).
 
 Such writes are seen while a step is observed. Rebuilds of this step start from a copy of the old bytes. The ops that read or
-made these bytes are `lost`: a plan has no such copies, and runs none of these ops again.
+made these bytes, and lead to what autograd still holds, are `lost`: a plan has no such copies, and runs none of them again.
 """
 
 from __future__ import annotations
@@ -44,11 +44,14 @@ class Starts:
         once: the caller drops or copies it.
         """
         versions = self._on.get(storage_id(t))
-        if versions is None or not any(v.holding.handles > 0 or self._wanted(v) for v in versions):
+        if versions is None:
+            return
+        wanting = [self._wanting(version) for version in versions]
+        if not (any(wanting) or any(version.holding.handles > 0 for version in versions)):
             return
         del self._on[storage_id(t)]
-        for version in versions:
-            self.lose(version)
+        for version, ops in zip(versions, wanting, strict=True):
+            self._lose(version, ops)
             yield version
 
     def changed_unseen(self) -> None:
@@ -61,7 +64,11 @@ class Starts:
     def lose(self, version: Version) -> None:
         """The bytes of the version will not be there when a planned step would rebuild from them."""
         readers = self._read_by() if self._readers is None else self._readers
-        self.lost.update(readers.get(version.id, ()))
+        self._lose(version, readers.get(version.id, set()))
+
+    def _lose(self, version: Version, ops: set[int]) -> None:
+        """`ops`: those that read the version and must not run again."""
+        self.lost |= ops
         if version.call is not None and version.holding.handles > 0:
             self.lost.add(version.call.op)
 
@@ -74,19 +81,22 @@ class Starts:
                     readers.setdefault(id, set()).add(version.call.op)
         return readers
 
-    def _wanted(self, start: Version) -> bool:
-        """Whether a tensor that autograd still holds could be rebuilt from the version, whatever else were dropped."""
-        versions = self._tape.versions
+    def _wanting(self, start: Version) -> set[int]:
+        """The ops that read the version, and by which tensors that autograd still holds could be rebuilt, whatever else were
+        dropped.
+        """
+        versions, ops = self._tape.versions, set[int]()
         self._saved = [version for version in self._saved if version.holding.handles > 0]  # autograd lets go of more and more
         waiting = list(self._saved)
         seen = {version.id for version in waiting}
         while waiting:
             version = waiting.pop()
-            reads = version.call.reads if version.call is not None else ()
-            if start.id in reads:
-                return True
+            call = version.call
+            reads = call.reads if call is not None else ()
+            if call is not None and start.id in reads:
+                ops.add(call.op)
             for id in reads if version.next is None else (*reads, version.next):
                 if id not in seen:
                     seen.add(id)
                     waiting.append(versions[id])
-        return False
+        return ops
