@@ -201,6 +201,10 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "Some steps do more than others (every third one, say). The plan will serve them, too.",
         NOTHING,
     ),
+    ("session/states.py", "MemOpt: that step shows"): (
+        "It was observed because steps took more than predicted, and does not show why. The smaller plan made for them stays.",
+        NOTHING,
+    ),
     ("session/observed_step.py", "MemOpt: observing"): ("A run has begun.", NOTHING),
     ("session/session.py", "MemOpt: the model is called"): (
         "The loop calls the model several times before one backward; a plan is made for the last call.",

@@ -38,6 +38,7 @@ class Observing:
     fixed: ids of the forward ops that no rebuild may run.
     kept: the graph of the plan before, which the next plan must serve, too: steps may take more only now and then.
     outgrown: steps that took clearly more than that plan predicted.
+    before: the state, with a plan, of which a step took more than predicted; None where none did.
     announced: it was said that these steps are observed. Observing may begin many times before a step comes to its end.
     """
 
@@ -50,6 +51,7 @@ class Observing:
     fixed: frozenset[int] = frozenset()
     kept: tuple[Graph, ...] = ()
     outgrown: Recurring = field(default_factory=Recurring)
+    before: object = None
     announced: bool = False
 
     @property
@@ -65,7 +67,9 @@ class Observing:
 
     def afresh(self) -> Observing:
         """The state in which a step is observed again: code of the model was compiled, or is to be compiled again."""
-        return Observing(1, again=self.again, early_known=self.early_known, kept=self.kept, outgrown=self.outgrown)
+        again = Observing(1, again=self.again, early_known=self.early_known)
+        again.kept, again.outgrown, again.before = self.kept, self.outgrown, self.before
+        return again
 
     def observed(self, graph: Graph, say: Say) -> Graph | Observing | Failed:
         """Take a recorded step. The last one leads to the graph that a plan is made for, or to no plan at all."""

@@ -24,7 +24,7 @@ from collections.abc import Callable
 
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import MemOptError, PlanMismatchError
-from lightning_memopt.graph import Graph, resident_nbytes
+from lightning_memopt.graph import Graph, resident_nbytes, unmodified_levels
 from lightning_memopt.plan import Plan
 from lightning_memopt.runtime import Learned, PlannedEngine, Program
 from lightning_memopt.runtime.engine.cursor import PlanDeviation
@@ -61,12 +61,18 @@ _PROOFS = 4
 
 
 def observed(state: Observing, graph: Graph, say: Say, solve: Solve) -> State:
-    """Take a recorded step of a signature. The last one leads to the state of the plan that `solve` makes. Raises what `solve`
-    raises.
+    """Take a recorded step of a signature. The last one leads to the state of the plan that `solve` makes; or back to that of
+    the plan before, which was made smaller because steps took more than predicted, where this step does not show why they do.
+    Raises what `solve` raises.
     """
     planned = state.observed(graph, say)
     if not isinstance(planned, Graph):
         return planned
+    before = state.before
+    if isinstance(before, Running) and before.replanned and before.shown_nbytes >= max(unmodified_levels(planned), default=0):
+        say("MemOpt: that step shows no more than those before; the plan stays in force")
+        before.again, before.outgrown.due = state.again, 0
+        return before
     frontier, plan, above = solve(planned)
     running = Running(plan, frontier.graph, frontier)
     if above is not None:
@@ -351,7 +357,12 @@ class Running:
         """The state that observes a step which takes more than predicted: the next plan is to serve it, too."""
         assert self.frontier is not None
         kept = (self.frontier.graph,)
-        return Observing(1, again=self.again + 1, kept=kept, outgrown=self.outgrown)
+        return Observing(1, again=self.again + 1, kept=kept, outgrown=self.outgrown, before=self)
+
+    @property
+    def shown_nbytes(self) -> int:
+        """The unmodified peak of the steps that the plan was made of."""
+        return 0 if self.frontier is None else self.frontier.unmodified_peak_nbytes
 
     def _replaced(self, plan: Plan, held_nbytes: int, by_growth: bool) -> Running:
         """The state with another plan of the same frontier, while `held_nbytes` are held outside of the step."""

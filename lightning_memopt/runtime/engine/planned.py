@@ -11,7 +11,7 @@ from lightning_memopt.errors import ModifiedError, NotGatheredError, OffloadErro
 from lightning_memopt.graph import BEFORE
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import Fetch, Free, Segment
-from lightning_memopt.record import Origin, Recorder, uncompiled
+from lightning_memopt.record import Origin, Recorder, storage_id, uncompiled
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.interrupts import raise_deferred
 from lightning_memopt.runtime import spans
@@ -187,6 +187,8 @@ class PlannedEngine(Engine):
             if turn.planned:
                 self._run_segment(event)
             handle.times += 1
+            if self.recorder is not None:
+                self._prefer_users_memory(handle.version)
             value = super().request(handle)
             if self.recorder is not None:  # a backward within the forward: ops of the forward may read its rebuilt bytes
                 self.recorder.recognise(handle.version, handle.version.holding.value)
@@ -194,6 +196,13 @@ class PlannedEngine(Engine):
             if turn.planned:
                 self._free(event)
             return value
+
+    @staticmethod
+    def _prefer_users_memory(version: Version) -> None:
+        """Ops of the forward know a version by the memory that the user holds, not by what another rebuild made."""
+        value = version.holding.value
+        if value is not None and version.alive() is not None and storage_id(value) != version.weak:
+            version.holding.drop()
 
     def given(self, handle: Handle) -> torch.Tensor:
         """The tensor of a handle, after what the plan does before it. Called by the native engine."""

@@ -237,6 +237,20 @@ FOUND_LOOPS = {
         share=1.0,
         observed=1,
     ),
+    # the forward holds a weight that autocast keeps, and a rebuild for another tensor has made the same bytes elsewhere
+    "a gradient in the forward of a weight that is held": Loop(
+        seed=33, nodes=(Node("penalised", 0, 0, 1),), features=("forwards", "parts", "autocast"), steps=8, share=0.0, observed=1
+    ),
+    # observed steps do not show why steps take more than predicted: the smaller plan that was made for them stays
+    "more than predicted in every step": Loop(
+        seed=547,
+        nodes=(Node("glu", 0, 0, 0), Node("tanh", 0, 0, 0)),
+        features=("forwards", "autocast"),
+        steps=8,
+        rows=64,
+        share=0.5,
+        observed=1,
+    ),
 }
 
 
