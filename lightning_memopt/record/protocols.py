@@ -4,7 +4,7 @@ version, and an optional `Observer`, which is told when each op begins and ends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -46,8 +46,10 @@ class OpRecord:
 
 class Observer(Protocol):
     """Is told of each op of a step (the tracer). `end` gets the real arguments and results, too. `resized`: a storage has
-    another size, so its version `old` is followed by `new`.
+    another size, so its version `old` is followed by `new`. `passes`: asked before an op, whether to be told of it.
     """
+
+    passes: Callable[[], bool] | None
 
     def begin(self, func: OpOverload) -> None: ...
     def ran(self) -> None: ...

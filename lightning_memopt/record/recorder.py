@@ -173,7 +173,7 @@ class Recorder(Outside):
             func = self.runs(func, args)
         rule = rule_of_call(func, args, kwargs)
         run = conjugating(func) if rule.conjugates else func._op
-        if not capturing and observer is None:
+        if not capturing and (observer is None or (observer.passes is not None and observer.passes())):
             return run(*args, **kwargs)
         if func is _UNSAFE_VIEW and storage_id(args[0]) not in self.of_storage:
             return run(*args)  # AOT autograd so returns what generated code made: no op of the user, who may drop it unread

@@ -75,6 +75,11 @@ class Effort:
             return True
         return self._rounds >= self._last_rounds if self._last_rounds else self.calls < CALLS
 
+    @property
+    def looks_at_last(self) -> bool:
+        """Whether only the last of many calls before a backward is observed."""
+        return bool(self._last_rounds) and not self._is_unbounded
+
     def begins(self) -> None:
         """An observed step begins."""
         self._steps += 1

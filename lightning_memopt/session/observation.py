@@ -33,7 +33,7 @@ from lightning_memopt.torch_private import (
     local_tensor,
     sharded_parameters,
 )
-from lightning_memopt.trace import AllocatorEvents, InPlace, Ledger, Scopes, Tracer, adopt_all, count_living, metered_cpu
+from lightning_memopt.trace import AllocatorEvents, InPlace, Ledger, Rest, Scopes, Tracer, adopt_all, count_living, metered_cpu
 
 _ROOM = 4
 """Tensors, of the largest size so far, for which an observed step leaves room below its limit."""
@@ -52,6 +52,7 @@ class Observation:
     fixed: ids of the forward ops that no rebuild may run, because their inputs are updated early.
     opaque_ops: names of ops that gave other bits when they ran again. This step adds those that it sees.
     recompute: ops may run again. Otherwise nothing is evicted or verified, and no op of the graph is recomputable.
+    one_of_many: the observed forward is one of many before one backward; none has early updates.
     finals: where gradients became final; tensors are storage versions of the tape.
     copies: the points at which DistributedDataParallel copied reduced gradients back.
     events: the allocator's events in this round; None where it is not metered.
@@ -70,10 +71,12 @@ class Observation:
         fixed: frozenset[int] = frozenset(),
         opaque_ops: dict[str, str] | None = None,
         recompute: bool = True,
+        one_of_many: bool = False,
     ) -> None:
         self.model, self.optimizers, self.device = model, optimizers, device
         self.limit_nbytes, self.verify, self.meter = limit_nbytes, verify, meter
         self.fixed, self.finals, self.recompute = fixed, list[Final](), recompute
+        self.one_of_many, self._rest = one_of_many, contextlib.ExitStack()
         self.copies = range(0)
         self._weights: dict[int, torch.Tensor] | None = None  # of this round: id of a sharded parameter -> its gathered weight
         self.scopes = Scopes(model)
@@ -123,6 +126,10 @@ class Observation:
             recorder.hidden = engine.hidden = counts.hidden
         if counts is not None and self.meter:
             tracer.ledger = Ledger(counts)
+        if self.one_of_many and tracer.ledger is not None:
+            rest = Rest(tracer)
+            tracer.passes = rest.takes
+            self._rest.callback(rest.end)
         adopt_all(tracer, recorder, resident_tensors(self.model, self.optimizers, batch))
         units = units_of(self.model)
         self._round = tracer, engine, recorder
@@ -188,10 +195,16 @@ class Observation:
         if self._round is not None:
             self._round[0].forward_over = True
 
+    def _backward_is_over(self) -> None:
+        self._rest.close()
+        if self._round is not None:
+            self._round[0].passes = None
+
     def stop_metering(self) -> None:
         """Stop measuring workspaces: before an optimizer's step with forward and backward inside, which are metered anew, and
         before the graph is read in the middle of a step. The workspaces of later ops are not known then.
         """
+        self._backward_is_over()
         self._metering.close()
         if self._round is not None:
             self._round[0].marks = None  # marks would read a profile that is closed
@@ -202,6 +215,7 @@ class Observation:
         return self._round is not None and self._round[0].written
 
     def update_begins(self) -> None:
+        self._backward_is_over()
         if self._round is not None:
             self._round[0].phase = "update"
             let_go(self._round[1])
@@ -316,6 +330,7 @@ class Observation:
 
     def _end_round(self) -> None:
         if self._round is not None:
+            self._backward_is_over()
             tracer, engine, recorder = self._round
             self._round = None
             self.evicted = self.evicted or engine.evictions > 0
@@ -339,6 +354,7 @@ class Observation:
         """The step has ended. Returns its graph; None where no forward was observed."""
         if self._round is None:
             return None
+        self._backward_is_over()
         tracer, engine, recorder = self._round
         self._unverified = engine.unverified
         finals = self.finals_seen()

@@ -63,8 +63,18 @@ class ObservedStep:
         if self.effort.looks_around():
             count_copies(device)
         self.effort.begins()
+        early = isinstance(state, Observing) and (state.for_early or state.early_known)
         self.now = Observation(
-            self._model, self._optimizers, device, limit_nbytes, verify, meter, fixed, self._opaque_ops, self._config.recompute
+            self._model,
+            self._optimizers,
+            device,
+            limit_nbytes,
+            verify,
+            meter,
+            fixed,
+            self._opaque_ops,
+            self._config.recompute,
+            one_of_many=self.effort.looks_at_last and not early,
         )
         return self.now
 

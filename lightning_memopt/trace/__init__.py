@@ -7,6 +7,7 @@ from lightning_memopt.trace.in_place import InPlace
 from lightning_memopt.trace.living import count_all, count_living
 from lightning_memopt.trace.memory import AllocatorEvents, metered_cpu
 from lightning_memopt.trace.resident import adopt_all
+from lightning_memopt.trace.rest import Rest
 from lightning_memopt.trace.scopes import Scopes
 from lightning_memopt.trace.tracer import Tracer
 from lightning_memopt.trace.unrecorded import generated_code
@@ -16,6 +17,7 @@ __all__ = [
     "Gathered",
     "InPlace",
     "Ledger",
+    "Rest",
     "Scopes",
     "Tracer",
     "backward_runs",

@@ -65,7 +65,9 @@ class Tracer:
     asked: autograd asked for a save of this forward.
     backwards: those that asked.
     written: a later op wrote to a parameter, outside of any optimizer's step.
-    generated: point at which code ran that a compiler generated -> its op. What it made is known when a recorded op reads it.
+    generated: point at which code ran that is not recorded -> its op. What it made is known when a recorded op reads it.
+    unreleased: how many saves of this forward autograd has not let go of.
+    passes: asked before each op: whether it is not to be noted (rest.py).
     """
 
     def __init__(self, device: torch.device, scope: Callable[[], str] = lambda: "") -> None:
@@ -75,6 +77,8 @@ class Tracer:
         self.forward_over = self.backward_ran = self.asked = self.written = False
         self.backwards = Backwards()
         self.generated: dict[int, int] = {}
+        self.unreleased = 0
+        self.passes: Callable[[], bool] | None = None
         self.largest_nbytes = self.live_nbytes = self.states_nbytes = 0
         self.points: list[Point] = []
         self.ops: list[SeenOp] = []
@@ -353,6 +357,7 @@ class Tracer:
 
     def packed(self, save: int, version: StorageVersion) -> None:
         self.saves[save] = self._hidden(SeenSave(version.id, len(self.ops), user_line()))
+        self.unreleased += 1
         self._lingering.packed(version)
 
     def name_of(self, version: StorageVersion) -> str:
@@ -392,6 +397,7 @@ class Tracer:
         if seen is not None and seen.released_at is None:
             if backward_runs():  # otherwise the outputs of the forward were dropped: it has no backward
                 self.autograd_asked()
+            self.unreleased -= 1
             seen.released_at = len(self.points)
             t = self.tensors.get(seen.tensor)
             self._lingering.released(seen.tensor, len(self.points), by_user=t is None or t.freed_at is None)

@@ -17,7 +17,7 @@ from lightning_memopt.trace.tracer import Tracer, backward_runs
 @contextlib.contextmanager
 def unrecorded_op(tracer: Tracer, name: str, frees: bool = False) -> Iterator[None]:
     """Around code that the recorder does not see. `frees`: what it frees does not count as there at its point."""
-    index, workspace_nbytes = len(tracer.ops), 0
+    index, phase, workspace_nbytes = len(tracer.ops), tracer.phase, 0
     if not frees:
         at = len(tracer.points)
         tracer.points.append(Point("op", index))
@@ -39,7 +39,7 @@ def unrecorded_op(tracer: Tracer, name: str, frees: bool = False) -> Iterator[No
     tracer.ops.append(
         SeenOp(
             name=name,
-            phase=tracer.phase,
+            phase=phase,
             inputs=(),
             outputs=(),
             mutates=(),
@@ -65,7 +65,14 @@ def generated_code(tracer: Tracer) -> Iterator[None]:
     if backward:
         tracer.backward_ran = True
         tracer.backward_begins()
-    with unrecorded_op(tracer, COMPILED, frees=backward):  # a backward frees what its forward has saved
+    with made_unseen(tracer, COMPILED, backward):
+        yield
+
+
+@contextlib.contextmanager
+def made_unseen(tracer: Tracer, name: str, backward: bool = True) -> Iterator[None]:
+    """Around code that makes tensors which recorded ops read later. `backward`: it frees what a forward has saved."""
+    with unrecorded_op(tracer, name, frees=backward):
         yield
         if backward:
             tracer.poll()

@@ -1,0 +1,86 @@
+"""A model that is called many times before one backward: the part of the backward that belongs to other calls is one op."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_memopt import optimize
+from lightning_memopt.graph import Graph
+from lightning_memopt.native import counter
+from lightning_memopt.session.states import Observing
+from tests.cpu.lib.loops import QUIET, agrees, seeded
+
+CALLS = 40
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def net() -> nn.Module:
+    return seeded(Net)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters())
+
+
+def use(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """An ODE by Euler's method."""
+    torch.manual_seed(1)
+    losses = []
+    for _ in range(8):
+        y = torch.randn(64, 8)
+        for _ in range(CALLS):
+            y = y + 0.1 * model(y)
+        loss = y.square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
+    """The graphs of all observed steps."""
+    found = list[Graph]()
+    observed = Observing.observed
+
+    def noted(self: Observing, graph: Graph, *args: object) -> object:
+        found.append(graph)
+        return observed(self, graph, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Observing, "observed", noted)
+    return found
+
+
+@pytest.mark.skipif(counter() is None, reason="no native counter: what is not recorded is not known")
+def test_the_backward_of_the_other_calls_is_one_op(graphs: list[Graph]) -> None:
+    run = agrees(use, net, adam)
+    assert run.plan is not None
+    graph = graphs[-1]
+    backward = [op for op in graph.ops if op.phase == "backward"]
+    assert [op.name for op in backward].count("backward of other calls") == 1
+    assert len(backward) < 40 < CALLS * 10, "the rest of some 400 ops"
+    assert [op.phase for op in graph.ops].count("update") > 5
+    gradients = [t for op in backward for t in op.outputs if graph.tensors[t].nbytes == 64 * 64 * 4]
+    assert gradients, "the update reads what the op has made"
+
+
+@pytest.mark.skipif(counter() is None, reason="no native counter: nothing else measures a step")
+@pytest.mark.parametrize("budget", ["min", "100%"])
+def test_what_it_takes_is_predicted(budget: str) -> None:
+    model = net()
+    with optimize(model, optimizer := adam(model), budget=budget, **QUIET) as run:
+        use(model, optimizer)
+        status = run.status()
+    assert status.measured_peak_nbytes is not None and status.predicted_peak_nbytes is not None
+    assert abs(status.measured_peak_nbytes - status.predicted_peak_nbytes) <= 1 << 12
