@@ -1,7 +1,8 @@
 """Saved tensors that stay in memory after autograd released them.
 
 Compiled code takes all tensors that its forward saved when its backward begins, and holds them until that ends. They stay in
-memory for that time whether a plan keeps or rebuilds them.
+memory for that time whether a plan keeps or rebuilds them. Those that are gone before another op runs do not: a graph that is
+dropped releases all its saves one after the other.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ class Lingering:
     def __init__(self) -> None:
         self._saves: Counter[int] = Counter()
         self._versions: dict[int, StorageVersion] = {}
-        self._since: dict[int, int] = {}
+        self._since: dict[int, tuple[int, int]] = {}
+        """Id of a version -> the first point after its last release, and how many ops had run then."""
         self._freed: list[Unseen] = []
 
     def packed(self, version: StorageVersion) -> None:
@@ -27,27 +29,31 @@ class Lingering:
         self._saves[version.id] += 1
         self._versions[version.id] = version
 
-    def released(self, id: int, now: int, by_user: bool) -> None:
-        """Autograd releases one save of a version at the point `now`. `by_user`: user code holds it; then it is not tracked."""
+    def released(self, id: int, now: int, ops: int, by_user: bool) -> None:
+        """Autograd releases one save of a version at the point `now`, after so many ops. `by_user`: user code holds it; then it is
+        not tracked.
+        """
         self._saves[id] -= 1
         if self._saves[id] == 0 and not by_user:
-            self._since[id] = now + 1
+            self._since[id] = now + 1, ops
 
-    def poll(self, now: int, held: Callable[[StorageVersion], bool]) -> None:
-        """Find versions whose memory was freed. `held(version)`: whether anything but the engine holds it."""
+    def poll(self, now: int, ops: int, held: Callable[[StorageVersion], bool]) -> None:
+        """Find versions whose memory was freed. `ops`: how many have run. `held(version)`: whether anything but the engine holds
+        it.
+        """
         if not self._since:
             return
-        for id, born_at in list(self._since.items()):
+        for id, (born_at, before) in list(self._since.items()):
             version = self._versions[id]
             if not held(version):
                 del self._since[id]
-                if born_at <= now:
+                if ops > before:
                     self._freed.append(Unseen(version.nbytes, born_at, now))
 
     def seen(self) -> Iterator[Unseen]:
         """The held bytes, each from the point after its release on."""
         yield from self._freed
-        yield from (Unseen(self._versions[id].nbytes, born_at, None) for id, born_at in self._since.items())
+        yield from (Unseen(self._versions[id].nbytes, born_at, None) for id, (born_at, _) in self._since.items())
 
     def close(self) -> None:
         self._versions.clear()

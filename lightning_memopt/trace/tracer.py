@@ -348,7 +348,7 @@ class Tracer:
         for id in self._holders.released():
             if self.tensors[id].freed_at is None:
                 self.tensors[id].freed_at = now
-        self._lingering.poll(now, self._is_held)
+        self._lingering.poll(now, len(self.ops), self._is_held)
 
     def _is_held(self, version: StorageVersion) -> bool:
         return self._holders.hold(version, self.tensors[version.id].storage)
@@ -400,7 +400,8 @@ class Tracer:
             self.unreleased -= 1
             seen.released_at = len(self.points)
             t = self.tensors.get(seen.tensor)
-            self._lingering.released(seen.tensor, len(self.points), by_user=t is None or t.freed_at is None)
+            by_user = t is None or t.freed_at is None
+            self._lingering.released(seen.tensor, len(self.points), len(self.ops), by_user)
             self.points.append(self._hidden(Point("release", save)))
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ FEATURES = {
     "evaluate": "every n-th step a batch is evaluated after the update",
     "clip": "gradients are clipped",
     "zero first": "gradients are forgotten between forward and backward, not after the update",
-    "held": "the loop holds the outputs of a step until the next forward is over",
+    "held": "the loop holds the outputs of a step until the next backward begins",
     "autocast": "bfloat16",
 }
 _RARE = 0.15

@@ -82,6 +82,7 @@ def train(loop: Loop, watch: Watch, log: Log, steps: int) -> dict[str, Any]:
         model.decoder.register_full_backward_hook(more)
     optimizers = _optimizers(loop, model)
     source = torch.Generator().manual_seed(loop.seed)
+    outputs: list[tuple[Tensor, Tensor]] = []
     with watch(model, optimizers[0] if len(optimizers) == 1 else optimizers):
         for step in range(steps):
             more.due = (step + 1) % loop.every == 0
@@ -90,10 +91,11 @@ def train(loop: Loop, watch: Watch, log: Log, steps: int) -> dict[str, Any]:
                 batches = [torch.randn(loop.rows, WIDTH, generator=source) for _ in range(3 if has("forwards") else 1)]
                 if not has("held"):
                     outputs = []
-                outputs = _outputs(loop, model, teacher, batches)
+                before, outputs = outputs, _outputs(loop, model, teacher, batches)
                 loss = torch.stack([F.mse_loss(out, target) for out, target in outputs]).sum()
                 if has("zero first") and part == 0:
                     model.zero_grad()
+                before.clear()
                 loss.backward()
             gradients = {name: digest(p.grad) for name, p in model.named_parameters() if p.grad is not None}
             if has("clip"):
