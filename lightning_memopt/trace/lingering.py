@@ -30,17 +30,15 @@ class Lingering:
         self._versions[version.id] = version
 
     def released(self, id: int, now: int, ops: int, by_user: bool) -> None:
-        """Autograd releases one save of a version at the point `now`, after so many ops. `by_user`: user code holds it; then it is
-        not tracked.
+        """Autograd releases one save of a version at the point `now`, when so many ops have run. `by_user`: user code holds it;
+        then it is not tracked.
         """
         self._saves[id] -= 1
         if self._saves[id] == 0 and not by_user:
             self._since[id] = now + 1, ops
 
     def poll(self, now: int, ops: int, held: Callable[[StorageVersion], bool]) -> None:
-        """Find versions whose memory was freed. `ops`: how many have run. `held(version)`: whether anything but the engine holds
-        it.
-        """
+        """Find versions whose memory was freed. `ops`: how many have run. `held(version)`: whether anything else holds it."""
         if not self._since:
             return
         for id, (born_at, before) in list(self._since.items()):
