@@ -4,6 +4,7 @@ tensors instead of writing in place.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -54,6 +55,7 @@ def peaks(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 4) ->
     assert window is not None
     measured = []
     torch.manual_seed(1)
+    gc.collect()  # garbage of other tests, freed in a step, would be taken from its peak
     for _ in range(steps):
         x = torch.randn(ROWS, WIDTH)
         before = window.reset()
