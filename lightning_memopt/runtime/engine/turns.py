@@ -51,9 +51,10 @@ class Turns:
         are dropped.
 
         Events of saves that were not packed in this step are passed over, as if they had come in their turn. Events of saves
-        that were packed are not: they may still come.
+        that were packed are not: they may still come. In a forward that has left the plan, no event is in turn: the position
+        may be that of an op far behind.
         """
-        if in_forward and self._comes_early(event):
+        if in_forward and (not self._cursor.deviation.aside or self._comes_early(event)):
             self._cursor.deviate_in_backward()
             return _NOT_PLANNED
         events, first = self._program.events, self.next

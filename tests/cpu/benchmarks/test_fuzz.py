@@ -54,6 +54,18 @@ FOUND = {
         held=0.0,
         observed=1,
     ),
+    # a gradient in the forward is taken for the plan's own one, many ops later, whose graph is freed then
+    "taken for a later gradient": Case(
+        seed=934,
+        nodes=(
+            Node("half", 0, 0, 0), Node("leaky", 0, 0, 0), Node("tanh", 0, 0, 0), Node("penalised", 3, 0, 6),
+            Node("spectral", 0, 0, 0), Node("tanh", 1, 0, 0), Node("windowed", 0, 0, 0), Node("tanh", 0, 0, 0),
+        ),
+        steps=(Step(8), Step(8), Step(8, during=(Departure(0, "inner", 0),))),
+        plan=63705,
+        held=0.6,
+        observed=1,
+    ),
     # a new op saves a tensor after a gradient in the forward has let go of what that would be rebuilt from
     "saved by a new op": Case(
         seed=72492,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -73,7 +74,7 @@ def test_tensors_saved_in_a_forward_outlive_it_and_the_process_goes_on(hooks_fir
     for _ in range(200):
         hook = module.pack_hook(weakref.ref(keeper))
         hooks = saved_tensors_hooks(hook, module.unpack)
-        begins, ends = [module.begin, hooks.__enter__], [module.end, hooks.__exit__]
+        begins, ends = [partial(module.begin, keeper), hooks.__enter__], [partial(module.end, keeper), hooks.__exit__]
         for act in reversed(begins) if hooks_first else begins:
             act()
         y = (w * w).sin()
