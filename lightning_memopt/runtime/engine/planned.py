@@ -238,7 +238,9 @@ class PlannedEngine(Engine):
         return version.holding.handles > 0 and (self.cursor.deviation.out_of_order or self.holdings.lives(version))
 
     def _take(self, event: Event) -> Turn:
-        """An event has come: do first what the plan does at events that were passed over."""
+        """An event has come: do first what the plan does before it, and at events that were passed over."""
+        if self.recorder is not None and self.cursor.past_fence:
+            self.parking.pass_fences()  # else the next op would drop what the event fetches
         turn = self.turns.take(event, in_forward=self.recorder is not None)
         if self.guard.until and not self.cursor.deviation.out_of_order:
             for id in self.guard.pass_point(self.turns.point):

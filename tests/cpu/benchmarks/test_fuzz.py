@@ -66,6 +66,16 @@ FOUND = {
         held=0.6,
         observed=1,
     ),
+    # a gradient in the forward fetched a tensor right after the op behind which it is dropped: it was dropped again
+    "fetched at its fence": Case(
+        seed=1536,
+        nodes=(Node("square", 0, 0, 0), Node("penalised", 0, 0, 0)),
+        steps=(Step(8), Step(8)),
+        plan=19351,
+        held=0.1,
+        away=True,
+        observed=1,
+    ),
     # a new op saves a tensor after a gradient in the forward has let go of what that would be rebuilt from
     "saved by a new op": Case(
         seed=72492,
