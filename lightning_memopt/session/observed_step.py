@@ -93,6 +93,11 @@ class ObservedStep:
             return True
         return not looks or self.effort.rests()
 
+    def overtaken(self) -> None:
+        """A forward of another signature begins before the observed one has had a backward."""
+        self.effort.calls += self.now is not None and self.now.is_held
+        self.abandon()
+
     def trains(self) -> None:
         """A forward of training begins."""
         self._idle = 0

@@ -332,7 +332,7 @@ class Session:
             if isinstance(before, Observing | Waiting) and self._observed_step.has_backward:
                 self._end_observed(before)  # the step goes on with another signature
             else:
-                self._observed_step.abandon()
+                self._observed_step.overtaken()
         self._current = state
         self.pool.forward_begins(state, self._limit_nbytes, first=not self._step.began)
         if not self._step.began:

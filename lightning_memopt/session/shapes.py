@@ -31,12 +31,17 @@ class Entry(NamedTuple):
 
 def signature_of(part: int | Entry, trained: tuple[bool, ...], batch: Any) -> Signature:
     """The number of the forward in its step, or what began it, and which parameters are trained: unfrozen layers save more and
-    need another plan. Then, for each tensor or list of samples in the batch, the shape, dtype and device of every tensor in it.
+    need another plan. Then, for each tensor or list of samples in the batch, the shape, dtype and device of every tensor in it,
+    and whether it requires a gradient (a penalty on gradients does, in some steps).
     """
     leaves = leaves_of(batch, is_leaf=_is_samples)
     groups = ([leaf] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves if not isinstance(leaf, str | bytes))
     tensors = ([t for t in group if isinstance(t, torch.Tensor)] if type(group) is list else [] for group in groups)
-    return (part, trained, *(tuple((_shape(t), t.dtype, t.device.type) for t in group) for group in tensors if group))
+    return (part, trained, *(tuple(map(_kind, group)) for group in tensors if group))
+
+
+def _kind(t: torch.Tensor) -> tuple[Any, ...]:
+    return _shape(t), t.dtype, t.device.type, t.requires_grad
 
 
 def _shape(t: torch.Tensor) -> tuple[int, ...]:
@@ -83,7 +88,7 @@ def times_larger(lender: Signature, signature: Signature) -> float:
     if not alike(lender, signature):
         return math.inf
     groups = zip(lender[2:], signature[2:], strict=True)
-    ratios = (_times([shape for shape, _, _ in a], [shape for shape, _, _ in b]) for a, b in groups)
+    ratios = (_times([shape for shape, *_ in a], [shape for shape, *_ in b]) for a, b in groups)
     return max(_ratio(elements(lender), elements(signature)), *ratios)
 
 
@@ -112,4 +117,4 @@ def _ratio(lent: int, wanted: int) -> float:
 
 def elements(signature: Signature) -> int:
     """Elements of all tensors of the batch."""
-    return sum(math.prod(shape) for group in signature[2:] for shape, _, _ in group)
+    return sum(math.prod(shape) for group in signature[2:] for shape, *_ in group)

@@ -63,8 +63,7 @@ def _updated(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
 
 def penalty(model: Net, optimizer: torch.optim.Optimizer, x: Tensor, more: bool, kept: dict[str, Any]) -> None:
     """A gradient penalty, as of a lazily regularised discriminator."""
-    if more:
-        x = x.detach().requires_grad_()
+    x = x.detach().requires_grad_()
     loss = model(x).square().mean()
     if more:
         (grad,) = torch.autograd.grad(loss, x, create_graph=True)

@@ -1,4 +1,4 @@
-"""A model that is called many times before one backward: the part of the backward that belongs to other calls is one op."""
+"""A model that is called several times in a step: before one backward, or with a backward for each call."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from lightning_memopt import optimize
 from lightning_memopt.graph import Graph
 from lightning_memopt.native import counter
-from lightning_memopt.session.states import Observing
+from lightning_memopt.session.states import Observing, Running
+from tests.cpu.lib.inside import states_of
 from tests.cpu.lib.loops import QUIET, agrees, seeded
+from tests.cpu.lib.said import Said
 
 CALLS = 40
 
@@ -84,3 +86,43 @@ def test_what_it_takes_is_predicted(budget: str) -> None:
         status = run.status()
     assert status.measured_peak_nbytes is not None and status.predicted_peak_nbytes is not None
     assert abs(status.measured_peak_nbytes - status.predicted_peak_nbytes) <= 1 << 12
+
+
+def test_a_penalty_in_some_steps_has_a_plan_of_its_own() -> None:
+    """A forward for the gradient of its input, after the step's backward: the other steps have their plan as well."""
+
+    def use(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        losses = []
+        for i in range(16):
+            x = torch.randn(64, 8)
+            loss = model(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            if i % 4 == 0:
+                real = x.detach().requires_grad_()
+                (slope,) = torch.autograd.grad(model(real).sum(), real, create_graph=True)
+                slope.square().sum().backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        return losses
+
+    run = agrees(use, net)
+    found = list(states_of(run).values())
+    assert len(found) == 2 and all(isinstance(state, Running) and not state.deviated for state in found)
+
+
+def test_calls_with_two_shapes_before_one_backward_are_said(said: Said) -> None:
+    def use(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        losses = []
+        for _ in range(4):
+            loss = model(torch.randn(64, 8)).square().mean() + model(torch.randn(16, 8)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return losses
+
+    agrees(use, net, verbose=True)
+    assert said.taken().count("the model is called 2 times before one backward") == 1

@@ -12,7 +12,7 @@ from lightning_memopt.config import MemOptConfig
 from lightning_memopt.session.budget import device_of
 from lightning_memopt.session.observing import Observing, Waiting
 from lightning_memopt.session.plan_cache import PLANS, PlanCache
-from lightning_memopt.session.shapes import serves, signature_of
+from lightning_memopt.session.shapes import alike, serves, signature_of
 from lightning_memopt.session.solves import Solves
 from lightning_memopt.torch_private import Parameters
 
@@ -137,3 +137,10 @@ def test_serves_nested_tensors(layout: torch.layout) -> None:
 
     assert serves(nested(3, 5), nested(4, 4)) and serves(nested(3, 5), nested(2, 5))
     assert not serves(nested(3, 5), nested(4, 5))
+
+
+def test_a_batch_that_requires_a_gradient_is_another_one() -> None:
+    """Its forward saves other tensors, and its backward takes another path."""
+    x = torch.randn(4, 8)
+    plain, slopes = (signature_of(0, (True,), t) for t in (x, x.detach().requires_grad_()))
+    assert plain != slopes and not alike(plain, slopes) and not serves(plain, slopes)
