@@ -103,6 +103,11 @@ class Draft:
     def peak_at(self) -> int:
         return int(self.nbytes.argmax())
 
+    @property
+    def runs(self) -> int:
+        """How many ops run again."""
+        return sum(map(len, self.segments.values()))
+
     def ops(self, steps: Segment) -> list[Op]:
         """The ops of a segment."""
         return [self.graph.ops[step.op] for step in steps if isinstance(step, Rebuild)]

@@ -91,7 +91,7 @@ class Walks:
     """Walks through the plans of a graph.
 
     graph: the graph. Seconds are those of its ops.
-    left: so many plans may still be made.
+    left: so many plans may still be made; one whose ops run again more often than the graph has points counts as several.
 
     `over`: whether the time for making plans is over. It is asked each time that plans for `_WATCHED` points were made.
     """
@@ -164,10 +164,11 @@ class Walks:
     def _after(self, draft: Draft, changes: Iterable[Change]) -> Iterator[Draft]:
         """The plans with each of these changes, while there are work and time left."""
         for change in changes:
-            if not self.left:
+            if self.left <= 0:
                 return
-            self.left -= 1
-            self._unwatched += len(self.graph.points)
+            points = len(self.graph.points)
+            self.left -= max(1, draft.runs // points)
+            self._unwatched += max(points, draft.runs)
             if self._unwatched > _WATCHED:
                 self._unwatched = 0
                 if self._over():
