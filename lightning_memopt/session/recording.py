@@ -163,6 +163,13 @@ class Recording:
         self._hooks.leave()
 
     def __exit__(self, *_: Any) -> None:
+        with contextlib.ExitStack() as last:
+            last.callback(self.thread_ended)
+            last.callback(self._saving.close)
+            self._aside = False
+
+    def thread_ended(self) -> None:
+        """Leave what is left of the contexts where the thread of the forward has ended: hooks and modes ended with it."""
         with contextlib.ExitStack() as last:  # every callback runs, even if an interrupt stops another one
             if self._own_mode:
                 last.callback(self.recorder.forget)
@@ -170,8 +177,6 @@ class Recording:
             last.callback(self.engine.end_forward)  # the engine outlives the forward, the recorder must not
             last.callback(self._pack.free)
             last.callback(self._stack.close)
-            last.callback(self._saving.close)
-            self._aside = False
 
 
 class PlannedRecording(Recording):

@@ -215,7 +215,9 @@ class Rounds:
         if self._thread == threading.get_ident():
             return False
         if not any(thread.ident == self._thread for thread in threading.enumerate()):
-            self._recording = None  # its contexts ended with the thread
+            recording, self._recording = self._recording, None
+            if recording is not None:
+                recording.thread_ended()
             self.leave()
         return True
 

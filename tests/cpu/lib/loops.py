@@ -183,6 +183,7 @@ def installed() -> list[object]:
         "grad" in vars(nn.Parameter),
         torch.get_rng_state().shape,
         (native := engine.loaded()) and native.under_way(),
+        "resize_" in vars(torch.UntypedStorage),
     ]
 
 

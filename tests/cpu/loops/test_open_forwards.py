@@ -112,7 +112,7 @@ def test_another_model_s_forward_ends_it() -> None:
 def test_other_threads() -> None:
     """A forward that is open in one thread is no forward of another, and ends with its thread."""
     model, first = small(), batches(1)[0]
-    with planned(model) as (run, optimizer):
+    with leaves_nothing(model), planned(model) as (run, optimizer):
         h = opened(model, first)
         seen = list[bool]()
 
