@@ -1,8 +1,12 @@
 """Writes, after the forward, to memory that the forward read: the user scales the input in place, or the next forward updates a
 buffer (R5). For autograd this is no error where it saved other tensors, or where no version counter moves (`.data`).
 
-Such writes are seen while a step is observed. Rebuilds of this step start from a copy of the old bytes. The ops that read or
-made these bytes, and lead to what autograd still holds, are `lost`: a plan has no such copies, and runs none of them again.
+Such writes are seen while a step is observed. Rebuilds of this step start from a copy of the old bytes. A plan has no such
+copies: so that what autograd still holds is never rebuilt from these bytes, some ops are `lost` and never run again.
+
+    While most of the forward is held, before its backward, those are the ops that read the bytes: their results stay, and all
+    else is rebuilt from these. Later, at the update, they are the ops that made what is still held (a part of the loss that had
+    no backward): it stays, and until the update the ops before it may run again for others.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ class Starts:
         self._tape = tape
         self._on: dict[int, list[Version]] = {}
         self._saved: list[Version] = []
+        self._saved_nbytes = 0  # when the forward ended
         self._readers: dict[int, set[int]] | None = None
         self.lost: set[int] = set() if lost is None else lost
 
@@ -32,6 +37,7 @@ class Starts:
         """The forward is over: later writes are not part of it. From now on no call is recorded, and no handle is made."""
         self._readers = self._read_by()
         self._saved = [version for version in self._tape.versions.values() if version.holding.handles > 0]
+        self._saved_nbytes = _nbytes_of(self._saved)
         for version in self._tape.versions.values():
             holding = version.holding
             if holding.value is not None and (version.read or holding.handles > 0):
@@ -47,11 +53,12 @@ class Starts:
         if versions is None:
             return
         wanting = [self._wanting(version) for version in versions]
-        if not (any(wanting) or any(version.holding.handles > 0 for version in versions)):
+        if not any(wanting) and not any(version.holding.handles > 0 for version in versions):
             return
         del self._on[storage_id(t)]
-        for version, ops in zip(versions, wanting, strict=True):
-            self._lose(version, ops)
+        few = 2 * _nbytes_of(self._saved) < self._saved_nbytes
+        for version, saved in zip(versions, wanting, strict=True):
+            self._lose(version, {v.call.op for v in saved if v.call is not None} if few else self._reading(version, saved))
             yield version
 
     def changed_unseen(self) -> None:
@@ -67,7 +74,7 @@ class Starts:
         self._lose(version, readers.get(version.id, set()))
 
     def _lose(self, version: Version, ops: set[int]) -> None:
-        """`ops`: those that read the version and must not run again."""
+        """`ops`: those that must not run again."""
         self.lost |= ops
         if version.call is not None and version.holding.handles > 0:
             self.lost.add(version.call.op)
@@ -81,22 +88,44 @@ class Starts:
                     readers.setdefault(id, set()).add(version.call.op)
         return readers
 
-    def _wanting(self, start: Version) -> set[int]:
-        """The ops that read the version, and by which tensors that autograd still holds could be rebuilt, whatever else were
-        dropped.
-        """
-        versions, ops = self._tape.versions, set[int]()
+    def _wanting(self, start: Version) -> list[Version]:
+        """What autograd still holds and could be rebuilt from the version, whatever else were dropped."""
         self._saved = [version for version in self._saved if version.holding.handles > 0]  # autograd lets go of more and more
-        waiting = list(self._saved)
-        seen = {version.id for version in waiting}
+        if not self._saved:
+            return []
+        made_from: dict[int, list[int]] = {}
+        for version in self._before(self._saved):
+            for id in _needs(version):
+                made_from.setdefault(id, []).append(version.id)
+        waiting, reached = [start.id], set[int]()
         while waiting:
-            version = waiting.pop()
-            call = version.call
-            reads = call.reads if call is not None else ()
-            if call is not None and start.id in reads:
-                ops.add(call.op)
-            for id in reads if version.next is None else (*reads, version.next):
+            for id in made_from.get(waiting.pop(), ()):
+                if id not in reached:
+                    reached.add(id)
+                    waiting.append(id)
+        return [version for version in self._saved if version.id in reached]
+
+    def _reading(self, start: Version, saved: list[Version]) -> set[int]:
+        """The ops that read the version, and by which these could be rebuilt."""
+        calls = (version.call for version in self._before(saved))
+        return {call.op for call in calls if call is not None and start.id in call.reads}
+
+    def _before(self, targets: list[Version]) -> list[Version]:
+        """The targets, and all that they could be rebuilt from."""
+        found, seen = list(targets), {version.id for version in targets}
+        for version in found:
+            for id in _needs(version):
                 if id not in seen:
                     seen.add(id)
-                    waiting.append(versions[id])
-        return ops
+                    found.append(self._tape.versions[id])
+        return found
+
+
+def _needs(version: Version) -> tuple[int, ...]:
+    """The versions that a rebuild of this one reads."""
+    reads = version.call.reads if version.call is not None else ()
+    return reads if version.next is None else (*reads, version.next)
+
+
+def _nbytes_of(versions: list[Version]) -> int:
+    return sum(version.nbytes for version in versions)
