@@ -98,6 +98,7 @@ class Observation:
         """A forward begins, with a new tape and tracer. Returns the contexts to enter around it. `may_meter`: no other meter
         is running.
         """
+        self._backward_is_over()
         self._contexts.close()
         self._metering.close()
         self._end_round()
@@ -196,7 +197,7 @@ class Observation:
             self._round[0].forward_over = True
 
     def _backward_is_over(self) -> None:
-        self._rest.close()
+        self._rest.close()  # while the meter runs
         if self._round is not None:
             self._round[0].passes = None
 
@@ -330,7 +331,6 @@ class Observation:
 
     def _end_round(self) -> None:
         if self._round is not None:
-            self._backward_is_over()
             tracer, engine, recorder = self._round
             self._round = None
             self.evicted = self.evicted or engine.evictions > 0
@@ -345,6 +345,7 @@ class Observation:
     def abandon(self) -> None:
         """Leave every context, whatever state the step is in."""
         try:
+            self._backward_is_over()
             self._contexts.close()
         finally:
             self._metering.close()

@@ -30,6 +30,8 @@ class Starts:
         self._on: dict[int, list[Version]] = {}
         self._saved: list[Version] = []
         self._saved_nbytes = 0  # when the forward ended
+        self._made_from: tuple[int, dict[int, list[int]]] = 0, {}
+        """Of so many saved versions and all before them: id -> the versions that a rebuild from it makes."""
         self._readers: dict[int, set[int]] | None = None
         self.lost: set[int] = set() if lost is None else lost
 
@@ -93,10 +95,13 @@ class Starts:
         self._saved = [version for version in self._saved if version.holding.handles > 0]  # autograd lets go of more and more
         if not self._saved:
             return []
-        made_from: dict[int, list[int]] = {}
-        for version in self._before(self._saved):
-            for id in _needs(version):
-                made_from.setdefault(id, []).append(version.id)
+        count, made_from = self._made_from
+        if count != len(self._saved):
+            made_from = {}
+            for version in self._before(self._saved):
+                for id in _needs(version):
+                    made_from.setdefault(id, []).append(version.id)
+            self._made_from = len(self._saved), made_from
         waiting, reached = [start.id], set[int]()
         while waiting:
             for id in made_from.get(waiting.pop(), ()):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,7 +13,7 @@ from lightning_memopt.graph import Graph
 from lightning_memopt.native import counter
 from lightning_memopt.session.states import Observing, Running
 from tests.cpu.lib.inside import states_of
-from tests.cpu.lib.loops import QUIET, agrees, seeded
+from tests.cpu.lib.loops import QUIET, agrees, leaves_nothing, seeded
 from tests.cpu.lib.said import Said
 
 CALLS = 40
@@ -86,6 +88,28 @@ def test_what_it_takes_is_predicted(budget: str) -> None:
         status = run.status()
     assert status.measured_peak_nbytes is not None and status.predicted_peak_nbytes is not None
     assert abs(status.measured_peak_nbytes - status.predicted_peak_nbytes) <= 1 << 12
+
+
+def test_an_error_in_the_backward_of_the_other_calls() -> None:
+    """It passes, and the steps after it are observed and planned."""
+    model = net()
+    with leaves_nothing(model), optimize(model, optimizer := adam(model), budget="min", **QUIET) as run:
+        for i in range(8):
+            y = torch.randn(64, 8)
+            for _ in range(CALLS):
+                y = y + 0.1 * model(y)
+                if i == 2 and _ == 3:
+                    y.register_hook(fails)
+            with contextlib.suppress(ZeroDivisionError):
+                y.square().mean().backward()
+                assert i != 2
+                optimizer.step()
+            optimizer.zero_grad()
+        assert run.plan is not None
+
+
+def fails(_: Tensor) -> None:
+    raise ZeroDivisionError
 
 
 def test_a_penalty_in_some_steps_has_a_plan_of_its_own() -> None:
