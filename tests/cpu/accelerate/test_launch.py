@@ -102,7 +102,7 @@ def test_the_module_refuses_before_the_script(tmp_path: Path, arguments: list[st
 
 def test_torchrun_without_accelerate(tmp_path: Path) -> None:
     """A script that never uses Accelerate trains as it does, and a line says so once."""
-    (tmp_path / "x.py").write_text("import os; print('rank', os.environ['RANK'])")
+    (tmp_path / "x.py").write_text("import os; os.write(1, f'rank {os.environ[\"RANK\"]}\\n'.encode())")  # at once: two write
     done = ran(
         "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "lightning_memopt.launch", "x.py", cwd=tmp_path
     )

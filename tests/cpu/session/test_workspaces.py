@@ -84,7 +84,7 @@ def test_all_is_done_before_a_step_is_observed(monkeypatch: pytest.MonkeyPatch) 
     events: list[str] = []
     monkeypatch.setattr(observed_step, "take_workspaces", lambda model, device: events.append("workspaces"))
     monkeypatch.setattr(observed_step, "read_settings", lambda device: events.append("settings"))
-    monkeypatch.setattr(observed_step, "Observation", lambda *_: events.append("observation"))
+    monkeypatch.setattr(observed_step, "Observation", lambda *_, **__: events.append("observation"))
     ObservedStep(nn.Linear(2, 2), [], MemOptConfig(), Effort(bounded=True)).begin(Waiting(), CUDA, None)
     assert events == ["workspaces", "settings", "observation"]
 
