@@ -7,6 +7,7 @@ before one backward for both, storages that are emptied when they are not needed
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -308,7 +309,8 @@ def test_first_changed_in_a_planned_step(steps: int) -> None:
     """REFUSE once, by name, and EXACT from then on: also where the next step, which is observed, does not change it."""
     model = made(Meddled)
     optimizer = sgd(model)
-    with optimize(model, optimizer, verbose=False, budget="min", profile_steps=steps) as run:
+    smallest = {"budget": "min", "max_slowdown": math.inf}
+    with optimize(model, optimizer, verbose=False, profile_steps=steps, **smallest) as run:
         found = meddling_loop(model, optimizer, first=4, catch=True)
         assert_drops(run)
     plain = made(Meddled)

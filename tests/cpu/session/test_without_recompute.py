@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,8 @@ def test_lossy_plans_do_not_rebuild() -> None:
     model = nn.Sequential(*(layer for _ in range(24) for layer in (nn.Linear(128, 128), nn.ReLU())))
     optimizer = sgd(model)
     held = counted_nbytes()
-    with optimize(model, optimizer, budget="min", compress="lossy", recompute=False, **QUIET) as run:
+    options = {"budget": "min", "max_slowdown": math.inf, "compress": "lossy", "recompute": False}
+    with optimize(model, optimizer, **options | QUIET) as run:
         marked_loop(model, run, optimizer, [data(512, 128, seed=s) for s in range(STEPS)])
     plan = main(run).plan
     assert plan.predicted.rebuilt_ops == 0
