@@ -39,7 +39,9 @@ _OFF = {
     "batches of another size or another way through the model, of which the largest that was observed is planned": (
         "experts", "longer_and_longer", "picture_lists", "recursive", "translation", "word_by_word",
     ),
-    "steps that do more from some step on, which nobody foresees": ("gru_teacher", "logs_now_and_then", "unrolled"),
+    "steps that do more from some step on, which nobody foresees": (
+        "gru_teacher", "logs_now_and_then", "neural_ode", "unrolled",
+    ),
     "the history and the line search of LBFGS, which count as if they were full": ("physics", "waves"),
     "2 KiB of a batch that is drawn before the first forward": ("adversaries_in_one",),
 }  # fmt: skip

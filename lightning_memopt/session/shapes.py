@@ -32,7 +32,7 @@ class Entry(NamedTuple):
 def signature_of(part: int | Entry, trained: tuple[bool, ...], batch: Any) -> Signature:
     """The number of the forward in its step, or what began it, and which parameters are trained: unfrozen layers save more and
     need another plan. Then, for each tensor or list of samples in the batch, the shape, dtype and device of every tensor in it,
-    and whether it requires a gradient (a penalty on gradients does, in some steps).
+    and whether its gradient is asked for (by a penalty on gradients, in some steps).
     """
     leaves = leaves_of(batch, is_leaf=_is_samples)
     groups = ([leaf] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves if not isinstance(leaf, str | bytes))
@@ -41,7 +41,7 @@ def signature_of(part: int | Entry, trained: tuple[bool, ...], batch: Any) -> Si
 
 
 def _kind(t: torch.Tensor) -> tuple[Any, ...]:
-    return _shape(t), t.dtype, t.device.type, t.requires_grad
+    return _shape(t), t.dtype, t.device.type, t.requires_grad and t.is_leaf  # not what an earlier call made (solvers)
 
 
 def _shape(t: torch.Tensor) -> tuple[int, ...]:
