@@ -182,7 +182,7 @@ def installed() -> list[object]:
         nn.Module.__dict__["__call__"],
         "grad" in vars(nn.Parameter),
         torch.get_rng_state().shape,
-        (native := engine.loaded()) and native.under_way(),
+        0 if (native := engine.loaded()) is None else native.under_way(),
         "resize_" in vars(torch.UntypedStorage),
     ]
 
