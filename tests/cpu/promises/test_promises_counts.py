@@ -161,6 +161,6 @@ def test_p11_a_thousand_steps_of_random_shapes(monkeypatch: pytest.MonkeyPatch) 
             assert alive["made"] >= STEPS // 50 and run.plan is not None
     finally:
         gc.enable()
-    last = seen[STEPS // 2 :]
-    growth = slope(last) * len(last)
-    assert growth < 1 << 20, f"{growth / 2**20:.2f} MiB in {len(last)} steps"
+    parts = seen[STEPS // 4 : 5 * STEPS // 8], seen[5 * STEPS // 8 :]
+    growth = [slope(part) * len(part) for part in parts]  # a leak grows in both; the allocator may take a few pages once
+    assert min(growth) < 1 << 19, f"{growth} bytes in {len(parts[0])} steps each"
