@@ -46,7 +46,7 @@ class OpRecord:
 
 class Observer(Protocol):
     """Is told of each op of a step (the tracer). `end` gets the real arguments and results, too. `resized`: a storage has
-    another size, so its version `old` is followed by `new`. `passes`: asked before an op, whether to be told of it.
+    another size, so its version `old` is followed by `new`. `passes`: asked before an op, whether it is not told of it.
     """
 
     passes: Callable[[], bool] | None

@@ -14,8 +14,8 @@ from lightning_memopt.session.recording import Recording
 from lightning_memopt.session.shapes import Signature
 
 _TIMES = 3
-"""So many calls of one signature were let go of between two updates: others of it are moves. A target network's call for a
-batch is let go of, too, once a step, and the training call may have the same signature.
+"""Number of calls of one signature, let go of between two updates, after which others of it are moves. A target network's call
+for a batch is let go of, too, once a step, and the training call may have the same signature.
 """
 
 
@@ -31,9 +31,10 @@ class Moves:
 
     def skip(self, call: Signature | None) -> bool:
         """Whether the call that begins is a move."""
-        is_move = call in self._known
-        self._skipped = self._skipped or is_move
-        return is_move
+        if call is None or not self.know(call):
+            return False
+        self._skipped = True
+        return True
 
     def know(self, call: Signature) -> bool:
         """Whether calls of this signature are moves."""

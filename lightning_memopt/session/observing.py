@@ -68,7 +68,9 @@ class Observing:
     def afresh(self) -> Observing:
         """The state in which a step is observed again: code of the model was compiled, or is to be compiled again."""
         again = Observing(1, again=self.again, early_known=self.early_known)
-        again.kept, again.outgrown, again.before = self.kept, self.outgrown, self.before
+        again.kept = self.kept
+        again.outgrown = self.outgrown
+        again.before = self.before
         return again
 
     def observed(self, graph: Graph, say: Say) -> Graph | Observing | Failed:

@@ -40,7 +40,7 @@ Begin = Callable[[int | Entry], Recording | None]
 Ended = Callable[[Engine], None]
 
 _OPS = 32
-"""So many ops may follow in a forward of which autograd has let go of all: each takes as long as in a forward."""
+"""Maximum number of ops that are recorded after autograd has let go of all that a forward saved: each takes as long as any."""
 
 
 class Rounds:

@@ -17,7 +17,9 @@ from lightning_memopt.trace.tracer import Tracer, backward_runs
 @contextlib.contextmanager
 def unrecorded_op(tracer: Tracer, name: str, frees: bool = False) -> Iterator[None]:
     """Around code that the recorder does not see. `frees`: what it frees does not count as there at its point."""
-    index, phase, workspace_nbytes = len(tracer.ops), tracer.phase, 0
+    index = len(tracer.ops)
+    phase = tracer.phase
+    workspace_nbytes = 0
     if not frees:
         at = len(tracer.points)
         tracer.points.append(Point("op", index))

@@ -31,12 +31,15 @@ def agent() -> Agent:
     return seeded(Agent)  # type: ignore[return-value]
 
 
-def updated(model: Agent, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
-    loss = model.act(x).log_softmax(-1).mean() + model.value(x).square().mean()
+def minimised(optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     return loss.detach()
+
+
+def updated(model: Agent, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    return minimised(optimizer, model.act(x).log_softmax(-1).mean() + model.value(x).square().mean())
 
 
 @pytest.fixture
@@ -85,10 +88,7 @@ def test_a_move_of_the_shapes_of_the_training_call() -> None:
                 result = model.act(torch.randn(256, 4))
                 torch.multinomial(result.detach().softmax(-1), 1)
             loss = model.act(torch.randn(256, 4)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
+            losses.append(minimised(optimizer, loss))
         return losses
 
     run = agrees(use, agent)
@@ -104,10 +104,7 @@ def test_a_call_whose_graph_is_dropped_once_a_step() -> None:
         for _ in range(10):
             target = model.act(torch.randn(256, 4)).max(1)[0].detach()
             loss = (model.act(torch.randn(256, 4)).max(1)[0] - target).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
+            losses.append(minimised(optimizer, loss))
         return losses
 
     run = agrees(use, agent)
