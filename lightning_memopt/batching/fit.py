@@ -14,9 +14,8 @@ from functools import cached_property
 
 from lightning_memopt.errors import MemOptError
 from lightning_memopt.graph import Graph, Op, Tensor
-from lightning_memopt.units import round_up
+from lightning_memopt.units import allocated_nbytes
 
-_CUDA_ROUND_NBYTES = 512
 """CUDA's caching allocator rounds the bytes of a tensor up to a multiple of this."""
 
 
@@ -42,8 +41,7 @@ def _allocated(dtype: str, size: tuple[int, ...], device: str) -> int | None:
     item = itemsize(dtype)
     if item is None:
         return None
-    nbytes = math.prod(size) * item
-    return round_up(nbytes, _CUDA_ROUND_NBYTES) if device == "cuda" else nbytes
+    return allocated_nbytes(math.prod(size) * item, device)
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,7 @@ loop that have not run yet: no budget is refused because of them, but the budget
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -32,10 +33,9 @@ from lightning_memopt.session.resident import state_made
 from lightning_memopt.session.worth import worth
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.rollout import keep_all
-from lightning_memopt.units import format_nbytes, round_up
+from lightning_memopt.units import allocated_nbytes, format_nbytes
 
 Say = Callable[[str], None]
-_CUDA_ROUND = 512
 
 
 class Foresight:
@@ -167,9 +167,7 @@ class Later:
 
 def _rounded(device: torch.device) -> Rounded:
     """How the allocator of a device rounds a request. CUDA's gives whole blocks."""
-    if device.type == "cuda":
-        return lambda nbytes: round_up(nbytes, _CUDA_ROUND)
-    return lambda nbytes: nbytes
+    return functools.partial(allocated_nbytes, device=device.type)
 
 
 def with_update(graph: Graph, update: Update, made_nbytes: int = 0) -> Graph:

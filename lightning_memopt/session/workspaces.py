@@ -1,8 +1,9 @@
-"""Let cuBLAS take its workspaces before a step is observed.
+"""Let cuBLAS take its workspaces, and checksums their weights, before a step is observed.
 
 Torch gives cuBLAS a workspace for each handle and stream (32 MiB on an H100) and keeps it for good. Handles belong to threads:
 the thread of the forward has one, and autograd's thread of the device another. Without this, the first product of the observed
-step takes it, as if it were the op's own, and a plan does not count it in the rest of the step.
+step takes it, as if it were the op's own, and a plan does not count it in the rest of the step. The weights of checksums stay
+for good, too (0.5 MiB).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import nn
 
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.tensors import current
+from lightning_memopt.runtime.engine.rebuild import checksum_weights
 from lightning_memopt.session.costs import in_own_thread
 from lightning_memopt.torch_private import no_torch_functions
 
@@ -24,8 +26,14 @@ _of_thread = threading.local()
 
 
 def take_workspaces(model: nn.Module, device: torch.device) -> None:
-    """Run a product in this thread and in autograd's, once for each stream, if the model is on CUDA and has a matrix."""
-    if device.type != "cuda" or not any(p.dim() == 2 for p in model.parameters()):
+    """On CUDA, make the weights of checksums, and run a product in this thread and in autograd's, once for each stream, if the
+    model has a matrix.
+    """
+    if device.type != "cuda":
+        return
+    with current(device), below_autograd(), no_torch_functions():
+        checksum_weights(device)
+    if not any(p.dim() == 2 for p in model.parameters()):
         return
     stream = torch.cuda.current_stream(device)
     taken: set[tuple[int | None, int]] = vars(_of_thread).setdefault("taken", set())

@@ -31,9 +31,8 @@ from lightning_memopt.trace.lines import user_line
 from lightning_memopt.trace.lingering import Lingering
 from lightning_memopt.trace.memory import CudaOps
 from lightning_memopt.trace.seen import SeenOp, SeenSave, SeenTensor
-from lightning_memopt.units import round_up
+from lightning_memopt.units import allocated_nbytes
 
-_CUDA_ROUND_NBYTES = 512
 _UNSEEN = -1
 """Id of the memory that Python does not know; versions count from 0."""
 _OUTSIDE, _UNRECORDED, _LINGERS = "held outside of the step", "made by what is not recorded", "held by what is not recorded"
@@ -323,7 +322,7 @@ class Tracer:
 
     def _rounded(self, nbytes: int) -> int:
         """Bytes that the device's allocator gives for a request."""
-        return round_up(nbytes, _CUDA_ROUND_NBYTES) if self.device.type == "cuda" else nbytes
+        return allocated_nbytes(nbytes, self.device.type)
 
     @uncompiled
     def _death(self, watch: _Watch) -> None:

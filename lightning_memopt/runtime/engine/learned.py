@@ -6,12 +6,15 @@ import weakref
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import Fetch, Free, Rebuild
+from lightning_memopt.runtime.engine.holding import Version
 from lightning_memopt.runtime.engine.program import Program
 from lightning_memopt.runtime.engine.templates import Templates
+from lightning_memopt.units import allocated_nbytes
 
 Spans = dict[int, tuple[weakref.ref[nn.Module], tuple[int, int]]]
 """Identity of a module -> (the module, which it does not keep alive, and its entry in `Program.quiet`)."""
@@ -58,10 +61,19 @@ class Learned:
         engine = loaded()
         return None if engine is None else actions_for(engine, self.program)
 
-    def fits(self, nbytes: int, tensor: int) -> bool:
-        """Whether a storage of `nbytes` may be matched to this tensor of the graph."""
+    def counted_nbytes(self, nbytes: int, device: torch.device) -> int:
+        """What a graph counts for a storage of `nbytes`: what the allocator gives; nothing where it is on another device."""
+        own = self.program.graph.device
+        return allocated_nbytes(nbytes, own) if device.type == own else 0
+
+    def fits(self, version: Version, tensor: int) -> bool:
+        """Whether a recorded tensor may be matched to this tensor of the graph."""
+        return self.fits_storage(version.nbytes, version.device, tensor)
+
+    def fits_storage(self, nbytes: int, device: torch.device, tensor: int) -> bool:
+        """`fits`, for a storage of `nbytes` on this device."""
         planned = self.program.graph.tensors[tensor]
-        if nbytes == planned.nbytes or tensor in self.program.sized_by_data:
+        if self.counted_nbytes(nbytes, device) == planned.nbytes or tensor in self.program.sized_by_data:
             return True
         if not planned.nbytes and planned.kind == "input":  # numpy's memory, whose bytes are not counted
             return True

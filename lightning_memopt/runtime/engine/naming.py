@@ -9,6 +9,7 @@ import torch
 from lightning_memopt.errors import ModifiedError
 from lightning_memopt.graph import Graph
 from lightning_memopt.runtime.engine.holding import Version
+from lightning_memopt.units import allocated_nbytes
 
 REFUSED = "one of the variables needed for gradient computation has been modified by an inplace operation"
 """The words of autograd's own error."""
@@ -52,7 +53,8 @@ class GraphNames:
         return ("", "") if op is None else (op.name, graph.lines.get(op.id, ""))
 
     def kept(self, where: int, t: torch.Tensor) -> tuple[str, str]:
-        graph, nbytes = self._graph, t.untyped_storage().nbytes()
+        graph = self._graph
+        nbytes = allocated_nbytes(t.untyped_storage().nbytes(), graph.device)
         near = [s for s in graph.saves if s.op == where and graph.tensors[s.tensor].nbytes == nbytes]
         if len(near) != 1:
             return "", ""

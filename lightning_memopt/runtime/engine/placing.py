@@ -47,7 +47,7 @@ class Placing:
         self.unproven = unproven
         self.versions = tape.versions
         self.places = Places(learned, tape.versions)
-        self._fits = learned.fits
+        self._learned = learned
         self._of_storage = of_storage
 
     def place(self, record: OpRecord, given: Given) -> Place | None:
@@ -107,7 +107,8 @@ class Placing:
         for (version, _), tensor in zip(made, program.outputs[j], strict=True):
             version.holding.tensor = tensor
             versions[tensor] = version
-            excess_nbytes = version.nbytes - program.graph.tensors[tensor].nbytes
+            counted_nbytes = self._learned.counted_nbytes(version.nbytes, version.device)
+            excess_nbytes = counted_nbytes - program.graph.tensors[tensor].nbytes
             self.cursor.deviation.excess_nbytes += max(0, excess_nbytes)
         if record.call is not None:
             record.call.op = number_of(j)
@@ -182,10 +183,10 @@ class Placing:
         an op first reads it.
         """
         inputs, outputs = self.program.inputs[j], self.program.outputs[j]
-        versions, fits = self.versions, self._fits
+        versions, fits = self.versions, self._learned.fits
         if len(inputs) != len(reads) or len(outputs) != len(made) or not versions.keys().isdisjoint(outputs):
             return False
-        if not all(fits(version.nbytes, tensor) for (version, _), tensor in zip(made, outputs, strict=True)):
+        if not all(fits(version, tensor) for (version, _), tensor in zip(made, outputs, strict=True)):
             return False
         pairs = zip(reads, inputs, strict=True)
         return all(versions.get(tensor) is version or self._may_be(version, tensor) for version, tensor in pairs)
@@ -198,7 +199,7 @@ class Placing:
     def _may_be(self, version: Version, tensor: int) -> bool:
         """Whether the version was made before the forward and can be matched to this tensor of the plan."""
         free = version.holding.tensor is None and version.external and tensor not in self.versions
-        return free and self._fits(version.nbytes, tensor)
+        return free and self._learned.fits(version, tensor)
 
     def _is(self, version: Version, tensor: int) -> None:
         """Match a version that was made before the forward to a tensor of the plan.

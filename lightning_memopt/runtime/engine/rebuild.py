@@ -41,8 +41,10 @@ _ON_CPU = torch.frombuffer(array("q", _drawn(_CHUNK).tolist()), dtype=torch.int6
 
 
 @cache
-def _weights(device: torch.device) -> torch.Tensor:
-    """A weight for each word of a chunk. Chunks are larger off the CPU, where each op is a launch."""
+def checksum_weights(device: torch.device) -> torch.Tensor:
+    """A weight for each word of a chunk. Chunks are larger off the CPU, where each op is a launch. They stay for the process: a
+    step is observed after they were made, so that its graph has their bytes.
+    """
     return _ON_CPU if device.type == "cpu" else _drawn(16 * _CHUNK).to(device)
 
 
@@ -82,7 +84,7 @@ def checksum(t: torch.Tensor) -> tuple[int, int]:
     bits = bytes_of(t)
     whole = bits.numel() // 8 * 8
     tail = int.from_bytes(bytes(bits[whole:].tolist()), "little") if whole < bits.numel() else 0
-    weights = _weights(t.device)
+    weights = checksum_weights(t.device)
     total = torch.zeros((), dtype=torch.int64, device=t.device)
     for words in bits[:whole].view(torch.int64).split(weights.numel()):
         of_chunk = weights[: words.numel()]

@@ -109,7 +109,7 @@ class Places:
                 parameters += 1 if planned.kind == "parameter" else 0
             elif planned.kind == "parameter" and self.parameters.get(storage_of(version), tensor) != tensor:
                 return None
-            elif matched is None and version.external and tensor not in versions and fits(version.nbytes, tensor):
+            elif matched is None and version.external and tensor not in versions and fits(version, tensor):
                 parameters += 1 if planned.kind == "parameter" else 0  # it is matched where an op first reads it
             elif planned.born_at == BEFORE or not self._replaces(version, tensor, j):
                 return None
@@ -118,7 +118,7 @@ class Places:
                 others.append((version, tensor))
         if abs(j - at) > REACH and not parameters:
             return None
-        all_fit = all(fits(version.nbytes, tensor) for (version, _), tensor in zip(made, outputs, strict=True))
+        all_fit = all(fits(version, tensor) for (version, _), tensor in zip(made, outputs, strict=True))
         if not all_fit and (j != at or others or not known):
             return None  # sizes may depend on data although torch does not say so; then all else must be as planned
         known += parameters
@@ -133,7 +133,7 @@ class Places:
 
         The call that made it must have a lower number than the calls that read it: rebuilds run in that order.
         """
-        if not self.learned.fits(version.nbytes, tensor) or version.exposed or version.stale or version.empty:
+        if not self.learned.fits(version, tensor) or version.exposed or version.stale or version.empty:
             return False
         before = j if tensor in self.versions else self.program.graph.producers[tensor].id
         return version.call is None or version.call.op < number_of(before)
@@ -164,7 +164,7 @@ class Places:
             tensors = {}
             for name, p in model.named_parameters() if model is not None else ():
                 planned = named.get(name)
-                if planned is not None and self.learned.fits(p.untyped_storage().nbytes(), planned.id):
+                if planned is not None and self.learned.fits_storage(p.untyped_storage().nbytes(), p.device, planned.id):
                     tensors[storage_id(p)] = planned.id
             self._parameters = tensors
         return self._parameters

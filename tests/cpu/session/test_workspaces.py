@@ -38,6 +38,8 @@ class Streams:
             multiply(torch.device("cpu"))
             self.products.append((threading.get_ident(), self.now()))
 
+        self.weights: list[torch.device] = []  # where those of checksums were made
+        patch.setattr(workspaces, "checksum_weights", self.weights.append)
         patch.setattr(workspaces, "_of_thread", threading.local())
         patch.setattr(workspaces, "_multiply", noted)
         patch.setattr(workspaces, "current", lambda device: contextlib.nullcontext())
@@ -68,6 +70,7 @@ def test_both_threads_take_a_workspace_once_for_each_stream(streams: Streams) ->
             take_workspaces(model, CUDA)
         (first, _), (second, _) = streams.products
         assert first == here and second != here, "the thread of the forward, and the one of backward"
+        assert set(streams.weights) == {CUDA}
         with streams.stream(types.SimpleNamespace(cuda_stream=7)):
             take_workspaces(model, CUDA)
     assert [thread for thread, _ in streams.products] == [here, second] * 2
