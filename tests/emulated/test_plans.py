@@ -81,13 +81,14 @@ def _train(case: str, budget: str | int | None, autocast: bool = False, **option
         warnings.simplefilter("error")
         for _ in range(7):
             torch.cuda.reset_peak_memory_stats()
+            x = batch()
             with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-                loss = model(batch())
+                loss = model(x)
             loss.backward()
             seen += [loss.detach().cpu(), *(p.grad.detach().cpu() for p in model.parameters() if p.grad is not None)]
             optimizer.step()
             optimizer.zero_grad()
-            del loss
+            del loss, x
             peak = torch.cuda.memory_stats()["requested_bytes.all.peak"]
         status = None if run is None else run.status()
     return [*seen, *(t.detach().cpu() for t in model.state_dict().values())], status, peak

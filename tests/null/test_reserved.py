@@ -120,6 +120,21 @@ def test_gradients_that_the_next_step_frees_stay_where_they_are() -> None:
     assert reserved(graph, ()).requested_nbytes == simulate(graph, ()).predicted.peak_nbytes == 88 * MIB
 
 
+def test_state_is_made_while_the_gradients_are_there() -> None:
+    """The first update finds the memory of activations free, and not that of the gradients it reads."""
+    spans = {"activation": (64, 0, 1), "gradient": (24, 1, 3), "state": (24, BEFORE, 3)}
+    kinds = {"activation": "activation", "gradient": "gradient", "state": "optimizer_state"}
+    tensors = tuple(
+        Tensor(id=i, name=name, nbytes=nbytes * MIB, kind=kinds[name], storage=i, born_at=born_at, freed_at=freed_at)
+        for i, (name, (nbytes, born_at, freed_at)) in enumerate(spans.items())
+    )
+    made: dict[int, tuple[int, ...]] = {0: (0,), 1: (1,)}
+    phases = "forward", "backward", "update", "update"
+    ops = tuple(Op(id=i, name="op", phase=phase, inputs=(), outputs=made.get(i, ()), at=i) for i, phase in enumerate(phases))
+    graph = Graph(ops=ops, tensors=tensors, saves=(), points=tuple(Point("op", i) for i in range(4)), device="cuda")
+    assert reserved(graph, ()).peak_nbytes == (64 + 64) * MIB, "the state is in the segment of the first step's activation"
+
+
 # -- in the choice of a plan -------------------------------------------------------------------------------
 
 

@@ -169,14 +169,16 @@ class _Step:
                 self._made.setdefault(t, []).append(name)
             self._work(op.workspace_nbytes)
 
-    def run(self, allocator: Allocator) -> None:
-        """One step, from `before` to `before`: what it leaves is what the next one starts from, where sizes agree."""
-        alloc, free = allocator.alloc, allocator.free
-        for name, nbytes in self.actions:
-            if nbytes >= 0:
-                alloc(name, nbytes)
-            else:
-                free(name)
+    def run(self, allocator: Allocator, made: Iterable[_Span] = ()) -> None:
+        """One step, from `before` to `before`: what it leaves is what the next one starts from, where sizes agree. `made`: what
+        stays from its update on; the gradients are still there then.
+        """
+        update = next((op.at for op in self.graph.ops if op.phase == "update"), len(self.ends))
+        until = self.ends[update - 1] if update else 0
+        _carry_out(self.actions[:until], allocator)
+        for span in made:
+            allocator.alloc(span.name, span.nbytes)
+        _carry_out(self.actions[until:], allocator)
         left: dict[int, list[int]] = {}
         for span in self.after:
             left.setdefault(span.nbytes, []).append(span.name)
@@ -188,9 +190,17 @@ class _Step:
                 missing.append(span)
         for names in left.values():
             for name in names:
-                free(name)
+                allocator.free(name)
         for span in missing:
-            alloc(span.name, span.nbytes)
+            allocator.alloc(span.name, span.nbytes)
+
+
+def _carry_out(actions: Iterable[Action], allocator: Allocator) -> None:
+    for name, nbytes in actions:
+        if nbytes >= 0:
+            allocator.alloc(name, nbytes)
+        else:
+            allocator.free(name)
 
 
 def _unmodified(graph: Graph) -> _Step:
@@ -258,9 +268,7 @@ def reserved(
             allocator.alloc(span.name, span.nbytes)
     for span in observed.before:
         allocator.alloc(span.name, span.nbytes)
-    observed.run(allocator)
-    for span in made:
-        allocator.alloc(span.name, span.nbytes)
+    observed.run(allocator, made)
     for span in observed.before:
         allocator.free(span.name)
     for span in planned.before:
