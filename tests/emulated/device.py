@@ -16,9 +16,14 @@ def is_emulated() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_name(0) == NAME
 
 
+def mode() -> str:
+    """ "bytes" or "bits"."""
+    return os.environ.get("EMULATED_MODE", "bytes")
+
+
 def is_bits() -> bool:
-    """Whether its memory holds values (EMULATED_MODE=bits)."""
-    return os.environ.get("EMULATED_MODE") == "bits"
+    """Whether its memory holds values."""
+    return mode() == "bits"
 
 
 def races() -> int:

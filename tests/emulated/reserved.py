@@ -2,6 +2,8 @@
 
 Usage: python -m tests.emulated.reserved [MODEL ...]      (default: mlp gpt2)
 
+PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True is another allocator.
+
 The allocator is torch's own caching allocator, the device an emulated one: nothing of this was measured on a GPU. Each model
 gets five budgets between its smallest plan and the unmodified step.
 """
@@ -53,6 +55,8 @@ def gpt2() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
 
 
 MODELS = {"mlp": mlp, "gpt2": gpt2}
+UPDATES = {"foreach": {}, "fused": {"fused": True}, "for-loop": {"foreach": False}}
+"""How AdamW updates: torch's default on CUDA first."""
 
 
 @dataclass(frozen=True)
@@ -85,12 +89,12 @@ HEADER = (
 )
 
 
-def train(model: str, budget: str | int, **update: bool) -> Row:
-    """A model trained within a budget."""
+def train(model: str, budget: str | int, update: str = "foreach") -> Row:
+    """A model trained within a budget, with one of `UPDATES`."""
     gc.collect()
     torch.cuda.empty_cache()
     module, batch = MODELS[model]()
-    optimizer = torch.optim.AdamW(module.parameters(), **update)
+    optimizer = torch.optim.AdamW(module.parameters(), **UPDATES[update])
     with warnings.catch_warnings(), optimize(module, optimizer, budget=budget, verbose=False) as run:
         for _ in range(STEPS):
             torch.cuda.synchronize()
@@ -104,18 +108,17 @@ def train(model: str, budget: str | int, **update: bool) -> Row:
     if plan is None:
         raise RuntimeError(f"{model} within {budget}: {run.status().phase}, {run.status().reason}")
     predicted = plan.predicted
-    name = next(iter(update), "default")
     numbers = plan.budget_nbytes, predicted.reserved_nbytes, reserved, predicted.peak_nbytes, requested
-    return Row(model, name, *numbers, plan.solver)
+    return Row(model, update, *numbers, plan.solver)
 
 
-def rows(model: str, **update: bool) -> Iterator[Row]:
+def rows(model: str, update: str) -> Iterator[Row]:
     """A model within five budgets."""
-    smallest = train(model, "min", **update)
-    largest = train(model, "100%", **update)
+    smallest = train(model, "min", update)
+    largest = train(model, "100%", update)
     for share in SHARES:
         budget = int(smallest.measured_reserved + share * (largest.measured_reserved - smallest.measured_reserved))
-        yield smallest if share == 0 else train(model, budget, **update)
+        yield smallest if share == 0 else train(model, budget, update)
 
 
 def main() -> None:
@@ -127,8 +130,9 @@ def main() -> None:
     print("MiB; torch's own allocator on an emulated device, not on a GPU")
     print(HEADER)
     for model in models:
-        for row in rows(model):
-            print(row, flush=True)
+        for update in UPDATES:
+            for row in rows(model, update):
+                print(row, flush=True)
 
 
 if __name__ == "__main__":

@@ -73,6 +73,8 @@ def test_the_workspace_is_no_more_than_it_says(name: str) -> None:
 @pytest.mark.parametrize("key", RUNS, ids="-".join)
 def test_what_is_not_needed_changes_nothing(key: tuple[str, str], dtype: torch.dtype) -> None:
     x, f = RUNS[key]
+    if key[0].startswith("replication_pad"):
+        pytest.skip("under deterministic algorithms, torch pads by indexing on CUDA: this op does not run")
     x = x.to("cuda", dtype)
     try:
         plain = gradient(x, f)

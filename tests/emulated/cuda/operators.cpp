@@ -279,14 +279,13 @@ class Silent : public c10::WarningHandler {  // that kernels are overridden is w
 extern "C" void emulated_install(bool bits) {
   Silent silent;
   const c10::WarningUtils::WarningHandlerGuard guard(&silent);
-  auto& dispatcher = c10::Dispatcher::singleton();
+  at::Context& context = at::globalContext();
+  context.setSDPUseCuDNN(false);  // libraries.cpp has no plans of cuDNN for attention
   if (!bits) return override<always_equal>({"aten::equal", ""});
-  at::Context& context = at::globalContext();  // no kernels of libraries: their operators have none for the CPU
-  context.setUserEnabledCuDNN(false);
+  context.setUserEnabledCuDNN(false);  // the operators of libraries have no kernels for the CPU
   context.setSDPUseFlash(false);
   context.setSDPUseMemEfficient(false);
-  context.setSDPUseCuDNN(false);
-  for (const c10::OperatorName& name : dispatcher.getRegistrationsForDispatchKey(c10::DispatchKey::CUDA))
+  for (const c10::OperatorName& name : c10::Dispatcher::singleton().getRegistrationsForDispatchKey(c10::DispatchKey::CUDA))
     if (!kOfTheHost.count(name.name) && name.name.compare(0, 6, "aten::") == 0) override<compute>(name);
   for (const char* name : kMore) override<compute>({name, ""});
   override<copy>({"aten::copy_", ""});
