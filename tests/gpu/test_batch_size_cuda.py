@@ -39,7 +39,7 @@ class Loop:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-3)
 
     def make(self, size: int) -> Tensor:
-        return torch.ones(size * ROWS, WIDTH, device="cuda").cumsum(0).sin()
+        return torch.ones(size * ROWS, WIDTH, device="cuda").cumsum(0).sin().view(size, ROWS, WIDTH)
 
     def step(self, batch: Tensor) -> None:
         self.model(batch).square().mean().backward()

@@ -34,7 +34,7 @@ using torch::jit::Stack;
 const std::unordered_set<std::string> kOfTheHost = {
     "aten::empty", "aten::empty_strided", "aten::as_strided", "aten::view", "aten::_reshape_alias", "aten::unfold",
     "aten::resize_", "aten::set_", "aten::is_set_to", "aten::record_stream", "aten::_local_scalar_dense",
-    "aten::_fused_sdp_choice", "aten::_pin_memory", "aten::is_pinned", "aten::view_as_real", "aten::view_as_complex",
+    "aten::_efficientzerotensor", "aten::_fused_sdp_choice", "aten::_pin_memory", "aten::is_pinned", "aten::view_as_real", "aten::view_as_complex",
 };
 // These have one kernel for all devices, which asks for kernels that the CPU lacks.
 const char* const kMore[] = {"aten::convolution", "aten::convolution_backward"};
@@ -65,6 +65,8 @@ class Call {
 
   at::Tensor on_cpu(const at::Tensor& t, bool write) {
     if (!t.defined() || !t.is_cuda()) return t;
+    if (t.layout() != at::kStrided) return t.cpu();  // its parts are copied: none is written to
+    if (t._is_zerotensor()) return at::_efficientzerotensor(t.sizes(), t.options().device(c10::kCPU));  // it has no memory
     accesses.add(t, write);
     auto [it, is_new] = by_impl_.try_emplace(t.unsafeGetTensorImpl());
     if (is_new) {
@@ -81,6 +83,8 @@ class Call {
   // What the caller gets for a tensor that the CPU's kernel returned.
   at::Tensor on_cuda(const at::Tensor& t, c10::Device device) {
     if (!t.defined() || !t.is_cpu()) return t;
+    if (t.layout() != at::kStrided) return t.to(device);
+    if (t._is_zerotensor()) return at::_efficientzerotensor(t.sizes(), t.options().device(device));
     for (auto& [_, known] : by_impl_)
       if (known.cpu.is_same(t)) return known.cuda;
     const auto options = t.options().device(device);
