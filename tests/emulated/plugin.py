@@ -34,7 +34,7 @@ NOWHERE = {
 }
 """By a part of the test's name: why it cannot be judged in any mode."""
 FALLS_SHORT = {
-    "test_frontier_cuda.py": "reserved bytes of the benchmarks' models are up to 9 % off their prediction (docs/measurements/reserved.md)",
+    "test_frontier_cuda.py": "reserved bytes are up to 9 % off their prediction (docs/measurements/reserved.md)",
 }
 """By a part of the test's name: what does not hold yet."""
 

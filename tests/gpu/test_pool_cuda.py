@@ -49,7 +49,8 @@ def trained(in_pool: bool, wide: bool, side: bool = False) -> tuple[list[Tensor]
                 x, y = x.to(DEVICE, non_blocking=True), y.to(DEVICE, non_blocking=True)
                 x = x + 0.0
             torch.cuda.current_stream().wait_stream(other)
-            x.record_stream(torch.cuda.current_stream())
+            for made in (x, y):
+                made.record_stream(torch.cuda.current_stream())
             loss = nn.functional.cross_entropy(model(x), y)
             optimizer.zero_grad()
             loss.backward()

@@ -32,7 +32,6 @@ const Settings& settings() {
     s.memory = number_of("EMULATED_MEMORY", "85899345920");
     s.capability = int(number_of("EMULATED_CAPABILITY", "90"));
     s.polls = int(number_of("EMULATED_POLLS", "4"));
-    s.workspace = number_of("EMULATED_WORKSPACE", "0");
     return s;
   }();
   return all;

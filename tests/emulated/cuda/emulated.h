@@ -36,7 +36,6 @@ struct Settings {
   size_t memory;       // EMULATED_MEMORY: bytes of each device
   int capability;      // EMULATED_CAPABILITY: 90 for 9.0
   int polls;           // EMULATED_POLLS: so many queries answer "not ready" before the device goes on
-  size_t workspace;    // EMULATED_WORKSPACE: bytes that a convolution of cuDNN asks for
 };
 const Settings& settings();
 
@@ -81,7 +80,6 @@ struct Stream {
 Stream* stream_of(cudaStream_t handle);
 void enqueue(Stream* s, Op op, double seconds, const std::vector<Range>& ranges, const std::string& what);
 void finish(Stream* s);         // do all that was asked for, as the device; the host has not waited for it
-void finish_all();
 void synchronize(Stream* s);    // the host waits
 void synchronize_device(int device);
 void synchronize_all();

@@ -40,7 +40,21 @@ Range range(const void* p, size_t nbytes, bool write) {
   return {reinterpret_cast<uintptr_t>(p), reinterpret_cast<uintptr_t>(p) + nbytes, write};
 }
 
-static void install_operators();
+// operators.cpp is in a library of its own: it needs torch's, which need this one.
+static void install_operators() {
+  static bool done = false;
+  if (done) return;
+  done = true;
+  Dl_info own;
+  dladdr(reinterpret_cast<void*>(&install_operators), &own);
+  const std::string folder = std::string(own.dli_fname).substr(0, std::string(own.dli_fname).rfind('/'));
+  void* library = dlopen((folder + "/operators.so").c_str(), RTLD_NOW);
+  auto install = library ? reinterpret_cast<void (*)(bool)>(dlsym(library, "emulated_install")) : nullptr;
+  if (install) return install(settings().bits);
+  fprintf(stderr, "emulated CUDA: %s\n", dlerror());
+  abort();
+}
+
 bool take(int device, size_t nbytes) {
   install_operators();
   if (nbytes > settings().memory - (*used)[device]) return false;
@@ -66,21 +80,6 @@ void remove_range(void* p) {
   if (it == of_devices->end()) return;
   forget(at, at + it->second.nbytes);
   of_devices->erase(it);
-}
-
-// operators.cpp is in a library of its own: it needs torch's, which need this one.
-static void install_operators() {
-  static bool done = false;
-  if (done) return;
-  done = true;
-  Dl_info own;
-  dladdr(reinterpret_cast<void*>(&install_operators), &own);
-  const std::string folder = std::string(own.dli_fname).substr(0, std::string(own.dli_fname).rfind('/'));
-  void* library = dlopen((folder + "/operators.so").c_str(), RTLD_NOW);
-  auto install = library ? reinterpret_cast<void (*)(bool)>(dlsym(library, "emulated_install")) : nullptr;
-  if (install) return install(settings().bits);
-  fprintf(stderr, "emulated CUDA: %s\n", dlerror());
-  abort();
 }
 
 void* allocate(int device, size_t nbytes) {

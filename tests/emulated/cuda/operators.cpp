@@ -9,10 +9,9 @@
 #include <ATen/ATen.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/native/Resize.h>
 #include <ATen/ops/copy_native.h>
+#include <c10/core/CPUAllocator.h>
 #include <c10/cuda/CUDAStream.h>
-#include <c10/util/Exception.h>
 #include <torch/library.h>
 
 #include <cstring>
@@ -34,7 +33,8 @@ using torch::jit::Stack;
 const std::unordered_set<std::string> kOfTheHost = {
     "aten::empty", "aten::empty_strided", "aten::as_strided", "aten::view", "aten::_reshape_alias", "aten::unfold",
     "aten::resize_", "aten::set_", "aten::is_set_to", "aten::record_stream", "aten::_local_scalar_dense",
-    "aten::_efficientzerotensor", "aten::_fused_sdp_choice", "aten::_pin_memory", "aten::is_pinned", "aten::view_as_real", "aten::view_as_complex",
+    "aten::_efficientzerotensor", "aten::_fused_sdp_choice", "aten::_pin_memory", "aten::is_pinned", "aten::view_as_real",
+    "aten::view_as_complex",
 };
 // These have one kernel for all devices, which asks for kernels that the CPU lacks.
 const char* const kMore[] = {"aten::convolution", "aten::convolution_backward"};
@@ -54,7 +54,8 @@ struct Accesses {
     writes.push_back(write);
   }
   void note(cudaStream_t stream, const std::string& name) const {
-    emulated_operator_ran(stream, name.c_str(), begins.size(), begins.data(), ends.data(), reinterpret_cast<const bool*>(writes.data()));
+    const bool* writes_of = reinterpret_cast<const bool*>(writes.data());
+    emulated_operator_ran(stream, name.c_str(), begins.size(), begins.data(), ends.data(), writes_of);
   }
 };
 
@@ -123,9 +124,8 @@ class Call {
     c10::Storage& cpu = cpu_of_[t.storage().unsafeGetStorageImpl()];
     if (!cpu) {
       at::DataPtr memory(t.storage().mutable_data(), c10::Device(c10::kCPU));
-      auto impl = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), t.storage().nbytes(), std::move(memory),
-                                                        c10::GetCPUAllocator(), /*resizable=*/true);
-      cpu = c10::Storage(std::move(impl));
+      cpu = c10::Storage(c10::Storage::use_byte_size_t(), t.storage().nbytes(), std::move(memory), c10::GetCPUAllocator(),
+                         /*resizable=*/true);
       by_storage_[cpu.unsafeGetStorageImpl()] = t.storage();
     }
     return cpu;
@@ -227,11 +227,12 @@ void copy(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   torch::jit::push(*stack, to);
 }
 
-// The fused cell of an LSTM, which has no kernel for the CPU: the gates of both products are added up, in the order input, forget,
-// cell, output; torch.nn.LSTMCell has the equations. The workspace holds the four gates.
-std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell(const at::Tensor& of_input, const at::Tensor& of_hidden, const at::Tensor& cx,
-                                                         const c10::optional<at::Tensor>& input_bias,
-                                                         const c10::optional<at::Tensor>& hidden_bias) {
+using Three = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+using MaybeTensor = c10::optional<at::Tensor>;
+// The fused cell of an LSTM, which has no kernel for the CPU: the gates of both products are added up, in the order input,
+// forget, cell, output; torch.nn.LSTMCell has the equations. The workspace holds the four gates.
+Three lstm_cell(const at::Tensor& of_input, const at::Tensor& of_hidden, const at::Tensor& cx, const MaybeTensor& input_bias,
+                const MaybeTensor& hidden_bias) {
   at::Tensor gates = of_input + of_hidden;
   for (const auto& bias : {input_bias, hidden_bias})
     if (bias.has_value() && bias->defined()) gates = gates + *bias;
@@ -240,9 +241,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell(const at::Tensor& of_in
   const at::Tensor cy = f * cx + i * g;
   return {o * cy.tanh(), cy, at::cat({i, f, g, o}, 1)};
 }
-std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell_backward(const c10::optional<at::Tensor>& grad_hy,
-                                                                  const c10::optional<at::Tensor>& grad_cy, const at::Tensor& cx,
-                                                                  const at::Tensor& cy, const at::Tensor& workspace, bool has_bias) {
+Three lstm_cell_backward(const MaybeTensor& grad_hy, const MaybeTensor& grad_cy, const at::Tensor& cx, const at::Tensor& cy,
+                         const at::Tensor& workspace, bool has_bias) {
   const auto parts = workspace.chunk(4, 1);
   const at::Tensor &i = parts[0], &f = parts[1], &g = parts[2], &o = parts[3], tanh = cy.tanh();
   at::Tensor grad = grad_cy.has_value() && grad_cy->defined() ? *grad_cy : at::zeros_like(cy), of_output = at::zeros_like(cy);
@@ -250,7 +250,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell_backward(const c10::opt
     of_output = *grad_hy * tanh;
     grad = grad + *grad_hy * o * (1 - tanh * tanh);
   }
-  const at::Tensor gates = at::cat({grad * g * i * (1 - i), grad * cx * f * (1 - f), grad * i * (1 - g * g), of_output * o * (1 - o)}, 1);
+  const at::Tensor of_i = grad * g * i * (1 - i), of_f = grad * cx * f * (1 - f), of_g = grad * i * (1 - g * g);
+  const at::Tensor gates = at::cat({of_i, of_f, of_g, of_output * o * (1 - o)}, 1);
   return {gates, grad * f, has_bias ? gates.sum(0) : at::Tensor()};
 }
 TORCH_LIBRARY_IMPL(aten, CPU, library) {
@@ -269,8 +270,9 @@ using Boxed = void (*)(const OperatorHandle&, c10::DispatchKeySet, Stack*);
 template <Boxed function>
 void override(const c10::OperatorName& name) {
   static auto& kept = *new std::vector<c10::RegistrationHandleRAII>;
-  kept.push_back(c10::Dispatcher::singleton().registerImpl(name, c10::DispatchKey::CUDA, c10::KernelFunction::makeFromBoxedFunction<function>(),
-                                                           c10::nullopt, nullptr, "emulated CUDA"));
+  auto kernel = c10::KernelFunction::makeFromBoxedFunction<function>();
+  kept.push_back(c10::Dispatcher::singleton().registerImpl(name, c10::DispatchKey::CUDA, std::move(kernel), c10::nullopt, nullptr,
+                                                           "emulated CUDA"));
 }
 
 class Silent : public c10::WarningHandler {  // that kernels are overridden is what we are here for

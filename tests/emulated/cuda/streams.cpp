@@ -44,10 +44,6 @@ static void advance(Stream* s, const Event* until, uint64_t times) {
   }
 }
 void finish(Stream* s) { advance(s, nullptr, 0); }
-void finish_all() {
-  for (auto& [_, s] : *defaults) finish(s);
-  for (Stream* s : *streams) finish(s);
-}
 void synchronize(Stream* s) {
   finish(s);
   join(*host, s->clock);
