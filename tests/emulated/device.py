@@ -17,7 +17,7 @@ def is_emulated() -> bool:
 
 
 def mode() -> str:
-    """ "bytes" or "bits"."""
+    """The mode it is in: "bytes" or "bits"."""
     return os.environ.get("EMULATED_MODE", "bytes")
 
 
