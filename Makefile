@@ -51,25 +51,12 @@ matrix: setup
 	bash tests/matrix.sh matrix $(TORCH)
 
 # A CUDA without a card (tests/emulated/README.md): torch for CUDA in an environment of its own, 3 GB of disk, 15 minutes.
-EMULATED := .emulated
-ON_EMULATED := LD_LIBRARY_PATH=$(EMULATED)/lib OMP_NUM_THREADS=1 MEMOPT_CACHE=0 $(EMULATED)/venv/bin/python -m
-emulated: $(EMULATED)/installed
-	$(EMULATED)/venv/bin/python -m tests.emulated.build $(EMULATED)/lib
-	$(ON_EMULATED) tests.emulated.reserved
-	EMULATED_MODE=bits EMULATED_RACES=1 $(ON_EMULATED) pytest -p tests.emulated.plugin tests/emulated tests/gpu
-	EMULATED_MODE=bytes $(ON_EMULATED) pytest -p tests.emulated.plugin tests/emulated tests/gpu
-
-# torch's own requirements, NVIDIA's libraries among them, are not asked for: the pinned ones are enough.
-$(EMULATED)/installed: constraints.txt pyproject.toml
-	$(PYTHON) -m venv $(EMULATED)/venv
-	grep -v '^torch==' constraints.txt > $(EMULATED)/constraints.txt
-	$(EMULATED)/venv/bin/python -m pip install --no-deps -r $(EMULATED)/constraints.txt torch==2.14.1
-	$(EMULATED)/venv/bin/python -m pip install --no-deps -e .
-	touch $@
+emulated:
+	bash tests/emulated/run.sh .emulated
 
 # What the other targets made; recorded runs (runs/, lightning_logs/) are yours and stay.
 clean:
-	rm -rf $(VENV) $(EMULATED) build dist site demo matrix *.egg-info
+	rm -rf $(VENV) .emulated build dist site demo matrix *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis mutants
 	rm -f .coverage .coverage.*
 	find lightning_memopt examples tests -name __pycache__ -type d -prune -exec rm -rf {} +
