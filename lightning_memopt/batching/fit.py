@@ -16,8 +16,6 @@ from lightning_memopt.errors import MemOptError
 from lightning_memopt.graph import Graph, Op, Tensor
 from lightning_memopt.units import allocated_nbytes
 
-"""CUDA's caching allocator rounds the bytes of a tensor up to a multiple of this."""
-
 
 class FitError(MemOptError, ValueError):
     """Two recorded steps are not the same step at two batch sizes, or its tensors do not grow linearly.

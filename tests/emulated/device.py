@@ -27,7 +27,7 @@ def is_bits() -> bool:
 
 
 def races() -> int:
-    """So many accesses were not ordered, since the process began (EMULATED_RACES=1)."""
+    """Number of accesses that nothing ordered, since the process began (EMULATED_RACES=1)."""
     count = ctypes.CDLL("libcudart.so.13").emulated_races
     count.restype = ctypes.c_uint64
     return int(count())

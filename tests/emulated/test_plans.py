@@ -107,12 +107,14 @@ def test_bits_and_bytes_of_the_smallest_plan(case: str, autocast: bool) -> None:
 
 
 @bits
+@pytest.mark.xfail(reason="no plan parks anything on the emulated device, whose links have virtual times", strict=True)
 @pytest.mark.parametrize("case", CASES)
 def test_bits_where_tensors_are_parked_on_the_host(case: str) -> None:
     before = device.races()
     expected, _, _ = _train(case, None)
     found, status, _ = _train(case, "min", offload="host", recompute=False)
     assert status.phase == "planned" and not status.deviates
+    assert any(life.how == "fetch" for life in status.plan.lives), "nothing is parked: the test tests nothing"
     assert all(map(torch.equal, expected, found)) and len(expected) == len(found)
     assert device.races() == before
 

@@ -155,6 +155,13 @@ class Random {
   at::Tensor before_;
 };
 
+template <class Each>
+c10::List<at::Tensor> mapped(const c10::IValue& tensors, Each each) {
+  c10::List<at::Tensor> made;
+  for (const at::Tensor& t : tensors.toTensorVector()) made.push_back(each(t));
+  return made;
+}
+
 c10::Device device_of(const Stack& stack, size_t first) {
   for (size_t i = first; i < stack.size(); ++i) {
     const c10::IValue& value = stack[i];
@@ -182,9 +189,7 @@ void compute(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
     if (value.isTensor()) {
       value = call.on_cpu(value.toTensor(), write);
     } else if (value.isTensorList()) {
-      c10::List<at::Tensor> tensors;
-      for (const at::Tensor& t : value.toTensorVector()) tensors.push_back(call.on_cpu(t, write));
-      value = std::move(tensors);
+      value = mapped(value, [&](const at::Tensor& t) { return call.on_cpu(t, write); });
     } else if (value.isOptionalTensorList()) {
       c10::List<c10::optional<at::Tensor>> tensors;
       for (const c10::optional<at::Tensor>& t : value.toOptionalTensorVector())
@@ -208,9 +213,7 @@ void compute(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
     if (value.isTensor()) {
       value = call.on_cuda(value.toTensor(), device);
     } else if (value.isTensorList()) {
-      c10::List<at::Tensor> tensors;
-      for (const at::Tensor& t : value.toTensorVector()) tensors.push_back(call.on_cuda(t, device));
-      value = std::move(tensors);
+      value = mapped(value, [&](const at::Tensor& t) { return call.on_cuda(t, device); });
     }
   }
   call.accesses.note(stream, schema.name());

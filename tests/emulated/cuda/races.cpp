@@ -89,7 +89,7 @@ void forget(uintptr_t begin, uintptr_t end) {
 
 }  // namespace emulated
 
-// So many accesses were not ordered, since the process began.
+// Number of accesses that nothing ordered, since the process began.
 API uint64_t emulated_races() {
   LOCK;
   return emulated::races;
