@@ -1,9 +1,9 @@
 """What the claims of this project were measured with: `python -m benchmarks` lists it, `python -m benchmarks NAME...` runs it.
 
-    python -m benchmarks                      # names, and what each measures
-    python -m benchmarks chain echo           # one after the other
-    python -m benchmarks frontier gpt2 --rounds 5      # what is no benchmark's name goes to the one before it
-    python -m benchmarks --short              # those that take a minute or less, at small sizes; `make bench`
+python -m benchmarks                      # names, and what each measures
+python -m benchmarks chain echo           # one after the other
+python -m benchmarks frontier gpt2 --rounds 5      # what is no benchmark's name goes to the one before it
+python -m benchmarks --short              # those that take a minute or less, at small sizes; `make bench`
 """
 
 from __future__ import annotations

@@ -206,6 +206,10 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         NOTHING,
     ),
     ("session/observed_step.py", "MemOpt: observing"): ("A run has begun.", NOTHING),
+    ("session/observed_step.py", "MemOpt: parameters are on"): (
+        "The model is spread over several devices, and a plan is made for one: that of its first parameter.",
+        "Put the model on one device. Else its steps take on the other devices what they take without MemOpt.",
+    ),
     ("session/session.py", "MemOpt: the model is called"): (
         "The loop calls the model several times before one backward; a plan is made for the last call.",
         "Call the model once, on all inputs, where that is possible: a plan then lowers the memory of all of it.",

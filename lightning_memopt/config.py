@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, get_args
 from lightning_memopt.errors import BudgetError, ConfigError
 from lightning_memopt.plan.forms import LOSSY
 from lightning_memopt.plan.model import Objective
-from lightning_memopt.units import host_memory_nbytes, parse_budget
+from lightning_memopt.units import parse_budget
 
 if TYPE_CHECKING:  # a launcher checks options in a process where the script is to import torch first
     import torch
@@ -146,7 +146,9 @@ class MemOptConfig:
         """The budget in bytes on this device; None for "min", the smallest plan."""
         if self.smallest:
             return None
-        return parse_budget(self.budget, device_nbytes(device))
+        from lightning_memopt.device.backends import backend_of  # torch is imported no earlier
+
+        return parse_budget(self.budget, backend_of(device).total_nbytes())
 
 
 class PlanOptions(TypedDict, total=False):
@@ -209,24 +211,6 @@ def with_option_texts(cls: type[Decorated]) -> type[Decorated]:
 
 def _is_page(path: object) -> bool:
     return isinstance(path, (str, os.PathLike)) and str(os.fspath(path)).endswith(".html")
-
-
-def device_nbytes(device: torch.device) -> int:
-    """Bytes of memory of a CUDA device, or bytes of the host's memory that this process may use (with its cgroup limit)."""
-    import torch
-
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return host_memory_nbytes()
-
-
-def free_nbytes(device: torch.device) -> int | None:
-    """Bytes of a CUDA device that other programs do not use, what this process already uses included; None on the CPU."""
-    import torch
-
-    if device.type != "cuda":
-        return None
-    return int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device)
 
 
 def disabled() -> bool:

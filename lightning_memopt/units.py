@@ -30,17 +30,11 @@ _UNIT_NBYTES |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt"
 
 _AMOUNT = re.compile(r"([+-]?)([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z%]*)")
 _MAX_TEXT_CHARS = 64
-CUDA_BLOCK_NBYTES = 512  # c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize
 
 
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple of `multiple` (positive) that is not below `value`."""
     return ceil_div(value, multiple) * multiple
-
-
-def allocated_nbytes(nbytes: int, device: str) -> int:
-    """The bytes that the allocator of a device ("cpu", "cuda") gives for a request: whole blocks of 512 bytes on CUDA."""
-    return round_up(nbytes, CUDA_BLOCK_NBYTES) if device == "cuda" else nbytes
 
 
 def parse_budget(budget: object, device_nbytes: int) -> Budget:

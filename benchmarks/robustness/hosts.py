@@ -283,9 +283,7 @@ def table(results: dict[str, Any]) -> str:
     for name, outcome in results["faults"].items():
         errors = sorted({end["error"].partition(": ")[2].partition(". ")[0] for end in outcome["ranks"].values()})
         seconds = max((end["seconds"] for end in outcome["ranks"].values()), default=None)
-        lines.append(
-            f"| {name} | {outcome['victim']} | {'; '.join(errors)} | {seconds} s | {outcome['all_ended_seconds']} s |"
-        )
+        lines.append(f"| {name} | {outcome['victim']} | {'; '.join(errors)} | {seconds} s | {outcome['all_ended_seconds']} s |")
     return "\n".join(lines)
 
 

@@ -12,9 +12,9 @@ import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.errors import MemOptError
 from lightning_memopt.graph import Graph, Op, Tensor
-from lightning_memopt.units import allocated_nbytes
 
 
 class FitError(MemOptError, ValueError):
@@ -39,7 +39,7 @@ def _allocated(dtype: str, size: tuple[int, ...], device: str) -> int | None:
     item = itemsize(dtype)
     if item is None:
         return None
-    return allocated_nbytes(math.prod(size) * item, device)
+    return kind_of(device).allocated_nbytes(math.prod(size) * item)
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +144,7 @@ def fit(small: Graph, large: Graph, sizes: tuple[int, int]) -> StepFit:
             raise FitError(f"Tensor {t.id} ({t.name}) is another one at batch {sizes[1]}.")
         if u.nbytes < t.nbytes:
             raise FitError(f"Tensor {t.id} ({t.name}) shrinks from {t.nbytes} to {u.nbytes} bytes as the batch grows.")
-        whole = (u.nbytes - t.nbytes) % (sizes[1] - sizes[0]) == 0 or small.device == "cuda"
+        whole = (u.nbytes - t.nbytes) % (sizes[1] - sizes[0]) == 0 or kind_of(small.device).block_nbytes > 1
         if not whole and u.size == t.size:
             raise FitError(f"Tensor {t.id} ({t.name}) has {t.nbytes} and {u.nbytes} bytes: no whole number of bytes a sample.")
     return StepFit(small, large, sizes)

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 import torch
 
+from lightning_memopt.device.backends import empty_caches
+
 _TYPES: tuple[type[BaseException], ...] = (torch.OutOfMemoryError, MemoryError)
 
 _TEXTS = re.compile(
@@ -57,5 +59,4 @@ def release(error: BaseException) -> None:
         traceback.clear_frames(e.__traceback__)
         e.__traceback__ = None
     gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    empty_caches()

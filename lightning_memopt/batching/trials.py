@@ -19,6 +19,7 @@ from lightning_memopt.batching.batches import TooFewSamplesError
 from lightning_memopt.batching.energy import MeasuredEnergy, StepEnergy
 from lightning_memopt.batching.oom import is_out_of_memory, release
 from lightning_memopt.config import MemOptConfig
+from lightning_memopt.device.places import on_host
 from lightning_memopt.errors import ConfigError, InfeasibleError
 from lightning_memopt.graph import Graph
 from lightning_memopt.ranks import buckets_nbytes
@@ -116,7 +117,7 @@ class Trials:
         self._step = step
         self._begun = 0  # number of steps that began
         self._unmetered: list[weakref.ref[Any]] = []  # storages of gradients that were allocated before any `StepMeter`
-        if device.type == "cpu":
+        if on_host(device):
             count_all(lambda _: None)
 
     # -- kinds of steps ---------------------------------------------------------------------------

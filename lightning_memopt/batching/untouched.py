@@ -27,6 +27,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from lightning_memopt.device.backends import generators_kept
+from lightning_memopt.device.places import has_memory
+
 _OPEN = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler, Sampler, DataLoader)
 """Types of objects whose attributes are followed."""
 _MANY = 4096
@@ -122,12 +125,12 @@ class Snapshot:
 
     def _tensor(self, t: torch.Tensor) -> Iterable[Any]:
         if t.layout is not torch.strided or type(t) not in (torch.Tensor, nn.Parameter, nn.Buffer):
-            if t.device.type != "meta":
+            if has_memory(t.device):
                 self._undo.insert(0, partial(_rewrite, t, t.detach().clone()))
             return ()
         alias = t.detach()
         storage = alias.untyped_storage()
-        if storage._cdata not in self._storages and t.device.type != "meta":
+        if storage._cdata not in self._storages and has_memory(t.device):
             self._storages.add(storage._cdata)
             # numpy's memory, so that the counters of torch's allocator do not change
             kept = np.empty(storage.nbytes(), dtype=np.uint8)
@@ -144,10 +147,7 @@ class Snapshot:
         self._undo.append(partial(torch.set_rng_state, torch.get_rng_state()))
         self._undo.append(partial(random.setstate, random.getstate()))
         self._undo.append(partial(np.random.set_state, np.random.get_state()))
-        if torch.cuda.is_initialized():
-            self._undo.append(partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
-        if torch.backends.mps.is_available():
-            self._undo.append(partial(torch.mps.set_rng_state, torch.mps.get_rng_state()))
+        self._undo.append(generators_kept())
 
     def _generator(self, value: Any) -> None:
         if isinstance(value, torch.Generator):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_memopt.bench import user_code
+from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.errors import ConfigError, needing
 
 
@@ -64,11 +65,12 @@ def run(args: argparse.Namespace, more: dict[str, Callable[..., Any]] | None = N
     import torch
 
     from lightning_memopt.bench import compare, tables
+    from lightning_memopt.device.places import is_here
 
     names = tuple(dict.fromkeys(args.models))
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch sees no CUDA device here. Use --device cpu.")
-    default = _CUDA if args.device == "cuda" else _CPU
+    if not is_here(torch.device(args.device)):
+        raise ConfigError(f"--device {args.device}: torch sees no such device here. Use --device cpu.")
+    default = _CPU if kind_of(args.device).is_host else _CUDA
     rounds = (2 if args.quick else 25) if args.rounds is None else args.rounds
     asked = compare.Asked(
         models=names,

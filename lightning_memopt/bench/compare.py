@@ -18,6 +18,7 @@ from lightning_memopt.bench.catalogue import Spec
 from lightning_memopt.bench.results import Results, Rows
 from lightning_memopt.bench.rows import Reference, Row, measured, said
 from lightning_memopt.bench.subject import Subject, Training
+from lightning_memopt.device.backends import backend_of
 from lightning_memopt.errors import MemOptError
 from lightning_memopt.native import engine
 from lightning_memopt.runtime import install_native
@@ -157,12 +158,12 @@ def write_out(results: Results, say: Say) -> None:
 
 def machine(device: str) -> dict[str, Any]:
     """Where a comparison runs."""
-    gpu = torch.cuda.get_device_name() if device == "cuda" else None
+    backend = backend_of(torch.device(device))
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),
         "processors": os.cpu_count(),
-        "device": gpu or platform.machine(),
+        "device": platform.machine() if backend.kind.is_host else backend.name,
         "native_engine": engine.loaded() is not None,
     }
 

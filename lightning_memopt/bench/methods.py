@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lightning_memopt.bench.streamed import StreamedOffload
 from lightning_memopt.bench.subject import Subject
+from lightning_memopt.device.places import on_host
 from lightning_memopt.errors import UnsupportedError
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -142,7 +143,7 @@ def by_transformers(subject: Subject) -> Iterator[Applied]:
 
 def needs_a_host(subject: Subject) -> None:
     """Raise UnsupportedError where the host's memory is the memory that is measured."""
-    if subject.device.type != "cuda":
+    if on_host(subject.device):
         raise UnsupportedError(
             "it copies between a CUDA device and the host, and here the host is measured. Run with --device cuda."
         )
@@ -150,7 +151,7 @@ def needs_a_host(subject: Subject) -> None:
 
 @contextlib.contextmanager
 def save_on_cpu(subject: Subject) -> Iterator[Applied]:
-    on_gpu = subject.device.type == "cuda"
+    on_gpu = not on_host(subject.device)
     note = "" if on_gpu else "the host's memory is the memory that is measured here"
     yield Applied(lambda: torch.autograd.graph.save_on_cpu(pin_memory=on_gpu), note=note)
 

@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+from lightning_memopt.device.backends import backend_of, current_stream
+from lightning_memopt.device.places import on_host
+
 _LEAST_NBYTES = 1024
 _UNDER_WAY = 2
 
@@ -20,8 +23,9 @@ class StreamedOffload(torch.autograd.graph.saved_tensors_hooks):
     """A context in which autograd saves tensors of `device` in pinned host memory. Parameters stay where they are."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-        self._leaving: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
+        self._streams = backend_of(device).streams
+        self._stream = self._streams.Stream(device)
+        self._leaving: deque[tuple[torch.Tensor, Any]] = deque()
         super().__init__(self._pack, self._unpack)
 
     def __exit__(self, *error: Any) -> None:
@@ -29,13 +33,13 @@ class StreamedOffload(torch.autograd.graph.saved_tensors_hooks):
         super().__exit__(*error)
 
     def _pack(self, t: torch.Tensor) -> Any:
-        if not t.is_cuda or t.nbytes < _LEAST_NBYTES or isinstance(t if t._base is None else t._base, torch.nn.Parameter):
+        if on_host(t.device) or t.nbytes < _LEAST_NBYTES or isinstance(t if t._base is None else t._base, torch.nn.Parameter):
             return t
         host = torch.empty_like(t, device="cpu", pin_memory=True)
-        self._stream.wait_stream(torch.cuda.current_stream(t.device))
-        with torch.cuda.stream(self._stream):
+        self._stream.wait_stream(current_stream(t.device))
+        with self._streams.stream(self._stream):
             host.copy_(t, non_blocking=True)
-            event = torch.cuda.Event()
+            event = self._streams.Event()
             event.record()
         t.record_stream(self._stream)
         self._leaving.append((t, event))
@@ -48,9 +52,9 @@ class StreamedOffload(torch.autograd.graph.saved_tensors_hooks):
             return packed
         host, device, event = packed
         self._stream.wait_event(event)
-        with torch.cuda.stream(self._stream):
+        with self._streams.stream(self._stream):
             back: torch.Tensor = host.to(device, non_blocking=True)
-        current = torch.cuda.current_stream(device)
+        current = current_stream(device)
         current.wait_stream(self._stream)
         back.record_stream(current)
         return back

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_memopt.clocks import perf_counter, process_time
+from lightning_memopt.device.backends import backend_of
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.integrations.plain import Optimizers, unwrapped
 from lightning_memopt.native import counter
@@ -117,7 +118,7 @@ class Subject:
 
     def __init__(self, build: Callable[[], Training], device: torch.device) -> None:
         count_all(lambda _: None)
-        self.device = device
+        self.device, self._backend = device, backend_of(device)
         self._seed()
         self.training = build()
         self.model = self.training.model
@@ -174,8 +175,8 @@ class Subject:
 
     def held_nbytes(self) -> int:
         """Bytes in memory between steps, as a budget counts them."""
-        if self.device.type == "cuda":
-            return int(torch.cuda.memory_allocated(self.device))
+        if self._backend.keeps_statistics:
+            return self._backend.allocated().now
         count = counter()
         return (count.live_nbytes if count is not None else 0) + foreign_nbytes(
             resident_tensors(self.model, self.optimizers, ())
@@ -186,13 +187,13 @@ class Subject:
         self.restore()
         self.loss = None
         gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
-            before = torch.cuda.memory_allocated(self.device)
+        if self._backend.keeps_statistics:
+            self._backend.synchronize()
+            self._backend.reset_peaks()
+            before = self._backend.allocated().now
             self.step()
-            torch.cuda.synchronize(self.device)
-            return int(torch.cuda.max_memory_allocated(self.device)) - int(before)
+            self._backend.synchronize()
+            return self._backend.allocated().peak - before
         with metered_cpu() as events:
             self.step()
         if not events.available:
@@ -214,5 +215,4 @@ class Subject:
         return Seconds(perf_counter() - wall, process_time() - cpu)
 
     def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        self._backend.synchronize()

@@ -41,12 +41,13 @@ def _offloading(device: str, config: MemOptConfig) -> Any:
     """The `Offloading` that plans parked tensors with the measured rates of this machine's links and codecs."""
     import torch
 
+    from lightning_memopt.device.places import is_here
     from lightning_memopt.session.offloading import Offloading
 
-    if device == "cuda" and not torch.cuda.is_available():
+    if not is_here(torch.device(device)):
         raise ConfigError(
-            "the step was recorded on a CUDA device, and there is none here whose links could be measured. Plan it where there "
-            "is one, or leave --offload and --compress out."
+            f"the step was recorded on a {device.upper()} device, and there is none here whose links could be measured. Plan "
+            "it where there is one, or leave --offload and --compress out."
         )
     offloading = Offloading(torch.device(device), config)
     offloading.check()

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from lightning_memopt.compiled.sizes import UnreadableError, nbytes_of, symbols_of, tensors_of, with_numbers
+from lightning_memopt.device.places import device_of_call
 from lightning_memopt.graph import BEFORE, Graph, Op, Point, Save, Tensor
 from lightning_memopt.record import rule_of
 from lightning_memopt.record.devices import may_run_again
@@ -292,4 +293,4 @@ def flops_of(node: fx.Node) -> int:
 
 
 def _device(nodes: Iterable[fx.Node]) -> str:
-    return "cuda" if any(t.device.type == "cuda" for node in nodes for t in tensors_of(node.meta.get("val"))) else "cpu"
+    return device_of_call((t.device for node in nodes for t in tensors_of(node.meta.get("val"))), {}).type

@@ -5,7 +5,7 @@ allocator was installed later. torch's profiler measures instead in that case (t
 which is a part of the same allocator. `cuda_allocator` has the planned pools of CUDA streams.
 """
 
-from lightning_memopt.native.counting import Counter, Window, counter, install
+from lightning_memopt.native.counting import Counter, Window, counter, counter_of, install
 from lightning_memopt.native.cuda_pooling import CUDA_ALIGNMENT, CudaAllocator, StreamPool, cuda_allocator
 from lightning_memopt.native.pooling import Counts, Lane, Pool, pool
 
@@ -19,6 +19,7 @@ __all__ = [
     "StreamPool",
     "Window",
     "counter",
+    "counter_of",
     "cuda_allocator",
     "install",
     "pool",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from lightning_memopt.cxx import BuildError
+from lightning_memopt.device.places import on_host
 from lightning_memopt.native.build import library
 
 _SIGNATURES: dict[str, tuple[type[ctypes._SimpleCData] | None, tuple[type[ctypes._SimpleCData], ...]]] = {
@@ -156,6 +157,11 @@ def counter() -> Counter | None:
     """The counter, if it is installed and torch allocates through it; else None."""
     current = process.counter
     return current if current is not None and current.installed() else None
+
+
+def counter_of(device: torch.device) -> Counter | None:
+    """`counter` of the host's memory; None for other devices, whose allocators count."""
+    return counter() if on_host(device) else None
 
 
 def install(say: Callable[[str], None] = lambda _: None) -> Counter | None:

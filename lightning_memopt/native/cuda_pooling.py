@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 
 from lightning_memopt.cxx import BuildError
+from lightning_memopt.device.backends import backend_of, current_stream
+from lightning_memopt.device.places import current, indexed
 from lightning_memopt.native.build import cuda_library
 from lightning_memopt.native.pooling import Lane
 
@@ -194,18 +196,18 @@ _process = _Process()
 
 def cuda_allocator(device: torch.device, say: Callable[[str], None]) -> CudaAllocator:
     """The allocator, which is built and installed first, and checked on each device. Raises BuildError."""
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = indexed(device).index
     with _process.lock:
         if _process.failed is not None:
             raise BuildError(_process.failed)
         try:
             if _process.allocator is None:
                 library = cuda_library(say)
-                torch.cuda.init()  # torch's allocator, which is wrapped, is not there before
+                backend_of(device).streams.init()  # torch's allocator, which is wrapped, is not there before
                 _process.allocator = CudaAllocator(library)
             if index not in _process.checked:
-                with torch.cuda.device(index):
-                    _process.allocator.check(index, torch.cuda.current_stream(index).cuda_stream)
+                with current(indexed(device)):
+                    _process.allocator.check(index, current_stream(indexed(device)).cuda_stream)
                 _process.checked.add(index)
         except BuildError as error:
             _process.failed = str(error)

@@ -5,7 +5,7 @@ same; comments cite them by number. `record` keeps R1 to R4, R9 and R10, `runtim
 hazards A to E and M.
 
 R1.  An op runs again only where it is known to give the same bits from the same inputs: by its tags and schema, or by the
-     table in rules.py, to which users add (`register_op`), and by those in devices.py. A random op runs again under the
+     table in rules.py, to which users add (`register_op`), and by `device.determinism`. A random op runs again under the
      generator state recorded with it.
 R2.  An op that writes in place makes a new version of its storage. A rebuild runs the versions in their order, on memory of
      its own.
@@ -42,7 +42,7 @@ from lightning_memopt.record.calls import (
     keep_seams,
 )
 from lightning_memopt.record.compiled_code import around_compiled, telling
-from lightning_memopt.record.devices import is_tuned, rules_in_force
+from lightning_memopt.record.devices import rules_in_force
 from lightning_memopt.record.exposure import unwatched, watching, watching_sizes
 from lightning_memopt.record.levels import around_dual_levels, in_dual_level, in_transform
 from lightning_memopt.record.modes import Outside
@@ -91,7 +91,6 @@ __all__ = [
     "instead_of_calls",
     "is_norm",
     "is_plain",
-    "is_tuned",
     "keep_seams",
     "numeric_flags",
     "parameters_of",

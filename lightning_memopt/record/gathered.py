@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from lightning_memopt.device.places import on_host
 from lightning_memopt.record.exposure import unwatched
 from lightning_memopt.record.modes import Outside
 from lightning_memopt.record.seams import Place, Seams
@@ -66,7 +67,7 @@ def _hiding(communicates: bool, original: Any) -> Any:
             for listener in tuple(_seams.listeners):
                 stack.enter_context(listener(unit, "hook"))
             result = original(unit, *args, **kwargs)
-            if communicates and unit.device.type == "cpu":
+            if communicates and on_host(unit.device):
                 settle()  # within the listeners' contexts: they measure what is left after the hook
             return result
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lightning_memopt.device.places import device_of_call, generator_of_call
 from lightning_memopt.record.arguments import captured, fresh, read
 from lightning_memopt.record.devices import may_run_again
 from lightning_memopt.record.modes import Outside
@@ -24,8 +25,6 @@ from lightning_memopt.record.tensors import (
     conjugating,
     count_versions,
     covers,
-    device_of,
-    generator_of_call,
     is_foreign,
     is_plain,
     tensors_in,
@@ -231,7 +230,7 @@ class Recorder(Outside):
         if rule.rewrite is not None:  # no call reads the running statistics; nor does a fixed op: its plan does not fix it
             statistics = {id(self.of_storage[storage_id(t)]) for t in targets}
             reads[:] = [version for version in reads if id(version) not in statistics]
-        if op in self.fixed or not may_run_again(func, device_of((v.device for v in reads), kwargs).type):
+        if op in self.fixed or not may_run_again(func, device_of_call((v.device for v in reads), kwargs).type):
             return
         if rule.handling != "empty":
             record.call = self._call(op, record, args, kwargs, reads, targets)

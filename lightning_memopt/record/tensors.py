@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -99,55 +98,6 @@ def is_dense(t: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
-
-
-def device_of(devices: Iterable[torch.device], kwargs: dict[str, Any]) -> torch.device:
-    """The device of an op that reads tensors on `devices`: its argument `device`, else the first accelerator, else the CPU."""
-    device = kwargs.get("device")
-    if device is not None:
-        return torch.device(device)
-    return next((d for d in devices if d.type != "cpu"), _CPU)
-
-
-def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Within, `device` is the current one of this thread. In a new thread, device 0 is, which may be that of another process:
-    whatever uses the current device opens a context on it.
-    """
-    index: int | None = device.index
-    if device.type == "cpu" or index is None:
-        return contextlib.nullcontext()
-    return torch.get_device_module(device).device(device)
-
-
-def is_on(device: torch.device, where: torch.device) -> bool:
-    """Whether `where` is this device: of the same type and number, as far as both have a number."""
-    index: int | None = device.index
-    other: int | None = where.index
-    return where.type == device.type and (index is None or other is None or index == other)
-
-
-def indexed(device: torch.device) -> torch.device:
-    """The device with its number: that of the current one of this thread, where it has none."""
-    index: int | None = device.index
-    if device.type == "cpu" or index is not None:
-        return device
-    return torch.device(device.type, torch.get_device_module(device).current_device())
-
-
-def generator_of(device: torch.device) -> torch.Generator | None:
-    """The default generator of a device, from which an op without a generator argument draws; None where torch has none."""
-    if device.type == "cpu":
-        return torch.default_generator
-    module = torch.get_device_module(device)
-    generators = getattr(module, "default_generators", ())
-    index = module.current_device() if device.index is None else device.index
-    return generators[index] if index < len(generators) else None
-
-
-def generator_of_call(args: tuple, kwargs: dict[str, Any], devices: Iterable[torch.device]) -> torch.Generator | None:
-    """The generator from which a random op draws that reads tensors on `devices`; None where torch has none."""
-    given = kwargs.get("generator") or next((a for a in args if isinstance(a, torch.Generator)), None)
-    return given or generator_of(device_of(devices, kwargs))
 
 
 def bytes_of(t: torch.Tensor) -> torch.Tensor:

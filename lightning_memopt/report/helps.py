@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life, Plan
@@ -135,7 +136,7 @@ def _parking(graph: Graph, plan: Plan, frontier: planner.Frontier) -> Iterator[H
     from lightning_memopt.session.joint_frontier import peak_nbytes
     from lightning_memopt.session.offloading import Offloading
 
-    tier = "disk" if graph.device == "cpu" else "host"
+    tier = kind_of(graph.device).slow_tier
     starts = _spread([c.lives for c in frontier.candidates])
     for option, value in (("offload", tier), ("compress", "lossless")):
         config = MemOptConfig(**{option: value})  # type: ignore[arg-type]

@@ -22,6 +22,7 @@ from torch import nn
 
 from lightning_memopt import files
 from lightning_memopt.config import MemOptConfig
+from lightning_memopt.device.backends import backend_of
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.ranks import rank_and_ranks, rank_in_all
 from lightning_memopt.report.frontier import rows
@@ -124,7 +125,7 @@ def record_of(session: Session, status: RunStatus, meter: Meter | None = None, r
         rank=rank,
         ranks=ranks,
         model=type(session.model).__name__,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        device=backend_of(device).name,
         torch=str(torch.__version__),
         reason=status.reason or "",
         remedy=status.remedy or "",

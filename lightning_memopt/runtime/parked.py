@@ -25,10 +25,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
+from lightning_memopt.device.backends import current_stream
+from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.errors import TierFullError
 from lightning_memopt.plan.forms import EXACT, codec_of, tier_of
 from lightning_memopt.record import fills, uncompiled
@@ -39,11 +40,6 @@ from lightning_memopt.runtime.tiers import Stopwatch, Stored, Tier
 
 _UNTIMED, _TIMED = 2, 8
 """Where times are between events of a device: the first forwards, which are not like the others, then those that are timed."""
-
-
-def current_stream(device: torch.device) -> Any:
-    """The CUDA stream of this moment on the device; None on the CPU."""
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def whole(t: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
@@ -99,7 +95,7 @@ class Depot:
 
     def begins(self, device: str) -> None:
         """A planned forward begins on a device of this type."""
-        on = device == "cpu" or _UNTIMED <= self.forwards < _UNTIMED + _TIMED
+        on = kind_of(device).is_host or _UNTIMED <= self.forwards < _UNTIMED + _TIMED
         for watch in (self.waited, self.coded, *(tier.copied for tier in self)):
             watch.on = on
         self.forwards += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from lightning_memopt.config import MemOptConfig
+from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life
 from lightning_memopt.plan.peak import Breakdown, at_peak
@@ -35,7 +36,7 @@ def remedies(graph: Graph, breakdown: Breakdown, config: MemOptConfig) -> list[s
     updates = sum(n for (layer, structure), n in breakdown.nbytes.items() if layer == "update" and structure in _PASSING)
     saved = sum(nbytes[s] for s in _SAVED)
     kinds = [kind for kind in ("_foreach_", "_fused_") if any(o.phase == "update" and kind in o.name for o in graph.ops)]
-    tier = "disk" if graph.device == "cpu" else "auto"
+    tier = "disk" if kind_of(graph.device).is_host else "auto"
     batch = saved + nbytes["inputs"] + sum(nbytes[s] for s in _PASSING) - updates
     offers = [
         (kinds == ["_foreach_"], updates, "foreach=False in the optimizer"),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from lightning_memopt.device.backends import backend_of
 from lightning_memopt.plan.allocator import Settings, tell
-from lightning_memopt.torch_private import allocator_snapshot
 
 
 def read_settings(device: torch.device) -> None:
     """Let plans be priced by the settings that are in force now. Nothing is done for devices and allocators without such."""
-    if device.type == "cuda" and torch.cuda.get_allocator_backend() == "native":
-        tell(Settings.of_allocator(allocator_snapshot().get("allocator_settings", {})))
+    said = backend_of(device).allocator_settings()
+    if said is not None:
+        tell(Settings.of_allocator(said))

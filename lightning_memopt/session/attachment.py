@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from lightning_memopt.device.places import on_host
 from lightning_memopt.errors import AlreadyAttachedError
 from lightning_memopt.record import drop_seams, interrupts, keep_seams
 from lightning_memopt.record.gathered import settling, units_of
@@ -44,7 +45,7 @@ class Attachment:
         keep_seams(self)
         if units_of(model):
             self._contexts.enter_context(settling())
-        if device.type == "cpu":
+        if on_host(device):
             count_all(say)
         install_native(say)
         interrupts.watch(self)  # last: only `leave` ends it

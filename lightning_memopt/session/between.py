@@ -11,7 +11,7 @@ import weakref
 
 import torch
 
-from lightning_memopt.native import counter
+from lightning_memopt.native import counter_of
 from lightning_memopt.native.counting import Window
 from lightning_memopt.units import format_nbytes
 
@@ -35,7 +35,7 @@ class Between:
 
     def begins(self, device: torch.device) -> None:
         """A step is over, or evaluation begins in it."""
-        counts = counter() if device.type == "cpu" else None
+        counts = counter_of(device)
         if self._window is None and counts is not None:
             self._window = counts.window()
 

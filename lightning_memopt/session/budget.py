@@ -8,15 +8,18 @@ import warnings
 import torch
 from torch import nn
 
-from lightning_memopt.config import MemOptConfig, free_nbytes
+from lightning_memopt.config import MemOptConfig
+from lightning_memopt.device.backends import backend_of
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.units import format_nbytes
 
 
 def budget_on(device: torch.device, config: MemOptConfig) -> int | None:
     """The budget in bytes on this device, lowered to the bytes that other programs leave free; None for "min"."""
+    backend = backend_of(device)
+    backend.check()
     budget = config.budget_nbytes(device)
-    free = free_nbytes(device)
+    free = backend.free_nbytes()
     if budget is None or free is None or budget <= free:
         return budget
     warnings.warn(
@@ -63,7 +66,7 @@ class Neighbours:
         self._steps += 1
         if self._steps % EVERY or self.budget_nbytes is None:
             return
-        free = free_nbytes(self.device)
+        free = backend_of(self.device).free_nbytes()
         short = free is not None and free < self.budget_nbytes
         if short and not self._said:
             warnings.warn(

@@ -18,19 +18,20 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from lightning_memopt.clocks import perf_counter, thread_time
+from lightning_memopt.device.backends import backend_of
+from lightning_memopt.device.kinds import kind_of
+from lightning_memopt.device.places import current, indexed, on_host
 from lightning_memopt.graph import Graph, requests_of
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import Life
 from lightning_memopt.record import Outside
-from lightning_memopt.record.tensors import current, indexed
 from lightning_memopt.runtime import Learned, PlannedEngine, Program
 from lightning_memopt.session import times
 from lightning_memopt.session.observation import Observation
@@ -111,8 +112,8 @@ class _Empty(Outside):
 
 def _medians(runs: dict[str, Callable[[], Any]], device: torch.device) -> dict[str, float]:
     """Median seconds of each function. Their runs take turns. On the CPU it is this thread's time: others may be busy, too."""
-    synchronize: Callable[[], Any] = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
-    clock = perf_counter if device.type == "cuda" else thread_time
+    backend = backend_of(device)
+    synchronize, clock = backend.synchronize, backend.clock
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(_ROUNDS):
         for name, run in runs.items():
@@ -229,7 +230,7 @@ def measured(graph: Graph, device: torch.device | None = None) -> Costs:
 
 def _touched(graph: Graph) -> int:
     """Bytes that an op of the forward reads and writes in the mean, a power of four; 0 if few, or not in the host's memory."""
-    if graph.device != "cpu" or not graph.forward:
+    if not kind_of(graph.device).is_host or not graph.forward:
         return 0
     nbytes = sum(graph.tensors[t].nbytes for op in graph.forward for t in {*op.inputs, *op.outputs}) / len(graph.forward)
     if nbytes < _FEWEST_TOUCHED:
@@ -307,7 +308,7 @@ def _measured(device: torch.device, nbytes: int = 0) -> Costs:
         argument=argument,
         recorded=max(0.0, (took["rebuilding"] - took["passing"]) / chain.ops),
         rebuilt=(many - segment * segments) / runs,
-        eager=took["forward"] / chain.ops if device.type == "cuda" else 0.0,
+        eager=took["forward"] / chain.ops if not on_host(device) else 0.0,
         forward=max(0.0, short_passes - an_op * short.ops),
         segment=segment,
     )

@@ -9,18 +9,18 @@ loop that have not run yet: no budget is refused because of them, but the budget
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 
 import torch
 
 from lightning_memopt.clocks import thread_time
+from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import BEFORE, Graph, Op, Point, Tensor, resident_text, unmodified_levels
 from lightning_memopt.graph.model import Kind
 from lightning_memopt.live_objects import live_objects
-from lightning_memopt.native import counter
+from lightning_memopt.native import counter_of
 from lightning_memopt.plan import reserved_nbytes_of
 from lightning_memopt.record import parameters_of
 from lightning_memopt.session import times
@@ -33,7 +33,7 @@ from lightning_memopt.session.resident import state_made
 from lightning_memopt.session.worth import worth
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.rollout import keep_all
-from lightning_memopt.units import allocated_nbytes, format_nbytes
+from lightning_memopt.units import format_nbytes
 
 Say = Callable[[str], None]
 
@@ -94,7 +94,7 @@ class Foresight:
             return with_state(graph, made)
         growing = [o for o in self.optimizers if type(o) is torch.optim.LBFGS]
         growth = tuple(nbytes for o in growing for nbytes in rehearse(o, [], device, _rounded(device)).state)
-        counted = device.type == "cpu" and counter() is not None  # then the graph already has the bytes that the update held
+        counted = counter_of(device) is not None  # then the graph already has the bytes that the update held
         throughout = 0 if counted else self.update.throughout_nbytes
         later_update = self.update._replace(state=growth, throughout_nbytes=throughout)
         return with_update(with_state(graph, made), later_update, sum(made))
@@ -167,7 +167,7 @@ class Later:
 
 def _rounded(device: torch.device) -> Rounded:
     """How the allocator of a device rounds a request. CUDA's gives whole blocks."""
-    return functools.partial(allocated_nbytes, device=device.type)
+    return kind_of(device.type).allocated_nbytes
 
 
 def with_update(graph: Graph, update: Update, made_nbytes: int = 0) -> Graph:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from lightning_memopt.config import MemOptConfig
+from lightning_memopt.device.places import same_type
 from lightning_memopt.errors import ConfigError, InfeasibleError, PlanMismatchError
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Plan, read_plan, snapshot, write_plan
@@ -22,7 +23,7 @@ def read_given(device: torch.device, budget_nbytes: int | None, config: MemOptCo
     if path is None:
         return None
     plan, graph = read_plan(path)
-    if graph.device != device.type:
+    if not same_type(device, graph.device):
         raise PlanMismatchError(
             f"The plan {path} was made for {graph.device}, the model is on {device.type}. Make a plan there."
         )

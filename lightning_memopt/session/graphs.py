@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
 
+from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.graph import BEFORE, Graph, Tensor, fingerprint, first_difference
 from lightning_memopt.session import times
 
@@ -25,10 +26,10 @@ def pieces(nbytes: int, sizes: Iterable[int]) -> tuple[int, ...]:
 
 
 def requests_for(device: str, sizes: Sequence[int]) -> tuple[int, ...]:
-    """The requests that stand for tensors of these sizes in a graph: one for all where only their sum counts. The allocator of
-    CUDA serves many small requests from memory that one large request cannot use.
+    """The requests that stand for tensors of these sizes in a graph: one for all where only their sum counts. An allocator
+    with segments serves many small requests from memory that one large request cannot use.
     """
-    return pieces(sum(sizes), sizes if device == "cuda" else ())
+    return pieces(sum(sizes), sizes if kind_of(device).has_segments else ())
 
 
 def with_state(graph: Graph, sizes: Sequence[int]) -> Graph:

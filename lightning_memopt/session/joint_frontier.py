@@ -12,6 +12,7 @@ import torch
 
 from lightning_memopt.clocks import perf_counter, process_time
 from lightning_memopt.config import MemOptConfig
+from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph, fingerprint
 from lightning_memopt.plan import Life, Plan, Prediction, simulate
@@ -75,7 +76,7 @@ class JointFrontier(Frontier):
     def of(cls, frontier: Frontier, offloading: Offloadable) -> JointFrontier:
         graph = frontier.graph
         fields: dict[str, Any] = {name: getattr(frontier, name) for name in Frontier.__dataclass_fields__}
-        if graph.device != "cuda":  # on CUDA the reserved bytes are known only for a plan that has been made
+        if not kind_of(graph.device).has_segments:  # there the reserved bytes are known only for a plan that has been made
             plans = (c.lives for c in frontier.candidates)
             least, fields["least"] = joint.least(graph, plans, offloading.forms(graph), lambda lives: peak_nbytes(graph, lives))
             fields["smallest_nbytes"] = min(frontier.smallest_nbytes, least + UNSEEN_NBYTES)

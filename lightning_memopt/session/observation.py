@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_memopt.device.places import is_on, on_host
 from lightning_memopt.graph import Graph, Op
-from lightning_memopt.native import counter
+from lightning_memopt.native import counter_of
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.record import Recorder, around_compiled, around_dual_levels, watching_sizes
 from lightning_memopt.record.gathered import around_units, units_of
-from lightning_memopt.record.tensors import is_on
 from lightning_memopt.runtime import ObservingEngine, let_go, step_ended
 from lightning_memopt.runtime.engine.surplus import Bound
 from lightning_memopt.runtime.engine.units import Units
@@ -90,7 +90,7 @@ class Observation:
         self._round: tuple[Tracer, ObservingEngine, Recorder] | None = None
         self._aside: Recorder | None = None
         self._ungraded: list[tuple[nn.Parameter, int]] = []
-        self._counter = counter() if device.type == "cpu" else None
+        self._counter = counter_of(device)
         self._contexts = contextlib.ExitStack()
         self._metering = contextlib.ExitStack()
 
@@ -139,7 +139,7 @@ class Observation:
         engine.opaque_ops = self.opaque_ops
         self._metering = contextlib.ExitStack()
         self.events = None
-        if self.meter and may_meter and self.device.type == "cpu":
+        if self.meter and may_meter and on_host(self.device):
             self.events = self._metering.enter_context(metered_cpu())
             if self.events.available:
                 tracer.marks = self.events.mark
@@ -397,7 +397,7 @@ class Observation:
 
 def count_copies(device: torch.device) -> None:
     """Let the native counter count the copies and the loaded tensors in memory, for which torch asks another allocator."""
-    counts = counter() if device.type == "cpu" else None
+    counts = counter_of(device)
     if counts is not None:
         count_living(counts)
 

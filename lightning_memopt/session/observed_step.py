@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lightning_memopt.config import MemOptConfig
+from lightning_memopt.device.places import is_on
 from lightning_memopt.graph import Graph
 from lightning_memopt.session.allocator import read_settings
 from lightning_memopt.session.effort import Effort
@@ -50,6 +51,12 @@ class ObservedStep:
         within = f" within {format_nbytes(budget_nbytes)}" if budget_nbytes else ""
         last = "; later ones, for batches of other shapes, are not announced" if self._announced == _ANNOUNCED else ""
         say(f"MemOpt: observing {steps} on {device}{within}{last}")
+        others = sorted({str(p.device) for p in self._model.parameters() if not is_on(device, p.device)})
+        if others and self._announced == 1:
+            say(
+                f"MemOpt: parameters are on {', '.join(others)} as well. The budget is that of {device}, and nothing is "
+                "planned elsewhere. Put the model on one device to plan all of it."
+            )
 
     def begin(self, state: Observing | Waiting, device: torch.device, limit_nbytes: int | None) -> Observation:
         """A step of this state begins to be observed."""

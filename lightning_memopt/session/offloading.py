@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 
 from lightning_memopt.config import MemOptConfig
+from lightning_memopt.device.places import on_host
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.plan import Plan
@@ -44,8 +45,8 @@ class Offloading:
     def __init__(self, device: torch.device, config: MemOptConfig) -> None:
         self.device, self.config = device, config
         name, directory = config.offload_to
-        self.tier = {"none": "", "auto": "host" if device.type == "cuda" else ""}.get(name, name)
-        if self.tier == "host" and device.type == "cpu":
+        self.tier = {"none": "", "auto": "" if on_host(device) else "host"}.get(name, name)
+        if self.tier == "host" and on_host(device):
             raise ConfigError("offload='host' parks in the memory that the budget counts; on the CPU, use 'disk'.")
         self.codec = {"lossy": LOSSY, "none": "", "lossless": ""}.get(config.compress, config.compress)
         self.depots = Depots(device, directory)

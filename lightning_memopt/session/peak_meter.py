@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_memopt.native import counter
+from lightning_memopt.device.backends import backend_of
+from lightning_memopt.native import counter, counter_of
 from lightning_memopt.ranks import buckets_nbytes
 from lightning_memopt.session.between import Between, spoil_between
 from lightning_memopt.session.observation import Observation
@@ -66,10 +67,11 @@ class StepMeter:
         self._gradients = [(weakref.ref(s), s.nbytes()) for s in (g.untyped_storage() for g in gradients)]
         self._stack = contextlib.ExitStack()
         self._events: AllocatorEvents | None = None
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(device)
+        self._backend = backend_of(device)
+        if self._backend.keeps_statistics:
+            self._backend.synchronize()
+            self._backend.empty_cache()
+            self._backend.reset_peaks()
             return
         counts = counter()
         if counts is not None:
@@ -79,8 +81,8 @@ class StepMeter:
     def close(self) -> int | None:
         """The peak in bytes; None where another profiler was running."""
         self._stack.close()
-        if self.device.type == "cuda":
-            return int(torch.cuda.max_memory_reserved(self.device))
+        if self._backend.keeps_statistics:
+            return self._backend.peak_nbytes()
         if self._events is None or not self._events.available:
             return None
         if not self._events.profiled:
@@ -124,7 +126,7 @@ class Metering:
         if self._meter is not None:
             return
         self._step_begins(device)
-        counts = counter() if device.type == "cpu" else None
+        counts = counter_of(device)
         if counts is not None and not self._spoiled:
             if self._foreign_nbytes is None:
                 self._foreign_nbytes = foreign_nbytes(resident_tensors(model, optimizers, ()))
@@ -140,7 +142,7 @@ class Metering:
         self.between.ends(self._foreign_nbytes or 0)
         before, self._reserved_nbytes = self._reserved_nbytes, None
         if before is not None:
-            now = int(torch.cuda.max_memory_reserved(device))
+            now = backend_of(device).peak_nbytes()
             if now > before:  # beyond what the step took that was measured last
                 self.between.read(now)
 
@@ -167,7 +169,7 @@ class Metering:
         profiled = meter is not None and meter.base_nbytes is None
         self._metered = profiled or (observation is not None and observation.metered)
         peak = meter.close() if meter is not None else None
-        self._reserved_nbytes = peak if meter is not None and meter.device.type == "cuda" else None
+        self._reserved_nbytes = peak if meter is not None and backend_of(meter.device).keeps_statistics else None
         return None if meter is None or peak is None else Measured(peak, meter.base_nbytes)
 
     def span_begins(self, optimizer: torch.optim.Optimizer, observation: Observation | None = None) -> None:

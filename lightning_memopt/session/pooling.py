@@ -11,6 +11,9 @@ import torch
 from lightning_memopt import native
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.cxx import BuildError
+from lightning_memopt.device.backends import current_stream
+from lightning_memopt.device.kinds import kind_of
+from lightning_memopt.device.places import on_host
 from lightning_memopt.runtime.pool import ALIGNMENT, Addresses, LoggedStep, PoolStatus, PoolWindows, Solve, StreamWindows
 from lightning_memopt.session.states import Running, State
 from lightning_memopt.solvers.placement import Buffer, place_cyclic
@@ -65,9 +68,9 @@ class Pooling:
     def _opens(self) -> None:
         if _open:
             self._reason = "another run has it"
-        elif self._device.type == "cuda":
+        elif kind_of(self._device.type).has_segments:
             self._opens_cuda()
-        elif self._device.type != "cpu":
+        elif not on_host(self._device):
             self._reason = f"the model is on {self._device}, and it serves the CPU and CUDA"
         else:
             pool = native.pool()
@@ -83,7 +86,7 @@ class Pooling:
     def _opens_cuda(self) -> None:
         try:
             allocator = native.cuda_allocator(self._device, self._say)
-            stream = torch.cuda.current_stream(self._device)
+            stream = current_stream(self._device)
             index = stream.device.index
             main = allocator.stream(index, stream.cuda_stream)
         except BuildError as error:

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from lightning_memopt.config import MemOptConfig
+from lightning_memopt.device.places import on_host
 from lightning_memopt.errors import InfeasibleError, UnsupportedError
 from lightning_memopt.graph import RESIDENT
-from lightning_memopt.native import counter
+from lightning_memopt.native import counter_of
 from lightning_memopt.record.gathered import units_of
 from lightning_memopt.session.resident import Named, resident_nbytes
 from lightning_memopt.torch_private import fsdp_units, in_pipeline, is_plainly_sharded, places_of_weights
@@ -52,9 +53,9 @@ def refuse_sharded(
             )
     if budget_nbytes is None:
         return
-    if device.type == "cpu":
+    if on_host(device):
         count_all(say)
-    if counter() is None or device.type != "cpu":
+    if counter_of(device) is None:
         raise UnsupportedError(
             f"budget={config.budget!r}: the model is sharded by FSDP2, and the bytes of its collectives are counted on the CPU "
             "only, by the native counter. Set budget='min' for the smallest plan."

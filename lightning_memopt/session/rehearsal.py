@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import optim
 
+from lightning_memopt.device.places import has_memory, is_on, on_host
 from lightning_memopt.record import Outside
-from lightning_memopt.record.tensors import is_on
 from lightning_memopt.runtime.early_updates import step_without_hooks
 from lightning_memopt.session.graphs import pieces
 from lightning_memopt.torch_private import (
@@ -122,14 +122,14 @@ def _is_torchs(optimizer: optim.Optimizer) -> bool:
 class _Ledger(Outside):
     """Counts the bytes of the live tensors that ops have made.
 
-    kinds: the types of devices whose tensors are counted.
+    host: the host's tensors are counted, beside those without memory.
     existing: objects from before; the tensors among them are not counted.
     value: the number that Python reads of a tensor without memory.
     """
 
-    def __init__(self, kinds: set[str], rounded: Rounded, existing: Iterable[Any]) -> None:
+    def __init__(self, host: bool, rounded: Rounded, existing: Iterable[Any]) -> None:
         super().__init__()
-        self.kinds, self.rounded = kinds, rounded
+        self.host, self.rounded = host, rounded
         self.live_nbytes = self.peak_nbytes = 0
         self.value = 1
         self._existing = [t.untyped_storage() for t in existing if isinstance(t, torch.Tensor)]
@@ -142,12 +142,15 @@ class _Ledger(Outside):
             return self.value
         out = func(*args, **(kwargs or {}))
         for t in tree_leaves(out):
-            if isinstance(t, torch.Tensor) and t.device.type in self.kinds:
+            if isinstance(t, torch.Tensor) and self._counts(t.device):
                 self._made(t.untyped_storage())
         if func in _PRODUCTS and args[0].dtype in (torch.bfloat16, torch.float16):  # the CPU packs an operand (Muon)
             packed = max(self.rounded(t.nbytes) for t in args if isinstance(t, torch.Tensor))
             self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes + packed)
         return out
+
+    def _counts(self, device: torch.device) -> bool:
+        return not has_memory(device) or (self.host and on_host(device))
 
     def _made(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
@@ -198,7 +201,7 @@ def _of_group(
     double, blank = _double(optimizer, options, rehearsed)
     before = {q: Counter(_sizes(double.state[q], rounded)) for q in blank}
     existing = tree_leaves([list(double.state.values()), blank, [q.grad for q in blank]])
-    ledger = _Ledger({"meta", "cpu"} if device.type == "cpu" else {"meta"}, rounded, existing)
+    ledger = _Ledger(on_host(device), rounded, existing)
     raw = step_without_hooks(type(double))
     assert raw is not None, "it is torch's step"
     step = partial(raw, double)
@@ -245,7 +248,7 @@ def _blank(t: torch.Tensor) -> torch.Tensor:
     copied: Python reads them (the number of steps).
     """
     t = local_tensor(t)
-    if t.dim() == 0 and t.device.type == "cpu":
+    if t.dim() == 0 and on_host(t.device):
         return t.detach().clone()
     return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="meta").requires_grad_(t.requires_grad)
 

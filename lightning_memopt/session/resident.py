@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_memopt.device.places import is_on, on_host
 from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.graph.model import Kind
 from lightning_memopt.native import counter
 from lightning_memopt.record import is_plain
-from lightning_memopt.record.tensors import is_on
 from lightning_memopt.session.graphs import pieces
 from lightning_memopt.session.leaves import leaves_of
 from lightning_memopt.torch_private import gradient_of, local_tensor
@@ -75,7 +75,7 @@ def foreign_nbytes(tensors: Iterable[Named]) -> int:
     if counts is None:
         return 0
     for t, _, _ in tensors:
-        if t.device.type == "cpu" and is_plain(t):
+        if on_host(t.device) and is_plain(t):
             storage = t.untyped_storage()
             if not counts.counts(storage):
                 seen[storage._cdata] = storage.nbytes()

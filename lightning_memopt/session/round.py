@@ -72,9 +72,7 @@ class Rounds:
         self._until_backward = contextlib.ExitStack()
 
     @contextlib.contextmanager
-    def around(
-        self, begin: Begin, ended: Ended, entry: Entry | None = None, call: Signature | None = None
-    ) -> Iterator[None]:
+    def around(self, begin: Begin, ended: Ended, entry: Entry | None = None, call: Signature | None = None) -> Iterator[None]:
         """Around a call that is a forward, or a part of the open one. `entry`: what is called, where that is not the model: the
         forward stays open after the call. `call`: its signature.
         """

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_memopt.device.backends import backend_of
 from lightning_memopt.record import compiled_modules
 from lightning_memopt.runtime.early_updates import Reason
 from lightning_memopt.session.compiled_regions import CompiledRegions
@@ -94,7 +95,7 @@ def unobservable(model: nn.Module, device: torch.device) -> Reason | None:
         return NO_HOOKS
     if others_hooks():
         return CHECKPOINTED if in_checkpoint() else OTHER_HOOKS
-    return CAPTURED if device.type == "cuda" and torch.cuda.is_current_stream_capturing() else None
+    return CAPTURED if backend_of(device).is_capturing() else None
 
 
 class Silence:

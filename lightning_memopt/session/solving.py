@@ -8,10 +8,10 @@ from typing import NamedTuple
 from lightning_memopt import logs
 from lightning_memopt.clocks import thread_time
 from lightning_memopt.config import MemOptConfig
+from lightning_memopt.device.determinism import is_tuned
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import COMPILED, Graph
 from lightning_memopt.plan import Plan
-from lightning_memopt.record import is_tuned
 from lightning_memopt.session import costs, times
 from lightning_memopt.session.advice import advice
 from lightning_memopt.session.foresight import unmodified_peak
@@ -80,9 +80,7 @@ def _detail(text: str) -> None:
 
 def _tuned_nbytes(graph: Graph) -> int:
     """Bytes of saved tensors that a convolution made and that do not run again, because cuDNN chooses by time."""
-    if graph.device == "cpu":
-        return 0
-    made = {t for op in graph.forward if is_tuned(op.name) for t in op.outputs}
+    made = {t for op in graph.forward if is_tuned(op.name, graph.device) for t in op.outputs}
     return sum(graph.tensors[t].nbytes for t in made & {save.tensor for save in graph.saves})
 
 

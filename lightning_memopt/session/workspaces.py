@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_memopt.device.backends import backend_of
+from lightning_memopt.device.places import current, on_host
 from lightning_memopt.record.below import below_autograd
-from lightning_memopt.record.tensors import current
 from lightning_memopt.runtime.engine.rebuild import checksum_weights
 from lightning_memopt.session.costs import in_own_thread
 from lightning_memopt.torch_private import no_torch_functions
@@ -26,18 +27,19 @@ _of_thread = threading.local()
 
 
 def take_workspaces(model: nn.Module, device: torch.device) -> None:
-    """On CUDA, make the weights of checksums, and run a product in this thread and in autograd's, once for each stream, if the
-    model has a matrix.
+    """Off the host, make the weights of checksums. On CUDA, run a product in this thread and in autograd's, once for each
+    stream, if the model has a matrix.
     """
-    if device.type != "cuda":
+    if on_host(device):
         return
     with current(device), below_autograd(), no_torch_functions():
         checksum_weights(device)
-    if not any(p.dim() == 2 for p in model.parameters()):
+    backend = backend_of(device)
+    if not backend.keeps_workspaces or not any(p.dim() == 2 for p in model.parameters()):
         return
-    stream = torch.cuda.current_stream(device)
+    stream = backend.current_stream()
     taken: set[tuple[int | None, int]] = vars(_of_thread).setdefault("taken", set())
-    key = device.index, stream.cuda_stream
+    key = device.index, stream.stream_id
     if key in taken:
         return
     taken.add(key)
@@ -45,7 +47,7 @@ def take_workspaces(model: nn.Module, device: torch.device) -> None:
         _multiply(device)
 
     def in_backward() -> None:
-        with torch.cuda.stream(stream):  # the nodes of a backward run on the streams of their forward
+        with backend.streams.stream(stream):  # the nodes of a backward run on the streams of their forward
             _MultipliesInBackward.apply(torch.ones(_SIDE, device=device, requires_grad=True)).sum().backward()
 
     in_own_thread(in_backward, device)

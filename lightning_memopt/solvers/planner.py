@@ -17,6 +17,7 @@ from dataclasses import replace
 from operator import attrgetter
 
 from lightning_memopt.clocks import perf_counter, thread_time
+from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.graph import LATE_HOOK, Graph, Op, unmodified_levels
 from lightning_memopt.plan import Life, LoweringError, reserved_nbytes_of, simulate
 from lightning_memopt.plan.model import Objective
@@ -68,7 +69,7 @@ def _late_nbytes(graph: Graph) -> int:
     the collective.
     """
     hooks = (op.workspace_nbytes for op in graph.ops if op.name == LATE_HOOK)
-    return max(hooks, default=0) if graph.device == "cpu" else 0
+    return max(hooks, default=0) if kind_of(graph.device).is_host else 0
 
 
 def _plain(graph: Graph) -> Iterator[tuple[str, tuple[Life, ...]]]:

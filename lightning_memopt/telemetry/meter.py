@@ -20,6 +20,8 @@ from typing import Any, TypedDict
 import torch
 
 from lightning_memopt.clocks import perf_counter
+from lightning_memopt.device.backends import backend_of
+from lightning_memopt.device.places import on_host
 from lightning_memopt.telemetry.energy import EnergyMeter
 from lightning_memopt.telemetry.nvml import nvml_source
 from lightning_memopt.telemetry.rapl import rapl_sources
@@ -72,6 +74,7 @@ class Meter:
         energies: Mapping[str, EnergyMeter] | None = None,
     ) -> None:
         self.device = torch.device(device)
+        self._backend = backend_of(self.device)
         self.before = before
         self.total, self.steady = Tally(), Tally()
         self._every, self._warmup, self._is_steady, self._clock = every, warmup, steady, clock
@@ -148,10 +151,10 @@ class Meter:
         if steady.samples_per_sec is None:
             return None
         # if the training device is the CPU, its energy is that of the processors
-        name = "cpu" if self.device.type == "cpu" and "device" not in steady.energy else "device"
+        name = "cpu" if on_host(self.device) and "device" not in steady.energy else "device"
         energy = steady.energy.get(name, Energy())
         return Throughput(
-            device=_name(self.device),
+            device=self._backend.name,
             steps=steady.steps,
             samples_per_step=steady.samples / steady.steps if steady.steps else None,
             samples_per_sec=steady.samples_per_sec,
@@ -161,8 +164,8 @@ class Meter:
         )
 
     def peak_nbytes(self) -> int | None:
-        """The most bytes reserved on the CUDA device since its statistics were last reset; None on the CPU."""
-        return int(torch.cuda.max_memory_reserved(self.device)) if self.device.type == "cuda" else None
+        """The most bytes of the device, as a budget counts them, since its statistics were last reset; None on the CPU."""
+        return self._backend.peak_nbytes() if self._backend.keeps_statistics else None
 
     # -- stretches ---------------------------------------------------------------------------------
 
@@ -219,19 +222,14 @@ class Meter:
             self.steady += tally
 
     def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        self._backend.synchronize()
 
 
 def _energies(device: torch.device, cpu: bool, clock: Clock) -> dict[str, EnergyMeter]:
     """Name -> energy meter of the training device (unless it is the CPU) and, with `cpu`, of the processors."""
     meters = {}
-    if device.type != "cpu":
+    if not on_host(device):
         meters["device"] = EnergyMeter(str(device), lambda: [nvml_source(device, clock)])
     if cpu:
         meters["cpu"] = EnergyMeter("the processors", partial(rapl_sources, clock=clock))
     return meters
-
-
-def _name(device: torch.device) -> str:
-    return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else device.type

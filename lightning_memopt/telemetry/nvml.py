@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from lightning_memopt.clocks import perf_counter
+from lightning_memopt.device.backends import backend_of
 from lightning_memopt.errors import EnergyUnavailableError
 from lightning_memopt.telemetry.sources import Clock, EnergyCounter, EnergySource, PowerSampler
 
@@ -24,15 +25,10 @@ _MOST_WATTS = 5000.0
 """More power than a board takes; boards of 2026 take up to 1,400 W."""
 
 
-def uuid_of(device: torch.device) -> str:
-    """The UUID of a CUDA device, without the prefix "GPU-" or "MIG-"."""
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
-    return uuid.removeprefix("GPU-").removeprefix("MIG-")
-
-
 def nvml_source(device: torch.device, clock: Clock = perf_counter) -> EnergySource:
     """The energy source of a CUDA device. Raises EnergyUnavailableError, which says why, if it cannot be read."""
-    if device.type != "cuda" or torch.version.hip is not None:
+    uuid = backend_of(device).uuid
+    if uuid is None:
         raise EnergyUnavailableError(
             "it is no NVIDIA GPU; only their energy can be read. Leave energy out, or use cpu=True for that of the processors"
         )
@@ -45,7 +41,7 @@ def nvml_source(device: torch.device, clock: Clock = perf_counter) -> EnergySour
     except nvml.NVMLError as error:
         raise EnergyUnavailableError(f"NVML cannot be started ({error}); check NVIDIA's driver") from error
     try:
-        return _source(nvml, uuid_of(device), clock)
+        return _source(nvml, uuid, clock)
     except BaseException:
         _end(nvml)
         raise

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 
 from lightning_memopt.clocks import perf_counter
-from lightning_memopt.native import counter
+from lightning_memopt.device.backends import backend_of
+from lightning_memopt.native import counter_of
 
 
 class Sample(NamedTuple):
@@ -29,8 +30,8 @@ class Sampler:
     """
 
     def __init__(self, device: torch.device, interval_seconds: float = 0.001) -> None:
-        self._device, self._count = device, counter() if device.type == "cpu" else None
-        self.available = device.type == "cuda" or self._count is not None
+        self._backend, self._count = backend_of(device), counter_of(device)
+        self.available = self._backend.keeps_statistics or self._count is not None
         self._began = perf_counter()
         self._samples: list[Sample] = []
         self._over = threading.Event()
@@ -55,5 +56,5 @@ class Sampler:
             self._read()
 
     def _read(self) -> None:
-        nbytes = self._count.live_nbytes if self._count is not None else torch.cuda.memory_allocated(self._device)
+        nbytes = self._count.live_nbytes if self._count is not None else self._backend.allocated().now
         self._samples.append(Sample(perf_counter() - self._began, int(nbytes)))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_memopt.clocks import perf_counter
+from lightning_memopt.device.backends import backend_of
 from lightning_memopt.plan.rates import Coding, Link, MachineRates
 
 SMALL_NBYTES = 256 << 10
@@ -89,11 +90,11 @@ def fit(small: int, small_seconds: float, large: int, large_seconds: float) -> t
 
 def _seconds(action: Callable[[], None], device: torch.device, clock: Callable[[], float]) -> float:
     """Seconds until the device has finished an action."""
-    synchronize = torch.get_device_module(device).synchronize
-    synchronize(device)
+    synchronize = backend_of(device).synchronize
+    synchronize()
     began = clock()
     action()
-    synchronize(device)
+    synchronize()
     return clock() - began
 
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import torch
 
+from lightning_memopt.device.places import is_on
 from lightning_memopt.live_objects import live_objects
 from lightning_memopt.native import Counter, counter, install
-from lightning_memopt.record.tensors import is_on
 from lightning_memopt.torch_private import gradient_of, no_torch_functions, without_modes
 
 

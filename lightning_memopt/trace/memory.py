@@ -23,6 +23,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_memopt.clocks import perf_counter
+from lightning_memopt.device.backends import Backend
 from lightning_memopt.live_objects import live_objects
 from lightning_memopt.native import Counter, Window, counter
 from lightning_memopt.torch_private import KINETO_PROFILE, profiler_is_on, record_function
@@ -54,44 +55,37 @@ class AllocatorEvents:
     mark: Callable[..., Any] = _profiler_mark
 
 
-def requested_nbytes(device: torch.device) -> tuple[int, int]:
-    """(requested bytes that are allocated now, their peak since peaks were reset) on a CUDA device."""
-    stats = torch.cuda.memory_stats_as_nested_dict(device)
-    nbytes = stats.get("requested_bytes") or stats["allocated_bytes"]  # other allocators do not count requested bytes
-    return int(nbytes["all"]["current"]), int(nbytes["all"]["peak"])
-
-
-class CudaOps:
-    """Seconds and bytes of each op on a CUDA device; seconds are those between two events on the stream.
+class TimedOps:
+    """Seconds and bytes of each op on a device whose allocator keeps statistics; seconds are those between two events.
 
     The allocator is asked once for each op, behind it: to ask takes longer than many ops.
 
     beyond_left_nbytes: peak of the last op above the bytes that are left after it.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, backend: Backend) -> None:
         self.beyond_left_nbytes = 0
+        self._backend = backend
         self._timed: list[_Timed] = []
 
     def begin(self, index: int) -> None:
-        torch.cuda.reset_peak_memory_stats(self.device)
+        self._backend.reset_peaks()
         idle = index > 0 and self._timed[index - 1].ended.query()
-        timed = _Timed(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True), idle)
+        timed = _Timed(self._backend.timing_event(), self._backend.timing_event(), idle)
         self._timed[index:] = [timed]  # replaces the events of an op that raised
-        timed.began.record(torch.cuda.current_stream(self.device))
+        timed.began.record(self._backend.current_stream())
         timed.host_began = perf_counter()
 
     def end(self) -> None:
         timed = self._timed[-1]
         timed.host_seconds = perf_counter() - timed.host_began
-        timed.ended.record(torch.cuda.current_stream(self.device))
-        left_nbytes, peak_nbytes = requested_nbytes(self.device)
+        timed.ended.record(self._backend.current_stream())
+        left_nbytes, peak_nbytes = self._backend.requested()
         self.beyond_left_nbytes = max(0, peak_nbytes - left_nbytes)
 
     def seconds(self, count: int) -> list[float]:
         """Seconds of the first `count` ops. Waits for the device."""
-        torch.cuda.synchronize(self.device)
+        self._backend.synchronize()
         return [timed.seconds for timed in self._timed[:count]]
 
 
@@ -103,8 +97,8 @@ class _Timed:
         the two holds the host's time for the launch.
     """
 
-    began: torch.cuda.Event
-    ended: torch.cuda.Event
+    began: Any
+    ended: Any
     idle: bool
     host_began: float = 0.0
     host_seconds: float = 0.0

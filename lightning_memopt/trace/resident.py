@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 import torch
 
+from lightning_memopt.device.backends import backend_of
+from lightning_memopt.device.places import is_on
 from lightning_memopt.graph.model import Kind
 from lightning_memopt.record import Recorder, is_plain, storage_id
-from lightning_memopt.record.tensors import is_on
-from lightning_memopt.trace.memory import requested_nbytes
 from lightning_memopt.trace.tracer import Tracer
 
 
@@ -28,9 +28,10 @@ def adopt_all(tracer: Tracer, recorder: Recorder, tensors: Iterable[tuple[torch.
             version = recorder.adopt(t)
             recorder.tape.versions[version.id] = version
             tracer.adopt(version, kind, name)
-    if tracer.device.type == "cuda":
+    backend = backend_of(tracer.device)
+    if backend.keeps_statistics:
         known = sum(version.nbytes for version in recorder.tape.versions.values() if is_on(tracer.device, version.device))
-        tracer.adopt_unseen(max(0, requested_nbytes(tracer.device)[0] - known))
+        tracer.adopt_unseen(max(0, backend.requested().now - known))
     elif tracer.ledger is not None:
         tracer.ledger.settle()
     recorder.capturing = True

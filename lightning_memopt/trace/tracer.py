@@ -15,12 +15,13 @@ from typing import Any
 import torch
 
 from lightning_memopt.clocks import perf_counter
+from lightning_memopt.device.backends import backend_of
+from lightning_memopt.device.places import is_on, on_host
 from lightning_memopt.graph import BEFORE, Graph, Point
 from lightning_memopt.graph.model import Kind, Phase
 from lightning_memopt.native import Counter
 from lightning_memopt.native.engine import hiding, maker
 from lightning_memopt.record import OpRecord, Origin, Recorder, StorageVersion, fills, storage_id, uncompiled, written_by
-from lightning_memopt.record.tensors import is_on
 from lightning_memopt.torch_private import OpOverload
 from lightning_memopt.trace.backwards import Backwards, backward_runs
 from lightning_memopt.trace.building import graph_of
@@ -29,9 +30,8 @@ from lightning_memopt.trace.flops import Flops
 from lightning_memopt.trace.holders import Holders
 from lightning_memopt.trace.lines import user_line
 from lightning_memopt.trace.lingering import Lingering
-from lightning_memopt.trace.memory import CudaOps
+from lightning_memopt.trace.memory import TimedOps
 from lightning_memopt.trace.seen import SeenOp, SeenSave, SeenTensor
-from lightning_memopt.units import allocated_nbytes
 
 _UNSEEN = -1
 """Id of the memory that Python does not know; versions count from 0."""
@@ -94,8 +94,10 @@ class Tracer:
         self._holders, self._flops = Holders(), Flops()
         self._hidden, self._op, self._tensor = hiding(), maker(SeenOp), maker(SeenTensor)
         self._on_device: dict[torch.device, bool] = {}
-        self._state_nbytes = _CPU_GENERATOR_NBYTES if device.type == "cpu" else _CUDA_GENERATOR_NBYTES
-        self.cuda = CudaOps(device) if device.type == "cuda" else None
+        backend = backend_of(device)
+        self._kind = backend.kind
+        self._state_nbytes = backend.generator_state_nbytes()
+        self.timed = TimedOps(backend) if backend.keeps_statistics else None
         self.ledger: Ledger | None = None
         self.counter: Counter | None = None
         self.uncounted_nbytes = 0
@@ -114,8 +116,8 @@ class Tracer:
             self.backward_begins()
         index = len(self.ops)
         self.points.append(self._hidden(Point("op", index)))
-        if self.cuda is not None:
-            self.cuda.begin(index)
+        if self.timed is not None:
+            self.timed.begin(index)
         if self.marks is not None:
             self._open = self.marks(index)
             self._open.__enter__()
@@ -123,8 +125,8 @@ class Tracer:
 
     def ran(self) -> None:
         self._seconds = perf_counter() - self._began
-        if self.cuda is not None:
-            self.cuda.end()
+        if self.timed is not None:
+            self.timed.end()
         mark, self._open = self._open, None
         if mark is not None:
             mark.__exit__(None, None, None)
@@ -156,7 +158,7 @@ class Tracer:
             for old, new, _ in mutates:
                 self._overwritten(old, new, f"{scope}:{name}", now)
         flops = self._flops.of(func, args, kwargs, out)
-        workspace = 0 if self.cuda is None else self.cuda.beyond_left_nbytes
+        workspace = 0 if self.timed is None else self.timed.beyond_left_nbytes
         state_nbytes = self._state_nbytes if rule.handling == "random" else 0
         self.states_nbytes += state_nbytes
         heavy, recomputable = rule.heavy and flops > 0, record.recomputable and forward
@@ -275,7 +277,7 @@ class Tracer:
     def _count(self, key: int, storage: torch.UntypedStorage) -> None:
         if self.ledger is not None:
             self.ledger.born(key, storage)
-        if self.counter is not None and self.device.type == storage.device.type and not self.counter.counts(storage):
+        if self.counter is not None and on_host(storage.device) and not self.counter.counts(storage):
             self._uncounted[key] = storage.nbytes()
             self.uncounted_nbytes += self._uncounted[key]
 
@@ -322,7 +324,7 @@ class Tracer:
 
     def _rounded(self, nbytes: int) -> int:
         """Bytes that the device's allocator gives for a request."""
-        return allocated_nbytes(nbytes, self.device.type)
+        return self._kind.allocated_nbytes(nbytes)
 
     @uncompiled
     def _death(self, watch: _Watch) -> None:
@@ -416,7 +418,7 @@ class Tracer:
         """The graph of what was observed so far, with consecutive ids; versions that no op used are left out."""
         self.poll()
         known = self.tensors | self._unrecorded()
-        seconds = [op.seconds for op in self.ops] if self.cuda is None else self.cuda.seconds(len(self.ops))
+        seconds = [op.seconds for op in self.ops] if self.timed is None else self.timed.seconds(len(self.ops))
         return graph_of(self.ops, known, self.saves, self.points, seconds, self.device.type, self.lines)
 
     def _unrecorded(self) -> dict[int, SeenTensor]:

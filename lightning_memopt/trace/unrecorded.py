@@ -24,13 +24,13 @@ def unrecorded_op(tracer: Tracer, name: str, frees: bool = False) -> Iterator[No
         at = len(tracer.points)
         tracer.points.append(Point("op", index))
     began = perf_counter()
-    if tracer.cuda is not None:
-        tracer.cuda.begin(index)
+    if tracer.timed is not None:
+        tracer.timed.begin(index)
     with contextlib.nullcontext() if tracer.marks is None else tracer.marks(index, frees):
         yield
-    if tracer.cuda is not None:
-        tracer.cuda.end()
-        workspace_nbytes = tracer.cuda.beyond_left_nbytes
+    if tracer.timed is not None:
+        tracer.timed.end()
+        workspace_nbytes = tracer.timed.beyond_left_nbytes
     if frees:
         if tracer.ledger is not None:
             tracer.ledger.note(len(tracer.points) - 1)

@@ -12,7 +12,8 @@ import torch
 
 if not torch.cuda.is_available():
     pytest.skip("there is no CUDA device", allow_module_level=True)
-from lightning_memopt.telemetry import EnergyMeter, Meter, nvml_source, uuid_of
+from lightning_memopt.device.backends import backend_of
+from lightning_memopt.telemetry import EnergyMeter, Meter, nvml_source
 from lightning_memopt.telemetry.nvml import _handle
 from lightning_memopt.telemetry.sources import EnergyCounter, PowerSampler
 
@@ -24,7 +25,7 @@ def sliced() -> bool:
     """Whether this process has a slice of a board; as found, never changed."""
     nvml.nvmlInit()
     try:
-        board = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid_of(CUDA)}")
+        board = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{backend_of(CUDA).uuid}")
         return bool(nvml.nvmlDeviceGetMigMode(board)[0] == nvml.NVML_DEVICE_MIG_ENABLE)
     except nvml.NVMLError_NotSupported:
         return False
@@ -61,7 +62,7 @@ def test_the_board_is_the_device() -> None:
     if sliced():
         pytest.skip("the device is a slice (MIG)")
     nvml.nvmlInit()
-    handle = _handle(nvml, uuid_of(CUDA))
+    handle = _handle(nvml(CUDA))
     assert nvml.nvmlDeviceGetPciInfo(handle).bus == torch.cuda.get_device_properties(CUDA).pci_bus_id
     nvml.nvmlShutdown()
 
@@ -74,7 +75,7 @@ def test_the_counter_agrees_with_sampled_power() -> None:
     if not isinstance(source, EnergyCounter):
         pytest.skip("the device has no energy counter (before Volta)")
     nvml.nvmlInit()
-    handle = _handle(nvml, uuid_of(CUDA))
+    handle = _handle(nvml(CUDA))
     for _ in work(1.5):  # power is an average over up to a second: let it settle
         pass
     sampler = PowerSampler("the same", lambda: 1e-3 * nvml.nvmlDeviceGetPowerUsage(handle))

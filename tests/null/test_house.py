@@ -213,3 +213,37 @@ def test_every_package_is_in_a_layer() -> None:
     layers = contract.partition("layers = [")[2].partition("\n]")[0]
     there = {p.stem for p in PACKAGE.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()} - {"__init__"}
     assert set(re.findall(r"\w+", layers)) == there
+
+
+DEVICES = {"cpu", "cuda", "xpu", "mps", "meta"}
+
+
+def _is_a_type(side: ast.expr) -> bool:
+    if isinstance(side, ast.Constant):
+        return side.value in DEVICES
+    return isinstance(side, ast.Attribute) and side.attr == "type" and "device" in ast.unparse(side.value)
+
+
+def _tells_apart(node: ast.AST) -> bool:
+    if isinstance(node, ast.Compare):
+        return any(map(_is_a_type, (node.left, *node.comparators)))
+    if isinstance(node, ast.Attribute):
+        return node.attr in {f"is_{device}" for device in DEVICES - {"cpu", "meta"}} or (
+            node.attr in DEVICES | {"accelerator"} and ast.unparse(node.value) == "torch"
+        )
+    return False
+
+
+def test_devices_are_told_apart_in_one_package() -> None:
+    """No other package compares types of devices, or names `torch.cuda`. `is_cpu` and `is_meta` are allowed: both are questions
+    of one tensor, and asked for each op.
+    """
+    found = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}"
+        for path, tree in TREES.items()
+        for node in ast.walk(tree)
+        if path.parent != PACKAGE / "device" and isinstance(node, ast.expr) and _tells_apart(node)
+    ]
+    assert not found, "ask lightning_memopt.device"
+    tells = (d for path, tree in TREES.items() if path.parent == PACKAGE / "device" for d in ast.walk(tree) if _tells_apart(d))
+    assert any(tells), "the rule sees what it forbids"

@@ -46,9 +46,7 @@ def step(*lines: tuple[str, str, Sequence[int], Sequence[int]], nbytes: dict[int
 def allowed(graph: Graph) -> set[tuple[int, ...]]:
     """All sequences that the problem of a step allows."""
     whole = step_of(graph)
-    return {
-        tuple(whole.sequence(s)) for s in itertools.permutations(range(len(whole.problem))) if not faults(whole.problem, s)
-    }
+    return {tuple(whole.sequence(s)) for s in itertools.permutations(range(len(whole.problem))) if not faults(whole.problem, s)}
 
 
 def exact(graph: Graph) -> set[tuple[int, ...]]:

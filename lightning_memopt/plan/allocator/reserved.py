@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.plan.allocator.model import Allocator
 from lightning_memopt.plan.allocator.settings import Settings, in_force
@@ -282,7 +283,7 @@ def reserved(
 
 def reserved_nbytes_of(graph: Graph, settings: Settings | None = None) -> Callable[[tuple[Life, ...]], int] | None:
     """The reserved peak of a plan of this graph, as a function of its lives; None where its device has no such allocator."""
-    if graph.device != "cuda":
+    if not kind_of(graph.device).has_segments:
         return None
     return partial(_peak_nbytes, graph, settings or in_force())
 

@@ -13,11 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lightning_memopt.device.kinds import CUDA
 from lightning_memopt.errors import ConfigError
-from lightning_memopt.units import CUDA_BLOCK_NBYTES, ceil_div
+from lightning_memopt.units import ceil_div
 
 MIB = 1 << 20
-MIN_BLOCK_NBYTES = CUDA_BLOCK_NBYTES
+MIN_BLOCK_NBYTES = CUDA.block_nbytes
 """Sizes are rounded up to multiples of this."""
 SMALL_NBYTES = MIB
 """The largest request that is served from the pool of small blocks."""

@@ -30,6 +30,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from lightning_memopt.device.backends import backend_of
 from lightning_memopt.runtime.codecs import block_tables as layout
 from lightning_memopt.runtime.codecs.base import FLOATS, SLACK_NBYTES, check, flat, largest_finite, nbytes_of
 from lightning_memopt.runtime.codecs.block_device import SCALE, Constants, across, constants, shares
@@ -182,7 +183,7 @@ class Block:
 
 def _kernels(encoded: Tensor) -> ModuleType | None:
     """The Triton kernels, for encoded bytes on a CUDA device that are aligned to words of 4 bytes; None for others."""
-    if not encoded.is_cuda or encoded.data_ptr() % 4 or encoded.storage_offset() % 4:
+    if not backend_of(encoded.device).runs_triton or encoded.data_ptr() % 4 or encoded.storage_offset() % 4:
         return None
     return _imported()
 

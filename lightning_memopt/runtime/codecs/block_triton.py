@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_memopt.device.places import current
 from lightning_memopt.runtime.codecs.base import flat
 from lightning_memopt.runtime.codecs.block_device import SCALE, BlockForm, across, constants, shares
 from lightning_memopt.runtime.codecs.block_tables import HEADER_BITS, LEAST_STEP, MODES, NOT_FINITE, STEP_BITS
@@ -34,7 +35,7 @@ def _launch(kernel: triton.JITFunction, codec: BlockForm, t: Tensor, encoded: Te
     if not count:
         return
     const = constants(codec.rate, t.device, codec.header)
-    with torch.cuda.device_of(t):
+    with current(t.device):
         kernel[(triton.cdiv(count, _BLOCKS),)](
             flat(t),
             encoded.view(torch.int32),

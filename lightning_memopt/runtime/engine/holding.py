@@ -36,11 +36,12 @@ from typing import Any, TypeAlias
 
 import torch
 
+from lightning_memopt.device.backends import current_stream
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.record import UNKNOWN, Call, Origin, StorageVersion, detached
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.tensors import bytes_of
-from lightning_memopt.runtime.parked import ParkedTensor, current_stream
+from lightning_memopt.runtime.parked import ParkedTensor
 from lightning_memopt.torch_private import no_dispatch_modes
 
 
@@ -198,12 +199,12 @@ def can_make(version: Version, versions: Mapping[int, Version]) -> bool:
 
 
 def in_order(holding: Holding) -> None:
-    """R11: order the current CUDA stream after the value was made. The allocator reuses the memory only after this stream."""
+    """R11: order the current stream after the value was made. The allocator reuses the memory only after this stream."""
     value = holding.value
-    if value is None or not value.is_cuda:
+    if value is None:
         return
-    stream = torch.cuda.current_stream(value.device)
-    if holding.stream == stream:
+    stream = current_stream(value.device)
+    if stream is None or holding.stream == stream:
         return
     if holding.stream is not None:  # else it is memory of the forward, for which the user has ordered the streams
         stream.wait_stream(holding.stream)

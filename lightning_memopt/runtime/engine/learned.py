@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_memopt.device.kinds import kind_of
+from lightning_memopt.device.places import same_type
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import Fetch, Free, Rebuild
 from lightning_memopt.runtime.engine.holding import Version
 from lightning_memopt.runtime.engine.program import Program
 from lightning_memopt.runtime.engine.templates import Templates
-from lightning_memopt.units import allocated_nbytes
 
 Spans = dict[int, tuple[weakref.ref[nn.Module], tuple[int, int]]]
 """Identity of a module -> (the module, which it does not keep alive, and its entry in `Program.quiet`)."""
@@ -64,7 +65,7 @@ class Learned:
     def counted_nbytes(self, nbytes: int, device: torch.device) -> int:
         """What a graph counts for a storage of `nbytes`: what the allocator gives; nothing where it is on another device."""
         own = self.program.graph.device
-        return allocated_nbytes(nbytes, own) if device.type == own else 0
+        return kind_of(own).allocated_nbytes(nbytes) if same_type(device, own) else 0
 
     def fits(self, version: Version, tensor: int) -> bool:
         """Whether a recorded tensor may be matched to this tensor of the graph."""

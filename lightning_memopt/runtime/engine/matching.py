@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lightning_memopt.device.places import device_of_call, generator_of
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.record import (
     UNKNOWN,
@@ -25,7 +26,7 @@ from lightning_memopt.record import (
     uncompiled,
 )
 from lightning_memopt.record.protocols import Owner
-from lightning_memopt.record.tensors import PLAIN, device_of, generator_of, is_plain
+from lightning_memopt.record.tensors import PLAIN, is_plain
 from lightning_memopt.runtime.engine.holding import Holding, Version
 from lightning_memopt.runtime.engine.learned import Learned
 from lightning_memopt.runtime.engine.placing import Placing
@@ -180,7 +181,7 @@ class Matcher(Recorder):
         call = template.call
         if template.random:
             assert call is not None
-            call = self.drawn(call, device_of((t.device for t in values if isinstance(t, torch.Tensor)), kwargs or {}))
+            call = self.drawn(call, device_of_call((t.device for t in values if isinstance(t, torch.Tensor)), kwargs or {}))
         for i, _ in template.mutates:
             self.overwrites(values[i])
         out = template.func._op(*args, **kwargs) if kwargs else template.func._op(*args)

@@ -6,10 +6,10 @@ from typing import Protocol
 
 import torch
 
+from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.errors import ModifiedError
 from lightning_memopt.graph import Graph
 from lightning_memopt.runtime.engine.holding import Version
-from lightning_memopt.units import allocated_nbytes
 
 REFUSED = "one of the variables needed for gradient computation has been modified by an inplace operation"
 """The words of autograd's own error."""
@@ -54,7 +54,7 @@ class GraphNames:
 
     def kept(self, where: int, t: torch.Tensor) -> tuple[str, str]:
         graph = self._graph
-        nbytes = allocated_nbytes(t.untyped_storage().nbytes(), graph.device)
+        nbytes = kind_of(graph.device).allocated_nbytes(t.untyped_storage().nbytes())
         near = [s for s in graph.saves if s.op == where and graph.tensors[s.tensor].nbytes == nbytes]
         if len(near) != 1:
             return "", ""

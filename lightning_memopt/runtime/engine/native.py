@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lightning_memopt.cxx import BuildError
+from lightning_memopt.device.backends import current_stream
 from lightning_memopt.native import engine
 from lightning_memopt.record import OVERWRITTEN, UNKNOWN, UNSHARED, Call, Origin, Seams, StorageVersion, Tape, View, uncompiled
 from lightning_memopt.record.below import below_autograd
@@ -19,7 +20,6 @@ from lightning_memopt.runtime.engine.holding import Claim, Holding, in_order
 from lightning_memopt.runtime.engine.matching import Matcher
 from lightning_memopt.runtime.engine.templates import Template
 from lightning_memopt.runtime.engine.turns import Turns
-from lightning_memopt.runtime.parked import current_stream
 from lightning_memopt.torch_private import AUTOGRAD, compilation
 
 _TESTS: dict[str, tuple[Any, list[Any], dict[str, Any]]] = {

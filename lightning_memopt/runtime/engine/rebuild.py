@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
+from lightning_memopt.device.backends import current_stream
+from lightning_memopt.device.places import on_host
 from lightning_memopt.errors import ModifiedError, NotGatheredError, RebuildMismatchError, UnsupportedError
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.record import Call, Tape, View, numeric_flags, set_numeric_flags, tensors_in
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.tensors import bytes_of
 from lightning_memopt.runtime.engine.holding import Holding, Version, copy_of, in_order, rebuildable
-from lightning_memopt.runtime.parked import current_stream
 from lightning_memopt.torch_private import OpOverload, set_grad_enabled
 
 Versions = Mapping[int, Version]
@@ -45,7 +46,7 @@ def checksum_weights(device: torch.device) -> torch.Tensor:
     """A weight for each word of a chunk. Chunks are larger off the CPU, where each op is a launch. They stay for the process: a
     step is observed after they were made, so that its graph has their bytes.
     """
-    return _ON_CPU if device.type == "cpu" else _drawn(16 * _CHUNK).to(device)
+    return _ON_CPU if on_host(device) else _drawn(16 * _CHUNK).to(device)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """The planned pool: the requests of a step get addresses in one arena, which were planned from the log of an earlier step.
 
-    steps    what was logged of a step, and the addresses that were planned for it
-    windows  which window of a native pool is open: steps are logged, then planned
-    streams  on CUDA: the windows of each stream
+steps    what was logged of a step, and the addresses that were planned for it
+windows  which window of a native pool is open: steps are logged, then planned
+streams  on CUDA: the windows of each stream
 """
 
 from lightning_memopt.runtime.pool.steps import ALIGNMENT, Addresses, LoggedStep, Request

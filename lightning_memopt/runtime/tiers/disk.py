@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_memopt.device.places import current, on_host
 from lightning_memopt.errors import OffloadError
 from lightning_memopt.record import uncompiled
-from lightning_memopt.record.tensors import current
 from lightning_memopt.runtime.tiers.base import buffer, check_flat, check_process, closed, full, usage
 from lightning_memopt.runtime.tiers.scratch import Scratch
 from lightning_memopt.runtime.tiers.space import Piece, Space
@@ -53,7 +53,7 @@ class DiskTier:
         self.capacity_nbytes = self._space.capacity_nbytes
         self.file = Scratch(self.capacity_nbytes, directory)
         self.copied = Stopwatch()
-        if staging is None and self.device.type != "cpu":
+        if staging is None and not on_host(self.device):
             staging = Staging(self.device), Staging(self.device)
         self.staging = staging
         around = partial(current, self.device)

@@ -17,13 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_memopt.device.backends import backend_of
+from lightning_memopt.device.places import on_host
 from lightning_memopt.errors import OffloadError
 from lightning_memopt.record import uncompiled
 from lightning_memopt.runtime.tiers import streams as streams_module
 from lightning_memopt.runtime.tiers.base import check_flat, check_process, closed, full, usage
 from lightning_memopt.runtime.tiers.space import Space
 from lightning_memopt.runtime.tiers.stopwatch import Stopwatch
-from lightning_memopt.runtime.tiers.streams import HostPool, marked, queued_on, streams_of
+from lightning_memopt.runtime.tiers.streams import HostPool, marked, queued_on
 
 ALIGN_NBYTES = 512
 
@@ -39,9 +41,9 @@ class HostTier:
 
     def __init__(self, capacity_nbytes: int, device: torch.device | str, *, streams: Any = None) -> None:
         self.device = torch.device(device)
-        self.streams = streams or streams_of(self.device)
+        self.streams = streams or backend_of(self.device).streams
         self.copied = Stopwatch(event=partial(self.streams.Event, enable_timing=True))
-        self._queues = streams is not None or self.device.type != "cpu"
+        self._queues = streams is not None or not on_host(self.device)
         self._space = Space(capacity_nbytes, ALIGN_NBYTES)
         self.capacity_nbytes = self._space.capacity_nbytes
         self._pool = HostPool(self.capacity_nbytes, self.device)

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_memopt.device.backends import backend_of
 from lightning_memopt.runtime.tiers import streams as streams_module
 from lightning_memopt.runtime.tiers.base import buffer
-from lightning_memopt.runtime.tiers.streams import HostPool, queued_on, streams_of
+from lightning_memopt.runtime.tiers.streams import HostPool, queued_on
 
 PIECE_NBYTES = 8 << 20
 
@@ -26,7 +27,7 @@ class Staging:
     """
 
     def __init__(self, device: torch.device, piece_nbytes: int = PIECE_NBYTES, streams: Any = None) -> None:
-        self.streams = streams or streams_of(device)
+        self.streams = streams or backend_of(device).streams
         self.stream = self.streams.Stream(device)
         self.pool = HostPool(2 * piece_nbytes, device)
         self.pieces = self.pool.bytes[:piece_nbytes], self.pool.bytes[piece_nbytes:]

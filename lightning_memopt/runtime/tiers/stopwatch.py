@@ -6,12 +6,10 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
-import torch
-
 from lightning_memopt.clocks import perf_counter
+from lightning_memopt.device.backends import backend_of
 
 _PENDING = 64
 """Pairs of events that may wait to be read."""
@@ -29,7 +27,7 @@ class Stopwatch:
     def __init__(self, clock: Callable[[], float] = perf_counter, event: Callable[[], Any] | None = None) -> None:
         self.on = True
         self._clock = clock
-        self._event = event or partial(torch.cuda.Event, enable_timing=True)
+        self._event = event
         self._lock = threading.RLock()  # a destructor may wait for a copy anywhere, in here too
         self._seconds = 0.0
         self._pairs: deque[tuple[Any, Any]] = deque()
@@ -66,7 +64,7 @@ class Stopwatch:
     def _mark(self, stream: Any) -> Any:
         if stream is None:
             return self._clock()
-        event = self._event()
+        event = backend_of(stream.device).timing_event() if self._event is None else self._event()
         event.record(stream)
         return event
 

@@ -14,19 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_memopt.device.backends import backend_of
 from lightning_memopt.errors import OffloadError, UnsupportedError
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.units import format_nbytes, host_memory_nbytes, round_up
 
 _MEMINFO = Path("/proc/meminfo")
-
-
-def streams_of(device: torch.device) -> Any:
-    """The module with the device's streams and events (`torch.cuda` for CUDA). Raises UnsupportedError where there are none."""
-    module = torch.get_device_module(device)
-    if not all(hasattr(module, name) for name in ("Stream", "Event", "stream", "current_stream")):
-        raise UnsupportedError(f"offloading needs streams, and torch has none for {device}; use offload='disk' or 'none'")
-    return module
 
 
 def marked(streams: Any, stream: Any) -> Any:
@@ -64,7 +57,7 @@ class HostPool:
                 f"{nbytes} bytes ({format_nbytes(nbytes)}) of host memory were asked for, and {available_nbytes} bytes "
                 f"({format_nbytes(available_nbytes)}) are left on this machine; ask for less"
             )
-        locks = nbytes > 0 and device.type == "cuda"
+        locks = nbytes > 0 and backend_of(device).locks_pages
         pages = _pages(nbytes) if locks else torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # whatever is the default
         self.bytes = pages[:nbytes]
         self._unlock = weakref.finalize(self, _unlock, os.getpid(), pages, device, locks and _lock(pages, device))
@@ -84,7 +77,7 @@ def _pages(nbytes: int) -> Tensor:
 
 
 def _lock(memory: Tensor, device: torch.device) -> bool:
-    code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 1))  # 1: in every context
+    code = backend_of(device).lock_pages(memory.data_ptr(), memory.numel())
     if code != 0:
         _forget_error(device)
         nbytes = format_nbytes(memory.numel())
@@ -97,7 +90,7 @@ def _lock(memory: Tensor, device: torch.device) -> bool:
 
 
 def _unlock(pid: int, memory: Tensor, device: torch.device, locked: bool) -> None:
-    if locked and os.getpid() == pid and int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())) != 0:
+    if locked and os.getpid() == pid and backend_of(device).unlock_pages(memory.data_ptr()) != 0:
         _forget_error(device)
 
 

@@ -77,9 +77,7 @@ def _candidate(
             stack += waiting
             continue
         candidates = [seen[o] for o in low]
-        candidates += [
-            (o, backward[o]) for o in problem.after[op] if forward[o] > least_level and o not in problem.updates
-        ]
+        candidates += [(o, backward[o]) for o in problem.after[op] if forward[o] > least_level and o not in problem.updates]
         seen[op] = max(candidates, key=lambda c: c[1], default=(None, -1))
         stack.pop()
     return seen[start]

@@ -55,9 +55,7 @@ def train(backend: Any, budget: str | int | None) -> tuple[list[float], list[tor
     status = None
     with contextlib.ExitStack() as stack:
         if budget is not None:
-            run = stack.enter_context(
-                optimize(net, optimizer, budget=budget, profile_steps=1, solver_seconds=2, verbose=False)
-            )
+            run = stack.enter_context(optimize(net, optimizer, budget=budget, profile_steps=1, solver_seconds=2, verbose=False))
         losses = losses_of(call, optimizer, STEPS)
         if budget is not None:
             status = run.status()

@@ -288,6 +288,8 @@ def test_a_look_for_bytes_to_let_go_of_is_not_repeated_at_every_op(monkeypatch: 
         model(torch.randn(ROWS, WIDTH)).backward()
         optimizer.step()
     assert 0 < looks[0] < ops[0] / 4
+
+
 class Distances(Layers):
     """Saves the results of ops whose inputs it does not save."""
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from lightning_memopt import optimize
+from lightning_memopt.device.cpu import Cpu
 from lightning_memopt.errors import BudgetError, InfeasibleError, PlanFileError, PlanMismatchError
-from lightning_memopt.session import budget as budgets
 from lightning_memopt.session.states import Running
 from tests.cpu.lib.inside import state_of
 from tests.cpu.lib.loops import assert_same, batches, installed, loss_of, sgd, small, state, train
@@ -77,7 +77,7 @@ def test_k3_unreadable_budgets(budget: Any) -> None:
 
 def test_k4_other_programs_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """K4: a budget above what other programs leave free is lowered to that, with a warning that has both numbers."""
-    monkeypatch.setattr(budgets, "free_nbytes", lambda _: 123_456_789)
+    monkeypatch.setattr(Cpu, "free_nbytes", lambda self: 123_456_789)
     model = small()
     with pytest.warns(UserWarning, match="234567890 bytes.*123456789 bytes"):
         with optimize(model, sgd(model), budget=234_567_890, **QUIET) as run:

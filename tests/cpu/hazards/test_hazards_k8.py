@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import lightning_memopt
-from lightning_memopt.config import MemOptConfig, device_nbytes, free_nbytes
+from lightning_memopt.config import MemOptConfig
+from lightning_memopt.device.backends import backend_of
 from lightning_memopt.session import budget as budgets
 from lightning_memopt.session.budget import Neighbours, budget_on
 
@@ -82,7 +83,7 @@ def test_k8_costs_nothing_on_the_cpu_and_little_elsewhere(monkeypatch: pytest.Mo
 def test_k9_a_slice_is_what_the_runtime_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a MIG slice of 16 GiB shares are of the slice, whatever the board has, and more is refused with the slice's bytes."""
     Card(monkeypatch, 16 * GIB)
-    assert device_nbytes(CUDA) == 16 * GIB and free_nbytes(CUDA) == 16 * GIB
+    assert backend_of(CUDA).total_nbytes() == 16 * GIB and backend_of(CUDA).free_nbytes() == 16 * GIB
     assert budget_on(CUDA, MemOptConfig(budget="50%")) == 8 * GIB
     with pytest.raises(lightning_memopt.MemOptError, match=str(16 * GIB)):
         budget_on(CUDA, MemOptConfig(budget="100GiB"))

@@ -64,6 +64,8 @@ import pytorch_lightning as pl
 from lightning_fabric import Fabric
 from lightning_memopt import MemOptBatchScaler, MemOptFabricStrategy, MemOptMonitor, MemOptStrategy
 """
+
+
 def run(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=200)
 

@@ -16,7 +16,7 @@ from lightning_memopt.errors import OffloadError, UnsupportedError
 from lightning_memopt.runtime.tiers import HostTier
 from lightning_memopt.runtime.tiers import streams as streams_module
 from lightning_memopt.runtime.tiers.staging import Staging
-from lightning_memopt.runtime.tiers.streams import HostPool, streams_of
+from lightning_memopt.runtime.tiers.streams import HostPool
 from tests.cpu.lib.fake_streams import Streams
 from tests.cpu.lib.tier_bytes import CPU, random_bytes
 
@@ -267,8 +267,8 @@ def test_more_host_memory_than_there_is_left_is_refused(monkeypatch: Any, tmp_pa
 def test_a_device_without_streams_is_refused_by_name(monkeypatch: Any) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda device: types.SimpleNamespace())
     with pytest.raises(UnsupportedError, match="mps"):
-        streams_of(torch.device("mps"))
+        HostTier(4096, torch.device("mps"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         monkeypatch.undo()
-        streams_of(CPU)
+        HostTier(4096, CPU).close()

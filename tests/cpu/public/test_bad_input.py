@@ -189,9 +189,7 @@ def test_arguments_of_the_wrong_kind_are_usage(words: list[str], plan: Path, cap
 
 
 @pytest.mark.parametrize("words", [["report", "{plan}", "-o", "{long}.html"], ["breakdown", "{plan}", "--png", "{folder}.png"]])
-def test_paths_that_cannot_be_written(
-    words: list[str], plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_paths_that_cannot_be_written(words: list[str], plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "folder.png").mkdir()
     values = {"plan": plan, "long": tmp_path / ("x" * 300), "folder": tmp_path / "folder"}
     assert main([word.format(**values) for word in words]) == 2

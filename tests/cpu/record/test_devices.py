@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memopt import MemOptConfig, optimize
+from lightning_memopt.device import determinism
 from lightning_memopt.record import devices, recorder
 from lightning_memopt.session.offloading import Offloading
 from lightning_memopt.session.solving import frontier_of
@@ -67,7 +68,7 @@ def test_a8_what_runs_again_on_a_device(on: bool, warn_only: bool) -> None:
 
 @pytest.fixture
 def tunes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(devices, "_tuned", [])
+    monkeypatch.setattr(determinism, "_tuned", [])
     with torch.backends.cudnn.flags(benchmark=True):
         yield
 
@@ -83,7 +84,7 @@ def test_a14_a_choice_by_time_stays_when_the_setting_is_off_again(tunes: None) -
 
 
 def test_a14_without_choices_by_time_convolutions_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_tuned", [])
+    monkeypatch.setattr(determinism, "_tuned", [])
     assert devices.may_run_again(CONVOLUTION, "cuda")
 
 

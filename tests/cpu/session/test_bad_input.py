@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memopt import MemOptConfig, MemOptStrategy, Session, optimize
-from lightning_memopt.config import device_nbytes
+from lightning_memopt.device.backends import backend_of
 from lightning_memopt.errors import BudgetError, ConfigError, InfeasibleError, MemOptError, PlanFileError
 from lightning_memopt.session.budget import device_of
 from tests.cpu.lib.harness import same_bits
@@ -62,7 +62,7 @@ def test_unreadable_budget(front: Front, budget: Any) -> None:
 @FRONTS
 def test_budget_above_the_device(front: Front) -> None:
     """A budget above the device is refused before the first forward, and the message has both numbers."""
-    device = device_nbytes(device_of(small()))
+    device = backend_of(device_of(small())).total_nbytes()
     with pytest.raises(BudgetError, match=rf"{device + 1} bytes.*{device} bytes"):
         front(budget=device + 1)
 
@@ -119,7 +119,8 @@ def test_a_config_for_either_front() -> None:
 def test_budget_words() -> None:
     """'min' and 'auto' are read like units: in any case."""
     assert MemOptConfig(budget=" MIN ").budget_nbytes(device_of(small())) is None
-    assert MemOptConfig(budget="Auto").budget_nbytes(device_of(small())) == device_nbytes(device_of(small())) * 9 // 10
+    device = device_of(small())
+    assert MemOptConfig(budget="Auto").budget_nbytes(device) == backend_of(device).total_nbytes() * 9 // 10
 
 
 def test_no_plan_to_save(tmp_path: Path) -> None:

@@ -11,10 +11,12 @@ import torch
 
 from lightning_memopt import optimize
 from lightning_memopt.config import MemOptConfig
+from lightning_memopt.device import places
+from lightning_memopt.device.backends import backend_of
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import BEFORE, resident_nbytes
 from lightning_memopt.plan import Rebuild, read_plan, simulate
-from lightning_memopt.record import Rule, numeric_flags, register_op, rule_of, rule_of_call, set_numeric_flags, tensors
+from lightning_memopt.record import Rule, numeric_flags, register_op, rule_of, rule_of_call, set_numeric_flags
 from lightning_memopt.runtime import Program
 from lightning_memopt.runtime.engine.holding import Holding, in_order
 from lightning_memopt.session import Session
@@ -25,7 +27,7 @@ from lightning_memopt.session.states import Running
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.recompute.baselines import recompute_everything
 from lightning_memopt.trace import memory
-from lightning_memopt.trace.memory import CudaOps
+from lightning_memopt.trace.memory import TimedOps
 from tests.cpu.lib.harness import assert_exact, outcome
 from tests.cpu.lib.inside import state_of
 from tests.cpu.lib.loops import QUIET, batches, sgd, small, train
@@ -38,15 +40,15 @@ def test_a_random_op_draws_from_the_generator_of_its_device(monkeypatch: Any) ->
     """A factory reads no tensor: its device is where it is told to make its result."""
     generators = torch.Generator(), torch.Generator()
     module = types.SimpleNamespace(default_generators=generators, current_device=lambda: 1)
-    monkeypatch.setattr(tensors.torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     cpu = torch.device("cpu")
-    assert tensors.device_of([], {"device": "cuda"}) == torch.device("cuda")
-    assert tensors.device_of([CUDA], {"device": cpu}) == cpu
-    assert tensors.device_of([cpu, CUDA], {}) == CUDA and tensors.device_of([cpu], {"device": None}) == cpu
-    assert tensors.generator_of(CUDA) is generators[0]
-    assert tensors.generator_of(torch.device("cuda")) is generators[1]
-    assert tensors.generator_of(cpu) is torch.default_generator
-    assert tensors.generator_of(torch.device("cuda", 5)) is None
+    assert places.device_of_call([], {"device": "cuda"}) == torch.device("cuda")
+    assert places.device_of_call([CUDA], {"device": cpu}) == cpu
+    assert places.device_of_call([cpu, CUDA], {}) == CUDA and places.device_of_call([cpu], {"device": None}) == cpu
+    assert places.generator_of(CUDA) is generators[0]
+    assert places.generator_of(torch.device("cuda")) is generators[1]
+    assert places.generator_of(cpu) is torch.default_generator
+    assert places.generator_of(torch.device("cuda", 5)) is None
 
 
 class Stream:
@@ -132,7 +134,7 @@ class Device:
 
 
 def observed(model: Any) -> Any:
-    observation = Observation(model, [], torch.device("cuda"), None, verify=False, meter=True)
+    observation = Observation(model, [], CUDA, None, verify=False, meter=True)
     with observation.begin_round(()):
         loss = model(data(4, 16)).sum()
     observation.forward_ended()
@@ -159,7 +161,7 @@ def test_ops_are_timed_by_events_and_what_nobody_knows_is_counted(monkeypatch: A
 @pytest.mark.parametrize(("idle", "expected"), [(False, [1e-3] * 3), (True, [1e-3, 1e-6, 4e-4])])
 def test_on_an_idle_device_the_launch_is_no_part_of_an_op(idle: bool, expected: list[float], monkeypatch: Any) -> None:
     """Between its two events a device that waits for work waits for the host. What it does before the first op is unknown."""
-    device, ops = Device(monkeypatch), CudaOps(CUDA)
+    device, ops = Device(monkeypatch), TimedOps(backend_of(CUDA))
     device.idle = idle
     clock = iter([0.0, 6e-4, 1.0, 1.0 + 2e-3, 2.0, 2.0 + 6e-4])
     monkeypatch.setattr(memory, "perf_counter", lambda: next(clock))

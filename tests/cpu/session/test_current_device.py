@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_memopt import MemOptConfig
-from lightning_memopt.record.tensors import current, is_on
+from lightning_memopt.device.places import current, is_on
 from lightning_memopt.runtime.tiers.worker import Copy, Worker
 from lightning_memopt.session import costs, rehearsal
 from lightning_memopt.session.costs import Costs

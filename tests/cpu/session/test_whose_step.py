@@ -86,9 +86,7 @@ def many_critics(pair: Pair, optimizers: Optimizers, with_gradients: bool) -> li
     return losses
 
 
-def compared(
-    use: Callable[[Pair, Optimizers], list[Tensor]], part: str, budget: str | int = "min", **options: Any
-) -> Any:
+def compared(use: Callable[[Pair, Optimizers], list[Tensor]], part: str, budget: str | int = "min", **options: Any) -> Any:
     """The loop plainly, and with one part watched and both optimizers given."""
     pair = Pair()
     torch.manual_seed(2)

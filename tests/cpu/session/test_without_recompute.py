@@ -155,9 +155,11 @@ def test_updates_in_backward_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         optimizer = OPTIMIZERS["adamw"](model.parameters())
         options: dict[str, Any] = dict(budget="min", recompute=False, profile_steps=1, verbose=False)
         held = counted_nbytes()
-        with contextlib.nullcontext() if mode is None else optimize(
-            model, optimizer, optimizer_in_backward=mode, **options
-        ) as run:
+        with (
+            contextlib.nullcontext()
+            if mode is None
+            else optimize(model, optimizer, optimizer_in_backward=mode, **options) as run
+        ):
             marked_loop(model, run, optimizer, [data(4, 128, seed=s) for s in range(5)])
         ends.append([model.state_dict(), optimizer.state_dict()])
         if run is not None:
@@ -216,4 +218,3 @@ def test_other_sizes_borrow_plans_that_do_not_rebuild() -> None:
         return state(model)
 
     assert_same(ended(), ended(budget="min", **AWAY))
-

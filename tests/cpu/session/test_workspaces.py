@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lightning_memopt.config import MemOptConfig
+from lightning_memopt.device import cuda
 from lightning_memopt.plan.allocator import Settings
 from lightning_memopt.session import allocator, observed_step, workspaces
 from lightning_memopt.session.allocator import read_settings
@@ -45,7 +46,7 @@ class Streams:
         patch.setattr(workspaces, "current", lambda device: contextlib.nullcontext())
         patch.setattr(workspaces, "in_own_thread", lambda measure, device: measure())
         patch.setattr(torch, "ones", lambda *size, **options: ones(*size, **options | {"device": "cpu"}))
-        patch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=self.now()))
+        patch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(stream_id=self.now()))
         patch.setattr(torch.cuda, "stream", self.stream)
 
     def now(self) -> int:
@@ -53,7 +54,7 @@ class Streams:
 
     @contextlib.contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
-        before, self.of_thread.stream = self.now(), stream.cuda_stream
+        before, self.of_thread.stream = self.now(), stream.stream_id
         yield
         self.of_thread.stream = before
 
@@ -71,7 +72,7 @@ def test_both_threads_take_a_workspace_once_for_each_stream(streams: Streams) ->
         (first, _), (second, _) = streams.products
         assert first == here and second != here, "the thread of the forward, and the one of backward"
         assert set(streams.weights) == {CUDA}
-        with streams.stream(types.SimpleNamespace(cuda_stream=7)):
+        with streams.stream(types.SimpleNamespace(stream_id=7)):
             take_workspaces(model, CUDA)
     assert [thread for thread, _ in streams.products] == [here, second] * 2
     assert streams.products[2] == (here, 7)
@@ -98,7 +99,7 @@ def test_plans_are_priced_by_the_settings_that_the_allocator_says(monkeypatch: p
     backend = "native"
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
     monkeypatch.setattr(allocator, "tell", told.append)
-    monkeypatch.setattr(allocator, "allocator_snapshot", lambda: {"allocator_settings": {"expandable_segments": True}})
+    monkeypatch.setattr(cuda, "allocator_snapshot", lambda: {"allocator_settings": {"expandable_segments": True}})
     read_settings(CUDA)
     assert told == [Settings(expandable=True)]
     read_settings(torch.device("cpu"))

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_memopt.device.backends import backend_of
 from lightning_memopt.errors import EnergyUnavailableError
-from lightning_memopt.telemetry import EnergyMeter, nvml_source, rapl_sources, uuid_of
+from lightning_memopt.telemetry import EnergyMeter, nvml_source, rapl_sources
 from lightning_memopt.telemetry.sources import EnergyCounter, PowerSampler
 from tests.cpu.lib.fake_nvml import Board, Clock, FakeNvml, install
 
@@ -32,7 +33,7 @@ def test_devices_are_found_by_uuid(monkeypatch: Any, clock: Clock) -> None:
     meters = [meter_of(device(i), clock) for i in range(3)]
     clock.after(5)
     assert [meter.take() for meter in meters] == [150.0, 50.0, 100.0]
-    assert uuid_of(device(1)) == "one" and meters[1].keys == ("GPU-one",) and not meters[1].approximate
+    assert backend_of(device(1)).uuid == "one" and meters[1].keys == ("GPU-one",) and not meters[1].approximate
     for meter in meters:
         meter.close()
         meter.close()

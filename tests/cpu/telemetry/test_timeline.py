@@ -106,7 +106,7 @@ def test_a_logger_that_fails_ends_nothing() -> None:
 
 
 def test_where_nothing_counts_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "counter", lambda: None)
+    monkeypatch.setattr(sampling, "counter_of", lambda device: None)
     with pytest.warns(UserWarning, match="the memory timeline failed.*nothing counts the bytes"):
         with_logger(Images(), timeline=2)
 

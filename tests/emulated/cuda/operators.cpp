@@ -11,6 +11,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/copy_native.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
@@ -178,6 +179,7 @@ void compute(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   const c10::FunctionSchema& schema = op.schema();
   const size_t first = stack->size() - schema.arguments().size();
   const c10::Device device = device_of(*stack, first);
+  const c10::cuda::CUDAGuard guard(device);  // as in each of CUDA's kernels; the stream 0 is that of the current device
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device.index()).stream();
   emulated_operator_begins(stream);
   Call call;

@@ -1,0 +1,79 @@
+"""Any accelerator, through `torch.accelerator`: XPU, and what registers itself with torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from lightning_memopt.device.backend import Backend, Nbytes
+from lightning_memopt.errors import UnsupportedError
+
+
+class Accelerator(Backend):
+    """What all accelerators have in common. A budget counts requested bytes: how their allocators round and split is not known.
+
+    What torch does not implement for the device raises UnsupportedError.
+    """
+
+    def check(self) -> None:
+        self.requested()
+
+    def total_nbytes(self) -> int:
+        return int(self._asked("get_memory_info")[1])
+
+    def free_nbytes(self) -> int | None:
+        return int(self._asked("get_memory_info")[0]) + int(self._asked("memory_reserved"))
+
+    def requested(self) -> Nbytes:
+        statistics = self._statistics()
+        return _nbytes(statistics, "requested_bytes" if "requested_bytes.all.peak" in statistics else "allocated_bytes")
+
+    def allocated(self) -> Nbytes:
+        return _nbytes(self._statistics(), "allocated_bytes")
+
+    def peak_nbytes(self) -> int:
+        return self.requested().peak
+
+    def reset_peaks(self) -> None:
+        self._asked("reset_peak_memory_stats")
+
+    def empty_cache(self) -> None:
+        torch.accelerator.empty_cache()
+
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize(self.device)
+
+    def current_stream(self) -> Any:
+        return torch.accelerator.current_stream(self.device)
+
+    @property
+    def streams(self) -> Any:
+        module = super().streams
+        if not all(hasattr(module, name) for name in ("Stream", "Event", "stream", "current_stream")):
+            raise UnsupportedError(f"the host tier needs streams, and torch has none for {self.device}. Use offload='disk'.")
+        return module
+
+    def _statistics(self) -> Mapping[str, Any]:
+        statistics: Mapping[str, Any] = self._asked("memory_stats")
+        if "allocated_bytes.all.peak" not in statistics:
+            self._asked("reset_peak_memory_stats")  # says why there are none, if the device has not just begun
+            return dict.fromkeys((f"allocated_bytes.all.{when}" for when in ("current", "peak")), 0)
+        return statistics
+
+    def _asked(self, name: str) -> Any:
+        ask: Callable[[torch.device], Any] | None = getattr(torch.accelerator, name, None)
+        if ask is None:
+            raise UnsupportedError(f"this torch has no torch.accelerator.{name}. Install a newer one, or use CUDA or a CPU.")
+        try:
+            return ask(self.device)
+        except (RuntimeError, ValueError) as error:  # NotImplementedError is a RuntimeError
+            raise UnsupportedError(
+                f"a plan needs torch.accelerator.{name} of {self.device}, and torch says: {str(error).splitlines()[0]} "
+                "Train on CUDA or a CPU, or set MEMOPT_DISABLE=1 to train without a plan."
+            ) from error
+
+
+def _nbytes(statistics: Mapping[str, Any], name: str) -> Nbytes:
+    return Nbytes(*(int(statistics[f"{name}.all.{when}"]) for when in ("current", "peak")))

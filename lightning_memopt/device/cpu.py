@@ -1,0 +1,19 @@
+"""The host. Its allocator keeps no statistics; `native.counter_of` counts there."""
+
+from __future__ import annotations
+
+from lightning_memopt.clocks import thread_time
+from lightning_memopt.device.backend import Backend
+from lightning_memopt.units import host_memory_nbytes
+
+
+class Cpu(Backend):
+    """The memory that this process may use, with its cgroup limit. Threads are timed by their own clock: others may be busy."""
+
+    keeps_statistics = False
+
+    def total_nbytes(self) -> int:
+        return host_memory_nbytes()
+
+    def clock(self) -> float:
+        return thread_time()

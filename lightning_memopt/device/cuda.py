@@ -1,0 +1,78 @@
+"""CUDA devices, and those of ROCm, which torch calls by the same name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lightning_memopt.device.backend import Backend, Nbytes
+from lightning_memopt.torch_private import allocator_snapshot
+
+
+class Cuda(Backend):
+    """A CUDA device, with torch's caching allocator."""
+
+    keeps_workspaces = True
+    locks_pages = True
+    runs_triton = True
+
+    @property
+    def name(self) -> str:
+        return str(torch.cuda.get_device_name(self.device))
+
+    @property
+    def uuid(self) -> str | None:
+        if torch.version.hip is not None:
+            return None
+        uuid = str(torch.cuda.get_device_properties(self.device).uuid)
+        return uuid.removeprefix("GPU-").removeprefix("MIG-")
+
+    def total_nbytes(self) -> int:
+        return int(torch.cuda.get_device_properties(self.device).total_memory)
+
+    def free_nbytes(self) -> int | None:
+        """The CUDA runtime knows it, for slices of a GPU as well."""
+        return int(torch.cuda.mem_get_info(self.device)[0]) + int(torch.cuda.memory_reserved(self.device))
+
+    def requested(self) -> Nbytes:
+        statistics = torch.cuda.memory_stats_as_nested_dict(self.device)
+        nbytes = statistics.get("requested_bytes") or statistics["allocated_bytes"]  # other allocators count no requests
+        return Nbytes(int(nbytes["all"]["current"]), int(nbytes["all"]["peak"]))
+
+    def allocated(self) -> Nbytes:
+        return Nbytes(int(torch.cuda.memory_allocated(self.device)), int(torch.cuda.max_memory_allocated(self.device)))
+
+    def peak_nbytes(self) -> int:
+        return int(torch.cuda.max_memory_reserved(self.device))
+
+    def reset_peaks(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def empty_cache(self) -> None:
+        torch.cuda.empty_cache()
+
+    def allocator_settings(self) -> Mapping[str, Any] | None:
+        if torch.cuda.get_allocator_backend() != "native":
+            return None
+        settings: Mapping[str, Any] = allocator_snapshot().get("allocator_settings", {})
+        return settings
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def current_stream(self) -> Any:
+        return torch.cuda.current_stream(self.device)
+
+    def timing_event(self) -> Any:
+        return torch.cuda.Event(enable_timing=True)
+
+    def is_capturing(self) -> bool:
+        return bool(torch.cuda.is_current_stream_capturing())
+
+    def lock_pages(self, address: int, nbytes: int) -> int:
+        return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 1))  # 1: in every context
+
+    def unlock_pages(self, address: int) -> int:
+        return int(torch.cuda.cudart().cudaHostUnregister(address))
