@@ -19,6 +19,7 @@ from typing import Any
 
 from benchmarks.lib.paths import RESULTS
 from benchmarks.models.papers.networks import network
+from benchmarks.papers.mobility import Mobility, mobility, one_ended, two_ended
 from benchmarks.papers.transfer_papers import EFFICIENCY, PROFILE
 from lightning_memopt import jsonio
 from lightning_memopt.graph import Graph
@@ -29,7 +30,6 @@ from lightning_memopt.solvers.offload.policies import POLICIES
 from lightning_memopt.solvers.offload.policy import carry_out
 from lightning_memopt.solvers.placement import Buffer, faults, place
 from lightning_memopt.solvers.placement.buffers import Problem
-from lightning_memopt.solvers.placement.mobility import Mobility, mobility, one_ended, two_ended
 
 FILE = RESULTS / "dymem_pool.json"
 NETWORKS = (

@@ -1,8 +1,9 @@
-"""Addresses: perfect packings that are found, and fragmentation of recorded steps: `python -m benchmarks placement [steps]`.
+"""Addresses: public instances, perfect packings, and fragmentation of recorded steps: `python -m benchmarks placement [PART]`.
 
     python -m benchmarks placement                       # instances of full load: 60 s each
     python -m benchmarks placement --families guillotine --counts 100 --seeds 1
     python -m benchmarks placement steps                 # recorded steps and their plans: 5 s each
+    python -m benchmarks placement public --folder minimalloc/benchmarks/challenging  # of a clone of google/minimalloc
 
 Writes benchmarks/results/placement.json; rows of what was not run stay.
 """
@@ -12,15 +13,15 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Iterator
+from pathlib import Path
 
 from benchmarks.lib.paths import RESULTS
 from benchmarks.lib.tables import print_table
 from benchmarks.placement.instances import perfect
 from lightning_memopt import jsonio
+from lightning_memopt.buffer_files import read_buffers
 from lightning_memopt.solvers.placement import Buffer, best_fit, buffers_of, faults, place
 from lightning_memopt.solvers.placement.buffers import Problem
-from lightning_memopt.solvers.placement.mobility import one_ended
-from lightning_memopt.solvers.placement.pyramid import pyramid
 
 FAMILIES: dict[str, dict[str, object]] = {
     "guillotine": {},
@@ -61,18 +62,26 @@ def steps(names: list[str], shares: list[float], seconds: float) -> Iterator[dic
         problem = Problem.of(buffers, alignment=64)
         placement = place(buffers, seconds=seconds, alignment=64)
         assert not faults(buffers, placement.offsets, placement.height_nbytes, 64)
-        heights = {
-            "best_fit": min(problem.height_nbytes(best_fit.best_fit(problem, o)) for o in best_fit.orders(problem).values()),
-            "pyramid": problem.height_nbytes(pyramid(problem)),
-            "as_they_come": one_ended(problem).pool_nbytes,
-        }
+        best_fitted = min(problem.height_nbytes(best_fit.best_fit(problem, o)) for o in best_fit.orders(problem).values())
         row: dict[str, object] = {
             "step": label,
             "buffers": len(buffers),
             "max_live_MiB": round(placement.bound_nbytes / 2**20, 2),
         }
-        row |= {name: round(100 * (height / placement.bound_nbytes - 1), 3) for name, height in heights.items()}
+        row["best_fit"] = round(100 * (best_fitted / placement.bound_nbytes - 1), 3)
         row |= {"placed": round(100 * placement.fragmentation, 4), "seconds": round(placement.seconds, 2)}
+        yield row
+
+
+def public(folder: Path, seconds: float) -> Iterator[dict[str, object]]:
+    """Place the instances of a folder: files NAME.CAPACITY.csv, as MiniMalloc has them."""
+    for file in sorted(folder.glob("*.csv")):
+        capacity = int(file.name.split(".")[1])
+        buffers = read_buffers(file)
+        placement = place(buffers, capacity, seconds)
+        assert not faults(buffers, placement.offsets, placement.height_nbytes)
+        row: dict[str, object] = {"instance": file.name.split(".")[0], "buffers": len(buffers), "placed": placement.fits}
+        row |= {"height": round(placement.height_nbytes / capacity, 3), "seconds": round(placement.seconds, 2)}
         yield row
 
 
@@ -91,20 +100,25 @@ def _recorded(names: list[str], shares: list[float]) -> Iterator[tuple[str, list
 
 
 def _key(row: dict[str, object]) -> tuple[object, object]:
-    return (row["family"], row["buffers"]) if "family" in row else (row["step"], None)
+    return (row["family"], row["buffers"]) if "family" in row else (row.get("step") or row["instance"], None)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", nargs="?", choices=["instances", "steps"], default="instances")
+    parser.add_argument("part", nargs="?", choices=["instances", "steps", "public"], default="instances")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--counts", nargs="+", type=int, default=[100, 250, 500])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--models", nargs="+", default=list(STEPS))
     parser.add_argument("--shares", nargs="+", type=float, default=list(SHARES), help="budgets of plans; see SHARES")
     parser.add_argument("--seconds", type=float, default=None, help="for each placement (60; steps: 5)")
+    parser.add_argument("--folder", type=Path, default=None, help="of the public instances")
     args = parser.parse_args()
-    if args.part == "steps":
+    if args.part == "public":
+        if args.folder is None:
+            parser.error("public needs --folder")
+        produced = public(args.folder, args.seconds or 60.0)
+    elif args.part == "steps":
         produced = steps(args.models, args.shares, args.seconds or 5.0)
     else:
         produced = instances(args.families, args.counts, args.seeds, args.seconds or 60.0)

@@ -152,13 +152,13 @@ def _chain(args: argparse.Namespace) -> int:
 
 def _place(args: argparse.Namespace) -> int:
     from lightning_memopt.buffer_files import check_target, read_buffers, write_placed
-    from lightning_memopt.solvers.placement import native, place
+    from lightning_memopt.solvers.placement import place, search
 
     capacity = None if args.capacity is None else nbytes_of("--capacity", args.capacity)
     buffers = read_buffers(args.buffers)
     check_target(args.output)
-    if not native.available():
-        print("memopt: the search runs in Python, which is slower: install a C++ compiler", file=sys.stderr)
+    if not search.available():
+        print("memopt: nothing is searched, only best-fit is repeated: install a C++ compiler", file=sys.stderr)
     placement = place(buffers, capacity, args.seconds)
     height, bound = placement.height_nbytes, placement.bound_nbytes
     if capacity is not None and height > capacity:

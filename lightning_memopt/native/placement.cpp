@@ -1,54 +1,116 @@
-// Placement of buffers: best-fit, and an exact search. The same algorithms, step by step, are in Python in
-// solvers/placement (best_fit.py, search.py), which say how they work; tests compare both. No header beyond the standard ones.
+// Placement of buffers: best-fit, and an exact search. No header beyond the standard ones.
+//
+// The search is that of MiniMalloc (Moffitt, "MiniMalloc: A Lightweight Memory Allocator for Hardware-Accelerated Machine
+// Learning", ASPLOS 2023), written from the paper:
+//
+// - Canonical solutions. If there is a placement, there is one in which each buffer stands on the ground or on another one. In
+//   the order of its offsets, each buffer stands at its floor: the highest top of those before it that share a moment with it.
+//   So the search decides which buffer comes next, and never an offset.
+// - Monotonic floor. What comes later is not lower. A buffer whose floor is below the last offset has to stand on something that
+//   is still to come.
+// - Dominance. If a buffer fits whole between its floor and the last offset, the same placement with this buffer down there is
+//   one too, and is found elsewhere.
+// - Sections. Time is cut into moments that have a set of buffers each. In each section, what is left has to fit between the
+//   lowest floor of a buffer of it and the capacity.
+// - Decomposition. Buffers that no others connect in time are placed for themselves.
+//
+// Beyond the paper, the order in which buffers are tried learns: it begins with those of the sections at which earlier tries
+// failed. And some tries jump: where the failure lies at other times than the last decision, that decision is not made anew.
+// Those prove nothing.
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdint>
 #include <limits>
+#include <numeric>
 #include <vector>
-
-#include "placement_state.h"
 
 namespace {
 
-using namespace memopt_placement;
-
-constexpr int kMostDepth = 100000;  // of the search, which needs some 300 bytes of the stack for each step
-constexpr double kLeans[] = {0.0, 0.05, 0.3};
+constexpr int64_t kFar = std::numeric_limits<int64_t>::max() / 4;
+constexpr int64_t kFewestNodes = 2000;  // of a try
+constexpr int64_t kNodesBetweenLooks = 256;  // at the clock and the stop flag
+constexpr double kForgets = 0.9;  // so much of the weight of a section is left after a try
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
-struct Deeper {
-  explicit Deeper(int* depth) : depth(depth) { ++*depth; }
-  ~Deeper() { --*depth; }
-  int* depth;
+// Sections from first to before last; none where first >= last.
+struct Span {
+  int first = std::numeric_limits<int>::max(), last = 0;
+  void add(const Span& other) {
+    first = std::min(first, other.first);
+    last = std::max(last, other.last);
+  }
+  bool meets(const Span& other) const { return first < other.last && other.first < last; }
 };
 
-class Search : public State {
- public:
-  Search(const Sections& given, int64_t capacity, uint64_t seed, volatile int32_t* stop, double until)
-      : State(given, capacity), state_(seed), stop_(stop), until_(until), noise_(given.buffers) {}
+struct Buffers {
+  int count, sections;
+  const int32_t *first, *last;
+  const int64_t* size;
+  Span span(int b) const { return {first[b], last[b]}; }
+};
 
-  // 1: placed; 0: there is no placement; -1: the limit of nodes, time, or the caller stopped it.
-  int run(int64_t nodes_a_try, int64_t most_nodes, int64_t* nodes) {
-    for (int s = 0; s < sections_; ++s)
-      if (slack_[s] < 0) return 0;
-    int result = -1;
-    for (int64_t round = 1; result < 0 && !over_ && nodes_ < most_nodes; ++round) {
-      for (int j = 0; j < n_; ++j) noise_[j] = round == 1 ? 1024 : 512 + next() % 1024;
-      lean_ = round == 1 ? 0.05 : kLeans[next() % 3];
-      long_ = round > 1 && next() % 2;
-      snug_ = round > 1 && next() % 4 == 0 ? 1.0 : 64.0;
-      limit_ = std::min(most_nodes, nodes_ + nodes_a_try * luby(round));
-      dirty_first_ = 0;
-      dirty_last_ = sections_;
-      result = descend();
-      if (result < 1) undo(0);
+// By what buffers are tried: lifetime, area, the load of their most crowded section, and how often their sections failed.
+struct Strategy {
+  const char* keys;
+  bool jumps;
+};
+constexpr Strategy kSystematic[] = {{"LAT", false}, {"TAL", false}, {"TLA", false}, {"ATL", false}};
+constexpr Strategy kLearning[] = {{"FTA", true}, {"FLA", true}, {"FAL", true}, {"FTA", false}, {"FLA", false}, {"FAL", false}};
+
+enum class Result { kPlaced, kNone, kGivenUp };
+
+class Search {
+ public:
+  Search(const Buffers& given, int64_t capacity, volatile int32_t* stop, double until)
+      : b_(given), capacity_(capacity), stop_(stop), until_(until), beside_(b_.count), members_(b_.sections), load_(b_.sections, 0),
+        failures_(b_.sections, 0.0), weight_(b_.count, 0.0), rank_(b_.count), floor_(b_.count), low_(b_.count), offset_(b_.count),
+        left_(b_.sections), witness_(b_.sections) {
+    for (int i = 0; i < b_.count; ++i)
+      for (int s = b_.first[i]; s < b_.last[i]; ++s) {
+        members_[s].push_back(i);
+        load_[s] += b_.size[i];
+      }
+    std::vector<int> seen(b_.count, -1);
+    for (int i = 0; i < b_.count; ++i)
+      for (int s = b_.first[i]; s < b_.last[i]; ++s)
+        for (int j : members_[s])
+          if (j != i && seen[j] != i) {
+            seen[j] = i;
+            beside_[i].push_back(j);
+          }
+  }
+
+  const std::vector<int64_t>& offsets() const { return offset_; }
+  int64_t nodes() const { return nodes_; }
+
+  // Tries with more and more nodes. Learning ones have half of the nodes, in Luby's sequence; the others double theirs.
+  Result run() {
+    for (int s = 0; s < b_.sections; ++s)
+      if (load_[s] > capacity_) return Result::kNone;
+    int64_t most = kFewestNodes, systematic = 0, learning = 0;
+    for (int turn = 0, learned = 0;; most = turn % std::size(kSystematic) == 0 ? 2 * most : most) {
+      systematic -= nodes_;
+      Result result = attempt(kSystematic[turn++ % std::size(kSystematic)], most);
+      systematic += nodes_;
+      if (result != Result::kGivenUp || over_) return result;
+      while (learning < systematic) {
+        learning -= nodes_;
+        const Strategy& strategy = kLearning[learned % std::size(kLearning)];
+        result = attempt(strategy, kFewestNodes * luby(1 + learned++ / std::size(kLearning)));
+        learning += nodes_;
+        if (result == Result::kPlaced || over_ || (result == Result::kNone && !strategy.jumps)) return result;
+      }
     }
-    *nodes = nodes_;
-    return result;
   }
 
  private:
+  struct Change {
+    int buffer;
+    int64_t floor;  // before; -1: the buffer was placed
+  };
+
   static int64_t luby(int64_t i) {
     for (;;) {
       int64_t k = 1;
@@ -58,150 +120,194 @@ class Search : public State {
     }
   }
 
-  uint64_t next() {
-    uint64_t z = (state_ += 0x9E3779B97F4A7C15ull);
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-    return z ^ (z >> 31);
+  Result attempt(const Strategy& strategy, int64_t most_nodes) {
+    jumps_ = strategy.jumps;
+    limit_ = nodes_ + most_nodes;
+    given_up_ = false;
+    order(strategy.keys);
+    std::fill(floor_.begin(), floor_.end(), 0);
+    std::fill(offset_.begin(), offset_.end(), -1);
+    left_ = load_;
+    trail_.clear();
+    std::vector<int> all(b_.count);
+    std::iota(all.begin(), all.end(), 0);
+    std::stable_sort(all.begin(), all.end(), [&](int i, int j) { return b_.first[i] < b_.first[j]; });
+    const bool placed = parts(all.data(), all.data() + all.size(), -1, -1);
+    for (double& failures : failures_) failures *= kForgets;
+    return placed ? Result::kPlaced : given_up_ ? Result::kGivenUp : Result::kNone;
   }
 
-  bool stopped() {
-    if (*stop_ || now() > until_) over_ = true;
-    return over_;
+  void order(const char* keys) {
+    std::vector<int> by(b_.count);
+    std::iota(by.begin(), by.end(), 0);
+    for (int i = 0; i < b_.count; ++i)
+      weight_[i] = *std::max_element(failures_.begin() + b_.first[i], failures_.begin() + b_.last[i]);
+    std::stable_sort(by.begin(), by.end(), [&](int i, int j) {
+      for (const char* key = keys; *key; ++key)
+        if (const double x = value(i, *key), y = value(j, *key); x != y) return x > y;
+      return false;
+    });
+    for (int k = 0; k < b_.count; ++k) rank_[by[k]] = k;
+    for (auto& members : members_) std::sort(members.begin(), members.end(), [&](int i, int j) { return rank_[i] < rank_[j]; });
+    for (int s = 0; s < b_.sections; ++s) witness_[s] = members_[s].front();
   }
 
-  // Raise floors to where a buffer can be. Sets the section to decide; -1 if no section has a candidate. False: a dead end.
-  bool look(int* chosen) {
-    *chosen = -1;
-    while (dirty_first_ < dirty_last_) {
-      const int from = dirty_first_, to = dirty_last_;
-      dirty_first_ = sections_;
-      dirty_last_ = 0;
-      for (int s = from; s < to; ++s) {
-        if (left_[s] == 0) { set_options(s, 0); continue; }
-        const int64_t at = floor_[s], ceiling = blocks_[s].empty() ? capacity_ : blocks_[s].back().bottom;
-        int64_t lowest = kFar, fill = 0;
-        const bool passes = real_[s] && slack_[s] >= quantum_;  // it may be that no buffer begins at this height
-        int options = passes;
-        for (int j : members_[s]) {
-          if (offset_[j] >= 0) continue;
-          if (low_[j] + size_[j] <= ceiling) {
-            fill += size_[j];
-            lowest = std::min(lowest, low_[j]);
-          }
-          if (low_[j] <= at && (passes || candidate(j, s))) ++options;
-        }
-        if (lowest == kFar) lowest = ceiling;  // nothing goes into this gap
-        if (!blocks_[s].empty() && (ceiling - at - fill > slack_[s] || !fills(s, ceiling))) { ++weight_[s]; return false; }
-        if (lowest > at) {
-          if (!waste(s, lowest)) { ++weight_[s]; return false; }
-          continue;
-        }
-        if (options == 0) {
-          if (slack_[s] == 0) { ++weight_[s]; return false; }
-        }
-        set_options(s, options);
-      }
+  double value(int i, char key) const {
+    const double lifetime = b_.last[i] - b_.first[i];
+    if (key == 'L') return lifetime;
+    if (key == 'A') return lifetime * static_cast<double>(b_.size[i]);
+    if (key == 'F') return weight_[i];
+    return static_cast<double>(*std::max_element(load_.begin() + b_.first[i], load_.begin() + b_.last[i]));
+  }
+
+  // Place buffers, which are in the order of time, after one that was placed at `last` with this rank: part by part.
+  bool parts(const int* begin, const int* end, int64_t last, int rank) {
+    std::vector<std::pair<const int*, const int*>> found;
+    for (const int* from = begin; from != end;) {
+      const int* to = from;
+      for (int until = b_.last[*from]; to != end && b_.first[*to] < until; ++to) until = std::max(until, b_.last[*to]);
+      found.push_back({from, to});
+      from = to;
     }
-    double best = 0;
-    for (int s = 0; s < sections_; ++s) {
-      if (options_[s] == 0) continue;
-      const double value = floor_[s] + lean_ * slack_[s] + 1e-3 * options_[s] / weight_[s];
-      if (*chosen < 0 || value < best) {
-        *chosen = s;
-        best = value;
-      }
-    }
+    std::stable_sort(found.begin(), found.end(), [](auto& x, auto& y) { return x.second - x.first < y.second - y.first; });
+    for (const auto& [from, to] : found)
+      if (!part(from, to, last, rank)) return false;
     return true;
   }
 
-  // No section has a candidate: what is lowest of all rests on a placed buffer. Raise all floors to the least such height.
-  bool bump() {
-    int64_t least = kFar;
-    for (int j = 0; j < n_; ++j) {
-      if (offset_[j] >= 0) continue;
-      for (int s = first_[j]; s < last_[j]; ++s) {
-        if (real_[s] && floor_[s] >= low_[j] && floor_[s] < least && fits(j, floor_[s])) least = floor_[s];
-        for (const Block& block : blocks_[s])
-          if (block.top >= low_[j] && block.top < least && fits(j, block.top)) least = block.top;
-      }
-    }
-    if (least == kFar) return false;
-    bool moved = false;
-    for (int s = 0; s < sections_; ++s)
-      while (left_[s] > 0 && floor_[s] < least) {
-        const int64_t to = blocks_[s].empty() ? least : std::min(least, blocks_[s].back().bottom);
-        if (!waste(s, to)) { ++weight_[s]; return false; }
-        moved = true;
-      }
-    return moved;
+  // Whether the buffer may come next: after the last one, in the order of offsets and ranks.
+  bool follows(int i, int64_t last, int rank) const { return floor_[i] > last || (floor_[i] == last && rank_[i] > rank); }
+
+  bool fails(const Span& where) {
+    failed_ = where;
+    return false;
   }
 
-  int descend() {
-    if (placed_ == n_) return 1;
-    if (++nodes_ >= limit_ || stopped()) return -1;
-    const Deeper deeper(&depth_);
-    if (depth_ > kMostDepth) return -1;
-    int s;
-    if (!look(&s)) return 0;
-    while (s < 0) {
-      if (!bump() || !look(&s)) return 0;
+  bool part(const int* begin, const int* end, int64_t last, int rank) {
+    if (++nodes_ >= limit_ || (nodes_ % kNodesBetweenLooks == 0 && stopped())) {
+      given_up_ = true;
+      return false;
     }
-    const int64_t at = floor_[s];
-    std::vector<std::pair<double, int>> options;
-    for (int j : members_[s])
-      if (offset_[j] < 0 && candidate(j, s)) options.push_back({-score(j, at), j});
-    std::sort(options.begin(), options.end());
-    const size_t mark = trail_.size();
-    for (const auto& option : options) {
-      int result = place(option.second, at) ? descend() : 0;
-      if (result != 0) return result;
+    int lowest = *begin;  // the buffer with the lowest top, if it came now
+    Span all;
+    for (const int* at = begin; at != end; ++at) {
+      if (floor_[*at] + b_.size[*at] < floor_[lowest] + b_.size[lowest]) lowest = *at;
+      all.add(b_.span(*at));
+    }
+    const int64_t lowest_top = floor_[lowest] + b_.size[lowest];
+    if (lowest_top <= last) return fails(b_.span(lowest));
+    std::vector<int> next;
+    for (const int* at = begin; at != end; ++at) {
+      const int i = *at;
+      low_[i] = floor_[i];
+      if (follows(i, last, rank)) {
+        if (floor_[i] < lowest_top) next.push_back(i);
+      } else {
+        low_[i] = kFar;  // it has to stand on one of those that come
+        for (int j : beside_[i])
+          if (offset_[j] < 0) low_[i] = std::min(low_[i], (follows(j, last, rank) ? floor_[j] : lowest_top) + b_.size[j]);
+      }
+      if (low_[i] > capacity_ - b_.size[i]) return fails(b_.span(i));
+    }
+    for (int s = all.first; s < all.last; ++s)
+      if (left_[s] > 0 && !has_space(s)) return false;
+    std::sort(next.begin(), next.end(), [&](int i, int j) { return floor_[i] != floor_[j] ? floor_[i] < floor_[j] : rank_[i] < rank_[j]; });
+    Span failed = next.empty() ? all : Span();
+    std::vector<int> rest;
+    for (size_t k = 0; k < next.size(); ++k) {
+      const int i = next[k];
+      if (std::any_of(next.begin(), next.begin() + k, [&](int j) { return twins(i, j); })) continue;
+      const size_t mark = trail_.size();
+      place(i);
+      rest.clear();
+      std::copy_if(begin, end, std::back_inserter(rest), [&](int j) { return j != i; });
+      if (parts(rest.data(), rest.data() + rest.size(), offset_[i], rank_[i])) return true;
       undo(mark);
+      if (given_up_ || (jumps_ && !failed_.meets(b_.span(i)))) return false;
+      failed.add(failed_);
+      failed.add(b_.span(i));
     }
-    if (!real_[s] || slack_[s] < quantum_) return 0;
-    return waste(s, at + quantum_) ? descend() : 0;
+    return fails(failed);
   }
 
-  // Candidates that leave no gap below them come first, of them those of the largest area.
-  double score(int j, int64_t at) const {
-    int flush = 0;
-    for (int s = first_[j]; s < last_[j]; ++s) flush += floor_[s] == at;
-    const int length = last_[j] - first_[j];
-    const int64_t top = at + size_[j];
-    double snug = 1;
-    const int before = first_[j] - 1, behind = last_[j];
-    if (before < 0 || crossing_[before] == 0 || floor_[before] == top) snug *= snug_;
-    if (crossing_[behind - 1] == 0 || floor_[behind] == top) snug *= snug_;
-    return static_cast<double>(size_[j]) * length * (long_ ? length : 1) * static_cast<double>(noise_[j]) * (flush == length ? 1024.0 : 1.0) * snug;
+  // Whether a buffer of the section can begin so low that all that is left of the section fits above.
+  bool has_space(int s) {
+    const int64_t most = capacity_ - left_[s];
+    const auto low = [&](int i) { return offset_[i] < 0 && low_[i] <= most; };
+    if (low(witness_[s])) return true;
+    for (int i : members_[s])
+      if (low(i)) {
+        witness_[s] = i;
+        return true;
+      }
+    ++failures_[s];
+    Span where;
+    for (int i : members_[s])
+      if (offset_[i] < 0) where.add(b_.span(i));
+    return fails(where);
   }
 
-  uint64_t state_;
+  bool twins(int i, int j) const {
+    return b_.size[i] == b_.size[j] && b_.first[i] == b_.first[j] && b_.last[i] == b_.last[j];
+  }
+
+  void place(int i) {
+    offset_[i] = floor_[i];
+    trail_.push_back({i, -1});
+    for (int s = b_.first[i]; s < b_.last[i]; ++s) left_[s] -= b_.size[i];
+    const int64_t top = offset_[i] + b_.size[i];
+    for (int j : beside_[i])
+      if (offset_[j] < 0 && floor_[j] < top) {
+        trail_.push_back({j, floor_[j]});
+        floor_[j] = top;
+      }
+  }
+
+  void undo(size_t mark) {
+    for (; trail_.size() > mark; trail_.pop_back()) {
+      const auto [i, floor] = trail_.back();
+      if (floor >= 0) {
+        floor_[i] = floor;
+        continue;
+      }
+      offset_[i] = -1;
+      for (int s = b_.first[i]; s < b_.last[i]; ++s) left_[s] += b_.size[i];
+    }
+  }
+
+  bool stopped() {
+    over_ = over_ || *stop_ || now() > until_;
+    return over_;
+  }
+
+  const Buffers b_;
+  const int64_t capacity_;
   volatile int32_t* stop_;
   const double until_;
-  std::vector<int64_t> noise_;
+  std::vector<std::vector<int>> beside_, members_;  // of a buffer, those that share a section; of a section, its buffers by rank
+  std::vector<int64_t> load_;
+  std::vector<double> failures_, weight_;
+  std::vector<int> rank_;
+  std::vector<int64_t> floor_, low_, offset_, left_;  // offset_: -1 for buffers that are not placed; left_: their bytes by section
+  std::vector<int> witness_;  // of a section, a buffer that could begin low enough when it was looked at last
+  std::vector<Change> trail_;
+  Span failed_;
   int64_t nodes_ = 0, limit_ = 0;
-  double lean_ = 0, snug_ = 1;
-  bool long_ = false;
-  int depth_ = 0;
-  bool over_ = false;
+  bool jumps_ = false, given_up_ = false, over_ = false;
 };
 
 }  // namespace
 
 extern "C" {
 
-// Buffers whose offset is not negative were placed before; `order` has the `count` others.
-void memopt_best_fit(int32_t n, int32_t count, const int64_t* lower, const int64_t* upper, const int64_t* size,
+void memopt_best_fit(int32_t n, const int64_t* lower, const int64_t* upper, const int64_t* size,
                      const int64_t* order, int64_t* offsets) {
   struct Placed {
     int64_t bottom, top, lower, upper;
   };
   std::vector<Placed> placed;
   placed.reserve(n);
-  for (int32_t k = 0; k < n; ++k)
-    if (offsets[k] >= 0) placed.push_back({offsets[k], offsets[k] + size[k], lower[k], upper[k]});
-  std::stable_sort(placed.begin(), placed.end(), [](const Placed& a, const Placed& b) { return a.bottom < b.bottom; });
-  for (int32_t i = 0; i < count; ++i) {
+  for (int32_t i = 0; i < n; ++i) {
     const int64_t k = order[i], lo = lower[k], up = upper[k], need = size[k];
     int64_t floor = 0, smallest = std::numeric_limits<int64_t>::max(), at = -1;
     for (const Placed& p : placed) {
@@ -220,12 +326,13 @@ void memopt_best_fit(int32_t n, int32_t count, const int64_t* lower, const int64
   }
 }
 
-int32_t memopt_search(int32_t n, const int32_t* first, const int32_t* last, const int64_t* size, const int32_t* twin,
-                      int32_t sections, const int64_t* load, int64_t capacity, uint64_t seed, int64_t nodes_a_try,
-                      int64_t most_nodes, double seconds, volatile int32_t* stop, int64_t* offsets, int64_t* nodes) {
-  Search search({n, first, last, size, twin, sections, load}, capacity, seed, stop, now() + seconds);
-  const int result = search.run(nodes_a_try, most_nodes, nodes);
-  if (result == 1) std::copy(search.offsets().begin(), search.offsets().end(), offsets);
-  return result;
+// 1: placed; 0: there is no placement within the capacity; -1: it is time, or the caller stopped it.
+int32_t memopt_search(int32_t n, const int32_t* first, const int32_t* last, const int64_t* size, int32_t sections, int64_t capacity,
+                      double seconds, volatile int32_t* stop, int64_t* offsets, int64_t* nodes) {
+  Search search({n, sections, first, last, size}, capacity, stop, now() + seconds);
+  const Result result = search.run();
+  *nodes = search.nodes();
+  if (result == Result::kPlaced) std::copy(search.offsets().begin(), search.offsets().end(), offsets);
+  return result == Result::kPlaced ? 1 : result == Result::kNone ? 0 : -1;
 }
 }

@@ -7,21 +7,16 @@ import numpy as np
 from lightning_memopt.solvers.placement.buffers import Ints, Problem
 
 
-def best_fit(problem: Problem, order: Ints, fixed: Ints | None = None) -> Ints:
+def best_fit(problem: Problem, order: Ints) -> Ints:
     """Offsets, shape (n,), from placing the buffers in this order.
-
-    fixed: offsets of buffers that were placed before, and -1 for those of the order; None if all are in the order.
 
     A gap is between two placed buffers that are alive at the same time as the new one. Of equal gaps the lowest is taken;
     without a gap the buffer goes on top.
     """
     lower, upper, size = problem.lower, problem.upper, problem.size
-    offsets = np.zeros(len(problem), dtype=np.int64) if fixed is None else fixed.copy()
+    offsets = np.zeros(len(problem), dtype=np.int64)
     placed, bottoms = np.empty(len(problem), dtype=np.int64), np.empty(len(problem), dtype=np.int64)
-    before = np.empty(0, dtype=np.int64) if fixed is None else np.flatnonzero(fixed >= 0)
-    placed[: len(before)] = before[np.argsort(offsets[before], kind="stable")]
-    bottoms[: len(before)] = offsets[placed[: len(before)]]
-    for count, index in enumerate(order, start=len(before)):
+    for count, index in enumerate(order):
         before = placed[:count]  # ascending by offset
         alive = before[(lower[before] < upper[index]) & (upper[before] > lower[index])]
         floors = np.concatenate([[0], np.maximum.accumulate(offsets[alive] + size[alive])])

@@ -14,7 +14,7 @@ import numpy as np
 
 from lightning_memopt import clocks
 from lightning_memopt.errors import PlacementError
-from lightning_memopt.solvers.placement import best_fit, native, promotion
+from lightning_memopt.solvers.placement import best_fit, promotion, search
 from lightning_memopt.solvers.placement.buffers import Buffer, Ints, Problem
 from lightning_memopt.solvers.placement.solve import Placement, place
 
@@ -66,7 +66,7 @@ def _cut(buffers: Sequence[Buffer], period: int) -> int:
 
 def _offsets(problem: Problem, crossing: list[int], count: int, until: float) -> Ints:
     """The lowest offsets of all pieces: `count` buffers and tails, then the heads of the buffers `crossing`, in this order."""
-    best_fitted = native.best_fit if native.available() else best_fit.best_fit
+    best_fitted = search.best_fit if search.available() else best_fit.best_fit
     tails, heads = np.array(crossing, dtype=np.int64), np.arange(count, len(problem), dtype=np.int64)
     head_of = np.full(len(problem), -1, dtype=np.int64)
     head_of[tails] = heads

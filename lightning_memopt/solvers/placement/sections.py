@@ -21,14 +21,12 @@ class Sections:
 
     first, last: half-open range of sections of every buffer.
     size: bytes of every buffer.
-    twin: the buffer before this one, in their order, that has the same sections and size; -1 if there is none.
     load_nbytes: bytes that are alive in every section.
     """
 
     first: Indices
     last: Indices
     size: Ints
-    twin: Indices
     load_nbytes: Ints
 
     @classmethod
@@ -45,9 +43,4 @@ class Sections:
                 grew = False
         first = np.searchsorted(kept, problem.first).astype(np.int32)
         last = np.searchsorted(kept, problem.last).astype(np.int32)
-        twin = np.full(len(problem), -1, dtype=np.int32)
-        seen: dict[tuple[int, int, int], int] = {}
-        for index, key in enumerate(zip(first.tolist(), last.tolist(), problem.size.tolist(), strict=True)):
-            twin[index] = seen.get(key, -1)
-            seen[key] = index
-        return cls(first, last, problem.size.copy(), twin, problem.load_nbytes[kept])
+        return cls(first, last, problem.size.copy(), problem.load_nbytes[kept])

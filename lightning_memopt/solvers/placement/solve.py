@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,8 +11,18 @@ import numpy as np
 
 from lightning_memopt import clocks
 from lightning_memopt.errors import PlacementError
+from lightning_memopt.solvers.placement import best_fit, promotion, search
 from lightning_memopt.solvers.placement.buffers import Buffer, Ints, Problem
-from lightning_memopt.solvers.placement.portfolio import Portfolio
+from lightning_memopt.solvers.placement.sections import Sections
+
+_MOST_CELLS = 1 << 24
+"""Maximum of pairs of a buffer and one of its sections, and of pairs of two buffers: a search takes some of their bytes."""
+
+_SHORTEST_SECONDS = 0.1
+"""An aim gets half of the time that is left, or all of it where that is less than this."""
+
+_STACK_NBYTES = 256 << 20
+"""The stack of the thread that searches: a search is as deep as there are buffers. Pages that are not used take no memory."""
 
 
 @dataclass(frozen=True)
@@ -66,20 +77,99 @@ def place(buffers: Sequence[Buffer], capacity: int | None = None, seconds: float
 def _offsets(problem: Problem, target_nbytes: int, until: float, lowest: bool) -> Ints:
     """Offsets of all parts. Each part that needs more than best-fit gets an equal share of the time that is left.
 
-    lowest: whether the parts are placed as low as possible above the target, where it is proven to be out of reach.
+    lowest: whether the parts are placed as low as possible above the target, where it is not reached.
     """
     offsets = np.zeros(len(problem), dtype=np.int64)
-    portfolios = [(indices, Portfolio(problem.part(indices), target_nbytes)) for indices in problem.components()]
-    portfolios.sort(key=lambda entry: not entry[1].done())
-    for rank, (indices, portfolio) in enumerate(portfolios):
+    parts = [(indices, _Part(problem.part(indices), target_nbytes)) for indices in problem.components()]
+    parts.sort(key=lambda entry: entry[1].height_nbytes > target_nbytes)
+    for rank, (indices, part) in enumerate(parts):
         now = clocks.monotonic()
-        share = now + (until - now) / (len(portfolios) - rank)
-        portfolio.run(share)
-        unit = math.gcd(*portfolio.problem.size.tolist())  # of all heights that are worth a try
-        while lowest and portfolio.impossible_nbytes and clocks.monotonic() < share:
-            if portfolio.impossible_nbytes + unit >= portfolio.height_nbytes:
-                break
-            portfolio.target_nbytes = (portfolio.impossible_nbytes + portfolio.height_nbytes) // 2 // unit * unit
-            portfolio.run(share)
-        offsets[indices] = portfolio.offsets
+        share = now + (until - now) / (len(parts) - rank)
+        if lowest:
+            part.lower_all(target_nbytes, share)
+        else:
+            part.lower(target_nbytes, share)
+        offsets[indices] = part.offsets
     return offsets
+
+
+class _Part:
+    """Buffers that all concern each other, and their lowest placement so far.
+
+    impossible_nbytes: no placement is this low; 0 if nothing was proven.
+    """
+
+    def __init__(self, problem: Problem, target_nbytes: int) -> None:
+        self.problem = problem
+        self._unit_nbytes = math.gcd(*problem.size.tolist())
+        self.impossible_nbytes = 0
+        self._place = search.best_fit if search.available() else best_fit.best_fit
+        self._orders = list(best_fit.orders(problem).values())
+        self.offsets = self._place(problem, self._orders[0])
+        self.height_nbytes = problem.height_nbytes(self.offsets)
+        for order in self._orders[1:]:
+            if self.height_nbytes > target_nbytes:
+                self._better(self._place(problem, order))
+
+    def lower_all(self, target_nbytes: int, until: float) -> None:
+        """`lower`, and where the target is not reached, as far as possible: each aim halves the distance, up or down."""
+        failed_nbytes, aim_nbytes = 0, target_nbytes
+        while self.height_nbytes > target_nbytes and (left := until - clocks.monotonic()) > 0:
+            self.lower(aim_nbytes, until - left / 2 if left > _SHORTEST_SECONDS else until)
+            if self.height_nbytes > aim_nbytes:
+                failed_nbytes = max(failed_nbytes, aim_nbytes)
+            steps = (self.height_nbytes - failed_nbytes) // self._unit_nbytes
+            if steps <= 1:  # nothing lies between; but what failed was perhaps given up too early
+                if self.impossible_nbytes == failed_nbytes:
+                    return
+                failed_nbytes = self.impossible_nbytes
+                steps = (self.height_nbytes - max(failed_nbytes, target_nbytes)) // self._unit_nbytes
+            aim_nbytes = max(target_nbytes, self.height_nbytes - (steps + 1) // 2 * self._unit_nbytes)
+
+    def lower(self, target_nbytes: int, until: float) -> None:
+        """Lower the offsets until they reach the target, it is proven to be out of reach, or it is `until`.
+
+        The search runs in a thread of its own. Meanwhile this one repeats best-fit, which finds something lower also where the
+        search finds nothing; a keyboard interrupt ends both.
+        """
+        if self.height_nbytes <= target_nbytes:
+            return
+        sections, stop = Sections.of(self.problem), search.Stop()
+        cells = max(int((sections.last - sections.first).sum()), len(self.problem) ** 2)
+        found: list[tuple[Ints | None, bool]] = []
+
+        def searches() -> None:
+            found.append(search.search(sections, target_nbytes, until - clocks.monotonic(), stop))
+            stop.set()
+
+        thread = _deep(searches) if search.available() and cells <= _MOST_CELLS else None
+        try:
+            promotion.repeated(
+                self.problem, self._orders, target_nbytes, until, place=self._place,
+                better=lambda offsets, _: self._better(offsets), stop=stop.__bool__,
+            )  # fmt: skip
+        finally:
+            stop.set()
+            if thread is not None:
+                thread.join()
+        for offsets, certain in found:
+            if offsets is not None:
+                self._better(offsets)
+            elif certain:
+                self.impossible_nbytes = max(target_nbytes, self.impossible_nbytes)
+
+    def _better(self, offsets: Ints) -> None:
+        height = self.problem.height_nbytes(offsets)
+        if height < self.height_nbytes:
+            self.offsets, self.height_nbytes = offsets, height
+
+
+def _deep(run: object) -> threading.Thread:
+    """A thread that has begun, with a stack for a deep recursion."""
+    usual_nbytes = threading.stack_size(_STACK_NBYTES)
+    try:
+        thread = threading.Thread(target=run, daemon=True)  # type: ignore[arg-type]
+        thread.start()
+    finally:
+        threading.stack_size(usual_nbytes)
+    return thread

@@ -1,42 +1,17 @@
-"""Policies of published papers: OLLA's pyramid and Dymem's pool with two ends."""
+"""Dymem's pool with two ends, which is a baseline of the benchmarks."""
 
 from __future__ import annotations
 
-import itertools
 import random
 
-import numpy as np
 import pytest
 
+from benchmarks.papers.mobility import Mobility, mobility, one_ended, two_ended
 from benchmarks.placement.instances import perfect
 from lightning_memopt.solvers.placement import Buffer, faults
 from lightning_memopt.solvers.placement.buffers import Problem
-from lightning_memopt.solvers.placement.mobility import Mobility, mobility, one_ended, two_ended
-from lightning_memopt.solvers.placement.pyramid import nested, pyramid
 
 GROUPS: tuple[Mobility, ...] = ("movable", "temporary", "reclaimed")
-
-
-def test_the_pyramid_is_the_longest_within_the_longest() -> None:
-    """Activations of four layers (10, 7, 5 and 3 bytes), freed in reverse order, and two gradients."""
-    rows = [(0, 8, 10), (1, 7, 7), (2, 6, 5), (3, 5, 3), (4, 6, 6), (6, 8, 9)]
-    buffers = [Buffer(str(i), *row) for i, row in enumerate(rows)]
-    problem = Problem.of(buffers)
-    assert nested(problem).tolist() == [0, 1, 2, 3]
-    offsets = pyramid(problem)
-    assert offsets[:4].tolist() == [0, 10, 17, 22]
-    assert not faults(buffers, offsets.tolist(), problem.bound_nbytes)
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_pyramids_stand_on_the_ground_without_gaps(seed: int) -> None:
-    buffers, _, _ = perfect(60, seed, holes=0.3)
-    problem = Problem.of(buffers)
-    base, offsets = nested(problem), pyramid(problem)
-    assert offsets[base].tolist() == [0, *np.cumsum(problem.size[base])[:-1].tolist()]
-    for below, above in itertools.pairwise(base):
-        assert problem.lower[below] <= problem.lower[above] and problem.upper[above] <= problem.upper[below]
-    assert not faults(buffers, offsets.tolist())
 
 
 @pytest.mark.parametrize(
