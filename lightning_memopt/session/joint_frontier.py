@@ -12,7 +12,6 @@ import torch
 
 from lightning_memopt.clocks import perf_counter, process_time
 from lightning_memopt.config import MemOptConfig
-from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph, fingerprint
 from lightning_memopt.plan import Life, Plan, Prediction, simulate
@@ -65,23 +64,23 @@ class JointFrontier(Frontier):
 
     offloading: gives the forms, the rates and the seconds for solving.
     overhead: gives the seconds of the engine's own work under a plan's lives.
-    least: the lives of the smallest plan; None where it is not known (on CUDA).
+    least: the lives of the plan with the smallest peak.
     """
 
     offloading: Offloadable = field(kw_only=True)
     overhead: Callable[[tuple[Life, ...]], float] = field(kw_only=True)
-    least: tuple[Life, ...] | None = field(kw_only=True, default=None)
+    least: tuple[Life, ...] = field(kw_only=True)
 
     @classmethod
     def of(cls, frontier: Frontier, offloading: Offloadable) -> JointFrontier:
         graph = frontier.graph
         fields: dict[str, Any] = {name: getattr(frontier, name) for name in Frontier.__dataclass_fields__}
-        if not kind_of(graph.device).has_segments:  # there the reserved bytes are known only for a plan that has been made
-            plans = (c.lives for c in frontier.candidates)
-            least, fields["least"] = joint.least(graph, plans, offloading.forms(graph), lambda lives: peak_nbytes(graph, lives))
-            fields["smallest_nbytes"] = min(frontier.smallest_nbytes, least + UNSEEN_NBYTES)
-
-        return cls(**fields, offloading=offloading, overhead=costs.overhead(graph, offloading.device).of)
+        plans = (c.lives for c in frontier.candidates)
+        _, least = joint.least(graph, plans, offloading.forms(graph), lambda lives: peak_nbytes(graph, lives))
+        overhead = costs.overhead(graph, offloading.device).of
+        found = cls(**fields, offloading=offloading, overhead=overhead, least=least)
+        predicted = found._predicted(least, simulate(graph, least).predicted)  # one plan's: reserved bytes take long
+        return replace(found, smallest_nbytes=min(frontier.smallest_nbytes, predicted.needed_nbytes + UNSEEN_NBYTES))
 
     def smallest_plan(self, most_seconds: float = math.inf) -> Plan:
         """As of `Frontier`. Between the smallest plan and the one that rebuilds and is fast enough, a few budgets are tried."""
@@ -158,8 +157,6 @@ class JointFrontier(Frontier):
             if solved.predicted.needed_nbytes <= limit:
                 return solved
             target -= solved.predicted.needed_nbytes - limit
-        if self.least is None:
-            return None
         predicted = simulate(self.graph, self.least, rates=self.offloading.rates).predicted
         predicted = self._predicted(self.least, replace(predicted, overhead_seconds=self.overhead(self.least)))
         if predicted.needed_nbytes > limit:

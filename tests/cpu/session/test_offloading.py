@@ -7,6 +7,7 @@ import gc
 import math
 import resource
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,13 @@ from lightning_memopt.report.table import parked_text
 from lightning_memopt.session import plan_cache
 from lightning_memopt.session.offloading import Offloading
 from lightning_memopt.session.solves import Solves
+from lightning_memopt.session.solving import frontier_of
 from lightning_memopt.session.states import Running
 from tests.cpu.lib.inside import state_of
 from tests.cpu.lib.loops import QUIET, assert_same, batches, counted_nbytes, loss_of, sgd, small, state, train
+from tests.cpu.lib.observed import graph_of
 from tests.cpu.lib.stepped import Stepped, same
+from tests.cpu.lib.times import Known, given
 
 
 def trained(model: nn.Module, count: int = 6, **options: Any) -> tuple[Run, dict[str, torch.Tensor], list[torch.Tensor]]:
@@ -121,6 +125,26 @@ def test_below_what_recomputation_can_do(smallest: int) -> None:
     assert "fetch from disk" in tensors(run.plan, main.program.graph)
     text = parked_text(run.plan, run.session.transfers())  # as Lightning shows it: the session is over
     assert "not measured" not in text and moved == main.depot.moved_nbytes // 4
+
+
+def test_on_a_gpu_too_the_smallest_plan_parks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a budget is compared with reserved bytes, which are known for each plan by itself."""
+
+    class WithHost(Known):
+        def of_transfers(self, measure: Any) -> MachineRates:
+            return MachineRates(name="given", links={"host": Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9)})
+
+    given(monkeypatch, WithHost())
+    model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(256, 256), nn.Tanh())))
+    x = torch.randn(4096, 256)
+    graph = graph_of(model, (x,), lambda: model(x).sum())
+    graph = replace(graph, device="cuda", ops=tuple(replace(op, recomputable=False) for op in graph.ops))
+    offloading = Offloading(torch.device("cuda"), MemOptConfig(offload="host", verbose=False))
+    alone = frontier_of(graph, Offloading(torch.device("cuda"), MemOptConfig(verbose=False)), lambda _: None)
+    together = frontier_of(graph, offloading, lambda _: None)
+    assert together.smallest_nbytes < alone.smallest_nbytes
+    plan = together.smallest_plan()
+    assert plan.parks and plan.predicted.reserved_nbytes <= plan.budget_nbytes == together.smallest_nbytes
 
 
 def test_never_slower_than_recomputation_alone(smallest: int) -> None:
