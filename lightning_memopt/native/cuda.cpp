@@ -10,6 +10,8 @@
 // is a function that nobody calls. One that is new and has no default makes this file fail to compile; then there is no pool.
 #include <c10/core/impl/GPUTrace.h>
 #include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include <exception>
@@ -46,12 +48,13 @@ DataPtr ours(DataPtr made) {
   return made;
 }
 
-// Where a request of this thread belongs: the current stream of the current device. Returns whether it is logged or planned.
-// Not while torch's sanitizer for CUDA traces allocations: it must see each.
+// Where a request of this thread belongs: the current stream of the current device, by torch, which may put off telling CUDA.
+// Returns whether it is logged or planned. Not while torch's sanitizer for CUDA traces allocations: it must see each.
 bool is_pooled(size_t nbytes, streams::Place* place) {
   if (!streams::in_window() || nbytes == 0 || c10::impl::GPUTrace::haveState) return false;
-  if (cudaGetDevice(&place->device) != cudaSuccess) return false;
-  place->stream = c10::cuda::getCurrentCUDAStream(static_cast<DeviceIndex>(place->device)).stream();
+  DeviceIndex device = 0;
+  if (c10::cuda::GetDevice(&device) != cudaSuccess) return false;
+  *place = {device, c10::cuda::getCurrentCUDAStream(device).stream()};
   return true;
 }
 
@@ -64,16 +67,12 @@ void* known(void* at) {
 class Ordinary final : public streams::Ordinary {
  public:
   void* allocate(int device, cudaStream_t stream, size_t nbytes) override {
-    int before = device;
-    (void)cudaGetDevice(&before);
-    if (before != device && cudaSetDevice(device) != cudaSuccess) return nullptr;
-    void* at = nullptr;
     try {
-      at = inner->raw_alloc_with_stream(nbytes, stream);
+      const c10::cuda::CUDAGuard on_device(static_cast<DeviceIndex>(device));
+      return inner->raw_alloc_with_stream(nbytes, stream);
     } catch (const std::exception&) {  // out of memory
+      return nullptr;
     }
-    if (before != device) (void)cudaSetDevice(before);
-    return at;
   }
   void free(void* at) override { inner->raw_delete(at); }
   void trim() override { inner->emptyCache(); }

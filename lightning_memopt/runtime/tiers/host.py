@@ -173,7 +173,7 @@ class _HostParked:
         self.done = streams.Event()
         with tier.naming(self, "to"):
             produced = marked(streams, streams.current_stream(tier.device))
-            with queued_on(streams, tier.out):
+            with queued_on(streams, tier.out, tier.device):
                 tier.out.wait_event(produced)  # T1
                 if self.nbytes:
                     tier.copy(tier.bytes_at(offset, self.nbytes), t, tier.out)
@@ -206,7 +206,7 @@ class _HostParked:
         with tier.naming(self, "from"):
             tier.reclaim()
             free = marked(streams, self._current())
-            with queued_on(streams, tier.back):
+            with queued_on(streams, tier.back, tier.device):
                 tier.back.wait_event(self.done)  # T3
                 tier.back.wait_event(free)  # T3
                 tier.copy(out, tier.bytes_at(self.offset, self.nbytes), tier.back)

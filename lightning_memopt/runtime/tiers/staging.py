@@ -27,6 +27,7 @@ class Staging:
     """
 
     def __init__(self, device: torch.device, piece_nbytes: int = PIECE_NBYTES, streams: Any = None) -> None:
+        self.device = device
         self.streams = streams or backend_of(device).streams
         self.stream = self.streams.Stream(device)
         self.pool = HostPool(2 * piece_nbytes, device)
@@ -36,7 +37,7 @@ class Staging:
     def out(self, t: Tensor, ready: Any, write: Move) -> None:
         """Write all of `t` after the event `ready`. Returns when all is written."""
         size = self.pieces[0].numel()
-        with queued_on(self.streams, self.stream):
+        with queued_on(self.streams, self.stream, self.device):
             self.stream.wait_event(ready)
             starts = range(0, t.numel(), size)
             for k, start in enumerate(starts):
@@ -57,7 +58,7 @@ class Staging:
     def back(self, out: Tensor, ready: Any, read: Move) -> None:
         """Fill all of `out`, whose memory is free after the event `ready`. Returns when all is there."""
         size = self.pieces[0].numel()
-        with queued_on(self.streams, self.stream):
+        with queued_on(self.streams, self.stream, self.device):
             self.stream.wait_event(ready)
             for k, start in enumerate(range(0, out.numel(), size)):
                 if k > 1:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_memopt.device.backends import backend_of
+from lightning_memopt.device.places import current
 from lightning_memopt.errors import OffloadError, UnsupportedError
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.units import format_nbytes, host_memory_nbytes, round_up
@@ -30,9 +31,13 @@ def marked(streams: Any, stream: Any) -> Any:
 
 
 @contextlib.contextmanager
-def queued_on(streams: Any, stream: Any) -> Iterator[None]:
-    """Within, ops are queued on `stream`; neither dispatch modes nor autograd see them."""
-    with below_autograd(), streams.stream(stream):
+def queued_on(streams: Any, stream: Any, device: torch.device) -> Iterator[None]:
+    """Within, ops are queued on `stream`, of this device; neither dispatch modes nor autograd see them.
+
+    The device is the current one: at the end, torch goes back to the stream that was current, and would open a context on
+    another device for it, which takes hundreds of MiB there.
+    """
+    with below_autograd(), current(device), streams.stream(stream):
         yield
 
 
