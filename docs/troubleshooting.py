@@ -181,6 +181,10 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "No tensor that a plan could drop is in memory at the peak.",
         "One of the remedies at the end of the line.",
     ),
+    ("session/solving.py", "MemOpt: nothing is parked"): (
+        "To run ops again takes less time than to copy their results over this link, or no plan that parks was found in time.",
+        "Nothing: the plan keeps the budget. `recompute=False` parks whatever the link's speed.",
+    ),
     ("session/solving.py", "MemOpt: … of results of convolutions"): (
         "`torch.backends.cudnn.benchmark` is on, or was: cuDNN times its algorithms in each thread, and backward has another "
         "thread than the forward, so a rebuild might run another algorithm, which gives other bits.",
