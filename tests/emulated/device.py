@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -31,6 +35,55 @@ def races() -> int:
     count = ctypes.CDLL("libcudart.so.13").emulated_races
     count.restype = ctypes.c_uint64
     return int(count())
+
+
+@dataclass(frozen=True)
+class Op:
+    """What the host asked of a stream.
+
+    what: an operator, a kernel, "memset", "copy in" or "copy out" (", pageable"), "copy on the device", "record" or "wait".
+    number: its number in the stream.
+    nbytes: of the first range of memory that it uses.
+    clock: of each stream, the last op that is known to be over when this one begins.
+    """
+
+    what: str
+    stream: int
+    device: int
+    number: int
+    nbytes: int
+    clock: dict[int, int]
+
+    def before(self, other: Op) -> bool:
+        """Whether something orders `other` behind this one."""
+        return other.clock.get(self.stream, 0) >= self.number and other is not self
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[list[Op]]:
+    """Within, what is asked of the devices is logged; then the list has it, in order."""
+    log = ctypes.CDLL("libcudart.so.13").emulated_log
+    ops: list[Op] = []
+    log(1, None)
+    try:
+        yield ops
+    finally:
+        with tempfile.NamedTemporaryFile("r", suffix=".tsv") as file:
+            log(0, file.name.encode())
+            for line in file:
+                stream, of, number, nbytes, clock, what = line.rstrip("\n").split("\t")
+                times = dict(map(int, entry.split(":")) for entry in clock.split())
+                ops.append(Op(what, int(stream), int(of), int(number), int(nbytes), times))
+
+
+def has_context(index: int) -> bool:
+    """Whether anything was asked of the device with this number: on a card, it then takes hundreds of MiB."""
+    return bool(ctypes.CDLL("libcudart.so.13").emulated_has_context(index))
+
+
+def last_error() -> int:
+    """CUDA's last error in this thread, which stays."""
+    return int(ctypes.CDLL("libcudart.so.13").cudaPeekAtLastError())
 
 
 def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:

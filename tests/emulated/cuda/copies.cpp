@@ -1,6 +1,8 @@
 // Copies and fills. In bytes mode a device's memory has no values: what is copied from it is zero.
+#include <chrono>
 #include <cstring>
 #include <memory>
+#include <thread>
 
 #include "emulated.h"
 
@@ -20,6 +22,14 @@ std::function<void()> copying(void* to, const void* from, size_t nbytes, bool st
   auto taken = std::make_shared<std::vector<char>>(bytes, bytes + nbytes);
   return [=] { memcpy(to, taken->data(), nbytes); };
 }
+// A link as slow as EMULATED_LINK says, for whoever waits for the copy.
+std::function<void()> slowly(std::function<void()> copy, size_t nbytes) {
+  if (settings().link == 0) return copy;
+  return [=] {
+    std::this_thread::sleep_for(std::chrono::duration<double>(double(nbytes) / settings().link));
+    if (copy) copy();
+  };
+}
 bool is_pageable(const void* p) { return !is_device(p) && !is_pinned(p); }
 }  // namespace
 
@@ -36,6 +46,7 @@ API cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t nbytes, cudaM
   if (!is_pageable(to)) ranges.push_back(range(to, nbytes, true));
   Op op;
   op.run = copying(to, from, nbytes, is_pageable(from));
+  if (!on_device) op.run = slowly(std::move(op.run), nbytes);
   enqueue(s, std::move(op), kLatency + double(nbytes) / (on_device ? kOnDevice : kLink), ranges, what);
   if (is_pageable(to) && !s->capture) synchronize(s);
   return cudaSuccess;

@@ -32,6 +32,8 @@ const Settings& settings() {
     s.memory = number_of("EMULATED_MEMORY", "85899345920");
     s.capability = int(number_of("EMULATED_CAPABILITY", "90"));
     s.polls = int(number_of("EMULATED_POLLS", "4"));
+    s.pinnable = number_of("EMULATED_PINNABLE", "18446744073709551615");
+    s.link = double(number_of("EMULATED_LINK", "0"));
     return s;
   }();
   return all;
@@ -40,6 +42,10 @@ const Settings& settings() {
 static thread_local int current = 0;
 int current_device() { return current; }
 
+static Immortal<std::map<int, bool>> contexts;
+void opens_context(int device) { (*contexts)[device] = true; }
+bool has_context(int device) { return (*contexts)[device]; }
+
 static thread_local cudaError_t last_error = cudaSuccess;
 static thread_local std::string last_why;
 cudaError_t failed(cudaError_t error, const std::string& why) {
@@ -47,6 +53,10 @@ cudaError_t failed(cudaError_t error, const std::string& why) {
   return last_error = error;
 }
 cudaError_t failed(cudaError_t error) { return failed(error, ""); }
+cudaError_t take_last_error() {
+  const cudaError_t error = last_error;
+  return last_error = cudaSuccess, error;
+}
 
 static Immortal<std::map<std::string, uint64_t>> counts;
 void count(const std::string& what) { ++(*counts)[what]; }
@@ -63,6 +73,12 @@ static struct Statistics {
 
 }  // namespace emulated
 using namespace emulated;
+
+// Whether anything was asked of a device.
+API int emulated_has_context(int device) {
+  LOCK;
+  return has_context(device);
+}
 
 // A function that is on build.py's list of those that may do nothing was called.
 API void emulated_nothing(const char* name) {
@@ -81,7 +97,8 @@ API cudaError_t cudaGetDeviceCount(int* n) { return *n = settings().devices, cud
 API cudaError_t cudaGetDevice(int* device) { return *device = current, cudaSuccess; }
 API cudaError_t cudaSetDevice(int device) {
   if (device < 0 || device >= settings().devices) return failed(cudaErrorInvalidDevice);
-  return current = device, cudaSuccess;
+  LOCK;
+  return opens_context(device), current = device, cudaSuccess;
 }
 API cudaError_t cudaDriverGetVersion(int* version) { return *version = CUDART_VERSION, cudaSuccess; }
 API cudaError_t cudaRuntimeGetVersion(int* version) { return *version = CUDART_VERSION, cudaSuccess; }
@@ -153,13 +170,11 @@ API cudaError_t cudaDeviceGetPCIBusId(char* text, int n, int device) {
 API cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) { return *can = 0, cudaSuccess; }
 API cudaError_t cudaDeviceSynchronize() {
   LOCK;
+  opens_context(current);
   return synchronize_device(current), cudaSuccess;
 }
 
-API cudaError_t cudaGetLastError() {
-  const cudaError_t error = last_error;
-  return last_error = cudaSuccess, error;
-}
+API cudaError_t cudaGetLastError() { return take_last_error(); }
 API cudaError_t cudaPeekAtLastError() { return last_error; }
 API const char* cudaGetErrorName(cudaError_t error) {
   switch (error) {

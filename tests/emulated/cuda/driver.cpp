@@ -15,7 +15,6 @@ struct Physical {
 };
 Immortal<std::map<CUmemGenericAllocationHandle, Physical>> made;
 Immortal<std::map<CUdeviceptr, size_t>> mapped;
-bool active[64];
 CUcontext context_of(int device) { return reinterpret_cast<CUcontext>(uintptr_t(device) + 0x2000); }
 }  // namespace
 
@@ -27,13 +26,13 @@ API CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUde
   return CUresult(cudaDeviceGetAttribute(value, cudaDeviceAttr(attribute), device));  // the numbers are the same
 }
 API CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int* is_active) {
-  return *flags = 0, *is_active = active[device], CUDA_SUCCESS;
+  return *flags = 0, *is_active = has_context(device), CUDA_SUCCESS;
 }
 API CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
-  return active[device] = true, *context = context_of(device), CUDA_SUCCESS;
+  return opens_context(device), *context = context_of(device), CUDA_SUCCESS;
 }
 API CUresult cuCtxGetCurrent(CUcontext* context) { return *context = context_of(current_device()), CUDA_SUCCESS; }
-API CUresult cuCtxSetCurrent(CUcontext) { return active[current_device()] = true, CUDA_SUCCESS; }
+API CUresult cuCtxSetCurrent(CUcontext) { return opens_context(current_device()), CUDA_SUCCESS; }
 API CUresult cuGetErrorString(CUresult error, const char** text) {
   return *text = error == CUDA_ERROR_OUT_OF_MEMORY ? "out of memory" : "an error of the emulated device", CUDA_SUCCESS;
 }

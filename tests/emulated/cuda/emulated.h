@@ -36,6 +36,8 @@ struct Settings {
   size_t memory;       // EMULATED_MEMORY: bytes of each device
   int capability;      // EMULATED_CAPABILITY: 90 for 9.0
   int polls;           // EMULATED_POLLS: so many queries answer "not ready" before the device goes on
+  size_t pinnable;     // EMULATED_PINNABLE: so many bytes of the host can be page-locked
+  double link;         // EMULATED_LINK: bytes a second between host and device, in real time; 0: copies take none
 };
 const Settings& settings();
 
@@ -108,6 +110,9 @@ void forget(uintptr_t begin, uintptr_t end);  // memory that was freed: whoever 
 // devices.cpp
 cudaError_t failed(cudaError_t error);
 cudaError_t failed(cudaError_t error, const std::string& why);
+cudaError_t take_last_error();
+void opens_context(int device);  // what is asked of a device for the first time: on a card, it takes hundreds of MiB
+bool has_context(int device);
 void count(const std::string& what);  // for EMULATED_STATISTICS=1: what was called, at exit
 
 }  // namespace emulated

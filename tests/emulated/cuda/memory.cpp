@@ -98,6 +98,7 @@ using namespace emulated;
 API cudaError_t cudaMalloc(void** p, size_t nbytes) {
   LOCK;
   count("cudaMalloc");
+  opens_context(current_device());
   if (nbytes == 0) return *p = nullptr, cudaSuccess;
   *p = allocate(current_device(), nbytes);
   return *p ? cudaSuccess : failed(cudaErrorMemoryAllocation);
@@ -126,10 +127,14 @@ API cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t pool, cudaMemPoolAttr, voi
 }
 API cudaError_t cudaMemGetInfo(size_t* left, size_t* all) {
   LOCK;
+  opens_context(current_device());
   return *left = settings().memory - (*used)[current_device()], *all = settings().memory, cudaSuccess;
 }
 
 static cudaError_t pin(void* p, size_t nbytes) {
+  size_t locked = 0;
+  for (auto& [_, extent] : *pinned) locked += extent.nbytes;
+  if (locked + nbytes > settings().pinnable) return failed(cudaErrorMemoryAllocation);  // as where `ulimit -l` forbids it
   (*pinned)[reinterpret_cast<uintptr_t>(p)] = {nbytes, current_device()};
   return cudaSuccess;
 }
@@ -143,9 +148,13 @@ static bool unpin(void* p) {
 API cudaError_t cudaHostAlloc(void** p, size_t nbytes, unsigned) {
   LOCK;
   count("cudaHostAlloc");
+  opens_context(current_device());
   if (nbytes == 0) return *p = nullptr, cudaSuccess;
   *p = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  return *p == MAP_FAILED ? failed(cudaErrorMemoryAllocation) : pin(*p, nbytes);
+  if (*p == MAP_FAILED) return failed(cudaErrorMemoryAllocation);
+  const cudaError_t error = pin(*p, nbytes);
+  if (error != cudaSuccess) munmap(*p, nbytes);
+  return error;
 }
 API cudaError_t cudaFreeHost(void* p) {
   LOCK;
@@ -160,6 +169,7 @@ API cudaError_t cudaFreeHost(void* p) {
 API cudaError_t cudaHostRegister(void* p, size_t nbytes, unsigned) {
   LOCK;
   count("cudaHostRegister");
+  opens_context(current_device());
   return is_pinned(p) ? failed(cudaErrorHostMemoryAlreadyRegistered) : pin(p, nbytes);
 }
 API cudaError_t cudaHostUnregister(void* p) {

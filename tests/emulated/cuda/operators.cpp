@@ -11,6 +11,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/copy_native.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
@@ -20,7 +21,7 @@
 #include <unordered_set>
 
 extern "C" {
-void emulated_operator_begins(cudaStream_t stream);
+cudaError_t emulated_operator_begins(cudaStream_t stream);
 void emulated_operator_ran(cudaStream_t stream, const char* name, size_t n, const uintptr_t* begins, const uintptr_t* ends,
                            const bool* writes);
 }
@@ -179,9 +180,9 @@ void compute(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   const c10::FunctionSchema& schema = op.schema();
   const size_t first = stack->size() - schema.arguments().size();
   const c10::Device device = device_of(*stack, first);
-  const c10::cuda::CUDAGuard guard(device);  // as in each of CUDA's kernels; the stream 0 is that of the current device
+  const c10::cuda::CUDAGuard on_device(device);  // as CUDA's own kernels have it: a default stream is that of the current device
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device.index()).stream();
-  emulated_operator_begins(stream);
+  C10_CUDA_CHECK(emulated_operator_begins(stream));
   Call call;
   c10::optional<at::Generator> generator;
   for (size_t i = first; i < stack->size(); ++i) {

@@ -2,6 +2,7 @@
 // A copy that nobody waits for is seen as the bytes from before.
 #include <algorithm>
 #include <chrono>
+#include <cstdio>
 
 #include "emulated.h"
 
@@ -11,6 +12,17 @@ static Immortal<std::vector<Stream*>> streams;  // those that were created; even
 static Immortal<std::map<int, Stream*>> defaults;
 static Immortal<Clock> host;  // what the host waited for
 static int numbers = 0;
+
+// What was asked for while EMULATED's log was on: who reads it knows which ops are ordered (tests/emulated/device.py).
+struct Logged {
+  std::string what;
+  int stream, device;
+  uint64_t op;
+  size_t nbytes;
+  Clock clock;
+};
+static Immortal<std::vector<Logged>> logged;
+static bool is_logging = false;
 
 static Stream* default_stream(int device) {
   Stream*& s = (*defaults)[device];
@@ -59,12 +71,14 @@ void synchronize_all() {
 }
 
 void enqueue(Stream* s, Op op, double seconds, const std::vector<Range>& ranges, const std::string& what) {
+  opens_context(s->device);
   if (s->capture) return captured(s->capture, std::move(op));
   join(s->clock, *host);
   s->clock[s->number] = ++s->ops;
   s->free_at = std::max(s->free_at, now()) + seconds;
   s->polls = 0;
   if (settings().races) accessed(s, ranges, what);
+  if (is_logging) logged->push_back({what, s->number, s->device, s->ops, ranges.empty() ? 0 : ranges[0].end - ranges[0].begin, s->clock});
   if (op.run || op.wait) s->queue.push_back(std::move(op));
 }
 
@@ -81,6 +95,7 @@ using namespace emulated;
 API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* out, unsigned, int priority) {
   LOCK;
   count("cudaStreamCreate");
+  opens_context(current_device());
   Stream* s = new Stream;
   streams->push_back(s);
   s->number = numbers++, s->device = current_device(), s->priority = priority;
@@ -112,6 +127,7 @@ API cudaError_t cudaStreamQuery(cudaStream_t handle) {
 API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* out, unsigned flags) {
   LOCK;
   count("cudaEventCreate");
+  opens_context(current_device());
   Event* e = new Event;
   e->flags = flags;
   return *out = reinterpret_cast<cudaEvent_t>(e), cudaSuccess;
@@ -168,10 +184,27 @@ API cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t from, cuda
   return *milliseconds = float((b->at - a->at) * 1e3), cudaSuccess;
 }
 
+// Writes what was logged, one op a line: stream, device, its number in the stream, bytes, the clock, what. Then logs, or does not.
+API void emulated_log(int on, const char* path) {
+  LOCK;
+  FILE* file = path ? fopen(path, "w") : nullptr;
+  for (size_t i = 0; file && i < logged->size(); ++i) {
+    const Logged& each = (*logged)[i];
+    fprintf(file, "%d\t%d\t%llu\t%zu\t", each.stream, each.device, (unsigned long long)each.op, each.nbytes);
+    for (auto& [stream, op] : each.clock) fprintf(file, "%d:%llu ", stream, (unsigned long long)op);
+    fprintf(file, "\t%s\n", each.what.c_str());
+  }
+  if (file) fclose(file);
+  logged->clear();
+  is_logging = on;
+}
+
 // An operator of ATen is computed by operators.cpp when it is called: all that was asked for in its stream before is done first.
-API void emulated_operator_begins(cudaStream_t handle) {
+// Returns the error that an earlier call left, which torch asks for behind each kernel; then there is none.
+API cudaError_t emulated_operator_begins(cudaStream_t handle) {
   LOCK;
   finish(stream_of(handle));
+  return take_last_error();
 }
 API void emulated_operator_ran(cudaStream_t handle, const char* name, size_t n, const uintptr_t* begins, const uintptr_t* ends,
                                const bool* writes) {
