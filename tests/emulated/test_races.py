@@ -88,6 +88,33 @@ for wait in ("none", *WAITS):
     print(len(planted), device.races() - before)
 """
 
+FAILS = """
+import torch
+from lightning_memopt.errors import OffloadError
+from lightning_memopt.runtime.tiers import DiskTier
+from tests.emulated import device
+nbytes = 24 << 20  # three pieces
+tier = DiskTier(nbytes, None, torch.device("cuda", 0))
+one = tier.store(torch.ones(nbytes, dtype=torch.uint8, device="cuda"), "a tensor")
+one.wait_stored()
+read = tier.file.read
+def fails(into, offset):
+    if offset:
+        raise OSError(5, "no such block")
+    read(into, offset)
+tier.file.read = fails
+out = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+at = out.data_ptr()
+one.fetch(out)
+try:
+    one.wait_fetched()
+except OffloadError:
+    del out
+again = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
+torch.cuda.synchronize()
+print(int(again.data_ptr() == at), int(again.max().item() == 0), device.races())
+"""
+
 
 def _races(code: str, *arguments: str) -> list[int]:
     done = device.run([sys.executable, "-c", code, *arguments], EMULATED_RACES="1")
@@ -120,3 +147,8 @@ def test_a_missing_wait_is_found_in_a_planned_step() -> None:
     assert found.pop("none") == (0, 0)
     assert all(planted > 0 for planted, _ in found.values())
     assert {wait for wait, (_, races) in found.items() if not races} == {WAITS[2], WAITS[5]}
+
+
+def test_a_copy_back_from_a_disk_that_failed_writes_no_more() -> None:
+    """Its target is free again: others have that memory."""
+    assert _races(FAILS) == [1, 1, 0]

@@ -56,20 +56,22 @@ class Staging:
         write(buffer(self.pieces[k % 2][: t.numel() - start]), start)
 
     def back(self, out: Tensor, ready: Any, read: Move) -> None:
-        """Fill all of `out`, whose memory is free after the event `ready`. Returns when all is there."""
+        """Fill all of `out`, whose memory is free after the event `ready`. No copy is under way when it returns, or raises."""
         size = self.pieces[0].numel()
         with queued_on(self.streams, self.stream, self.device):
             self.stream.wait_event(ready)
-            for k, start in enumerate(range(0, out.numel(), size)):
-                if k > 1:
-                    self.events[k % 2].synchronize()  # the piece's earlier bytes are on the device now
-                part = out[start : start + size]
-                piece = self.pieces[k % 2][: part.numel()]
-                read(buffer(piece), start)
-                streams_module.copy(part, piece)
-                self.events[k % 2].record(self.stream)
-            for event in self.events:
-                event.synchronize()
+            try:
+                for k, start in enumerate(range(0, out.numel(), size)):
+                    if k > 1:
+                        self.events[k % 2].synchronize()  # the piece's earlier bytes are on the device now
+                    part = out[start : start + size]
+                    piece = self.pieces[k % 2][: part.numel()]
+                    read(buffer(piece), start)
+                    streams_module.copy(part, piece)
+                    self.events[k % 2].record(self.stream)
+            finally:  # where a read failed, too: `out` is given up then, and others get its memory
+                for event in self.events:
+                    event.synchronize()
 
     def close(self) -> None:
         self.pieces = self.pool.bytes[:0], self.pool.bytes[:0]
