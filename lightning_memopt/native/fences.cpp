@@ -1,19 +1,22 @@
 #include "fences.h"
 
+#include <c10/cuda/CUDAFunctions.h>
+
 namespace memopt {
 
 namespace {
 
-// The default stream has no handle of its own: calls for it go to the current device.
+// The default stream has no handle of its own: calls for it go to the current device. Then the device from before is the current
+// one again, as torch has it: a device without a context gets none.
 struct OnDevice {
-  explicit OnDevice(int device) : changed_(cudaGetDevice(&before_) == cudaSuccess && before_ != device) {
-    if (changed_) (void)cudaSetDevice(device);
+  explicit OnDevice(int device) : known_(c10::cuda::GetDevice(&before_) == cudaSuccess) {
+    (void)c10::cuda::SetDevice(static_cast<c10::DeviceIndex>(device));
   }
   ~OnDevice() {
-    if (changed_) (void)cudaSetDevice(before_);
+    if (known_) (void)c10::cuda::MaybeSetDevice(before_);
   }
-  int before_ = 0;
-  bool changed_;
+  c10::DeviceIndex before_ = 0;
+  bool known_;
 };
 
 }  // namespace
