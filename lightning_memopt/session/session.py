@@ -364,6 +364,7 @@ class Session:
                 return None
             lender = state if state.lender is None else state.lender
             state.depot = self._offloading.depot_of(lender.plan, self._plan_cache.in_force)
+            state.learned.device = self.device
             engine = PlannedEngine(state.learned, self.config.verify and state.verifies, state.depot, state.unproven)
             self._ends.planned(engine)
             return PlannedRecording(engine, self.model)

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -90,3 +91,11 @@ def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[s
     """Another process on an emulated device with this environment; its warnings are off."""
     own = {**os.environ, "PYTHONWARNINGS": "ignore", **environment}
     return subprocess.run(command, env=own, capture_output=True, text=True, timeout=300)
+
+
+def lines_of(code: str, **environment: str) -> tuple[list[str], str]:
+    """The lines that this program prints in another process, and what it says on stderr; no access there was unordered."""
+    end = "\nimport torch\nfrom tests.emulated import device\ntorch.cuda.synchronize()\nassert device.races() == 0"
+    done = run([sys.executable, "-c", code + end], EMULATED_RACES="1", **environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines(), done.stderr

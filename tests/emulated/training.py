@@ -55,6 +55,24 @@ class Cells(nn.Module):
         return state[0].square().mean()
 
 
+class Halves(nn.Module):
+    """Its middle is on another device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.2), nn.Linear(256, 64)) for _ in range(6)]
+        self.ends, self.middle = nn.Sequential(*layers[:3]), nn.Sequential(*layers[3:])
+
+    def to(self, device: torch.device) -> Halves:  # type: ignore[override]
+        self.devices = device, torch.device("cuda", 1 - device.index)
+        self.ends.to(self.devices[0]), self.middle.to(self.devices[1])
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.middle(self.ends(x).to(self.devices[1]))
+        return self.ends(x.to(self.devices[0])).square().mean()
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, torch.device], torch.Tensor]]] = {
     "dropout, tied weights": (Dropouts, lambda n, device: torch.randint(50, (16 * n, 32), device=device)),
     "convolutions, BatchNorm": (Convolutions, lambda n, device: torch.randn(8 * n, 3, 24, 24, device=device)),

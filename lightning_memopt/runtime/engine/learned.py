@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_memopt.device.kinds import kind_of
-from lightning_memopt.device.places import same_type
+from lightning_memopt.device.places import is_on
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import Fetch, Free, Rebuild
 from lightning_memopt.runtime.engine.holding import Version
@@ -47,6 +47,7 @@ class Learned:
     program: the program.
     sized: a recorded tensor is matched only to a tensor of the graph with its size. False for a signature that borrows the plan
         of a larger batch.
+    device: the training device, with its number once the session has said it.
     templates: the templates of the ops of these forwards.
     actions: the native engine's form of what the plan does in backward; None where Python does all of it.
     """
@@ -54,6 +55,7 @@ class Learned:
     def __init__(self, program: Program, sized: bool = True) -> None:
         self.program = program
         self.sized = sized
+        self.device = torch.device(program.graph.device)
         self.templates = Templates(len(program.graph.forward))
         self._spans: tuple[weakref.ref[nn.Module], Spans] | None = None
 
@@ -64,8 +66,7 @@ class Learned:
 
     def counted_nbytes(self, nbytes: int, device: torch.device) -> int:
         """What a graph counts for a storage of `nbytes`: what the allocator gives; nothing where it is on another device."""
-        own = self.program.graph.device
-        return kind_of(own).allocated_nbytes(nbytes) if same_type(device, own) else 0
+        return kind_of(self.device.type).allocated_nbytes(nbytes) if is_on(self.device, device) else 0
 
     def fits(self, version: Version, tensor: int) -> bool:
         """Whether a recorded tensor may be matched to this tensor of the graph."""

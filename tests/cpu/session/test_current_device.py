@@ -14,6 +14,7 @@ import torch
 
 from lightning_memopt import MemOptConfig
 from lightning_memopt.device.places import current, is_on
+from lightning_memopt.runtime import Learned
 from lightning_memopt.runtime.tiers.worker import Copy, Worker
 from lightning_memopt.session import costs, rehearsal
 from lightning_memopt.session.costs import Costs
@@ -130,6 +131,13 @@ def test_tensors_of_another_gpu_are_not_charged_to_the_budget() -> None:
     tracer = Tracer(ZERO, lambda: "")
     on = [tracer._is_on_device(t) for t, _, _ in tensors]  # type: ignore[arg-type]
     assert on == [True, True, False]
+
+
+def test_tensors_of_another_gpu_have_no_bytes_in_the_plan() -> None:
+    """Ops that read or make them, copies between the two devices among them, are the plan's."""
+    learned = Learned(types.SimpleNamespace(graph=types.SimpleNamespace(device="cuda", forward=())))  # type: ignore[arg-type]
+    learned.device = ZERO
+    assert [learned.counted_nbytes(1000, device) for device in (ZERO, ONE)] == [1024, 0]
 
 
 def test_updates_of_parameters_on_another_gpu_are_not_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
