@@ -3,11 +3,13 @@ those of a made-up machine (tests/cpu/lib/machines.py); a test that needs a cert
 
 What tests real times is marked `real_times`, a test or a whole module. A module whose budgets leave no room for what the
 process holds from other tests is marked `profiled`. What starts groups of processes, or trains larger models, is marked `long`:
-`make test` leaves it out, `make test-all` runs everything.
+`make test` leaves it out, `make test-all` runs everything. What cannot hold where backward has a thread of its own is marked
+`calling_thread(reason)`: `--device-thread` skips it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 from collections.abc import Iterator
@@ -20,6 +22,7 @@ from lightning_memopt.native import counter
 from lightning_memopt.native.counting import install as install_counter
 from lightning_memopt.runtime import install_native
 from lightning_memopt.session import times
+from tests.cpu.lib.device_thread import backward_in_its_own_thread
 from tests.cpu.lib.loops import without_counter
 from tests.cpu.lib.said import Said, listening
 from tests.cpu.lib.times import OfMachine, given
@@ -42,10 +45,20 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "real_times: plans are chosen by what things take on this machine: that is tested")
     config.addinivalue_line("markers", "long: starts groups of processes or trains larger models; `make test` leaves it out")
     config.addinivalue_line("markers", "profiled: torch's profiler measures, which sees the bytes of a run alone")
+    config.addinivalue_line("markers", "calling_thread(reason): cannot hold where backward has a thread of its own, as on CUDA")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (*FIRST, item.path.parent.name).index(item.path.parent.name))
+    for item in items if config.getoption("device_thread") else ():
+        if (marker := item.get_closest_marker("calling_thread")) is not None:
+            item.add_marker(pytest.mark.skip(reason=f"backward has a thread of its own: {marker.args[0]}"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def device_thread(request: pytest.FixtureRequest) -> Iterator[None]:
+    with backward_in_its_own_thread() if request.config.getoption("device_thread") else contextlib.nullcontext():
+        yield
 
 
 class Before(NamedTuple):
