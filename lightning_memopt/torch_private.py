@@ -235,6 +235,9 @@ def local_tensor(t: Any) -> Any:
     return getattr(t, "_local_tensor", t)
 
 
+_GRAD: Any = torch.Tensor.grad
+
+
 def gradient_of(t: torch.Tensor) -> torch.Tensor | None:
     """The gradient of a leaf, or of a tensor that retains it; None where there is none.
 
@@ -243,11 +246,13 @@ def gradient_of(t: torch.Tensor) -> torch.Tensor | None:
 
     A view of what has a history is not asked whether it is a leaf: torch answers under a lock of the view. Another thread may
     have that lock and wait for Python's, because its ops are recorded.
+
+    Torch's own getter is asked: `grad` of a parameter may be a property that tells of reads (runtime/gradients.py).
     """
     try:
         base = t._base
         leaf = t.is_leaf if base is None or not base.requires_grad else False
-        return t.grad if leaf or t.retains_grad else None
+        return _GRAD.__get__(t) if leaf or t.retains_grad else None
     except RuntimeError:
         return None  # the user wrote into a view where torch forbids it: torch then raises at each use of autograd
 

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_memopt import optimize
 from lightning_memopt.integrations.plain import Run
+from lightning_memopt.native import engine
 from lightning_memopt.session.final_gradients import early_in
 from tests.cpu.lib.early import OPTIMIZERS, WIDE, Make, plain, same_as_plain
 from tests.cpu.lib.harness import same_bits
@@ -75,6 +76,13 @@ def test_gradients_end_early_and_peak_is_predicted() -> None:
     weights = 6 * 128 * 128 * 4
     for budget in ("1GiB", "min"):
         assert peaks["always", budget] < peaks["never", budget] - 0.7 * weights
+
+
+def test_what_we_read_ourselves_between_backward_and_update(updates: list[Tensor]) -> None:
+    """Without the native engine, each op of an observed step within a budget asks which gradients are still to come."""
+    with engine.without():
+        same_as_plain(Matrices, OPTIMIZERS["adam"], [data(24, 16, seed=s) for s in range(3)], budget="1GiB")
+    assert len(updates) == 2 * 3
 
 
 @pytest.mark.parametrize("backwards", [2, 3])
