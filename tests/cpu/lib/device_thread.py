@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ class _Engine:
     """Autograd's engine, of which each backward that is not inside of another one runs in one other thread."""
 
     def __init__(self, engine: Any) -> None:
-        self._engine, self._call = engine, _library().memopt_call_in_device_thread
+        self._engine, self.call = engine, _library().memopt_call_in_device_thread
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -50,12 +50,19 @@ class _Engine:
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
         if torch._C._current_graph_task_id() != -1:
             return self._engine.run_backward(*args, **kwargs)
-        return self._call(self._engine.run_backward, args, kwargs)
+        return self.call(self._engine.run_backward, args, kwargs)
 
 
 def is_on() -> bool:
     """Whether backwards run in a thread of their own."""
     return isinstance(Variable._execution_engine, _Engine)
+
+
+def in_both_threads(do: Callable[[], Any]) -> None:
+    """Call it in the thread of backwards, if they have one of their own, and in this one."""
+    if is_on():
+        Variable._execution_engine.call(do, (), {})
+    do()
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from lightning_memopt.integrations.plain import Run
 from lightning_memopt.native import engine
 from lightning_memopt.session.observing import Observing
 from lightning_memopt.session.states import Running
+from tests.cpu.lib.device_thread import in_both_threads
 from tests.cpu.lib.inside import state_of
 from tests.cpu.lib.kept import Kept
 from tests.cpu.lib.loops import batches, counted_nbytes, installed, leaves_nothing, sgd, small, step
@@ -55,11 +56,11 @@ def calls() -> Iterator[dict[str, CodeType]]:
         if event == "call" and ours(frame.f_code):
             found.setdefault(name_of(frame.f_code), frame.f_code)
 
-    sys.setprofile(seen)
+    in_both_threads(lambda: sys.setprofile(seen))
     try:
         yield found
     finally:
-        sys.setprofile(None)
+        in_both_threads(lambda: sys.setprofile(None))
 
 
 @contextlib.contextmanager
@@ -72,11 +73,11 @@ def raising(code: CodeType, error: type[BaseException]) -> Iterator[list[str]]:
             fired.append(name_of(code))
             raise error(name_of(code))
 
-    sys.setprofile(fire)
+    in_both_threads(lambda: sys.setprofile(fire))
     try:
         yield fired
     finally:
-        sys.setprofile(None)
+        in_both_threads(lambda: sys.setprofile(None))
 
 
 class Bench:
