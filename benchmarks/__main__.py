@@ -14,8 +14,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks.gpu import parts
+
 FOLDER = Path(__file__).parent
-OWN_WORDS = {"gpu": frozenset({"replay", "offload", "compress", "batch"})}
+OWN_WORDS = {"gpu": parts.names()}
 """Words that a benchmark takes as arguments, though another benchmark may have that name."""
 SHORT = (["chain", "--small"], ["echo", "--small"], ["meter"], ["overhead"])
 """Commands that take a minute or less."""

@@ -1,1 +1,1 @@
-"""What runs on a GPU, beside stock tools: `gpu` is the command, one module for each of its subcommands."""
+"""What runs on a GPU, beside stock tools: `gpu` is the command, `parts` what it runs, `measure` the process of a benchmark."""

@@ -1,4 +1,4 @@
-"""`python -m benchmarks gpu offload compress`: tensors that are away, beside stock tools at the same peak.
+"""Tensors that are away, beside stock tools at the same peak.
 
 `offload`: the joint plan within the peak of per-block checkpointing, and of `save_on_cpu(pin_memory=True)`; recomputation alone
 there; everything away (Dymem). `compress`: lossless and lossy plans within the peak of per-block checkpointing, the smallest,
@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch.autograd.graph import save_on_cpu
 
-from benchmarks.gpu.bench import GpuBench, against, in_time, observed, reference, run, seconds_left, times
+from benchmarks.gpu.bench import GpuBench, against, in_time, observed, reference, seconds_left, times
+from benchmarks.gpu.codecs import SMALL, codecs
 from benchmarks.lib.bench import MIB
-from benchmarks.models.gpu import Build
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph
@@ -54,17 +54,7 @@ Wanted = tuple[str, Offloading, Callable[[], Plan], int]
 """Label, what may be away, the plan, its budget."""
 
 
-def offload(name: str, build: Build, device: torch.device, seconds: float, rounds: int) -> dict[str, Any]:
-    """One model within its share of the time."""
-    return run(name, build, device, seconds, partial(_offload, rounds=rounds))
-
-
-def compress(name: str, build: Build, device: torch.device, seconds: float, rounds: int) -> dict[str, Any]:
-    """One model within its share of the time."""
-    return run(name, build, device, seconds, partial(_compress, rounds=rounds))
-
-
-def _offload(bench: GpuBench, result: dict[str, Any], deadline: float, rounds: int) -> None:
+def offload(bench: GpuBench, result: dict[str, Any], deadline: float, rounds: int) -> None:
     tier = "host" if bench.on_gpu else "disk"
     peers: dict[str, Peer] = {"per block": bench.per_block, "save_on_cpu": partial(save_on_cpu, pin_memory=bench.on_gpu)}
 
@@ -84,7 +74,7 @@ def _offload(bench: GpuBench, result: dict[str, Any], deadline: float, rounds: i
     _compared(bench, result, deadline, rounds, peers, wanted)
 
 
-def _compress(bench: GpuBench, result: dict[str, Any], deadline: float, rounds: int) -> None:
+def compress(bench: GpuBench, result: dict[str, Any], deadline: float, rounds: int) -> None:
     def wanted(graph: Graph, frontier: Frontier, peaks: dict[str, int]) -> list[Wanted]:
         found: list[Wanted] = []
         for kind in ("lossless", "lossy"):
@@ -95,6 +85,7 @@ def _compress(bench: GpuBench, result: dict[str, Any], deadline: float, rounds: 
             found.append((f"{kind}, all that may", offloading, partial(_all_encoded, graph, offloading), _UNBOUNDED))
         return found
 
+    codecs(bench.device, SMALL, rounds=1)  # what they make once is there before memory is counted
     _compared(bench, result, deadline, rounds, {"per block": bench.per_block}, wanted)
 
 

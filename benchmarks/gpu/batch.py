@@ -1,4 +1,4 @@
-"""`python -m benchmarks gpu batch`: what freed memory becomes, in the bytes that the model's own batch takes unmodified.
+"""What freed memory becomes, in the bytes that the model's own batch takes unmodified.
 
 The largest batch of the unmodified step; with plans, the batch with the most samples a second, and the largest. Each is found
 by `find_max_batch_size` and then trained for real: samples a second and, where the device counts energy, joules a sample, in
@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.bench import GpuBench, in_time, run, seconds_left
+from benchmarks.gpu.bench import GpuBench, in_time, seconds_left
 from benchmarks.lib.bench import MIB
-from benchmarks.models.gpu import Build
 from lightning_memopt import find_max_batch_size, optimize
 from lightning_memopt.batching import BatchSizeResult
 from lightning_memopt.telemetry import Meter
@@ -46,11 +45,6 @@ _STRETCH = 10
 """Steps."""
 
 
-def batch(name: str, build: Build, device: torch.device, seconds: float, rounds: int) -> dict[str, Any]:
-    """One model within its share of the time; `rounds`: stretches of training that are measured."""
-    return run(name, build, device, seconds, partial(_batch, rounds=rounds))
-
-
 class _Loop:
     """The model in a plain loop; batches of any size are the builder's samples over and over."""
 
@@ -73,7 +67,7 @@ class _Loop:
         )
 
 
-def _batch(bench: GpuBench, result: dict[str, Any], deadline: float, rounds: int) -> None:
+def batch(bench: GpuBench, result: dict[str, Any], deadline: float, rounds: int) -> None:
     loop, rows = _Loop(bench), result["rows"]
     began = loop.find("auto", loop.size, planned=False)
     assert began.confirmed_peak_nbytes is not None
@@ -107,7 +101,7 @@ def _trained(
     bench: GpuBench, loop: _Loop, found: BatchSizeResult, budget: int | None, rounds: int, deadline: float
 ) -> dict[str, Any]:
     """A row: training at this size, and what was predicted of it. `budget`: of the plan."""
-    batch, peak = loop.make(found.size), found.confirmed_peak_nbytes
+    samples, peak = loop.make(found.size), found.confirmed_peak_nbytes
     bench.synchronize()
     if bench.on_gpu:
         torch.cuda.empty_cache()
@@ -118,7 +112,7 @@ def _trained(
         meter = planned.monitor(every=_STRETCH) if planned is not None else Meter(bench.device, every=_STRETCH)
         steady = 0
         while steady < 2 * _STRETCH or (steady < rounds * _STRETCH and time.perf_counter() < deadline):
-            loop.step(batch)
+            loop.step(samples)
             meter.step(found.size)
             steady += planned is None or planned.session.steady
         if planned is not None:

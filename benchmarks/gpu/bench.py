@@ -1,4 +1,4 @@
-"""What the subcommands of `python -m benchmarks gpu` share: a model on a device, its deadline, interleaved times, a table."""
+"""What the benchmarks of `python -m benchmarks gpu` share: a model on a device, its deadline, interleaved times, a table."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_memopt.trace import metered_cpu
 
 
 class OutOfTime(Exception):
-    """The model's share of the time is used up."""
+    """The time for the model is used up."""
 
 
 class GpuBench(Bench):
@@ -103,20 +103,36 @@ class GpuBench(Bench):
         return 1e-3 * events[0].elapsed_time(events[1]), took[0]
 
 
+Body = Callable[[GpuBench, dict[str, Any], float, int], None]
+"""What a benchmark does with a model: fills the rows of a result until the deadline, in that many rounds."""
+Write = Callable[[dict[str, Any]], None]
+
+
+class Rows(dict[str, Any]):
+    """Rows by their labels. `write` is told of those there are whenever another one begins."""
+
+    def __init__(self, write: Write) -> None:
+        super().__init__()
+        self._write = write
+
+    def __setitem__(self, label: str, row: dict[str, Any]) -> None:
+        if self and label not in self:
+            self._write({"rows": self})
+        super().__setitem__(label, row)
+
+
 def run(
-    name: str,
-    build: Build,
-    device: torch.device,
-    seconds: float,
-    body: Callable[[GpuBench, dict[str, Any], float], None],
+    name: str, build: Build, device: torch.device, seconds: float, rounds: int, body: Body, write: Write = lambda _: None
 ) -> dict[str, Any]:
-    """One model within its share of the time; what was reached when that ended is reported."""
+    """One model within its time; what was reached when that ended is reported. `write`: see `Rows`."""
     deadline = time.perf_counter() + seconds
-    result: dict[str, Any] = {"rows": {}}
+    result: dict[str, Any] = {"rows": Rows(write)}
     try:
-        body(GpuBench(name, build, device), result, deadline)
+        body(GpuBench(name, build, device), result, deadline, rounds)
     except OutOfTime as late:
-        result["left_out"] = f"{late}: the model's share of {seconds:.0f} s was used up"
+        result["left_out"] = f"{late}: the time for this model, {seconds:.0f} s, was used up"
+    except ModuleNotFoundError as error:
+        result["left_out"] = f"{error.name} is not installed"
     except ImportError as error:
         result["left_out"] = f"{error}"
     except torch.OutOfMemoryError as error:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks gpu replay`: recomputation beside stock tools, on the same model in the same run.
+"""Recomputation beside stock tools, on the same model in the same run.
 
 Per plan: peak of allocated and of reserved bytes, measured and predicted; median of interleaved step-time ratios to the
 unmodified step, predicted and measured (CUDA events); what recording costs the host per op of the forward; whether loss,
@@ -9,15 +9,13 @@ activation_memory_budget.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.gpu.bench import GpuBench, against, in_time, observed, reference, run, times
+from benchmarks.gpu.bench import GpuBench, against, in_time, observed, reference, times
 from benchmarks.lib import torch_budget
 from benchmarks.lib.bench import MIB
-from benchmarks.models.gpu import Build
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph, resident_nbytes, unmodified_levels
 from lightning_memopt.plan import reserved_nbytes_of
@@ -38,11 +36,6 @@ COLUMNS = {
 }
 
 
-def replay(name: str, build: Build, device: torch.device, seconds: float, rounds: int, with_compile: bool) -> dict[str, Any]:
-    """One model within its share of the time."""
-    return run(name, build, device, seconds, partial(_replay, rounds=rounds, with_compile=with_compile))
-
-
 def _budgets(graph: Graph) -> dict[str, int]:
     """Shares of what the unmodified step takes, or reserves."""
     reserve, resident = reserved_nbytes_of(graph), resident_nbytes(graph)
@@ -50,7 +43,7 @@ def _budgets(graph: Graph) -> dict[str, int]:
     return {f"ours f={f}": int(resident + f * (top - resident)) for f in SHARES}
 
 
-def _replay(bench: GpuBench, result: dict[str, Any], deadline: float, rounds: int, with_compile: bool) -> None:
+def replay(bench: GpuBench, result: dict[str, Any], deadline: float, rounds: int) -> None:
     rows = result["rows"]
     loss, outcome = reference(bench, rows)
     graph, frontier = observed(bench, deadline, lambda graph: _budgets(graph).values())
@@ -88,7 +81,7 @@ def _replay(bench: GpuBench, result: dict[str, Any], deadline: float, rounds: in
     forwards["per block"], contexts["per block"] = None, bench.per_block
     ops = len(graph.forward)
     times(bench, rows, forwards, contexts, rounds, ops, deadline)
-    for budget in COMPILED if with_compile else ():
+    for budget in COMPILED if bench.on_gpu else ():  # a CPU would compile for a minute
         label = f"torch budget {budget}"
         in_time(deadline, label)
         try:

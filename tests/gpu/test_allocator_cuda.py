@@ -13,6 +13,7 @@ import torch
 
 if not torch.cuda.is_available():
     pytest.skip("there is no CUDA device", allow_module_level=True)
+pytest.importorskip("transformers")
 
 from lightning_memopt.plan.allocator import Settings, compare
 

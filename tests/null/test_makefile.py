@@ -88,7 +88,7 @@ def test_words_of_a_benchmark_are_its_own() -> None:
         ["frontier", "gpt2", "--rounds", "5"],
         ["chain", "--small"],
     ]
-    assert commands(["gpu", "replay", "offload", "--smoke", "meter"]) == [["gpu", "replay", "offload", "--smoke"], ["meter"]]
+    assert commands(["gpu", "replay", "offload", "--small", "meter"]) == [["gpu", "replay", "offload", "--small"], ["meter"]]
     with pytest.raises(ValueError, match="no benchmark 'frontiers'; there are architectures"):
         commands(["frontiers"])
 

@@ -1,8 +1,7 @@
-"""`python -m benchmarks gpu` on the CPU: the same code on tiny models; what differs on a GPU, with `torch.cuda` replaced."""
+"""The benchmarks of `python -m benchmarks gpu` on the CPU: tiny models; what differs on a GPU, with `torch.cuda` replaced."""
 
 from __future__ import annotations
 
-import json
 import types
 from pathlib import Path
 from typing import Any
@@ -12,38 +11,39 @@ import torch
 
 pytest.importorskip("transformers")
 
-from benchmarks.gpu import away, codecs, gpu, replay
-from benchmarks.gpu.bench import MIB, GpuBench, table
+from benchmarks.gpu import away, codecs, lines, measure, replay
+from benchmarks.gpu.bench import MIB, GpuBench, run, table
 from benchmarks.models.gpu import MODELS, SMOKE
 from lightning_memopt.runtime.codecs import NAMES, codec
 
 
-def test_replay_on_a_tiny_model(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.setenv("OUT", str(tmp_path))
-    gpu.main(["replay", "GPT-2", "--smoke", "--no-compile", "--rounds", "1"])
-    report = json.loads((tmp_path / "gpu_replay_smoke.json").read_text())
-    assert report["smoke"] and list(report["models"]) == ["GPT-2"]
-    for name, result in report["models"].items():
-        rows = result["rows"]
-        assert rows["unmodified"]["equal"] and rows["unmodified"]["time_ratio"] == 1
-        ours = [row for label, row in rows.items() if label.startswith("ours") and "equal" in row]
-        assert len(ours) >= 2, name
-        for row in ours:
-            assert row["equal"] and row["within_budget"] and row["replayed_ops"] > 0
-            assert row["allocated_mib"] < rows["unmodified"]["allocated_mib"]
-            assert row["allocated_mib"] == pytest.approx(row["predicted_allocated_mib"], rel=0.01)
-            assert {"time_ratio", "predicted_ratio", "host_us_per_op", "rounds"} <= row.keys()
-        assert result["predicted_unmodified_mib"] == pytest.approx(rows["unmodified"]["allocated_mib"], rel=0.01)
-    assert report["models"]["GPT-2"]["rows"]["per block"]["equal"]
+def measured(path: Path, *words: str) -> dict[str, Any]:
+    """The result of a benchmark of a tiny model on the CPU, one round; no row is wrong."""
+    measure.main([*words, "--device", "cpu", "--small", "--rounds", "1", "--lines", str(path), "--part", "it"])
+    assert not lines.outcomes(path)["it"].named("failed")
+    return [line for line in lines.read(path) if line["kind"] == "numbers"][-1]["result"]
+
+
+def test_replay_on_a_tiny_model(tmp_path: Path, capsys: Any) -> None:
+    result = measured(tmp_path / "lines", "replay", "GPT-2")
+    rows = result["rows"]
+    assert rows["unmodified"]["equal"] and rows["unmodified"]["time_ratio"] == 1
+    ours = [row for label, row in rows.items() if label.startswith("ours") and "equal" in row]
+    assert len(ours) >= 2
+    for row in ours:
+        assert row["equal"] and row["within_budget"] and row["replayed_ops"] > 0
+        assert row["allocated_mib"] < rows["unmodified"]["allocated_mib"]
+        assert row["allocated_mib"] == pytest.approx(row["predicted_allocated_mib"], rel=0.01)
+        assert {"time_ratio", "predicted_ratio", "host_us_per_op", "rounds"} <= row.keys()
+    assert result["predicted_unmodified_mib"] == pytest.approx(rows["unmodified"]["allocated_mib"], rel=0.01)
+    assert rows["per block"]["equal"]
     last = capsys.readouterr().out.splitlines()
     assert last[-1].startswith("GPT-2") and "us/op" in "".join(last)
 
 
-def test_offload_and_compress_on_a_tiny_model(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    """The command that is ready for a GPU: every plan bit-equal and within its budget but the lossy one, and what it moved."""
-    monkeypatch.setenv("OUT", str(tmp_path))
-    gpu.main(["offload", "compress", "ResNet", "--device", "cpu", "--small", "--rounds", "1"])
-    rows = json.loads((tmp_path / "gpu_offload_smoke.json").read_text())["models"]["ResNet"]["rows"]
+def test_offload_and_compress_on_a_tiny_model(tmp_path: Path, capsys: Any) -> None:
+    """What is ready for a GPU: every plan bit-equal and within its budget but the lossy one, and what it moved."""
+    rows = measured(tmp_path / "offload", "offload", "ResNet")["rows"]
     assert {"per block", "save_on_cpu", "at per block", "at save_on_cpu", "recompute, at per block", "smallest"} <= rows.keys()
     for row in rows.values():
         assert row["equal"] and row["time_ratio"] > 0 and row.get("within_budget", True)
@@ -52,24 +52,22 @@ def test_offload_and_compress_on_a_tiny_model(tmp_path: Path, monkeypatch: Any, 
     away = rows["all away (Dymem)"]
     assert away["moved_mib"] == pytest.approx(away["predicted_moved_mib"]) and away["forms"].keys() == {"disk"}
     assert 0 <= away["overlap_share"] <= 1 and away["stall_ms"] >= 0 and away["copies_ms"] > 0
-    report = json.loads((tmp_path / "gpu_compress_smoke.json").read_text())
-    rows = report["models"]["ResNet"]["rows"]
+    rows = measured(tmp_path / "compress", "compress", "ResNet")["rows"]
     assert all(row["equal"] and row.get("within_budget", True) for label, row in rows.items() if "lossy" not in label)
     lossy = rows["lossy, all that may"]
     assert lossy["forms"].keys() - {"bools", "positive"} and lossy["codec_ms"] > 0
     assert 0 < lossy["gradient_error"] < 0.05 and lossy["unequal"].startswith("the same loss")
-    assert len(report["codecs"]) == 1 + len(NAMES) and all(row["equal"] for row in report["codecs"].values())
     assert "the same loss" in capsys.readouterr().out
+    rows = measured(tmp_path / "codecs", "codecs")["rows"]
+    assert len(rows) == 1 + len(NAMES) and all(row["equal"] for row in rows.values())
 
 
-def test_batches_on_a_tiny_model(tmp_path: Path, monkeypatch: Any) -> None:
+def test_batches_on_a_tiny_model(tmp_path: Path) -> None:
     """What fits unmodified in the bytes of the model's own batch, and with plans: sizes, rates, peaks within these bytes.
 
     Two trials are enough where the peak grows evenly with the batch. The workspaces of convolutions do not on every processor.
     """
-    monkeypatch.setenv("OUT", str(tmp_path))
-    gpu.main(["batch", "GPT-2", "--smoke", "--rounds", "1"])
-    rows = json.loads((tmp_path / "gpu_batch_smoke.json").read_text())["models"]["GPT-2"]["rows"]
+    rows = measured(tmp_path / "lines", "batch", "GPT-2")["rows"]
     plain, largest = rows["unmodified, largest"], rows["planned, largest"]
     assert plain["size"] >= 7 and plain["rate_ratio"] == 1 and largest["size_ratio"] > 1
     for row in rows.values():
@@ -77,27 +75,41 @@ def test_batches_on_a_tiny_model(tmp_path: Path, monkeypatch: Any) -> None:
         assert row["samples_per_sec"] > 0 and row["joules_per_sample"] is None, "nobody counts joules on this device"
 
 
-def test_what_is_measured_is_written_after_each_model(tmp_path: Path, monkeypatch: Any) -> None:
-    """A machine that is lent for some minutes may go in the middle; what is not installed leaves its models out."""
-    monkeypatch.setenv("OUT", str(tmp_path))
-    written: list[list[str]] = []
+def test_rows_are_written_as_they_are_made(tmp_path: Path, monkeypatch: Any) -> None:
+    """The process may be stopped in the middle."""
 
-    def replayed(name: str, *_: Any) -> dict[str, Any]:
-        path = tmp_path / "gpu_replay_smoke.json"
-        written.append(list(json.loads(path.read_text())["models"]) if path.exists() else [])
-        if len(written) == 2:
-            raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
-        if len(written) == 3:
-            raise KeyboardInterrupt
-        return {"rows": {}}
+    def stopped(bench: GpuBench, result: dict[str, Any], deadline: float, rounds: int) -> None:
+        result["rows"]["unmodified"] = row = {"equal": True}
+        row["allocated_mib"] = 3.0
+        result["rows"]["smallest"] = {}
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(gpu.replay, "replay", replayed)
-    names = list(SMOKE)[:3]
+    monkeypatch.setitem(measure.BODIES, "replay", (stopped, replay.COLUMNS))
     with pytest.raises(KeyboardInterrupt):
-        gpu.main(["replay", *names, "--smoke"])
-    assert written == [[], names[:1], names[:2]]
-    left = json.loads((tmp_path / "gpu_replay_smoke.json").read_text())["models"]
-    assert left == {names[0]: {"rows": {}}, names[1]: {"left_out": "transformers is not installed"}}
+        measured(tmp_path / "lines", "replay", "GPT-2")
+    (line,) = lines.read(tmp_path / "lines")
+    assert line["result"] == {"rows": {"unmodified": {"equal": True, "allocated_mib": 3.0}}} and line["small"]
+
+
+def test_what_is_wrong_is_told_from_what_is_right(tmp_path: Path, monkeypatch: Any) -> None:
+    def body(bench: GpuBench, result: dict[str, Any], deadline: float, rounds: int) -> None:
+        result["rows"] |= {
+            "ours": {"equal": False, "within_budget": False},
+            "lossy, smallest": {"equal": False},
+            "per block": {"equal": False},
+        }
+        raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
+
+    monkeypatch.setitem(measure.BODIES, "replay", (body, replay.COLUMNS))
+    with pytest.raises(AssertionError):
+        measured(tmp_path / "lines", "replay", "GPT-2")
+    tests = lines.outcomes(tmp_path / "lines")["it"].tests
+    assert {name: (line["outcome"], line["message"]) for name, line in tests.items()} == {
+        "GPT-2: ours": ("failed", "other bits and above the budget"),
+        "GPT-2: lossy, smallest": ("passed", ""),
+        "GPT-2: per block": ("passed", ""),
+        "GPT-2: the rest": ("skipped", "transformers is not installed"),
+    }
 
 
 def test_codecs_that_break_their_promise_are_found(monkeypatch: Any) -> None:
@@ -114,7 +126,7 @@ def test_codecs_that_break_their_promise_are_found(monkeypatch: Any) -> None:
     assert not codecs.keeps(codec("bools"), x > 0, x < 0)[0]
 
 
-def test_what_does_not_fit_is_left_out_with_the_reason(monkeypatch: Any) -> None:
+def test_what_does_not_fit_is_left_out_with_the_reason() -> None:
     def missing(device: torch.device) -> Any:
         raise ImportError("no such model")
 
@@ -122,21 +134,12 @@ def test_what_does_not_fit_is_left_out_with_the_reason(monkeypatch: Any) -> None
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried much.")
 
     cpu = torch.device("cpu")
-    assert replay.replay("none", missing, cpu, 60, 1, False)["left_out"] == "no such model"
-    assert replay.replay("none", full, cpu, 60, 1, False)["left_out"] == "CUDA out of memory."
-    late = replay.replay("GPT-2", SMOKE["GPT-2"], cpu, 0, 1, False)
+    assert run("none", missing, cpu, 60, 1, replay.replay)["left_out"] == "no such model"
+    assert run("none", full, cpu, 60, 1, replay.replay)["left_out"] == "CUDA out of memory."
+    late = run("GPT-2", SMOKE["GPT-2"], cpu, 0, 1, replay.replay)
     assert "observing" in late["left_out"] and "unmodified" in late["rows"]
     assert "left out: observing" in table({"GPT-2": late}, replay.COLUMNS)
-    assert "per block" in away.offload("GPT-2", SMOKE["GPT-2"], cpu, 0, 1)["left_out"]
-    with pytest.raises(SystemExit, match="unknown Lama"):
-        gpu.main(["replay", "Lama", "--smoke"])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="no CUDA device"):
-        gpu.main(["replay"])
-    with pytest.raises(SystemExit, match="add --small"):
-        gpu.main(["offload", "--device", "cpu"])
-    with pytest.raises(SystemExit, match="unknown no command"):
-        gpu.main(["ResNet", "--smoke"])
+    assert "per block" in run("GPT-2", SMOKE["GPT-2"], cpu, 0, 1, away.offload)["left_out"]
     assert len(MODELS) == 5
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_memopt import optimize
 from lightning_memopt.integrations.plain import Run
 from lightning_memopt.runtime.early_updates import EarlyUpdates
-from tests.cpu.lib.fits import assert_same_tree
+from tests.cpu.lib.harness import assert_same_tree
 from tests.cpu.lib.loops import leaves_nothing
 from tests.cpu.lib.models import data, made, squares
 

@@ -9,12 +9,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten_with_path, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memopt import MemOptStrategy
 from lightning_memopt.session.states import Running
-from tests.cpu.lib.harness import same_bits
+from tests.cpu.lib.harness import assert_same_tree
 from tests.cpu.lib.inside import state_of, states_of
 from tests.cpu.lib.loops import batches, installed, small
 
@@ -123,15 +123,6 @@ def outcome(trainer: pl.Trainer) -> dict[str, Any]:
         "generator": torch.get_rng_state(),
         "precision": trainer.precision_plugin.state_dict(),
     }
-
-
-def assert_same_tree(one: Any, other: Any) -> None:
-    """Two nests of containers with the same leaves, tensors to the bit."""
-    (a, shape), (b, other_shape) = tree_flatten_with_path(one), tree_flatten_with_path(other)
-    assert str(shape) == str(other_shape)
-    for (path, x), (_, y) in zip(a, b, strict=True):
-        same = same_bits(x, y) if isinstance(x, Tensor) else callable(x) or x == y
-        assert same, path
 
 
 def both(cls: Callable[..., pl.LightningModule] = Task, **options: Any) -> tuple[pl.Trainer, pl.Trainer]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten_with_path
 
 from lightning_memopt.runtime import ObservingEngine
 from lightning_memopt.session.recording import Recording
@@ -87,6 +88,15 @@ def same_bits(a: Any, b: Any) -> bool:
         return False
     flat = lambda t: t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)  # noqa: E731
     return a.numel() == 0 or torch.equal(flat(a), flat(b))
+
+
+def assert_same_tree(one: Any, other: Any) -> None:
+    """Two nests of containers with the same leaves, tensors to the bit."""
+    (a, shape), (b, other_shape) = tree_flatten_with_path(one), tree_flatten_with_path(other)
+    assert str(shape) == str(other_shape)
+    for (path, x), (_, y) in zip(a, b, strict=True):
+        same = same_bits(x, y) if isinstance(x, torch.Tensor) else callable(x) or x == y
+        assert same, path
 
 
 def assert_exact(plain: Outcome, rebuilt: Outcome) -> None:
