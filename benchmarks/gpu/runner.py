@@ -83,7 +83,8 @@ def _returned(part: Part, path: Path, limit: float, output: Any) -> int | None:
     """What the process returned; None where it was stopped at its limit."""
     environment = {**os.environ, "MEMOPT_CACHE": "0", "PYTHONUNBUFFERED": "1", **part.environment}
     command = [sys.executable, *part.words, "--lines", str(path), "--part", part.name]
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True)
+    # a group, and no session: what stops this process from outside, with its session, stops that one too
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output, preexec_fn=os.setpgrp)
     try:
         return process.wait(limit)
     except subprocess.TimeoutExpired:

@@ -87,10 +87,10 @@ def last_error() -> int:
     return int(ctypes.CDLL("libcudart.so.13").cudaPeekAtLastError())
 
 
-def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    """Another process on an emulated device with this environment; its warnings are off."""
+def run(command: list[str], seconds: float = 300, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Another process on an emulated device with this environment; its warnings are off. It ends within so many seconds."""
     own = {**os.environ, "PYTHONWARNINGS": "ignore", **environment}
-    return subprocess.run(command, env=own, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env=own, capture_output=True, text=True, timeout=seconds)
 
 
 def lines_of(code: str, **environment: str) -> tuple[list[str], str]:
