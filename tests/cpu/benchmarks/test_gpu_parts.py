@@ -38,6 +38,17 @@ def ran(path: Path, *parts: Part, seconds: float = 60.0, again: bool = False) ->
     return {name: outcome.status for name, outcome in lines.outcomes(path).items()}, said
 
 
+def ends(pid: int) -> bool:
+    """Whether a process is gone soon, or waits for nothing but its parent. It is gone in any case."""
+    stat = Path(f"/proc/{pid}/stat")
+    for _ in range(100):
+        if not stat.exists() or ") Z " in stat.read_text():
+            return True
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    return False
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "results.jsonl"
@@ -73,13 +84,27 @@ def test_a_part_that_hangs_is_stopped_with_all_that_it_started(
     found, _ = ran(path, hangs, part("good"))
     assert found == {"hangs": "timed out", "good": "passed"}
     assert (lines.outcomes(path)["hangs"].ended or {})["reason"] == "stopped in second"
-    for _ in range(100):  # until the orphan is reaped
-        if not Path(f"/proc/{pid.read_text()}").exists() or " Z " in Path(f"/proc/{pid.read_text()}/stat").read_text():
-            break
-        time.sleep(0.05)
-    else:
-        os.kill(int(pid.read_text()), signal.SIGKILL)
-        pytest.fail("what the part had started goes on")
+    assert ends(int(pid.read_text())), "what the part had started goes on"
+
+
+def test_what_ends_the_command_ends_the_part_too(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from benchmarks.gpu import gpu, machine
+from benchmarks.gpu.parts import Part
+hangs = "import os, pathlib, time; pathlib.Path({str(tmp_path / "pid")!r}).write_text(str(os.getpid())); time.sleep(60)"
+machine.described = lambda: dict(device="a card", driver="", torch="")
+gpu.chosen = lambda *_: [Part("hangs", "", ("-c", hangs), 1.0)]
+sys.exit(gpu.main(["--out", {str(tmp_path)!r}]))
+"""
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL) as command:
+        while not (pid := tmp_path / "pid").exists() or not pid.read_text():
+            assert command.poll() is None
+            time.sleep(0.05)
+        command.terminate()
+        assert command.wait(30) == 143
+    assert ends(int(pid.read_text()))
+    assert lines.outcomes(tmp_path / "results.jsonl")["hangs"].status == "never ended"
 
 
 def test_what_does_not_fit_is_not_begun_and_the_next_that_fits_is(path: Path) -> None:
