@@ -162,6 +162,8 @@ class Graph:
     lines: id of a forward op -> line of user code that ran it. Not in files.
     save_lines: id of a save -> line of user code during which autograd packed it. Not in files.
     unbroken: modules that are called once in the forward: path -> (their first op, the op after their last). Not in files.
+    asked: id of an op -> what it asked of the device's allocator, in order: bytes of an allocation, or -k where it freed its k-th
+        one. Those that it did not free are its results. Without an entry that is not known. Not in files.
     """
 
     ops: tuple[Op, ...]
@@ -173,6 +175,7 @@ class Graph:
     lines: Mapping[int, str] = field(default_factory=dict, repr=False)
     save_lines: Mapping[int, str] = field(default_factory=dict, repr=False)
     unbroken: Mapping[str, tuple[int, int]] = field(default_factory=dict, repr=False)
+    asked: Mapping[int, tuple[int, ...]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def producers(self) -> dict[int, Op]:

@@ -167,7 +167,9 @@ class _Covering:
             )
             for save in graph.saves
         )
-        return dataclasses.replace(graph, ops=tuple(ops), tensors=tuple(tensors), saves=saves, points=tuple(points))
+        asked = {ids[op]: requests for op, requests in graph.asked.items()}
+        axis = {"ops": tuple(ops), "points": tuple(points), "asked": asked}
+        return dataclasses.replace(graph, tensors=tuple(tensors), saves=saves, **axis)
 
 
 class _Lift:

@@ -13,7 +13,7 @@ import ctypes
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -27,6 +27,7 @@ from lightning_memopt.live_objects import live_objects
 from lightning_memopt.native import Counter, Window, counter
 from lightning_memopt.torch_private import KINETO_PROFILE, profiler_is_on, record_function
 from lightning_memopt.trace.counted import Marks
+from lightning_memopt.trace.requests import Counts, Requests
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would write two lines to stderr a step
 _MARK = "memopt#"
@@ -54,17 +55,22 @@ class AllocatorEvents:
     mark: Callable[..., Any] = _profiler_mark
 
 
-def requested_nbytes(device: torch.device) -> tuple[int, int]:
-    """(requested bytes that are allocated now, their peak since peaks were reset) on a CUDA device."""
-    stats = torch.cuda.memory_stats_as_nested_dict(device)
+def requested_nbytes(stats: Mapping[str, Any]) -> tuple[int, int]:
+    """(requested bytes that are allocated now, their peak since peaks were reset), by the statistics of a CUDA device."""
     nbytes = stats.get("requested_bytes") or stats["allocated_bytes"]  # other allocators do not count requested bytes
     return int(nbytes["all"]["current"]), int(nbytes["all"]["peak"])
+
+
+def _counts(stats: Mapping[str, Any]) -> Counts:
+    """How often memory has been allocated and freed, by the same statistics."""
+    counts = stats["allocation"]["all"]
+    return int(counts["allocated"]), int(counts["freed"])
 
 
 class CudaOps:
     """Seconds and bytes of each op on a CUDA device; seconds are those between two events on the stream.
 
-    The allocator is asked once for each op, behind it: to ask takes longer than many ops.
+    The allocator is asked before and behind each op, outside of the time that is measured: to ask takes longer than many ops.
 
     beyond_left_nbytes: peak of the last op above the bytes that are left after it.
     """
@@ -73,9 +79,11 @@ class CudaOps:
         self.device = device
         self.beyond_left_nbytes = 0
         self._timed: list[_Timed] = []
+        self._requests = Requests(device)
 
     def begin(self, index: int) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
+        self._requests.begin(index, _counts(self._stats()))
         idle = index > 0 and self._timed[index - 1].ended.query()
         timed = _Timed(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True), idle)
         self._timed[index:] = [timed]  # replaces the events of an op that raised
@@ -86,13 +94,26 @@ class CudaOps:
         timed = self._timed[-1]
         timed.host_seconds = perf_counter() - timed.host_began
         timed.ended.record(torch.cuda.current_stream(self.device))
-        left_nbytes, peak_nbytes = requested_nbytes(self.device)
+        stats = self._stats()
+        self._requests.end(_counts(stats))
+        left_nbytes, peak_nbytes = requested_nbytes(stats)
         self.beyond_left_nbytes = max(0, peak_nbytes - left_nbytes)
 
     def seconds(self, count: int) -> list[float]:
         """Seconds of the first `count` ops. Waits for the device."""
         torch.cuda.synchronize(self.device)
         return [timed.seconds for timed in self._timed[:count]]
+
+    def asked(self) -> dict[int, tuple[int, ...]]:
+        """What each op asked of the allocator (`Graph.asked`), as far as that is known."""
+        return self._requests.of_ops(_counts(self._stats()))
+
+    def close(self) -> None:
+        """Stop recording what ops ask for."""
+        self._requests.close()
+
+    def _stats(self) -> dict[str, Any]:
+        return torch.cuda.memory_stats_as_nested_dict(self.device)
 
 
 @dataclass

@@ -30,7 +30,7 @@ def adopt_all(tracer: Tracer, recorder: Recorder, tensors: Iterable[tuple[torch.
             tracer.adopt(version, kind, name)
     if tracer.device.type == "cuda":
         known = sum(version.nbytes for version in recorder.tape.versions.values() if is_on(tracer.device, version.device))
-        tracer.adopt_unseen(max(0, requested_nbytes(tracer.device)[0] - known))
+        tracer.adopt_unseen(max(0, requested_nbytes(torch.cuda.memory_stats_as_nested_dict(tracer.device))[0] - known))
     elif tracer.ledger is not None:
         tracer.ledger.settle()
     recorder.capturing = True

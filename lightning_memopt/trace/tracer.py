@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -409,6 +410,8 @@ class Tracer:
         self._dies = _nothing
         self._holders.clear()
         self._lingering.close()
+        if self.cuda is not None:
+            self.cuda.close()
 
     # -- the result --------------------------------------------------------------------------------
 
@@ -417,7 +420,8 @@ class Tracer:
         self.poll()
         known = self.tensors | self._unrecorded()
         seconds = [op.seconds for op in self.ops] if self.cuda is None else self.cuda.seconds(len(self.ops))
-        return graph_of(self.ops, known, self.saves, self.points, seconds, self.device.type, self.lines)
+        graph = graph_of(self.ops, known, self.saves, self.points, seconds, self.device.type, self.lines)
+        return graph if self.cuda is None else replace(graph, asked=self.cuda.asked())
 
     def _unrecorded(self) -> dict[int, SeenTensor]:
         """Tensors for the bytes that code which the recorder does not see allocated or held during the step."""

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from lightning_memopt.graph import BEFORE, Graph
+from lightning_memopt.graph import BEFORE, Graph, Op
 from lightning_memopt.plan.allocator.model import Allocator
 from lightning_memopt.plan.allocator.settings import Settings, in_force
 from lightning_memopt.plan.lower import Fetch, Rebuild, Schedule, lower
 from lightning_memopt.plan.model import Life
 from lightning_memopt.plan.simulate import encoded
+from lightning_memopt.units import CUDA_BLOCK_NBYTES, ceil_div
 
 _TURNS = 2
 """Planned steps: the second one meets what the first one left cached."""
@@ -122,13 +123,14 @@ class _Step:
                 ends.setdefault(life.freed_at, []).append(life.tensor)
         for p, point in enumerate(graph.points):
             self.actions += encodings.get(p, ())
-            for span in born.get(p, ()):
-                self.actions.append((span.name, span.nbytes))
+            made: list[Action] = [(span.name, span.nbytes) for span in born.get(p, ())]
             if point.kind == "op":
                 op = graph.ops[point.id]
                 if op.id in schedule.rebuilt:
                     self.actions.append((("state", op.id), op.state_nbytes))
-                self._work(op.workspace_nbytes)
+                self._run(op, made)
+            else:
+                self.actions += made
             self._segment(p)
             self.actions += [(self._made[t].pop(), -1) for t in ends.get(p, ())]
             self.actions += [(span.name, -1) for span in freed.get(p, ())]
@@ -136,14 +138,43 @@ class _Step:
                 self.actions += [(("state", op), -1) for op in schedule.rebuilt]
             self.ends.append(len(self.actions))
 
-    def _work(self, nbytes: int) -> None:
-        if nbytes:
-            self.actions += [(_WORKSPACE, nbytes), (_WORKSPACE, -1)]
+    def _run(self, op: Op, made: list[Action]) -> None:
+        """The requests of an op that makes these blocks: in the order in which it asked for them, where that is known; else
+        they come first, and what it takes beside them is one block.
+        """
+        asked = self.graph.asked.get(op.id)
+        if asked is None:
+            self.actions += made
+            if op.workspace_nbytes:
+                self.actions += [(_WORKSPACE, op.workspace_nbytes), (_WORKSPACE, -1)]
+            return
+        freed = {-n for n in asked if n < 0}
+        names: dict[int, Name] = {}
+        for nbytes in asked:
+            if nbytes < 0:
+                self.actions.append((names[-nbytes], -1))
+                continue
+            number = len(names) + 1
+            names[number] = _WORKSPACE, number
+            if number in freed:
+                self.actions.append((names[number], nbytes))
+                continue
+            size = ceil_div(nbytes, CUDA_BLOCK_NBYTES) * CUDA_BLOCK_NBYTES
+            result = next((action for action in made if action[1] == size), None)
+            if result is not None:
+                made.remove(result)
+                self.actions.append(result)
+        self.actions += made
 
-    def _make(self, tensor: int, nbytes: int) -> Name:
+    def _named(self, tensor: int) -> Name:
+        """A name for the next allocation of a tensor that is made again."""
         self._count += 1
         name = ("again", self._count)
         self.tensors[name] = tensor
+        return name
+
+    def _make(self, tensor: int, nbytes: int) -> Name:
+        name = self._named(tensor)
         self.actions.append((name, nbytes))
         return name
 
@@ -158,16 +189,18 @@ class _Step:
                 continue
             op = self.graph.ops[step.op]
             overwritten = {new: old for old, new in op.mutates}
+            made: list[Action] = []
             for t in op.outputs:
                 old = overwritten.get(t)
                 if old is None:
-                    name = self._make(t, tensors[t].nbytes)
+                    name = self._named(t)
+                    made.append((name, tensors[t].nbytes))
                 elif old in step.clones:
                     name = self._make(t, tensors[old].nbytes)
                 else:
                     name = self._made[old].pop()
                 self._made.setdefault(t, []).append(name)
-            self._work(op.workspace_nbytes)
+            self._run(op, made)
 
     def run(self, allocator: Allocator, made: Iterable[_Span] = ()) -> None:
         """One step, from `before` to `before`: what it leaves is what the next one starts from, where sizes agree. `made`: what
