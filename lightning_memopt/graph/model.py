@@ -20,6 +20,8 @@ PointKind = Literal["op", "unpack", "release"]
 BEFORE = -1
 """`born_at` of tensors that exist when the step begins."""
 
+OUTSIDE = "held outside of the step"
+"""The name of a tensor that stands for bytes from before the step that belong to no tensor of it."""
 HOOK = "fsdp::"
 """The name of an op that stands for a hook of a sharded module, with its collectives, begins with this."""
 COMPILED = "compiled::code"

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from lightning_memopt.graph import BEFORE, Graph, Op
+from lightning_memopt.graph import BEFORE, OUTSIDE, Graph, Op
+from lightning_memopt.plan.allocator.beginning import Beginning, Wanted, last_beginning
 from lightning_memopt.plan.allocator.model import Allocator
 from lightning_memopt.plan.allocator.settings import Settings, in_force
 from lightning_memopt.plan.lower import Fetch, Rebuild, Schedule, lower
@@ -288,12 +289,43 @@ def described(graph: Graph, lives: Iterable[Life]) -> Described:
 
 
 def reserved(
-    graph: Graph, lives: Iterable[Life], settings: Settings | None = None, schedule: Schedule | None = None
+    graph: Graph,
+    lives: Iterable[Life],
+    settings: Settings | None = None,
+    schedule: Schedule | None = None,
+    beginning: Beginning | None = None,
 ) -> Reserved:
-    """Carry out the history and planned steps of `lives`; the peaks are those of the planned steps."""
+    """Carry out the history and planned steps of `lives`; the peaks are those of the planned steps. `beginning`: what a real
+    allocator has now takes the place of a history.
+    """
     lives = tuple(lives)
     allocator = Allocator(settings)
-    observed, planned = _unmodified(graph), _planned(graph, lives, schedule or lower(graph, lives))
+    planned = _planned(graph, lives, schedule or lower(graph, lives))
+    if beginning is None:
+        _history(graph, planned, allocator)
+    else:
+        _begin(graph, planned, allocator, beginning)
+    allocator.empty_cache()
+    allocator.reset_peaks()
+    for _ in range(_TURNS):
+        planned.run(allocator)
+    return Reserved(allocator.peak_reserved, allocator.peak_allocated, allocator.peak_requested)
+
+
+def _begin(graph: Graph, planned: _Step, allocator: Allocator, beginning: Beginning) -> None:
+    """Enter what a real allocator has; what the step needs beside it is allocated."""
+    own, unseen = [], []
+    for span in (*planned.resident, *planned.before):
+        t = graph.tensors[span.name] if span.name < len(graph.tensors) else None
+        wanted = Wanted(span.name, span.nbytes, "parameter" if t is None else t.kind)
+        (unseen if t is not None and t.name == OUTSIDE else own).append(wanted)
+    for wanted in beginning.enter(allocator, own, unseen):
+        allocator.alloc(wanted.name, wanted.nbytes)
+
+
+def _history(graph: Graph, planned: _Step, allocator: Allocator) -> None:
+    """What comes before the planned steps, up to the one that was observed."""
+    observed = _unmodified(graph)
     kinds = {span.name: graph.tensors[span.name].kind for span in planned.resident}
     made = [span for span in planned.resident if kinds[span.name] == "optimizer_state"]
     for span in planned.resident:
@@ -306,19 +338,14 @@ def reserved(
         allocator.free(span.name)
     for span in planned.before:
         allocator.alloc(span.name, span.nbytes)
-    allocator.empty_cache()
-    allocator.reset_peaks()
-    for _ in range(_TURNS):
-        planned.run(allocator)
-    return Reserved(allocator.peak_reserved, allocator.peak_allocated, allocator.peak_requested)
 
 
 def reserved_nbytes_of(graph: Graph, settings: Settings | None = None) -> Callable[[tuple[Life, ...]], int] | None:
     """The reserved peak of a plan of this graph, as a function of its lives; None where its device has no such allocator."""
     if graph.device != "cuda":
         return None
-    return partial(_peak_nbytes, graph, settings or in_force())
+    return partial(_peak_nbytes, graph, settings or in_force(), last_beginning() if settings is None else None)
 
 
-def _peak_nbytes(graph: Graph, settings: Settings, lives: tuple[Life, ...]) -> int:
-    return reserved(graph, lives, settings).peak_nbytes
+def _peak_nbytes(graph: Graph, settings: Settings, beginning: Beginning | None, lives: tuple[Life, ...]) -> int:
+    return reserved(graph, lives, settings, beginning=beginning).peak_nbytes
