@@ -70,7 +70,8 @@ def _counts(stats: Mapping[str, Any]) -> Counts:
 class CudaOps:
     """Seconds and bytes of each op on a CUDA device; seconds are those between two events on the stream.
 
-    The allocator is asked before and behind each op, outside of the time that is measured: to ask takes longer than many ops.
+    The allocator is asked behind each op, and before it where its requests are recorded, outside of the time that is measured:
+    to ask takes longer than many ops.
 
     beyond_left_nbytes: peak of the last op above the bytes that are left after it.
     """
@@ -83,7 +84,8 @@ class CudaOps:
 
     def begin(self, index: int) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
-        self._requests.begin(index, _counts(self._stats()))
+        if self._requests.records:
+            self._requests.begin(index, _counts(self._stats()))
         idle = index > 0 and self._timed[index - 1].ended.query()
         timed = _Timed(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True), idle)
         self._timed[index:] = [timed]  # replaces the events of an op that raised
@@ -95,7 +97,8 @@ class CudaOps:
         timed.host_seconds = perf_counter() - timed.host_began
         timed.ended.record(torch.cuda.current_stream(self.device))
         stats = self._stats()
-        self._requests.end(_counts(stats))
+        if self._requests.records:
+            self._requests.end(_counts(stats))
         left_nbytes, peak_nbytes = requested_nbytes(stats)
         self.beyond_left_nbytes = max(0, peak_nbytes - left_nbytes)
 
@@ -106,7 +109,7 @@ class CudaOps:
 
     def asked(self) -> dict[int, tuple[int, ...]]:
         """What each op asked of the allocator (`Graph.asked`), as far as that is known."""
-        return self._requests.of_ops(_counts(self._stats()))
+        return self._requests.of_ops(_counts(self._stats())) if self._requests.records else {}
 
     def close(self) -> None:
         """Stop recording what ops ask for."""

@@ -24,13 +24,17 @@ Counts = tuple[int, int]
 
 
 class Requests:
-    """The record of one observed step. `close` ends it."""
+    """The record of one observed step. `close` ends it.
+
+    records: there is one.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._records = torch.cuda.get_allocator_backend() == "native" and not C._cuda_isHistoryEnabled()
+        others = getattr(C, "_cuda_isHistoryEnabled", None)  # only in builds for CUDA
+        self.records = others is not None and torch.cuda.get_allocator_backend() == "native" and not others()
         self._spans: list[tuple[Counts, Counts]] = []
-        if self._records:
+        if self.records:
             allocator_history("all", context=None, max_entries=_MOST)
 
     def begin(self, index: int, counts: Counts) -> None:
@@ -43,8 +47,6 @@ class Requests:
 
     def of_ops(self, counts: Counts) -> dict[int, tuple[int, ...]]:
         """Op -> what it asked for, as `Graph.asked`; empty where that is not known. `counts`: now."""
-        if not self._records or not self._spans:
-            return {}
         index = torch.cuda.current_device() if self._device.index is None else self._device.index
         traces = allocator_snapshot()["device_traces"]
         trace = [e for e in traces[index] if e["action"] in ("alloc", "free_requested")] if index < len(traces) else []
@@ -52,8 +54,8 @@ class Requests:
 
     def close(self) -> None:
         """Stop recording."""
-        if self._records:
-            self._records = False
+        if self.records:
+            self.records = False
             allocator_history(None)
 
 
