@@ -20,10 +20,12 @@ _HELD = "active_allocated"
 
 @dataclass(frozen=True, slots=True)
 class There:
-    """A block that somebody holds. `kind`: of the tensor in it; "" where it is not known."""
+    """A block that somebody holds. `requested`: bytes that it was asked for; a large block may have more. `kind`: of the tensor in
+    it; "" where it is not known.
+    """
 
     address: int
-    nbytes: int
+    requested: int
     kind: Kind | str
 
 
@@ -49,7 +51,7 @@ class Beginning:
                 self._beside_nbytes += int(segment["total_size"])
         self._found = [_found(s) for s in sorted(own, key=lambda s: int(s["address"]))]
         held = (b for s in self._found for b in s.blocks if b.requested)
-        self._there = [There(b.address, b.nbytes, kinds.get(b.address, "")) for b in held]
+        self._there = [There(b.address, b.requested, kinds.get(b.address, "")) for b in held]
 
     def enter(self, allocator: Allocator, wanted: Iterable[Wanted], unseen: Iterable[Wanted]) -> list[Wanted]:
         """Put the segments into a fresh model, with each tensor in a block of its size, of its kind before others. Blocks
@@ -59,15 +61,15 @@ class Beginning:
         allocator.enter(self._found, self._beside_nbytes)
         blocks: dict[tuple[int, Kind | str], list[There]] = {}
         for there in reversed(self._there):
-            blocks.setdefault((there.nbytes, there.kind), []).append(there)
+            blocks.setdefault((allocator.settings.rounded(there.requested), there.kind), []).append(there)
         missing = [w for w in wanted if not self._takes(allocator, w, blocks, (w.kind,))]
         missing = [w for w in missing if not self._takes(allocator, w, blocks, _instead(w.kind))]
-        left = sorted((t for free in blocks.values() for t in free), key=lambda t: (-t.nbytes, t.address))
+        left = sorted((t for free in blocks.values() for t in free), key=lambda t: (-t.requested, t.address))
         for w in unseen:
             nbytes = w.nbytes
             for there in tuple(left):
-                if there.nbytes <= nbytes and there.kind != "gradient":
-                    nbytes -= there.nbytes
+                if there.requested <= nbytes and there.kind != "gradient":
+                    nbytes -= there.requested
                     left.remove(there)
             missing += [Wanted(w.name, nbytes, w.kind)] if nbytes else []
         for there in left:
