@@ -233,6 +233,22 @@ class Graph:
         return self.ops[n].at if n < len(self.ops) else len(self.points)
 
     @cached_property
+    def biased(self) -> dict[int, int]:
+        """Op of the forward that adds a bias to a product which nobody else holds -> the product. Where no dispatch mode is on, torch
+        (`linear` in ATen, for inputs that are not contiguous) adds it in place.
+        """
+        found = {}
+        for op in self.forward:
+            if op.name != "aten::add.Tensor" or len(op.inputs) != 2 or len(op.outputs) != 1:
+                continue
+            product, bias = op.inputs
+            maker = self.producers.get(product)
+            lone = self.tensors[product].freed_at <= op.at and product not in self.saves_of
+            if maker is not None and maker.name in ("aten::mm", "aten::bmm") and self.tensors[bias].kind == "parameter" and lone:
+                found[op.id] = product
+        return found
+
+    @cached_property
     def last_release(self) -> int:
         """The point at which autograd lets go of its last save; `BEFORE` if it saves nothing."""
         return max((s.released_at for s in self.saves), default=BEFORE)

@@ -89,9 +89,18 @@ class _Step:
     after: allocations that it leaves (new gradients).
     ends: for each point, how many actions there are up to its end.
     tensors: name of an allocation of a rebuild or a fetch -> the tensor that it was first made for.
+
+    is_recorded: whether a recorder sees the step even where the schedule is empty.
     """
 
-    def __init__(self, graph: Graph, until: Mapping[int, int], schedule: Schedule, lives: Iterable[Life] = ()) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        until: Mapping[int, int],
+        schedule: Schedule,
+        lives: Iterable[Life] = (),
+        is_recorded: bool = True,
+    ) -> None:
         self.graph, self.schedule = graph, schedule
         self.actions: list[Action] = []
         self.resident: list[_Span] = []
@@ -113,6 +122,13 @@ class _Step:
                     self.after.append(span)
             if span.freed_at < last:
                 freed.setdefault(span.freed_at, []).append(span)
+        same: dict[int, int] = {}
+        """Tensor -> the one whose memory it takes over."""
+        if not schedule.segments and not is_recorded:
+            for op_id, product in graph.biased.items():
+                (sum_,) = graph.ops[op_id].outputs
+                same[sum_] = same.get(product, product)
+        over = {graph.ops[op_id].inputs[0] for op_id in graph.biased} if same else set()
         ends: dict[int, list[int]] = {}
         lives = tuple(lives)
         encodings: dict[int, list[Action]] = {}
@@ -124,7 +140,7 @@ class _Step:
                 ends.setdefault(life.freed_at, []).append(life.tensor)
         for p, point in enumerate(graph.points):
             self.actions += encodings.get(p, ())
-            made: list[Action] = [(span.name, span.nbytes) for span in born.get(p, ())]
+            made: list[Action] = [(span.name, span.nbytes) for span in born.get(p, ()) if span.name not in same]
             if point.kind == "op":
                 op = graph.ops[point.id]
                 if op.id in schedule.rebuilt:
@@ -134,7 +150,7 @@ class _Step:
                 self.actions += made
             self._segment(p)
             self.actions += [(self._made[t].pop(), -1) for t in ends.get(p, ())]
-            self.actions += [(span.name, -1) for span in freed.get(p, ())]
+            self.actions += [(same.get(span.name, span.name), -1) for span in freed.get(p, ()) if span.name not in over]
             if p == graph.last_release:
                 self.actions += [(("state", op), -1) for op in schedule.rebuilt]
             self.ends.append(len(self.actions))
@@ -242,7 +258,7 @@ def _unmodified(graph: Graph) -> _Step:
 
 
 def _planned(graph: Graph, lives: tuple[Life, ...], schedule: Schedule) -> _Step:
-    return _Step(graph, {life.tensor: life.freed_at for life in lives if life.how == "original"}, schedule, lives)
+    return _Step(graph, {life.tensor: life.freed_at for life in lives if life.how == "original"}, schedule, lives, False)
 
 
 def requests(graph: Graph, lives: Iterable[Life] | None = None) -> list[Action]:

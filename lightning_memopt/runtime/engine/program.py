@@ -212,10 +212,13 @@ class Program:
         All their ops pass (`passes`), autograd saves no tracked tensor in them, they are called once a step, they have at least
         `_WORTHWHILE` ops, and no module that holds them is quiet itself. None has a batch norm: that writes its running
         statistics, which may be what a rebuild starts from, and neither the graph nor a version counter tells. None has a
-        buffer that a rebuild starts from: it may write that in another step.
+        buffer that a rebuild starts from: it may write that in another step. On CUDA, none adds a bias as torch does without the
+        recorder (`Graph.biased`): its requests would be others than those of the graph, and so would be the reserved bytes.
         """
         busy = set(self.recorded) | {save.op for save in self.graph.saves if save.id in self._handled}
         busy.update(j for name, js in self.places.items() if is_norm(name) for j in js)
+        if self.graph.device == "cuda":
+            busy |= self.graph.biased.keys()
         before = [0, *accumulate(j in busy for j in range(len(self.names)))]
         starts = [self.graph.tensors[t] for t in self.starts]
         writers = {path for t in starts if t.kind == "buffer" for path in around(t.name)}
