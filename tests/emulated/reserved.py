@@ -94,6 +94,11 @@ class Row:
         """Whether the step took more than its budget."""
         return self.measured_reserved > self.budget
 
+    @property
+    def holds(self) -> bool:
+        """Whether the prediction and the budget do."""
+        return abs(self.error) <= 0.03 and abs(self.allocated_error) <= 0.005 and not self.is_above
+
     def __str__(self) -> str:
         numbers = self.budget, self.predicted_reserved, self.measured_reserved, self.predicted_allocated, self.measured_allocated
         cells = [self.model, self.update, *(f"{n / MIB:.1f}" for n in numbers)]
@@ -180,6 +185,7 @@ def main() -> None:
                 print(row, flush=True)
                 found.append(row)
     print(f"\n{summary(found)}")
+    raise SystemExit(any(not row.holds for row in found))
 
 
 if __name__ == "__main__":
