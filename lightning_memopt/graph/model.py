@@ -164,8 +164,8 @@ class Graph:
     lines: id of a forward op -> line of user code that ran it. Not in files.
     save_lines: id of a save -> line of user code during which autograd packed it. Not in files.
     unbroken: modules that are called once in the forward: path -> (their first op, the op after their last). Not in files.
-    asked: id of an op -> what it asked of the device's allocator, in order: bytes of an allocation, or -k where it freed its k-th
-        one. Those that it did not free are its results. Without an entry that is not known. Not in files.
+    asked: id of an op -> what it asked of the device's allocator, in order: bytes of an allocation, or -k where it freed its
+        k-th one. Those that it did not free are its results. Without an entry that is not known. Not in files.
     """
 
     ops: tuple[Op, ...]
@@ -234,8 +234,8 @@ class Graph:
 
     @cached_property
     def biased(self) -> dict[int, int]:
-        """Op of the forward that adds a bias to a product which nobody else holds -> the product. Where no dispatch mode is on, torch
-        (`linear` in ATen, for inputs that are not contiguous) adds it in place.
+        """Op of the forward that adds a bias to a product which nobody else holds -> the product. Where no dispatch mode is on,
+        torch (`linear` in ATen, for inputs that are not contiguous) adds it in place.
         """
         found = {}
         for op in self.forward:
@@ -244,7 +244,8 @@ class Graph:
             product, bias = op.inputs
             maker = self.producers.get(product)
             lone = self.tensors[product].freed_at <= op.at and product not in self.saves_of
-            if maker is not None and maker.name in ("aten::mm", "aten::bmm") and self.tensors[bias].kind == "parameter" and lone:
+            is_product = maker is not None and maker.name in ("aten::mm", "aten::bmm")
+            if is_product and lone and self.tensors[bias].kind == "parameter":
                 found[op.id] = product
         return found
 

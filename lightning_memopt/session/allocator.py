@@ -1,4 +1,4 @@
-"""Ask torch's allocator of CUDA memory how it rounds and splits, which the environment says only of scripts that set nothing, and
+"""Ask torch's allocator of CUDA memory how it rounds and splits (the environment says it only of scripts that set nothing), and
 what it has reserved when a plan is made.
 """
 

@@ -168,8 +168,9 @@ class _Covering:
             for save in graph.saves
         )
         asked = {ids[op]: requests for op, requests in graph.asked.items()}
-        axis = {"ops": tuple(ops), "points": tuple(points), "asked": asked}
-        return dataclasses.replace(graph, tensors=tuple(tensors), saves=saves, **axis)
+        return dataclasses.replace(
+            graph, ops=tuple(ops), tensors=tuple(tensors), saves=saves, points=tuple(points), asked=asked
+        )
 
 
 class _Lift:

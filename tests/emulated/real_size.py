@@ -1,9 +1,9 @@
-"""Models at their real size, within a budget on a card that their plain step does not fit, on the emulated device in bytes mode.
+"""Models at their real size on cards that their plain step does not fit, on the emulated device in bytes mode.
 
 Usage: python -m tests.emulated.real_size [MODEL ...]
 
-Each model is a process of its own, with the memory of its card. Weights are never touched, so a laptop has room for all of them.
-As for the other tables (reserved.py): torch's own allocator, and no GPU.
+Each model is a process of its own, with the memory of its card. Weights are never touched, so a laptop has room for all of
+them. As for the other tables (reserved.py): torch's own allocator, and no GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.emulated import device
 from tests.emulated.reserved import HEADER, MIB, Loss, Made, run

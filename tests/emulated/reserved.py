@@ -100,14 +100,18 @@ class Row:
         return abs(self.error) <= 0.03 and abs(self.allocated_error) <= 0.005 and not self.is_above
 
     def __str__(self) -> str:
-        numbers = self.budget, self.predicted_reserved, self.measured_reserved, self.predicted_allocated, self.measured_allocated
-        cells = [self.model, self.update, *(f"{n / MIB:.1f}" for n in numbers)]
+        reserved, allocated = (
+            (self.predicted_reserved, self.measured_reserved),
+            (self.predicted_allocated, self.measured_allocated),
+        )
+        cells = [self.model, self.update, *(f"{n / MIB:.1f}" for n in (self.budget, *reserved, *allocated))]
         cells += [f"{100 * self.error:+.2f} %", f"{100 * self.allocated_error:+.3f} %", self.solver]
         return f"| {' | '.join(cells)}{' ABOVE THE BUDGET' * self.is_above} |"
 
 
 HEADER = (
-    "| model | update | budget | reserved: predicted | measured | allocated: predicted | measured | error | of allocated | plan |\n"
+    "| model | update | budget | reserved: predicted | measured | allocated: predicted | measured | error | of allocated "
+    "| plan |\n"
     "|---|---|---|---|---|---|---|---|---|---|"
 )
 

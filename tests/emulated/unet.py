@@ -1,4 +1,4 @@
-"""A U-Net of the size and the shape of SDXL's: residual convolutions, and transformers that read words, at two of three scales."""
+"""A U-Net of SDXL's size and shape: residual convolutions, and transformers that read words at two of three scales."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_free_blocks_between_held_ones_serve_first() -> None:
 
 
 def test_a_tensor_is_in_a_block_of_its_kind_and_of_what_it_asked_for() -> None:
-    """A large block may have up to 1 MiB more than was asked for; gradients are freed, though they have the sizes of weights."""
+    """A large block may have up to 1 MiB more than was asked for. Gradients are freed, though they are as large as weights."""
     found = segment(0, (3 * MIB, True, 2 * MIB + 512), (3 * MIB, True, 2 * MIB + 512), (14 * MIB, False))
     kinds: dict[int, Any] = {0: "gradient", 3 * MIB: "parameter"}
     allocator = Allocator()

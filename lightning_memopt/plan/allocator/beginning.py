@@ -20,8 +20,8 @@ _HELD = "active_allocated"
 
 @dataclass(frozen=True, slots=True)
 class There:
-    """A block that somebody holds. `requested`: bytes that it was asked for; a large block may have more. `kind`: of the tensor in
-    it; "" where it is not known.
+    """A block that somebody holds. `requested`: bytes that it was asked for; a large block may have more. `kind`: of the tensor
+    in it; "" where it is not known.
     """
 
     address: int

@@ -330,7 +330,8 @@ def reserved(
 
 def _begin(graph: Graph, planned: _Step, allocator: Allocator, beginning: Beginning) -> None:
     """Enter what a real allocator has; what the step needs beside it is allocated."""
-    own, unseen = [], []
+    own: list[Wanted] = []
+    unseen: list[Wanted] = []
     for span in (*planned.resident, *planned.before):
         t = graph.tensors[span.name] if span.name < len(graph.tensors) else None
         wanted = Wanted(span.name, span.nbytes, "parameter" if t is None else t.kind)

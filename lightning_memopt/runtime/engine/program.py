@@ -212,8 +212,8 @@ class Program:
         All their ops pass (`passes`), autograd saves no tracked tensor in them, they are called once a step, they have at least
         `_WORTHWHILE` ops, and no module that holds them is quiet itself. None has a batch norm: that writes its running
         statistics, which may be what a rebuild starts from, and neither the graph nor a version counter tells. None has a
-        buffer that a rebuild starts from: it may write that in another step. On CUDA, none adds a bias as torch does without the
-        recorder (`Graph.biased`): its requests would be others than those of the graph, and so would be the reserved bytes.
+        buffer that a rebuild starts from: it may write that in another step. On CUDA, none adds a bias that torch adds in place
+        without the recorder (`Graph.biased`): it would make other requests than the graph, and other bytes would be reserved.
         """
         busy = set(self.recorded) | {save.op for save in self.graph.saves if save.id in self._handled}
         busy.update(j for name, js in self.places.items() if is_norm(name) for j in js)
