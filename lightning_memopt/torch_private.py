@@ -97,13 +97,14 @@ COMPILED_FRAME = ("compile_wrapper", "torch._dynamo.eval_frame")  # function and
 KINETO_PROFILE = _named("torch.profiler.profiler:_KinetoProfile")  # torch.profiler.profile, and what is derived from it
 profiler_is_on: Callable[[], bool] = _named("torch:autograd._profiler_enabled")  # whose profiler it would be
 record_function = _named("torch:_C._profiler._RecordFunctionFast")  # marks ops in a profile of the allocator
-allocator_snapshot = _named("torch.cuda.memory:_snapshot")  # the settings of the caching allocator (session/allocator.py)
+allocator_snapshot = _named("torch.cuda.memory:_snapshot")  # settings, segments and record of the caching allocator
+allocator_history = _named("torch.cuda.memory:_record_memory_history")  # what ops ask of it (trace/requests.py)
 WARNED_CAPTURABLE = "_warned_capturable_if_run_uncaptured"  # attribute of optimizers: with it, CUDA asks no option of a group
 CXX11_ABI: bool = _named("torch:_C._GLIBCXX_USE_CXX11_ABI")  # how the native allocator must be compiled
 JOIN_CONFIG = "_join_config"  # attribute of wrappers: whether some ranks may have no batch
 JOIN_DIVIDES = "_divide_by_initial_world_size"  # attribute of wrappers in `Join`: whether gradients are divided as without it
 register_comm_hook = _named("torch:_C._distributed_c10d._register_comm_hook")  # without a note on the wrapper, which is copied
-C: Any = _named("torch:_C")  # getters and setters of numeric settings, each by name (settings.py)
+C: Any = _named("torch:_C")  # getters and setters of numeric settings, each by name (settings.py); parts of CUDA builds
 
 # -- modules -----------------------------------------------------------------------------------------
 

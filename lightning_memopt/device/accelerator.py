@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_memopt.device.backend import Backend, Nbytes
+from lightning_memopt.device.backend import Backend, Nbytes, Statistics
 from lightning_memopt.errors import UnsupportedError
 
 
@@ -18,7 +18,7 @@ class Accelerator(Backend):
     """
 
     def check(self) -> None:
-        self.requested()
+        self.statistics()
 
     def total_nbytes(self) -> int:
         return int(self._asked("get_memory_info")[1])
@@ -26,15 +26,16 @@ class Accelerator(Backend):
     def free_nbytes(self) -> int | None:
         return int(self._asked("get_memory_info")[0]) + int(self._asked("memory_reserved"))
 
-    def requested(self) -> Nbytes:
-        statistics = self._statistics()
-        return _nbytes(statistics, "requested_bytes" if "requested_bytes.all.peak" in statistics else "allocated_bytes")
+    def statistics(self) -> Statistics:
+        said = self._statistics()
+        nbytes = _nbytes(said, "requested_bytes" if "requested_bytes.all.peak" in said else "allocated_bytes")
+        return Statistics(*nbytes, (int(said.get("allocation.all.allocated", 0)), int(said.get("allocation.all.freed", 0))))
 
     def allocated(self) -> Nbytes:
         return _nbytes(self._statistics(), "allocated_bytes")
 
     def peak_nbytes(self) -> int:
-        return self.requested().peak
+        return self.statistics().peak_nbytes
 
     def reset_peaks(self) -> None:
         self._asked("reset_peak_memory_stats")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
@@ -20,12 +20,25 @@ class Nbytes(NamedTuple):
     peak: int
 
 
+class Statistics(NamedTuple):
+    """What an allocator counts of requests.
+
+    nbytes: of those that are allocated now, as they were requested.
+    peak_nbytes: the most since peaks were reset.
+    turnover: allocations and frees since the process began.
+    """
+
+    nbytes: int
+    peak_nbytes: int
+    turnover: tuple[int, int]
+
+
 class Backend:
     """A device. What a type of device does not have is as here. Many methods: one for each thing that can be asked.
 
     device: as torch names it. Without a number it is the current one, at each call.
     kind: what plans know of its type.
-    keeps_statistics: its allocator counts bytes and their peaks (`requested`, `allocated`, `peak_nbytes`, `reset_peaks`). The
+    keeps_statistics: its allocator counts bytes and their peaks (`statistics`, `allocated`, `peak_nbytes`, `reset_peaks`). The
         CPU's does not; there the native counter counts (`native.counter_of`).
     keeps_workspaces: its libraries take workspaces for each thread and stream, and keep them.
     locks_pages: host memory can be locked for copies that the host does not wait for.
@@ -66,8 +79,8 @@ class Backend:
         """Bytes that other programs do not use, what this process already uses included; None where nobody says."""
         return None
 
-    def requested(self) -> Nbytes:
-        """Bytes as they were requested, of memory that is allocated."""
+    def statistics(self) -> Statistics:
+        """What was requested of the allocator."""
         self._keeps_none()
 
     def allocated(self) -> Nbytes:
@@ -91,6 +104,21 @@ class Backend:
     def allocator_settings(self) -> Mapping[str, Any] | None:
         """The settings that are in force, where the allocator is the one that `plan.allocator` models."""
         return None
+
+    def segments(self) -> list[Mapping[str, Any]] | None:
+        """What that allocator has reserved on this device, as torch's memory snapshots have it; None for other allocators."""
+        return None
+
+    def record_requests(self, most: int) -> bool:
+        """Begin a record of the last `most` requests. False where none can be kept, or the user keeps one."""
+        return False
+
+    def recorded_requests(self) -> Sequence[Mapping[str, Any]]:
+        """The record so far, as torch's memory snapshots have it."""
+        return ()
+
+    def stop_recording(self) -> None:
+        """End the record."""
 
     # -- order and time ---------------------------------------------------------------------------
 

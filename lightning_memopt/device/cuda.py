@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from lightning_memopt.device.backend import Backend, Nbytes
-from lightning_memopt.torch_private import allocator_snapshot
+from lightning_memopt.device.backend import Backend, Nbytes, Statistics
+from lightning_memopt.device.places import indexed
+from lightning_memopt.torch_private import C, allocator_history, allocator_snapshot
 
 
 class Cuda(Backend):
@@ -36,10 +37,12 @@ class Cuda(Backend):
         """The CUDA runtime knows it, for slices of a GPU as well."""
         return int(torch.cuda.mem_get_info(self.device)[0]) + int(torch.cuda.memory_reserved(self.device))
 
-    def requested(self) -> Nbytes:
-        statistics = torch.cuda.memory_stats_as_nested_dict(self.device)
-        nbytes = statistics.get("requested_bytes") or statistics["allocated_bytes"]  # other allocators count no requests
-        return Nbytes(int(nbytes["all"]["current"]), int(nbytes["all"]["peak"]))
+    def statistics(self) -> Statistics:
+        said = torch.cuda.memory_stats_as_nested_dict(self.device)
+        nbytes = said.get("requested_bytes") or said["allocated_bytes"]  # other allocators count no requests
+        counts = said["allocation"]["all"]
+        turnover = int(counts["allocated"]), int(counts["freed"])
+        return Statistics(int(nbytes["all"]["current"]), int(nbytes["all"]["peak"]), turnover)
 
     def allocated(self) -> Nbytes:
         return Nbytes(int(torch.cuda.memory_allocated(self.device)), int(torch.cuda.max_memory_allocated(self.device)))
@@ -54,10 +57,34 @@ class Cuda(Backend):
         torch.cuda.empty_cache()
 
     def allocator_settings(self) -> Mapping[str, Any] | None:
-        if torch.cuda.get_allocator_backend() != "native":
+        if not self._is_native():
             return None
         settings: Mapping[str, Any] = allocator_snapshot().get("allocator_settings", {})
         return settings
+
+    def segments(self) -> list[Mapping[str, Any]] | None:
+        if not self._is_native():
+            return None
+        index = indexed(self.device).index
+        return [segment for segment in allocator_snapshot()["segments"] if segment["device"] == index]
+
+    def record_requests(self, most: int) -> bool:
+        others = getattr(C, "_cuda_isHistoryEnabled", None)  # only in builds for CUDA
+        if others is None or not self._is_native() or others():
+            return False
+        allocator_history("all", context=None, max_entries=most)
+        return True
+
+    def recorded_requests(self) -> Sequence[Mapping[str, Any]]:
+        traces = allocator_snapshot()["device_traces"]
+        index = indexed(self.device).index
+        return traces[index] if index < len(traces) else ()
+
+    def stop_recording(self) -> None:
+        allocator_history(None)
+
+    def _is_native(self) -> bool:
+        return bool(torch.cuda.get_allocator_backend() == "native")
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

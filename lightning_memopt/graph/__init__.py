@@ -11,13 +11,27 @@ from lightning_memopt.graph.liveness import (
     unmodified_levels,
     workspaces,
 )
-from lightning_memopt.graph.model import BEFORE, COMPILED, HOOK, LATE_HOOK, Graph, Op, Point, Save, Tensor, around, requests_of
+from lightning_memopt.graph.model import (
+    BEFORE,
+    COMPILED,
+    HOOK,
+    LATE_HOOK,
+    OUTSIDE,
+    Graph,
+    Op,
+    Point,
+    Save,
+    Tensor,
+    around,
+    requests_of,
+)
 
 __all__ = [
     "BEFORE",
     "COMPILED",
     "HOOK",
     "LATE_HOOK",
+    "OUTSIDE",
     "RESIDENT",
     "Graph",
     "Levels",

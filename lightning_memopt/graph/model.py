@@ -20,6 +20,8 @@ PointKind = Literal["op", "unpack", "release"]
 BEFORE = -1
 """`born_at` of tensors that exist when the step begins."""
 
+OUTSIDE = "held outside of the step"
+"""The name of a tensor that stands for bytes from before the step that belong to no tensor of it."""
 HOOK = "fsdp::"
 """The name of an op that stands for a hook of a sharded module, with its collectives, begins with this."""
 COMPILED = "compiled::code"
@@ -162,6 +164,8 @@ class Graph:
     lines: id of a forward op -> line of user code that ran it. Not in files.
     save_lines: id of a save -> line of user code during which autograd packed it. Not in files.
     unbroken: modules that are called once in the forward: path -> (their first op, the op after their last). Not in files.
+    asked: id of an op -> what it asked of the device's allocator, in order: bytes of an allocation, or -k where it freed its
+        k-th one. Those that it did not free are its results. Without an entry that is not known. Not in files.
     """
 
     ops: tuple[Op, ...]
@@ -173,6 +177,7 @@ class Graph:
     lines: Mapping[int, str] = field(default_factory=dict, repr=False)
     save_lines: Mapping[int, str] = field(default_factory=dict, repr=False)
     unbroken: Mapping[str, tuple[int, int]] = field(default_factory=dict, repr=False)
+    asked: Mapping[int, tuple[int, ...]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def producers(self) -> dict[int, Op]:
@@ -226,6 +231,23 @@ class Graph:
         """The first point of the backward pass."""
         n = len(self.forward)
         return self.ops[n].at if n < len(self.ops) else len(self.points)
+
+    @cached_property
+    def biased(self) -> dict[int, int]:
+        """Op of the forward that adds a bias to a product which nobody else holds -> the product. Where no dispatch mode is on,
+        torch (`linear` in ATen, for inputs that are not contiguous) adds it in place.
+        """
+        found = {}
+        for op in self.forward:
+            if op.name != "aten::add.Tensor" or len(op.inputs) != 2 or len(op.outputs) != 1:
+                continue
+            product, bias = op.inputs
+            maker = self.producers.get(product)
+            lone = self.tensors[product].freed_at <= op.at and product not in self.saves_of
+            is_product = maker is not None and maker.name in ("aten::mm", "aten::bmm")
+            if is_product and lone and self.tensors[bias].kind == "parameter":
+                found[op.id] = product
+        return found
 
     @cached_property
     def last_release(self) -> int:

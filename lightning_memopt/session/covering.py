@@ -167,7 +167,10 @@ class _Covering:
             )
             for save in graph.saves
         )
-        return dataclasses.replace(graph, ops=tuple(ops), tensors=tuple(tensors), saves=saves, points=tuple(points))
+        asked = {ids[op]: requests for op, requests in graph.asked.items()}
+        return dataclasses.replace(
+            graph, ops=tuple(ops), tensors=tuple(tensors), saves=saves, points=tuple(points), asked=asked
+        )
 
 
 class _Lift:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from lightning_memopt.graph import BEFORE, Graph, Tensor
+from lightning_memopt.graph import BEFORE, OUTSIDE, Graph, Tensor
 from lightning_memopt.plan import Plan
 
 
@@ -15,7 +15,7 @@ def with_held(graph: Graph, nbytes: int) -> Graph:
     id = len(graph.tensors)
     held = Tensor(
         id=id,
-        name="held outside of the step",
+        name=OUTSIDE,
         nbytes=nbytes,
         kind="temporary",
         storage=id,

@@ -23,6 +23,7 @@ from lightning_memopt.ranks import rebuild_buckets
 from lightning_memopt.runtime import Engine, PlannedEngine
 from lightning_memopt.runtime.early_updates import Reason, count_versions
 from lightning_memopt.session.agreement import Agreement
+from lightning_memopt.session.allocator import read_beginning
 from lightning_memopt.session.attachment import Attachment
 from lightning_memopt.session.budget import Neighbours, budget_on, device_of
 from lightning_memopt.session.compiled_regions import CompiledRegions
@@ -405,6 +406,7 @@ class Session:
         graph = self.foresight.complete(graph, self.device, early=self._early is not None)
         cache, regions, limit = self._plan_cache, self._compiled, self._limit_nbytes
         again = regions.compiled_again(graph, limit, self.say)
+        read_beginning(self.device, resident_tensors(self.model, self.optimizers, ()))
         solve = partial(self._agreement.solved, limit_nbytes=limit, offloading=self._offloading, say=self.say)
         self._become(state, cache.afresh(state, regions.changed) if again else cache.observed(state, graph, self.say, solve))
 

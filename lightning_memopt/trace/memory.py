@@ -28,6 +28,7 @@ from lightning_memopt.live_objects import live_objects
 from lightning_memopt.native import Counter, Window, counter
 from lightning_memopt.torch_private import KINETO_PROFILE, profiler_is_on, record_function
 from lightning_memopt.trace.counted import Marks
+from lightning_memopt.trace.requests import Requests
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would write two lines to stderr a step
 _MARK = "memopt#"
@@ -58,7 +59,8 @@ class AllocatorEvents:
 class TimedOps:
     """Seconds and bytes of each op on a device whose allocator keeps statistics; seconds are those between two events.
 
-    The allocator is asked once for each op, behind it: to ask takes longer than many ops.
+    The allocator is asked behind each op, and before it where its requests are recorded, outside of the time that is measured:
+    to ask takes longer than many ops.
 
     beyond_left_nbytes: peak of the last op above the bytes that are left after it.
     """
@@ -67,9 +69,12 @@ class TimedOps:
         self.beyond_left_nbytes = 0
         self._backend = backend
         self._timed: list[_Timed] = []
+        self._requests = Requests(backend)
 
     def begin(self, index: int) -> None:
         self._backend.reset_peaks()
+        if self._requests.records:
+            self._requests.begin(index, self._backend.statistics().turnover)
         idle = index > 0 and self._timed[index - 1].ended.query()
         timed = _Timed(self._backend.timing_event(), self._backend.timing_event(), idle)
         self._timed[index:] = [timed]  # replaces the events of an op that raised
@@ -80,13 +85,23 @@ class TimedOps:
         timed = self._timed[-1]
         timed.host_seconds = perf_counter() - timed.host_began
         timed.ended.record(self._backend.current_stream())
-        left_nbytes, peak_nbytes = self._backend.requested()
-        self.beyond_left_nbytes = max(0, peak_nbytes - left_nbytes)
+        statistics = self._backend.statistics()
+        if self._requests.records:
+            self._requests.end(statistics.turnover)
+        self.beyond_left_nbytes = max(0, statistics.peak_nbytes - statistics.nbytes)
 
     def seconds(self, count: int) -> list[float]:
         """Seconds of the first `count` ops. Waits for the device."""
         self._backend.synchronize()
         return [timed.seconds for timed in self._timed[:count]]
+
+    def asked(self) -> dict[int, tuple[int, ...]]:
+        """What each op asked of the allocator (`Graph.asked`), as far as that is known."""
+        return self._requests.of_ops(self._backend.statistics().turnover) if self._requests.records else {}
+
+    def close(self) -> None:
+        """Stop recording what ops ask for."""
+        self._requests.close()
 
 
 @dataclass

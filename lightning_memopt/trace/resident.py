@@ -31,7 +31,7 @@ def adopt_all(tracer: Tracer, recorder: Recorder, tensors: Iterable[tuple[torch.
     backend = backend_of(tracer.device)
     if backend.keeps_statistics:
         known = sum(version.nbytes for version in recorder.tape.versions.values() if is_on(tracer.device, version.device))
-        tracer.adopt_unseen(max(0, backend.requested().now - known))
+        tracer.adopt_unseen(max(0, backend.statistics().nbytes - known))
     elif tracer.ledger is not None:
         tracer.ledger.settle()
     recorder.capturing = True

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from lightning_memopt.clocks import perf_counter
 from lightning_memopt.device.backends import backend_of
 from lightning_memopt.device.places import is_on, on_host
-from lightning_memopt.graph import BEFORE, Graph, Point
+from lightning_memopt.graph import BEFORE, OUTSIDE, Graph, Point
 from lightning_memopt.graph.model import Kind, Phase
 from lightning_memopt.native import Counter
 from lightning_memopt.native.engine import hiding, maker
@@ -35,7 +36,7 @@ from lightning_memopt.trace.seen import SeenOp, SeenSave, SeenTensor
 
 _UNSEEN = -1
 """Id of the memory that Python does not know; versions count from 0."""
-_OUTSIDE, _UNRECORDED, _LINGERS = "held outside of the step", "made by what is not recorded", "held by what is not recorded"
+_UNRECORDED, _LINGERS = "made by what is not recorded", "held by what is not recorded"
 _CPU_GENERATOR_NBYTES, _CUDA_GENERATOR_NBYTES = 5056, 16
 """Bytes of the state of a random generator, which a rebuild of a random op needs."""
 
@@ -264,7 +265,7 @@ class Tracer:
     def adopt_unseen(self, nbytes: int) -> None:
         """Add bytes on the device that belong to no tensor of this step: a library's workspace, another model."""
         nbytes = self._rounded(nbytes)
-        self.tensors[_UNSEEN] = SeenTensor(_OUTSIDE, nbytes, "temporary", _UNSEEN, BEFORE)
+        self.tensors[_UNSEEN] = SeenTensor(OUTSIDE, nbytes, "temporary", _UNSEEN, BEFORE)
         self.live_nbytes += nbytes
 
     def counts(self, key: int, storage: torch.UntypedStorage) -> None:
@@ -411,6 +412,8 @@ class Tracer:
         self._dies = _nothing
         self._holders.clear()
         self._lingering.close()
+        if self.timed is not None:
+            self.timed.close()
 
     # -- the result --------------------------------------------------------------------------------
 
@@ -419,13 +422,14 @@ class Tracer:
         self.poll()
         known = self.tensors | self._unrecorded()
         seconds = [op.seconds for op in self.ops] if self.timed is None else self.timed.seconds(len(self.ops))
-        return graph_of(self.ops, known, self.saves, self.points, seconds, self.device.type, self.lines)
+        graph = graph_of(self.ops, known, self.saves, self.points, seconds, self.device.type, self.lines)
+        return graph if self.timed is None else replace(graph, asked=self.timed.asked())
 
     def _unrecorded(self) -> dict[int, SeenTensor]:
         """Tensors for the bytes that code which the recorder does not see allocated or held during the step."""
         first = max(self.tensors, default=0) + 1
         unseen = self.ledger.unseen() if self.ledger is not None else ()
-        seen = [(_OUTSIDE if u.born_at == BEFORE else _UNRECORDED, u) for u in unseen]
+        seen = [(OUTSIDE if u.born_at == BEFORE else _UNRECORDED, u) for u in unseen]
         seen += ((_LINGERS, u) for u in self._lingering.seen())
         return {i: SeenTensor(name, u.nbytes, "temporary", i, u.born_at, u.freed_at) for i, (name, u) in enumerate(seen, first)}
 

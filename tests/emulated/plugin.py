@@ -35,10 +35,6 @@ NOWHERE = {
     "test_a_captured_graph_beside_the_pool": "a captured graph repeats copies alone on the emulated device",
 }
 """By a part of the test's name: why it cannot be judged in any mode."""
-FALLS_SHORT = {
-    "test_frontier_cuda.py": "reserved bytes are up to 9 % off their prediction (docs/measurements/reserved.md)",
-}
-"""By a part of the test's name: what does not hold yet."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -59,8 +55,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for reason in _reasons(item.nodeid):
             item.add_marker(pytest.mark.skip(reason=reason))
-        for reason in (reason for part, reason in FALLS_SHORT.items() if part in item.nodeid):
-            item.add_marker(pytest.mark.xfail(reason=reason, strict=False))
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -18,8 +18,10 @@ if [ "$folder/installed" -ot constraints.txt ]; then
 fi
 "$python" -m tests.emulated.build "$folder/lib"
 export LD_LIBRARY_PATH="$folder/lib" OMP_NUM_THREADS=1 MEMOPT_CACHE=0
-"$python" -m tests.emulated.reserved
 failed=0
+"$python" -m tests.emulated.reserved || failed=1
+PYTORCH_ALLOC_CONF=expandable_segments:True "$python" -m tests.emulated.reserved mlp unet vit --budgets 0.5 || failed=1
+"$python" -m tests.emulated.real_size vit-h || failed=1
 for mode in bits bytes; do
   EMULATED_MODE=$mode EMULATED_RACES=$([ $mode = bits ] && echo 1 || echo 0) \
     "$python" -m pytest -p tests.emulated.plugin tests/emulated tests/gpu || failed=1

@@ -83,7 +83,7 @@ def test_an_accelerator_that_only_torch_knows_is_planned_in_requested_bytes() ->
         card = torch.device("cuda", 0)
         torch.ones(1000, device=card)
         cuda, generic = Cuda(card), Accelerator(card)
-        for ask in ("total_nbytes", "free_nbytes", "requested", "allocated", "generator_state_nbytes"):
+        for ask in ("total_nbytes", "free_nbytes", "statistics", "allocated", "generator_state_nbytes"):
             assert getattr(cuda, ask)() == getattr(generic, ask)(), ask
         plain, (plain_peak,), _ = train(card, card, None)
         del backends._OF_TYPE["cuda"], kinds._KINDS["cuda"]

@@ -1,4 +1,4 @@
-"""Three models of transformers on CUDA within budgets of reserved bytes: kept, predicted within 3 %, equal bit by bit."""
+"""The models of the benchmarks on CUDA within budgets of reserved bytes: kept, predicted within 3 %, equal bit by bit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from benchmarks.models.registry import MODELS
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import resident_nbytes
 from lightning_memopt.plan import reserved
+from lightning_memopt.plan.allocator.beginning import last_beginning
+from lightning_memopt.plan.allocator.settings import in_force
 from lightning_memopt.runtime import Program
+from lightning_memopt.session.allocator import read_beginning, read_settings
+from lightning_memopt.session.resident import resident_tensors
+from lightning_memopt.session.workspaces import take_workspaces
 from lightning_memopt.solvers import planner
 
 
@@ -28,16 +33,25 @@ def test_budget_is_kept_and_bits_are_equal(name: str, dtype: torch.dtype) -> Non
         return model.to(device, dtype), moved, blocks
 
     bench = GpuBench(name, build, torch.device("cuda", 0))
-    bench.step()
+    try:
+        bench.step()
+    except RuntimeError as error:
+        lacks = next((lack for lack in ("does not have a deterministic", "not implemented for") if lack in str(error)), None)
+        if lacks is None:
+            raise
+        pytest.skip(f"torch has no kernel for this model: {str(error).partition(lacks)[0]}{lacks} one")
     loss, reference = bench.step(), bench.outcome()
     bench.step()
     if not bench.equal(reference):
         pytest.skip("the unmodified step does not have the same bits twice")
+    take_workspaces(bench.model, bench.device)  # from here on as a session does
     graph = bench.observe(steps=2)
+    read_settings(bench.device)
+    read_beginning(bench.device, resident_tensors(bench.model, (), bench.batch))
     frontier = planner.solve(graph)
     assert frontier.reserve is not None
     resident = resident_nbytes(graph)
-    unmodified = reserved(graph, frontier.candidates[-1].lives)
+    unmodified = reserved(graph, frontier.candidates[-1].lives, in_force(), beginning=last_beginning())
     measured = bench.peaks()
     assert abs(measured["allocated_mib"] * MIB / unmodified.allocated_nbytes - 1) <= 0.02
     assert abs(measured["reserved_mib"] * MIB / unmodified.peak_nbytes - 1) <= 0.03
@@ -53,6 +67,7 @@ def test_budget_is_kept_and_bits_are_equal(name: str, dtype: torch.dtype) -> Non
         bench.step(forward)
         got = bench.step(forward)
         assert torch.equal(got, loss) and bench.equal(reference), f"bits at f={share}"
+        del got  # it would hold a segment that the plan knows nothing of
         measured = bench.peaks(forward)
         assert measured["reserved_mib"] * MIB <= budget, f"f={share}"
         assert abs(measured["reserved_mib"] * MIB / plan.predicted.reserved_nbytes - 1) <= 0.03, f"f={share}"

@@ -1,9 +1,11 @@
 """A model of PyTorch's caching allocator for CUDA: the bytes of the device that a step reserves.
 
 `model` carries out requests by the allocator's documented rules, on the data of `blocks` and with the options of `settings`;
-`reserved` gives it the allocations and frees of a planned step; `trace` compares it with a recording of the real allocator.
+`reserved` gives it the allocations and frees of a planned step, after those that the real allocator of this process has
+served already (`beginning`); `trace` compares it with a recording of the real allocator.
 """
 
+from lightning_memopt.plan.allocator.beginning import Beginning, tell_beginning
 from lightning_memopt.plan.allocator.model import Allocator, ExhaustedError
 from lightning_memopt.plan.allocator.reserved import (
     Described,
@@ -19,6 +21,7 @@ from lightning_memopt.plan.allocator.trace import Comparison, compare
 
 __all__ = [
     "Allocator",
+    "Beginning",
     "Comparison",
     "Described",
     "ExhaustedError",
@@ -31,4 +34,5 @@ __all__ = [
     "reserved",
     "reserved_nbytes_of",
     "tell",
+    "tell_beginning",
 ]

@@ -69,6 +69,14 @@ def cut(block: Block, nbytes: int) -> Block:
     return rest
 
 
+def follow(last: Block | None, block: Block) -> Block:
+    """Let a block follow the last one of its segment. Returns it."""
+    block.previous = last
+    if last is not None:
+        last.next = block
+    return block
+
+
 def join(block: Block) -> None:
     """Make one block of a free one, which is in no pool, and its free neighbours."""
     for other in (block.previous, block.next):

@@ -23,15 +23,33 @@ hands out (they rise here), memory that does not pass through the allocator.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
+from typing import NamedTuple
 
 from lightning_memopt.errors import MemOptError
-from lightning_memopt.plan.allocator.blocks import Block, Pool, cut, join, reach, room
+from lightning_memopt.plan.allocator.blocks import Block, Pool, cut, follow, join, reach, room
 from lightning_memopt.plan.allocator.settings import MIN_BLOCK_NBYTES, SMALL_NBYTES, Settings
 from lightning_memopt.units import ceil_div
 
 _ADDRESS_SPACE_NBYTES = 1 << 46
 """Bytes to which an expandable segment may grow."""
+
+
+class Placed(NamedTuple):
+    """A block of a segment as it was found. requested: what was asked for; 0 where it is free."""
+
+    address: int
+    nbytes: int
+    requested: int
+
+
+class Found(NamedTuple):
+    """A segment as it was found, or consecutive pages of an expandable one: all its blocks, in order."""
+
+    stream: int
+    small: bool
+    expandable: bool
+    blocks: tuple[Placed, ...]
 
 
 class ExhaustedError(MemOptError):
@@ -62,6 +80,42 @@ class Allocator:
     def reset_peaks(self) -> None:
         """Peaks start again from what there is now."""
         self.peak_requested, self.peak_allocated, self.peak_reserved = self.requested, self.allocated, self.reserved
+
+    def enter(self, segments: Iterable[Found], beside_nbytes: int = 0) -> None:
+        """Begin with segments, by rising addresses, that were found in a real allocator. A held block has the name
+        ("there", address). `beside_nbytes`: what is reserved beside them.
+        """
+        self.reserved += beside_nbytes
+        ends: dict[tuple[int, bool], Block] = {}  # of expandable segments
+        for found in segments:
+            pool = self._small if found.small else self._large
+            at = found.blocks[0].address
+            last = ends.get((found.stream, found.small)) if found.expandable else None
+            base = at if last is None else last.base
+            if last is not None and last.address + last.nbytes < at:
+                end = last.address + last.nbytes
+                last = follow(last, Block(end, at - end, found.stream, pool, base, True, mapped=False))
+                pool.unmapped.append(last)
+            for placed in found.blocks:
+                last = follow(last, Block(placed.address, placed.nbytes, found.stream, pool, base, found.expandable))
+                if placed.requested:
+                    last.free, last.requested = False, placed.requested
+                    self._blocks["there", placed.address] = last
+                    self.requested += placed.requested
+                    self.allocated += placed.nbytes
+                else:
+                    pool.add(last)
+                self.reserved += placed.nbytes
+            assert last is not None
+            self._next_address = max(self._next_address, last.address + last.nbytes)
+            if found.expandable:
+                ends[found.stream, found.small] = last
+        for last in ends.values():
+            end = last.address + last.nbytes
+            last = follow(last, Block(end, _ADDRESS_SPACE_NBYTES, last.stream, last.pool, last.base, True, mapped=False))
+            last.pool.unmapped.append(last)
+            self._next_address = max(self._next_address, last.address + last.nbytes)
+        self.reset_peaks()
 
     # -- requests ----------------------------------------------------------------------------------
 

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from lightning_memopt.device.kinds import kind_of
-from lightning_memopt.graph import BEFORE, Graph
+from lightning_memopt.device.kinds import CUDA, kind_of
+from lightning_memopt.graph import BEFORE, OUTSIDE, Graph, Op
+from lightning_memopt.plan.allocator.beginning import Beginning, Wanted, last_beginning
 from lightning_memopt.plan.allocator.model import Allocator
 from lightning_memopt.plan.allocator.settings import Settings, in_force
 from lightning_memopt.plan.lower import Fetch, Rebuild, Schedule, lower
@@ -88,9 +89,18 @@ class _Step:
     after: allocations that it leaves (new gradients).
     ends: for each point, how many actions there are up to its end.
     tensors: name of an allocation of a rebuild or a fetch -> the tensor that it was first made for.
+
+    is_recorded: whether a recorder sees the step even where the schedule is empty.
     """
 
-    def __init__(self, graph: Graph, until: Mapping[int, int], schedule: Schedule, lives: Iterable[Life] = ()) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        until: Mapping[int, int],
+        schedule: Schedule,
+        lives: Iterable[Life] = (),
+        is_recorded: bool = True,
+    ) -> None:
         self.graph, self.schedule = graph, schedule
         self.actions: list[Action] = []
         self.resident: list[_Span] = []
@@ -112,6 +122,13 @@ class _Step:
                     self.after.append(span)
             if span.freed_at < last:
                 freed.setdefault(span.freed_at, []).append(span)
+        same: dict[int, int] = {}
+        """Tensor -> the one whose memory it takes over."""
+        if not schedule.segments and not is_recorded:
+            for op_id, product in graph.biased.items():
+                (sum_,) = graph.ops[op_id].outputs
+                same[sum_] = same.get(product, product)
+        over = {graph.ops[op_id].inputs[0] for op_id in graph.biased} if same else set()
         ends: dict[int, list[int]] = {}
         lives = tuple(lives)
         encodings: dict[int, list[Action]] = {}
@@ -123,28 +140,58 @@ class _Step:
                 ends.setdefault(life.freed_at, []).append(life.tensor)
         for p, point in enumerate(graph.points):
             self.actions += encodings.get(p, ())
-            for span in born.get(p, ()):
-                self.actions.append((span.name, span.nbytes))
+            made: list[Action] = [(span.name, span.nbytes) for span in born.get(p, ()) if span.name not in same]
             if point.kind == "op":
                 op = graph.ops[point.id]
                 if op.id in schedule.rebuilt:
                     self.actions.append((("state", op.id), op.state_nbytes))
-                self._work(op.workspace_nbytes)
+                self._run(op, made)
+            else:
+                self.actions += made
             self._segment(p)
             self.actions += [(self._made[t].pop(), -1) for t in ends.get(p, ())]
-            self.actions += [(span.name, -1) for span in freed.get(p, ())]
+            self.actions += [(same.get(span.name, span.name), -1) for span in freed.get(p, ()) if span.name not in over]
             if p == graph.last_release:
                 self.actions += [(("state", op), -1) for op in schedule.rebuilt]
             self.ends.append(len(self.actions))
 
-    def _work(self, nbytes: int) -> None:
-        if nbytes:
-            self.actions += [(_WORKSPACE, nbytes), (_WORKSPACE, -1)]
+    def _run(self, op: Op, made: list[Action]) -> None:
+        """The requests of an op that makes these blocks: in the order in which it asked for them, where that is known; else
+        they come first, and what it takes beside them is one block.
+        """
+        asked = self.graph.asked.get(op.id)
+        if asked is None:
+            self.actions += made
+            if op.workspace_nbytes:
+                self.actions += [(_WORKSPACE, op.workspace_nbytes), (_WORKSPACE, -1)]
+            return
+        freed = {-n for n in asked if n < 0}
+        names: dict[int, Name] = {}
+        for nbytes in asked:
+            if nbytes < 0:
+                self.actions.append((names[-nbytes], -1))
+                continue
+            number = len(names) + 1
+            names[number] = _WORKSPACE, number
+            if number in freed:
+                self.actions.append((names[number], nbytes))
+                continue
+            size = CUDA.allocated_nbytes(nbytes)
+            result = next((action for action in made if action[1] == size), None)
+            if result is not None:
+                made.remove(result)
+                self.actions.append(result)
+        self.actions += made
 
-    def _make(self, tensor: int, nbytes: int) -> Name:
+    def _named(self, tensor: int) -> Name:
+        """A name for the next allocation of a tensor that is made again."""
         self._count += 1
         name = ("again", self._count)
         self.tensors[name] = tensor
+        return name
+
+    def _make(self, tensor: int, nbytes: int) -> Name:
+        name = self._named(tensor)
         self.actions.append((name, nbytes))
         return name
 
@@ -159,16 +206,18 @@ class _Step:
                 continue
             op = self.graph.ops[step.op]
             overwritten = {new: old for old, new in op.mutates}
+            made: list[Action] = []
             for t in op.outputs:
                 old = overwritten.get(t)
                 if old is None:
-                    name = self._make(t, tensors[t].nbytes)
+                    name = self._named(t)
+                    made.append((name, tensors[t].nbytes))
                 elif old in step.clones:
                     name = self._make(t, tensors[old].nbytes)
                 else:
                     name = self._made[old].pop()
                 self._made.setdefault(t, []).append(name)
-            self._work(op.workspace_nbytes)
+            self._run(op, made)
 
     def run(self, allocator: Allocator, made: Iterable[_Span] = ()) -> None:
         """One step, from `before` to `before`: what it leaves is what the next one starts from, where sizes agree. `made`: what
@@ -209,7 +258,7 @@ def _unmodified(graph: Graph) -> _Step:
 
 
 def _planned(graph: Graph, lives: tuple[Life, ...], schedule: Schedule) -> _Step:
-    return _Step(graph, {life.tensor: life.freed_at for life in lives if life.how == "original"}, schedule, lives)
+    return _Step(graph, {life.tensor: life.freed_at for life in lives if life.how == "original"}, schedule, lives, False)
 
 
 def requests(graph: Graph, lives: Iterable[Life] | None = None) -> list[Action]:
@@ -256,12 +305,44 @@ def described(graph: Graph, lives: Iterable[Life]) -> Described:
 
 
 def reserved(
-    graph: Graph, lives: Iterable[Life], settings: Settings | None = None, schedule: Schedule | None = None
+    graph: Graph,
+    lives: Iterable[Life],
+    settings: Settings | None = None,
+    schedule: Schedule | None = None,
+    beginning: Beginning | None = None,
 ) -> Reserved:
-    """Carry out the history and planned steps of `lives`; the peaks are those of the planned steps."""
+    """Carry out the history and planned steps of `lives`; the peaks are those of the planned steps. `beginning`: what a real
+    allocator has now takes the place of a history.
+    """
     lives = tuple(lives)
     allocator = Allocator(settings)
-    observed, planned = _unmodified(graph), _planned(graph, lives, schedule or lower(graph, lives))
+    planned = _planned(graph, lives, schedule or lower(graph, lives))
+    if beginning is None:
+        _history(graph, planned, allocator)
+    else:
+        _begin(graph, planned, allocator, beginning)
+    allocator.empty_cache()
+    allocator.reset_peaks()
+    for _ in range(_TURNS):
+        planned.run(allocator)
+    return Reserved(allocator.peak_reserved, allocator.peak_allocated, allocator.peak_requested)
+
+
+def _begin(graph: Graph, planned: _Step, allocator: Allocator, beginning: Beginning) -> None:
+    """Enter what a real allocator has; what the step needs beside it is allocated."""
+    own: list[Wanted] = []
+    unseen: list[Wanted] = []
+    for span in (*planned.resident, *planned.before):
+        t = graph.tensors[span.name] if span.name < len(graph.tensors) else None
+        wanted = Wanted(span.name, span.nbytes, "parameter" if t is None else t.kind)
+        (unseen if t is not None and t.name == OUTSIDE else own).append(wanted)
+    for wanted in beginning.enter(allocator, own, unseen):
+        allocator.alloc(wanted.name, wanted.nbytes)
+
+
+def _history(graph: Graph, planned: _Step, allocator: Allocator) -> None:
+    """What comes before the planned steps, up to the one that was observed."""
+    observed = _unmodified(graph)
     kinds = {span.name: graph.tensors[span.name].kind for span in planned.resident}
     made = [span for span in planned.resident if kinds[span.name] == "optimizer_state"]
     for span in planned.resident:
@@ -274,19 +355,14 @@ def reserved(
         allocator.free(span.name)
     for span in planned.before:
         allocator.alloc(span.name, span.nbytes)
-    allocator.empty_cache()
-    allocator.reset_peaks()
-    for _ in range(_TURNS):
-        planned.run(allocator)
-    return Reserved(allocator.peak_reserved, allocator.peak_allocated, allocator.peak_requested)
 
 
 def reserved_nbytes_of(graph: Graph, settings: Settings | None = None) -> Callable[[tuple[Life, ...]], int] | None:
     """The reserved peak of a plan of this graph, as a function of its lives; None where its device has no such allocator."""
     if not kind_of(graph.device).has_segments:
         return None
-    return partial(_peak_nbytes, graph, settings or in_force())
+    return partial(_peak_nbytes, graph, settings or in_force(), last_beginning() if settings is None else None)
 
 
-def _peak_nbytes(graph: Graph, settings: Settings, lives: tuple[Life, ...]) -> int:
-    return reserved(graph, lives, settings).peak_nbytes
+def _peak_nbytes(graph: Graph, settings: Settings, beginning: Beginning | None, lives: tuple[Life, ...]) -> int:
+    return reserved(graph, lives, settings, beginning=beginning).peak_nbytes

@@ -9,6 +9,7 @@ from itertools import accumulate
 
 import torch
 
+from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.graph import BEFORE, Graph, around
 from lightning_memopt.plan import Life, Schedule, Segment, lower
 from lightning_memopt.plan.forms import EXACT, codec_of
@@ -212,10 +213,13 @@ class Program:
         All their ops pass (`passes`), autograd saves no tracked tensor in them, they are called once a step, they have at least
         `_WORTHWHILE` ops, and no module that holds them is quiet itself. None has a batch norm: that writes its running
         statistics, which may be what a rebuild starts from, and neither the graph nor a version counter tells. None has a
-        buffer that a rebuild starts from: it may write that in another step.
+        buffer that a rebuild starts from: it may write that in another step. On CUDA, none adds a bias that torch adds in place
+        without the recorder (`Graph.biased`): it would make other requests than the graph, and other bytes would be reserved.
         """
         busy = set(self.recorded) | {save.op for save in self.graph.saves if save.id in self._handled}
         busy.update(j for name, js in self.places.items() if is_norm(name) for j in js)
+        if kind_of(self.graph.device).has_segments:
+            busy |= self.graph.biased.keys()
         before = [0, *accumulate(j in busy for j in range(len(self.names)))]
         starts = [self.graph.tensors[t] for t in self.starts]
         writers = {path for t in starts if t.kind == "buffer" for path in around(t.name)}

@@ -44,7 +44,7 @@ def test_the_host_has_no_statistics_and_no_streams() -> None:
     backend = backend_of(CPU)
     assert backend.total_nbytes() == host_memory_nbytes() and backend.free_nbytes() is None
     assert current_stream(CPU) is None and backend.name == "cpu" and backend.uuid is None
-    for ask in (backend.requested, backend.allocated, backend.peak_nbytes, backend.reset_peaks):
+    for ask in (backend.statistics, backend.allocated, backend.peak_nbytes, backend.reset_peaks):
         with pytest.raises(UnsupportedError, match="native counter"):
             ask()
     assert backend.generator_state_nbytes() == torch.get_rng_state().nbytes
@@ -78,7 +78,7 @@ def test_an_accelerator_is_asked_through_torch(monkeypatch: pytest.MonkeyPatch) 
     """Each card answers for itself, and a budget counts requested bytes: its allocator is not modelled."""
     answers = Answers(monkeypatch, memory_stats=STATISTICS, get_memory_info=(600, 1000), memory_reserved=100)
     backend = Accelerator(XPU)
-    assert backend.requested() == (10, 70) and backend.allocated() == (512, 1024) and backend.peak_nbytes() == 70
+    assert backend.statistics() == (10, 70, (0, 0)) and backend.allocated() == (512, 1024) and backend.peak_nbytes() == 70
     assert backend.total_nbytes() == 1000 and backend.free_nbytes() == 700
     assert {device for _, device in answers.asked} == {XPU}
     assert budget_on(XPU, MemOptConfig(budget="50%")) == 500, "of the device, not of the host"
@@ -89,9 +89,9 @@ def test_an_accelerator_is_asked_through_torch(monkeypatch: pytest.MonkeyPatch) 
 def test_allocators_that_count_no_requests_and_those_that_have_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     allocated = {name: nbytes for name, nbytes in STATISTICS.items() if name.startswith("allocated")}
     answers = Answers(monkeypatch, memory_stats=allocated, reset_peak_memory_stats=None)
-    assert Accelerator(XPU).requested() == (512, 1024)
+    assert Accelerator(XPU).statistics()[:2] == (512, 1024)
     answers.answers["memory_stats"] = {}
-    assert Accelerator(XPU).requested() == (0, 0)
+    assert Accelerator(XPU).statistics() == (0, 0, (0, 0))
 
 
 @pytest.mark.parametrize("budget", ["min", "8GiB", "auto"])

@@ -130,7 +130,10 @@ class Device:
 
     def stats(self, device: Any) -> Any:
         self.asked += 1
-        return {"requested_bytes": {"all": {"current": 10000, "peak": 14096}}}
+        return {
+            "requested_bytes": {"all": {"current": 10000, "peak": 14096}},
+            "allocation": {"all": {"allocated": self.asked, "freed": 0}},
+        }
 
 
 def observed(model: Any) -> Any:

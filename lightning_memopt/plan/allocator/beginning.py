@@ -1,0 +1,130 @@
+"""The segments of the real allocator when a plan is made: the model of it starts from them, not from segments of its own.
+
+Parameters and optimizer state stay where they are while a run lasts, each in the block that it got, beside whatever was freed
+since; what a later step reserves depends on the holes between them. In: the "segments" of `torch.cuda.memory._snapshot()`, and
+the tensors of the step by address. Blocks of private pools (CUDA graphs) serve nobody else: only their bytes count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from lightning_memopt.graph.model import Kind
+from lightning_memopt.plan.allocator.model import Allocator, Found, Placed
+
+_HELD = "active_allocated"
+
+
+@dataclass(frozen=True, slots=True)
+class There:
+    """A block that somebody holds. `requested`: bytes that it was asked for; a large block may have more. `kind`: of the tensor
+    in it; "" where it is not known.
+    """
+
+    address: int
+    requested: int
+    kind: Kind | str
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A tensor that is in memory when a step begins."""
+
+    name: int
+    nbytes: int
+    kind: Kind
+
+
+class Beginning:
+    """The allocator as it was found. `kinds`: address -> kind of the tensor there."""
+
+    def __init__(self, segments: Iterable[Mapping[str, Any]], kinds: Mapping[int, Kind]) -> None:
+        own: list[Mapping[str, Any]] = []
+        self._beside_nbytes = 0
+        for segment in segments:
+            if tuple(segment.get("segment_pool_id", (0, 0))) == (0, 0):
+                own.append(segment)
+            else:
+                self._beside_nbytes += int(segment["total_size"])
+        self._found = [_found(s) for s in sorted(own, key=lambda s: int(s["address"]))]
+        held = (b for s in self._found for b in s.blocks if b.requested)
+        self._there = [There(b.address, b.requested, kinds.get(b.address, "")) for b in held]
+
+    def enter(self, allocator: Allocator, wanted: Iterable[Wanted], unseen: Iterable[Wanted]) -> list[Wanted]:
+        """Put the segments into a fresh model, with each tensor in a block of its size, of its kind before others. Blocks
+        without a tensor are freed: gradients and temporary tensors are made again in the step; but as many bytes stay as are
+        `unseen`, which no tensor of the step takes (a library's workspace). Returns what has no block.
+        """
+        allocator.enter(self._found, self._beside_nbytes)
+        blocks: dict[tuple[int, Kind | str], list[There]] = {}
+        for there in reversed(self._there):
+            blocks.setdefault((allocator.settings.rounded(there.requested), there.kind), []).append(there)
+        missing = [w for w in wanted if not self._takes(allocator, w, blocks, (w.kind,))]
+        missing = [w for w in missing if not self._takes(allocator, w, blocks, _instead(w.kind))]
+        left = sorted((t for free in blocks.values() for t in free), key=lambda t: (-t.requested, t.address))
+        for w in unseen:
+            nbytes = w.nbytes
+            for there in tuple(left):
+                if there.requested <= nbytes and there.kind != "gradient":
+                    nbytes -= there.requested
+                    left.remove(there)
+            missing += [Wanted(w.name, nbytes, w.kind)] if nbytes else []
+        for there in left:
+            allocator.free(_name(there))
+        return missing
+
+    def _takes(
+        self,
+        allocator: Allocator,
+        wanted: Wanted,
+        blocks: dict[tuple[int, Kind | str], list[There]],
+        kinds: Iterable[Kind | str],
+    ) -> bool:
+        """Give a tensor a block of one of these kinds; False where there is none."""
+        size = allocator.settings.rounded(wanted.nbytes)
+        for kind in kinds:
+            if free := blocks.get((size, kind)):
+                allocator.rename(_name(free.pop()), wanted.name)
+                return True
+        return False
+
+
+_found_last: list[Beginning] = []
+"""What the allocator of this process had when a plan was made last; empty where nobody has looked."""
+
+
+def tell_beginning(beginning: Beginning | None) -> None:
+    """This is what the allocator of this process has now; None: that is not known."""
+    _found_last[:] = [] if beginning is None else [beginning]
+
+
+def last_beginning() -> Beginning | None:
+    """What the allocator of this process had when a plan was made last, as far as anybody has looked."""
+    return _found_last[0] if _found_last else None
+
+
+def _instead(kind: Kind) -> tuple[Kind | str, ...]:
+    """Kinds of blocks that may hold a tensor of this kind, too: the batch and buffers are not always known by address."""
+    return () if kind == "gradient" else ("", "input", "buffer", "temporary", "optimizer_state", "parameter")
+
+
+def _name(there: There) -> tuple[str, int]:
+    return "there", there.address
+
+
+def _found(segment: Mapping[str, Any]) -> Found:
+    def placed() -> Iterator[Placed]:
+        address = int(segment["address"])
+        for is_held, run in groupby(segment["blocks"], lambda block: block["state"] == _HELD):
+            blocks = list(run)
+            for together in [[b] for b in blocks] if is_held else [blocks]:  # what streams still read counts as free
+                nbytes = sum(int(b["size"]) for b in together)
+                requested = max(1, int(together[0].get("requested_size", nbytes))) if is_held else 0
+                yield Placed(address, nbytes, requested)
+                address += nbytes
+
+    small, expandable = segment["segment_type"] == "small", bool(segment.get("is_expandable"))
+    return Found(int(segment["stream"]), small, expandable, tuple(placed()))

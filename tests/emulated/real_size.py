@@ -1,0 +1,167 @@
+"""Models at their real size on cards that their plain step does not fit, on the emulated device in bytes mode.
+
+Usage: python -m tests.emulated.real_size [MODEL ...]
+
+Each model is a process of its own, with the memory of its card. Weights are never touched, so a laptop has room for all of
+them. As for the other tables (reserved.py): torch's own allocator, and no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from tests.emulated import device
+from tests.emulated.reserved import HEADER, MIB, Loss, Made, run
+from tests.emulated.unet import DiffusionUNet
+
+GIB = 1 << 30
+configs: Any = transformers
+"""Its configurations take keywords that their signatures do not name."""
+
+
+def _made(model: Any, **batch: Tensor) -> Made:
+    return Loss(model.train()), lambda: batch
+
+
+def _words(batch: int, length: int) -> dict[str, Tensor]:
+    words = torch.zeros(batch, length, dtype=torch.long)
+    return {"input_ids": words, "labels": words}
+
+
+def _adapted(model: Any) -> Any:
+    """With adapters of rank 16 at every linear layer of the blocks; nothing else is trained."""
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
+
+
+def gpt2_xl() -> Made:
+    """GPT-2 XL, 1.6 billion parameters, float32, 4 x 1,024 tokens."""
+    config = configs.GPT2Config(n_layer=48, n_embd=1600, n_head=25, use_cache=False)
+    return _made(transformers.GPT2LMHeadModel(config), **_words(4, 1024))
+
+
+def llama_8b(lora: bool, length: int) -> Made:
+    """Llama 3's 8 billion parameters, bfloat16."""
+    config = configs.LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=8192,
+        use_cache=False,
+    )
+    torch.set_default_dtype(torch.bfloat16)  # in float32, a card of 24 GiB has no room for it
+    try:
+        model = transformers.LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return _made(_adapted(model) if lora else model, **_words(1, length))
+
+
+def vit_h() -> Made:
+    """ViT-H/14, 630 million parameters, float32, 32 images of 224 x 224."""
+    config = configs.ViTConfig(
+        hidden_size=1280, num_hidden_layers=32, num_attention_heads=16, intermediate_size=5120, patch_size=14, num_labels=1000
+    )
+    images = {"pixel_values": torch.zeros(32, 3, 224, 224), "labels": torch.zeros(32, dtype=torch.long)}
+    return _made(transformers.ViTForImageClassification(config), **images)
+
+
+def sdxl() -> Made:
+    """A U-Net of the size of SDXL's, 2.6 billion parameters, bfloat16, 4 latents of 128 x 128."""
+    noisy, words = torch.zeros(4, 4, 128, 128).bfloat16(), torch.zeros(4, 77, 2048).bfloat16()
+    return _made(DiffusionUNet().bfloat16(), noisy=noisy, words=words)
+
+
+def mixtral() -> Made:
+    """Four of the 32 layers of Mixtral 8x7B, 6 billion parameters, bfloat16, 8 x 4,096 tokens."""
+    config = configs.MixtralConfig(num_hidden_layers=4, use_cache=False, experts_implementation="eager")
+    return _made(transformers.MixtralForCausalLM(config).bfloat16(), **_words(8, 4096))
+
+
+@dataclass(frozen=True)
+class Card:
+    """A model on a card of some GiB, and the budget in GiB."""
+
+    build: Callable[[], Made]
+    gib: int
+    budget: float
+    update: str = "fused"
+
+
+CARDS = {
+    "gpt2-xl": Card(gpt2_xl, 40, 36, "foreach"),
+    "vit-h": Card(vit_h, 24, 20, "foreach"),
+    "sdxl-like": Card(sdxl, 40, 34),
+    "mixtral-like": Card(mixtral, 60, 56),
+    "llama-8b-lora": Card(partial(llama_8b, True, 4096), 24, 22),
+    "llama-8b": Card(partial(llama_8b, False, 8192), 80, 75),
+}
+
+
+def fits(made: Made, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether two plain steps fit the card. Leaves neither gradients nor state."""
+    module, batch = made
+    try:
+        for _ in range(2):
+            module(batch()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return True
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        optimizer.zero_grad()
+        optimizer.state.clear()
+
+
+def measure(name: str) -> None:
+    """Print the row of one model; the card is that of this process."""
+    card = CARDS[name]
+    with torch.device("cuda"):
+        made = card.build()
+    options = {"fused": True} if card.update == "fused" else {}
+    optimizer = torch.optim.AdamW([p for p in made[0].parameters() if p.requires_grad], **options)
+    if fits(made, optimizer):
+        raise SystemExit(f"the plain step of {name} fits {card.gib} GiB: the row shows nothing")
+    torch.cuda.empty_cache()
+    row = run(f"{name}, {card.gib} GiB", made, optimizer, int(card.budget * GIB), card.update, steps=6)
+    print(row, flush=True)
+    raise SystemExit(not row.holds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", choices=[[], *CARDS], metavar="MODEL", help=" ".join(CARDS))
+    parser.add_argument("--here", action="store_true", help="one model, in this process, on the card that it has")
+    arguments = parser.parse_args()
+    if device.is_bits():
+        parser.error("this needs the emulated device in bytes mode: make emulated")
+    if arguments.here:
+        measure(*arguments.models)
+        return
+    print(f"MiB ({MIB} bytes); torch's own allocator on emulated cards that the plain step does not fit, not on a GPU")
+    print(HEADER, flush=True)
+    failed = 0
+    for name in arguments.models or CARDS:
+        environment = {**os.environ, "EMULATED_MEMORY": str(CARDS[name].gib * GIB)}
+        failed |= subprocess.run([sys.executable, "-m", __spec__.name, name, "--here"], env=environment).returncode
+    raise SystemExit(failed)
+
+
+if __name__ == "__main__":
+    main()
