@@ -114,10 +114,10 @@ def chosen(
         is_above = True  # not the error, whose frames would hold the batch
         plan = frontier.plan(error.smallest_nbytes)
     compiled = any(op.name == COMPILED for op in graph.ops)
-    before = "as compiled" if compiled else "unmodified"
+    before, unmodified_nbytes = "as compiled" if compiled else "unmodified", unmodified_peak(graph)
     say(
         f"MemOpt: plan in force: predicted peak {format_nbytes(plan.predicted.needed_nbytes)} of "
-        f"{format_nbytes(plan.budget_nbytes)}, {before} {format_nbytes(plan.unmodified_peak_nbytes)}; extra "
+        f"{format_nbytes(plan.budget_nbytes)}, {before} {format_nbytes(unmodified_nbytes)}; extra "
         f"{1e3 * plan.predicted.seconds:.1f} ms a step, no plan below {1e3 * plan.lower_bound_seconds:.1f} ms; "
         f"solved in {frontier.seconds:.1f} s"
     )
@@ -133,7 +133,7 @@ def chosen(
             f"MemOpt: smaller plans, down to {format_nbytes(frontier.smallest_nbytes)}, would take more than "
             f"{config.max_slowdown:g} times as long as the unmodified step (max_slowdown)"
         )
-    if frontier.smallest_nbytes >= unmodified_peak(graph):
+    if frontier.smallest_nbytes >= unmodified_nbytes:
         step = "step as it is compiled now" if compiled else "unmodified step"
         say(f"MemOpt: no plan is smaller than the {step}. {advice(graph, plan.lives, config)}")
     return plan, None

@@ -17,7 +17,7 @@ from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.native import engine
 from lightning_memopt.plan.rates import Link, MachineRates
 from lightning_memopt.session import times
-from lightning_memopt.units import round_up
+from lightning_memopt.units import format_nbytes, round_up
 from tests.cpu.lib.times import Known
 from tests.emulated import device
 from tests.emulated.device import Op
@@ -130,6 +130,7 @@ def test_a_slow_link_is_not_used(model: str, monkeypatch: pytest.MonkeyPatch, ca
         assert found.same(plain(model, False)) and not found.status.deviates
         assert 0 <= found.status.plan.predicted.peak_nbytes - found.allocated < BLOCK, "the host has the state of generators"
         moved.append(sum(parked(found).values()))
+        assert f"unmodified {format_nbytes(plain(model, False).reserved)};" in caplog.text, "as a budget counts it"
         said.append("nothing is parked in the host tier" in caplog.text)
     assert moved[0] > moved[1] == 0
     assert said == [False, True]
