@@ -127,7 +127,8 @@ class Running:
         self.held_nbytes = self.regrown = self.said_nbytes = 0
         self.outgrown = Recurring()
         self.early_known: bool = lender is not None and lender.early_known
-        self.to_measure, self.may_measure = 1, _MEASURED
+        # on CUDA a meter empties the cache, where the first step, which verifies, leaves segments that no later one needs
+        self.to_measure, self.may_measure = 2 if graph.device == "cuda" else 1, _MEASURED
         self.deviations: list[PlanDeviation] = []
         self.depot: Depot | None = None
 
