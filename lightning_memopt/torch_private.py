@@ -49,6 +49,7 @@ def _named(path: str) -> Any:
 storage_id: Callable[[torch.Tensor], int] = _named("torch:_C._storage_id")  # which storage a tensor is on
 storage_use_count: Callable[[int], int] = _named("torch:_C._storage_Use_Count")  # who holds a storage besides the engine
 tensor_use_count: Callable[[torch.Tensor], int] = _named("torch:Tensor._use_count")  # whether autograd alone holds a gradient
+storage_address: Callable[[torch.UntypedStorage], int] = _named("torch:_C.StorageBase.data_ptr")  # and tells nobody
 storage_of_weak: Callable[[int], Any] = _named("torch:UntypedStorage._new_with_weak_ptr")  # the storage, while it lives
 free_weak: Callable[[int], None] = _named("torch:UntypedStorage._free_weak_ref")  # ends a weak reference
 conjugate: Callable[[torch.Tensor], torch.Tensor] = _named("torch:_conj")  # a saved view that is conjugate, made again

@@ -31,7 +31,13 @@ def adopt_all(tracer: Tracer, recorder: Recorder, tensors: Iterable[tuple[torch.
     backend = backend_of(tracer.device)
     if backend.keeps_statistics:
         known = sum(version.nbytes for version in recorder.tape.versions.values() if is_on(tracer.device, version.device))
-        tracer.adopt_unseen(max(0, backend.statistics().nbytes - known))
+        in_use = frozenset(
+            block["address"]
+            for segment in backend.segments() or ()
+            for block in segment["blocks"]
+            if block["state"] == "active_allocated"
+        )
+        tracer.adopt_unseen(max(0, backend.statistics().nbytes - known), in_use)
     elif tracer.ledger is not None:
         tracer.ledger.settle()
     recorder.capturing = True

@@ -23,7 +23,7 @@ from lightning_memopt.graph.model import Kind, Phase
 from lightning_memopt.native import Counter
 from lightning_memopt.native.engine import hiding, maker
 from lightning_memopt.record import OpRecord, Origin, Recorder, StorageVersion, fills, storage_id, uncompiled, written_by
-from lightning_memopt.torch_private import OpOverload
+from lightning_memopt.torch_private import OpOverload, storage_address
 from lightning_memopt.trace.backwards import Backwards, backward_runs
 from lightning_memopt.trace.building import graph_of
 from lightning_memopt.trace.counted import Ledger
@@ -105,6 +105,7 @@ class Tracer:
         self._uncounted: dict[int, int] = {}
         self._emptied: set[int] = set()
         self._lingering = Lingering()
+        self._older: frozenset[int] = frozenset()
 
     # -- told by the recorder ----------------------------------------------------------------------
 
@@ -202,6 +203,8 @@ class Tracer:
         kind: Kind = "input" if self.phase == "forward" else "temporary"
         if ledger is None or storage is None:
             self.adopt(version, kind)
+            if storage is not None:
+                self._leaves_unseen(version, storage)
         elif not ledger.counter.counts(storage):  # numpy's: of those, steps are metered with the batch's and the model's alone
             self.adopt(version, kind, has_bytes=False)
         elif ledger.is_older(storage):
@@ -262,11 +265,21 @@ class Tracer:
         if version.id not in self.tensors:
             self._birth(version, name, len(self.points), kind="gradient")
 
-    def adopt_unseen(self, nbytes: int) -> None:
-        """Add bytes on the device that belong to no tensor of this step: a library's workspace, another model."""
-        nbytes = self._rounded(nbytes)
+    def adopt_unseen(self, nbytes: int, addresses: frozenset[int]) -> None:
+        """Add bytes on the device that belong to no tensor of this step: a library's workspace, another model. `addresses`:
+        where all memory of the device that is in use begins.
+        """
+        nbytes, self._older = self._rounded(nbytes), addresses
         self.tensors[_UNSEEN] = SeenTensor(OUTSIDE, nbytes, "temporary", _UNSEEN, BEFORE)
         self.live_nbytes += nbytes
+
+    def _leaves_unseen(self, version: StorageVersion, storage: torch.UntypedStorage) -> None:
+        """A storage that was adopted only now is one of the bytes that belonged to no tensor: a bucket of DDP."""
+        unseen = self.tensors.get(_UNSEEN)
+        if unseen is not None and storage_address(storage) in self._older:
+            nbytes = min(unseen.nbytes, self.tensors[version.id].nbytes)
+            unseen.nbytes -= nbytes
+            self.live_nbytes -= nbytes
 
     def counts(self, key: int, storage: torch.UntypedStorage) -> None:
         """Count a storage as live until it is freed."""

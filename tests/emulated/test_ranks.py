@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.emulated import device
-from tests.emulated.ranks import CASES, STEPS, WORLD
+from tests.emulated.ranks import CASES, STEPS, WARMUP, WORLD
 
 pytestmark = [
     pytest.mark.skipif(not device.is_emulated(), reason="the emulated device: make emulated"),
@@ -32,12 +32,14 @@ def test_gradients_are_those_of_the_plain_run(ranks: list[dict[str, Any]], name:
     """In each step, and all that is left at the end. The plain run is repeatable, so that this says something."""
     for found in (rank["cases"][name] for rank in ranks):
         plain, again, planned = found["plain"], found["again"], found["planned"]
-        assert len(set(plain["losses"])) == len(plain["losses"]) == STEPS * CASES[name].parts, "it does not learn"
-        assert len(set(plain["gradients"])) == (0 if CASES[name].updates_early else STEPS)
+        assert len(set(plain["losses"])) == len(plain["losses"]) == (WARMUP + STEPS) * CASES[name].parts, "it does not learn"
+        assert len(set(plain["gradients"])) == (0 if CASES[name].updates_early else WARMUP + STEPS)
         for what in ("losses", "gradients", "state"):
             assert plain[what] == again[what] and plain[what] == planned[what], what
         assert planned["phase"] == "planned" and not planned["deviates"] and planned["rebuilt"] > 0
         assert planned["peak"] < 0.8 * plain["peak"]
+        if name.startswith("DDP"):  # FSDP2's depends on when its streams give back
+            assert planned["peak"] == pytest.approx(planned["predicted"], rel=0.01)
         assert (planned["early"] > 0) == CASES[name].updates_early
 
 
