@@ -81,5 +81,6 @@ def wrong(label: str, row: dict[str, Any]) -> str:
     if not row.get("equal", True) and not label.startswith(("lossy", *PEERS)):
         found.append("other bits")
     if not row.get("within_budget", True):
-        found.append("above the budget")
+        more = row.get("reserved_mib", row.get("allocated_mib", 0.0)) - row.get("budget_mib", 0.0)
+        found.append(f"above the budget by {more:.2f} MiB" if row.get("budget_mib") else "above the budget")
     return " and ".join(found)

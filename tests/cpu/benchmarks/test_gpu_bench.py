@@ -94,7 +94,7 @@ def test_rows_are_written_as_they_are_made(tmp_path: Path, monkeypatch: Any) -> 
 def test_what_is_wrong_is_told_from_what_is_right(tmp_path: Path, monkeypatch: Any) -> None:
     def body(bench: GpuBench, result: dict[str, Any], deadline: float, rounds: int) -> None:
         result["rows"] |= {
-            "ours": {"equal": False, "within_budget": False},
+            "ours": {"equal": False, "within_budget": False, "budget_mib": 4.0, "allocated_mib": 5.5},
             "lossy, smallest": {"equal": False},
             "per block": {"equal": False},
         }
@@ -105,7 +105,7 @@ def test_what_is_wrong_is_told_from_what_is_right(tmp_path: Path, monkeypatch: A
         measured(tmp_path / "lines", "replay", "GPT-2")
     tests = lines.outcomes(tmp_path / "lines")["it"].tests
     assert {name: (line["outcome"], line["message"]) for name, line in tests.items()} == {
-        "GPT-2: ours": ("failed", "other bits and above the budget"),
+        "GPT-2: ours": ("failed", "other bits and above the budget by 1.50 MiB"),
         "GPT-2: lossy, smallest": ("passed", ""),
         "GPT-2: per block": ("passed", ""),
         "GPT-2: the rest": ("skipped", "transformers is not installed"),
