@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo check test test-all coverage bench docs matrix emulated clean
+.PHONY: setup demo check test test-all device-thread coverage bench docs matrix emulated clean
 
 setup: $(STAMP)
 
@@ -33,6 +33,12 @@ test: check
 # The long ones, too: groups of processes, launchers, models of the benchmarks. What is landed passes them.
 test-all: check
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --machine $(MACHINE)
+
+# Every backward in a thread of its own, as on CUDA: make device-thread TESTS=tests/cpu/engine
+# MEMOPT_NATIVE=0 before it: by the engine in Python.
+TESTS ?= tests/cpu
+device-thread: setup
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --machine $(MACHINE) --device-thread -m "not long" $(TESTS)
 
 # Lines and branches of the package that the tests run, in subprocesses too. The C++ of the engines is not counted.
 coverage: setup

@@ -1,6 +1,6 @@
-// A thread that runs backwards, as autograd's thread of a device does: one for the process, which Python's `threading` did not start. It
-// begins with the threads of parallel kernels that were set, and takes the thread-local state of torch from each caller. The caller waits
-// without the GIL, where no signal reaches it.
+// A thread that runs backwards, as autograd's thread of a device does: one for the process, which Python's `threading` did not
+// start. It begins with the number of threads that was set for kernels, and takes torch's thread-local state from each caller.
+// The caller waits without the GIL, where no signal reaches it.
 #include <Python.h>
 
 #include <ATen/Parallel.h>
@@ -29,7 +29,7 @@ struct Device {
   void work() {
     at::init_num_threads();
     PyGILState_Ensure();
-    PyThreadState* const python = PyEval_SaveThread();  // as autograd's threads: it lives on, with the values of `threading.local`
+    PyThreadState* const python = PyEval_SaveThread();  // as of autograd's threads: it lives on, with its `threading.local`
     for (;;) {
       std::unique_lock lock(mutex);
       changed.wait(lock, [&] { return call != nullptr && !call->done; });

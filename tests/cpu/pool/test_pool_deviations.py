@@ -56,6 +56,7 @@ def test_a_step_with_other_requests() -> None:
     assert "1 steps differed" in pool_text(status)
 
 
+@pytest.mark.calling_thread("the pool of the CPU serves the thread that begins a step (on CUDA it serves streams)")
 def test_a_wrong_shaped_step_in_the_same_signature() -> None:
     """The model pads inside, by another number every time: nearly no request has the planned size."""
 

@@ -132,6 +132,7 @@ def test_500_steps_take_no_more_than_20() -> None:
     assert status.steps > 480
 
 
+@pytest.mark.calling_thread("the pool of the CPU serves the thread that begins a step (on CUDA it serves streams)")
 def test_a_step_in_the_pool_takes_nothing_outside() -> None:
     """By the native meter: what a planned step allocates beyond its arena is the batch, which lives as long as a step."""
     count = counter()
