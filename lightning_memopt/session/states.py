@@ -23,6 +23,7 @@ import warnings
 from collections.abc import Callable
 
 from lightning_memopt.config import MemOptConfig
+from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.errors import MemOptError, PlanMismatchError
 from lightning_memopt.graph import Graph, resident_nbytes, unmodified_levels
 from lightning_memopt.plan import Plan
@@ -128,7 +129,7 @@ class Running:
         self.outgrown = Recurring()
         self.early_known: bool = lender is not None and lender.early_known
         # on CUDA a meter empties the cache, where the first step, which verifies, leaves segments that no later one needs
-        self.to_measure, self.may_measure = 2 if graph.device == "cuda" else 1, _MEASURED
+        self.to_measure, self.may_measure = 2 if kind_of(graph.device).has_segments else 1, _MEASURED
         self.deviations: list[PlanDeviation] = []
         self.depot: Depot | None = None
 
