@@ -101,5 +101,8 @@ class Owner(Protocol):
     def resizes(self, version: StorageVersion) -> None:
         """The storage of a version is about to get another size."""
 
+    def gives_way(self) -> bool:
+        """The device has no memory for an op: let go of bytes that can be made again. Returns whether there were any."""
+
     def wants_state(self, name: str) -> bool:
         """Whether the next op, of this name, needs the generator's state, to run again."""

@@ -17,7 +17,7 @@ from lightning_memopt.record.arguments import captured, fresh, read
 from lightning_memopt.record.devices import may_run_again
 from lightning_memopt.record.modes import Outside
 from lightning_memopt.record.protocols import Observer, OpRecord, Owner
-from lightning_memopt.record.rules import blocking, rule_of_call, written_by
+from lightning_memopt.record.rules import Rule, blocking, rule_of_call, written_by
 from lightning_memopt.record.settings import numeric_flags
 from lightning_memopt.record.tape import OVERWRITTEN, UNKNOWN, UNSHARED, Call, Origin, StorageVersion, Tape, recount
 from lightning_memopt.record.tensors import (
@@ -195,7 +195,7 @@ class Recorder(Outside):
         before = [(storage_id(t), t._version) for t in targets]
         if observer is not None:
             observer.begin(func)
-        out = run(*args, **kwargs)
+        out = self._ran(run, rule, args, kwargs)
         if observer is not None:
             observer.ran()
         if targets and func._name.startswith("aten::_foreach_"):
@@ -216,6 +216,17 @@ class Recorder(Outside):
         if capturing:
             self._recorded(record)
         return out
+
+    def _ran(self, run: Callable[..., Any], rule: Rule, args: tuple, kwargs: dict) -> Any:
+        """The result of an op. Where the device has no memory for it, the owner gives way, and it runs again: one that writes
+        nothing and draws no numbers has done nothing yet. Free bytes that lie apart can be of no use, whatever the budget.
+        """
+        while True:
+            try:
+                return run(*args, **kwargs)
+            except torch.OutOfMemoryError:
+                if rule.writes or rule.handling not in ("pure", "empty") or not self.owner.gives_way():
+                    raise
 
     def _capture_all(
         self, op: int, record: OpRecord, args: tuple, kwargs: dict, reads: list[StorageVersion], targets: list[torch.Tensor]

@@ -73,6 +73,9 @@ class Engine:
         """An op ran (see `record.Owner`)."""
         raise NotImplementedError
 
+    def gives_way(self) -> bool:
+        return False
+
     def wants_state(self, name: str) -> bool:
         """See `record.Owner`."""
         return True

@@ -323,10 +323,21 @@ class ObservingEngine(Engine):
 
     def relieve(self, spare: Version | None = None) -> None:
         """Evict, but not `spare`, until live memory is below the limit or no version is left to evict."""
-        if self.pressure is None:
-            return
-        excess_nbytes = self.pressure()
-        while excess_nbytes > 0 and self.evictable:
+        if self.pressure is not None:
+            pressure = self.pressure
+            self._evict_while(lambda: pressure() > 0, spare)
+
+    def gives_way(self) -> bool:
+        half_nbytes = self._evictable_nbytes() // 2
+        before = self.evictions
+        self._evict_while(lambda: self._evictable_nbytes() > half_nbytes)
+        return self.evictions > before
+
+    def _evictable_nbytes(self) -> int:
+        return sum(version.nbytes for version in self.evictable.values())
+
+    def _evict_while(self, wanted: Callable[[], bool], spare: Version | None = None) -> None:
+        while self.evictable and wanted():
             candidates = [v for v in self.evictable.values() if v is not spare]
             version = next_evicted(candidates, self.clock, self.tape.versions)
             if version is None:
@@ -335,7 +346,6 @@ class ObservingEngine(Engine):
                 self.evictable.pop(version.id)
                 continue
             self.evict(version)
-            excess_nbytes = self.pressure()
 
     def evict(self, version: Version) -> None:
         """Take a checksum of a version and drop its bytes."""
