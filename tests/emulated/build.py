@@ -44,6 +44,7 @@ NOTHING = {
     r"cudaFuncSetAttribute|cudaKernelSetAttributeForDevice": "kernels compute nothing, with any attribute",
     r"cuLogs(Register|Unregister)Callback": "the device logs nothing",
     r"cudaProfiler(Start|Stop)": "nothing is profiled",
+    r"cuTensorMapEncode\w+": "describes memory to a kernel, which computes nothing",
     r"cublas(Lt)?(Create|Destroy)(_v2)?|cublasLt\w+(Create|Destroy|Init(_internal)?)|cudnn(Create|Destroy)\w*": "handles",
     r"cublasSet(Stream|Workspace|MathMode|PointerMode|SmCountTarget)(_v2)?|cudnnSet\w+|cublasLt\w+SetAttribute": "handles",
     r"cublas([SDCZH]|Gemm|SgemmEx)\w*|cublasLtMatmul": "computes, as kernels do: nothing",

@@ -52,24 +52,40 @@ def gpt2_xl() -> Made:
     return _made(transformers.GPT2LMHeadModel(config), **_words(4, 1024))
 
 
-def llama_8b(lora: bool, length: int) -> Made:
-    """Llama 3's 8 billion parameters, bfloat16."""
-    config = configs.LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        max_position_embeddings=8192,
-        use_cache=False,
-    )
-    torch.set_default_dtype(torch.bfloat16)  # in float32, a card of 24 GiB has no room for it
+_BLOCKS = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "use_cache": False,
+}
+"""Of Llama 3 8B, and of Mixtral 8x7B."""
+
+
+def _in_bfloat16(build: Callable[[], Any]) -> Any:
+    """In float32 the card has no room for it."""
+    torch.set_default_dtype(torch.bfloat16)
     try:
-        model = transformers.LlamaForCausalLM(config)
+        return build()
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def llama_8b(lora: bool, length: int) -> Made:
+    """Llama 3's 8 billion parameters, bfloat16."""
+    config = configs.LlamaConfig(vocab_size=128256, max_position_embeddings=8192, **_BLOCKS)
+    model = _in_bfloat16(lambda: transformers.LlamaForCausalLM(config))
     return _made(_adapted(model) if lora else model, **_words(1, length))
+
+
+def mixtral() -> Made:
+    """Mixtral 8x7B, 47 billion parameters, bfloat16, with adapters; 4 x 4,096 tokens. Values are zeros, so that all tokens go
+    to the same two experts.
+    """
+    config = configs.MixtralConfig(vocab_size=32000, num_local_experts=8, num_experts_per_tok=2, **_BLOCKS)
+    model = _in_bfloat16(lambda: transformers.MixtralForCausalLM(config))
+    return _made(_adapted(model), **_words(4, 4096))
 
 
 def vit_h() -> Made:
@@ -102,6 +118,7 @@ CARDS = {
     "vit-h": Card(vit_h, 24, 20, "foreach"),
     "sdxl-like": Card(sdxl, 40, 34),
     "llama-8b-lora": Card(partial(llama_8b, True, 2048), 24, 22),
+    "mixtral-lora": Card(mixtral, 141, 125),
     "llama-8b": Card(partial(llama_8b, False, 8192), 80, 75),
 }
 
