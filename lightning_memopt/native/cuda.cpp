@@ -11,13 +11,13 @@
 #include <c10/core/impl/GPUTrace.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
-#include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include <exception>
 #include <string>
 #include <utility>
 
+#include "fences.h"
 #include "streams.h"
 
 namespace {
@@ -68,7 +68,7 @@ class Ordinary final : public streams::Ordinary {
  public:
   void* allocate(int device, cudaStream_t stream, size_t nbytes) override {
     try {
-      const c10::cuda::CUDAGuard on_device(static_cast<DeviceIndex>(device));
+      const memopt::OnDevice here(device);
       return inner->raw_alloc_with_stream(nbytes, stream);
     } catch (const std::exception&) {  // out of memory
       return nullptr;

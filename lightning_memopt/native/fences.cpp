@@ -1,25 +1,6 @@
 #include "fences.h"
 
-#include <c10/cuda/CUDAFunctions.h>
-
 namespace memopt {
-
-namespace {
-
-// The default stream has no handle of its own: calls for it go to the current device. Then the device from before is the current
-// one again, as torch has it: a device without a context gets none.
-struct OnDevice {
-  explicit OnDevice(int device) : known_(c10::cuda::GetDevice(&before_) == cudaSuccess) {
-    (void)c10::cuda::SetDevice(static_cast<c10::DeviceIndex>(device));
-  }
-  ~OnDevice() {
-    if (known_) (void)c10::cuda::MaybeSetDevice(before_);
-  }
-  c10::DeviceIndex before_ = 0;
-  bool known_;
-};
-
-}  // namespace
 
 cudaEvent_t event_of(Place place) {
   const OnDevice here(place.device);

@@ -264,7 +264,7 @@ def test_without_matplotlib_there_are_numbers(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_cuda_is_refused_where_there_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", f"{HERE}:build", "--device", "cuda", "--out", str(tmp_path)]) == 2
-    assert "sees no CUDA device" in capsys.readouterr().err
+    assert "--device cuda: torch sees no such device here" in capsys.readouterr().err
 
 
 def test_results_of_other_arguments_are_not_gone_on_with(tmp_path: Path) -> None:

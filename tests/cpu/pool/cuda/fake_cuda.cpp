@@ -5,6 +5,7 @@
 // does.
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
@@ -161,6 +162,9 @@ namespace c10::cuda {
 namespace CUDACachingAllocator {
 std::atomic<CUDAAllocator*> allocator{&inner};
 }
+cudaError_t GetDevice(DeviceIndex* to) { return *to = static_cast<DeviceIndex>(device), cudaSuccess; }
+cudaError_t SetDevice(DeviceIndex to, const bool) { return device = to, cudaSuccess; }
+cudaError_t MaybeSetDevice(DeviceIndex to) { return SetDevice(to, false); }
 CUDAStream getCurrentCUDAStream(DeviceIndex) { return as_stream(stream); }
 cudaStream_t CUDAStream::stream() const { return reinterpret_cast<cudaStream_t>(stream_.id()); }
 void c10_cuda_check_implementation(const int32_t error, const char*, const char*, const uint32_t, const bool) {
