@@ -28,6 +28,8 @@ from lightning_memopt.torch_private import no_dispatch_modes
 class Engine:
     """One recorded forward pass and its backward. Holds the tape; the tape's handles hold it.
 
+    Many methods: it is the owner that a recorder asks, and autograd's handles ask it, too.
+
     tape: the record of the forward.
     holdings: decides what is held of the tape's versions.
     recorder: records the forward; None when the forward is over.
@@ -74,6 +76,7 @@ class Engine:
         raise NotImplementedError
 
     def gives_way(self) -> bool:
+        """See `record.Owner`."""
         return False
 
     def wants_state(self, name: str) -> bool:
