@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
     pytest.skip("there is no CUDA device", allow_module_level=True)
 
 from lightning_memopt import optimize
-from lightning_memopt.record import devices
+from lightning_memopt.device import determinism
 from lightning_memopt.report.fates import rebuilt
 from tests.cpu.lib.harness import same_bits
 
@@ -77,7 +77,7 @@ def test_a14_convolutions_are_rebuilt() -> None:
 
 def test_a14_no_convolution_is_rebuilt_that_was_chosen_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of another size: what a thread has chosen for a size, it keeps for good."""
-    monkeypatch.setattr(devices, "_tuned", [])
+    monkeypatch.setattr(determinism, "_tuned", [])
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     found = rebuilt_operators(20)
     print(f"rebuilt: {', '.join(sorted(found))}")
