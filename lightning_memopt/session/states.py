@@ -46,6 +46,10 @@ _LITTLE = 4
 """A deviation is small where the forward left out at least so many times the bytes that it kept beside the plan (LayerDrop)."""
 _AGAIN = 3
 """How often a signature is observed again because of drift."""
+_VERIFYING_NBYTES = 4 << 20
+"""On CUDA a checksum takes 0.5 MiB for a moment, in which the allocator may reserve a segment of 2 MiB for each of its pools: a
+first step, which verifies, may be above the budget by so much.
+"""
 _MEASURED_NEXT = 4
 """So many steps are measured after one that deviated. Where every step is another one, more of them would tell little."""
 _MEASURED = 32
@@ -275,9 +279,11 @@ class Running:
         """A step was measured. Where its peak is above the budget, `on_exceed` decides which state comes next. `base_nbytes`:
         bytes in memory when the step began; None where that is not known.
         """
-        self.measured_nbytes = max(peak_nbytes, self.measured_nbytes or 0)
         self.was_metered()
         over = peak_nbytes - (self.plan.budget_nbytes if budget_nbytes is None else budget_nbytes)
+        if self.steps == 1 and self.to_measure > 0 and over <= _VERIFYING_NBYTES:
+            return self  # it verified; the next step says what the plan takes
+        self.measured_nbytes = max(peak_nbytes, self.measured_nbytes or 0)
         predicted = self.plan.predicted.needed_nbytes
         grown = 0 if base_nbytes is None else max(0, base_nbytes - resident_nbytes(self.program.graph))
         grown = min(grown, max(0, peak_nbytes - predicted))  # the rest is freed before the peak: a graph of the step before

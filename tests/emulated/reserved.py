@@ -32,7 +32,7 @@ MIB = 1 << 20
 SHARES = 0.0, 0.5
 UPDATES = {"foreach": {}, "fused": {"fused": True}, "for-loop": {"foreach": False}}
 """How AdamW updates: torch's default on CUDA first."""
-STEPS = 7
+STEPS = 9
 SLOW = "nmt", "deepspeech2"
 """Recurrent nets of thousands of small ops, whose observed steps take half a minute."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from lightning_memopt.config import MemOptConfig
 from lightning_memopt.device import places
 from lightning_memopt.device.backends import backend_of
 from lightning_memopt.device.cuda import Cuda
-from lightning_memopt.errors import InfeasibleError
+from lightning_memopt.errors import InfeasibleError, MemOptError
 from lightning_memopt.graph import BEFORE, resident_nbytes
 from lightning_memopt.plan import Rebuild, read_plan, simulate
 from lightning_memopt.record import Rule, numeric_flags, register_op, rule_of, rule_of_call, set_numeric_flags
@@ -318,3 +319,26 @@ def test_results_that_no_kernel_writes_are_kept() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not verified(made(lambda: Layer(lambda x, w: Attention.apply(x @ w))), lambda m: m(X).sum()).opaque_ops
+
+
+def test_the_step_that_verifies_is_not_judged_by_what_its_checksums_take() -> None:
+    """On CUDA the next step is measured, too. Far above the budget, the first one is judged."""
+    model = small()
+    with optimize(model, optimizer := sgd(model), budget="min", **QUIET) as run:
+        train(model, optimizer, batches(4))
+    state = state_of(run)
+    assert isinstance(state, Running)
+    graph, plan = replace(state.program.graph, device="cuda"), state.plan
+    quiet = MemOptConfig(verbose=False, on_exceed="raise")
+
+    def step(running: Running, above_nbytes: int) -> None:
+        running.step_ended(lambda text: None, None)
+        running.measured(plan.budget_nbytes + above_nbytes, None, plan.budget_nbytes, quiet, lambda text: None)
+
+    running = Running(plan, graph, state.frontier)
+    step(running, 2 << 20)
+    assert running.measured_nbytes is None and running.measures
+    with pytest.raises(MemOptError, match="above the budget"):
+        step(running, 2 << 20)
+    with pytest.raises(MemOptError, match="above the budget"):
+        step(Running(plan, graph, state.frontier), 8 << 20)
