@@ -1,7 +1,7 @@
 """One benchmark of a part of `python -m benchmarks gpu`, for one model: the process that the part is.
 
 Writes the rows after each one, and which of them have other bits or are above their budgets. `--device cpu --small` runs the
-same code on a CPU, with a disk in the place of page-locked memory.
+same code on a CPU, with a disk instead of page-locked memory.
 """
 
 from __future__ import annotations

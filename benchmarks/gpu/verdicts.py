@@ -31,7 +31,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 class _Verdicts:
     def __init__(self, path: Path, part: str) -> None:
-        self.path, self.part, self.lost = path, part, ""
+        self.path = path
+        self.part = part
+        self.lost = ""
 
     def _write(self, test: str, outcome: str, **more: Any) -> None:
         lines.append(self.path, kind="test", part=self.part, test=test, outcome=outcome, **more)

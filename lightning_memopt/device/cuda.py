@@ -92,9 +92,6 @@ class Cuda(Backend):
     def current_stream(self) -> Any:
         return torch.cuda.current_stream(self.device)
 
-    def timing_event(self) -> Any:
-        return torch.cuda.Event(enable_timing=True)
-
     def is_capturing(self) -> bool:
         return bool(torch.cuda.is_current_stream_capturing())
 

@@ -65,3 +65,29 @@ for index in (0, 1):
 """
     lines, _ = device.lines_of(code, EMULATED_DEVICES="2")
     assert lines == ["True False True True"] * 4
+
+
+def test_a_model_on_two_devices_says_that_one_is_planned() -> None:
+    """And takes on the other one what a plain step takes."""
+    code = """
+import contextlib, torch
+from tests.emulated import training
+from tests.emulated.training import train
+training.MODELS["halves"] = training.Halves, lambda n, device: torch.randn(1024, 64, device=device)
+@contextlib.contextmanager
+def last():
+    torch.cuda.reset_peak_memory_stats(0)
+    yield
+    beside.append(torch.cuda.memory_stats(0)["requested_bytes.all.peak"])
+beside = []
+plain = train("halves", None, device=torch.device("cuda", 1), last=last)
+found = train("halves", "min", device=torch.device("cuda", 1), last=last, verbose=True)
+status = found.status
+assert status.phase == "planned" and not status.deviates, status
+assert found.same(plain)
+assert beside[0] == beside[1], "nothing is planned there"
+assert found.requested < plain.requested
+assert abs(found.requested - status.plan.predicted_peak_nbytes) <= 64 << 10, (found.requested, status.plan)
+"""
+    _, said = device.lines_of(code, EMULATED_DEVICES="2")
+    assert "parameters are on cuda:0 as well. The budget is that of cuda:1" in said

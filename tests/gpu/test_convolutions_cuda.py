@@ -11,10 +11,10 @@ from torch import nn
 if not torch.cuda.is_available():
     pytest.skip("there is no CUDA device", allow_module_level=True)
 
-from lightning_memopt import optimize
 from lightning_memopt.device import determinism
 from lightning_memopt.report.fates import rebuilt
 from tests.cpu.lib.harness import same_bits
+from tests.gpu.training import trained
 
 
 class Blocks(nn.Module):
@@ -35,37 +35,22 @@ class Blocks(nn.Module):
         return x
 
 
-def trained(pixels: int, budget: str | None) -> tuple[list[torch.Tensor], Any]:
-    """(losses, gradients, weights and buffers, the generator's next numbers; status). The last steps have a smaller batch."""
+def loop(pixels: int, budget: str | None) -> tuple[list[torch.Tensor], Any]:
+    """Seven steps; the last ones have a smaller batch."""
     torch.manual_seed(0)
     model = Blocks().to("cuda")
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
-    seen: list[torch.Tensor] = []
-
-    def loop() -> None:
-        for size in (16, 16, 16, 16, 16, 12, 12):
-            loss = model(torch.randn(size, 3, pixels, pixels, device="cuda")).square().mean()
-            loss.backward()
-            seen.extend(t.detach().cpu() for t in (loss, *(p.grad for p in model.parameters() if p.grad is not None)))
-            optimizer.step()
-            optimizer.zero_grad()
-
-    status = None
-    if budget is None:
-        loop()
-    else:
-        with optimize(model, optimizer, budget=budget, verbose=False, max_slowdown=float("inf")) as run:
-            loop()
-        status = run.status()
-    return [*seen, *(t.detach().cpu() for t in model.state_dict().values()), torch.rand(8, device="cuda").cpu()], status
+    sizes = (16, 16, 16, 16, 16, 12, 12)
+    batches = (torch.randn(size, 3, pixels, pixels, device="cuda") for size in sizes)  # drawn one by one, between the steps
+    return trained(model, optimizer, batches, budget, max_slowdown=float("inf"))
 
 
 def rebuilt_operators(pixels: int) -> set[str]:
     """What the smallest plan rebuilds, once its steps were seen to have the bits of plain ones."""
-    plain, _ = trained(pixels, None)
-    again, _ = trained(pixels, None)
+    plain, _ = loop(pixels, None)
+    again, _ = loop(pixels, None)
     assert all(map(same_bits, plain, again)), "the plain loop has other bits each time: nothing can be said of a planned one"
-    found, status = trained(pixels, "min")
+    found, status = loop(pixels, "min")
     assert len(found) == len(plain) and all(map(same_bits, plain, found))
     assert status.phase == "planned" and not status.deviates
     return {operator for operator, *_ in rebuilt(status.graph, status.plan)}

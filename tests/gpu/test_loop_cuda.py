@@ -15,9 +15,9 @@ from torch import nn
 if not torch.cuda.is_available():
     pytest.skip("there is no CUDA device", allow_module_level=True)
 
-from lightning_memopt import optimize
 from lightning_memopt.native import engine
 from tests.cpu.lib.harness import same_bits
+from tests.gpu.training import trained
 
 
 class Net(nn.Module):
@@ -34,42 +34,24 @@ class Net(nn.Module):
         return x
 
 
-def trained(budget: str | None) -> tuple[list[torch.Tensor], Any]:
-    """(losses, gradients and weights of seven steps, and what dropout would draw next; the run's status)."""
+def loop(budget: str | None) -> tuple[list[torch.Tensor], Any]:
+    """Seven steps on one batch."""
     torch.manual_seed(0)
     model = Net().to("cuda")
     optimizer = torch.optim.AdamW(model.parameters())
-    seen: list[torch.Tensor] = []
     x = torch.randn(1024, 256, device="cuda")
-
-    def loop() -> None:
-        for _ in range(7):
-            loss = model(x).square().mean()
-            loss.backward()
-            seen.extend(t.detach().cpu() for t in (loss, *(p.grad for p in model.parameters() if p.grad is not None)))
-            optimizer.step()
-            optimizer.zero_grad()
-
-    status = None
-    if budget is None:
-        loop()
-    else:
-        with optimize(model, optimizer, budget=budget, verbose=False) as run:
-            loop()
-        status = run.status()
-        print(run.report())
-    return [*seen, *(p.detach().cpu() for p in model.parameters()), torch.rand(8, device="cuda").cpu()], status
+    return trained(model, optimizer, [x] * 7, budget)
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["as torch is", "deterministic algorithms"])
 def test_a_loop_has_the_bits_of_the_plain_one(deterministic: bool) -> None:
     torch.use_deterministic_algorithms(deterministic)
-    plain, _ = trained(None)
-    again, _ = trained(None)
+    plain, _ = loop(None)
+    again, _ = loop(None)
     assert all(map(same_bits, plain, again)), "the plain loop has other bits each time: nothing can be said of a planned one"
     module = engine.loaded()
     ran = module.counts()[0] if module is not None else 0
-    found, status = trained("min")
+    found, status = loop("min")
     assert status.phase == "planned" and not status.deviates and status.plan.predicted.rebuilt_ops > 0
     assert len(found) == len(plain) and all(map(same_bits, plain, found))
     if os.environ.get("MEMOPT_NATIVE") == "0":

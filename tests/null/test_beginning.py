@@ -59,7 +59,7 @@ def test_a_tensor_is_in_a_block_of_its_kind_and_of_what_it_asked_for() -> None:
     allocator = Allocator()
     assert Beginning([found], kinds).enter(allocator, [Wanted(7, 2 * MIB + 512, "parameter")], ()) == []
     assert allocator.allocated == 3 * MIB and allocator.requested == 2 * MIB + 512
-    allocator.alloc("in the place of the gradient", 3 * MIB)
+    allocator.alloc("instead of the gradient", 3 * MIB)
     allocator.alloc("behind", 14 * MIB)
     assert allocator.reserved == 20 * MIB
 

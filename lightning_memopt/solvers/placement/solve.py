@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -164,11 +164,11 @@ class _Part:
             self.offsets, self.height_nbytes = offsets, height
 
 
-def _deep(run: object) -> threading.Thread:
+def _deep(run: Callable[[], None]) -> threading.Thread:
     """A thread that has begun, with a stack for a deep recursion."""
     usual_nbytes = threading.stack_size(_STACK_NBYTES)
     try:
-        thread = threading.Thread(target=run, daemon=True)  # type: ignore[arg-type]
+        thread = threading.Thread(target=run, daemon=True)
         thread.start()
     finally:
         threading.stack_size(usual_nbytes)
