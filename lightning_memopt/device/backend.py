@@ -106,7 +106,9 @@ class Backend:
         return None
 
     def segments(self) -> list[Mapping[str, Any]] | None:
-        """What that allocator has reserved on this device, as torch's memory snapshots have it; None for other allocators."""
+        """What that allocator has reserved on this device, as torch's memory snapshots have it; None for other allocators. The
+        segment that serves a request first, where several could, comes first. Changes the peaks.
+        """
         return None
 
     def record_requests(self, most: int) -> bool:

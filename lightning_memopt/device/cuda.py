@@ -9,6 +9,7 @@ import torch
 
 from lightning_memopt.device.backend import Backend, Nbytes, Statistics
 from lightning_memopt.device.places import indexed
+from lightning_memopt.device.segments import in_order
 from lightning_memopt.torch_private import C, allocator_history, allocator_snapshot
 
 
@@ -66,7 +67,8 @@ class Cuda(Backend):
         if not self._is_native():
             return None
         index = indexed(self.device).index
-        return [segment for segment in allocator_snapshot()["segments"] if segment["device"] == index]
+        own = [segment for segment in allocator_snapshot()["segments"] if segment["device"] == index]
+        return in_order(own, index, self.current_stream().cuda_stream)
 
     def record_requests(self, most: int) -> bool:
         others = getattr(C, "_cuda_isHistoryEnabled", None)  # only in builds for CUDA

@@ -73,6 +73,27 @@ def test_what_has_no_block_is_told_and_unseen_bytes_keep_theirs() -> None:
     assert allocator.allocated == 8 * MIB, "the workspace of 8 MiB stays, the rest is freed"
 
 
+def test_of_equal_blocks_that_of_the_segment_told_first_serves() -> None:
+    first, second = segment(64 * MIB, (4 * MIB, False), (20 * MIB, True)), segment(0, (4 * MIB, False), (40 * MIB, True))
+    for told, kept in (((first, second), 24), ((second, first), 44)):
+        allocator = Allocator()
+        wanted = [Wanted(0, 20 * MIB, "parameter"), Wanted(1, 40 * MIB, "parameter")]
+        assert Beginning(told, {}).enter(allocator, wanted, ()) == []
+        allocator.alloc("a", 4 * MIB)
+        for name in (0, 1):
+            allocator.free(name)
+        allocator.empty_cache()
+        assert allocator.reserved == kept * MIB, "the segment that serves stays"
+
+
+def test_tensors_without_bytes_take_no_block() -> None:
+    """A counter of steps is on the host; the graph says that it has no bytes on the device."""
+    allocator = Allocator()
+    wanted = [Wanted(0, 0, "optimizer_state"), Wanted(1, 512, "optimizer_state")]
+    beginning = Beginning([segment(0, (512, True), (2 * MIB - 512, False))], {0: "optimizer_state"})
+    assert beginning.enter(allocator, wanted, ()) == [] and allocator.allocated == 512
+
+
 def test_private_pools_only_take_bytes() -> None:
     allocator = entered(segment(0, (20 * MIB, True)), segment(64 * MIB, (20 * MIB, False), segment_pool_id=(0, 1)))
     assert allocator.reserved == 40 * MIB

@@ -7,7 +7,7 @@ the tensors of the step by address. Blocks of private pools (CUDA graphs) serve 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -39,7 +39,11 @@ class Wanted:
 
 
 class Beginning:
-    """The allocator as it was found. `kinds`: address -> kind of the tensor there."""
+    """The allocator as it was found.
+
+    segments: the one that serves a request first, where several could, comes first.
+    kinds: address -> kind of the tensor there.
+    """
 
     def __init__(self, segments: Iterable[Mapping[str, Any]], kinds: Mapping[int, Kind]) -> None:
         own: list[Mapping[str, Any]] = []
@@ -49,20 +53,25 @@ class Beginning:
                 own.append(segment)
             else:
                 self._beside_nbytes += int(segment["total_size"])
-        self._found = [_found(s) for s in sorted(own, key=lambda s: int(s["address"]))]
-        held = (b for s in self._found for b in s.blocks if b.requested)
-        self._there = [There(b.address, b.requested, kinds.get(b.address, "")) for b in held]
+        moved = _by_order(own)
+        found = [(_found(s), moved.get(int(s["address"]), 0)) for s in own]
+        self._there = [
+            There(b.address + by, b.requested, kinds.get(b.address, "")) for s, by in found for b in s.blocks if b.requested
+        ]
+        self._there.sort(key=lambda there: there.address)
+        self._found = sorted((_moved(s, by) for s, by in found), key=lambda s: s.blocks[0].address)
 
     def enter(self, allocator: Allocator, wanted: Iterable[Wanted], unseen: Iterable[Wanted]) -> list[Wanted]:
         """Put the segments into a fresh model, with each tensor in a block of its size, of its kind before others. Blocks
         without a tensor are freed: gradients and temporary tensors are made again in the step; but as many bytes stay as are
-        `unseen`, which no tensor of the step takes (a library's workspace). Returns what has no block.
+        `unseen`, which no tensor of the step takes (a library's workspace). Returns what has no block;
+        tensors of 0 bytes (of another device) need none.
         """
         allocator.enter(self._found, self._beside_nbytes)
         blocks: dict[tuple[int, Kind | str], list[There]] = {}
         for there in reversed(self._there):
             blocks.setdefault((allocator.settings.rounded(there.requested), there.kind), []).append(there)
-        missing = [w for w in wanted if not self._takes(allocator, w, blocks, (w.kind,))]
+        missing = [w for w in wanted if w.nbytes and not self._takes(allocator, w, blocks, (w.kind,))]
         missing = [w for w in missing if not self._takes(allocator, w, blocks, _instead(w.kind))]
         left = sorted((t for free in blocks.values() for t in free), key=lambda t: (-t.requested, t.address))
         for w in unseen:
@@ -113,6 +122,23 @@ def _instead(kind: Kind) -> tuple[Kind | str, ...]:
 
 def _name(there: There) -> tuple[str, int]:
     return "there", there.address
+
+
+def _by_order(segments: Sequence[Mapping[str, Any]]) -> dict[int, int]:
+    """Address of a segment -> by how much it is moved, so that addresses rise in this order: of equal blocks, the model takes
+    the lowest. Expandable segments stay, as there is one for each pool and stream.
+    """
+    end = max((int(s["address"]) + int(s["total_size"]) for s in segments), default=0)
+    moved: dict[int, int] = {}
+    for segment in segments:
+        if not segment.get("is_expandable"):
+            moved[int(segment["address"])] = end - int(segment["address"])
+            end += int(segment["total_size"])
+    return moved
+
+
+def _moved(found: Found, by: int) -> Found:
+    return found._replace(blocks=tuple(block._replace(address=block.address + by) for block in found.blocks))
 
 
 def _found(segment: Mapping[str, Any]) -> Found:
