@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable
-from itertools import chain, groupby, starmap
+from itertools import chain, compress, groupby, starmap
 from types import CellType, FunctionType, GetSetDescriptorType, WrapperDescriptorType
 from typing import Any
 
@@ -24,11 +24,15 @@ def live_objects(wanted: Callable[[type], bool]) -> list[Any]:
     or_nothing: Callable[..., Iterable[Any]] = nothing.get  # (class, run of objects) -> the run, or nothing
     every = chain.from_iterable(map(gc.get_objects, (None,)))
     rest = list(chain.from_iterable(starmap(or_nothing, groupby(every, type))))
-    known: dict[type, bool] = {}
+    return list(compress(rest, map(_Answers(wanted).__getitem__, map(type, rest))))
 
-    def is_wanted(kind: type) -> bool:
-        if kind not in known:
-            known[kind] = wanted(kind)
-        return known[kind]
 
-    return [o for o in rest if is_wanted(type(o))]
+class _Answers(dict[type, bool]):
+    """What `wanted` says of each class: asked once, so that the objects are gone through in C."""
+
+    def __init__(self, wanted: Callable[[type], bool]) -> None:
+        self._wanted = wanted
+
+    def __missing__(self, kind: type) -> bool:
+        answer = self[kind] = self._wanted(kind)
+        return answer

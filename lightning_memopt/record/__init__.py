@@ -36,10 +36,8 @@ from lightning_memopt.record.calls import (
     around_calls,
     beneath_calls,
     compiled_modules,
-    drop_seams,
     eager_modules,
     instead_of_calls,
-    keep_seams,
 )
 from lightning_memopt.record.compiled_code import around_compiled, telling
 from lightning_memopt.record.devices import rules_in_force
@@ -50,7 +48,7 @@ from lightning_memopt.record.optimizers import parameters_of, updates_any
 from lightning_memopt.record.protocols import Observer, OpRecord, Owner
 from lightning_memopt.record.recorder import Recorder
 from lightning_memopt.record.rules import Rule, is_norm, register_op, rule_of, rule_of_call, written_by
-from lightning_memopt.record.seams import Seams
+from lightning_memopt.record.seams import Seams, drop_seams, keep_seams
 from lightning_memopt.record.settings import numeric_flags, set_numeric_flags
 from lightning_memopt.record.tape import OVERWRITTEN, UNKNOWN, UNSHARED, Call, Held, Origin, StorageVersion, Tape, View
 from lightning_memopt.record.tensors import OWN_COUNT, detached, fills, is_dense, is_plain, tensors_in

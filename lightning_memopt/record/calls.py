@@ -20,12 +20,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from lightning_memopt.record.seams import are_kept, at_drops
 from lightning_memopt.record.uncompiled import uncompiled, uncompiled_itself
 from lightning_memopt.torch_private import wrapper_class
 
@@ -60,8 +62,10 @@ _entries: dict[int, _Entry] = {}
 """Identity of a module whose calls are seen by `beneath_calls` -> what a call of it runs. The module may go away meanwhile."""
 _seams: dict[type[nn.Module], bool] = {}
 """The classes with a seam, and whether they had an attribute of that name before (only `nn.Module` itself has)."""
-_keepers: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Objects for which the seams stay on classes (`keep_seams`)."""
+_often: Counter[type[nn.Module]] = Counter()
+"""How often a seam was put on a class since the first of the runs that are open now began."""
+_CHANGES = 16
+"""A seam that was put on a class so often stays until no run is open (seams.py)."""
 
 
 @uncompiled
@@ -80,7 +84,7 @@ class _Seam:
         watched = _watched.get(id(module))
         if watched is not None:
             return watched.call
-        entry = _entry_of(module)
+        entry = _entry_of(module) if _entries else None
         return module.__dict__.get(CALL) if entry is None else partial(_entered, module, entry)
 
     def __set__(self, module: nn.Module, value: Any) -> None:
@@ -125,8 +129,9 @@ def _beneath(module: nn.Module) -> Callable[..., Any]:
 
 
 def _put_seam(cls: type[nn.Module]) -> None:
-    if not any(base in _seams for base in cls.__mro__):
+    if _seams.keys().isdisjoint(cls.__mro__):
         _seams[cls] = CALL in vars(cls)
+        _often[cls] += 1
         setattr(cls, CALL, _SEAM)
 
 
@@ -140,30 +145,38 @@ def _watch(watched: _Watched) -> None:
         _watched[id(watched.module)] = watched
 
 
-def _sweep() -> None:
-    """Take the seams off all classes when nobody listens to any module and nobody keeps the seams."""
+def _sweep(left: Iterable[type[nn.Module]]) -> None:
+    """Take the seams off the classes of modules that were listened to, where nobody listens to another of their modules."""
     with _lock:
-        while _seams and not _watched and not _entries and not _keepers:
-            cls, own = next(iter(_seams.items()))
+        idle = {base for cls in left for base in cls.__mro__ if base in _seams}
+        if are_kept():
+            idle = {cls for cls in idle if _often[cls] < _CHANGES}
+        if not idle:
+            return
+        entered = (entry.weak() for entry in _entries.values())
+        for module in (*(watched.module for watched in _watched.values()), *(m for m in entered if m is not None)):
+            idle.difference_update(type(module).__mro__)
+        wrappers = wrapper_class()
+        if _watched:
+            idle.discard(wrappers)
+        elif wrappers in _seams:
+            idle.add(wrappers)
+        for cls in idle:
             if isinstance(vars(cls).get(CALL), _Seam):
-                if own:
+                if _seams[cls]:
                     setattr(cls, CALL, None)
                 else:
                     delattr(cls, CALL)
             del _seams[cls]
 
 
-def keep_seams(keeper: object) -> None:
-    """Leave the seams on classes until `drop_seams` of the same keeper: Python stops caching attributes of a class that changes
-    too often.
-    """
-    _keepers.add(keeper)
+def _runs_closed() -> None:
+    if not are_kept():
+        _often.clear()
+    _sweep(tuple(_seams))
 
 
-def drop_seams(keeper: object) -> None:
-    """Leave the seams no longer for this keeper. May be repeated."""
-    _keepers.discard(keeper)
-    _sweep()
+at_drops(_runs_closed)
 
 
 def _compiled(module: nn.Module) -> bool:
@@ -203,27 +216,29 @@ def _call(module: nn.Module, before: Told, after: Told, *args: Any, **kwargs: An
         _tell(after, module)
 
 
-def _leave(entered: list[nn.Module]) -> None:
+def _leave(entered: list[nn.Module], classes: set[type[nn.Module]]) -> None:
     while entered:
         _watched.pop(id(entered[-1]), None)
         entered.pop()
-    _sweep()
+    _sweep(classes)
 
 
 @contextlib.contextmanager
 def _watching(calls: Iterable[_Watched]) -> Iterator[None]:
     entered: list[nn.Module] = []
+    classes: set[type[nn.Module]] = set()
     try:
         for watched in calls:
             if id(watched.module) not in _watched:
                 entered.append(watched.module)
+                classes.add(type(watched.module))
                 _watch(watched)
         yield
     finally:
         try:
-            _leave(entered)
+            _leave(entered, classes)
         finally:
-            _leave(entered)  # does nothing, unless the first call was interrupted
+            _leave(entered, classes)  # does nothing, unless the first call was interrupted
 
 
 @uncompiled_itself
@@ -265,7 +280,7 @@ def _leave_entries(call: Callable[..., Any]) -> None:
     with _lock:
         for key in [key for key, entry in _entries.items() if entry.call is call]:
             _entries.pop(key, None)
-    _sweep()
+    _sweep(tuple(_seams))
 
 
 @contextlib.contextmanager

@@ -39,6 +39,8 @@ def telling(code: Callable[..., Any]) -> Callable[..., Any]:
 
     @uncompiled
     def run(*args: Any) -> Any:
+        if not _LISTENERS.listeners:
+            return code(*args)
         with contextlib.ExitStack() as stack:
             for listener in tuple(_LISTENERS.listeners):
                 stack.enter_context(listener())
@@ -48,4 +50,4 @@ def telling(code: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-_seams: Seams[Listener] = Seams(lambda: [(generated_code_class(), "__call__", telling)])
+_seams: Seams[Listener] = Seams(lambda: [(generated_code_class(), "__call__", telling)], stays=True)

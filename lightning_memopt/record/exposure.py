@@ -72,7 +72,8 @@ def _of_tensor(original: Any) -> Any:
 
     @uncompiled
     def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        _tell(self, address)
+        if _forward_seams.listeners:
+            _tell(self, address)
         return original(self, *args, **kwargs)
 
     return method
@@ -83,7 +84,7 @@ def _of_storage(original: Any) -> Any:
 
     @uncompiled
     def method(self: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
-        if not getattr(_silenced, "on", False):
+        if _forward_seams.listeners and not getattr(_silenced, "on", False):
             _tell(_tensor_on(self), address)
         return original(self, *args, **kwargs)
 
@@ -98,6 +99,8 @@ def _tensor_on(storage: torch.UntypedStorage) -> torch.Tensor:
 def _resizing(original: Any) -> Any:
     @uncompiled
     def method(self: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+        if not _size_seams.listeners:
+            return original(self, *args, **kwargs)
         listeners = () if getattr(_silenced, "on", False) else tuple(_size_seams.listeners)
         for before, _ in listeners:
             before(_tensor_on(self))
@@ -139,9 +142,10 @@ _forward_seams: Seams[_Listener] = Seams(
         *((module, "to_dlpack", _of_tensor) for module in (torch, torch.utils.dlpack)),
         *((owner, name, _setting) for owner, name in SETTERS),
         (AUTOGRAD, "_saved_tensors_hooks_disable", _forbidding),
-    ]
+    ],
+    stays=True,
 )
-_size_seams: Seams[tuple[Resize, Resize]] = Seams(lambda: [(torch.UntypedStorage, "resize_", _resizing)])
+_size_seams: Seams[tuple[Resize, Resize]] = Seams(lambda: [(torch.UntypedStorage, "resize_", _resizing)], stays=True)
 
 
 def watching(watcher: Watcher, listener: Callable[[], None], hook: Hook) -> contextlib.AbstractContextManager[None]:

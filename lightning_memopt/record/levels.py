@@ -70,7 +70,9 @@ def _exit(original: Any) -> Any:
     return exit_dual_level
 
 
-_seams: Seams[_Listener] = Seams(lambda: [(forward_ad, "enter_dual_level", _enter), (forward_ad, "exit_dual_level", _exit)])
+_seams: Seams[_Listener] = Seams(
+    lambda: [(forward_ad, "enter_dual_level", _enter), (forward_ad, "exit_dual_level", _exit)], stays=True
+)
 
 
 def around_dual_levels(begins: Told, ends: Told) -> contextlib.AbstractContextManager[None]:

@@ -1,9 +1,14 @@
-"""Seams: functions of torch that are wrapped while somebody listens, and put back when the last listener leaves."""
+"""Seams: functions of torch that are wrapped while somebody listens, and put back when nobody does any more.
+
+Most wrappers only ask whether anybody listens. These stay, once they are installed, until the last run is closed: to change an
+attribute of a class makes Python forget what it has cached of the class, and one that changes too often is not cached again.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any, Generic, TypeVar
@@ -12,62 +17,116 @@ L = TypeVar("L")
 Place = tuple[Any, str, Callable[[Any], Any]]
 """(owner, name of its attribute, function that makes the wrapper of the original)."""
 
+_keepers: set[weakref.ref[object]] = set()
+"""The open runs: seams that may stay are left where they are."""
+_sweeps: list[Callable[[], None]] = []
+"""Called when a run is closed."""
+
+
+def keep_seams(keeper: object) -> None:
+    """Leave seams that may stay where they are until `drop_seams` of the same keeper, or until that is gone."""
+    _keepers.add(weakref.ref(keeper, _keepers.discard))
+
+
+def drop_seams(keeper: object) -> None:
+    """Leave the seams no longer for this keeper. May be repeated."""
+    _keepers.discard(weakref.ref(keeper))
+    for sweep in _sweeps:
+        sweep()
+
+
+def are_kept() -> bool:
+    """Whether seams that may stay are left where they are."""
+    return bool(_keepers)
+
+
+def at_drops(sweep: Callable[[], None]) -> None:
+    """Call `sweep()` whenever a keeper has dropped the seams."""
+    _sweeps.append(sweep)
+
 
 class Seams(Generic[L]):
     """Wrappers that are installed when the first listener comes, and removed when the last one leaves.
 
-    listeners: the listeners, in the order in which they came. Wrappers read them; only `listening` changes them.
+    listeners: the listeners, in the order in which they came: one list for good. Wrappers read it; only `enter` and `leave`
+        change it.
     """
 
-    def __init__(self, places: Callable[[], Iterable[Place]]) -> None:
+    def __init__(self, places: Callable[[], Iterable[Place]], stays: bool = False) -> None:
         """`places`: gives the attributes that are wrapped. It is called once, when the first listener comes: an owner may be in
         a module of torch that takes long to import. Attributes that the installed torch does not have are left out.
+
+        stays: the wrappers do as the originals while nobody listens. They are removed when no run is open, either.
         """
         self._places = places
+        self._stays = stays
         self._known: list[Place] | None = None
         self.listeners: list[L] = []
         self._lock = threading.Lock()
-        self._originals: list[tuple[Any, str, bool, Any]] = []
-        """(owner, name, whether the owner itself had the attribute, original), in the order of installation."""
+        self._installed: list[tuple[Any, str, bool, Any, Any]] = []
+        """(owner, name, whether the owner itself had the attribute, original, wrapper), in the order of installation."""
+        if stays:
+            at_drops(self._sweep)
 
     @contextlib.contextmanager
     def listening(self, listener: L) -> Iterator[None]:
         """Within, `listener` is one of the listeners."""
         try:
-            with self._lock:
-                self.listeners.append(listener)
-                if len(self.listeners) == 1:
-                    self._install()
+            self.enter(listener)
             yield
         finally:
             try:
-                self._leave(listener)
+                self.leave(listener)
             except BaseException:  # an interrupt
-                self._leave(listener)
+                self.leave(listener)
                 raise
 
-    def _leave(self, listener: L) -> None:
+    def enter(self, listener: L) -> None:
+        """`listener` is one of the listeners from now on. Call `leave` even if this is interrupted."""
+        with self._lock:
+            self.listeners.append(listener)
+            if len(self.listeners) == 1:
+                self._install()
+
+    def leave(self, listener: L) -> None:
+        """`listener` is none of the listeners any more. May be repeated."""
         with self._lock:
             if listener in self.listeners:
                 self.listeners.remove(listener)
-            if not self.listeners:
+            if not (self.listeners or (self._stays and _keepers)):
+                self._restore()
+
+    def _sweep(self) -> None:
+        with self._lock:
+            if not (self.listeners or _keepers):
                 self._restore()
 
     def _install(self) -> None:
+        """Install all wrappers, or those that user code has replaced meanwhile."""
         if self._known is None:
             self._known = [place for place in self._places() if hasattr(place[0], place[1])]
+        for owner, name, _, _, wrapper in self._installed:
+            if getattr(owner, name) is not wrapper:
+                break
+        else:
+            if self._installed:
+                return
+        installed = {id(wrapper) for *_, wrapper in self._installed}
         for owner, name, wrap in self._known:
             original = getattr(owner, name)
+            if id(original) in installed:
+                continue
             wrapper = wrap(original)
             own = isinstance(owner, ModuleType) or name in vars(owner)  # torch's modules of settings do not show what they have
-            self._originals.append((owner, name, own, original))  # before the change: it may be interrupted
+            self._installed.append((owner, name, own, original, wrapper))  # before the change: it may be interrupted
             setattr(owner, name, wrapper)
 
     def _restore(self) -> None:
-        while self._originals:
-            owner, name, own, original = self._originals[-1]
-            if own:
-                setattr(owner, name, original)
-            elif name in vars(owner):
-                delattr(owner, name)
-            self._originals.pop()
+        while self._installed:
+            owner, name, own, original, wrapper = self._installed[-1]
+            if getattr(owner, name, None) is wrapper:  # else user code has replaced it meanwhile
+                if own:
+                    setattr(owner, name, original)
+                elif name in vars(owner):
+                    delattr(owner, name)
+            self._installed.pop()

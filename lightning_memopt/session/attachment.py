@@ -15,7 +15,7 @@ from lightning_memopt.record import drop_seams, interrupts, keep_seams
 from lightning_memopt.record.gathered import settling, units_of
 from lightning_memopt.runtime import install_native
 from lightning_memopt.session.observation import take_off
-from lightning_memopt.trace import count_all
+from lightning_memopt.trace import counting_all
 
 _attached: weakref.WeakValueDictionary[int, Attachment] = weakref.WeakValueDictionary()
 """The attachment of each model, by the model's id: a model has at most one open session, whichever adapter opened it."""
@@ -46,7 +46,7 @@ class Attachment:
         if units_of(model):
             self._contexts.enter_context(settling())
         if on_host(device):
-            count_all(say)
+            self._contexts.enter_context(counting_all(say))
         install_native(say)
         interrupts.watch(self)  # last: only `leave` ends it
 

@@ -37,7 +37,6 @@ class Effort:
         self.evicts = False
         self.calls = 0
         self._said = False
-        self._looked: float | None = None
         self._run_began: float | None = None
         self._step_began: float | None = None
         self._seconds = 0.0
@@ -90,14 +89,6 @@ class Effort:
         began, self._step_began = self._step_began, None
         if began is not None:
             self._seconds += times.current.now() - began
-
-    def looks_around(self) -> bool:
-        """Whether all tensors of the process are looked at before the step that begins: at first, and once a minute."""
-        now = times.current.now()
-        if self._looked is not None and now - self._looked < FREE_SECONDS:
-            return False
-        self._looked = now
-        return True
 
     def step_ended(self) -> int:
         """A step is over, observed or not. Returns how many calls of the model it had before one backward, the first time that

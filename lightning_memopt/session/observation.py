@@ -33,7 +33,7 @@ from lightning_memopt.torch_private import (
     local_tensor,
     sharded_parameters,
 )
-from lightning_memopt.trace import AllocatorEvents, InPlace, Ledger, Rest, Scopes, Tracer, adopt_all, count_living, metered_cpu
+from lightning_memopt.trace import AllocatorEvents, InPlace, Ledger, Rest, Scopes, Tracer, adopt_all, metered_cpu
 
 _ROOM = 4
 """Tensors, of the largest size so far, for which an observed step leaves room below its limit."""
@@ -393,13 +393,6 @@ class Observation:
             return dataclasses.replace(op, workspace_nbytes=workspace, recomputable=recomputable)
 
         return dataclasses.replace(graph, ops=tuple(map(corrected, graph.ops)), unbroken=self.scopes.unbroken)
-
-
-def count_copies(device: torch.device) -> None:
-    """Let the native counter count the copies and the loaded tensors in memory, for which torch asks another allocator."""
-    counts = counter_of(device)
-    if counts is not None:
-        count_living(counts)
 
 
 def observing() -> bool:

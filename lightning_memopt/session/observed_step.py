@@ -12,7 +12,7 @@ from lightning_memopt.device.places import is_on
 from lightning_memopt.graph import Graph
 from lightning_memopt.session.allocator import read_settings
 from lightning_memopt.session.effort import Effort
-from lightning_memopt.session.observation import Observation, count_copies, observing
+from lightning_memopt.session.observation import Observation, observing
 from lightning_memopt.session.observing import Observing, Waiting
 from lightning_memopt.session.silence import BLOCKED, GIVEN_UP, SLOW, Silence
 from lightning_memopt.session.workspaces import take_workspaces
@@ -67,8 +67,6 @@ class ObservedStep:
         if isinstance(state, Observing):
             # all are metered: the plan may be made of any of them (`common` in graphs.py)
             verify, meter, fixed = self._config.verify and not state.graphs and not state.early_known, True, state.fixed
-        if self.effort.looks_around():
-            count_copies(device)
         self.effort.begins()
         early = isinstance(state, Observing) and (state.for_early or state.early_known)
         self.now = Observation(

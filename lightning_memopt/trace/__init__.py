@@ -4,7 +4,7 @@ from lightning_memopt.trace.backwards import backward_runs
 from lightning_memopt.trace.counted import Ledger
 from lightning_memopt.trace.gathered import Gathered
 from lightning_memopt.trace.in_place import InPlace
-from lightning_memopt.trace.living import count_all, count_living
+from lightning_memopt.trace.living import count_all, counting_all
 from lightning_memopt.trace.memory import AllocatorEvents, metered_cpu
 from lightning_memopt.trace.resident import adopt_all
 from lightning_memopt.trace.rest import Rest
@@ -22,7 +22,7 @@ __all__ = [
     "Tracer",
     "backward_runs",
     "count_all",
-    "count_living",
+    "counting_all",
     "generated_code",
     "metered_cpu",
     "adopt_all",

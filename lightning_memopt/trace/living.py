@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 from lightning_memopt.device.places import is_on
 from lightning_memopt.live_objects import live_objects
 from lightning_memopt.native import Counter, counter, install
+from lightning_memopt.record import Seams, uncompiled
 from lightning_memopt.torch_private import gradient_of, no_torch_functions, without_modes
 
 
@@ -56,8 +59,35 @@ def count_all(say: Callable[[str], None]) -> None:
 
 
 def count_living(counts: Counter) -> None:
-    """Let the counter count the storages that are alive on the CPU: those from before it was installed, and those of copies and
-    of loaded tensors, for which torch asks another allocator.
+    """Let the counter count the storages that are alive on the CPU: those from before it was installed, and those that Python
+    made, for which torch asks another allocator.
     """
     for storage in living(torch.device("cpu")):
         counts.counts(storage)
+
+
+@contextlib.contextmanager
+def counting_all(say: Callable[[str], None]) -> Iterator[None]:
+    """As `count_all`; and within, the counter counts the storages that Python makes (a deep copy, an unpickled tensor), too."""
+    gc.collect()
+    counts = install(say)
+    if counts is None:
+        yield
+        return
+    with _made_by_python.listening(counts):
+        count_living(counts)
+        yield
+
+
+def _counted(original: Any) -> Any:
+    @uncompiled
+    def new(*args: Any, **kwargs: Any) -> Any:
+        storage = original(*args, **kwargs)
+        for counts in tuple(_made_by_python.listeners):
+            counts.counts(storage)
+        return storage
+
+    return new
+
+
+_made_by_python: Seams[Counter] = Seams(lambda: [(torch.UntypedStorage, "__new__", _counted)])

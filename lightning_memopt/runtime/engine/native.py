@@ -75,14 +75,14 @@ def wake_hooks() -> None:
 def _waking(original: Any) -> Any:
     @uncompiled
     def push(*hooks: Any) -> Any:
-        if compilation() is None:  # there, torch itself lets all hooks rest
+        if _entering_hooks.listeners and compilation() is None:  # there, torch itself lets all hooks rest
             wake_hooks()  # else these would rest
         return original(*hooks)
 
     return push
 
 
-_entering_hooks: Seams[Any] = Seams(lambda: [(AUTOGRAD, "_push_saved_tensors_default_hooks", _waking)])
+_entering_hooks: Seams[Any] = Seams(lambda: [(AUTOGRAD, "_push_saved_tensors_default_hooks", _waking)], stays=True)
 
 
 def _prepare(module: Any) -> None:
