@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
-from operator import is_
+from itertools import chain
+from operator import is_, methodcaller
 from typing import Any, NoReturn
 
 import torch
@@ -114,6 +115,9 @@ _WALK_EVERY = 32
 """After so many answers the modules are walked through anyway."""
 
 
+_values: Callable[[Any], Iterable[Any]] = methodcaller("values")  # the tables of a compiled module are no dicts
+
+
 class Parameters:
     """The parameters of a model, in the order of `model.parameters()`; one that two modules share is there twice.
 
@@ -132,13 +136,10 @@ class Parameters:
         self._empty = [table for table in tables if not table]
         self._children = [module._modules for module in modules if module._modules]
         self._registered = [module._parameters for module in modules if module._parameters]
-        self._held = self._now_held()
-
-    def _now_held(self) -> list[Any]:
-        return [child for children in self._children for child in children.values()]
+        self._held = list(chain.from_iterable(map(_values, self._children)))
 
     def _changed(self) -> bool:
-        held = self._now_held()
+        held = list(chain.from_iterable(map(_values, self._children)))
         same = len(held) == len(self._held) and all(map(is_, held, self._held))
         return not same or any(self._empty) or self._asked % _WALK_EVERY == 0
 
@@ -152,7 +153,12 @@ class Parameters:
     @property
     def device(self) -> torch.device | None:
         """That of the first one, as `trained` has last seen them; None where there is none."""
-        return next((p.device for registered in self._registered for p in registered.values() if p is not None), None)
+        for registered in self._registered:
+            for p in registered.values():
+                if p is not None:
+                    device: torch.device = p.device
+                    return device
+        return None
 
 
 # -- sharded modules (FSDP2) -------------------------------------------------------------------------

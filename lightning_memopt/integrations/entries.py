@@ -32,7 +32,8 @@ class Entries:
     def watch(self, wanted: bool) -> None:
         """Begin or end watching. May be repeated."""
         if not wanted or fsdp_units(self._model):  # sharded modules gather their weights in calls of the model
-            self.close()
+            if self._watched is not None:
+                self.close()
         elif self._watched is None:
             eager = set(map(id, eager_modules(self._model)))
             modules = {name: m for name, m in self._model.named_modules() if name and id(m) in eager}

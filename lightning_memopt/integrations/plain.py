@@ -219,11 +219,12 @@ def attach(stack: contextlib.ExitStack, run: Run, model: nn.Module, optimizers: 
         return (optimizer, forward_and_backward, *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
 
     def after_update(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if any(optimizer is o for o in optimizers):
-            session.update_ended(optimizer)
-            entries.watch(session.rounds.watches_entries)
-            if run.checkpointing is not None:
-                run.checkpointing.look(session.status)
+        if id(optimizer) not in map(id, optimizers):
+            return
+        session.update_ended(optimizer)
+        entries.watch(session.rounds.watches_entries)
+        if run.checkpointing is not None:
+            run.checkpointing.look(session.status)
 
     # hidden from dynamo, which would trace the session's contexts in a compiled step
     stack.callback(register_optimizer_step_pre_hook(torch.compiler.disable(before_update)).remove)

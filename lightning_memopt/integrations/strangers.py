@@ -39,8 +39,9 @@ class Strangers:
 
     def is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
         """Before a step. Raises UpdatesInBackwardError where the run's own optimizer has updated parameters in backward."""
-        if any(optimizer is o for o in self._optimizers):
-            self._in_a_row.clear()
+        if id(optimizer) in map(id, self._optimizers):
+            if self._in_a_row:
+                self._in_a_row.clear()
             self._elsewhere = 0
             return True
         trained = set(map(id, self._model.parameters()))

@@ -45,11 +45,7 @@ class Window:
 
     def __init__(self, counter: Counter, kind: int) -> None:
         self._counter, self._kind = counter, kind
-
-    def opened(self) -> bool:
-        """Open the window. Returns False if too many are open."""
-        self._number = self._counter.open(self._kind)  # stored at once, so that the window is closed whatever happens next
-        return self._number >= 0
+        self._number = counter.open(kind)  # stored at once, so that the window is closed whatever happens next
 
     @property
     def peak_nbytes(self) -> int:
@@ -66,7 +62,8 @@ class Window:
             self._counter.close(self._kind, number)
 
     def __del__(self) -> None:
-        self.close()
+        if self._number >= 0:
+            self.close()
 
 
 class Counter:
@@ -124,7 +121,7 @@ class Counter:
         bytes in the planned pool do not count.
         """
         window = Window(self, _OUTSIDE if outside else _PLAIN if plain else _ALL)
-        return window if window.opened() else None
+        return window if window._number >= 0 else None
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:

@@ -39,7 +39,7 @@ from lightning_memopt.record.calls import (
     eager_modules,
     instead_of_calls,
 )
-from lightning_memopt.record.compiled_code import around_compiled, telling
+from lightning_memopt.record.compiled_code import around_compiled, telling, told_of_compiled
 from lightning_memopt.record.devices import rules_in_force
 from lightning_memopt.record.exposure import unwatched, watching, watching_sizes
 from lightning_memopt.record.levels import around_dual_levels, in_dual_level, in_transform
@@ -48,14 +48,16 @@ from lightning_memopt.record.optimizers import parameters_of, updates_any
 from lightning_memopt.record.protocols import Observer, OpRecord, Owner
 from lightning_memopt.record.recorder import Recorder
 from lightning_memopt.record.rules import Rule, is_norm, register_op, rule_of, rule_of_call, written_by
-from lightning_memopt.record.seams import Seams, drop_seams, keep_seams
+from lightning_memopt.record.seams import Listening, Seams, drop_seams, keep_seams
 from lightning_memopt.record.settings import numeric_flags, set_numeric_flags
-from lightning_memopt.record.tape import OVERWRITTEN, UNKNOWN, UNSHARED, Call, Held, Origin, StorageVersion, Tape, View
+from lightning_memopt.record.tape import OUTSIDE, OVERWRITTEN, UNKNOWN, UNSHARED, Call, Held, Origin, StorageVersion, Tape, View
 from lightning_memopt.record.tensors import OWN_COUNT, detached, fills, is_dense, is_plain, tensors_in
 from lightning_memopt.record.uncompiled import uncompiled, uncompiled_itself
+from lightning_memopt.record.undoing import undo
 from lightning_memopt.torch_private import storage_id
 
 __all__ = [
+    "OUTSIDE",
     "OVERWRITTEN",
     "OWN_COUNT",
     "UNKNOWN",
@@ -64,6 +66,7 @@ __all__ = [
     "Held",
     "Observer",
     "OpRecord",
+    "Listening",
     "Origin",
     "Outside",
     "Owner",
@@ -100,8 +103,10 @@ __all__ = [
     "storage_id",
     "tensors_in",
     "telling",
+    "told_of_compiled",
     "uncompiled",
     "uncompiled_itself",
+    "undo",
     "unwatched",
     "updates_any",
     "watching",

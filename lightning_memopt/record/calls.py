@@ -124,7 +124,7 @@ def unwatched_call(module: nn.Module) -> Callable[..., Any]:
 @uncompiled
 def _beneath(module: nn.Module) -> Callable[..., Any]:
     """The function that a call of the module runs for those who listen to the module for one forward."""
-    entry = _entry_of(module)
+    entry = _entry_of(module) if _entries else None
     return unwatched_call(module) if entry is None else partial(_entered, module, entry)
 
 
@@ -155,7 +155,7 @@ def _sweep(left: Iterable[type[nn.Module]]) -> None:
             return
         entered = (entry.weak() for entry in _entries.values())
         for module in (*(watched.module for watched in _watched.values()), *(m for m in entered if m is not None)):
-            idle.difference_update(type(module).__mro__)
+            idle.discard(next(base for base in type(module).__mro__ if base in _seams))
         wrappers = wrapper_class()
         if _watched:
             idle.discard(wrappers)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from lightning_memopt.record.seams import Seams
+from lightning_memopt.record.seams import Listening, Seams
 from lightning_memopt.record.uncompiled import uncompiled
 from lightning_memopt.torch_private import INDUCTOR_CODE, generated_code_class
 
@@ -20,17 +20,26 @@ Listener = Callable[[], contextlib.AbstractContextManager[None]]
 """`listener()` is a context around a run of generated code."""
 
 
-_LISTENERS: Seams[Listener] = Seams(tuple)
+_LISTENERS: Seams[Listener] = Seams(tuple, stays=True)
 """Who is told: by code that was compiled to tell (`telling`), and by Inductor's, whose calls are a seam."""
+
+
+def told_of_compiled(listener: Listener) -> list[Listening]:
+    """What listens in order that `listener` is told of generated code. What Inductor compiles first meanwhile is not seen
+    before the next time.
+    """
+    told: list[Listening] = [(_LISTENERS, listener)]
+    if INDUCTOR_CODE in sys.modules:  # else nothing was generated yet in this process, and importing it takes seconds
+        told.append((_seams, listener))
+    return told
 
 
 @contextlib.contextmanager
 def around_compiled(listener: Listener) -> Iterator[None]:
-    """Within, `listener` is told of generated code. What Inductor compiles first within is not seen before the next time."""
+    """Within, `listener` is told of generated code (`told_of_compiled`)."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_LISTENERS.listening(listener))
-        if INDUCTOR_CODE in sys.modules:  # else nothing was generated yet in this process, and importing it takes seconds
-            stack.enter_context(_seams.listening(listener))
+        for seams, told in told_of_compiled(listener):
+            stack.enter_context(seams.listening(told))
         yield
 
 

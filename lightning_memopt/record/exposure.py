@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_memopt.record.seams import Seams
+from lightning_memopt.record.seams import Listening, Seams
 from lightning_memopt.record.settings import SETTERS
 from lightning_memopt.record.uncompiled import uncompiled
 from lightning_memopt.torch_private import AUTOGRAD, innermost_hooks, no_dispatch_modes
@@ -148,19 +148,16 @@ _forward_seams: Seams[_Listener] = Seams(
 _size_seams: Seams[tuple[Resize, Resize]] = Seams(lambda: [(torch.UntypedStorage, "resize_", _resizing)], stays=True)
 
 
-def watching(watcher: Watcher, listener: Callable[[], None], hook: Hook) -> contextlib.AbstractContextManager[None]:
-    """Call `watcher(t, address)` before anybody takes the raw memory of `t`, and `listener()` after somebody set one of the
-    settings that change bits.
+def watching(watcher: Watcher, listener: Callable[[], None], hook: Hook) -> Listening:
+    """While this listens, `watcher(t, address)` is called before anybody takes the raw memory of `t`, and `listener()` after
+    somebody set one of the settings that change bits.
 
     `address` is true where only the memory's address is taken, false where an array or a capsule is. Saved-tensor hooks may be
-    forbidden while `hook`, the pack hook of the caller, is the innermost. Torch is as before when the last caller has left.
+    forbidden while `hook`, the pack hook of the caller, is the innermost.
     """
-    return _forward_seams.listening(_Listener(watcher, listener, hook))
+    return _forward_seams, _Listener(watcher, listener, hook)
 
 
-def watching_sizes(before: Resize, after: Resize) -> contextlib.AbstractContextManager[None]:
-    """Call `before(t)` and `after(t)`, with a tensor `t` on the storage, around every resize of a storage.
-
-    Torch is as before when the last caller has left.
-    """
-    return _size_seams.listening((before, after))
+def watching_sizes(before: Resize, after: Resize) -> Listening:
+    """While this listens, `before(t)` and `after(t)` are called around each resize of a storage, with a tensor `t` on it."""
+    return _size_seams, (before, after)

@@ -13,15 +13,16 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-_deferred: list[BaseException] = []
+DEFERRED: list[BaseException] = []
+"""The exceptions that are kept."""
 _open: weakref.WeakSet[Any] = weakref.WeakSet()
 """The sessions that are open."""
 
 
 def raise_deferred() -> None:
     """Raise a kept exception, if there is any."""
-    if _deferred:
-        raise _deferred.pop()
+    if DEFERRED:
+        raise DEFERRED.pop()
 
 
 class _Hook:
@@ -37,7 +38,7 @@ class _Hook:
         error = unraisable.exc_value
         source = getattr(unraisable.object, "func", unraisable.object)  # a callback may be a partial
         if _open and error is not None and (getattr(source, "__module__", None) or "").startswith("lightning_memopt"):
-            _deferred.append(error.with_traceback(None))  # a traceback would keep the frames it came through alive
+            DEFERRED.append(error.with_traceback(None))  # a traceback would keep the frames it came through alive
         else:
             self.previous(unraisable)
 
@@ -60,4 +61,4 @@ def settle() -> None:
     """Raise a kept exception, unless another one is being handled. Drop the others."""
     if sys.exc_info()[0] is None:
         raise_deferred()
-    _deferred.clear()
+    DEFERRED.clear()

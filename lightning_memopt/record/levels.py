@@ -9,14 +9,13 @@ place, formulas for tangents, whose gradients differ in their last bits.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch.autograd import forward_ad
 
-from lightning_memopt.record.seams import Seams
+from lightning_memopt.record.seams import Listening, Seams
 from lightning_memopt.record.uncompiled import uncompiled
 from lightning_memopt.torch_private import functorch_level
 
@@ -75,6 +74,8 @@ _seams: Seams[_Listener] = Seams(
 )
 
 
-def around_dual_levels(begins: Told, ends: Told) -> contextlib.AbstractContextManager[None]:
-    """Call `begins` before this thread opens a level of forward-mode AD and `ends` after it has closed the outermost one."""
-    return _seams.listening(_Listener(begins, ends, threading.get_ident()))
+def around_dual_levels(begins: Told, ends: Told) -> Listening:
+    """While this listens, `begins` is called before this thread opens a level of forward-mode AD, and `ends` after it has
+    closed the outermost one.
+    """
+    return _seams, _Listener(begins, ends, threading.get_ident())

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from lightning_memopt.torch_private import TorchDispatchMode, current_modes, pop_mode, push_mode
+from lightning_memopt.torch_private import TorchDispatchMode, current_mode, current_modes, pop_mode, push_mode
 
 
 class Outside(TorchDispatchMode):
@@ -34,13 +34,16 @@ class Outside(TorchDispatchMode):
 
     def enter(self, beneath: bool = False) -> None:
         """Begin to see ops: before the modes that are on see them, or after these where `beneath`."""
-        on = current_modes()
-        _put_on([self, *on] if beneath else [*on, self])
+        if beneath:
+            _put_on([self, *current_modes()])
+        else:
+            push_mode(self)
 
     def leave(self) -> None:
         """Stop seeing ops. Modes that were entered since stay on. May be repeated."""
-        on = current_modes()
-        if self in on:
+        if current_mode() is self:
+            pop_mode()
+        elif self in (on := current_modes()):
             _put_on([mode for mode in on if mode is not self])
 
     @contextmanager

@@ -19,7 +19,7 @@ from lightning_memopt.record.modes import Outside
 from lightning_memopt.record.protocols import Observer, OpRecord, Owner
 from lightning_memopt.record.rules import Rule, blocking, rule_of_call, written_by
 from lightning_memopt.record.settings import numeric_flags
-from lightning_memopt.record.tape import OVERWRITTEN, UNKNOWN, UNSHARED, Call, Origin, StorageVersion, Tape, recount
+from lightning_memopt.record.tape import OUTSIDE, OVERWRITTEN, UNKNOWN, UNSHARED, Call, Origin, StorageVersion, Tape, recount
 from lightning_memopt.record.tensors import (
     PLAIN,
     conjugating,
@@ -84,7 +84,7 @@ class Recorder(Outside):
         if version.alive() is None:  # else ops may still read the old storage
             version.counter = value._version
 
-    def adopt(self, t: torch.Tensor, why: str = "made outside of the recorded forward") -> StorageVersion:
+    def adopt(self, t: torch.Tensor, why: str = OUTSIDE) -> StorageVersion:
         """The version that a tensor is on which no recorded op made: it is held, never dropped (R4)."""
         known = self.of_storage.get(storage_id(t))
         if known is not None:

@@ -85,8 +85,15 @@ class Seams(Generic[L]):
         """`listener` is one of the listeners from now on. Call `leave` even if this is interrupted."""
         with self._lock:
             self.listeners.append(listener)
-            if len(self.listeners) == 1:
-                self._install()
+            if len(self.listeners) > 1:
+                return
+            for owner, name, _, _, wrapper in self._installed:
+                if getattr(owner, name) is not wrapper:  # user code has replaced it meanwhile
+                    break
+            else:
+                if self._known is not None and len(self._installed) >= len(self._known):
+                    return
+            self._install()
 
     def leave(self, listener: L) -> None:
         """`listener` is none of the listeners any more. May be repeated."""
@@ -102,15 +109,9 @@ class Seams(Generic[L]):
                 self._restore()
 
     def _install(self) -> None:
-        """Install all wrappers, or those that user code has replaced meanwhile."""
+        """Install the wrappers that are not in their places."""
         if self._known is None:
             self._known = [place for place in self._places() if hasattr(place[0], place[1])]
-        for owner, name, _, _, wrapper in self._installed:
-            if getattr(owner, name) is not wrapper:
-                break
-        else:
-            if self._installed:
-                return
         installed = {id(wrapper) for *_, wrapper in self._installed}
         for owner, name, wrap in self._known:
             original = getattr(owner, name)
@@ -130,3 +131,7 @@ class Seams(Generic[L]):
                 elif name in vars(owner):
                     delattr(owner, name)
             self._installed.pop()
+
+
+Listening = tuple[Seams[Any], Any]
+"""(where, who): `listener` is to be one of the listeners of `seams`."""

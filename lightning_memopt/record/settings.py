@@ -6,10 +6,12 @@ setters are named in tests/cpu/record/test_settings.py, with the reason. That te
 
 from __future__ import annotations
 
+from operator import methodcaller
 from typing import Any
 
 import torch
 
+from lightning_memopt.record.uncompiled import uncompiled
 from lightning_memopt.torch_private import C
 
 _PRECISIONS = (
@@ -100,22 +102,26 @@ _set_deterministic = C._set_deterministic_algorithms
 _set_threads, _set_denormal = torch.set_num_threads, torch.set_flush_denormal
 
 
-def _matmul_precision() -> str | None:
-    try:
-        return _matmul()
-    except RuntimeError:  # the user set precisions per backend: no single word stands for them
-        return None
+_BACKENDS, _OPS = zip(*_PRECISIONS, strict=True)
+_answer = methodcaller("__call__")
 
 
+@uncompiled
 def numeric_flags() -> tuple[Any, ...]:
-    """The settings that change the bits an op returns (R6): rebuilds run under those of the forward."""
+    """The settings that change the bits an op returns (R6): rebuilds run under those of the forward. Asked before each rebuild,
+    so it calls torch and nothing else.
+    """
+    try:
+        matmul = _matmul()
+    except RuntimeError:  # the user set precisions per backend: no single word stands for them
+        matmul = None
     return (
-        (_matmul_precision(), *[_precision(backend, op) for backend, op in _PRECISIONS]),
+        (matmul, *map(_precision, _BACKENDS, _OPS)),
         (_deterministic(), _warn_only()),
         _threads(),
         _default_dtype(),
         _DENORMAL * 1.0 == 0.0,  # torch has no getter: ask the processor
-        tuple([get() for get in _GETTERS]),
+        tuple(map(_answer, _GETTERS)),
     )
 
 

@@ -23,6 +23,7 @@ UNKNOWN = -1
 """No count: the version counter has not been read yet."""
 UNSHARED = -2
 """No count: views of the storage count for themselves."""
+OUTSIDE = "made outside of the recorded forward"
 OVERWRITTEN = "overwritten in place by an op that does not run again"
 """Why a storage version cannot be rebuilt."""
 

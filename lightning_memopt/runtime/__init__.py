@@ -10,7 +10,7 @@ from lightning_memopt.runtime.engine import (
     Program,
     install_native,
     let_go,
-    seeing_ops,
+    see_ops,
     sized_by_data,
     step_ended,
     wake_hooks,
@@ -27,7 +27,7 @@ __all__ = [
     "install_native",
     "let_go",
     "step_ended",
-    "seeing_ops",
+    "see_ops",
     "wake_hooks",
     "sized_by_data",
 ]

@@ -39,6 +39,7 @@ _MORE_STEPS = 3
 """A first plan that comes so many steps later than `profile_steps` is not made together."""
 _FORWARD_SECONDS, _UPDATE_SECONDS, _PLAN_SECONDS = 20.0, 120.0, 600.0
 """A rank that lives but does not come to a meeting is waited for so long. Its loop may do other things first."""
+_NOTHING = contextlib.nullcontext()
 
 
 class Agreement:
@@ -80,15 +81,12 @@ class Agreement:
 
         return say_once if self._config.verbose else logs.silent
 
-    @contextlib.contextmanager
-    def first_forward(self) -> Iterator[None]:
+    def first_forward(self) -> contextlib.AbstractContextManager[None]:
         """Around the check of the resident bytes before a forward: the first time, all ranks hear of an InfeasibleError."""
         if self._begun:
-            yield
-            return
+            return _NOTHING
         self._begin()
-        with self._together("the first forward", _FORWARD_SECONDS):
-            yield
+        return self._together("the first forward", _FORWARD_SECONDS)
 
     def _begin(self) -> None:
         """The first forward begins. A model whose wrapper was not given shows now that it has one."""
@@ -99,8 +97,7 @@ class Agreement:
             self._open = True
             self._ranks.begin()
 
-    @contextlib.contextmanager
-    def update(self, plans: bool, early: Iterable[str] | None = None) -> Iterator[None]:
+    def update(self, plans: bool, early: Iterable[str] | None = None) -> contextlib.AbstractContextManager[None]:
         """Around the look ahead before an update. `plans`: this rank makes its first plan when this step is over, unless
         the step only shows which parameters can be updated early. `early`: their names; None where the step does not show it.
 
@@ -111,8 +108,7 @@ class Agreement:
         self._early, self.early = None if early is None else sorted(early), None
         if self._open and self._updates - self._last_again > self._config.profile_steps + _MORE_STEPS:
             self._settled()
-        with self._together(f"update {self._updates}", _UPDATE_SECONDS):
-            yield
+        return self._together(f"update {self._updates}", _UPDATE_SECONDS) if self._open else _NOTHING
 
     @contextlib.contextmanager
     def _together(self, about: str, seconds: float) -> Iterator[None]:

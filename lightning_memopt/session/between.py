@@ -27,7 +27,7 @@ class Between:
     """
 
     def __init__(self) -> None:
-        _all.add(self)
+        _all.add(weakref.ref(self, _all.discard))
         self.peak_nbytes = 0
         self._said_nbytes = 0
         self._last_nbytes = 0
@@ -43,8 +43,9 @@ class Between:
         """A forward of training begins. So it does for other runs of the process, which may be between their steps: the step of
         this one is measured as such. `foreign_nbytes`: bytes of this run that the counter does not see.
         """
-        for other in list(_all):
-            other.pauses(foreign_nbytes if other is self else 0)
+        for ref in tuple(_all):
+            if (other := ref()) is not None and other._window is not None:
+                other.pauses(foreign_nbytes if other is self else 0)
 
     def pauses(self, foreign_nbytes: int = 0) -> None:
         """What comes until the next step of this run is not measured."""
@@ -86,10 +87,11 @@ class Between:
             window.close()
 
 
-_all: weakref.WeakSet[Between] = weakref.WeakSet()
+_all: set[weakref.ref[Between]] = set()
 
 
 def spoil_between() -> None:
     """See `Between.spoil`, for all runs of the process."""
-    for between in list(_all):
-        between.spoil()
+    for ref in tuple(_all):
+        if (between := ref()) is not None:
+            between.spoil()

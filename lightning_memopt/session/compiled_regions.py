@@ -41,6 +41,7 @@ _DISCARDED = 10
 """So many steps in which code is compiled are not planned from; after them, a step that compiles each time is."""
 _REMEMBERED = 64
 """The most signatures whose regions are known."""
+_NOTHING = contextlib.nullcontext()
 _SHARDED = "its weights are sharded over several processes"
 
 
@@ -88,12 +89,15 @@ class CompiledRegions:
         """Whether they may be planned."""
         return self._enabled
 
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
+    def listening(self) -> contextlib.AbstractContextManager[None]:
         """Around a forward: regions that are compiled are read, and split by their plans."""
-        if not self.enabled:
-            yield
-            return
+        if self.enabled and compiles():
+            return self._listening()
+        self._begun = True  # nothing was compiled in this process
+        return _NOTHING
+
+    @contextlib.contextmanager
+    def _listening(self) -> Iterator[None]:
         if not self._begun and not in_compiled_code():  # what runs now cannot be compiled again now
             self._begun = True
             if self._was_compiled():

@@ -45,10 +45,13 @@ class Ends:
     def updated(self, optimizer: torch.optim.Optimizer) -> bool:
         """An optimizer that delimits steps has updated. Returns whether all of them have."""
         self.by_hand = False
-        self.turn = next((i for i, o in enumerate(self.optimizers) if o is optimizer), self.turn)
         self._updated.add(id(optimizer))
-        owners = self._owners or {id(o) for o in self.optimizers}
-        return all(id(o) in self._updated for o in self.optimizers if id(o) in owners)
+        over = True
+        for i, o in enumerate(self.optimizers):
+            if o is optimizer:
+                self.turn = i
+            over = over and (id(o) in self._updated or bool(self._owners and id(o) not in self._owners))
+        return over
 
     @property
     def awaited(self) -> bool:

@@ -29,9 +29,9 @@ class Moves:
         self._let_go = Counter[Signature]()
         self._skipped = self._wrong = False
 
-    def skip(self, call: Signature | None) -> bool:
+    def skip(self, call: Signature) -> bool:
         """Whether the call that begins is a move."""
-        if call is None or not self.know(call):
+        if not self.know(call):
             return False
         self._skipped = True
         return True

@@ -146,7 +146,8 @@ class Observation:
         self._contexts = contextlib.ExitStack()
         self._contexts.callback(in_place.close)
         self._contexts.enter_context(self.scopes.tracking(lambda: None if tracer.forward_over else len(tracer.ops)))
-        self._contexts.enter_context(watching_sizes(recorder.resizing, recorder.resized))
+        sizes, resized = watching_sizes(recorder.resizing, recorder.resized)
+        self._contexts.enter_context(sizes.listening(resized))
         recorder.enter_in(self._contexts, beneath=True)
         self._contexts.enter_context(around_compiled(lambda: observed_code(recorder, tracer, engine)))
         if units:
@@ -156,7 +157,8 @@ class Observation:
             watched.begins(units)
             self._contexts.enter_context(around_units(watched))
         self._contexts.callback(self._level_ends)
-        self._contexts.enter_context(around_dual_levels(self._level_begins, self._level_ends))
+        levels, told = around_dual_levels(self._level_begins, self._level_ends)
+        self._contexts.enter_context(levels.listening(told))
         return Recording(engine, recorder, own_mode=False)
 
     def _level_begins(self) -> None:

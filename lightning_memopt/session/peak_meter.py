@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
+import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from lightning_memopt.device.backends import backend_of
-from lightning_memopt.native import counter, counter_of
+from lightning_memopt.native import Window, counter, counter_of
 from lightning_memopt.ranks import buckets_nbytes
 from lightning_memopt.session.between import Between, spoil_between
 from lightning_memopt.session.observation import Observation
@@ -23,7 +24,7 @@ from lightning_memopt.trace import AllocatorEvents, metered_cpu
 
 def in_compiled_code() -> bool:
     """Whether a function of torch.compile is running. When it ends, dynamo restores the dispatch keys from its begin."""
-    frame = inspect.currentframe()
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
         if (frame.f_code.co_name, frame.f_globals.get("__name__")) == COMPILED_FRAME:
             return True
@@ -57,16 +58,18 @@ class StepMeter:
         self,
         device: torch.device,
         resident_nbytes: int,
-        gradients: Iterable[torch.Tensor] = (),
+        gradients: Sequence[torch.Tensor] = (),
         foreign_nbytes: int = 0,
     ) -> None:
         self.device = device
         self.resident_nbytes = resident_nbytes
         self.base_nbytes: int | None = None
         self._foreign_nbytes = foreign_nbytes
-        self._gradients = [(weakref.ref(s), s.nbytes()) for s in (g.untyped_storage() for g in gradients)]
-        self._stack = contextlib.ExitStack()
+        storages = [g.untyped_storage() for g in gradients] if gradients else ()
+        self._gradients = [(weakref.ref(s), s.nbytes()) for s in storages] if storages else []
+        self._metered: contextlib.AbstractContextManager[AllocatorEvents] | None = None
         self._events: AllocatorEvents | None = None
+        self._window: Window | None = None
         self._backend = backend_of(device)
         if self._backend.keeps_statistics:
             self._backend.synchronize()
@@ -74,19 +77,26 @@ class StepMeter:
             self._backend.reset_peaks()
             return
         counts = counter()
-        if counts is not None:
-            self.base_nbytes = counts.live_nbytes + foreign_nbytes
-        self._events = self._stack.enter_context(metered_cpu())
+        self._window = None if counts is None else counts.window()
+        if self._window is not None:
+            self.base_nbytes = self._window.peak_nbytes + foreign_nbytes
+        else:
+            self._metered = metered_cpu()
+            self._events = self._metered.__enter__()
 
     def close(self) -> int | None:
         """The peak in bytes; None where another profiler was running."""
-        self._stack.close()
+        window, self._window = self._window, None
+        if window is not None:
+            peak_nbytes = window.peak_nbytes + self._foreign_nbytes
+            window.close()
+            return None if counter() is None else peak_nbytes
+        if self._metered is not None:
+            self._metered.__exit__(None, None, None)
         if self._backend.keeps_statistics:
             return self._backend.peak_nbytes()
         if self._events is None or not self._events.available:
             return None
-        if not self._events.profiled:
-            return None if self.base_nbytes is None else self.base_nbytes + self._events.peak_nbytes
         freed = sum(nbytes for gradient, nbytes in self._gradients if gradient() is None)
         return self.resident_nbytes - freed + self._events.peak_nbytes
 

@@ -8,6 +8,8 @@ with many shapes makes no more than a fixed number of plans and borrowers, and o
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Plan
@@ -57,8 +59,8 @@ class PlanCache(dict[Signature, State]):
         return not self and self.forwards > 0
 
     @property
-    def in_force(self) -> list[Plan]:
-        return [state.plan for state in self.values() if isinstance(state, Running)]
+    def in_force(self) -> Iterator[Plan]:
+        return (state.plan for state in self.values() if isinstance(state, Running))
 
     @property
     def measured_nbytes(self) -> int | None:

@@ -6,6 +6,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -16,20 +17,23 @@ from torch.utils.checkpoint import checkpoint
 from lightning_memopt.graph import COMPILED
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.record import (
+    Listening,
     Recorder,
     around_calls,
-    around_compiled,
     around_dual_levels,
     in_dual_level,
     in_transform,
     is_plain,
     storage_id,
+    told_of_compiled,
     uncompiled,
+    undo,
     watching,
     watching_sizes,
 )
 from lightning_memopt.record.gathered import around_units, unseen_by
-from lightning_memopt.runtime import Engine, PlannedEngine, seeing_ops, wake_hooks
+from lightning_memopt.record.undoing import Calls
+from lightning_memopt.runtime import Engine, PlannedEngine, see_ops, wake_hooks
 from lightning_memopt.runtime.engine.holding import Version
 from lightning_memopt.runtime.engine.matching import Matcher
 from lightning_memopt.session.gathering import Hidden
@@ -72,8 +76,8 @@ class Recording:
     def __init__(self, engine: Engine, recorder: Recorder, own_mode: bool) -> None:
         self.engine = engine
         self.recorder = recorder
-        self._stack = contextlib.ExitStack()
-        self._saving = contextlib.ExitStack()
+        self._watching: Calls = []
+        self._saving: Calls = []
         self._pack, unpack = hooks_of(engine)
         self._hooks = SavedTensorHooks(self._pack, unpack)
         self._own_mode = own_mode
@@ -129,16 +133,27 @@ class Recording:
         return self
 
     def _watch(self) -> None:
-        self._stack.enter_context(watching(self.recorder.expose, self.recorder.settings_changed, self._pack))
-        if self._own_mode:  # else the observation has entered this until the end of the step
-            self._stack.enter_context(watching_sizes(self.recorder.resizing, self.recorder.resized))
-        self._stack.enter_context(around_dual_levels(self._level_begins, self._level_ends))
+        recorder = self.recorder
+        forward = watching(recorder.expose, recorder.settings_changed, self._pack)
+        levels = around_dual_levels(self._level_begins, self._level_ends)
+        # else the observation listens to sizes until the end of the step
+        sizes = (watching_sizes(recorder.resizing, recorder.resized),) if self._own_mode else ()
+        self._listen(forward, *sizes, levels)
+
+    def _listen(self, *all: Listening) -> None:
+        for seams, listener in all:
+            self._watching.append(partial(seams.leave, listener))
+            seams.enter(listener)
+
+    def _enter(self, context: contextlib.AbstractContextManager[None]) -> None:
+        context.__enter__()
+        self._watching.append(partial(context.__exit__, None, None, None))
 
     def _level_begins(self) -> None:
         """A level of forward-mode AD begins: its ops run unrecorded (record/levels.py)."""
         if self._may_leave():
             self._aside = True
-            self._saving.close()
+            undo(self._saving)
 
     def _level_ends(self) -> None:
         if self._aside:
@@ -152,31 +167,26 @@ class Recording:
         return self._hooks.innermost
 
     def _begin(self) -> None:
-        for _ in range(2):  # the second callback does nothing, unless the first was interrupted
-            self._saving.callback(self._unhook)
+        self._saving.append(self._unhook)
         self._hooks.enter()
         if self._own_mode:
-            self.recorder.enter_in(self._saving, self.beneath)
+            self._saving.append(self.recorder.leave)
+            self.recorder.enter(self.beneath)
 
     def _unhook(self) -> None:
         wake_hooks()
         self._hooks.leave()
 
     def __exit__(self, *_: Any) -> None:
-        with contextlib.ExitStack() as last:
-            last.callback(self.thread_ended)
-            last.callback(self._saving.close)
-            self._aside = False
+        self._aside = False
+        undo([self.thread_ended, partial(undo, self._saving)])
 
     def thread_ended(self) -> None:
         """Leave what is left of the contexts where the thread of the forward has ended: hooks and modes ended with it."""
-        with contextlib.ExitStack() as last:  # every callback runs, even if an interrupt stops another one
-            if self._own_mode:
-                last.callback(self.recorder.forget)
-            last.callback(setattr, self.recorder, "capturing", False)
-            last.callback(self.engine.end_forward)  # the engine outlives the forward, the recorder must not
-            last.callback(self._pack.free)
-            last.callback(self._stack.close)
+        recorder = self.recorder
+        calls: Calls = [recorder.forget] if self._own_mode else []
+        calls += [partial(setattr, recorder, "capturing", False), self.engine.end_forward]  # the engine outlives the recorder
+        undo([*calls, self._pack.free, partial(undo, self._watching)])
 
 
 class PlannedRecording(Recording):
@@ -206,11 +216,11 @@ class PlannedRecording(Recording):
     def _watch(self) -> None:
         if self._spans:
             quiet = [module for weak, _ in self._spans.values() if (module := weak()) is not None]
-            self._stack.enter_context(around_calls(quiet, self._module_begins, self._module_ends))
+            self._enter(around_calls(quiet, self._module_begins, self._module_ends))
         if self.engine.program.graph.windowed:
-            self._stack.enter_context(around_units(Hidden(self.recorder)))
-        self._stack.enter_context(around_compiled(self._compiled))
-        self._stack.enter_context(seeing_ops())
+            self._enter(around_units(Hidden(self.recorder)))
+        self._listen(*told_of_compiled(self._compiled))
+        see_ops(self._watching)
         super()._watch()
 
     @contextlib.contextmanager
@@ -231,7 +241,7 @@ class PlannedRecording(Recording):
             if self.engine.cursor.past_fence:
                 self.engine.parking.pass_fences()
             self._outside, self._depth = module, 0
-            self._saving.close()
+            undo(self._saving)
             self._left = _around()
 
     def _first_op(self, module: nn.Module) -> int | None:
@@ -276,8 +286,8 @@ def others_hooks() -> bool:
     """Whether other saved-tensor hooks are on that a recording would replace. A checkpoint among them runs the forward twice,
     and everything that it writes is written twice. `save_on_cpu` does not count: it only moves tensors.
     """
-    pack, native = innermost_pack(), loaded()
-    if pack is None or type(pack) is _Pack or (native is not None and type(pack) is native.Pack):
+    pack = innermost_pack()
+    if pack is None or type(pack) is _Pack or ((native := loaded()) is not None and type(pack) is native.Pack):
         return False
     return not getattr(pack, "__qualname__", "").startswith("save_on_cpu.")
 

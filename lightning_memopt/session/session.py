@@ -103,7 +103,7 @@ class Session:
             return
         entry = Entry(entered, self._ends.turn) if entered else None
         call = signature_of(entry, (), batch) if entry else None
-        if not goes_on and self.rounds.moves.skip(call):
+        if call is not None and not goes_on and self.rounds.moves.skip(call):
             if was_open:  # a forward of moves alone
                 self._observed_step.abandon()
             yield
@@ -166,7 +166,7 @@ class Session:
 
     def _look_ahead(self, observation: Observation | None) -> None:
         state, early, savable = self._current, self._early, self._compiled.savable_nbytes
-        others = [] if self._attachment is None else self._attachment.others()
+        others = [] if self._attachment is None or observation is None else self._attachment.others()
         try:
             names, refusal = early.shown(observation) if early is not None and isinstance(state, Observing) else (None, None)
             shown = names if isinstance(state, Observing) and not state.early_known else None
@@ -318,7 +318,8 @@ class Session:
             self.pool.evaluates(within_step=self._step.began)
 
     def _begin_round(self, batch: Any, part: int | Entry) -> Recording | None:
-        self._settle()
+        if isinstance(part, int) and part:  # else `round` has just done so
+            self._settle()
         if rebuild_buckets(self.model) and self._early is not None and self.plan is not None:
             self.say("MemOpt: DistributedDataParallel has made its buckets anew; observing again")
             self._plan_cache.clear()

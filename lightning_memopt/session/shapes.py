@@ -34,10 +34,13 @@ def signature_of(part: int | Entry, trained: tuple[bool, ...], batch: Any) -> Si
     need another plan. Then, for each tensor or list of samples in the batch, the shape, dtype and device of every tensor in it,
     and whether its gradient is asked for (by a penalty on gradients, in some steps).
     """
-    leaves = leaves_of(batch, is_leaf=_is_samples)
-    groups = ([leaf] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves if not isinstance(leaf, str | bytes))
-    tensors = ([t for t in group if isinstance(t, torch.Tensor)] if type(group) is list else [] for group in groups)
-    return (part, trained, *(tuple(map(_kind, group)) for group in tensors if group))
+    groups: list[tuple[Any, ...]] = []
+    for leaf in leaves_of(batch, is_leaf=_is_samples):
+        if isinstance(leaf, torch.Tensor):
+            groups.append((_kind(leaf),))
+        elif type(leaf) is list and leaf:
+            groups.append(tuple(map(_kind, leaf)))
+    return part, trained, *groups
 
 
 def _kind(t: torch.Tensor) -> tuple[Any, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections import Counter
+from typing import cast
 
 import torch
 from torch import nn
@@ -77,8 +78,8 @@ def trains(model: nn.Module) -> bool:
     """Whether the model is in training mode. That of its DistributedDataParallel says nothing: loops call `eval` and `train` of
     the one or of the other.
     """
-    while isinstance(model, DistributedDataParallel):
-        model = model.module
+    while DistributedDataParallel in type(model).__mro__:  # not `isinstance`, which its base class makes slow
+        model = cast(DistributedDataParallel, model).module
     return model.training
 
 

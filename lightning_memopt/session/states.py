@@ -25,7 +25,7 @@ from collections.abc import Callable
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.errors import MemOptError, PlanMismatchError
-from lightning_memopt.graph import Graph, resident_nbytes, unmodified_levels
+from lightning_memopt.graph import Graph, unmodified_levels
 from lightning_memopt.plan import Plan
 from lightning_memopt.runtime import Learned, PlannedEngine, Program
 from lightning_memopt.runtime.engine.cursor import PlanDeviation
@@ -147,13 +147,15 @@ class Running:
         """
         if times_larger <= 1.0:
             return True
-        resident = resident_nbytes(self.program.graph)
+        resident = self.program.resident_nbytes
         return resident + times_larger**2 * (self.plan.predicted.needed_nbytes - resident) <= self.plan.budget_nbytes
 
     @property
     def overtaken(self) -> frozenset[int]:
         """Ops that the plan runs again although a step changed their inputs too early: the backward of that step raised."""
-        changed = {t for deviation in self.deviations for t in deviation.changed}
+        changed = set[int]()
+        for deviation in self.deviations:
+            changed |= deviation.changed
         if not changed:  # each step asks
             return frozenset()
         return frozenset(op.id for op in self.program.graph.forward if not changed.isdisjoint(op.inputs))
@@ -191,7 +193,8 @@ class Running:
         if deviation.excess_nbytes > self.excess_nbytes and self.lender is None:
             self._measure_next()
         self.excess_nbytes = max(self.excess_nbytes, deviation.excess_nbytes)
-        missing = any(t in graph.saves_of for op in graph.forward[at:] if op.recomputable for t in op.outputs)
+        left = graph.forward[at:]
+        missing = bool(left) and any(t in graph.saves_of for op in left if op.recomputable for t in op.outputs)
         if not missing and not deviation.unplanned_nbytes:
             self.matched = True
             self.deviated_in_a_row = 0
@@ -236,8 +239,9 @@ class Running:
         self.steps += 1
         if self.overtaken:
             return self.observed_again()
-        if any(deviation.out_of_order for deviation in self.deviations):
-            self._measure_next()
+        for deviation in self.deviations:
+            if deviation.out_of_order:
+                self._measure_next()
         self.deviations.clear()
         if self.outgrown.step_ended() and not self.deviated:
             say(f"MemOpt: a step that takes more than predicted is due; observing it ({self.again + 1} of {_AGAIN})")
@@ -285,7 +289,7 @@ class Running:
             return self  # it verified; the next step says what the plan takes
         self.measured_nbytes = max(peak_nbytes, self.measured_nbytes or 0)
         predicted = self.plan.predicted.needed_nbytes
-        grown = 0 if base_nbytes is None else max(0, base_nbytes - resident_nbytes(self.program.graph))
+        grown = 0 if base_nbytes is None else max(0, base_nbytes - self.program.resident_nbytes)
         grown = min(grown, max(0, peak_nbytes - predicted))  # the rest is freed before the peak: a graph of the step before
         slight = max(_SLIGHT_NBYTES, int(_SLIGHT * self.plan.budget_nbytes)) if budget_nbytes is None else 0
         more = peak_nbytes - grown - predicted > _SLIGHT * predicted

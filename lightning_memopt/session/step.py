@@ -30,6 +30,8 @@ class Step:
         """The state whose plan has the largest predicted peak: the measured peak of the step is compared with it. Of a batch
         that borrows a plan and the one that the plan was made for, it is the latter.
         """
+        if len(self.plans) == 1:
+            return self.plans[0]
         return max(self.plans, key=lambda state: (state.plan.predicted_peak_nbytes, state.lender is None), default=None)
 
     def outcome(self, observed: bool) -> tuple[StepKind, int | None]:

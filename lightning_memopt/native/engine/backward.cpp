@@ -1,11 +1,16 @@
 #include "backward.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/profiler/api.h>
+#include <torch/csrc/utils/disable_torch_function.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 
 #include "guards.h"
+#include "hooks.h"
 #include "objects.h"
 #include "prepared.h"
 #include "rerun.h"
@@ -129,6 +134,44 @@ bool runs_again(const Backward& backward, const Actions::Step& step) {
   return true;
 }
 
+// While it lives, this thread has the engine's lock, which is Python's.
+class Lock {
+ public:
+  explicit Lock(py::handle engine) : lock_(engine.attr("lock")) { lock_.attr("acquire")(); }
+  ~Lock() {
+    PyObject* const done = PyObject_CallMethod(lock_.ptr(), "release", nullptr);
+    if (done == nullptr) PyErr_WriteUnraisable(lock_.ptr());
+    Py_XDECREF(done);
+  }
+  Lock(const Lock&) = delete;
+  Lock& operator=(const Lock&) = delete;
+
+ private:
+  py::object lock_;
+};
+
+// `below_autograd` in record/below.py, outside of functorch.
+struct BelowAutograd {
+  torch::DisableTorchDispatch no_modes;
+  at::AutoDispatchBelowAutograd no_history;
+  c10::impl::ExcludeDispatchKeyGuard above{c10::DispatchKeySet(
+      {c10::DispatchKey::AutocastCPU, c10::DispatchKey::AutocastCUDA, c10::DispatchKey::VmapMode})};
+  c10::AutoGradMode grad{c10::GradMode::is_enabled()};  // calls run under their own mode; then this one is put back
+};
+
+// `perform_natively` of the engine, where its contexts have nothing to do but to go below autograd.
+void perform_below(const Backward& backward, py::handle engine, int64_t segment) {
+  const py::object flags = py::handle(constants.numeric_flags)();
+  const py::object then = engine.attr("tape").attr("flags");
+  const bool same = then.equal(flags);
+  if (!same || is_in_transform() || torch::autograd::profiler::profilerEnabled()) {
+    engine.attr("perform_natively")(segment);
+    return;
+  }
+  const BelowAutograd below;
+  perform(backward, engine, segment);
+}
+
 }  // namespace
 
 std::unique_ptr<Actions> actions_of(py::handle events, py::handle segments, py::handle last_fetch) {
@@ -150,6 +193,25 @@ std::unique_ptr<Actions> actions_of(py::handle events, py::handle segments, py::
   return made;
 }
 
+py::object unpacked(py::handle engine, py::handle handle) {
+  static PyObject* const name = PyUnicode_InternFromString("_backward");
+  const auto owner = py::reinterpret_steal<py::object>(PyObject_GetAttr(engine.ptr(), name));
+  if (!owner) throw py::error_already_set();
+  if (owner.is_none()) return py::none();
+  const Lock lock(engine);
+  if (PyList_GET_SIZE(constants.deferred) > 0) return py::none();
+  const auto* const backward = static_cast<Backward*>(PyCapsule_GetPointer(owner.ptr(), nullptr));
+  if (backward == nullptr) throw py::error_already_set();
+  try {
+    return request(*backward, engine, handle);
+  } catch (py::error_already_set& error) {
+    if (!error.matches(constants.start_changed)) throw;
+    const py::object named = engine.attr("start_changed")(error.value().attr("version"));
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(named.ptr())), named.ptr());
+    throw py::error_already_set();
+  }
+}
+
 py::object request(const Backward& backward, py::handle engine, py::handle handle) {
   PyObject* const h = handle.ptr();
   if (!is_as_planned(backward)) return py::none();
@@ -159,7 +221,7 @@ py::object request(const Backward& backward, py::handle engine, py::handle handl
   PyObject* const cursor = backward.cursor.ptr();
   if (event->segment >= 0 && backward.actions.segments[event->segment].point > number(cursor_slots.point, cursor)) {
     set_number(cursor_slots.point, cursor, backward.actions.segments[event->segment].point);
-    engine.attr("perform_natively")(event->segment);
+    perform_below(backward, engine, event->segment);
   }
   set_number(handle_slots.times, h, times + 1);
   py::object value = in_memory(backward, h);
@@ -178,6 +240,53 @@ bool released(const Backward& backward, py::handle engine, py::handle handle) {
   free(backward, engine, *event);
   if (number(holding_slots.handles, holding) == 0) let_go(backward, engine, version, "let_go");
   return true;
+}
+
+namespace {
+
+destructor python_destructor = nullptr;  // `Handle.__del__`
+
+// Tells the engine of a release (`Handle.__del__`).
+void tell(PyObject* handle, const py::object& engine, const Backward& backward) {
+  PyObject* const holding = version_slots.holding.get(handle_slots.version.get(handle));
+  handle_slots.engine.set(handle, Py_NewRef(Py_None));
+  set_number(holding_slots.handles, holding, number(holding_slots.handles, holding) - 1);
+  const Lock lock(engine);
+  if (!released(backward, engine, handle)) engine.attr("released")(py::handle(handle));
+}
+
+void finalize(PyObject* handle) {
+  static PyObject* const name = PyUnicode_InternFromString("_backward");
+  PyObject* const owner = handle_slots.engine.get(handle);
+  if (owner == nullptr || owner == Py_None) return;
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);
+  const auto engine = py::reinterpret_borrow<py::object>(owner);
+  const auto capsule = py::reinterpret_steal<py::object>(PyObject_GetAttr(owner, name));
+  const auto* const backward = capsule && PyCapsule_CheckExact(capsule.ptr())
+      ? static_cast<Backward*>(PyCapsule_GetPointer(capsule.ptr(), nullptr))
+      : nullptr;
+  PyErr_Clear();
+  if (backward == nullptr) {
+    python_destructor(handle);
+  } else {
+    try {
+      tell(handle, engine, *backward);
+    } catch (py::error_already_set& error) {  // an interrupt: Python's destructor is named, see record/interrupts.py
+      error.restore();
+      PyErr_WriteUnraisable(py::handle(handle_slots.type).attr("__del__").ptr());
+    }
+  }
+  PyErr_Restore(type, value, trace);
+}
+
+}  // namespace
+
+void adopt_destructor() {
+  auto* const type = reinterpret_cast<PyTypeObject*>(handle_slots.type);
+  if (type->tp_finalize == &finalize) return;
+  python_destructor = type->tp_finalize;
+  type->tp_finalize = &finalize;
 }
 
 void perform(const Backward& backward, py::handle engine, size_t segment) {

@@ -43,10 +43,14 @@ struct Backward {
   pybind11::object active, cursor, turns, guard, due, ran;
 };
 
-// The tensor that autograd asks for with a handle. None if Python must answer; then nothing has been done.
+// `Engine.unpacked`, of any engine. None if Python must answer; then nothing has been done.
+pybind11::object unpacked(pybind11::handle engine, pybind11::handle handle);
+// The tensor that autograd asks for with a handle. The thread has the engine's lock. None if Python must answer; then nothing has been done.
 pybind11::object request(const Backward& backward, pybind11::handle engine, pybind11::handle handle);
 // A node let go of a handle. Returns false if Python must be told; then nothing has been done.
 bool released(const Backward& backward, pybind11::handle engine, pybind11::handle handle);
+// Handles are destroyed here from now on, where their engine is in a backward that is native. After `know`.
+void adopt_destructor();
 // Runs the steps of a segment. Call it below autograd.
 void perform(const Backward& backward, pybind11::handle engine, size_t segment);
 

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "backward.h"
 #include "objects.h"
 #include "packing.h"
 
@@ -41,9 +42,6 @@ void make_immortal(PyObject* object) {
   constexpr Py_ssize_t kMany = Py_ssize_t{1} << 29;
   if (Py_REFCNT(object) < kMany / 2) Py_SET_REFCNT(object, kMany);
 }
-
-// Whether a transform of `torch.func` is under way (record/levels.py).
-bool is_in_transform() { return !at::functorch::getDynamicLayerStack().empty(); }
 
 // The object of a weak reference; none if it is gone, or there is no reference.
 py::object referent(PyObject* reference) {
@@ -102,6 +100,8 @@ bool add_hooks(PyObject* module) {
   make_immortal(unpack_function);
   return true;
 }
+
+bool is_in_transform() { return !at::functorch::getDynamicLayerStack().empty(); }
 
 bool is_hook(PyObject* object) { return object == unpack_function || Py_TYPE(object) == pack_type; }
 
@@ -163,8 +163,9 @@ PyObject* unpack(PyObject*, PyObject* packed) {
     return unchanged ? Py_NewRef(value) : object.attr("get")().release().ptr();
   }
   if (Py_TYPE(packed) != reinterpret_cast<PyTypeObject*>(handle_slots.type)) return object.attr("get")().release().ptr();
-  const py::handle engine(handle_slots.engine.get(packed));
-  return engine.attr("unpacked")(object).release().ptr();
+  const auto engine = py::reinterpret_borrow<py::object>(handle_slots.engine.get(packed));
+  py::object value = unpacked(engine, object);
+  return (value.is_none() ? engine.attr("unpacked")(object) : value).release().ptr();
   END_HANDLE_TH_ERRORS
 }
 

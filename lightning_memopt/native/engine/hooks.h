@@ -27,6 +27,9 @@ void end_resting(PyObject* forward);
 // wake(): for Python, where it enters or leaves hooks.
 PyObject* wake(PyObject*, PyObject*);
 
+// Whether a transform of `torch.func` is under way (record/levels.py).
+bool is_in_transform();
+
 // unpack(packed): the unpack hook (`Engine.unpack`).
 PyObject* unpack(PyObject*, PyObject* packed);
 

@@ -2,7 +2,9 @@
 
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
+#include <torch/csrc/Device.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/utils/torch_dispatch_mode.h>
 
@@ -119,12 +121,38 @@ class Comparison {
     return true;
   }
 
+  // `Matcher.adopts`, of a tensor that is like the one of an earlier step; none if Python must adopt it.
+  py::object adopted(const at::Tensor& t, PyObject* tensor) {
+    PyObject* const known = PyDict_GetItemWithError(forward_.familiar.ptr(), tensor);
+    if (known == nullptr || has(forward_.versions.ptr(), tensor)) return py::none();
+    const bool same_bytes = PyLong_AsSize_t(PyTuple_GET_ITEM(known, 0)) == t.storage().nbytes();
+    if (!same_bytes || reinterpret_cast<THPDevice*>(PyTuple_GET_ITEM(known, 1))->device != t.device()) return py::none();
+    const py::object objects[] = {wrapped(t), wrapped(t.is_view() ? at::Tensor(t._base()) : t)};
+    bool is_parameter = false, is_plainly_none = t.storage().resizable();  // else it may be another library's memory
+    for (const py::object& object : objects) {
+      is_parameter = is_parameter || Py_TYPE(object.ptr()) == reinterpret_cast<PyTypeObject*>(ParameterClass);
+      is_plainly_none = is_plainly_none && Py_TYPE(object.ptr()) == reinterpret_cast<PyTypeObject*>(THPVariableClass) &&
+          !py::hasattr(object, "_is_param");
+    }
+    if (!is_parameter && !is_plainly_none) return py::none();
+    const py::handle matcher(matcher_);
+    const py::int_ id = matcher.attr("next_id");
+    matcher.attr("next_id") = py::int_(id.cast<int64_t>() + 1);
+    const py::object version = version_of(t, {tensor, 0, py::none(), constants.external, constants.outside, true}, forward_.weak);
+    version_slots.id.set(version.ptr(), Py_NewRef(id.ptr()));
+    version_slots.parameter.set(version.ptr(), Py_NewRef(is_parameter ? Py_True : Py_False));
+    add(forward_, version);
+    PyDict_SetItem(forward_.versions.ptr(), tensor, version.ptr());
+    return version;
+  }
+
   bool input(const Window& window, const at::Tensor& t) {
     if (!is_ordinary(t) || t.is_conj() || t.is_neg() || !window.is_all_of(t)) return false;
     py::object version = py::reinterpret_borrow<py::object>(at_address(forward_, t));
     if (!version) {
       if (!is_plain(t)) return false;
-      version = call_method(matcher_, "adopts", wrapped(t), py::handle(window.version));
+      version = adopted(t, window.version);
+      if (version.is_none()) version = call_method(matcher_, "adopts", wrapped(t), py::handle(window.version));
     } else if (!is_current(version.ptr(), t)) {
       return false;
     }

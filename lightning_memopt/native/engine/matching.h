@@ -42,6 +42,7 @@ struct Forward {
   pybind11::dict beneath;  // versions that changed unseen
   pybind11::list unread;   // versions whose counters are to be read
   pybind11::object cursor, holds, unsaved, active, sized_by_data;
+  pybind11::dict familiar;  // tensor of the plan that comes from outside -> (bytes, device) that fitted it before
   pybind11::bytes saving;  // for each position of the cursor: 0 if the hooks may rest there
 };
 

@@ -33,6 +33,7 @@ PyObject* know_objects(PyObject*, PyObject* args) {
   Py_INCREF(in_order);
   Py_INCREF(current_stream);
   if (!know(objects)) return nullptr;
+  adopt_destructor();
   Py_RETURN_NONE;
 }
 
@@ -65,14 +66,14 @@ PyObject* make_template(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// forward(of_storage, versions, weak, beneath, unread, cursor, holds, unsaved, active, sized_by_data, saving): an object for the
-// slot `native` of a matcher.
+// forward(of_storage, versions, weak, beneath, unread, cursor, holds, unsaved, active, sized_by_data, familiar, saving): an object
+// for the slot `native` of a matcher.
 PyObject* make_forward(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   const auto all = pybind11::reinterpret_borrow<pybind11::tuple>(args);
-  if (all.size() != 11) return PyErr_Format(PyExc_TypeError, "forward takes 11 arguments, got %zd", all.size());
+  if (all.size() != 12) return PyErr_Format(PyExc_TypeError, "forward takes 12 arguments, got %zd", all.size());
   return capsule(std::unique_ptr<Forward>(
-      new Forward{all[0], all[1], all[2], all[3], all[4], all[5], all[6], all[7], all[8], all[9], all[10]}));
+      new Forward{all[0], all[1], all[2], all[3], all[4], all[5], all[6], all[7], all[8], all[9], all[10], all[11]}));
   END_HANDLE_TH_ERRORS
 }
 

@@ -106,8 +106,9 @@ bool know(PyObject* objects) {
       take(objects, "RECORDED", &constants.recorded) && take(objects, "EMPTY", &constants.empty) &&
       take(objects, "EXTERNAL", &constants.external) && take(objects, "NO_CLAIM", &constants.no_claim) &&
       take(objects, "POSSIBLE_CLAIM", &constants.possible_claim) && take(objects, "PINNED_CLAIM", &constants.pinned_claim) &&
-      take(objects, "OVERWRITTEN", &constants.overwritten) && take(objects, "UNKNOWN", &unknown) &&
-      take(objects, "UNSHARED", &unshared);
+      take(objects, "OVERWRITTEN", &constants.overwritten) && take(objects, "OUTSIDE", &constants.outside) && take(objects, "UNKNOWN", &unknown) &&
+      take(objects, "UNSHARED", &unshared) && take(objects, "DEFERRED", &constants.deferred) &&
+      take(objects, "numeric_flags", &constants.numeric_flags) && take(objects, "StartChangedError", &constants.start_changed);
   if (complete) {
     constants.unknown = PyLong_AsLongLong(unknown);
     constants.unshared = PyLong_AsLongLong(unshared);

@@ -78,7 +78,10 @@ struct TurnsSlots {
 struct Constants {
   PyObject *recorded, *empty, *external;  // of `Origin`
   PyObject *no_claim, *possible_claim, *pinned_claim;  // of `Claim`
-  PyObject* overwritten;  // why a version has no call
+  PyObject *overwritten, *outside;  // why a version has no call
+  PyObject* deferred;     // exceptions that are to be raised at the next request (record/interrupts.py)
+  PyObject* numeric_flags;  // the function (record/settings.py)
+  PyObject* start_changed;  // the class `StartChangedError`
   int64_t unknown, unshared;              // counters
 };
 

@@ -19,7 +19,7 @@ from lightning_memopt.record import OpRecord, Recorder, Tape, View, in_transform
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.interrupts import raise_deferred
 from lightning_memopt.runtime.engine.handles import Handle, Kept, version_guard
-from lightning_memopt.runtime.engine.holding import Holding, Holdings, Version, in_order
+from lightning_memopt.runtime.engine.holding import Holding, Holdings, Version, in_order, settle
 from lightning_memopt.runtime.engine.naming import Names, modified, of_saved, of_start
 from lightning_memopt.runtime.engine.rebuild import StartChangedError, rebuild
 from lightning_memopt.torch_private import no_dispatch_modes
@@ -46,6 +46,8 @@ class Engine:
         self.lock = threading.RLock()
         self.saves = 0
         self.rebuilt_ops: list[int] = []
+        self._backward: object = None
+        """What the native engine works with in backward; None in the forward, and where Python does all of it."""
 
     @property
     def names(self) -> Names | None:
@@ -67,9 +69,7 @@ class Engine:
         if self.recorder is None:
             return
         self.recorder = None
-        for version in self.tape.versions.values():
-            if version.holding.value is not None:
-                version.holding.settle(version.counter)
+        settle(self.tape.versions.values())
 
     def recorded(self, record: OpRecord) -> None:
         """An op ran (see `record.Owner`)."""
@@ -173,6 +173,7 @@ class Engine:
         """The name, in messages, of the tensor of a handle."""
         return of_saved(handle.counted(), list(handle.view.size), handle.version, handle.save, self.names)
 
+    @uncompiled
     def start_changed(self, version: Version) -> ModifiedError:
         """The error where a rebuild would start from a version that was changed after the forward."""
         return of_start(version, self.names)

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -130,11 +130,6 @@ class Holding:
         """Forget the parked copy."""
         self.parked = None
 
-    def settle(self, counter: int) -> None:
-        """The forward is over. `counter`: the version's counter, negative where it is not known."""
-        if self.value is not None and self.expected == UNKNOWN:  # else a backward within the forward fetched or rebuilt it
-            self.expected = self.value._version if counter < 0 else counter
-
     def inherit_claim(self, earlier: Holding) -> None:
         """This is what is held of a later version of the same memory than `earlier`."""
         if earlier.handles or earlier.claim is not Claim.NONE:
@@ -171,6 +166,14 @@ class Holding:
 
 
 Version: TypeAlias = StorageVersion[Holding]
+
+
+def settle(versions: Iterable[Version]) -> None:
+    """The forward of these versions is over."""
+    for version in versions:
+        holding: Holding = version.holding
+        if holding.value is not None and holding.expected == UNKNOWN:  # else a backward within the forward rebuilt it
+            holding.expected = holding.value._version if version.counter < 0 else version.counter
 
 
 def rebuildable(version: Version) -> bool:

@@ -49,6 +49,8 @@ class Learned:
         of a larger batch.
     device: the training device, with its number once the session has said it.
     templates: the templates of the ops of these forwards.
+    familiar: tensor of the plan that is made before the forward -> (bytes, device) of the last one that was matched to it, and
+        that needed no more than that.
     actions: the native engine's form of what the plan does in backward; None where Python does all of it.
     """
 
@@ -57,6 +59,7 @@ class Learned:
         self.sized = sized
         self.device = torch.device(program.graph.device)
         self.templates = Templates(len(program.graph.forward))
+        self.familiar: dict[int, tuple[int, torch.device]] = {}
         self._spans: tuple[weakref.ref[nn.Module], Spans] | None = None
 
     @cached_property

@@ -82,7 +82,9 @@ class Matcher(Recorder):
         saving = program.saving
         if self._learned.templates.restless:
             saving = b"\1" * len(saving)
-        return engine.forward(*step, program.holds, program.unsaved, active, program.sized_by_data, saving)
+        return engine.forward(
+            *step, program.holds, program.unsaved, active, program.sized_by_data, self._learned.familiar, saving
+        )
 
     @uncompiled
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,13 +11,29 @@ import torch
 from lightning_memopt.cxx import BuildError
 from lightning_memopt.device.backends import current_stream
 from lightning_memopt.native import engine
-from lightning_memopt.record import OVERWRITTEN, UNKNOWN, UNSHARED, Call, Origin, Seams, StorageVersion, Tape, View, uncompiled
+from lightning_memopt.record import (
+    OUTSIDE,
+    OVERWRITTEN,
+    UNKNOWN,
+    UNSHARED,
+    Call,
+    Origin,
+    Seams,
+    StorageVersion,
+    Tape,
+    View,
+    numeric_flags,
+    uncompiled,
+)
 from lightning_memopt.record.below import below_autograd
+from lightning_memopt.record.interrupts import DEFERRED
+from lightning_memopt.record.undoing import Calls
 from lightning_memopt.runtime.engine.cursor import Cursor, PlanDeviation
 from lightning_memopt.runtime.engine.guard import Guard
 from lightning_memopt.runtime.engine.handles import Handle, Kept
 from lightning_memopt.runtime.engine.holding import Claim, Holding, in_order
 from lightning_memopt.runtime.engine.matching import Matcher
+from lightning_memopt.runtime.engine.rebuild import StartChangedError
 from lightning_memopt.runtime.engine.templates import Template
 from lightning_memopt.runtime.engine.turns import Turns
 from lightning_memopt.torch_private import AUTOGRAD, compilation
@@ -37,9 +53,13 @@ _OBJECTS = {
     "NO_CLAIM": Claim.NONE,
     "POSSIBLE_CLAIM": Claim.POSSIBLE,
     "PINNED_CLAIM": Claim.PINNED,
+    "OUTSIDE": OUTSIDE,
     "OVERWRITTEN": OVERWRITTEN,
     "UNKNOWN": UNKNOWN,
     "UNSHARED": UNSHARED,
+    "DEFERRED": DEFERRED,
+    "numeric_flags": numeric_flags,
+    "StartChangedError": StartChangedError,
 }
 """What the module works on: classes whose slots it reads, and values that it compares with."""
 
@@ -49,20 +69,14 @@ def install_native(say: Callable[[str], None]) -> None:
     engine.install(say, _prepare)
 
 
-@contextlib.contextmanager
-def seeing_ops() -> Iterator[None]:
-    """Around a planned forward: the native engine sees its ops first."""
+def see_ops(calls: Calls) -> None:
+    """A planned forward begins: the native engine sees its ops first, until `calls`, to which this adds its own, are made."""
     module = engine.loaded()
-    if module is None:
-        yield
-        return
-    with _entering_hooks.listening(module):
+    if module is not None:
         forward = object()
-        try:  # an interrupt may come as `begin` returns
-            module.begin(forward)
-            yield
-        finally:
-            module.end(forward)
+        calls += (partial(_entering_hooks.leave, module), partial(module.end, forward))
+        _entering_hooks.enter(module)
+        module.begin(forward)
 
 
 def wake_hooks() -> None:

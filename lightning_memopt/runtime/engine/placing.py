@@ -195,6 +195,8 @@ class Placing:
         """A tensor that was made before the forward is read where the plan reads `tensor`."""
         if self._may_be(version, tensor):
             self._is(version, tensor)
+            if version.id not in self.holdings.guard.needed:
+                self._learned.familiar[tensor] = version.nbytes, version.device
 
     def _may_be(self, version: Version, tensor: int) -> bool:
         """Whether the version was made before the forward and can be matched to this tensor of the plan."""

@@ -74,8 +74,7 @@ class PlannedEngine(Engine):
         self._due: list[int] = []
         """Tensors that the plan frees at events that were passed over, and that cannot be rebuilt."""
         self.packing: object = None
-        self._backward: object = None
-        """What the native engine works with in backward; None in the forward, and where Python does all of it."""
+        self._native = loaded()
 
     @property
     def names(self) -> Names:
@@ -84,6 +83,7 @@ class PlannedEngine(Engine):
     def about(self, version: Version | None) -> tuple[Names, int]:
         return self._names, self.cursor.position
 
+    @uncompiled
     def start_changed(self, version: Version) -> ModifiedError:
         if version.holding.tensor is not None:
             self.cursor.deviation.changed.add(version.holding.tensor)
@@ -99,7 +99,7 @@ class PlannedEngine(Engine):
             self.parking.pass_fences(over=True)
         self.packing = None
         super().end_forward()
-        native = loaded()
+        native = self._native
         if native is not None and self._backward is None and not self.checks.on:
             step = self.tape.versions, self.holdings.active, self.cursor, self.turns, self.guard, self._due, self.rebuilt_ops
             self._backward = native.backward(self.learned.actions, *step)
@@ -112,7 +112,7 @@ class PlannedEngine(Engine):
 
     def begin_forward(self, recorder: Recorder) -> None:
         super().begin_forward(recorder)
-        native = loaded()
+        native = self._native
         if native is not None and not self.checks.on:
             program, guard = self.program, self.guard
             plan = program.tracked, program.parked, program.outdated, program.unkept, program.packs, program.packs_here
@@ -179,7 +179,7 @@ class PlannedEngine(Engine):
         with self.lock:
             if self._backward is not None:
                 raise_deferred()
-                done: torch.Tensor | None = loaded().request(self._backward, self, handle)
+                done: torch.Tensor | None = self._native.request(self._backward, self, handle)
                 if done is not None:
                     return done
             event = ("unpack", handle.save, handle.times)
@@ -204,6 +204,7 @@ class PlannedEngine(Engine):
         if value is not None and version.alive() is not None and storage_id(value) != version.weak:
             version.holding.drop()
 
+    @uncompiled
     def given(self, handle: Handle) -> torch.Tensor:
         """The tensor of a handle, after what the plan does before it. Called by the native engine."""
         return super().request(handle)
@@ -221,11 +222,12 @@ class PlannedEngine(Engine):
         self.parking.spend(version)
         return value
 
+    @uncompiled
     def released(self, handle: Handle) -> None:
         with self.lock:
             version = handle.version
             event = ("release", handle.save, 0)
-            if self._backward is not None and loaded().released(self._backward, self, handle):
+            if self._backward is not None and self._native.released(self._backward, self, handle):
                 return
             with contextlib.suppress(OffloadError):  # a copy out has failed: the bytes stay, and a later wait raises the error
                 if self._take(event).planned:
@@ -278,18 +280,23 @@ class PlannedEngine(Engine):
                 else:
                     self.run_again(step.op, step.clones, strict)
 
+    @uncompiled
     def perform_natively(self, segment: int) -> None:
-        """Run a segment of a step that is as planned. Called by the native engine."""
+        """Run a segment of a step that is as planned. Called by the native engine, where it cannot do so itself: other settings
+        are on than in the forward, a transform is under way, or a profiler wants a span.
+        """
         span = spans.segment(self.program.graph, self.program.schedule.segments.get(self.cursor.point))
         with below_autograd(), flags_of(self.tape), span:
-            loaded().perform(self._backward, self, segment)
+            self._native.perform(self._backward, self, segment)
 
+    @uncompiled
     def fetch(self, tensor: int) -> None:
         """Begin to fetch a parked tensor of the plan."""
         version = self.tape.versions.get(tensor)
         if version is not None and version.holding.parked is not None and version.holding.value is None:
             version.holding.parked.begin_fetch()
 
+    @uncompiled
     def run_again(self, op: int, clones: Iterable[int], strict: bool) -> None:
         """Run an op of the plan's forward again. `clones`: tensors that it overwrites and whose old bytes are needed."""
         versions, stands = self.tape.versions, self.guard.stands

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from lightning_memopt.graph import BEFORE
+from lightning_memopt.record import uncompiled
 from lightning_memopt.runtime.engine.cursor import Cursor
 from lightning_memopt.runtime.engine.guard import Guard
 from lightning_memopt.runtime.engine.holding import Claim, Holding, Holdings, Version, can_make, rebuildable
@@ -106,6 +107,7 @@ class PlannedHoldings(Holdings):
 
     # -- in backward -------------------------------------------------------------------------------
 
+    @uncompiled
     def free(self, version: Version) -> None:
         """The plan frees the bytes in the middle of a segment: drop them, unless they are needed longer."""
         if version.id in self.guard.needed or self.lives(version) or self.parking.must_stay(version):
@@ -113,6 +115,7 @@ class PlannedHoldings(Holdings):
         if version.holding.parked is not None or self.may_drop(version):
             version.holding.drop()
 
+    @uncompiled
     def let_go(self, version: Version) -> None:
         """A life of the version's tensor has ended: drop the bytes where that is possible."""
         holding: Holding = version.holding

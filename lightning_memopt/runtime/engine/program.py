@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 
 from lightning_memopt.device.kinds import kind_of
-from lightning_memopt.graph import BEFORE, Graph, around
+from lightning_memopt.graph import BEFORE, Graph, around, resident_nbytes
 from lightning_memopt.plan import Life, Schedule, Segment, lower
 from lightning_memopt.plan.forms import EXACT, codec_of
 from lightning_memopt.record import is_norm
@@ -61,6 +61,11 @@ class Program:
         return lower(self.graph, self.lives)
 
     @cached_property
+    def resident_nbytes(self) -> int:
+        """Bytes of tensors from before the step."""
+        return resident_nbytes(self.graph)
+
+    @cached_property
     def names(self) -> list[str]:
         """Names of the forward's ops, by position."""
         return [op.name for op in self.graph.forward]
@@ -102,7 +107,7 @@ class Program:
         frees = ((points[p], tensors) for p, tensors in self.schedule.frees.items() if p < len(points))
         return {(point.kind, point.id, point.occurrence): tensors for point, tensors in frees}
 
-    @property
+    @cached_property
     def parked(self) -> dict[int, str]:
         """Parked tensor -> its form."""
         return self.schedule.parked

@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 import lightning_memopt
 from lightning_memopt.record import UNKNOWN
-from lightning_memopt.runtime.engine.holding import Holding
+from lightning_memopt.runtime.engine.holding import Holding, settle
 from lightning_memopt.runtime.parked import Depot, ParkedTensor
 
 DOORS: dict[str, Callable[[Holding], Any]] = {
@@ -71,10 +72,10 @@ def test_the_counter_and_the_stream_change_with_the_value() -> None:
     assert made.expected == UNKNOWN and made.stream is None and made.intact
     t.add_(1)
     assert made.intact, "the forward is not over"
-    made.settle(counter=t._version)
+    settle([SimpleNamespace(holding=made, counter=t._version)])
     t.add_(1)
     assert not made.intact
-    made.settle(counter=t._version)
+    settle([SimpleNamespace(holding=made, counter=t._version)])
     assert not made.intact, "the end of the forward is noted once"
 
 

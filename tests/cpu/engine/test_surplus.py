@@ -355,7 +355,8 @@ def test_a_copy_counts_as_memory_and_is_nothing_that_the_user_made() -> None:
     assert counts is not None
     t = torch.randn(3, 1000)[1:]
     before = counts.live_nbytes
-    with watching(lambda t, address: seen.append(t), lambda: None, lambda t: t), below_autograd():
+    seams, listener = watching(lambda t, address: seen.append(t), lambda: None, lambda t: t)
+    with seams.listening(listener), below_autograd():
         copy = copy_of(t)
     assert counts.live_nbytes - before == copy.untyped_storage().nbytes() == 12000 and not seen
     assert torch.equal(copy[1000:].view(2, 1000), t) and copy.dtype == t.dtype

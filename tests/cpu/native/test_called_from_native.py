@@ -13,9 +13,11 @@ import pytest
 import lightning_memopt
 from lightning_memopt import optimize
 from lightning_memopt.native import engine
+from lightning_memopt.record import numeric_flags
 from lightning_memopt.record.uncompiled import MARKED
 from lightning_memopt.runtime import Handle, Kept, PlannedEngine
 from lightning_memopt.runtime.engine.matching import Matcher
+from lightning_memopt.runtime.engine.planned_holdings import PlannedHoldings
 from tests.cpu.native.test_interrupts import X, made
 
 PACKAGE = str(Path(lightning_memopt.__file__).parent)
@@ -33,12 +35,15 @@ CALLED = {
     **{f"Matcher.{name}": getattr(Matcher, name) for name in named_in("matching.cpp", r'call_method\(\w+, "(\w+)"')},
     **{
         f"{cls.__name__}.{name}": getattr(cls, name)
-        for source in ("hooks.cpp", "packing.cpp")  # what backward.cpp calls is beneath `unpacked` and `Handle.__del__`
+        for source in ("hooks.cpp", "packing.cpp", "backward.cpp")
         for name in named_in(source, r'\.attr\("(\w+)"\)')
         for cls in (PlannedEngine, Kept, Handle)
-        if hasattr(cls, name)
+        if callable(getattr(cls, name, None))
     },
     "Handle.__del__": Handle.__del__,
+    "PlannedHoldings.free": PlannedHoldings.free,  # named by a variable in backward.cpp
+    "PlannedHoldings.let_go": PlannedHoldings.let_go,
+    "numeric_flags": numeric_flags,
 }
 
 

@@ -143,9 +143,9 @@ def error_of(k: int) -> type[BaseException]:
 
 PLANNED: dict[str, Any] = dict(budget="min", profile_steps=1)
 KEY = {
-    "planned": {"unpacked", "__del__", "round", "update_begins", "step_ended", "_restore"},
-    "Python": {"__torch_dispatch__", "pack", "unpack", "run"},
-    "native": {"perform_natively"},
+    "planned": {"round", "update_begins", "step_ended", "enter", "leave", "undo"},
+    "Python": {"__torch_dispatch__", "pack", "unpack", "unpacked", "__del__", "run"},
+    "native": {"numeric_flags"},
     "observed": {"record", "pack", "unpack", "run", "__del__", "evict", "begin", "end", "_death", "metered_cpu", "_verify"},
     "life": {"solve", "observed", "__enter__", "close", "_install", "watch", "unwatch", "measured", "lower", "checksum"},
 }

@@ -141,7 +141,8 @@ def test_every_setting_in_python_is_handled_or_known_to_change_no_bits() -> None
 @contextlib.contextmanager
 def _told() -> Iterator[list[None]]:
     calls: list[None] = []
-    with watching(lambda t, address: None, lambda: calls.append(None), lambda t: t):
+    seams, listener = watching(lambda t, address: None, lambda: calls.append(None), lambda t: t)
+    with seams.listening(listener):
         yield calls
 
 

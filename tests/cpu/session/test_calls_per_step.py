@@ -1,0 +1,152 @@
+"""What a step costs in Python: how many functions it calls beyond those of the plain step, and what it changes of torch."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_memopt import live_objects, optimize
+from lightning_memopt.native import engine, install
+from lightning_memopt.record.settings import SETTERS
+from tests.cpu.lib.device_thread import in_both_threads
+from tests.cpu.lib.engines import needs_native
+
+PLACES = [
+    *((torch.Tensor, name) for name in ("data_ptr", "numpy", "__array__", "__dlpack__")),
+    *((torch.UntypedStorage, name) for name in ("__new__", "data_ptr", "__setitem__", "fill_", "copy_", "resize_")),
+    *SETTERS,
+    (torch._C._autograd, "_saved_tensors_hooks_disable"),
+    (torch._C._autograd, "_push_saved_tensors_default_hooks"),
+]
+PLANNED, OBSERVED = 330, 50_000
+"""Most calls of a step."""
+
+
+def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model of the README."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(8)]
+    model = nn.Sequential(*blocks)
+    return model, torch.optim.Adam(model.parameters())
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.randn(512, 64)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[Counter[str]]:
+    """The calls of functions of Python in this block, by their files. A generator that goes on is called once more."""
+    found: Counter[str] = Counter()
+
+    def seen(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            found[frame.f_code.co_filename] += 1
+
+    in_both_threads(lambda: sys.setprofile(seen))
+    try:
+        yield found
+    finally:
+        in_both_threads(lambda: sys.setprofile(None))
+
+
+def calls_of(n: int, by: Callable[[nn.Module, torch.optim.Optimizer], Any]) -> Counter[str]:
+    """The calls of the n-th step, beyond those of the plain step. `by`: opens the run."""
+    plain, run = made(), made()
+    for _ in range(2):
+        step(*plain)
+    with counting() as expected:
+        step(*plain)
+    with by(*run):
+        for _ in range(n):
+            step(*run)
+        with counting() as found:
+            step(*run)
+    found.subtract(expected)
+    return found
+
+
+@needs_native
+def test_a_planned_step() -> None:
+    found = calls_of(9, lambda *run: optimize(*run, budget="min", verbose=False, profile_steps=1))
+    assert found.total() <= PLANNED, found.most_common(20)
+
+
+def test_an_observed_step() -> None:
+    found = calls_of(2, lambda *run: optimize(*run, budget="1GiB", verbose=False, profile_steps=9))
+    assert found.total() <= OBSERVED, found.most_common(20)
+    assert not found[live_objects.__file__], "other threads would wait while all objects are looked at"
+
+
+def attributes() -> list[Any]:
+    return [(getattr(owner, name, None), name in vars(owner)) for owner, name in PLACES]
+
+
+def test_torch_is_changed_once_a_run() -> None:
+    before = attributes()
+    model, optimizer = made()
+    with optimize(model, optimizer, budget="min", verbose=False, profile_steps=1):
+        for _ in range(2):
+            step(model, optimizer)
+        within = attributes()
+        assert all(
+            now != then
+            for (owner, name), now, then in zip(PLACES, within, before, strict=True)
+            if hasattr(owner, name) and engine.loaded()
+        )
+        for _ in range(5):
+            step(model, optimizer)
+            assert attributes() == within
+    assert attributes() == before
+
+
+def test_an_attribute_that_user_code_sets_meanwhile() -> None:
+    """It is wrapped at the next forward, and is the user's when the run is over. One that user code puts back is wrapped again."""
+    original, model, optimizer = torch.Tensor.numpy, *made()
+
+    def theirs(t: torch.Tensor) -> Any:
+        return original(t)
+
+    try:
+        with optimize(model, optimizer, budget="min", verbose=False, profile_steps=1):
+            step(model, optimizer)
+            torch.Tensor.numpy = theirs  # type: ignore[method-assign, assignment]
+            step(model, optimizer)
+            assert torch.Tensor.numpy is not theirs
+            torch.Tensor.numpy = original  # type: ignore[method-assign]
+            step(model, optimizer)
+            assert torch.Tensor.numpy is not original
+        assert torch.Tensor.numpy is original
+        with optimize(model, optimizer, budget="min", verbose=False, profile_steps=1):
+            step(model, optimizer)
+            torch.Tensor.numpy = theirs  # type: ignore[method-assign, assignment]
+        assert torch.Tensor.numpy is theirs
+    finally:
+        torch.Tensor.numpy = original  # type: ignore[method-assign]
+
+
+def test_what_python_makes_during_a_run_is_counted() -> None:
+    """Torch asks another allocator for the storages that Python makes: no step looks for them."""
+    counter = install()
+    if counter is None:
+        pytest.skip("no compiler")
+    model, optimizer = made()
+    with optimize(model, optimizer, budget="min", verbose=False, profile_steps=1):
+        original = torch.ones(1000)
+        before = counter.live_nbytes
+        held = [copy.deepcopy(original), pickle.loads(pickle.dumps(original))]
+        assert counter.live_nbytes - before == 2 * original.nbytes
+        del held
+        assert counter.live_nbytes == before
