@@ -28,7 +28,7 @@ class DeviceKind:
 
     def allocated_nbytes(self, nbytes: int) -> int:
         """The bytes that the allocator gives for a request."""
-        return round_up(nbytes, self.block_nbytes)
+        return nbytes if self.block_nbytes == 1 else round_up(nbytes, self.block_nbytes)
 
     @property
     def slow_tier(self) -> str:

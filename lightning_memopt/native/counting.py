@@ -32,7 +32,7 @@ _SIGNATURES: dict[str, tuple[type[ctypes._SimpleCData] | None, tuple[type[ctypes
 """Name of an exported function, without its prefix `memopt_` -> (type of its result, types of its arguments)."""
 
 
-_ALL, _PLAIN, _OUTSIDE = 0, 1, 2
+_ALL, PLAIN, _OUTSIDE = 0, 1, 2
 _TRIES = 20
 """Most attempts of the check, which fails when another thread allocates at the same time."""
 
@@ -51,6 +51,11 @@ class Window:
     def peak_nbytes(self) -> int:
         """The most bytes that were live since the window was opened or reset."""
         return int(self._counter.peak(self._kind, self._number))
+
+    @property
+    def functions(self) -> tuple[Callable[[int, int], int], Callable[[int, int], int], tuple[int, int]]:
+        """The counter's functions behind `peak_nbytes` and `reset`, and their arguments."""
+        return self._counter.peak, self._counter.reset, (self._kind, self._number)
 
     def reset(self) -> int:
         """Begin a new measurement. Returns the bytes that are live now."""
@@ -102,7 +107,7 @@ class Counter:
     @property
     def plain_nbytes(self) -> int:
         """Those of `live_nbytes` that were not allocated while `hidden`."""
-        return int(self.live(_PLAIN))
+        return int(self.live(PLAIN))
 
     def counts(self, storage: torch.UntypedStorage) -> bool:
         """Whether the bytes of a storage are counted; those of an uncounted storage are counted from now on, if possible.
@@ -120,7 +125,7 @@ class Counter:
         """A new window; None if too many are open. `plain`: bytes that were allocated while `hidden` do not count. `outside`:
         bytes in the planned pool do not count.
         """
-        window = Window(self, _OUTSIDE if outside else _PLAIN if plain else _ALL)
+        window = Window(self, _OUTSIDE if outside else PLAIN if plain else _ALL)
         return window if window._number >= 0 else None
 
     @contextlib.contextmanager

@@ -192,7 +192,7 @@ class Recorder(Outside):
         if self.writes is not None:
             for t in targets:
                 self.writes(t)
-        before = [(storage_id(t), t._version) for t in targets]
+        before = [(storage_id(t), t._version) for t in targets] if targets else []
         if observer is not None:
             observer.begin(func)
         out = self._ran(run, rule, args, kwargs)

@@ -159,6 +159,7 @@ def register_op(op: OpOverload, rule: Handling | Rule) -> None:
         rule = Rule(rule, "registered by the user" if rule == "opaque" else "", _written(op))
     _registered[op] = replace(rule, counted_first=_counted_first(op))
     rule_of.cache_clear()
+    _known.clear()
     _generations.append(op)
 
 
@@ -222,7 +223,11 @@ def written_by(func: OpOverload, rule: Rule, args: tuple, kwargs: dict) -> list[
             value = kwargs.get(where)
         else:
             value = args[where] if where < len(args) else None
-        targets.extend(t for t in tensors_in(value) if is_plain(t))
+        if isinstance(value, torch.Tensor):
+            if is_plain(value):
+                targets.append(value)
+        else:
+            targets += filter(is_plain, tensors_in(value))
     return targets
 
 
@@ -290,9 +295,15 @@ def _pure(rule: Rule) -> Rule:
     return replace(rule, handling="pure")
 
 
+_known: dict[int, Rule] = {}
+"""Identity of an overload -> its rule: an overload lives as long as the process, and computes its hash in Python."""
+
+
 def rule_of_call(func: OpOverload, args: tuple, kwargs: dict) -> Rule:
     """The rule for this call: fused attention without dropout draws no numbers, whatever the operator's tag says."""
-    rule = rule_of(func)
+    rule = _known.get(id(func))
+    if rule is None:
+        rule = _known[id(func)] = rule_of(func)
     position = _dropout_position(func) if rule.handling == "random" else None
     if position is None:
         return rule

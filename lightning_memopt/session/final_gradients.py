@@ -83,6 +83,8 @@ def settled(graph: Graph, finals: Iterable[Final]) -> Graph:
     such as Lightning's free them in the middle of a step. Later steps do not begin with them.
     """
     finals = list(finals)
+    if not finals:
+        return graph
     names, own = {f"{f.name}.grad" for f in finals}, {f.gradient for f in finals}
     tensors = tuple(
         dataclasses.replace(t, nbytes=0)

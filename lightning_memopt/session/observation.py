@@ -7,6 +7,7 @@ import dataclasses
 import sys
 import weakref
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from torch import nn
 from lightning_memopt.device.places import is_on, on_host
 from lightning_memopt.graph import Graph, Op
 from lightning_memopt.native import counter_of
-from lightning_memopt.native.engine import loaded
+from lightning_memopt.native.counting import PLAIN
+from lightning_memopt.native.engine import loaded, maker
 from lightning_memopt.record import Recorder, around_compiled, around_dual_levels, watching_sizes
 from lightning_memopt.record.gathered import around_units, units_of
 from lightning_memopt.runtime import ObservingEngine, let_go, step_ended
@@ -35,6 +37,9 @@ from lightning_memopt.torch_private import (
 )
 from lightning_memopt.trace import AllocatorEvents, InPlace, Ledger, Rest, Scopes, Tracer, adopt_all, metered_cpu
 
+_FIELDS = [field.name for field in dataclasses.fields(Op)]
+_values_of = attrgetter(*_FIELDS)
+_WORKSPACE, _RECOMPUTABLE = map(_FIELDS.index, ("workspace_nbytes", "recomputable"))
 _ROOM = 4
 """Tensors, of the largest size so far, for which an observed step leaves room below its limit."""
 
@@ -114,7 +119,8 @@ class Observation:
 
         def runs(func: OpOverload, args: tuple[Any, ...]) -> OpOverload:
             engine.keep_to_bound()  # backward lets go of tensors at every op
-            engine.relieve()  # another model may run between the forward and its backward
+            if engine.evictable:
+                engine.relieve()  # another model may run between the forward and its backward
             return in_place.op(func, args)
 
         recorder.runs = runs
@@ -313,7 +319,7 @@ class Observation:
         if self._round is None:
             return 0
         tracer = self._round[0]
-        return tracer.live_nbytes if self._counter is None else self._counter.plain_nbytes + tracer.uncounted_nbytes
+        return tracer.live_nbytes if self._counter is None else self._counter.live(PLAIN) + tracer.uncounted_nbytes
 
     def _gradients_to_come(self) -> int:
         """Bytes that this backward will add: the gradients of parameters that have none yet."""
@@ -386,15 +392,17 @@ class Observation:
         metered = self.events.workspaces if self.events is not None and self.events.available else None
         opaque = {name.replace("::", ".") for name in (*self.opaque_ops, *self._unverified)}
 
-        def corrected(op: Op) -> Op:
+        make, ops = maker(Op), list[Op]()
+        for op in graph.ops:
             workspace = op.workspace_nbytes if metered is None else metered.get(op.id, 0)
             same_bits = op.id not in self._lost and op.name.replace("::", ".") not in opaque
             recomputable = self.recompute and op.recomputable and same_bits
-            if (workspace, recomputable) == (op.workspace_nbytes, op.recomputable):
-                return op  # a copy takes ten times as long
-            return dataclasses.replace(op, workspace_nbytes=workspace, recomputable=recomputable)
-
-        return dataclasses.replace(graph, ops=tuple(map(corrected, graph.ops)), unbroken=self.scopes.unbroken)
+            if (workspace, recomputable) != (op.workspace_nbytes, op.recomputable):
+                values = list(_values_of(op))
+                values[_WORKSPACE], values[_RECOMPUTABLE] = workspace, recomputable
+                op = make(*values)
+            ops.append(op)
+        return dataclasses.replace(graph, ops=tuple(ops), unbroken=self.scopes.unbroken)
 
 
 def observing() -> bool:

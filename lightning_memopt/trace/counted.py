@@ -15,6 +15,7 @@ import torch
 
 from lightning_memopt.graph import BEFORE
 from lightning_memopt.native import Counter, Window
+from lightning_memopt.native.counting import PLAIN
 
 
 class Unseen(NamedTuple):
@@ -55,13 +56,16 @@ class Ledger:
         """Remove a storage that was freed from the known ones."""
         self._known_nbytes -= self._known.pop(key, 0)
 
-    @property
-    def _difference_nbytes(self) -> int:
-        return self.counter.plain_nbytes - self._known_nbytes - self.base_nbytes
+    def _change_nbytes(self) -> int:
+        """Bytes that came (or went, where it is negative) and that are not noted yet. Asked twice for each op."""
+        change = self.counter.live(PLAIN) - self._known_nbytes - self.base_nbytes
+        for unseen in self._open:
+            change -= unseen.nbytes
+        return change
 
     def settle(self) -> None:
         """All bytes of unknown storages that are in memory now are from before the step."""
-        self.base_nbytes += self._difference_nbytes
+        self.base_nbytes += self._change_nbytes()  # nothing has come since the step began
         self._settled = self.counter.allocations()
 
     def is_older(self, storage: torch.UntypedStorage) -> bool:
@@ -95,14 +99,15 @@ class Ledger:
 
     def ran(self, now: int) -> None:
         """The op at the point `now` has ended and its known outputs were added; new bytes beyond them are unseen ones."""
-        change = self._difference_nbytes - sum(unseen.nbytes for unseen in self._open)
+        change = self._change_nbytes()
         if change > 0:
             self._open.append(Unseen(change, now, None))
 
     def note(self, now: int) -> None:
         """An op is about to run at the point after `now`: find unseen bytes that were allocated or freed since the last op."""
-        self.ran(now + 1)
-        change = self._difference_nbytes - sum(unseen.nbytes for unseen in self._open)
+        change = self._change_nbytes()
+        if change > 0:
+            self._open.append(Unseen(change, now + 1, None))
         if change >= 0:
             return
         change += self.end(-change, now)
@@ -139,29 +144,31 @@ class Marks:
 
     def __init__(self, window: Window) -> None:
         self._window = window
+        self._peak, self._reset, self._of_window = window.functions  # called for every op
         self._index, self._began, self._left = -1, 0, 0
         self._frees = False
         self.workspaces: dict[int, int] = {}
 
     def __call__(self, index: int, frees: bool = False) -> Marks:
         """The context of the op `index`. `frees`: what it frees does not count as there at its point."""
-        self._count_rise()
+        if self._index >= 0:
+            self._count_rise()
         self._index, self._frees = index, frees
         return self
 
     def __enter__(self) -> Marks:
-        self._began = self._window.reset()
+        self._began = self._reset(*self._of_window)
         return self
 
     def __exit__(self, *_: object) -> None:
-        peak = self._window.peak_nbytes
-        self._left = self._window.reset()
+        peak = self._peak(*self._of_window)
+        self._left = self._reset(*self._of_window)
         self.workspaces[self._index] = max(0, peak - (self._left if self._frees else max(self._left, self._began)))
 
     def _count_rise(self) -> None:
         """Add the rise since the last op ended to its workspace."""
         if self._index >= 0:
-            rose = self._window.peak_nbytes - self._left
+            rose = self._peak(*self._of_window) - self._left
             self.workspaces[self._index] = max(self.workspaces.get(self._index, 0), rose)
 
     def close(self) -> None:

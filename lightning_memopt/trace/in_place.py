@@ -43,6 +43,8 @@ _FORMULAS: dict[OpOverload, tuple[OpOverload, frozenset[str]]] = {
     _ATEN.put.default: (_ATEN.put_.default, frozenset({"TakeBackward0"})),
 }
 """Op -> the op in place, and the nodes whose formula calls it on zeros that it has just made."""
+_NAMES = {func._name for func in _FORMULAS}
+"""Of these ops: an overload computes its hash in Python."""
 
 
 class InPlace:
@@ -56,7 +58,7 @@ class InPlace:
 
     def op(self, func: OpOverload, args: tuple[Any, ...]) -> OpOverload:
         """The op to run instead of `func`, on the same arguments; `func` itself where torch would not write in place."""
-        if self._handle is None or (func is not _ADD and func not in _FORMULAS) or torch.is_grad_enabled():
+        if self._handle is None or (func is not _ADD and func._name not in _NAMES) or torch.is_grad_enabled():
             return func
         node = current_node()
         if node is None:

@@ -15,13 +15,15 @@ from lightning_memopt.trace.counted import Unseen
 
 
 class Lingering:
-    """Tracks the saved versions of one step from their last release until nobody holds their memory."""
+    """Tracks the saved versions of one step from their last release until nobody holds their memory.
+
+    since: id of a version that is tracked -> the first point after its last release, and how many ops had run then.
+    """
 
     def __init__(self) -> None:
         self._saves: Counter[int] = Counter()
         self._versions: dict[int, StorageVersion] = {}
-        self._since: dict[int, tuple[int, int]] = {}
-        """Id of a version -> the first point after its last release, and how many ops had run then."""
+        self.since: dict[int, tuple[int, int]] = {}
         self._freed: list[Unseen] = []
 
     def packed(self, version: StorageVersion) -> None:
@@ -35,24 +37,22 @@ class Lingering:
         """
         self._saves[id] -= 1
         if self._saves[id] == 0 and not by_user:
-            self._since[id] = now + 1, ops
+            self.since[id] = now + 1, ops
 
     def poll(self, now: int, ops: int, held: Callable[[StorageVersion], bool]) -> None:
         """Find versions whose memory was freed. `ops`: how many have run. `held(version)`: whether anything else holds it."""
-        if not self._since:
-            return
-        for id, (born_at, before) in list(self._since.items()):
+        for id, (born_at, before) in list(self.since.items()):
             version = self._versions[id]
             if not held(version):
-                del self._since[id]
+                del self.since[id]
                 if ops > before:
                     self._freed.append(Unseen(version.nbytes, born_at, now))
 
     def seen(self) -> Iterator[Unseen]:
         """The held bytes, each from the point after its release on."""
         yield from self._freed
-        yield from (Unseen(self._versions[id].nbytes, born_at, None) for id, (born_at, _) in self._since.items())
+        yield from (Unseen(self._versions[id].nbytes, born_at, None) for id, (born_at, _) in self.since.items())
 
     def close(self) -> None:
         self._versions.clear()
-        self._since.clear()
+        self.since.clear()

@@ -76,7 +76,7 @@ class SeenOp:
     def fields(self, id: int, ids: Mapping[int, int], seconds: float, recomputable: bool) -> tuple[Any, ...]:
         """The fields of the op of the graph, with its ids."""
         return (
-            id, self.name, self.phase, tuple([ids[t] for t in self.inputs]), tuple([ids[t] for t in self.outputs]),
+            id, self.name, self.phase, tuple(map(ids.__getitem__, self.inputs)), tuple(map(ids.__getitem__, self.outputs)),
             tuple([(ids[a], ids[b]) for a, b in self.mutates]) if self.mutates else (), seconds, self.workspace_nbytes,
             self.flops, self.scope, self.heavy, recomputable, self.state_nbytes, self.at,
         )  # fmt: skip

@@ -323,7 +323,7 @@ class ObservingEngine(Engine):
 
     def relieve(self, spare: Version | None = None) -> None:
         """Evict, but not `spare`, until live memory is below the limit or no version is left to evict."""
-        if self.pressure is not None:
+        if self.pressure is not None and self.evictable:
             pressure = self.pressure
             self._evict_while(lambda: pressure() > 0, spare)
 
