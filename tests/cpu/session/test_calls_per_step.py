@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from lightning_memopt import live_objects, optimize
+from lightning_memopt.compiled import compiles
 from lightning_memopt.native import engine, install
 from lightning_memopt.record.settings import SETTERS
 from tests.cpu.lib.device_thread import in_both_threads
@@ -30,6 +31,8 @@ PLACES = [
 ]
 PLANNED, OBSERVED = 330, 40_000
 """Most calls of a step."""
+LISTENING = 170
+"""Calls of a forward in a process that has imported a compiler: it asks how code is to be split that is compiled meanwhile."""
 
 
 def made() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -81,7 +84,8 @@ def calls_of(n: int, by: Callable[[nn.Module, torch.optim.Optimizer], Any]) -> C
 @needs_native
 def test_a_planned_step() -> None:
     found = calls_of(9, lambda *run: optimize(*run, budget="min", verbose=False, profile_steps=1))
-    assert found.total() <= PLANNED, found.most_common(20)
+    asks = LISTENING if compiles() else 0
+    assert found.total() <= PLANNED + asks, found.most_common(20)
 
 
 def test_an_observed_step() -> None:
