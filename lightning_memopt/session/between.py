@@ -51,7 +51,7 @@ class Between:
         """What comes until the next step of this run is not measured."""
         window, self._window = self._window, None
         if window is not None:
-            self.read(window.peak_nbytes + foreign_nbytes)
+            self._last_nbytes = max(self._last_nbytes, window.peak_nbytes + foreign_nbytes)
             window.close()
 
     def read(self, nbytes: int) -> None:

@@ -143,7 +143,8 @@ class Rounds:
 
     def step_ended(self) -> None:
         """The step is over, and with it a forward that is open."""
-        self.shut()
+        if self.is_open:
+            self.shut()
         self.moves.step_ended(trained=self._is_entered or self.is_called)
         self.watches_entries = self._is_entered or not self.is_called
         self._is_entered = self.is_called = False
