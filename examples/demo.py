@@ -15,9 +15,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from lightning_memopt import MemOptStrategy
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.report.table import summary
-from lightning_memopt.strategies import MemOptStrategy
 from lightning_memopt.units import format_nbytes
 
 from . import chargpt, digits

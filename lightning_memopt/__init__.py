@@ -13,34 +13,39 @@ from typing import TYPE_CHECKING, Any
 import lightning_memopt.clocks  # noqa: F401 - before a script replaces a clock of `time`
 
 if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` imports a name when it is first used
-    from lightning_memopt.callbacks import MemOptBatchScaler, MemOptCallback, MemOptMonitor
+    from lightning_memopt.callbacks.batch_scaler import MemOptBatchScaler
+    from lightning_memopt.callbacks.monitor import MemOptMonitor
+    from lightning_memopt.callbacks.upgrade import MemOptCallback
     from lightning_memopt.config import MemOptConfig
     from lightning_memopt.errors import InfeasibleError, MemOptError, MissingExtraError
-    from lightning_memopt.fabric import MemOptFabricDDPStrategy, MemOptFabricStrategy
+    from lightning_memopt.fabric.strategies import MemOptFabricDDPStrategy, MemOptFabricStrategy
     from lightning_memopt.integrations.batch_size import find_max_batch_size
     from lightning_memopt.integrations.plain import Run, optimize
     from lightning_memopt.integrations.transformers import MemOptTrainerCallback
     from lightning_memopt.plan import Plan
     from lightning_memopt.record import Rule, register_op
     from lightning_memopt.session import RunStatus, Session
-    from lightning_memopt.strategies import MemOptDDPStrategy, MemOptMixin, MemOptModelParallelStrategy, MemOptStrategy
+    from lightning_memopt.strategies import MemOptMixin
+    from lightning_memopt.strategies.ddp import MemOptDDPStrategy
+    from lightning_memopt.strategies.model_parallel import MemOptModelParallelStrategy
+    from lightning_memopt.strategies.single import MemOptStrategy
     from lightning_memopt.telemetry import Meter
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
     "InfeasibleError": "lightning_memopt.errors",
-    "MemOptBatchScaler": "lightning_memopt.callbacks",
+    "MemOptBatchScaler": "lightning_memopt.lightning",
     "MemOptConfig": "lightning_memopt.config",
-    "MemOptCallback": "lightning_memopt.callbacks",
-    "MemOptDDPStrategy": "lightning_memopt.strategies",
+    "MemOptCallback": "lightning_memopt.lightning",
+    "MemOptDDPStrategy": "lightning_memopt.lightning",
     "MemOptError": "lightning_memopt.errors",
-    "MemOptFabricDDPStrategy": "lightning_memopt.fabric",
-    "MemOptFabricStrategy": "lightning_memopt.fabric",
-    "MemOptMixin": "lightning_memopt.strategies",
-    "MemOptMonitor": "lightning_memopt.callbacks",
-    "MemOptModelParallelStrategy": "lightning_memopt.strategies",
-    "MemOptStrategy": "lightning_memopt.strategies",
+    "MemOptFabricDDPStrategy": "lightning_memopt.lightning",
+    "MemOptFabricStrategy": "lightning_memopt.lightning",
+    "MemOptMixin": "lightning_memopt.lightning",
+    "MemOptMonitor": "lightning_memopt.lightning",
+    "MemOptModelParallelStrategy": "lightning_memopt.lightning",
+    "MemOptStrategy": "lightning_memopt.lightning",
     "MissingExtraError": "lightning_memopt.errors",
     "MemOptTrainerCallback": "lightning_memopt.integrations.transformers",
     "Meter": "lightning_memopt.telemetry",

@@ -1,8 +1,7 @@
 """Register the strategies without importing Lightning: now if it is loaded, else right after it is imported.
 
-`lightning` and `pytorch_lightning` are the same code under two names, with classes and registries of their own. The strategies
-of the one are in `strategies` and `fabric`, those of the other in the same modules below `pytorch_lightning`. Also here: in
-which of the two a public name is, and which extra is missing if neither is installed.
+`lightning` and `pytorch_lightning` are the same code under two names, with classes and registries of their own. Also here: for
+which of the two a public name is meant, and which extra is missing if neither is installed.
 """
 
 from __future__ import annotations
@@ -16,20 +15,12 @@ from typing import Any
 
 from lightning_memopt.after_import import after_import
 from lightning_memopt.errors import EXTRAS, MissingExtraError
-
-_TARGETS = {
-    "lightning.pytorch": "lightning_memopt.strategies",
-    "lightning.fabric": "lightning_memopt.fabric",
-    "pytorch_lightning": "lightning_memopt.pytorch_lightning.strategies",
-    "lightning_fabric": "lightning_memopt.pytorch_lightning.fabric",
-}
-"""Package of Lightning -> the package here that registers with it when it is imported."""
+from lightning_memopt.integrations.lightnings import PACKAGES, register
 
 
 def _register(target: str) -> None:
-    # the import registers; if it is already running, and itself imports Lightning, it registers when it ends
     try:
-        importlib.import_module(_TARGETS[target])
+        register(target)
     except ImportError as error:  # `import lightning` must work as it does without this package
         warnings.warn(
             f'MemOpt: the strategies "memopt" and "memopt_ddp" are not registered with {target}: {error}. Install a version '
@@ -38,13 +29,13 @@ def _register(target: str) -> None:
         )
 
 
-_REGISTRATIONS = {target: partial(_register, target) for target in _TARGETS}
+_REGISTRATIONS = {target: partial(_register, target) for packages in PACKAGES.values() for target in packages}
 
 
 def register_when_loaded() -> None:
     """Register now or when Lightning is imported. The package calls this once, when it is imported itself."""
-    for target, register in _REGISTRATIONS.items():
-        after_import(target, register)
+    for target, then in _REGISTRATIONS.items():
+        after_import(target, then)
 
 
 def public(module: str, name: str) -> Any:
@@ -52,9 +43,8 @@ def public(module: str, name: str) -> Any:
 
     Raises MissingExtraError if the module needs a framework that is not installed.
     """
-    for_lightning = module in _TARGETS.values() or module == "lightning_memopt.callbacks"
-    if for_lightning and (_only("pytorch_lightning", "lightning") or _only("lightning_fabric", "lightning")):
-        module = module.replace("lightning_memopt", "lightning_memopt.pytorch_lightning", 1)
+    if module in PACKAGES and (_only("pytorch_lightning", "lightning") or _only("lightning_fabric", "lightning")):
+        module = "lightning_memopt.pytorch_lightning"
     try:
         return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:

@@ -11,12 +11,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_memopt.batching import MODES, BatchSizeResult, FromLoader, Mode, Search, refuse_loader, untouched
@@ -25,8 +22,12 @@ from lightning_memopt.callbacks.learning_rate import FACTORS, scale
 from lightning_memopt.config import MemOptConfig, disabled
 from lightning_memopt.errors import ConfigError, UnsupportedError
 from lightning_memopt.fabric.rank_zero import rank_zero_say
+from lightning_memopt.integrations.lightnings import Callback, part
 from lightning_memopt.session.budget import bytes_on
 from lightning_memopt.strategies import MemOptMixin, lightning_private
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
 
 LrScaling = Literal["none", "linear", "sqrt"]
 
@@ -144,7 +145,7 @@ class MemOptBatchScaler(Callback):
 
     def _refuse(self, trainer: Trainer, module: LightningModule) -> None:
         """Raise UnsupportedError or ConfigError if the batch size cannot be searched for with this Trainer."""
-        if trainer.world_size > 1 and not isinstance(trainer.strategy, DDPStrategy):
+        if trainer.world_size > 1 and not isinstance(trainer.strategy, part(trainer, "strategies").DDPStrategy):
             raise UnsupportedError(
                 f"MemOptBatchScaler searches on one device, or on several with DDP; {type(trainer.strategy).__name__} trains "
                 f"on {trainer.world_size}. Use MemOptDDPStrategy, or set the batch size and leave MemOptBatchScaler out."
@@ -160,7 +161,8 @@ class MemOptBatchScaler(Callback):
                 "out."
             )
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        if any(isinstance(c, GradientAccumulationScheduler) and c.going_to_accumulate_grad_batches() for c in callbacks):
+        scheduler = part(trainer, "callbacks").GradientAccumulationScheduler
+        if any(isinstance(c, scheduler) and c.going_to_accumulate_grad_batches() for c in callbacks):
             raise UnsupportedError(
                 "GradientAccumulationScheduler sets accumulate_grad_batches by epoch, and so does MemOptBatchScaler: use one "
                 "of them."

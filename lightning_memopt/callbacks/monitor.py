@@ -16,7 +16,6 @@ key. With MemOptStrategy, every new plan adds memopt/budget_bytes, memopt/predic
 
 from __future__ import annotations
 
-import importlib
 import os
 import warnings
 from collections.abc import Callable
@@ -29,16 +28,12 @@ from lightning_memopt.callbacks.reduction import Reduction
 from lightning_memopt.callbacks.timeline import EVERY, Timeline
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.fabric.rank_zero import rank_zero_say
+from lightning_memopt.integrations.lightnings import Callback, part
 from lightning_memopt.plan import Plan
 from lightning_memopt.plan.forms import codec_of, tier_of
 from lightning_memopt.session import RunStatus, Session
 from lightning_memopt.strategies import lightning_private
 from lightning_memopt.telemetry import Meter, Throughput, read_throughput
-
-try:
-    from lightning.pytorch.callbacks import Callback
-except ModuleNotFoundError:  # the same class under its other name; the Trainers of both packages accept both
-    from pytorch_lightning.callbacks import Callback  # type: ignore[assignment]
 
 
 class MemOptMonitor(Callback):
@@ -168,7 +163,7 @@ class MemOptMonitor(Callback):
             with torch.inference_mode():
                 if self.batch_size_fn is not None:
                     return int(self.batch_size_fn(batch))
-                return int(_lightning(trainer, "utilities.data").extract_batch_size(batch))
+                return int(part(trainer, "utilities.data").extract_batch_size(batch))
         except Exception as error:
             self._warn("the size of a batch", error, " Give MemOptMonitor(batch_size_fn=...).")
             return 0
@@ -234,9 +229,3 @@ def _session_of(trainer: Any) -> Session | None:
 def _status(trainer: Any) -> RunStatus:
     session = _session_of(trainer)
     return session.status() if session is not None else RunStatus(phase="off")
-
-
-def _lightning(trainer: Any, name: str) -> Any:
-    """The module `name` of the trainer's package, which is `lightning.pytorch` or `pytorch_lightning`."""
-    names = [base.__module__ for base in type(trainer).__mro__ if base.__module__.endswith(".trainer.trainer")]
-    return importlib.import_module(f"{names[-1].removesuffix('.trainer.trainer')}.{name}")

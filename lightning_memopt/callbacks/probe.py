@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.utilities import CombinedLoader
 
 from lightning_memopt.errors import UnsupportedError
+from lightning_memopt.integrations.lightnings import part
 from lightning_memopt.session import Session
 from lightning_memopt.strategies import lightning_private
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 
 def training_loader(trainer: Trainer) -> Any:
@@ -23,7 +24,8 @@ def training_loader(trainer: Trainer) -> Any:
     if not source.is_defined():
         raise UnsupportedError("There is no training loader. Give one to fit, or define train_dataloader.")
     loaders = source.dataloader()
-    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
+    combined_loader = part(trainer, "utilities").CombinedLoader
+    combined = loaders if isinstance(loaders, combined_loader) else combined_loader(loaders, "max_size_cycle")
     if len(combined.flattened) != 1:
         raise UnsupportedError(
             f"There are {len(combined.flattened)} training loaders, so there is no one batch size. Give one, or leave "
@@ -38,7 +40,7 @@ def quiet(trainer: Trainer) -> Iterator[None]:
     module, state = trainer.lightning_module, trainer.state
     before = trainer.callbacks, trainer.loggers, state.stage  # type: ignore[attr-defined]
     trainer.callbacks = []  # type: ignore[attr-defined]
-    trainer.loggers = [DummyLogger()] if before[1] else []
+    trainer.loggers = [part(trainer, "loggers.logger").DummyLogger()] if before[1] else []
     trainer.training = True
     for name in ("log", "log_dict"):
         module.__dict__[name] = _log_nothing

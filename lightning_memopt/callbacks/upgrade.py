@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-
 from lightning_memopt.config import MemOptConfig, PlanOptions, config_of
 from lightning_memopt.errors import ConfigError, UnsupportedError
+from lightning_memopt.integrations.lightnings import Callback, part
 from lightning_memopt.session import RunStatus
 from lightning_memopt.strategies import MemOptMixin
 
 if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
     from typing_extensions import Unpack
 
-SUPPORTED = (SingleDeviceStrategy, DDPStrategy)
+SUPPORTED = ("SingleDeviceStrategy", "DDPStrategy")
 
 
 class MemOptCallback(Callback):
@@ -49,11 +48,11 @@ class MemOptCallback(Callback):
                 f"The Trainer has {type(trainer.strategy).__name__}, which keeps a budget by itself: leave MemOptCallback out, "
                 "or use another strategy."
             )
-        if not isinstance(trainer.strategy, SUPPORTED):
-            names = " and ".join(kind.__name__ for kind in SUPPORTED)
+        strategies = part(trainer, "strategies")
+        if not isinstance(trainer.strategy, tuple(getattr(strategies, name) for name in SUPPORTED)):
             raise UnsupportedError(
-                f"MemOptCallback cannot keep a budget under {type(trainer.strategy).__name__}. Use {names}, or a class that "
-                "derives from one of them."
+                f"MemOptCallback cannot keep a budget under {type(trainer.strategy).__name__}. Use "
+                f"{' and '.join(SUPPORTED)}, or a class that derives from one of them."
             )
         strategy: Any = trainer.strategy
         strategy.memopt_config = self.config

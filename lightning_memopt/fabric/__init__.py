@@ -1,9 +1,3 @@
-"""Lightning Fabric strategies: `Fabric(strategy=MemOptFabricStrategy(budget="8GiB"))`. Importing this package registers the
-strategies "memopt" and "memopt_ddp" with Fabric.
+"""Lightning Fabric strategies: `Fabric(strategy=MemOptFabricStrategy(budget="8GiB"))`. Users get these classes, over the base
+classes of their Lightning, from `lightning_memopt` (lightnings.py in `integrations`).
 """
-
-from lightning_memopt.fabric.strategies import MemOptFabricDDPStrategy, MemOptFabricMixin, MemOptFabricStrategy, register
-
-__all__ = ["MemOptFabricDDPStrategy", "MemOptFabricMixin", "MemOptFabricStrategy", "register"]
-
-register()

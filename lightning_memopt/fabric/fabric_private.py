@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.fabric.wrappers import _FabricModule
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
+
+from lightning_memopt.integrations.lightnings import FabricSingleDeviceStrategy, base_of, part
 
 FORWARD_MODULE = "_forward_module"
 """`_FabricModule._forward_module`: the module that a call of Fabric's wrapper calls."""
@@ -26,16 +25,22 @@ STEP_METHOD = "training_step"
 Around = Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]
 
 
+def wrapper_class(strategy: Any) -> type[Any]:
+    """`lightning.fabric.wrappers._FabricModule` of the Lightning that a strategy is of."""
+    wrapper: type[Any] = part(strategy, "wrappers")._FabricModule
+    return wrapper
+
+
 @contextlib.contextmanager
-def told_of_wrappers(told: Callable[[nn.Module, nn.Module], None]) -> Iterator[None]:
-    """Within, call `told(wrapper, module)` when Fabric wraps a module into its `_FabricModule`, as the last thing in `setup`.
+def told_of_wrappers(wrappers: type[Any], told: Callable[[nn.Module, nn.Module], None]) -> Iterator[None]:
+    """Within, call `told(wrapper, module)` when Fabric wraps a module, as the last thing in `setup`. `wrappers`: its class.
 
     Fabric compiles the module again after its strategy has set it up, and tells the strategy of neither the compiled module
     nor the wrapper. torch has a public hook for a module that becomes an attribute of another one.
     """
 
     def registered(owner: nn.Module, name: str, module: nn.Module | None) -> None:
-        if name == FORWARD_MODULE and isinstance(owner, _FabricModule) and module is not None:
+        if name == FORWARD_MODULE and isinstance(owner, wrappers) and module is not None:
             told(owner, module)
 
     handle = register_module_module_registration_hook(registered)
@@ -48,7 +53,12 @@ def told_of_wrappers(told: Callable[[nn.Module, nn.Module], None]) -> Iterator[N
 class _StepMethod:
     """Stands on Fabric's wrapper class under the name of a step method. It has no `__set__`, so a wrapper's own attribute goes
     first.
+
+    around: who listens.
     """
+
+    def __init__(self) -> None:
+        self.around: list[Around] = []
 
     def __get__(self, wrapper: nn.Module | None, owner: type) -> Any:
         if wrapper is None:
@@ -56,31 +66,29 @@ class _StepMethod:
         method: Any = wrapper.__getattr__(STEP_METHOD)
         # in front of another module (DDP) Fabric's wrapper runs the method through the call of that module
         direct = wrapper._forward_module is wrapper._original_module
-        for around in _around if direct else ():
+        for around in self.around if direct else ():
             method = around(wrapper, method)
         return method
 
 
-_around: list[Around] = []
-"""Who listens to step methods."""
-
-
 @contextlib.contextmanager
-def around_step_methods(around: Around) -> Iterator[None]:
+def around_step_methods(wrappers: type[Any], around: Around) -> Iterator[None]:
     """Within, a loop that takes `training_step` of one of Fabric's wrappers gets `around(wrapper, method)`.
+
+    wrappers: their class.
 
     Where no other module is between wrapper and model, Fabric runs the method without calling the model. Nothing is put on the
     wrapper or on the model, so copies of them are as without this package.
     """
-    if not _around:
-        setattr(_FabricModule, STEP_METHOD, _StepMethod())
-    _around.append(around)
+    step_method: _StepMethod = vars(wrappers).get(STEP_METHOD) or _StepMethod()
+    setattr(wrappers, STEP_METHOD, step_method)
+    step_method.around.append(around)
     try:
         yield
     finally:
-        _around.remove(around)
-        if not _around:
-            delattr(_FabricModule, STEP_METHOD)
+        step_method.around.remove(around)
+        if not step_method.around:
+            delattr(wrappers, STEP_METHOD)
 
 
 def run_module(arguments: list[str], module: str, strategy: str) -> None:
@@ -117,15 +125,13 @@ class BecomesDDP:
 
     parallel: type[Any]
     num_nodes: int
-    _ddp: type[Any]
-    """Lightning's class below `parallel`."""
     _arguments: tuple[str, ...]
-    """Arguments of the constructor of `_ddp` that are already attributes, with an underscore in front."""
+    """Arguments of Lightning's class below `parallel` that are already attributes, with an underscore in front."""
     _kept: tuple[str, ...]
     """Attributes that stay as they are."""
 
     def _start_on_one_device(self, device: str | torch.device | None, parallel_kwargs: dict[str, Any]) -> None:
-        """Make the attributes to which a connector assigns. `parallel_kwargs` are further arguments of `_ddp`."""
+        """Make the attributes to which a connector assigns. `parallel_kwargs`: further ones of Lightning's DDP strategy."""
         self._device_given = device is not None
         self._parallel_kwargs = parallel_kwargs
         self.parallel_devices: list[torch.device] | None = None
@@ -144,11 +150,11 @@ class BecomesDDP:
     def _become_parallel(self) -> None:
         if self._device_given or "parallel" not in vars(type(self)):
             why = f"device={str(self._root_device)!r} was given" if self._device_given else "it is a class of your own"
-            raise MisconfigurationException(
+            raise part(self, "utilities.exceptions").MisconfigurationException(
                 f"{type(self).__name__} trains on one device, because {why}; it got {len(self.parallel_devices or [])} devices "
                 f"and {self.num_nodes} nodes. Use {self.parallel.__name__}, or devices=1."
             )
-        before, ddp, kept = dict(vars(self)), self._ddp, self._kept
+        before, ddp, kept = dict(vars(self)), base_of(self.parallel), self._kept
         arguments = {name: before[f"_{name}"] for name in self._arguments}
         arguments |= {name: before[name] for name in ("parallel_devices", "cluster_environment")}
         vars(self).clear()
@@ -158,10 +164,9 @@ class BecomesDDP:
             setattr(self, name, before[name])
 
 
-class OneOrSeveralDevices(BecomesDDP, SingleDeviceStrategy):
+class OneOrSeveralDevices(BecomesDDP, FabricSingleDeviceStrategy):
     """A `SingleDeviceStrategy` that takes its device from Fabric, and becomes a DDP strategy where Fabric has several."""
 
-    _ddp = DDPStrategy
     _arguments = ("accelerator", "checkpoint_io", "precision")
     _kept = ("_num_nodes", "memopt_config")
 

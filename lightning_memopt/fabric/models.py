@@ -73,14 +73,15 @@ class Model:
 class Models:
     """All models of a strategy. The strategy has this object, and nothing in it refers to the strategy."""
 
-    def __init__(self, config: MemOptConfig) -> None:
+    def __init__(self, config: MemOptConfig, wrappers: type[Any]) -> None:
+        """`wrappers`: the class of what Fabric's `setup` returns."""
         self.config = config
         self._models: list[Model] = []
         self._wrapped: weakref.WeakKeyDictionary[nn.Module, Model] = weakref.WeakKeyDictionary()
         self._alone: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those that were set up without a model
         self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those of a model, and those warned of
         self._undo = contextlib.ExitStack()
-        self._listen()
+        self._listen(wrappers)
 
     # -- what is set up ----------------------------------------------------------------------------
 
@@ -100,7 +101,7 @@ class Models:
                 model.optimizers.append(optimizer)
                 model.begin(self.config)
 
-    def _listen(self) -> None:
+    def _listen(self, wrappers: type[Any]) -> None:
         this = weakref.ref(self)
 
         def told(wrapper: nn.Module, called: nn.Module) -> None:
@@ -120,8 +121,8 @@ class Models:
 
         # hidden from dynamo, which would trace it in a compiled step
         self._undo.callback(register_optimizer_step_post_hook(torch.compiler.disable(after_update)).remove)
-        self._undo.enter_context(fabric_private.told_of_wrappers(told))
-        self._undo.enter_context(fabric_private.around_step_methods(around))
+        self._undo.enter_context(fabric_private.told_of_wrappers(wrappers, told))
+        self._undo.enter_context(fabric_private.around_step_methods(wrappers, around))
 
     def _wraps(self, wrapper: nn.Module, called: nn.Module) -> None:
         module = getattr(called, "_orig_mod", called)  # torch.compile's

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 
-from lightning_memopt.fabric.strategies import register
 from lightning_memopt.integrations import launch, wire
+from lightning_memopt.integrations.lightnings import register
 
 if __name__ == "__main__":
-    register(**wire.options_of(wire.in_environment(os.environ) or {}))
+    register("lightning.fabric", **wire.options_of(wire.in_environment(os.environ) or {}))
     launch.run(sys.argv[1], sys.argv[2:], module=False)

@@ -9,13 +9,12 @@ from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
-from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
 from torch import nn
 
 from lightning_memopt.config import MemOptConfig, config_of, with_option_texts
-from lightning_memopt.fabric.fabric_private import OneOrSeveralDevices
+from lightning_memopt.fabric.fabric_private import OneOrSeveralDevices, wrapper_class
 from lightning_memopt.fabric.models import Models
-from lightning_memopt.integrations.names import shown
+from lightning_memopt.integrations.lightnings import FabricDDPStrategy, shown
 from lightning_memopt.integrations.plain import Run
 
 
@@ -61,7 +60,7 @@ class MemOptFabricMixin(abc.ABC):
 
     def _opened(self) -> Models:
         if self._models is None:
-            self._models = Models(self.memopt_config)
+            self._models = Models(self.memopt_config, wrapper_class(self))
             weakref.finalize(self, self._models.close)  # also at the exit of the process
             # multiprocessing ends its processes without `atexit`, and while the error that ended them is still handled
             Finalize(self._models, _process_ends, (weakref.ref(self._models),), exitpriority=100)
@@ -97,13 +96,22 @@ class MemOptFabricMixin(abc.ABC):
         Raises:
             ConfigError: the model has no run, or none was given and not exactly one has a run.
         """
-        return (self._models or Models(self.memopt_config)).run(model)
+        return (self._models or Models(self.memopt_config, wrapper_class(self))).run(model)
 
 
 def _process_ends(reference: weakref.ref[Models]) -> None:
     models = reference()
     if models is not None:
         models.close(called=True)
+
+
+@with_option_texts
+class MemOptFabricDDPStrategy(MemOptFabricMixin, FabricDDPStrategy):
+    """Train by DistributedDataParallel, each process within a memory budget. Other arguments are those of Fabric's DDPStrategy.
+
+    Args:
+        config: all of these options in one object, instead of single ones. Raises ConfigError if both are given.
+    """
 
 
 @with_option_texts
@@ -115,24 +123,4 @@ class MemOptFabricStrategy(MemOptFabricMixin, OneOrSeveralDevices):
         config: all of these options in one object, instead of single ones. Raises ConfigError if both are given.
     """
 
-
-@with_option_texts
-class MemOptFabricDDPStrategy(MemOptFabricMixin, DDPStrategy):
-    """Train by DistributedDataParallel, each process within a memory budget. Other arguments are those of Fabric's DDPStrategy.
-
-    Args:
-        config: all of these options in one object, instead of single ones. Raises ConfigError if both are given.
-    """
-
-
-MemOptFabricStrategy.parallel = MemOptFabricDDPStrategy
-
-
-def register(**options: Any) -> None:
-    """Make `Fabric(strategy="memopt")` and `"memopt_ddp"` work. A second call without options does nothing.
-
-    options: those of `MemOptConfig`, for strategies that are given by name.
-    """
-    for name, strategy in (("memopt", MemOptFabricStrategy), ("memopt_ddp", MemOptFabricDDPStrategy)):
-        if options or name not in STRATEGY_REGISTRY:
-            STRATEGY_REGISTRY.register(name, strategy, description="Within a memory budget", override=True, **options)
+    parallel = MemOptFabricDDPStrategy

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from lightning.pytorch.strategies import DDPStrategy
-
 from lightning_memopt.config import with_option_texts
+from lightning_memopt.integrations.lightnings import DDPStrategy
 from lightning_memopt.strategies.options import MemOptOptions
 
 

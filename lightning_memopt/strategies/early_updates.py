@@ -8,24 +8,24 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
-from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_memopt.integrations.lightnings import part
 from lightning_memopt.runtime.early_updates import Reason
 from lightning_memopt.strategies import lightning_private
 
 _READERS = ("on_before_zero_grad", "on_after_backward", "on_before_optimizer_step")
 """Hooks of modules and callbacks whose purpose is to read gradients."""
-_PRECISIONS = (Precision, DoublePrecision, HalfPrecision, MixedPrecision)
+_PRECISIONS = ("Precision", "DoublePrecision", "HalfPrecision", "MixedPrecision")
 """The only precision plugins that are allowed (subclasses are not), and only without a GradScaler."""
-_PARALLEL = (DDPStrategy, lightning_private.ShardedStrategy)
-"""Strategies for several devices whose models say themselves what is against early updates (session/processes.py)."""
 
 
 def of_trainer(trainer: Any) -> list[Reason]:
     """The reasons, the most frequent ones first; an empty list if early updates give the same bits."""
     module, precision = trainer.lightning_module, trainer.precision_plugin
+    strategies, plugins = part(trainer, "strategies"), part(trainer, "plugins")
+    is_overridden = part(trainer, "utilities.model_helpers").is_overridden
+    # their models say themselves what is against early updates (session/processes.py)
+    known = (strategies.DDPStrategy, lightning_private.ShardedStrategy)
     reasons = []
     if not module.automatic_optimization:
         reasons.append(Reason("optimization is manual", "Set automatic_optimization=True"))
@@ -37,7 +37,7 @@ def of_trainer(trainer: Any) -> list[Reason]:
     if getattr(precision, "scaler", None) is not None:
         why = f"precision={precision.precision!r} has a GradScaler, which looks for infinities in all gradients first"
         reasons.append(Reason(why, "Use precision='bf16-mixed'"))
-    elif type(precision) not in _PRECISIONS:
+    elif type(precision) not in [getattr(plugins, name) for name in _PRECISIONS]:
         why = f"the precision plugin {_name(precision)} is not known"
         reasons.append(Reason(why, "Use precision='32-true' or 'bf16-mixed'"))
     if lightning_private.detects_anomalies(trainer) or torch.is_anomaly_enabled():
@@ -50,7 +50,7 @@ def of_trainer(trainer: Any) -> list[Reason]:
             if is_overridden(hook, owner):
                 why = f"{_name(owner)}.{hook} is overridden, and would see no gradients"
                 reasons.append(Reason(why, "Read gradients in hooks of tensors (`p.register_hook`)"))
-    if isinstance(trainer.strategy, ParallelStrategy) and not isinstance(trainer.strategy, _PARALLEL):
+    if isinstance(trainer.strategy, strategies.ParallelStrategy) and not isinstance(trainer.strategy, known):
         reasons.append(Reason(f"{_name(trainer.strategy)} reduces gradients over processes", "Train on one device"))
     return reasons
 

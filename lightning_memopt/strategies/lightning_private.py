@@ -10,11 +10,10 @@ from inspect import signature
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
-from lightning.pytorch.trainer.states import RunningStage
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_memopt.fabric.fabric_private import BecomesDDP
+from lightning_memopt.integrations.lightnings import ModelParallelStrategy, SingleDeviceStrategy, base_of, part
 
 
 def accumulates(trainer: Any) -> bool:
@@ -55,7 +54,8 @@ def of_this_rank(trainer: Any, loader: Any) -> Any:
 
     `_DataConnector._prepare_dataloader` injects a DistributedSampler: the probe needs the loader before the loop has built it.
     """
-    return trainer._data_connector._prepare_dataloader(loader, shuffle=True, mode=RunningStage.TRAINING)
+    training = part(trainer, "trainer.states").RunningStage.TRAINING
+    return trainer._data_connector._prepare_dataloader(loader, shuffle=True, mode=training)
 
 
 def before_batch_transfer(module: Any, batch: Any) -> Any:
@@ -94,13 +94,12 @@ class OneDeviceStrategy(BecomesDDP, SingleDeviceStrategy):
         kwargs: as of `SingleDeviceStrategy`, and those of `parallel`, which are used for several devices only.
     """
 
-    _ddp = DDPStrategy
     _arguments = _SINGLE
     _kept = ("_layer_sync", "num_nodes", "memopt_config")
 
     def __init__(self, device: str | torch.device | None = None, **kwargs: Any) -> None:
         parallel_kwargs = {name: value for name, value in kwargs.items() if name not in _SINGLE}
-        _refuse_unknown(type(self).__name__, parallel_kwargs)
+        self._refuse_unknown(parallel_kwargs)
         single_kwargs = {name: value for name, value in kwargs.items() if name in _SINGLE}
         super().__init__(device="cpu" if device is None else device, **single_kwargs)
         self._start_on_one_device(device, parallel_kwargs)
@@ -111,13 +110,13 @@ class OneDeviceStrategy(BecomesDDP, SingleDeviceStrategy):
         super()._become_parallel()
         self.set_world_ranks()  # type: ignore[attr-defined]
 
-
-def _refuse_unknown(strategy: str, kwargs: dict[str, Any]) -> None:
-    """Raise TypeError, as Python does, for an argument that neither DDPStrategy nor DistributedDataParallel has."""
-    known = {*signature(DDPStrategy.__init__).parameters, *signature(DistributedDataParallel.__init__).parameters}
-    for name in kwargs:
-        if name not in known - {"self", "kwargs", "module"}:
-            raise TypeError(f"{strategy}.__init__() got an unexpected keyword argument {name!r}")
+    def _refuse_unknown(self, kwargs: dict[str, Any]) -> None:
+        """Raise TypeError, as Python does, for an argument that neither DDPStrategy nor DistributedDataParallel has."""
+        of_strategy = signature(base_of(self.parallel).__init__).parameters
+        known = {*of_strategy, *signature(DistributedDataParallel.__init__).parameters}
+        for name in kwargs:
+            if name not in known - {"self", "kwargs", "module"}:
+                raise TypeError(f"{type(self).__name__}.__init__() got an unexpected keyword argument {name!r}")
 
 
 class ShardedStrategy(ModelParallelStrategy):

@@ -13,13 +13,13 @@ import dataclasses
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.fabric.rank_zero import rank_zero_say
 from lightning_memopt.integrations.checkpointing import LayerCheckpointing
-from lightning_memopt.integrations.names import shown
+from lightning_memopt.integrations.lightnings import shown
 from lightning_memopt.report.run import RunReport
 from lightning_memopt.report.table import summary
 from lightning_memopt.session import RunStatus, Session

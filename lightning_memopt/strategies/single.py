@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from lightning.pytorch.strategies import StrategyRegistry
-
 from lightning_memopt.config import with_option_texts
 from lightning_memopt.strategies.ddp import MemOptDDPStrategy
 from lightning_memopt.strategies.lightning_private import OneDeviceStrategy
-from lightning_memopt.strategies.model_parallel import MemOptModelParallelStrategy
 from lightning_memopt.strategies.options import MemOptOptions
 
 
@@ -23,14 +20,3 @@ class MemOptStrategy(MemOptOptions, OneDeviceStrategy):
 
     strategy_name = "memopt"
     parallel = MemOptDDPStrategy
-
-
-def register() -> None:
-    """Make `Trainer(strategy="memopt")`, `"memopt_ddp"` and `"memopt_fsdp2"` work. A second call does nothing."""
-    for strategy, description in (
-        (MemOptStrategy, "Within a memory budget, on one device or with DDP"),
-        (MemOptDDPStrategy, "DDP, each device within a memory budget"),
-        (MemOptModelParallelStrategy, "FSDP2, each process within a memory budget"),
-    ):
-        if strategy.strategy_name not in StrategyRegistry:
-            StrategyRegistry.register(strategy.strategy_name, strategy, description=description)

@@ -23,6 +23,7 @@ OF_STRATEGIES = {"_root_device", "_configure_launcher", "_accelerator", "_checkp
 OF_PARALLEL_STRATEGIES = {"_set_world_ranks"}
 ASSIGNED = {"_num_nodes"}
 OF_COMMAND = {"_run"}
+CLASSES = {"_FabricModule"}
 
 
 def test_private_names_of_fabric_are_there() -> None:
@@ -34,6 +35,7 @@ def test_private_names_of_fabric_are_there() -> None:
     missing |= {name for name in OF_STRATEGIES if not hasattr(fabric.strategy, name)}
     missing |= {name for name in OF_PARALLEL_STRATEGIES if not hasattr(ddp, name)}
     missing |= {name for name in OF_COMMAND if cli._CLICK_AVAILABLE and not hasattr(cli, name)}
+    missing |= {name for name in CLASSES if not hasattr(wrappers, name)}
     missing |= {name for name in ASSIGNED if f"self.strategy.{name} =" not in source}
     missing |= set() if "self.strategy._configure_launcher()" in source else {"the call of _configure_launcher"}
     missing |= set() if fabric_private.STEP_METHOD in wrappers._LIGHTNING_MODULE_STEP_METHODS else {"step methods"}
@@ -42,7 +44,7 @@ def test_private_names_of_fabric_are_there() -> None:
 
 def test_no_other_file_uses_one() -> None:
     place = Path(fabric_private.__file__)
-    named = {*OF_WRAPPERS, *OF_STRATEGIES, *OF_PARALLEL_STRATEGIES, *ASSIGNED, *OF_COMMAND}
+    named = {*OF_WRAPPERS, *OF_STRATEGIES, *OF_PARALLEL_STRATEGIES, *ASSIGNED, *OF_COMMAND, *CLASSES}
     unknown = private_names(place) - named - own_names(place)
     assert not unknown, "each private name of Fabric is in a table above"
     for path in (PACKAGE / "fabric").glob("*.py"):

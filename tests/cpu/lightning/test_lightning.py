@@ -173,8 +173,8 @@ assert ("lightning" in sys.modules) is {order != "ours first"}
 t = pl.Trainer(strategy="memopt", accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
 from lightning_memopt import MemOptStrategy
 assert type(t.strategy) is MemOptStrategy and t.strategy.memopt_config.budget == "auto"
-from lightning_memopt.strategies import register
-register()
+from lightning_memopt.integrations.lightnings import register
+register('lightning.pytorch')
 """
     lines = "\n".join(line.strip() for line in code.splitlines())
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", lines], capture_output=True, text=True, timeout=120)

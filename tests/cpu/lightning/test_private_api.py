@@ -38,7 +38,7 @@ OWNERS: dict[str, Callable[[pl.Trainer], Any]] = {
 """Private name -> the object of a fitted Trainer that has it."""
 ASSIGNED = {"_layer_sync"}
 """Private attributes that Lightning's accelerator connector assigns to strategies that have them."""
-OURS = {"_all_for_data", "_arguments", "_become_parallel", "_ddp", "_kept", "_start_on_one_device"}
+OURS = {"_all_for_data", "_arguments", "_become_parallel", "_kept", "_refuse_unknown", "_start_on_one_device"}
 NOT_LIGHTNINGS = {"_cdata", "_schedulers", "_last_lr", "_optimizer_step_pre_hooks"}
 """Private names of torch."""
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import lightning_memopt
+from lightning_memopt import MemOptStrategy
 from lightning_memopt.config import MemOptConfig, Options, PlanOptions
-from lightning_memopt.strategies import MemOptStrategy
 from lightning_memopt.telemetry import Meter
 from lightning_memopt.telemetry.meter import MeterOptions
 
