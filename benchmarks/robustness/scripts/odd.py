@@ -52,7 +52,7 @@ def _train(model: nn.Module, watch: Watch, log: Log, steps: int, calls: bool = T
     return {"model": model, "adam": optimizer}
 
 
-@script("`model.forward(x)` in the place of `model(x)`", steps=24)
+@script("`model.forward(x)` instead of `model(x)`", steps=24)
 def forward_method(watch: Watch, log: Log, steps: int) -> dict[str, Any]:
     return _train(Tower(), watch, log, steps, calls=False)
 
