@@ -11,9 +11,9 @@ layers are loops over cells.
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -314,8 +314,11 @@ def _row(name: str) -> dict[str, Any]:
     return {"limit_bytes": limit, "trainer": _in_trainer(build, data, limit), "plain": _in_plain_loop(build, data, limit)}
 
 
-def main(names: list[str]) -> None:
+def main() -> None:
     """Rows of the models named, all by default; rows of others that are in the file stay."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)}; all by default")
+    names: list[str] = parser.parse_args().models
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
@@ -328,4 +331,4 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -7,6 +7,7 @@ Paired and interleaved rounds in this thread's CPU time, both within the same se
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import statistics
@@ -42,6 +43,7 @@ def measured(counter: Counter, nbytes: int) -> dict[str, float]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     counter = install(lambda line: print(line, file=sys.stderr))
     if counter is None:
         raise SystemExit("there is no native meter on this machine")

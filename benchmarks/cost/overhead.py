@@ -1,7 +1,6 @@
 """What both engines cost an op over eager, beside an empty dispatch mode with detaching hooks. Tiny tensors: pure overhead.
 
     python -m benchmarks overhead [-o benchmarks/results/overhead.json]
-    python -m benchmarks overhead --profile       # instructions of an op, by valgrind (instructions.py)
 
 Paired and interleaved; medians of this thread's CPU time. Forward: for each op. Backward: for each op that runs again, the op
 itself included; `op_us` is what such an op takes when it runs by itself. Pack and unpack: of a tensor that the plan keeps.
@@ -19,8 +18,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.cost import instructions
-from benchmarks.lib.tiny_ops import MODELS, TinyOps
+from benchmarks.cost.tiny_ops import MODELS, TinyOps
 
 ROUNDS = 60
 
@@ -28,9 +26,8 @@ ROUNDS = 60
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, help="where the figures are written")
-    parser.add_argument("--profile", action="store_true", help="count instructions in the place of time")
     options = parser.parse_args()
-    figures = instructions.measured() if options.profile else measured()
+    figures = measured()
     if options.output is not None:
         options.output.write_text(json.dumps(figures, indent=1) + "\n")
 
