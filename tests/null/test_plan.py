@@ -75,36 +75,28 @@ def test_a_second_copy_of_what_is_held_is_freed_at_once() -> None:
     assert segments(graph, lives) == [(Rebuild(0), Free(b))]
 
 
-def test_a_mutation_takes_the_memory_of_what_it_overwrites() -> None:
+def overwriting() -> tuple[Graph, int, int]:
+    """A step whose second op overwrites what the first made, and both tensors."""
     step = Step()
     (a,) = step.op(step.given(8), makes=(100,))
     (b,) = step.op(a, makes=(), mutates=(a,))
     step.op(b, saves=(b,))
-    graph = step.build(gradient=0)
+    return step.build(gradient=0), a, b
+
+
+def test_a_mutation_takes_the_memory_of_what_it_overwrites() -> None:
+    graph, _, _ = overwriting()
     assert segments(graph, served(graph)) == [(Rebuild(0), Rebuild(1))]
     assert simulate(graph, served(graph)).nbytes[graph.saves[0].unpacked_at[0]] == 108
 
 
 def test_a_mutation_copies_what_is_needed_still() -> None:
-    step = Step()
-    (a,) = step.op(step.given(8), makes=(100,))
-    (b,) = step.op(a, makes=(), mutates=(a,))
-    step.op(b, saves=(b,))
-    graph = step.build(gradient=0)
+    """A schedule without the copy is seen."""
+    graph, a, b = overwriting()
     p, last = graph.saves[0].unpacked_at[0], len(graph.points) - 1
     both = tuple(Life(tensor=t, born_at=p, freed_at=last, how="rebuild") for t in (a, b))
     assert segments(graph, both) == [(Rebuild(0), Rebuild(1, clones=(a,)))]
     assert simulate(graph, both).nbytes[p] == 208
-
-
-def test_a_mutation_without_a_copy_is_seen_when_the_input_must_survive() -> None:
-    step = Step()
-    (a,) = step.op(step.given(8), makes=(100,))
-    (b,) = step.op(a, makes=(), mutates=(a,))
-    step.op(b, saves=(b,))
-    graph = step.build(gradient=0)
-    p, last = graph.saves[0].unpacked_at[0], len(graph.points) - 1
-    both = tuple(Life(tensor=t, born_at=p, freed_at=last, how="rebuild") for t in (a, b))
     wrong = replace(lower(graph, both), segments={p: (Rebuild(0), Rebuild(1))})
     assert any("in memory 0 times; its lives say 1" in text for text in validate(graph, both, wrong).problems)
 

@@ -13,7 +13,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -47,8 +47,21 @@ def tapes() -> Iterator[list[weakref.ref[Tape]]]:
     gc.enable()
 
 
-def alive(tapes: list[weakref.ref[Tape]]) -> int:
+def alive(tapes: Sequence[weakref.ref[Tape]]) -> int:
     return sum(tape() is not None for tape in tapes)
+
+
+def same_end(build: Callable[[], Any], run_all: Callable[[Any, Any], None], tapes: Sequence[weakref.ref[Tape]] = ()) -> None:
+    """A run of the loop within a plan ends with the weights of the plain one, and no tape is left."""
+    torch.manual_seed(0)
+    plain = build()
+    run_all(plain, sgd(plain))
+    torch.manual_seed(0)
+    model = build()
+    with optimize(model, optimizer := sgd(model), **QUIET):
+        run_all(model, optimizer)
+        assert alive(tapes) == 0
+    assert_same(state(plain), state(model))
 
 
 class Breaking(nn.Module):
@@ -98,16 +111,8 @@ def test_m2_m4_failed_backward(warm: int, tapes: list[weakref.ref[Tape]]) -> Non
                 assert alive(tapes) <= (warm == 0), "only what is being observed"
             step(model, optimizer, batch)
 
-    torch.manual_seed(0)
-    model = Breaking()
-    run_all(model, sgd(model))
-    expected = state(model)
-    torch.manual_seed(0)
-    model = Breaking()
-    with optimize(model, o := sgd(model), **QUIET):
-        run_all(model, o)
-    assert tapes and alive(tapes) == 0
-    assert_same(expected, state(model))
+    same_end(Breaking, run_all, tapes)
+    assert tapes
 
 
 @pytest.fixture
@@ -174,13 +179,7 @@ def test_m5_forked_workers(warm: int) -> None:
             assert clean.all()
             step(model, optimizer, (x, y))
 
-    model = small()
-    run_all(model, sgd(model))
-    expected = state(model)
-    model = small()
-    with optimize(model, o := sgd(model), **QUIET):
-        run_all(model, o)
-    assert_same(expected, state(model))
+    same_end(small, run_all)
 
 
 def in_child(function: Callable[[], Any]) -> Any:
@@ -248,11 +247,4 @@ def test_m7_losses_that_are_not_used(warm: int, tapes: list[weakref.ref[Tape]]) 
                 assert alive(tapes) <= 1
             step(model, optimizer, batch)
 
-    model = small()
-    run_all(model, sgd(model))
-    expected = state(model)
-    model = small()
-    with optimize(model, o := sgd(model), **QUIET):
-        run_all(model, o)
-        assert alive(tapes) == 0
-    assert_same(expected, state(model))
+    same_end(small, run_all, tapes)

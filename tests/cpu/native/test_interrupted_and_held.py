@@ -18,7 +18,19 @@ from tests.cpu.lib.inside import state_of
 from tests.cpu.lib.loops import QUIET, batches, installed, leaves_nothing, sgd, small, step
 
 
-def test_a_plan_outlives_an_interrupt_where_a_forward_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "interrupting"),
+    [
+        (Running, "overtaken", property(interrupted)),
+        (PlanCache, "pop", lambda self, *args: (dict.pop(self, *args), interrupted())),
+    ],
+    ids=["a forward begins", "a state is looked up"],
+)
+def test_a_plan_outlives_an_interrupt(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, interrupting: object) -> None:
     model, data = small(depth=1), batches(1)[0]
     with optimize(model, o := sgd(model), budget="min", **QUIET) as run:
         for _ in range(3):
@@ -26,7 +38,7 @@ def test_a_plan_outlives_an_interrupt_where_a_forward_begins(monkeypatch: pytest
         before = state_of(run)
         assert isinstance(before, Running)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(Running, "overtaken", property(interrupted))
+            patch.setattr(owner, name, interrupting)
             step(model, o, data)
         step(model, o, data)
         assert state_of(run) is before
@@ -44,18 +56,6 @@ def test_an_interrupt_behind_the_entry_of_the_hooks(monkeypatch: pytest.MonkeyPa
             step(model, o, data)
         assert installed() == before
         step(model, o, data)
-
-
-def test_an_interrupt_where_a_state_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, data = small(depth=1), batches(1)[0]
-    with optimize(model, o := sgd(model), budget="min", **QUIET) as run:
-        for _ in range(3):
-            step(model, o, data)
-        before = state_of(run)
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(PlanCache, "pop", lambda self, *args: (dict.pop(self, *args), interrupted()))
-            step(model, o, data)
-        assert state_of(run) is before
 
 
 class Once:
@@ -91,10 +91,6 @@ def test_an_interrupt_behind_the_entry_of_what_is_below_autograd() -> None:
         late.__enter__()
     del late
     assert torch.is_grad_enabled()
-
-
-def interrupted(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 def test_an_interrupted_window_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:
