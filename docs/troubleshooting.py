@@ -1,6 +1,7 @@
 """Writes docs/troubleshooting.md from the code of the package: python docs/troubleshooting.py
 
 Errors have their cause and remedy in their docstrings, reasons in their two texts. Those of warnings and lines are in `SAID`.
+The page is committed, because the README links to it and readers of the repository build nothing; a test compares it.
 """
 
 from __future__ import annotations
