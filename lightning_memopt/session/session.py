@@ -174,7 +174,7 @@ class Session:
             with self._agreement.update(plans, shown):
                 if refusal is not None:
                     raise refusal
-                if observation is not None and not backward_runs():  # an optimizer that steps in a hook does not end the backward
+                if observation is not None and not backward_runs():  # one that steps in a hook does not end the backward
                     self.foresight.look(observation, self.budget_nbytes, self._offloading, self.say, others, savable)
             if early is not None and isinstance(state, Observing) and shown is not None:
                 state.for_early = early.agreed(self._agreement.early)
