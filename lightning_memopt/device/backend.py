@@ -107,7 +107,7 @@ class Backend:
 
     def segments(self) -> list[Mapping[str, Any]] | None:
         """What that allocator has reserved on this device, as torch's memory snapshots have it; None for other allocators. The
-        segment that serves a request first, where several could, comes first. Changes the peaks.
+        segment that serves a request first, where several could, comes first. Resets the peaks.
         """
         return None
 

@@ -68,7 +68,9 @@ class Cuda(Backend):
             return None
         index = indexed(self.device).index
         own = [segment for segment in allocator_snapshot()["segments"] if segment["device"] == index]
-        return in_order(own, index, self.current_stream().cuda_stream)
+        ordered = in_order(own, index, self.current_stream().cuda_stream)
+        self.reset_peaks()  # else they would be what was asked for here
+        return ordered
 
     def record_requests(self, most: int) -> bool:
         others = getattr(C, "_cuda_isHistoryEnabled", None)  # only in builds for CUDA

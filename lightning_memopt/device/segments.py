@@ -48,7 +48,9 @@ class _Free:
     """The free blocks of one pool and stream. All of them are taken in the context, and given back at its end."""
 
     def __init__(self, pool: Sequence[Segment], small: bool, device: int, stream: int) -> None:
-        self._pool, self._small, self._where = pool, small, (device, stream)
+        self._pool = pool
+        self._small = small
+        self._where = device, stream
         self._taken: dict[int, int] = {}
         """Address -> bytes."""
 

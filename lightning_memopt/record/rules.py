@@ -296,7 +296,9 @@ def _pure(rule: Rule) -> Rule:
 
 
 _known: dict[int, Rule] = {}
-"""Identity of an overload -> its rule: an overload lives as long as the process, and computes its hash in Python."""
+"""Identity of an overload -> its rule: an overload computes its hash in Python. The cache of `rule_of`, which is cleared with
+this, keeps the overload, so that no other one gets its identity.
+"""
 
 
 def rule_of_call(func: OpOverload, args: tuple, kwargs: dict) -> Rule:

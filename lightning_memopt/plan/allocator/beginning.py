@@ -54,12 +54,15 @@ class Beginning:
             else:
                 self._beside_nbytes += int(segment["total_size"])
         moved = _by_order(own)
-        found = [(_found(s), moved.get(int(s["address"]), 0)) for s in own]
-        self._there = [
-            There(b.address + by, b.requested, kinds.get(b.address, "")) for s, by in found for b in s.blocks if b.requested
-        ]
+        self._found: list[Found] = []
+        self._there: list[There] = []
+        for segment in own:
+            by = moved.get(int(segment["address"]), 0)
+            self._found.append(_found(segment, by))
+            held = (block for block in self._found[-1].blocks if block.requested)
+            self._there += [There(b.address, b.requested, kinds.get(b.address - by, "")) for b in held]
+        self._found.sort(key=lambda found: found.blocks[0].address)
         self._there.sort(key=lambda there: there.address)
-        self._found = sorted((_moved(s, by) for s, by in found), key=lambda s: s.blocks[0].address)
 
     def enter(self, allocator: Allocator, wanted: Iterable[Wanted], unseen: Iterable[Wanted]) -> list[Wanted]:
         """Put the segments into a fresh model, with each tensor in a block of its size, of its kind before others. Blocks
@@ -137,13 +140,11 @@ def _by_order(segments: Sequence[Mapping[str, Any]]) -> dict[int, int]:
     return moved
 
 
-def _moved(found: Found, by: int) -> Found:
-    return found._replace(blocks=tuple(block._replace(address=block.address + by) for block in found.blocks))
+def _found(segment: Mapping[str, Any], by: int) -> Found:
+    """A segment whose addresses are moved."""
 
-
-def _found(segment: Mapping[str, Any]) -> Found:
     def placed() -> Iterator[Placed]:
-        address = int(segment["address"])
+        address = int(segment["address"]) + by
         for is_held, run in groupby(segment["blocks"], lambda block: block["state"] == _HELD):
             blocks = list(run)
             for together in [[b] for b in blocks] if is_held else [blocks]:  # what streams still read counts as free

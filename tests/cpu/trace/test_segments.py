@@ -22,7 +22,9 @@ class Pool:
     """
 
     def __init__(self, small: bool, held: Sequence[Sequence[tuple[int, int]]], serves_before: Callable[[int], int]) -> None:
-        self.small, self.nbytes, self.serves_before = small, SMALL if small else LARGE, serves_before
+        self.small = small
+        self.nbytes = SMALL if small else LARGE
+        self.serves_before = serves_before
         self.base = (1 if small else 2) << 40
         self.held: list[dict[int, int]] = [dict(blocks) for blocks in held]
 
