@@ -21,6 +21,7 @@ from benchmarks.models.registry import MODELS
 from benchmarks.recompute.frontier import Measuring
 from lightning_memopt import jsonio
 from lightning_memopt.native import engine
+from lightning_memopt.plan import Machine
 from lightning_memopt.runtime import Program
 from lightning_memopt.session import costs
 from lightning_memopt.solvers import planner
@@ -43,7 +44,7 @@ def measured(name: str, rounds: int) -> dict[str, Any]:
     measuring = Measuring(name)
     bench, graph = measuring.bench, measuring.graph
     budget = measuring.per_block()
-    plan = planner.solve(graph, overhead=costs.overhead(graph), budgets=[budget]).plan(budget)
+    plan = planner.solve(graph, machine=Machine(overhead=costs.overhead(graph)), budgets=[budget]).plan(budget)
     program = Program(graph, plan.lives)
     forwards: dict[str, Forward | None] = {
         "unmodified": None,

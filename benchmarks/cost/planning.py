@@ -32,6 +32,7 @@ import transformers
 from benchmarks.lib.paths import RESULTS
 from lightning_memopt import jsonio
 from lightning_memopt.graph import Graph, graph_from_json, graph_to_json, unmodified_levels
+from lightning_memopt.plan import Machine
 from lightning_memopt.runtime import install_native
 from lightning_memopt.session import costs
 from lightning_memopt.session.graphs import smoothed
@@ -125,7 +126,7 @@ def solved(graph: Graph) -> tuple[planner.Frontier, dict[str, float]]:
         overhead = replace(overhead, of=clocked("costs of our own work", overhead.of))
         with timed(seconds, "solve"):
             half = max(unmodified_levels(graph)) // 2
-            frontier = planner.solve(graph, limit_seconds=1e9, overhead=overhead, budgets=[half])
+            frontier = planner.solve(graph, limit_seconds=1e9, machine=Machine(overhead=overhead), budgets=[half])
     of_stages = sum(took for name, took in seconds.items() if name != "solve")
     seconds["plans as lives, and the rest"] = seconds["solve"] - of_stages
     return frontier, dict(seconds)

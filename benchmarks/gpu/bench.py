@@ -14,7 +14,7 @@ import torch
 from benchmarks.lib.bench import MIB, Bench, held_nbytes
 from benchmarks.models.gpu import Build
 from lightning_memopt.graph import Graph
-from lightning_memopt.plan import Plan, reserved
+from lightning_memopt.plan import Machine, Plan, reserved
 from lightning_memopt.runtime import install_native
 from lightning_memopt.session import costs
 from lightning_memopt.solvers import planner
@@ -167,7 +167,9 @@ def observed(bench: GpuBench, deadline: float, budgets: Callable[[Graph], Iterab
     in_time(deadline, "observing")
     graph = bench.observe(steps=2)
     limit = min(20.0, seconds_left(deadline) / 3)
-    return graph, planner.solve(graph, limit_seconds=limit, overhead=costs.overhead(graph), budgets=budgets(graph))
+    return graph, planner.solve(
+        graph, limit_seconds=limit, machine=Machine(overhead=costs.overhead(graph)), budgets=budgets(graph)
+    )
 
 
 def against(bench: GpuBench, graph: Graph, plan: Plan, budget: int, row: dict[str, Any]) -> None:

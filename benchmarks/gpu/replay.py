@@ -18,7 +18,7 @@ from benchmarks.lib import torch_budget
 from benchmarks.lib.bench import MIB
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph, resident_nbytes, unmodified_levels
-from lightning_memopt.plan import reserved_nbytes_of
+from lightning_memopt.plan import Machine
 from lightning_memopt.runtime import Program
 from lightning_memopt.solvers.rollout import keep_all
 
@@ -38,7 +38,7 @@ COLUMNS = {
 
 def _budgets(graph: Graph) -> dict[str, int]:
     """Shares of what the unmodified step takes, or reserves."""
-    reserve, resident = reserved_nbytes_of(graph), resident_nbytes(graph)
+    reserve, resident = Machine().reserve(graph), resident_nbytes(graph)
     top = max(unmodified_levels(graph)) if reserve is None else reserve(keep_all(graph))
     return {f"ours f={f}": int(resident + f * (top - resident)) for f in SHARES}
 

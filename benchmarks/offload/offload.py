@@ -25,7 +25,7 @@ from benchmarks.models.registry import MODELS
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import resident_nbytes
-from lightning_memopt.plan import lower, validate
+from lightning_memopt.plan import Machine, lower, validate
 from lightning_memopt.plan.forms import codec_of, tier_of
 from lightning_memopt.runtime import Program
 from lightning_memopt.session import costs
@@ -45,7 +45,7 @@ def run(name: str, seconds: float) -> dict[str, Any]:
     resident, unmodified = resident_nbytes(graph), bench.peak()
     config = MemOptConfig(budget="min", offload="disk", compress="lossless", solver_seconds=seconds)
     offloading = Offloading(bench.device, config)
-    alone = planner.solve(graph, limit_seconds=seconds, overhead=costs.overhead(graph))
+    alone = planner.solve(graph, limit_seconds=seconds, machine=Machine(overhead=costs.overhead(graph)))
     frontier = offloading.frontier(alone)
     row: dict[str, Any] = {
         "title": bench.title,

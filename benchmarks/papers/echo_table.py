@@ -28,7 +28,7 @@ from benchmarks.lib.tables import print_table
 from benchmarks.models import recurrent
 from benchmarks.models.registry import MODELS
 from lightning_memopt.graph import Graph, resident_nbytes
-from lightning_memopt.plan import Life, Prediction, simulate
+from lightning_memopt.plan import Life, Machine, Prediction, simulate
 from lightning_memopt.report import breakdown
 from lightning_memopt.runtime import Program
 from lightning_memopt.session import costs
@@ -79,7 +79,7 @@ class Evaluation:
         self.resident = resident_nbytes(self.graph)
         self.echo = echo(self.graph)
         self.at_echo = simulate(self.graph, self.echo).predicted.peak_nbytes + _MARGIN_NBYTES
-        self.frontier = planner.solve(self.graph, overhead=costs.overhead(self.graph), budgets=[self.at_echo])
+        self.frontier = planner.solve(self.graph, machine=Machine(overhead=costs.overhead(self.graph)), budgets=[self.at_echo])
 
     def policies(self) -> dict[str, Lives]:
         """Baseline first."""

@@ -24,6 +24,7 @@ from benchmarks.lib.paths import RESULTS
 from benchmarks.models.registry import MODELS
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph, resident_nbytes, unmodified_levels
+from lightning_memopt.plan import Machine
 from lightning_memopt.runtime import Program
 from lightning_memopt.session import costs
 from lightning_memopt.solvers import planner
@@ -136,8 +137,8 @@ def run(name: str, rounds: int, with_compile: bool) -> dict[str, Any]:
     activations = max(unmodified_levels(graph)) - resident
     budgets = {f"f={f}": int(resident + f * activations) for f in SHARES} | {"at per-block peak": measuring.per_block()}
     frontiers = {
-        "ours": planner.solve(graph, overhead=overhead, budgets=budgets.values()),
-        "fewest FLOPs": planner.solve(graph, objective="flops", overhead=overhead, budgets=budgets.values()),
+        "ours": planner.solve(graph, machine=Machine(overhead=overhead), budgets=budgets.values()),
+        "fewest FLOPs": planner.solve(graph, objective="flops", machine=Machine(overhead=overhead), budgets=budgets.values()),
     }
     ours = frontiers["ours"]
     for who, frontier in frontiers.items():

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from lightning_memopt.batching.energy import EnergyModel
 from lightning_memopt.batching.fit import StepFit
 from lightning_memopt.batching.plans import Plans, largest
+from lightning_memopt.plan import Machine
 from lightning_memopt.session.foresight import unmodified_peak
 
 Mode = Literal["largest", "throughput", "energy"]
@@ -53,6 +54,7 @@ class Chooser:
         update. If it is given, the fitted step accumulates.
     spare_nbytes: most bytes of gradients that a step does without if one batch has all `effective` samples.
     energy: joules of a step; None if they are not known.
+    machine: the machine that runs it.
     """
 
     fit: StepFit
@@ -61,10 +63,11 @@ class Chooser:
     effective: int | None = None
     spare_nbytes: int = 0
     energy: EnergyModel | None = None
+    machine: Machine = field(default_factory=Machine)
 
     def peak(self, size: int) -> int:
         """Peak bytes of a step of this size without a plan."""
-        return unmodified_peak(self.fit.at(size))
+        return unmodified_peak(self.fit.at(size), self.machine)
 
     def largest_unmodified(self, cap: int) -> int:
         """The largest size, at most `cap`, whose step fits without a plan; 0 if none does."""

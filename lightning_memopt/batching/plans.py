@@ -13,7 +13,7 @@ from dataclasses import replace
 from lightning_memopt.batching.fit import StepFit
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph
-from lightning_memopt.plan import Life, LoweringError, reserved_nbytes_of, simulate
+from lightning_memopt.plan import Life, LoweringError, Machine, simulate
 from lightning_memopt.session.joint_frontier import JointFrontier, peak_nbytes
 from lightning_memopt.session.offloading import Offloading
 from lightning_memopt.solvers import joint, planner
@@ -49,11 +49,11 @@ class Plans:
     """Plans that rebuild tensors, at any batch size.
 
     fit: the step at any batch size.
-    solve: graph -> frontier, as a session calls the planner.
+    solve: graph -> frontier, as a session calls the planner for this machine.
     """
 
-    def __init__(self, fit: StepFit, solve: Solve) -> None:
-        self.fit, self.solve = fit, solve
+    def __init__(self, fit: StepFit, solve: Solve, machine: Machine | None = None) -> None:
+        self.fit, self.solve, self.machine = fit, solve, machine or Machine()
         self._pool: list[tuple[Lives, float]] = []
 
     def largest(self, fitting_size: int, cap: int, budget_nbytes: int) -> int:
@@ -82,11 +82,11 @@ class Plans:
 
     def needs(self, size: int, lives: Lives) -> int:
         """The smallest budget, in bytes, that the plan with these lives needs at this size."""
-        return _needs(self.fit.at(size), lives)
+        return _needs(self.fit.at(size), lives, self.machine)
 
     def smallest(self, size: int) -> Lives:
         """The lives of a plan that needs few bytes at this size."""
-        return planner.smallest(self.fit.at(size)).lives
+        return planner.smallest(self.fit.at(size), self.machine).lives
 
     def fastest(self, size: int, budget_nbytes: int) -> tuple[float, int] | None:
         """(extra seconds, needed bytes) of the fastest plan within the budget at this size; None if no plan fits.
@@ -113,7 +113,7 @@ class Plans:
     def _pooled(self, size: int) -> list[tuple[Lives, float]]:
         """(lives, seconds that recording takes) of plans, solved once, at the size that is asked for first."""
         if not self._pool:
-            smallest = planner.smallest(self.fit.at(size))
+            smallest = planner.smallest(self.fit.at(size), self.machine)
             candidates = self.solve(self.fit.at(size)).candidates
             pooled = (*candidates[:: ceil_div(len(candidates), _POOL)], smallest)
             self._pool = [(plan.lives, plan.predicted.overhead_seconds) for plan in pooled]
@@ -123,13 +123,13 @@ class Plans:
 class ParkingPlans(Plans):
     """Plans that rebuild tensors and park them in the forms that `offloading` allows; `solve` gives frontiers of such plans."""
 
-    def __init__(self, fit: StepFit, solve: Solve, offloading: Offloading) -> None:
-        super().__init__(fit, solve)
+    def __init__(self, fit: StepFit, solve: Solve, offloading: Offloading, machine: Machine | None = None) -> None:
+        super().__init__(fit, solve, machine)
         self.offloading = offloading
         self._frontiers: dict[int, planner.Frontier] = {}
 
     def needs(self, size: int, lives: Lives) -> int:
-        return _needs(self.fit.at(size), self.resized(size, lives))
+        return _needs(self.fit.at(size), self.resized(size, lives), self.machine)
 
     def resized(self, size: int, lives: Lives) -> Lives:
         """The lives, which may come from another size, with the bytes that parked tensors take at this size."""
@@ -145,8 +145,8 @@ class ParkingPlans(Plans):
         plans = [c.lives for c in frontier.candidates]
         least = frontier.least if isinstance(frontier, JointFrontier) else None
         if least is None:
-            least = joint.least(graph, plans, self.offloading.forms(graph), lambda lives: _needs(graph, lives))[1]
-        return min((least, plans[0]), key=lambda lives: _needs(graph, lives))
+            least = joint.least(graph, plans, self.offloading.forms(graph), lambda lives: _needs(graph, lives, self.machine))[1]
+        return min((least, plans[0]), key=lambda lives: _needs(graph, lives, self.machine))
 
     def fastest(self, size: int, budget_nbytes: int) -> tuple[float, int] | None:
         try:
@@ -163,9 +163,9 @@ class ParkingPlans(Plans):
         return frontier
 
 
-def _needs(graph: Graph, lives: Lives) -> int:
+def _needs(graph: Graph, lives: Lives, machine: Machine) -> int:
     """The smallest budget, in bytes, that the plan with these lives needs."""
-    peak, reserve = peak_nbytes(graph, lives), reserved_nbytes_of(graph)
+    peak, reserve = peak_nbytes(graph, lives), machine.reserve(graph)
     if reserve is not None:  # the allocator's model does not know the workspaces of codecs, which `peak_nbytes` includes
         peak += reserve(lives) - simulate(graph, lives).predicted.peak_nbytes
     return peak + planner.UNSEEN_NBYTES

@@ -32,6 +32,7 @@ from lightning_memopt.config import MemOptConfig, disabled
 from lightning_memopt.errors import ConfigError, InfeasibleError, UnsupportedError
 from lightning_memopt.graph import Graph
 from lightning_memopt.ranks import Ranks, joins, ranks_of, wrapper_of
+from lightning_memopt.session.machine import machine_of
 from lightning_memopt.session.offloading import Offloading
 from lightning_memopt.session.solving import frontier_of
 from lightning_memopt.solvers.planner import Frontier
@@ -242,16 +243,18 @@ class _RunningSearch:
         if self.config is None:
             return None
         offloading = Offloading(self.search.device, self.config)  # no plan is executed, so nothing has to be closed
+        machine = machine_of(self.search.device)
 
         def solve(graph: Graph) -> Frontier:
-            return frontier_of(graph, offloading, lambda _: None)
+            return frontier_of(graph, offloading, lambda _: None, machine)
 
-        return ParkingPlans(step, solve, offloading) if offloading.wanted else Plans(step, solve)
+        return ParkingPlans(step, solve, offloading, machine) if offloading.wanted else Plans(step, solve, machine)
 
     def _chooser(self, step: StepFit, plans: Plans | None, budget_nbytes: int) -> Chooser:
         headroom = self.config.headroom if self.config is not None else 0
         limit = budget_nbytes - headroom
-        return Chooser(step, limit, plans, self.search.effective, self.search.spare_nbytes, self.energy_model)
+        machine = machine_of(self.search.device)
+        return Chooser(step, limit, plans, self.search.effective, self.search.spare_nbytes, self.energy_model, machine)
 
     def _measured_energy_model(self, plain: int, energy: StepEnergy) -> EnergyModel | None:
         """Measure energy at two sizes well below `plain`, the largest size that needs no plan; None if `plain` is 0."""

@@ -1,17 +1,21 @@
 """Plans: lives of tensors, lowered to a schedule, priced by a simulator, checked, kept in files."""
 
-from lightning_memopt.plan.allocator import Reserved, reserved, reserved_nbytes_of
+from lightning_memopt.plan.allocator import Reserved, reserved
 from lightning_memopt.plan.files import plan_from_json, plan_to_json, read_plan, write_plan
 from lightning_memopt.plan.lower import Fetch, Free, LoweringError, Rebuild, Schedule, Segment, lower
+from lightning_memopt.plan.machine import FREE, Machine, Overhead
 from lightning_memopt.plan.model import Life, Plan, Prediction
 from lightning_memopt.plan.simulate import SegmentCost, Timeline, added_by, fixed_levels, segment_cost, simulate
 from lightning_memopt.plan.validate import Report, validate
 
 __all__ = [
+    "FREE",
     "Fetch",
     "Free",
     "Life",
     "LoweringError",
+    "Machine",
+    "Overhead",
     "Plan",
     "Prediction",
     "Report",
@@ -28,7 +32,6 @@ __all__ = [
     "plan_to_json",
     "read_plan",
     "reserved",
-    "reserved_nbytes_of",
     "segment_cost",
     "simulate",
     "validate",

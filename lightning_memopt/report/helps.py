@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph
-from lightning_memopt.plan import Life, Plan
+from lightning_memopt.plan import FREE, Life, Machine, Plan
 from lightning_memopt.plan.peak import Breakdown, at_peak
 from lightning_memopt.report.blocks import blocks
 from lightning_memopt.report.fates import operator, runs_again
 from lightning_memopt.solvers import joint, planner
 from lightning_memopt.solvers.ordering import Savings, savings
-from lightning_memopt.solvers.overhead import FREE, Overhead
 from lightning_memopt.units import format_nbytes
 
 _SCALING = ("feature maps", "held to rebuild", "rebuilt", "generator states", "in use", "workspace", "inputs")
@@ -42,7 +41,7 @@ def helps(plan: Plan, graph: Graph, limit_seconds: float = 10.0) -> str:
     """A list of sentences with a title. `limit_seconds`: of the search for plans for other budgets."""
     peak = at_peak(graph, plan.lives)
     budgets = [_tenths(plan, share) for share in (_LESS, _MORE)]
-    frontier = planner.solve(graph, limit_seconds=limit_seconds, budgets=budgets, overhead=_searched_with(plan))
+    frontier = planner.solve(graph, limit_seconds=limit_seconds, budgets=budgets, machine=_searched_with(plan))
     if frontier.cut_off:
         others = ["Other budgets, offload and compression were not looked at: the time was over before. Give more --seconds."]
         entries = [*_order(savings(graph)), *_batch(peak)]
@@ -54,10 +53,10 @@ def helps(plan: Plan, graph: Graph, limit_seconds: float = 10.0) -> str:
     return "\n".join(["What would help most:", *(f"- {line}" for line in lines)])
 
 
-def _searched_with(plan: Plan) -> Overhead:
+def _searched_with(plan: Plan) -> Machine:
     """For plans that are found as this one was, with few ops that run again, and priced without the engine's own work."""
     ops = plan.predicted.rebuilt_ops
-    return replace(FREE, rebuilt_op=plan.predicted.overhead_seconds / ops if ops else 0.0)
+    return Machine(overhead=replace(FREE, rebuilt_op=plan.predicted.overhead_seconds / ops if ops else 0.0))
 
 
 def costliest(graph: Graph, plan: Plan) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_memopt.graph import Graph
-from lightning_memopt.plan import LoweringError, Plan, reserved_nbytes_of, simulate
+from lightning_memopt.plan import LoweringError, Machine, Plan, simulate
 from lightning_memopt.plan.forms import codec_of
 from lightning_memopt.report.fates import items, kept, rebuilt
 from lightning_memopt.report.text import Table, render
@@ -50,7 +50,7 @@ def checkpointing_text(graph: Graph, plan: Plan, layers: tuple[str, ...]) -> str
         cost = simulate(graph, lives).predicted
     except (LoweringError, ValueError):  # a layer that no plan could run again
         return f"of {len(layers)} layers, replaced by the plan; its cost cannot be predicted for this step"
-    reserve = reserved_nbytes_of(graph)
+    reserve = Machine().reserve(graph)
     peak = cost.peak_nbytes if reserve is None else reserve(lives)
     return (
         f"of {len(layers)} layers, replaced by the plan. It took, predicted: peak {format_nbytes(peak)}, "

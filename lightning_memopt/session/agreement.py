@@ -27,6 +27,7 @@ from lightning_memopt import logs
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import InfeasibleError, RankFailedError, UpdatesInBackwardError
 from lightning_memopt.graph import Graph
+from lightning_memopt.plan import Machine
 from lightning_memopt.ranks import Ranks, joins, ranks_of
 from lightning_memopt.session import shared_plan, shared_regions, solving
 from lightning_memopt.session.offloading import Offloading
@@ -168,19 +169,19 @@ class Agreement:
             self._ranks.tell("the plans of all ranks", {})
             self._settled()
 
-    def solved(self, graph: Graph, limit_nbytes: int | None, offloading: Offloading, say: Say) -> Solved:
+    def solved(self, graph: Graph, limit_nbytes: int | None, offloading: Offloading, say: Say, machine: Machine) -> Solved:
         """As `solving.solved`. Where all ranks make their first plan now, they make it together.
 
         Raises InfeasibleError where a rank's plan is infeasible and `on_exceed` is "raise".
         """
         if self._ranks is None or not (self._open and self._all_plan and self._step_ends):
-            return solving.solved(graph, limit_nbytes, offloading, say)
+            return solving.solved(graph, limit_nbytes, offloading, say, machine)
         ranks, self._all_plan = self._ranks, False
         try:
-            shared = shared_plan.solved(ranks, graph, limit_nbytes, offloading, say, _PLAN_SECONDS)
+            shared = shared_plan.solved(ranks, graph, limit_nbytes, offloading, say, machine, _PLAN_SECONDS)
             if shared is not None:
                 return shared
-            return self._each_alone(ranks, lambda: solving.solved(graph, limit_nbytes, offloading, say))
+            return self._each_alone(ranks, lambda: solving.solved(graph, limit_nbytes, offloading, say, machine))
         finally:
             self._settled()
 

@@ -24,6 +24,7 @@ from torch import nn
 from lightning_memopt.compiled import Region, Regions, compiles
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.graph import Graph
+from lightning_memopt.plan import Machine
 from lightning_memopt.record import compiled_modules
 from lightning_memopt.record.gathered import units_of
 from lightning_memopt.session import shared_regions
@@ -197,13 +198,13 @@ class CompiledRegions:
             return sys.maxsize  # the budget was kept in an earlier run
         return self._now.choice.savable_nbytes(stages, surely)
 
-    def compiled_again(self, graph: Graph, limit_nbytes: int | None, say: Callable[[str], None]) -> bool:
+    def compiled_again(self, graph: Graph, limit_nbytes: int | None, say: Callable[[str], None], machine: Machine) -> bool:
         """After an observed step: whether it is to be observed again, because regions were given other options, or because
         code was compiled in it, which takes memory of its own. Where ranks train together, they all get the same answer.
         """
         step, stages = self._now, self._stages_of_step()
         self.changed = False
-        own = self._shown(graph, limit_nbytes, stages)
+        own = self._shown(graph, limit_nbytes, stages, machine)
         step.splits = self._regions.splits
         seen = self._agreement.seen(own)
         shown = own if seen is None else seen
@@ -227,14 +228,14 @@ class CompiledRegions:
             say(f"MemOpt: compiled regions stay as they are, because {why}")
         self._unshared = why
 
-    def _shown(self, graph: Graph, limit_nbytes: int | None, stages: list[Stage]) -> Shown:
+    def _shown(self, graph: Graph, limit_nbytes: int | None, stages: list[Stage], machine: Machine) -> Shown:
         """What this rank saw of its regions in an observed step."""
         step = self._now
         if step.splits != self._regions.splits and step.discarded < _DISCARDED:
             return Shown(True, step.discarded)
         keys = self._keys()
-        peak = unmodified_peak(graph) if stages else 0
-        least = planner.smallest_nbytes(graph) if limit_nbytes is not None and peak > limit_nbytes else peak
+        peak = unmodified_peak(graph, machine) if stages else 0
+        least = planner.smallest_nbytes(graph, machine) if limit_nbytes is not None and peak > limit_nbytes else peak
         return Shown(False, step.discarded, tuple(keys[id(s.region)] for s in stages), peak, least, limit_nbytes)
 
     def _recompiled(self, shown: Shown, stages: list[Stage], say: Callable[[str], None]) -> bool:

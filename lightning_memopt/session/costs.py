@@ -30,13 +30,12 @@ from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.device.places import current, indexed, on_host
 from lightning_memopt.graph import Graph, requests_of
 from lightning_memopt.native.engine import loaded
-from lightning_memopt.plan import Life
+from lightning_memopt.plan import Life, Overhead
 from lightning_memopt.record import Outside
 from lightning_memopt.runtime import Learned, PlannedEngine, Program
 from lightning_memopt.session import times
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.recording import PlannedRecording
-from lightning_memopt.solvers.overhead import Overhead
 from lightning_memopt.solvers.rollout import Rollout
 from lightning_memopt.torch_private import schema_of
 

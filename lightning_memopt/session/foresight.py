@@ -21,11 +21,12 @@ from lightning_memopt.graph import BEFORE, Graph, Op, Point, Tensor, resident_te
 from lightning_memopt.graph.model import Kind
 from lightning_memopt.live_objects import live_objects
 from lightning_memopt.native import counter_of
-from lightning_memopt.plan import reserved_nbytes_of
+from lightning_memopt.plan import Machine
 from lightning_memopt.record import parameters_of
 from lightning_memopt.session import times
 from lightning_memopt.session.final_gradients import Final
 from lightning_memopt.session.graphs import pieces, requests_for, smoothed, with_state
+from lightning_memopt.session.machine import machine_of
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.offloading import Offloading
 from lightning_memopt.session.rehearsal import Rounded, Update, rehearse, still_to_make, with_gradients
@@ -270,9 +271,9 @@ def with_step_before(graph: Graph, keeps: Callable[[Tensor], bool]) -> Graph:
     return dataclasses.replace(graph, tensors=tuple(tensors))
 
 
-def unmodified_peak(graph: Graph) -> int:
+def unmodified_peak(graph: Graph, machine: Machine | None = None) -> int:
     """The peak of the step without a plan, in bytes, as a budget counts it."""
-    reserve = reserved_nbytes_of(graph)
+    reserve = (machine or Machine()).reserve(graph)
     return reserve(keep_all(graph)) if reserve is not None else max(unmodified_levels(graph), default=0)
 
 
@@ -294,23 +295,23 @@ def refuse_infeasible(
     savable: `savable(surely)` are the bytes that compiled code could save if it were compiled otherwise, at most or surely.
         It is asked only where the step does not fit.
     """
-    headroom = offloading.config.headroom
-    if unmodified_peak(graph) <= budget_nbytes - headroom:
+    headroom, machine = offloading.config.headroom, machine_of(offloading.device)
+    if unmodified_peak(graph, machine) <= budget_nbytes - headroom:
         return
     say("MemOpt: the step does not fit as it is; looking for a plan before anything is updated")
-    needed = _smallest_nbytes(graph, offloading) + headroom - savable(False)
+    needed = _smallest_nbytes(graph, offloading, machine) + headroom - savable(False)
     if needed <= budget_nbytes:
         return
     strangers = later.strangers()
     later_nbytes = later.nbytes(strangers)
-    at_worst_nbytes = _smallest_nbytes(at_worst(graph), offloading) + headroom - savable(True)
+    at_worst_nbytes = _smallest_nbytes(at_worst(graph), offloading, machine) + headroom - savable(True)
     enough = max(needed, at_worst_nbytes) + later_nbytes + planner.UNSEEN_NBYTES
     unknown = "" if known else " What the update takes is not known before one has run, and comes on top."
     follows = (
         " What other optimizers do after this update has not run yet, and may need more." if later.follow(strangers) else ""
     )
     made = ", and for what other optimizers make" if later_nbytes else ""
-    none = " No plan is smaller than the unmodified step." if needed >= unmodified_peak(graph) + headroom else ""
+    none = " No plan is smaller than the unmodified step." if needed >= unmodified_peak(graph, machine) + headroom else ""
     updated = "No optimizer of this run has stepped" if strangers else "Nothing was updated"
     spare = f" and headroom of {format_nbytes(headroom)}" if headroom else ""
     raise InfeasibleError(
@@ -323,9 +324,11 @@ def refuse_infeasible(
     )
 
 
-def _smallest_nbytes(graph: Graph, offloading: Offloading) -> int:
+def _smallest_nbytes(graph: Graph, offloading: Offloading, machine: Machine) -> int:
     if not offloading.wanted:
-        return planner.smallest_nbytes(graph)
+        return planner.smallest_nbytes(graph, machine)
     clock, config, graph = times.current.solver_clock(thread_time), offloading.config, smoothed([graph])
-    solved = planner.solve(graph, limit_seconds=config.solver_seconds, search_seconds=worth(graph, config), clock=clock)
+    solved = planner.solve(
+        graph, machine, limit_seconds=config.solver_seconds, search_seconds=worth(graph, config), clock=clock
+    )
     return offloading.frontier(solved).smallest_nbytes

@@ -10,7 +10,6 @@ from torch import nn
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.device.places import is_on
 from lightning_memopt.graph import Graph
-from lightning_memopt.session.allocator import read_settings
 from lightning_memopt.session.effort import Effort
 from lightning_memopt.session.observation import Observation, observing
 from lightning_memopt.session.observing import Observing, Waiting
@@ -61,7 +60,6 @@ class ObservedStep:
     def begin(self, state: Observing | Waiting, device: torch.device, limit_nbytes: int | None) -> Observation:
         """A step of this state begins to be observed."""
         take_workspaces(self._model, device)
-        read_settings(device)
         verify = meter = False
         fixed: frozenset[int] = frozenset()
         if isinstance(state, Observing):

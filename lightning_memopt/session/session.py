@@ -23,7 +23,6 @@ from lightning_memopt.ranks import rebuild_buckets
 from lightning_memopt.runtime import Engine, PlannedEngine
 from lightning_memopt.runtime.early_updates import Reason, count_versions
 from lightning_memopt.session.agreement import Agreement
-from lightning_memopt.session.allocator import read_beginning
 from lightning_memopt.session.attachment import Attachment
 from lightning_memopt.session.budget import Neighbours, budget_on, device_of
 from lightning_memopt.session.compiled_regions import CompiledRegions
@@ -34,6 +33,7 @@ from lightning_memopt.session.ends import Ends
 from lightning_memopt.session.foresight import Foresight
 from lightning_memopt.session.given_plan import read_given, write_status
 from lightning_memopt.session.history import History
+from lightning_memopt.session.machine import machine_of
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.observed_step import ObservedStep
 from lightning_memopt.session.observing import Observing, Waiting
@@ -406,9 +406,9 @@ class Session:
             return
         graph = self.foresight.complete(graph, self.device, early=self._early is not None)
         cache, regions, limit = self._plan_cache, self._compiled, self._limit_nbytes
-        again = regions.compiled_again(graph, limit, self.say)
-        read_beginning(self.device, resident_tensors(self.model, self.optimizers, ()))
-        solve = partial(self._agreement.solved, limit_nbytes=limit, offloading=self._offloading, say=self.say)
+        machine = machine_of(self.device, resident_tensors(self.model, self.optimizers, ()))
+        again = regions.compiled_again(graph, limit, self.say, machine)
+        solve = partial(self._agreement.solved, limit_nbytes=limit, offloading=self._offloading, say=self.say, machine=machine)
         self._become(state, cache.afresh(state, regions.changed) if again else cache.observed(state, graph, self.say, solve))
 
     def _become(self, old: State, new: State) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph, fingerprint
-from lightning_memopt.plan import reserved_nbytes_of
+from lightning_memopt.plan import Machine
 from lightning_memopt.plan.files import fields_of, plan_of_fields
 from lightning_memopt.ranks import Ranks
 from lightning_memopt.session import solving
@@ -29,7 +29,13 @@ _CANDIDATES = 32
 
 
 def solved(
-    ranks: Ranks, graph: Graph, limit_nbytes: int | None, offloading: Offloading, say: Say, seconds: float
+    ranks: Ranks,
+    graph: Graph,
+    limit_nbytes: int | None,
+    offloading: Offloading,
+    say: Say,
+    machine: Machine,
+    seconds: float,
 ) -> Solved | None:
     """The plan of the first rank; None where the ranks' graphs or options differ, or where a rank did not come in `seconds`.
 
@@ -45,11 +51,11 @@ def solved(
     if ranks.rank:
         ranks.tell("sizes", _sizes(graph))
         answer = ranks.hear("shared plan", 0, seconds)
-        return None if answer is None else _adopted(answer, graph, offloading)
+        return None if answer is None else _adopted(answer, graph, offloading, machine)
     sizes = [_sizes(graph), *(ranks.hear("sizes", rank, seconds) for rank in range(1, ranks.size))]
     together = largest(graph, [s for s in sizes if s is not None])
     try:
-        outcome = solving.solved(together, limit_nbytes, offloading, say)
+        outcome = solving.solved(together, limit_nbytes, offloading, say, machine)
     except InfeasibleError as error:
         ranks.tell("shared plan", {"refused": str(error), "smallest": error.smallest_nbytes, "budget": error.budget_nbytes})
         raise
@@ -125,7 +131,7 @@ def _answer(outcome: Solved, graph: Graph) -> dict[str, Any]:
     }
 
 
-def _adopted(answer: dict[str, Any], own: Graph, offloading: Offloading) -> Solved:
+def _adopted(answer: dict[str, Any], own: Graph, offloading: Offloading, machine: Machine) -> Solved:
     """The first rank's plan and frontier on this rank. Its frontier has no bound of its own: the plan has that of the first."""
     if "refused" in answer:
         raise InfeasibleError(f"{answer['refused']}", smallest_nbytes=answer["smallest"], budget_nbytes=answer["budget"])
@@ -138,6 +144,6 @@ def _adopted(answer: dict[str, Any], own: Graph, offloading: Offloading) -> Solv
         unmodified_peak_nbytes=answer["unmodified"],
         moments=(),
         seconds=answer["seconds"],
-        reserve=reserved_nbytes_of(graph),
+        machine=machine,
     )
     return Solved(offloading.frontier(frontier), plan_of_fields(answer["plan"], graph), answer["above"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from lightning_memopt import logs
@@ -11,7 +12,7 @@ from lightning_memopt.config import MemOptConfig
 from lightning_memopt.device.determinism import is_tuned
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import COMPILED, Graph
-from lightning_memopt.plan import Plan
+from lightning_memopt.plan import Machine, Plan
 from lightning_memopt.session import costs, times
 from lightning_memopt.session.advice import advice
 from lightning_memopt.session.foresight import unmodified_peak
@@ -37,10 +38,10 @@ class Solved(NamedTuple):
     above: str | None
 
 
-def solved(graph: Graph, limit_nbytes: int | None, offloading: Offloading, say: Say) -> Solved:
-    """Solve for a graph, and choose its plan. Raises InfeasibleError as `chosen` does."""
-    frontier = frontier_of(graph, offloading, say, limit_nbytes)
-    plan, above = chosen(frontier, graph, limit_nbytes, offloading.config, say)
+def solved(graph: Graph, limit_nbytes: int | None, offloading: Offloading, say: Say, machine: Machine) -> Solved:
+    """Solve for a graph on a machine, and choose its plan. Raises InfeasibleError as `chosen` does."""
+    frontier = frontier_of(graph, offloading, say, machine, limit_nbytes)
+    plan, above = chosen(frontier, graph, machine, limit_nbytes, offloading.config, say)
     rates = offloading.measured
     if rates is not None and offloading.tier and plan.predicted.rebuilt_ops and not plan.parks:
         link = rates.links[offloading.tier]
@@ -52,7 +53,9 @@ def solved(graph: Graph, limit_nbytes: int | None, offloading: Offloading, say: 
     return Solved(frontier, plan, above)
 
 
-def frontier_of(graph: Graph, offloading: Offloading, say: Say, limit_nbytes: int | None = None) -> planner.Frontier:
+def frontier_of(
+    graph: Graph, offloading: Offloading, say: Say, machine: Machine, limit_nbytes: int | None = None
+) -> planner.Frontier:
     """The frontier of this graph, with parked tensors where the config allows them, and with more plans for one limit."""
     say(f"MemOpt: solving for {len(graph.ops)} ops, {len(graph.saves)} saved tensors")
     tuned_nbytes = _tuned_nbytes(graph)
@@ -65,13 +68,13 @@ def frontier_of(graph: Graph, offloading: Offloading, say: Say, limit_nbytes: in
     return offloading.frontier(
         planner.solve(
             graph,
+            replace(machine, overhead=costs.overhead(graph, offloading.device)),
             objective=offloading.config.objective,
             limit_seconds=offloading.config.solver_seconds,
             search_seconds=worth(graph, offloading.config),
             budgets=() if limit_nbytes is None else (limit_nbytes,),
             say=lambda line: say(f"MemOpt:   {line}"),
             detail=_detail if offloading.config.verbose else logs.silent,
-            overhead=costs.overhead(graph, offloading.device),
             clock=times.current.solver_clock(thread_time),
         )
     )
@@ -94,7 +97,12 @@ def _tuned_nbytes(graph: Graph) -> int:
 
 
 def chosen(
-    frontier: planner.Frontier, graph: Graph, limit_nbytes: int | None, config: MemOptConfig, say: Say
+    frontier: planner.Frontier,
+    graph: Graph,
+    machine: Machine,
+    limit_nbytes: int | None,
+    config: MemOptConfig,
+    say: Say,
 ) -> tuple[Plan, str | None]:
     """The plan for `limit_nbytes` (None: the smallest that `max_slowdown` allows), and None. Where no plan fits: the smallest
     plan, and a warning's text.
@@ -114,7 +122,7 @@ def chosen(
         is_above = True  # not the error, whose frames would hold the batch
         plan = frontier.plan(error.smallest_nbytes)
     compiled = any(op.name == COMPILED for op in graph.ops)
-    before, unmodified_nbytes = "as compiled" if compiled else "unmodified", unmodified_peak(graph)
+    before, unmodified_nbytes = "as compiled" if compiled else "unmodified", unmodified_peak(graph, machine)
     say(
         f"MemOpt: plan in force: predicted peak {format_nbytes(plan.predicted.needed_nbytes)} of "
         f"{format_nbytes(plan.budget_nbytes)}, {before} {format_nbytes(unmodified_nbytes)}; extra "

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph, fingerprint, resident_text
-from lightning_memopt.plan import Life, Plan, Prediction
+from lightning_memopt.plan import Life, Machine, Plan, Prediction
 from lightning_memopt.solvers.recompute import bound
 from lightning_memopt.units import format_nbytes
 
@@ -57,8 +57,7 @@ class Frontier:
     unmodified_peak_nbytes: the peak without a plan.
     moments: points of the step that prove lower bounds.
     seconds: how long solving took.
-    reserve: lives of a plan -> bytes that the device's allocator reserves, which the budget is then compared with; None where
-        the device has no such allocator.
+    machine: the machine that they were made for.
     smallest: a plan that reserves at most `smallest_nbytes`; None without `reserve`.
     cut_off: the time limit was over before the plans for few bytes were made: smaller ones may exist.
     """
@@ -69,9 +68,16 @@ class Frontier:
     unmodified_peak_nbytes: int
     moments: tuple[bound.Moment, ...]
     seconds: float
-    reserve: Callable[[tuple[Life, ...]], int] | None = None
+    machine: Machine = field(default_factory=Machine)
     smallest: Candidate | None = None
     cut_off: bool = False
+
+    @cached_property
+    def reserve(self) -> Callable[[tuple[Life, ...]], int] | None:
+        """Lives of a plan -> bytes that the device's allocator reserves, which the budget is then compared with; None where the
+        device has no such allocator.
+        """
+        return self.machine.reserve(self.graph)
 
     @cached_property
     def _reserving(self) -> dict[int, Candidate]:

@@ -19,12 +19,11 @@ from operator import attrgetter
 from lightning_memopt.clocks import perf_counter, thread_time
 from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.graph import LATE_HOOK, Graph, Op, unmodified_levels
-from lightning_memopt.plan import Life, LoweringError, reserved_nbytes_of, simulate
+from lightning_memopt.plan import Life, LoweringError, Machine, simulate
 from lightning_memopt.plan.model import Objective
 from lightning_memopt.solvers import chain as dp
 from lightning_memopt.solvers.collector import collector_paused
 from lightning_memopt.solvers.frontier import UNSEEN_NBYTES, Candidate, Frontier, with_reserved
-from lightning_memopt.solvers.overhead import FREE, Overhead
 from lightning_memopt.solvers.recompute import bound, local_search, stage_chain
 from lightning_memopt.solvers.recompute.baselines import per_unit
 from lightning_memopt.solvers.recompute.between import mixed, moments_between
@@ -137,7 +136,7 @@ def _smallest(graph: Graph) -> Iterator[tuple[str, tuple[Life, ...]]]:
         yield "local search, smallest", smaller
 
 
-def smallest(graph: Graph) -> Candidate:
+def smallest(graph: Graph, machine: Machine | None = None) -> Candidate:
     """A plan for few bytes, with nothing else solved: it tells quickly whether a budget can be kept at all."""
     saves = any(s.tensor in graph.producers for s in graph.saves)
     plans = itertools.chain(_plain(graph), _smallest(fenced(graph)) if saves else ())
@@ -145,12 +144,12 @@ def smallest(graph: Graph) -> Candidate:
     for solver, lives in plans:
         with contextlib.suppress(LoweringError):
             pool.append(Candidate(lives, simulate(graph, lives).predicted, solver, late))
-    return with_reserved(min(pool, key=_smallest_budget), reserved_nbytes_of(graph))
+    return with_reserved(min(pool, key=_smallest_budget), (machine or Machine()).reserve(graph))
 
 
-def smallest_nbytes(graph: Graph) -> int:
+def smallest_nbytes(graph: Graph, machine: Machine | None = None) -> int:
     """`Frontier.smallest_nbytes`, with nothing else solved."""
-    return smallest(graph).budget_nbytes
+    return smallest(graph, machine).budget_nbytes
 
 
 def _priced_by_flops(graph: Graph) -> Graph:
@@ -227,6 +226,7 @@ def _priced_first(front: list[Candidate], budgets: Collection[int]) -> list[int]
 @collector_paused()
 def solve(
     graph: Graph,
+    machine: Machine | None = None,
     *,
     objective: Objective = "throughput",
     limit_seconds: float = 30.0,
@@ -235,7 +235,6 @@ def solve(
     budgets: Collection[int] = (),
     say: Progress = lambda _: None,
     detail: Progress = lambda _: None,
-    overhead: Overhead = FREE,
     beside: Callable[[tuple[Life, ...]], int] = lambda _: 0,
     clock: Callable[[], float] = thread_time,
 ) -> Frontier:
@@ -243,10 +242,12 @@ def solve(
 
     `search_seconds`: of the time limit, what may be spent once plans for few bytes are known, on faster ones.
     `dense`: with plans between neighbours that are far apart. `budgets`: bytes for which a local search looks for plans.
-    `overhead`: seconds that recording and rebuilding take by themselves. `beside`: bytes that a plan needs in other steps or
-    calls at the same time. `clock`: what the limit is counted by: this thread's seconds of CPU, for a busy machine would have
-    other plans, and could keep fewer budgets. `say` is told that the limit was reached, `detail` how the solvers get on.
+    `beside`: bytes that a plan needs in other steps or calls at the same time. `clock`: what the limit is counted by: this
+    thread's seconds of CPU, for a busy machine would have other plans, and could keep fewer budgets. `say` is told that the
+    limit was reached, `detail` how the solvers get on.
     """
+    machine = machine or Machine()
+    overhead, reserve = machine.overhead, machine.reserve(graph)
     began, began_clock = perf_counter(), clock()
     end, searching_since = began_clock + limit_seconds, began_clock
     unmodified = max(unmodified_levels(graph), default=0)
@@ -301,7 +302,6 @@ def solve(
     saves = any(s.unpacked_at and s.tensor in graph.producers for s in graph.saves)
     searched = fenced(graph)
     in_time = fill(_plain(graph)) and (not saves or fill(_smallest(searched)))
-    reserve = reserved_nbytes_of(graph)
     smallest = with_reserved(min(pool, key=_smallest_budget), reserve)
     if in_time and saves:
         searching_since = clock()
@@ -319,7 +319,7 @@ def solve(
         unmodified_peak_nbytes=unmodified,
         moments=tuple(moments),
         seconds=perf_counter() - began,
-        reserve=reserve,
+        machine=machine,
         smallest=smallest if reserve is not None else None,
         cut_off=not in_time,
     )

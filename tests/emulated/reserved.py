@@ -24,8 +24,6 @@ from torch import nn
 from benchmarks.models.registry import MODELS as BENCHMARKS
 from lightning_memopt import optimize
 from lightning_memopt.plan.allocator import reserved
-from lightning_memopt.plan.allocator.beginning import last_beginning
-from lightning_memopt.plan.allocator.settings import in_force
 from tests.emulated import device
 
 MIB = 1 << 20
@@ -130,10 +128,11 @@ def run(name: str, made: Made, optimizer: torch.optim.Optimizer, budget: str | i
             torch.cuda.synchronize()
         measured, allocated = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
         status = session.status()
-    plan, graph = status.plan, status.graph
-    if plan is None or graph is None:
+    plan, frontier = status.plan, status.frontier
+    if plan is None or frontier is None:
         raise RuntimeError(f"{name} within {budget}: {status.phase}, {status.reason}")
-    predicted = reserved(graph, plan.lives, in_force(), beginning=last_beginning()).allocated_nbytes
+    machine = frontier.machine
+    predicted = reserved(status.graph, plan.lives, machine.allocator, beginning=machine.beginning).allocated_nbytes
     numbers = plan.budget_nbytes, plan.predicted.reserved_nbytes, measured, predicted, allocated
     return Row(name, update, *numbers, plan.solver)
 

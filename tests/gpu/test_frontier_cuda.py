@@ -15,10 +15,8 @@ from benchmarks.models.registry import MODELS
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import resident_nbytes
 from lightning_memopt.plan import reserved
-from lightning_memopt.plan.allocator.beginning import last_beginning
-from lightning_memopt.plan.allocator.settings import in_force
 from lightning_memopt.runtime import Program
-from lightning_memopt.session.allocator import read_beginning, read_settings
+from lightning_memopt.session.machine import machine_of
 from lightning_memopt.session.resident import resident_tensors
 from lightning_memopt.session.workspaces import take_workspaces
 from lightning_memopt.solvers import planner
@@ -46,12 +44,11 @@ def test_budget_is_kept_and_bits_are_equal(name: str, dtype: torch.dtype) -> Non
         pytest.skip("the unmodified step does not have the same bits twice")
     take_workspaces(bench.model, bench.device)  # from here on as a session does
     graph = bench.observe(steps=2)
-    read_settings(bench.device)
-    read_beginning(bench.device, resident_tensors(bench.model, (), bench.batch))
-    frontier = planner.solve(graph)
+    machine = machine_of(bench.device, resident_tensors(bench.model, (), bench.batch))
+    frontier = planner.solve(graph, machine)
     assert frontier.reserve is not None
     resident = resident_nbytes(graph)
-    unmodified = reserved(graph, frontier.candidates[-1].lives, in_force(), beginning=last_beginning())
+    unmodified = reserved(graph, frontier.candidates[-1].lives, machine.allocator, beginning=machine.beginning)
     measured = bench.peaks()
     assert abs(measured["allocated_mib"] * MIB / unmodified.allocated_nbytes - 1) <= 0.02
     assert abs(measured["reserved_mib"] * MIB / unmodified.peak_nbytes - 1) <= 0.03

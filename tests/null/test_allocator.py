@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from lightning_memopt.errors import ConfigError
-from lightning_memopt.plan.allocator import Allocator, ExhaustedError, Settings, compare, settings
+from lightning_memopt.plan import Machine
+from lightning_memopt.plan.allocator import Allocator, ExhaustedError, Settings, compare
 from lightning_memopt.plan.allocator.settings import MIB
 
 KIB = 1024
@@ -358,10 +359,7 @@ def test_a_later_text_may_set_a_part() -> None:
     assert Settings.of_allocator(said(PYTORCH_CUDA_ALLOC_CONF="large_segment_size_mb:40")).large_segment_nbytes == 40 * MIB
 
 
-def test_what_was_said_last_is_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "_told", [])
+def test_a_machine_that_nobody_asked_has_the_settings_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
-    assert settings.in_force().max_split_nbytes == 64 * MIB
-    settings.tell(Settings(expandable=True))
-    settings.tell(Settings())
-    assert settings.in_force() == Settings()
+    assert Machine().allocator.max_split_nbytes == 64 * MIB
+    assert Machine(allocator=Settings()).allocator == Settings()

@@ -13,9 +13,8 @@ from graphs import lstm_steps, random_steps, step, training_step
 
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import BEFORE, LATE_HOOK, Graph, unmodified_levels
-from lightning_memopt.plan import Life, LoweringError, lower, simulate, validate
+from lightning_memopt.plan import Life, LoweringError, Machine, Overhead, lower, simulate, validate
 from lightning_memopt.solvers import planner
-from lightning_memopt.solvers.overhead import Overhead
 from lightning_memopt.solvers.recompute.between import mixed, moments_between
 from lightning_memopt.solvers.rollout import Rollout
 
@@ -119,7 +118,7 @@ def test_what_each_op_that_runs_again_takes_beside_its_seconds_is_searched_with(
         least, most = planner.smallest_nbytes(graph), max(unmodified_levels(graph))
         for budget in range(least, most, (most - least) // 3 + 1):
             for name, rebuilt_op in (("told", each), ("untold", 0.0)):
-                frontier = planner.solve(graph, budgets=[budget], overhead=Overhead(of, rebuilt_op))
+                frontier = planner.solve(graph, budgets=[budget], machine=Machine(overhead=Overhead(of, rebuilt_op)))
                 plan = frontier.plan(budget)
                 assert plan.predicted_peak_nbytes <= budget
                 assert plan.predicted.overhead_seconds == each * plan.predicted.rebuilt_ops
@@ -187,7 +186,7 @@ def test_past_its_time_only_few_plans_are_priced(monkeypatch: pytest.MonkeyPatch
         next(looks)
         return 1e9 if priced else 0.0
 
-    frontier = planner.solve(graph, overhead=Overhead(of), clock=clock)
+    frontier = planner.solve(graph, machine=Machine(overhead=Overhead(of)), clock=clock)
     assert len(priced) == 4 and len(frontier.candidates) == 4
     assert all(frontier.candidates[i].lives == whole.candidates[i].lives for i in (0, -1))
 

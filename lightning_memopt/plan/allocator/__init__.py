@@ -5,7 +5,7 @@
 served already (`beginning`); `trace` compares it with a recording of the real allocator.
 """
 
-from lightning_memopt.plan.allocator.beginning import Beginning, tell_beginning
+from lightning_memopt.plan.allocator.beginning import Beginning
 from lightning_memopt.plan.allocator.model import Allocator, ExhaustedError
 from lightning_memopt.plan.allocator.reserved import (
     Described,
@@ -14,9 +14,8 @@ from lightning_memopt.plan.allocator.reserved import (
     described,
     requests,
     reserved,
-    reserved_nbytes_of,
 )
-from lightning_memopt.plan.allocator.settings import Settings, tell
+from lightning_memopt.plan.allocator.settings import Settings
 from lightning_memopt.plan.allocator.trace import Comparison, compare
 
 __all__ = [
@@ -32,7 +31,4 @@ __all__ = [
     "described",
     "requests",
     "reserved",
-    "reserved_nbytes_of",
-    "tell",
-    "tell_beginning",
 ]

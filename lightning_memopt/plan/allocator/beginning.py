@@ -104,20 +104,6 @@ class Beginning:
         return False
 
 
-_found_last: list[Beginning] = []
-"""What the allocator of this process had when a plan was made last; empty where nobody has looked."""
-
-
-def tell_beginning(beginning: Beginning | None) -> None:
-    """This is what the allocator of this process has now; None: that is not known."""
-    _found_last[:] = [] if beginning is None else [beginning]
-
-
-def last_beginning() -> Beginning | None:
-    """What the allocator of this process had when a plan was made last, as far as anybody has looked."""
-    return _found_last[0] if _found_last else None
-
-
 def _instead(kind: Kind) -> tuple[Kind | str, ...]:
     """Kinds of blocks that may hold a tensor of this kind, too: the batch and buffers are not always known by address."""
     return () if kind == "gradient" else ("", "input", "buffer", "temporary", "optimizer_state", "parameter")

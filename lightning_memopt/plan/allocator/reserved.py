@@ -8,15 +8,14 @@ makes the optimizer's state among cached blocks; the cache is emptied; planned s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 
-from lightning_memopt.device.kinds import CUDA, kind_of
+from lightning_memopt.device.kinds import CUDA
 from lightning_memopt.graph import BEFORE, OUTSIDE, Graph, Op
-from lightning_memopt.plan.allocator.beginning import Beginning, Wanted, last_beginning
+from lightning_memopt.plan.allocator.beginning import Beginning, Wanted
 from lightning_memopt.plan.allocator.model import Allocator
-from lightning_memopt.plan.allocator.settings import Settings, in_force
+from lightning_memopt.plan.allocator.settings import Settings
 from lightning_memopt.plan.lower import Fetch, Rebuild, Schedule, lower
 from lightning_memopt.plan.model import Life
 from lightning_memopt.plan.simulate import encoded
@@ -355,14 +354,3 @@ def _history(graph: Graph, planned: _Step, allocator: Allocator) -> None:
         allocator.free(span.name)
     for span in planned.before:
         allocator.alloc(span.name, span.nbytes)
-
-
-def reserved_nbytes_of(graph: Graph, settings: Settings | None = None) -> Callable[[tuple[Life, ...]], int] | None:
-    """The reserved peak of a plan of this graph, as a function of its lives; None where its device has no such allocator."""
-    if not kind_of(graph.device).has_segments:
-        return None
-    return partial(_peak_nbytes, graph, settings or in_force(), last_beginning() if settings is None else None)
-
-
-def _peak_nbytes(graph: Graph, settings: Settings, beginning: Beginning | None, lives: tuple[Life, ...]) -> int:
-    return reserved(graph, lives, settings, beginning=beginning).peak_nbytes

@@ -108,20 +108,6 @@ class Settings:
         return SMALL_SEGMENT_NBYTES if small else self.large_segment_nbytes
 
 
-_told: list[Settings] = []
-"""What the allocator of this process said last; empty where nobody has asked it."""
-
-
-def tell(settings: Settings) -> None:
-    """These are the settings of the allocator of this process."""
-    _told[:] = [settings]
-
-
-def in_force() -> Settings:
-    """The settings that the allocator has said, else those of the environment."""
-    return _told[0] if _told else Settings.from_environment()
-
-
 def _with(settings: Settings, key: str, value: str) -> Settings:
     if key == "expandable_segments":
         if value.lower() not in ("true", "false"):

@@ -16,7 +16,7 @@ from lightning_memopt.batching.plans import ParkingPlans, Plans
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph
-from lightning_memopt.plan import Life
+from lightning_memopt.plan import Life, Machine
 from lightning_memopt.plan.forms import tier_of
 from lightning_memopt.session.joint_frontier import peak_nbytes
 from lightning_memopt.session.offloading import Offloading
@@ -92,7 +92,7 @@ def plans(**options: Any) -> Sizes:
     offloading = Offloading(torch.device("cpu"), MemOptConfig(solver_seconds=1.0, verbose=False, **options))
 
     def solve(graph: Graph) -> Any:
-        return frontier_of(graph, offloading, lambda _: None)
+        return frontier_of(graph, offloading, lambda _: None, Machine())
 
     return Sizes(fitted("images"), solve, offloading)
 

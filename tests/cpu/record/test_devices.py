@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_memopt import MemOptConfig, optimize
 from lightning_memopt.device import determinism
+from lightning_memopt.plan import Machine
 from lightning_memopt.record import devices, recorder
 from lightning_memopt.session.offloading import Offloading
 from lightning_memopt.session.solving import frontier_of
@@ -105,7 +106,7 @@ def test_a14_what_is_kept_is_said(tunes: None) -> None:
     offloading = Offloading(torch.device("cpu"), MemOptConfig(verbose=False))
     for device, lines in (("cuda", 1), ("cpu", 0)):
         said: list[str] = []
-        frontier_of(replace(graph, device=device), offloading, said.append)
+        frontier_of(replace(graph, device=device), offloading, said.append, Machine())
         of_convolutions = [line for line in said if "160.00 KiB of results of convolutions" in line]
         assert len(of_convolutions) == lines, "five results of 32 KiB"
 

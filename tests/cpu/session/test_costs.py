@@ -10,11 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memopt import optimize
 from lightning_memopt.integrations.plain import Run
-from lightning_memopt.plan import read_plan
+from lightning_memopt.plan import Machine, Overhead, read_plan
 from lightning_memopt.runtime import Program
 from lightning_memopt.session import costs
 from lightning_memopt.solvers import planner
-from lightning_memopt.solvers.overhead import Overhead
 from lightning_memopt.solvers.recompute.baselines import recompute_everything
 from tests.cpu.lib.loops import QUIET, batches, sgd, small, train
 from tests.cpu.lib.observed import CPU
@@ -115,7 +114,7 @@ def test_a_plan_must_be_worth_its_overhead(run):
     graph = run.status().frontier.graph
     free = planner.solve(graph)
     rank = {c.lives: 1.0 + i for i, c in enumerate(free.candidates)}  # the larger the peak, the dearer
-    dear = planner.solve(graph, overhead=Overhead(lambda lives: rank.get(lives, 100.0)))
+    dear = planner.solve(graph, machine=Machine(overhead=Overhead(lambda lives: rank.get(lives, 100.0))))
     assert len(free.candidates) > 2
     assert [c.lives for c in dear.candidates] == [free.candidates[0].lives]
     assert dear.smallest_nbytes == free.smallest_nbytes

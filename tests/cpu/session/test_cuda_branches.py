@@ -17,7 +17,7 @@ from lightning_memopt.device.backends import backend_of
 from lightning_memopt.device.cuda import Cuda
 from lightning_memopt.errors import InfeasibleError, MemOptError
 from lightning_memopt.graph import BEFORE, resident_nbytes
-from lightning_memopt.plan import Rebuild, read_plan, simulate
+from lightning_memopt.plan import Machine, Rebuild, read_plan, simulate
 from lightning_memopt.record import Rule, numeric_flags, register_op, rule_of, rule_of_call, set_numeric_flags
 from lightning_memopt.runtime import Program
 from lightning_memopt.runtime.engine.holding import Holding, in_order
@@ -236,13 +236,13 @@ def test_what_an_allocator_reserves_decides_is_shown_and_is_kept_in_the_file(mon
     """A device that reserves 40000 bytes more than are allocated, whatever the plan."""
     more = 40000
 
-    def reserves(graph: Any) -> Any:
+    def reserves(machine: Machine, graph: Any) -> Any:
         return lambda lives: simulate(graph, lives).predicted.peak_nbytes + more
 
     model = small()
     with optimize(model, optimizer := sgd(model), budget="min", **QUIET) as plain:
         train(model, optimizer, batches(4))
-    monkeypatch.setattr(planner, "reserved_nbytes_of", reserves)
+    monkeypatch.setattr(Machine, "reserve", reserves)
     model = small()
     with optimize(model, optimizer := sgd(model), budget="min", **QUIET) as run:
         train(model, optimizer, batches(4))

@@ -14,6 +14,7 @@ import torch
 
 from lightning_memopt import MemOptConfig
 from lightning_memopt.device.places import current, is_on
+from lightning_memopt.plan import Machine
 from lightning_memopt.runtime import Learned
 from lightning_memopt.runtime.tiers.worker import Copy, Worker
 from lightning_memopt.session import costs, rehearsal
@@ -80,7 +81,7 @@ def test_a_solve_passes_the_device_on(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = graph_of(model, (x,), lambda: model(x).sum())
     offloading = Offloading(torch.device("cpu"), MemOptConfig(verbose=False, offload="disk"))
     offloading.device = torch.device("cpu", 0)
-    frontier_of(graph, offloading, lambda _: None)
+    frontier_of(graph, offloading, lambda _: None, Machine())
     offloading.depots.close()
     assert set(asked) == {torch.device("cpu", 0)} and len(asked) == 2, "for plans that rebuild, and for those that park"
 

@@ -20,6 +20,7 @@ from lightning_memopt import optimize
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import ConfigError, InfeasibleError, OffloadError
 from lightning_memopt.integrations.plain import Run
+from lightning_memopt.plan import Machine
 from lightning_memopt.plan.forms import codec_of, tier_of
 from lightning_memopt.plan.rates import Coding, Link, MachineRates
 from lightning_memopt.report.explain import tensors
@@ -140,8 +141,8 @@ def test_on_a_gpu_too_the_smallest_plan_parks(monkeypatch: pytest.MonkeyPatch) -
     graph = graph_of(model, (x,), lambda: model(x).sum())
     graph = replace(graph, device="cuda", ops=tuple(replace(op, recomputable=False) for op in graph.ops))
     offloading = Offloading(torch.device("cuda"), MemOptConfig(offload="host", verbose=False))
-    alone = frontier_of(graph, Offloading(torch.device("cuda"), MemOptConfig(verbose=False)), lambda _: None)
-    together = frontier_of(graph, offloading, lambda _: None)
+    alone = frontier_of(graph, Offloading(torch.device("cuda"), MemOptConfig(verbose=False)), lambda _: None, Machine())
+    together = frontier_of(graph, offloading, lambda _: None, Machine())
     assert together.smallest_nbytes < alone.smallest_nbytes
     plan = together.smallest_plan()
     assert plan.parks and plan.predicted.reserved_nbytes <= plan.budget_nbytes == together.smallest_nbytes

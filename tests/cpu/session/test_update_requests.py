@@ -7,7 +7,7 @@ import torch
 from torch import optim
 
 from lightning_memopt.graph import BEFORE, Graph, Op, Point, Tensor, unmodified_levels
-from lightning_memopt.plan import reserved_nbytes_of
+from lightning_memopt.plan import Machine
 from lightning_memopt.session.foresight import with_early_updates, with_update
 from lightning_memopt.session.graphs import pieces, with_state
 from lightning_memopt.session.rehearsal import Update, rehearse, with_gradients
@@ -25,7 +25,7 @@ def two_activations(device: str) -> Graph:
 
 
 def reserved_mib(graph: Graph) -> int:
-    reserve = reserved_nbytes_of(graph)
+    reserve = Machine().reserve(graph)
     assert reserve is not None
     nbytes = reserve(())
     assert nbytes % MIB == 0

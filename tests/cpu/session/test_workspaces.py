@@ -15,9 +15,9 @@ from torch import nn
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.device import cuda
 from lightning_memopt.plan.allocator import Settings
-from lightning_memopt.session import allocator, observed_step, workspaces
-from lightning_memopt.session.allocator import read_settings
+from lightning_memopt.session import observed_step, workspaces
 from lightning_memopt.session.effort import Effort
+from lightning_memopt.session.machine import machine_of
 from lightning_memopt.session.observed_step import ObservedStep
 from lightning_memopt.session.states import Waiting
 from lightning_memopt.session.workspaces import take_workspaces
@@ -87,22 +87,17 @@ def test_a_model_without_a_matrix_takes_none(streams: Streams) -> None:
 def test_all_is_done_before_a_step_is_observed(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     monkeypatch.setattr(observed_step, "take_workspaces", lambda model, device: events.append("workspaces"))
-    monkeypatch.setattr(observed_step, "read_settings", lambda device: events.append("settings"))
     monkeypatch.setattr(observed_step, "Observation", lambda *_, **__: events.append("observation"))
     ObservedStep(nn.Linear(2, 2), [], MemOptConfig(), Effort(bounded=True)).begin(Waiting(), CUDA, None)
-    assert events == ["workspaces", "settings", "observation"]
+    assert events == ["workspaces", "observation"]
 
 
 def test_plans_are_priced_by_the_settings_that_the_allocator_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """A script has set them since the process began."""
-    told: list[Settings] = []
     backend = "native"
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
-    monkeypatch.setattr(allocator, "tell", told.append)
     monkeypatch.setattr(cuda, "allocator_snapshot", lambda: {"allocator_settings": {"expandable_segments": True}})
-    read_settings(CUDA)
-    assert told == [Settings(expandable=True)]
-    read_settings(torch.device("cpu"))
+    assert machine_of(CUDA).allocator == Settings(expandable=True)
+    assert machine_of(torch.device("cpu")).allocator == Settings.from_environment()
     backend = "cudaMallocAsync"
-    read_settings(CUDA)
-    assert len(told) == 1
+    assert machine_of(CUDA).allocator == Settings.from_environment()

@@ -108,10 +108,10 @@ def test_each_search_of_a_session_is_limited_by_the_seconds_of_its_step(
     wanted: list[float] = []
     solve, solve_joint = planner.solve, joint.solve_joint
 
-    def solved(graph: Graph, **given_options: Any) -> Any:
+    def solved(graph: Graph, machine: Any, **given_options: Any) -> Any:
         asked.append(given_options["search_seconds"])
         wanted.append(max(1.0, 50 * graph.step_seconds))
-        return solve(graph, **given_options)
+        return solve(graph, machine, **given_options)
 
     def jointly(graph: Graph, *args: Any, **given_options: Any) -> Any:
         asked.append(given_options["limit_seconds"])
