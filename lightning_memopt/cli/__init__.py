@@ -38,7 +38,7 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    from lightning_memopt.plan import read_plan
+    from lightning_memopt.plan import read_plan, step_of
     from lightning_memopt.report import breakdown, explain
 
     plan, graph = read_plan(args.plan)
@@ -51,7 +51,7 @@ def _explain(args: argparse.Namespace) -> int:
             print(explain.of_module(plan, graph, name))
         return 0
     print(explain.explain(plan, graph))
-    print(breakdown.line(breakdown.at_peak(graph, plan.lives)), flush=True)
+    print(breakdown.line(breakdown.at_peak(step_of(graph, plan), plan.lives)), flush=True)
     if args.seconds > 0:
         from lightning_memopt.report.helps import helps
 

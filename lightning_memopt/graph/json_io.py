@@ -11,11 +11,13 @@ from __future__ import annotations
 from typing import Any, get_args
 
 from lightning_memopt.graph.fields import MOST, Fields, letters
-from lightning_memopt.graph.model import BEFORE, Graph, Kind, Op, Phase, Point, PointKind, Save, Tensor
+from lightning_memopt.graph.model import BEFORE, EarlyUpdate, Graph, Kind, Op, Phase, Point, PointKind, Save, Tensor
 
 SCHEMA = 2
 WINDOWED = 3
 """The schema of a graph with windowed tensors: it has one more field, `windows`."""
+UPDATED = 4
+"""The schema of a graph with parameters that may be updated early: it has `windows`, `updates` and `usual_nbytes`, too."""
 
 _GRAPH = ("schema", "device", "step_seconds", "texts", "points", "ops", "tensors", "saves")
 _OP = (
@@ -24,6 +26,8 @@ _OP = (
 )
 _FLAGS = {"0": "no", "1": "yes"}
 _TENSOR = ("name", "nbytes", "kind", "storage", "born_at", "freed_at", "dtype", "size")
+_UPDATE = ("parameter", "at", "nbytes", "since", "until", "beside_nbytes")
+_MORE = {SCHEMA: (), WINDOWED: ("windows",), UPDATED: ("windows", "updates", "usual_nbytes")}
 _PHASES = letters(get_args(Phase))
 _KINDS = letters(get_args(Kind))
 _POINTS = letters(get_args(PointKind))
@@ -76,17 +80,19 @@ def graph_to_json(graph: Graph) -> dict[str, Any]:
         },
     }
     windows = [[t.id, first, last] for t in tensors for first, last in t.windows]
-    if windows:
-        columns["windows"] = windows
-    schema = WINDOWED if windows else SCHEMA
+    schema = UPDATED if graph.updates else WINDOWED if windows else SCHEMA
+    updates = {name: [getattr(u, name) for u in graph.updates] for name in _UPDATE}
+    more = {"windows": windows, "updates": updates, "usual_nbytes": graph.usual_nbytes}
+    columns |= {name: more[name] for name in _MORE[schema]}
     head = {"schema": schema, "device": graph.device, "step_seconds": graph.step_seconds, "texts": list(texts)}
     return head | columns
 
 
 def graph_from_json(obj: object) -> Graph:
     """The graph that `graph_to_json` wrote. Raises PlanFileError for anything else, naming the field and the index."""
-    windowed = isinstance(obj, dict) and obj.get("schema") == WINDOWED
-    top = Fields(obj, "graph", (*_GRAPH, "windows") if windowed else _GRAPH, (SCHEMA, WINDOWED))
+    schema = obj.get("schema") if isinstance(obj, dict) else None
+    more = _MORE.get(schema, ()) if type(schema) is int else ()
+    top = Fields(obj, "graph", (*_GRAPH, *more), tuple(_MORE))
     texts = top.strings("texts")
     points, n_points = top.table("points", ("kind", "id", "occurrence"), "kind")
     ops, n_ops = top.table("ops", _OP, "phase")
@@ -97,7 +103,7 @@ def graph_from_json(obj: object) -> Graph:
         if len(entry) != 3 or entry[0] >= n_ops or max(entry[1:]) >= n_tensors:
             ops.refuse("mutates", i, f"{list(entry)} is not [op, tensor overwritten, tensor made]")
         mutates.setdefault(entry[0], []).append((entry[1], entry[2]))
-    windows = _windows(top, n_tensors, n_points) if windowed else {}
+    windows = _windows(top, n_tensors, n_points) if "windows" in more else {}
     graph = Graph(
         points=tuple(
             map(
@@ -195,6 +201,8 @@ def graph_from_json(obj: object) -> Graph:
             )
         ),
         device=top.string("device"),
+        updates=_updates(top, n_tensors, n_points) if "updates" in more else (),
+        usual_nbytes=top.integer("usual_nbytes") if "updates" in more else 0,
         step_seconds=top.number("step_seconds"),
     )
     _check_points(graph, points)
@@ -215,6 +223,31 @@ def _windows(top: Fields, n_tensors: int, n_points: int) -> dict[int, list[tuple
             top.refuse("windows", i, f"{list(row)} is not after the window before it, which ends at {earlier[-1][1]}")
         earlier.append((row[1], row[2]))
     return windows
+
+
+def _updates(top: Fields, n_tensors: int, n_points: int) -> tuple[EarlyUpdate, ...]:
+    """The early updates: each of another parameter, their points rising."""
+    columns, n = top.table("updates", _UPDATE, "parameter")
+    found = tuple(
+        EarlyUpdate(parameter=parameter, at=at, nbytes=nbytes, since=since, until=until, beside_nbytes=beside)
+        for parameter, at, nbytes, since, until, beside in zip(
+            columns.ints("parameter", n, 0, n_tensors - 1),
+            columns.ints("at", n, 0, n_points - 1),
+            columns.ints("nbytes", n),
+            columns.ints("since", n, 0, n_points),
+            columns.ints("until", n, BEFORE, n_points - 1),
+            columns.ints("beside_nbytes", n),
+            strict=True,
+        )
+    )
+    for i, update in enumerate(found):
+        if i and update.at < found[i - 1].at:
+            columns.refuse("at", i, f"{update.at} is before that of the update before it, {found[i - 1].at}")
+        if update.since <= update.at and update.nbytes:
+            columns.refuse("since", i, f"{update.since} is not after {update.at}, where the gradient is final")
+    if len({update.parameter for update in found}) < n:
+        columns.refuse("parameter", None, "a parameter is in it twice")
+    return found
 
 
 def _check_points(graph: Graph, fields: Fields) -> None:

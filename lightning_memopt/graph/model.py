@@ -138,6 +138,27 @@ class Save:
     released_at: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlyUpdate:
+    """A parameter that may be updated in backward: the observed step did so, and freed its gradient.
+
+    parameter: id of the tensor that is updated.
+    at: its gradient is final after this point.
+    nbytes: bytes of the gradient that an early update frees; 0 where other steps or a wrapper hold them anyhow.
+    since: the first point at which they are in memory only if the parameter is not updated early.
+    until: the last point at which a step still has the gradient of the step before, if that one did not update early; `BEFORE`
+        where the loop frees gradients before the next step begins.
+    beside_nbytes: bytes that the update of this parameter alone takes beside weight, gradient and state.
+    """
+
+    parameter: int
+    at: int
+    nbytes: int
+    since: int
+    until: int = BEFORE
+    beside_nbytes: int = 0
+
+
 def around(path: str) -> Iterator[str]:
     """The paths of a module and of those around it, from the inside; nothing for the model itself, whose path is empty."""
     while path:
@@ -160,6 +181,9 @@ class Graph:
     saves: `saves[i].id == i`.
     points: the axis.
     device: type of the training device, "cpu" or "cuda".
+    updates: the parameters that may be updated early, in the order in which their gradients are final. The step is that in
+        which all of them are.
+    usual_nbytes: bytes that one update of all of them after backward takes beside weights, gradients and state.
     step_seconds: time of the unmodified step, measured or estimated from its ops.
     lines: id of a forward op -> line of user code that ran it. Not in files.
     save_lines: id of a save -> line of user code during which autograd packed it. Not in files.
@@ -173,6 +197,8 @@ class Graph:
     saves: tuple[Save, ...]
     points: tuple[Point, ...]
     device: str = "cpu"
+    updates: tuple[EarlyUpdate, ...] = ()
+    usual_nbytes: int = 0
     step_seconds: float = 0.0
     lines: Mapping[int, str] = field(default_factory=dict, repr=False)
     save_lines: Mapping[int, str] = field(default_factory=dict, repr=False)

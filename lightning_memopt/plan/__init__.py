@@ -6,6 +6,7 @@ from lightning_memopt.plan.lower import Fetch, Free, LoweringError, Rebuild, Sch
 from lightning_memopt.plan.machine import FREE, Machine, Overhead
 from lightning_memopt.plan.model import Life, Plan, Prediction
 from lightning_memopt.plan.simulate import SegmentCost, Timeline, added_by, fixed_levels, segment_cost, simulate
+from lightning_memopt.plan.updates import at_least, early, fewest, names_of, step_of, updated
 from lightning_memopt.plan.validate import Report, validate
 
 __all__ = [
@@ -26,14 +27,20 @@ __all__ = [
     "SegmentCost",
     "Timeline",
     "added_by",
+    "at_least",
+    "early",
+    "fewest",
     "fixed_levels",
     "lower",
+    "names_of",
     "plan_from_json",
     "plan_to_json",
     "read_plan",
     "reserved",
     "segment_cost",
     "simulate",
+    "step_of",
+    "updated",
     "validate",
     "write_plan",
 ]

@@ -1,8 +1,8 @@
 """A plan file: the plan and the graph it was made for, as JSON that one can read, diff and share. Never pickle.
 
-`{"format": "lightning_memopt.plan", "schema": 4, "plan": {...}, "graph": {...}}`, one array a line. The lives are
+`{"format": "lightning_memopt.plan", "schema": 5, "plan": {...}, "graph": {...}}`, one array a line. The lives are
 columns, as in the graph. A file that is read gives a plan that may be obeyed: its graph is consistent, the fingerprint
-is that graph's, and the validator has carried out the schedule of its lives without a problem. Predictions are not checked.
+is that graph's, and the validator has carried out its lives and updates without a problem. Predictions are not checked.
 """
 
 from __future__ import annotations
@@ -23,19 +23,21 @@ from lightning_memopt.plan.model import How, Life, Plan, Prediction
 from lightning_memopt.plan.validate import validate
 
 FORMAT = "lightning_memopt.plan"
-SCHEMA = 4
+SCHEMA = 5
 
 _HOWS = letters(get_args(How))
 _PLAN = (
     *("fingerprint", "solver", "budget_nbytes", "unmodified_peak_nbytes", "step_seconds", "lower_bound_seconds"),
-    *("solve_seconds", "predicted", "lives"),
+    *("solve_seconds", "updates", "predicted", "lives"),
 )
 _PREDICTED = (
     *("peak_nbytes", "reserved_nbytes", "extra_seconds", "overhead_seconds", "extra_flops", "rebuilt_nbytes"),
     *("rebuilt_ops", "moved_nbytes", "copy_seconds", "stall_seconds", "codec_seconds", "tier_nbytes"),
+    "update_seconds",
 )
 _LIFE = ("tensor", "born_at", "freed_at", "how", "forms", "form", "parked_nbytes")
-_OLD_NAMES = {
+_OLD_NAMES: dict[int, dict[str, str]] = {
+    4: {},
     3: {
         "budget_nbytes": "budget_bytes",
         "unmodified_peak_nbytes": "unmodified_peak_bytes",
@@ -46,9 +48,11 @@ _OLD_NAMES = {
         "moved_nbytes": "moved_bytes",
         "tier_nbytes": "tier_bytes",
         "parked_nbytes": "away_nbytes",
-    }
+    },
 }
-"""Older schema -> how its files call a field. The letters of `how` are the same in both schemas."""
+"""Older schema -> how its files call a field. The letters of `how` are the same in all schemas."""
+_NEW = ("updates", "update_seconds")
+"""Fields that files of older schemas do not have."""
 
 
 def plan_to_json(plan: Plan, graph: Graph) -> dict[str, Any]:
@@ -80,15 +84,20 @@ def plan_from_json(obj: object) -> tuple[Plan, Graph]:
         shown = repr(obj.get("format"))[:80] if isinstance(obj, dict) else type(obj).__name__
         raise PlanFileError(f'"format" is {shown}, not "{FORMAT}": this is not a plan file; give the path of one')
     top = Fields(obj, "file", ("format", "schema", "plan", "graph"), (SCHEMA, *_OLD_NAMES))
-    old_names = _OLD_NAMES.get(top.obj["schema"], {})
+    old = top.obj["schema"] != SCHEMA
     graph = graph_from_json(top.obj["graph"])
-    fields = Fields(top.obj["plan"], "plan", _PLAN, old_names=old_names)
+    fields = Fields(top.obj["plan"], "plan", _keys(_PLAN, old), old_names=_OLD_NAMES.get(top.obj["schema"], {}))
     plan = _plan(fields, graph)
+    if old and _updates_early(graph):
+        raise PlanFileError(
+            f"the file is of schema {top.obj['schema']}, which does not say which parameters a plan updates in backward, and "
+            "its step updates some; make the file again"
+        )
     actual = fingerprint(graph)
     if plan.fingerprint != actual:
         fields.refuse("fingerprint", None, f"{plan.fingerprint[:40]!r}, but the graph in this file has {actual!r}")
     try:
-        report = validate(graph, plan.lives, lower(graph, plan.lives))
+        report = validate(graph, plan.lives, lower(graph, plan.lives), plan.updates)
     except LoweringError as error:
         raise PlanFileError(f"the plan cannot be carried out: {error}; make it again") from error
     if not report.ok:
@@ -102,11 +111,24 @@ def plan_of_fields(obj: object, graph: Graph) -> Plan:
     return _plan(Fields(obj, "plan", _PLAN), graph)
 
 
+def _keys(keys: tuple[str, ...], old: bool) -> tuple[str, ...]:
+    return tuple(key for key in keys if not (old and key in _NEW))
+
+
+def _updates_early(graph: Graph) -> bool:
+    """Whether the step updates parameters before its backward is over."""
+    last = max((op.at for op in graph.ops if op.phase == "backward"), default=BEFORE)
+    read = (t for op in graph.ops if op.phase == "update" and op.at < last for t in op.inputs)
+    return any(graph.tensors[t].kind == "parameter" for t in read)
+
+
 def _plan(fields: Fields, graph: Graph) -> Plan:
-    predicted = fields.inner("predicted", _PREDICTED)
+    old = "updates" not in fields.obj
+    predicted = fields.inner("predicted", _keys(_PREDICTED, old))
     return Plan(
         fingerprint=fields.string("fingerprint"),
         lives=_lives(fields, graph),
+        updates=() if old else tuple(fields.ints("updates", None, 0, len(graph.tensors) - 1)),
         solver=fields.string("solver"),
         budget_nbytes=fields.integer("budget_nbytes"),
         unmodified_peak_nbytes=fields.integer("unmodified_peak_nbytes"),
@@ -126,6 +148,7 @@ def _plan(fields: Fields, graph: Graph) -> Plan:
             stall_seconds=predicted.number("stall_seconds"),
             codec_seconds=predicted.number("codec_seconds"),
             tier_nbytes=predicted.integer("tier_nbytes"),
+            update_seconds=0.0 if old else predicted.number("update_seconds"),
         ),
     )
 

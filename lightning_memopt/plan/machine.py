@@ -46,11 +46,14 @@ class Machine:
     allocator: how the device's allocator rounds and splits; from the environment of the process where nobody has asked it.
     beginning: what that allocator has reserved when planned steps begin; None: a history of steps is simulated instead.
     overhead: the engine's own work in steps of the graph that is planned for.
+    update_seconds: seconds that an update of one parameter in backward takes longer than its share of an update of all. 0: all
+        parameters are updated early that may be.
     """
 
     allocator: Settings = field(default_factory=Settings.from_environment)
     beginning: Beginning | None = None
     overhead: Overhead = FREE
+    update_seconds: float = 0.0
 
     def reserve(self, graph: Graph) -> Callable[[tuple[Life, ...]], int] | None:
         """The reserved peak of a plan of this graph by its lives; None where nothing is reserved on its device."""

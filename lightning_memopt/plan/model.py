@@ -1,4 +1,4 @@
-"""The plan of a step: the lives of every saved tensor, and their predicted cost.
+"""The plan of a step: the lives of every saved tensor, the parameters that are updated early, and their predicted cost.
 
 A tensor that is dropped and rebuilt is in memory several times. So a plan does not hold one decision per tensor, but the
 tensor's *lives*: disjoint intervals on the graph's axis of points, each with the way in which the bytes come into being. All
@@ -56,6 +56,7 @@ class Prediction:
     stall_seconds: seconds in which the step waits for a copy.
     codec_seconds: seconds of encoding and decoding.
     tier_nbytes: the most bytes that are in tiers at once.
+    update_seconds: seconds that updates of single parameters in backward take beyond one update of all.
     """
 
     peak_nbytes: int
@@ -70,11 +71,13 @@ class Prediction:
     stall_seconds: float = 0.0
     codec_seconds: float = 0.0
     tier_nbytes: int = 0
+    update_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
         """All extra seconds of a step."""
-        return self.extra_seconds + self.overhead_seconds + self.stall_seconds + self.codec_seconds
+        parts = self.extra_seconds, self.overhead_seconds, self.stall_seconds, self.codec_seconds, self.update_seconds
+        return sum(parts)
 
     @property
     def overlap(self) -> float:
@@ -89,10 +92,12 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The lives of one graph's tensors, made for one budget.
+    """Every decision for the steps of one graph, made for one budget.
 
     fingerprint: identifies the graph (`graph.fingerprint`).
     lives: of every tensor that autograd saves and of tensors held to rebuild them, sorted by (tensor, born_at).
+    updates: ids of the parameters that are updated in backward, in their order; the others, and their gradients, wait for the
+        update after it.
     solver: name of the solver that found the plan.
     budget_nbytes: the budget that the plan was made for.
     predicted: the predicted cost.
@@ -109,6 +114,7 @@ class Plan:
     budget_nbytes: int
     predicted: Prediction
     unmodified_peak_nbytes: int
+    updates: tuple[int, ...] = ()
     step_seconds: float = 0.0
     lower_bound_seconds: float = 0.0
     solve_seconds: float = 0.0

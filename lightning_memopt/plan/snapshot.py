@@ -24,6 +24,7 @@ from lightning_memopt.graph import Graph
 from lightning_memopt.plan.allocator import Described, Name, described
 from lightning_memopt.plan.lower import Rebuild, lower
 from lightning_memopt.plan.model import Plan
+from lightning_memopt.plan.updates import step_of
 
 _PAGE_NBYTES = 2 << 20
 _BASE = 1 << 32
@@ -57,6 +58,7 @@ class _Addresses:
 
 def snapshot(graph: Graph, plan: Plan) -> dict[str, Any]:
     """The snapshot of one step under a plan: keys `segments` (at the end of the step) and `device_traces` (its events)."""
+    graph = step_of(graph, plan)
     requests = described(graph, plan.lives)
     clock = _microseconds(graph, plan)
     addresses, trace, live = _Addresses(), list[dict[str, Any]](), dict[object, tuple[int, int, Frames]]()

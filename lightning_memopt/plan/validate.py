@@ -12,6 +12,8 @@ count of its own.
 4. After a segment, and after the frees of a point, exactly the lives that cover the point are live, once each.
 5. A fetched tensor was parked before, in one form for all its lives, from an instance that the plan held and that nothing
    overwrote. If its codec is not exact, only autograd may read it.
+6. A parameter that is updated early is one that may be, once, in the order of its points. The gradients of those that are not
+   stay to the end, where one update of them all takes bytes of its own.
 """
 
 from __future__ import annotations
@@ -45,13 +47,17 @@ class Report:
         return not self.problems
 
 
-def validate(graph: Graph, lives: Iterable[Life], schedule: Schedule) -> Report:
-    """Carry out `schedule` on `graph` and compare what is in memory with `lives`. Never raises for a wrong plan."""
+def validate(graph: Graph, lives: Iterable[Life], schedule: Schedule, updates: tuple[int, ...] | None = None) -> Report:
+    """Carry out `schedule` on `graph` and compare what is in memory with `lives`. `updates`: the parameters that are updated
+    early; None: all that may be. Never raises for a wrong plan.
+    """
     ordered = tuple(lives)
-    malformed = list(_malformed(graph, ordered, schedule))
+    if updates is None:
+        updates = tuple(update.parameter for update in graph.updates)
+    malformed = [*_malformed(graph, ordered, schedule), *_misordered(graph, updates)]
     if malformed:  # ids that lead nowhere: there is nothing to carry out
         return Report(tuple(malformed[:_MOST_PROBLEMS]), 0, 0)
-    return _Ledger(graph, ordered, schedule).carry_out()
+    return _Ledger(graph, ordered, schedule, frozenset(updates)).carry_out()
 
 
 def _malformed(graph: Graph, lives: tuple[Life, ...], schedule: Schedule) -> Iterator[str]:
@@ -85,6 +91,19 @@ def _malformed(graph: Graph, lives: tuple[Life, ...], schedule: Schedule) -> Ite
             yield f"the schedule holds or frees tensor {t}, which is not of this graph"
 
 
+def _misordered(graph: Graph, updates: tuple[int, ...]) -> Iterator[str]:
+    """Updates of what may not be updated early, twice, or in another order than that of the points."""
+    allowed = [update.parameter for update in graph.updates]
+    reached = -1
+    for parameter in updates:
+        if parameter not in allowed:
+            yield f"tensor {parameter} is updated early, which the step does not allow"
+        elif allowed.index(parameter) <= reached:
+            yield f"parameter {parameter} ({graph.tensors[parameter].name}) is updated twice, or too late"
+        else:
+            reached = allowed.index(parameter)
+
+
 @dataclass(slots=True)
 class _Instance:
     """A copy of a tensor.
@@ -102,9 +121,10 @@ class _Instance:
 class _Ledger:
     """The tensors in memory while the points pass, in bytes and by instance."""
 
-    def __init__(self, graph: Graph, lives: tuple[Life, ...], schedule: Schedule) -> None:
+    def __init__(self, graph: Graph, lives: tuple[Life, ...], schedule: Schedule, early: frozenset[int]) -> None:
         self.graph = graph
         self.schedule = schedule
+        self.usual = [update for update in graph.updates if update.parameter not in early]
         self.problems: list[str] = []
         self.now = self.peak = self.rebuilt_ops = 0
         self.live: dict[int, list[_Instance]] = {}
@@ -173,8 +193,11 @@ class _Ledger:
                 if last >= max(first, 0):
                     freed.setdefault(last, []).append(t.id)
         self.exist(born.get(BEFORE, ()), BEFORE)
+        at_end = min(graph.usual_nbytes, sum(update.beside_nbytes for update in self.usual))
+        self.now += sum(update.nbytes for update in self.usual if update.until > BEFORE)
         for p, point in enumerate(graph.points):
-            self.now += self.staged.get(p, 0)
+            self.now += self.staged.get(p, 0) + sum(u.nbytes for u in self.usual if u.since == p)
+            self.now += at_end if p == len(graph.points) - 1 else 0
             if point.kind == "op":
                 self.user_op(graph.ops[point.id], p)
             self.exist(born.get(p, ()), p)
@@ -188,6 +211,7 @@ class _Ledger:
             if point.kind == "unpack":
                 self.unpack(graph.saves[point.id], p)
             self.leave(freed.get(p, ()), p)
+            self.now -= sum(update.nbytes for update in self.usual if update.until == p)
         return Report(tuple(self.problems), self.peak, self.rebuilt_ops)
 
     def meet(self, extra_nbytes: int = 0) -> None:

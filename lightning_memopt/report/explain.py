@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.graph import BEFORE, Graph, Op
-from lightning_memopt.plan import Plan, lower
+from lightning_memopt.plan import Plan, early, lower
 from lightning_memopt.plan.peak import layer_of
 from lightning_memopt.report.blocks import WIDTH, blocks, by_block
 from lightning_memopt.report.fates import Fate, fates, operator, runs_again
@@ -30,6 +30,7 @@ def head(plan: Plan) -> str:
     reserved = f", {format_nbytes(p.reserved_nbytes)} reserved" if p.reserved_nbytes else ""
     parts = {"rebuilding": p.extra_seconds, "waiting for copies": p.stall_seconds}
     parts |= {"encoding and decoding": p.codec_seconds, "our own work": p.overhead_seconds}
+    parts["updating parameters one by one"] = p.update_seconds
     shown = ", ".join(f"{1e3 * seconds:.2f} {what}" for what, seconds in parts.items() if seconds)
     return (
         f"Plan by {plan.solver} for {format_nbytes(plan.budget_nbytes)}: peak {format_nbytes(p.peak_nbytes)}{reserved}, "
@@ -41,7 +42,14 @@ def head(plan: Plan) -> str:
 
 def explain(plan: Plan, graph: Graph) -> str:
     """The plan in two lines, and a table with one row for each block of the model."""
-    return f"{head(plan)}\n{by_block(blocks(graph, plan))}"
+    lines = [head(plan), *([f"Updated in backward: {updates_text(plan, graph)}."] if graph.updates else [])]
+    return "\n".join([*lines, by_block(blocks(graph, plan))])
+
+
+def updates_text(plan: Plan, graph: Graph) -> str:
+    """How many parameters the plan updates early, of those that may be, and the bytes of gradients that this frees."""
+    freed = sum(update.nbytes for update in graph.updates if update.parameter in plan.updates)
+    return f"{len(plan.updates)} of {len(early(graph))} parameters, which frees {format_nbytes(freed)} of gradients"
 
 
 def tensors(plan: Plan, graph: Graph) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph
-from lightning_memopt.plan import FREE, Life, Machine, Plan
+from lightning_memopt.plan import FREE, Life, Machine, Plan, step_of
 from lightning_memopt.plan.peak import Breakdown, at_peak
 from lightning_memopt.report.blocks import blocks
 from lightning_memopt.report.fates import operator, runs_again
@@ -39,7 +39,7 @@ class Help:
 
 def helps(plan: Plan, graph: Graph, limit_seconds: float = 10.0) -> str:
     """A list of sentences with a title. `limit_seconds`: of the search for plans for other budgets."""
-    peak = at_peak(graph, plan.lives)
+    peak = at_peak(step_of(graph, plan), plan.lives)
     budgets = [_tenths(plan, share) for share in (_LESS, _MORE)]
     frontier = planner.solve(graph, limit_seconds=limit_seconds, budgets=budgets, machine=_searched_with(plan))
     if frontier.cut_off:

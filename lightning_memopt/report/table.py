@@ -5,6 +5,7 @@ from __future__ import annotations
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import LoweringError, Machine, Plan, simulate
 from lightning_memopt.plan.forms import codec_of
+from lightning_memopt.report.explain import updates_text
 from lightning_memopt.report.fates import items, kept, rebuilt
 from lightning_memopt.report.text import Table, render
 from lightning_memopt.runtime.pool import PoolStatus
@@ -148,6 +149,8 @@ def summary(status: RunStatus, meter: Meter | None = None, transfers: Transfers 
         table.add_row("gradient checkpointing", checkpointing_text(graph, plan, status.checkpointed))
     if status.pool is not None:
         table.add_row("planned pool", pool_text(status.pool))
+    if graph.updates:
+        table.add_row("updated in backward", updates_text(plan, graph))
     table.add_row("rebuilt", items(rebuilt(graph, plan)))
     table.add_row("kept", items(kept(graph, plan)))
     if meter is not None:

@@ -157,6 +157,15 @@ class _Covering:
                 tensors.append(
                     Tensor(id=id, name=_NAME, nbytes=nbytes, kind="temporary", storage=id, born_at=born_at, freed_at=freed_at)
                 )
+        updates = tuple(
+            dataclasses.replace(
+                update,
+                at=moved(2 * update.at),
+                since=moved(2 * update.since) if update.since < len(graph.points) else len(points),
+                until=moved(2 * update.until),
+            )
+            for update in graph.updates
+        )
         backward = len(graph.forward)
         saves = tuple(
             dataclasses.replace(
@@ -169,7 +178,13 @@ class _Covering:
         )
         asked = {ids[op]: requests for op, requests in graph.asked.items()}
         return dataclasses.replace(
-            graph, ops=tuple(ops), tensors=tuple(tensors), saves=saves, points=tuple(points), asked=asked
+            graph,
+            ops=tuple(ops),
+            tensors=tuple(tensors),
+            saves=saves,
+            points=tuple(points),
+            asked=asked,
+            updates=updates,
         )
 
 

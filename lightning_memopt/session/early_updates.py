@@ -11,7 +11,7 @@ a metric or a log, updates nothing early.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 
 import torch
@@ -20,12 +20,11 @@ from torch.utils.weak import TensorWeakRef
 
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import UpdatesInBackwardError
-from lightning_memopt.graph import Graph
 from lightning_memopt.ranks import wrapper_of
 from lightning_memopt.record import is_plain
 from lightning_memopt.runtime.early_updates import EarlyUpdates, Reason, of_optimizers, refusal
 from lightning_memopt.runtime.reduced import reduced_by
-from lightning_memopt.session.final_gradients import early_in, late
+from lightning_memopt.session.final_gradients import late
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.peak_meter import in_compiled_code
 from lightning_memopt.session.processes import names_of, of_processes
@@ -115,15 +114,16 @@ class EarlyUpdating:
         self._read_names: set[str] = set()
         self._touched_names: set[str] = set()
 
-    def adopt(self, graph: Graph) -> None:
-        """A plan was given: its graph shows which parameters may be updated early."""
-        self.learnt |= early_in(graph)
+    def adopt(self, names: Iterable[str]) -> None:
+        """A plan was given: it updates the parameters with these names early."""
+        self.learnt.update(names)
         if not self.learnt:
             self._refuse(_GIVEN)
 
     @contextlib.contextmanager
-    def last_backward(self, observation: Observation | None, armed: bool) -> Iterator[None]:
-        """Around the last backward before the optimizer's step. Does nothing without `observation` and `armed`.
+    def last_backward(self, observation: Observation | None, chosen: Collection[str]) -> Iterator[None]:
+        """Around the last backward before the optimizer's step: of the parameters that may be updated early, those that are
+        `chosen` by name are. Does nothing without `observation` and names.
 
         Raises UpdatesInBackwardError where no optimizer.step() followed an earlier backward that updated parameters, or where
         this one would add to gradients that it freed.
@@ -150,7 +150,7 @@ class EarlyUpdating:
             )
         self._marked, self._before_forward = True, observation is None
         self._names = names_of(self.model)
-        armed = armed and self._possible()
+        armed = bool(chosen) and self._possible()
         if observation is None and not armed:
             yield
             return
@@ -163,7 +163,9 @@ class EarlyUpdating:
             return
         buckets = None if wrapper is None else reduced_by(wrapper)
         reduced = None if observation is None else observation.reduced
-        with self.updates.backward(partial(self._final, observation, armed), self._read, self._touched, buckets, reduced):
+        with self.updates.backward(
+            partial(self._final, observation, chosen if armed else ()), self._read, self._touched, buckets, reduced
+        ):
             yield
         if observation is not None:
             observation.copied_back()
@@ -329,17 +331,17 @@ class EarlyUpdating:
         self.updates.step_ended()
 
     def _final(
-        self, observation: Observation | None, armed: bool, p: torch.Tensor
+        self, observation: Observation | None, chosen: Collection[str], p: torch.Tensor
     ) -> contextlib.AbstractContextManager[None] | None:
         """The gradient of `p` is final: the context of its early update; None where it is not updated now."""
         name = self._names.get(id(p))
         if name is not None and (p.grad is None or not all(is_plain(local_tensor(t)) for t in (p, p.grad))):
             self.late.add(name)  # ops that read a sparse gradient are not seen
             return None
-        early = armed and name in self.learnt and name not in self.late
+        early = name in chosen and name in self.learnt and name not in self.late
         if name is None or observation is None:
             return contextlib.nullcontext() if early else None
-        if early or not armed:
+        if early or not chosen:
             observation.final(p, name, early, freed=not self._keeps)
         return observation.updating(p) if early else None
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from lightning_memopt.graph import BEFORE, Graph
+from lightning_memopt.graph import BEFORE, EarlyUpdate, Graph, Levels
 
 NEVER = -1
 """Stands for the id of a tensor that no op of the step read or made."""
@@ -95,8 +95,48 @@ def settled(graph: Graph, finals: Iterable[Final]) -> Graph:
     return dataclasses.replace(graph, tensors=tensors)
 
 
-def early_in(graph: Graph) -> set[str]:
-    """Names of the parameters that the step of this graph updated before its backward was over."""
-    last = max((op.at for op in graph.ops if op.phase == "backward"), default=-1)
-    read = {t for op in graph.ops if op.phase == "update" and op.at < last for t in op.inputs}
-    return {graph.tensors[t].name for t in read if graph.tensors[t].kind == "parameter"}
+def with_updates(graph: Graph, finals: Iterable[Final]) -> Graph:
+    """The graph of a step that updated at these points, with what becomes of each parameter where it is not updated early."""
+    begins = {t.name: t for t in graph.tensors if t.kind == "gradient" and t.born_at == BEFORE and t.nbytes}
+    accumulated = {t.storage for t in begins.values()}
+    freed_at: dict[int, int] = {}
+    for t in graph.tensors:
+        freed_at[t.storage] = max(t.freed_at, freed_at.get(t.storage, BEFORE))
+    end, last = len(graph.points), max((op.at for op in graph.ops if op.phase == "backward"), default=BEFORE)
+    updates = []
+    for f in finals:
+        gradient = graph.tensors[f.gradient] if f.gradient != NEVER else None
+        before = begins.get(f"{f.name}.grad")
+        since, until = end, BEFORE
+        if gradient is not None:
+            # the rounds before free no gradient: what this one frees is in memory until the end of backward anyhow
+            since = 1 + (last if gradient.storage in accumulated else freed_at[gradient.storage])
+            until = before.freed_at if before is not None and before.storage != gradient.storage else BEFORE
+        updates.append(
+            EarlyUpdate(
+                parameter=graph.tensors[f.parameter].storage,
+                at=f.point,
+                nbytes=0 if gradient is None else gradient.nbytes,
+                since=max(since, f.point + 1),
+                until=until,
+                beside_nbytes=_beside_nbytes(graph, f.point),
+            )
+        )
+    return dataclasses.replace(graph, updates=tuple(sorted(updates, key=lambda update: update.at)))
+
+
+def _beside_nbytes(graph: Graph, point: int) -> int:
+    """The most bytes of temporary tensors of the update after a point."""
+    ops = []
+    for kind, id, _ in graph.points[point + 1 :]:
+        if kind != "op" or graph.ops[id].phase != "update":
+            break
+        ops.append(graph.ops[id])
+    if not ops:
+        return 0
+    first, last = ops[0].at, ops[-1].at
+    levels = Levels(last - first + 1)
+    for t in (graph.tensors[t] for op in ops for t in op.outputs):
+        if t.storage == t.id and t.freed_at <= last:
+            levels.add(t.born_at - first, t.freed_at - first, t.nbytes)
+    return max(level + op.workspace_nbytes for level, op in zip(levels.levels(), ops, strict=True))

@@ -90,7 +90,7 @@ class Foresight:
         differ from the first one. `early`: parameters are updated early, so the step has shown the updates already.
         """
         made = state_made(graph, self.optimizers, device)
-        graph = with_earlier_rounds(graph) if early else self._with_gradients(graph)
+        graph = self._with_updates(with_earlier_rounds(graph)) if early else self._with_gradients(graph)
         if self.update is None or early:
             return with_state(graph, made)
         growing = [o for o in self.optimizers if type(o) is torch.optim.LBFGS]
@@ -99,6 +99,15 @@ class Foresight:
         throughout = 0 if counted else self.update.throughout_nbytes
         later_update = self.update._replace(state=growth, throughout_nbytes=throughout)
         return with_update(with_state(graph, made), later_update, sum(made))
+
+    def _with_updates(self, graph: Graph) -> Graph:
+        """The graph with what one update after backward takes, and with what the next step has of gradients it leaves."""
+        self.keeps_gradients = self.keeps_gradients or any(update.until > BEFORE for update in graph.updates)
+        until = _backward_begins(graph) - 1 if self.keeps_gradients else BEFORE
+        updates = tuple(dataclasses.replace(update, until=until if update.nbytes else BEFORE) for update in graph.updates)
+        at_most = sum(update.beside_nbytes for update in updates)
+        usual = self.update.beside_nbytes if self.update is not None and self.update.known else at_most
+        return dataclasses.replace(graph, updates=updates, usual_nbytes=min(usual, at_most))
 
     def _with_gradients(self, graph: Graph) -> Graph:
         """The graph of a later step, which begins with gradients where the loop keeps them. The observed step may have begun
@@ -253,13 +262,18 @@ def at_worst(graph: Graph) -> Graph:
     return with_step_before(graph, lambda t: not (counted and t.kind == "gradient"))
 
 
+def _backward_begins(graph: Graph) -> int:
+    """The point at which autograd first asks for a save; where it never does, the one after the forward."""
+    after_forward = max((op.at for op in graph.forward), default=BEFORE) + 1
+    return min((at for save in graph.saves for at in save.unpacked_at), default=after_forward)
+
+
 def with_step_before(graph: Graph, keeps: Callable[[Tensor], bool]) -> Graph:
     """The graph of a later step whose loop keeps some tensors that the step before left until backward begins: those for which
     `keeps` is true.
     """
     last = len(graph.points) - 1
-    forward_ends = max((op.at for op in graph.forward), default=BEFORE)
-    until = min((at - 1 for save in graph.saves for at in save.unpacked_at), default=forward_ends)
+    until = _backward_begins(graph) - 1
     updates = {op.at for op in graph.ops if op.phase == "update"}  # state that they made is counted from the start already
     tensors = list(graph.tensors)
     for t in graph.tensors:

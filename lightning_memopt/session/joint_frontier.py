@@ -101,10 +101,10 @@ class JointFrontier(Frontier):
     def _forms(self) -> dict[int, list[joint.Form]]:
         return self.offloading.forms(self.graph)
 
-    def plan(self, budget_nbytes: int) -> Plan:
+    def _plan(self, budget_nbytes: int) -> Plan:
         """The plan for a budget, with a bound for plans that rebuild and park. Raises InfeasibleError where no plan fits."""
         try:
-            alone = super().plan(budget_nbytes)
+            alone = super()._plan(budget_nbytes)
         except InfeasibleError:  # without a name: an error that its own frames name keeps what they hold from being freed
             together = self._joint(budget_nbytes)
             if together is None:

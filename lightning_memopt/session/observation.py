@@ -23,7 +23,7 @@ from lightning_memopt.record.gathered import around_units, units_of
 from lightning_memopt.runtime import ObservingEngine, let_go, step_ended
 from lightning_memopt.runtime.engine.surplus import Bound
 from lightning_memopt.runtime.engine.units import Units
-from lightning_memopt.session.final_gradients import NEVER, Final, freed_early, kept, settled
+from lightning_memopt.session.final_gradients import NEVER, Final, freed_early, kept, settled, with_updates
 from lightning_memopt.session.gathering import Watched, observed_code
 from lightning_memopt.session.recording import Recording, hooks_allowed
 from lightning_memopt.session.resident import resident_tensors
@@ -367,7 +367,7 @@ class Observation:
         tracer, engine, recorder = self._round
         self._unverified = engine.unverified
         finals = self.finals_seen()
-        graph = settled(kept(tracer.graph(recorder), finals), finals)
+        graph = settled(with_updates(kept(tracer.graph(recorder), finals), finals), finals)
         self._contexts.close()
         self._metering.close()
         self._end_round()

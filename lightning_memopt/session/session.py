@@ -8,7 +8,7 @@ around every optimizer's update. A step ends when all optimizers of this model h
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import nn
 from lightning_memopt.config import MemOptConfig, disabled
 from lightning_memopt.errors import RankFailedError
 from lightning_memopt.graph import Graph
-from lightning_memopt.plan import Plan
+from lightning_memopt.plan import Plan, names_of
 from lightning_memopt.ranks import rebuild_buckets
 from lightning_memopt.runtime import Engine, PlannedEngine
 from lightning_memopt.runtime.early_updates import Reason, count_versions
@@ -124,7 +124,7 @@ class Session:
         if self.enabled:
             self._early = wanted(self.model, self.optimizers, self.config, reasons, self.say)
         if self.given is not None and self._early is not None:
-            self._early.adopt(self.given[1])
+            self._early.adopt(names_of(self.given[1], self.given[0].updates))
 
     def last_backward(self) -> contextlib.AbstractContextManager[None]:
         """Around the last backward before the optimizer's step: it may update parameters early."""
@@ -132,8 +132,12 @@ class Session:
             return contextlib.nullcontext()
         state = self._current if self._step.began else None
         observation = self._observed_step.now if isinstance(state, Observing) else None
-        armed = isinstance(state, Observing | Running) and state.early_known and not self._step.deviates
-        return self._early.last_backward(observation, armed)
+        chosen: Collection[str] = ()
+        if isinstance(state, Observing) and state.early_known:
+            chosen = self._early.early
+        elif isinstance(state, Running) and not self._step.deviates:
+            chosen = self._early.early - state.waiting
+        return self._early.last_backward(observation, chosen)
 
     def closure_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer's step is about to run forward and backward inside of it."""

@@ -26,7 +26,7 @@ from lightning_memopt.config import MemOptConfig
 from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.errors import MemOptError, PlanMismatchError
 from lightning_memopt.graph import Graph, unmodified_levels
-from lightning_memopt.plan import Plan
+from lightning_memopt.plan import Plan, early, names_of
 from lightning_memopt.runtime import Learned, PlannedEngine, Program
 from lightning_memopt.runtime.engine.cursor import PlanDeviation
 from lightning_memopt.runtime.parked import Depot
@@ -97,6 +97,7 @@ class Running:
     replanned: how often the plan was replaced because a step took more than predicted.
     regrown: how often it was replaced because the program holds more outside of the step.
     held_nbytes: bytes held outside of the step that the frontier does not count.
+    waiting: names of the parameters that the plan does not update early, although it might.
     lender: the state of the other batch whose plan this is; None where the plan is the signature's own.
     refused: of a lender, how many borrowers it did not serve.
     wasted: of a lender, how often much smaller batches used its plan.
@@ -120,7 +121,7 @@ class Running:
     def __init__(
         self, plan: Plan, graph: Graph, frontier: planner.Frontier | None, replanned: int = 0, lender: Running | None = None
     ) -> None:
-        self.plan = plan
+        self.plan, self.waiting = plan, names_of(graph, set(early(graph)).difference(plan.updates))
         self.program: Program = Program(graph, plan.lives) if lender is None else lender.program
         self.learned = Learned(self.program, sized=lender is None)
         self.frontier = frontier

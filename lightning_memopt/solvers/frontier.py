@@ -10,12 +10,27 @@ from functools import cached_property
 
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph, fingerprint, resident_text
-from lightning_memopt.plan import Life, Machine, Plan, Prediction
+from lightning_memopt.plan import (
+    Life,
+    Machine,
+    Plan,
+    Prediction,
+    at_least,
+    early,
+    fewest,
+    fixed_levels,
+    simulate,
+    updated,
+)
 from lightning_memopt.solvers.recompute import bound
 from lightning_memopt.units import format_nbytes
 
 UNSEEN_NBYTES = 4096
 """Bytes left free in every budget, for scalars that no op makes (a loss read by Python, a counter)."""
+
+
+_TRIES = 4
+"""So many limits are tried where a step reserves more than it allocates."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +74,7 @@ class Frontier:
     seconds: how long solving took.
     machine: the machine that they were made for.
     smallest: a plan that reserves at most `smallest_nbytes`; None without `reserve`.
+    others: plans for the step that updates nothing early, where early updates take time: they may need fewer of these.
     cut_off: the time limit was over before the plans for few bytes were made: smaller ones may exist.
     """
 
@@ -70,6 +86,7 @@ class Frontier:
     seconds: float
     machine: Machine = field(default_factory=Machine)
     smallest: Candidate | None = None
+    others: tuple[Candidate, ...] = ()
     cut_off: bool = False
 
     @cached_property
@@ -143,7 +160,11 @@ class Frontier:
         return self._reserves(next(fast, len(self.candidates) - 1)).budget_nbytes
 
     def plan(self, budget_nbytes: int) -> Plan:
-        """The plan for a budget, with its bound."""
+        """The plan for a budget, with its bound. Raises InfeasibleError as `within`."""
+        return self._with_updates(self._plan(budget_nbytes))
+
+    def _plan(self, budget_nbytes: int) -> Plan:
+        """The plan for a budget where all parameters are updated early that may be."""
         best = self.within(budget_nbytes)
         return Plan(
             fingerprint=fingerprint(self.graph),
@@ -156,3 +177,41 @@ class Frontier:
             solve_seconds=self.seconds,
             lower_bound_seconds=self.bound_seconds(budget_nbytes),
         )
+
+    def _with_updates(self, plan: Plan) -> Plan:
+        """The plan with its early updates. Where these take time, it is the fastest one of all plans that were found, each with
+        the fewest early updates for which it fits the budget.
+        """
+        graph, seconds = self.graph, self.machine.update_seconds
+        best = _updating(plan, early(graph), plan.predicted, seconds)
+        if not seconds or not graph.updates:
+            return best
+        beside = self.candidates[-1].beside_nbytes
+        others = sorted((*self.candidates, *self.others), key=lambda c: c.predicted.seconds)
+        for candidate in (Candidate(plan.lives, plan.predicted, plan.solver, beside), *others):
+            if candidate.predicted.seconds >= best.predicted.seconds:
+                continue
+            found = self._fewest(candidate, plan.budget_nbytes)
+            if found is not None and found[1].seconds + seconds * len(found[0]) < best.predicted.seconds:
+                best = _updating(replace(plan, lives=candidate.lives, solver=candidate.solver), *found, seconds)
+        bound = plan.lower_bound_seconds + seconds * at_least(graph, fixed_levels(graph), plan.budget_nbytes)
+        return replace(best, lower_bound_seconds=bound)
+
+    def _fewest(self, candidate: Candidate, budget_nbytes: int) -> tuple[tuple[int, ...], Prediction] | None:
+        """The fewest early updates for which these lives fit the budget, and their price; None where no tried number fits."""
+        lives, line = candidate.lives, simulate(self.graph, candidate.lives)
+        limit = budget_nbytes - (with_reserved(candidate, self.reserve).budget_nbytes - line.predicted.peak_nbytes)
+        for _ in range(_TRIES):
+            updates = fewest(self.graph, line.nbytes, limit)
+            step = updated(self.graph, updates)
+            more = simulate(step, lives).predicted.peak_nbytes - line.predicted.peak_nbytes
+            predicted = replace(candidate.predicted, peak_nbytes=candidate.predicted.peak_nbytes + more)
+            found = with_reserved(replace(candidate, predicted=predicted), self.machine.reserve(step))
+            if found.budget_nbytes <= budget_nbytes:
+                return updates, found.predicted
+            limit -= found.budget_nbytes - budget_nbytes
+        return None
+
+
+def _updating(plan: Plan, updates: tuple[int, ...], predicted: Prediction, seconds: float) -> Plan:
+    return replace(plan, updates=updates, predicted=replace(predicted, update_seconds=seconds * len(updates)))

@@ -19,7 +19,7 @@ from operator import attrgetter
 from lightning_memopt.clocks import perf_counter, thread_time
 from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.graph import LATE_HOOK, Graph, Op, unmodified_levels
-from lightning_memopt.plan import Life, LoweringError, Machine, simulate
+from lightning_memopt.plan import Life, LoweringError, Machine, Overhead, Prediction, simulate, updated
 from lightning_memopt.plan.model import Objective
 from lightning_memopt.solvers import chain as dp
 from lightning_memopt.solvers.collector import collector_paused
@@ -223,6 +223,11 @@ def _priced_first(front: list[Candidate], budgets: Collection[int]) -> list[int]
     return list(dict.fromkeys(chosen))
 
 
+def _priced(candidate: Candidate, predicted: Prediction, overhead: Overhead) -> Candidate:
+    """The candidate with its exact price. `predicted`: the price without the engine's own work."""
+    return replace(candidate, predicted=replace(predicted, overhead_seconds=overhead.of(candidate.lives)))
+
+
 @collector_paused()
 def solve(
     graph: Graph,
@@ -311,7 +316,19 @@ def solve(
     for i in _priced_first(found, budgets):
         if len(whole) >= _PRICED and over():
             break
-        whole.append(replace(found[i], predicted=replace(found[i].predicted, overhead_seconds=overhead.of(found[i].lives))))
+        whole.append(_priced(found[i], found[i].predicted, overhead))
+    others: list[Candidate] = []
+    if machine.update_seconds and graph.updates and budgets and clock() < began_clock + limit_seconds:
+        usual = solve(
+            updated(graph, ()),
+            machine,
+            objective=objective,
+            limit_seconds=began_clock + limit_seconds - clock(),
+            search_seconds=search_seconds,
+            budgets=budgets,
+            clock=clock,
+        )
+        others = [_priced(c, simulate(graph, c.lives).predicted, overhead) for c in usual.candidates]
     return Frontier(
         graph=graph,
         candidates=tuple(_pareto(whole, objective)),
@@ -321,5 +338,6 @@ def solve(
         seconds=perf_counter() - began,
         machine=machine,
         smallest=smallest if reserve is not None else None,
+        others=tuple(others),
         cut_off=not in_time,
     )

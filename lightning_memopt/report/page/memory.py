@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 from lightning_memopt.graph import Graph
-from lightning_memopt.plan import Life, Plan, lower
+from lightning_memopt.plan import Life, Plan, lower, step_of
 from lightning_memopt.plan.lower import Rebuild, Schedule
 from lightning_memopt.plan.peak import STRUCTURES, layer_name, parts_at, stacks
 from lightning_memopt.report.page.parts import Grid, Picture, Rows, Section, count, size
@@ -87,17 +87,17 @@ def section(record: RunRecord) -> Section:
         "Predicted, to the byte, from the observed step. From left to right are its points, in their order: each op, and each "
         "moment when autograd asks for a saved tensor or lets go of it. Widths are no times.",
     )
-    named: list[tuple[str, str, tuple[Life, ...]]] = [("before", "Without a plan", unmodified(graph))]
+    named: list[tuple[str, str, Graph, tuple[Life, ...]]] = [("before", "Without a plan", graph, unmodified(graph))]
     if plan is not None:
-        named.append(("after", "With the plan", plan.lives))
+        named.append(("after", "With the plan", step_of(graph, plan), plan.lives))
     else:
         lead += ("There is no plan, so the second picture is missing.",)
     pictures, grids, tops = [], [], []
-    for key, name, lives in named:
-        levels = stacks(graph, lives)
+    for key, name, step, lives in named:
+        levels = stacks(step, lives)
         totals = [sum(column) for column in zip(*levels.values(), strict=True)]
         tops.append(max(totals))
-        picture, *tables = _drawn(graph, key, name, lives, levels, totals)
+        picture, *tables = _drawn(step, key, name, lives, levels, totals)
         pictures.append(picture)
         grids += tables
     for picture in pictures:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_memopt import optimize
 from lightning_memopt.integrations.plain import Run
 from lightning_memopt.native import engine
-from lightning_memopt.session.final_gradients import early_in
+from lightning_memopt.plan import early
 from tests.cpu.lib.early import OPTIMIZERS, WIDE, Make, plain, same_as_plain
 from tests.cpu.lib.harness import same_bits
 from tests.cpu.lib.inside import state_of
@@ -213,7 +213,8 @@ def test_given_plan_says_what_is_updated(tmp_path: Path, updates: list[Tensor]) 
     """A plan that was made with updates in backward brings them along, from the first step on."""
     run = same_as_plain(Body, OPTIMIZERS["sgd"], WIDE)
     run.session.save_plan(str(tmp_path / "plan.json"))
-    assert len(early_in(state_of(run).program.graph)) >= 5
+    assert run.plan is not None and len(run.plan.updates) >= 5
+    assert run.plan.updates == early(state_of(run).program.graph)
     updates.clear()
     model = made(Body)
     optimizer = OPTIMIZERS["sgd"](model.parameters())
